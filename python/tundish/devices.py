@@ -1,7 +1,6 @@
-"""The device that a thread works on.
+"""Runs work on another thread with the caller's current CUDA device.
 
-torch's current device is each thread's own, and a new thread begins on the first: what means "cuda" there means the
-memory of another rank's.
+torch's current device is a property of each thread, and a new thread begins on the first device.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ P = ParamSpec("P")
 
 
 def on_this_device(work: Callable[P, None]) -> Callable[P, None]:
-    """`work` for another thread, on the CUDA device that this one is on; as it is where torch uses none."""
+    """Wrap `work` to run on another thread with this thread's CUDA device; unchanged where CUDA is not in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it so
         return work
     device = torch.cuda.current_device()

@@ -1,7 +1,7 @@
-"""Public names of a package that are imported on first use (PEP 562).
+"""Lazy public names: a package imports a name's module when the name is first used (PEP 562).
 
-Type checkers and editors do not read the tables given to `lazily`. They read the imports that each package makes
-under `TYPE_CHECKING`.
+Invariant: a name is an ordinary attribute of the package after its first use. Type checkers and editors do not read the
+table of names but the imports that the package makes under `TYPE_CHECKING`.
 """
 
 from __future__ import annotations

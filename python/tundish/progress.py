@@ -1,8 +1,6 @@
-"""The one line that shows how far long work is.
+"""A progress line for long work, drawn by tqdm on standard error.
 
-Owns the only use of tqdm. What always holds: the line goes to standard error, so that standard output stays
-the caller's; nothing is shown unless standard error is a terminal or the caller insists; a line that cannot be
-drawn is given up silently and never disturbs the work it is about.
+Invariant: a line that cannot be drawn is given up silently and never disturbs the work.
 """
 
 from __future__ import annotations
@@ -19,14 +17,21 @@ __all__ = ["ProgressLine"]
 
 
 class ProgressLine:
-    """A progress line, as a context manager; on leaving, the line is wiped.
+    """A progress line, as a context manager that wipes the line at its end.
 
-    `progress`: `None` shows it when standard error is a terminal, `True` always, `False` never.
-    `shown` says whether anything will be drawn, so that work whose progress nobody sees need not report it.
-    Raises `InvalidTypeError` for anything else.
+    Args:
+        title: stands at the beginning of the line.
+        progress: `None` shows the line when standard error is a terminal, `True` always, `False` never.
 
-    >>> with ProgressLine("pack", progress=False) as line:
-    ...     line.update("cutting", 5, 10)
+    Attributes:
+        shown: whether anything is drawn.
+
+    Raises:
+        InvalidTypeError: `progress` is none of these.
+
+    Example:
+        >>> with ProgressLine("pack", progress=False) as line:
+        ...     line.update("cutting", 5, 10)
     """
 
     def __init__(self, title: str, progress: bool | None = None) -> None:

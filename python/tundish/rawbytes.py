@@ -1,4 +1,4 @@
-"""The memory of a tensor as bytes, which is how it is written, sent and read without knowing its dtype."""
+"""The memory of a tensor as bytes, to write, send and read it without knowing its dtype."""
 
 from __future__ import annotations
 

@@ -10,19 +10,19 @@ import pytest
 from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
 from tundish.distributed import node_group
-from tundish.distributed.nodes import Standing, split_into_nodes
+from tundish.distributed.nodes import RankLocation, split_into_nodes
 from tundish.errors import InvalidInputError
 
 
-def standings(
+def locations(
     local_sizes: list[int], *, groups: bool = True, identities: list[str] | None = None
-) -> list[Standing]:
+) -> list[RankLocation]:
     """What torchrun tells the ranks of nodes of these sizes."""
-    made: list[Standing] = []
+    made: list[RankLocation] = []
     for group_rank, size in enumerate(local_sizes):
         for local_rank in range(size):
             made.append(
-                Standing(
+                RankLocation(
                     rank=len(made),
                     identity="machine" if identities is None else identities[len(made)],
                     group_rank=group_rank if groups else None,
@@ -36,30 +36,30 @@ def standings(
 @pytest.mark.parametrize("groups", [True, False])
 @pytest.mark.parametrize("sizes", [[1], [4], [2, 2], [3, 1], [1, 3, 2], [1, 1, 1]])
 def test_torchruns_variables_tell_nodes_apart_on_one_machine(sizes: list[int], groups: bool) -> None:
-    nodes = split_into_nodes(standings(sizes, groups=groups), is_whole_job=True)
+    nodes = split_into_nodes(locations(sizes, groups=groups), is_whole_job=True)
     assert [len(node) for node in nodes] == sizes
     assert [rank for node in nodes for rank in node] == list(range(sum(sizes)))
 
 
 def test_ranks_that_share_no_kernel_share_no_node_whatever_the_launcher_says() -> None:
-    told = standings([4], identities=["a", "b", "a", "b"])
+    told = locations([4], identities=["a", "b", "a", "b"])
     assert split_into_nodes(told, is_whole_job=True) == [(0, 2), (1, 3)]
 
 
 def test_without_variables_the_kernel_tells() -> None:
-    bare = [Standing(rank=rank, identity=identity) for rank, identity in enumerate("abab")]
+    bare = [RankLocation(rank=rank, identity=identity) for rank, identity in enumerate("abab")]
     assert split_into_nodes(bare, is_whole_job=True) == [(0, 2), (1, 3)]
 
 
 def test_variables_of_some_ranks_only_are_not_believed() -> None:
-    told = [*standings([2, 2])[:3], Standing(rank=3, identity="machine")]
+    told = [*locations([2, 2])[:3], RankLocation(rank=3, identity="machine")]
     assert split_into_nodes(told, is_whole_job=True) == [(0, 1, 2, 3)]
 
 
 def test_ranks_dealt_out_in_turn_are_not_taken_for_ranks_that_count_through() -> None:
     # Four ranks on two machines, the even ones on the first: RANK - LOCAL_RANK is 0, 1, 1, 2.
     told = [
-        Standing(rank=rank, identity="ab"[rank % 2], local_rank=rank // 2, local_world_size=2)
+        RankLocation(rank=rank, identity="ab"[rank % 2], local_rank=rank // 2, local_world_size=2)
         for rank in range(4)
     ]
     assert split_into_nodes(told, is_whole_job=True) == [(0, 2), (1, 3)]
@@ -77,15 +77,15 @@ def test_ranks_dealt_out_in_turn_are_not_taken_for_ranks_that_count_through() ->
 )
 def test_variables_that_contradict_each_other_are_not_believed(wrong: dict[str, int]) -> None:
     told = [
-        Standing(rank=0, identity="a", group_rank=0, local_rank=0, local_world_size=2),
-        Standing(rank=1, identity="a", **wrong),
-        Standing(rank=2, identity="a", group_rank=1, local_rank=0, local_world_size=1),
+        RankLocation(rank=0, identity="a", group_rank=0, local_rank=0, local_world_size=2),
+        RankLocation(rank=1, identity="a", **wrong),
+        RankLocation(rank=2, identity="a", group_rank=1, local_rank=0, local_world_size=1),
     ]
     assert split_into_nodes(told, is_whole_job=False) == [(0, 1, 2)]
 
 
 def test_part_of_a_job_is_split_like_the_whole() -> None:
-    told = standings([3, 1, 2])
+    told = locations([3, 1, 2])
     part = [told[5], told[0], told[2], told[3]]
     assert split_into_nodes(part, is_whole_job=False) == [(5,), (0, 2), (3,)]
 
@@ -93,13 +93,13 @@ def test_part_of_a_job_is_split_like_the_whole() -> None:
 def test_variables_of_another_rank_are_not_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    standing = Standing.of_this_process(3)
+    standing = RankLocation.of_this_process(3)
     assert (standing.group_rank, standing.local_rank, standing.local_world_size) == (1, 1, 2)
-    started_by_it = Standing.of_this_process(0)
+    started_by_it = RankLocation.of_this_process(0)
     assert (started_by_it.group_rank, started_by_it.local_rank) == (None, None)
     monkeypatch.setenv("GROUP_RANK", "one")
     with pytest.raises(InvalidInputError, match="GROUP_RANK is 'one'"):
-        Standing.of_this_process(3)
+        RankLocation.of_this_process(3)
 
 
 def be_of_node(rank: int, node: int, local_rank: int, size: int) -> None:

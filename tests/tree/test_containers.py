@@ -318,13 +318,13 @@ def test_batch_sizes_of_a_packed_sequence_and_arrays_stay_in_host_memory() -> No
     tensors, schema = td.tree.flatten(
         {"a": numbers(), "packed": packed, "array": numbers().numpy(), "dates": dates}
     )
-    assert [tensors[number] is packed.batch_sizes for number in sorted(schema.host_tensors)] == [
+    assert [tensors[number] is packed.batch_sizes for number in sorted(schema.host_only_tensors)] == [
         True,
         False,
         False,
     ]
     # On a device without memory, to see what was brought back from it.
-    moved = [t if n in schema.host_tensors else t.to("meta") for n, t in enumerate(tensors)]
+    moved = [t if n in schema.host_only_tensors else t.to("meta") for n, t in enumerate(tensors)]
     back = td.tree.unflatten(schema, moved)
     assert type(back["packed"]) is PackedSequence
     assert back["packed"].data.is_meta and back["packed"].batch_sizes.device.type == "cpu"
@@ -339,7 +339,7 @@ def test_a_tensor_goes_to_a_device_though_an_array_has_its_memory() -> None:
         {"sizes": packed.batch_sizes, "packed": packed},
         {"rows": [*numbers(8).unbind(), packed.batch_sizes], "packed": packed},
     ):
-        assert not td.tree.flatten(obj)[1].host_tensors
+        assert not td.tree.flatten(obj)[1].host_only_tensors
 
 
 def test_deep_objects_need_no_stack(elsewhere: Elsewhere) -> None:

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import tundish as td
-from tundish.tree import layout as layouts
-from tundish.tree import quick, schema, walking
-from tundish.tree.describing import flatten_with_addresses
+from tundish.tree import buffer_layout, flattening, schema, traversal
+from tundish.tree.flattening import flatten_with_addresses
 
 
 def batch(step: int = 0, length: int = 8) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def count_pickles(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             seen.append(value)
             return pickle.dumps(value, *args)
 
-    for module in (layouts, schema, walking):
+    for module in (buffer_layout, schema, traversal):
         monkeypatch.setattr(module, "pickle", Counting())
     return seen
 
@@ -155,7 +154,7 @@ def test_equal_batches_have_one_structure_and_one_layout() -> None:
 def test_what_is_held_on_to_is_bounded_and_what_is_used_stays() -> None:
     def held() -> int:
         gc.collect()
-        return sum(isinstance(one, schema.Structure | layouts.BufferLayout) for one in gc.get_objects())
+        return sum(isinstance(one, schema.Structure | buffer_layout.BufferLayout) for one in gc.get_objects())
 
     first = td.tree.flatten(batch())[1]
     for number in range(1000):
@@ -209,7 +208,7 @@ def test_a_value_that_is_too_long_to_be_written_as_the_others_is_pickled(
                 raise ValueError("unmarshallable object")
             return marshal.dumps(values, version)
 
-    for module in (walking, quick):
+    for module in (traversal, flattening):
         monkeypatch.setattr(module, "marshal", Short())
     tensors, found = td.tree.flatten(obj)
     assert found.pickled

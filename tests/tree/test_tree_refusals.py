@@ -247,14 +247,14 @@ def test_an_object_that_cannot_be_made_again_is_an_error_of_the_library() -> Non
 def test_a_type_that_is_not_registered_here_is_named() -> None:
     td.tree.register(Unknown, lambda one: ([], vars(one)), lambda parts, context: Unknown(**context))
     tensors, schema = td.tree.flatten([Unknown(a=1)])
-    from tundish.tree import rules
+    from tundish.tree import containers
 
-    before = dict(rules.REGISTERED)
-    rules.REGISTERED.clear()
+    before = dict(containers.REGISTERED)
+    containers.REGISTERED.clear()
     try:
         with pytest.raises(InvalidTypeError, match=r"Unknown is registered where .* call td.tree.register"):
             td.tree.unflatten(pickle.loads(pickle.dumps(schema)), tensors)
     finally:
-        rules.REGISTERED.update(before)
-        del rules.REGISTERED[Unknown]
-        rules._rules.clear()
+        containers.REGISTERED.update(before)
+        del containers.REGISTERED[Unknown]
+        containers._containers.clear()

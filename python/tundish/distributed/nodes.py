@@ -1,14 +1,9 @@
-"""The nodes of a job: which ranks can share memory, agreed on all ranks.
+"""Which ranks of a job share a node, the same answer on all ranks, and the process groups of nodes.
 
-Owns the rule that splits the ranks of a group into nodes, and the process groups made of them. What always holds:
-
-1. Ranks of one node have one kernel and the same network and IPC namespaces, whatever the launcher says.
-2. Ranks that the launcher put on different nodes are on different nodes, also on one machine.
-3. All ranks go by the same split: the first one works it out from what every rank brings, and tells the others.
-
-The launcher's word is that of torchrun's variables. `GROUP_RANK` numbers the nodes; where it is missing, a node's ranks
-count through from its first, so that `RANK - LOCAL_RANK` names it. Either is believed only where `LOCAL_RANK` and
-`LOCAL_WORLD_SIZE` of all ranks fit it; where none does, hostname, boot id and namespaces alone tell nodes apart.
+Ranks share a node only if they have one kernel and the same network and IPC namespaces. Ranks that the launcher put on
+different nodes are apart, also on one machine. `GROUP_RANK` numbers the launcher's nodes; without it `RANK -
+LOCAL_RANK` names one. Either is believed only where `LOCAL_RANK` and `LOCAL_WORLD_SIZE` of all ranks fit it. The first
+rank computes the split from what every rank reports and broadcasts it.
 """
 
 from __future__ import annotations
@@ -29,14 +24,17 @@ from tundish.distributed.ranks import env_integer
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 from tundish.timeouts import timeout_seconds
 
-__all__ = ["Standing", "node_group", "nodes_of", "split_into_nodes"]
+__all__ = ["RankLocation", "node_group", "nodes_of", "split_into_nodes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
-    """What a rank knows of its place: numbers are None where the launcher said nothing.
+class RankLocation:
+    """Where a rank runs, as the system and the launcher say it.
 
-    `identity`: equal exactly on ranks with one kernel and the same network and IPC namespaces.
+    Attributes:
+        rank: the global rank.
+        identity: equal exactly on ranks with one kernel and the same network and IPC namespaces.
+        group_rank, local_rank, local_world_size: torchrun's variables; None where they are not set.
     """
 
     rank: int
@@ -46,11 +44,11 @@ class Standing:
     local_world_size: int | None = None
 
     @classmethod
-    def of_this_process(cls, rank: int) -> Standing:
-        """The standing of this process, which is `rank` in its job; raises `InvalidInputError` for a bad variable."""
+    def of_this_process(cls, rank: int) -> RankLocation:
+        """The location of this process, `rank` in its job. Raises `InvalidInputError` for a bad variable."""
         alone = cls(rank=rank, identity=node_identity())
         if env_integer("RANK", 0) not in (None, rank):
-            # Of another job, in which somebody started this one.
+            # The variables are those of another job, in which this one was started.
             return alone
         return dataclasses.replace(
             alone,
@@ -60,29 +58,29 @@ class Standing:
         )
 
 
-def split_into_nodes(standings: Sequence[Standing], *, is_whole_job: bool) -> list[tuple[int, ...]]:
-    """The ranks of each node, in the order of `standings`; see the head of this module for the rule."""
-    said = [standing.group_rank for standing in standings]
-    if not _fits(standings, said, is_whole_job):
-        # Of a part of the job nobody could tell ranks that count through from ranks dealt out in turn.
-        said = [_first_of_node(standing) if is_whole_job else None for standing in standings]
-    if not _fits(standings, said, is_whole_job):
-        said = [None] * len(standings)
+def split_into_nodes(locations: Sequence[RankLocation], *, is_whole_job: bool) -> list[tuple[int, ...]]:
+    """The ranks of each node, in the order of `locations`, by the rule at the head of this module."""
+    said = [location.group_rank for location in locations]
+    if not _fits(locations, said, is_whole_job):
+        # In a part of the job, consecutive ranks of a node cannot be told from ranks dealt out in turn.
+        said = [_first_of_node(location) if is_whole_job else None for location in locations]
+    if not _fits(locations, said, is_whole_job):
+        said = [None] * len(locations)
     nodes: dict[tuple[int | None, str], list[int]] = {}
-    for standing, node in zip(standings, said, strict=True):
-        nodes.setdefault((node, standing.identity), []).append(standing.rank)
+    for location, node in zip(locations, said, strict=True):
+        nodes.setdefault((node, location.identity), []).append(location.rank)
     return [tuple(ranks) for ranks in nodes.values()]
 
 
-def _first_of_node(standing: Standing) -> int | None:
-    return None if standing.local_rank is None else standing.rank - standing.local_rank
+def _first_of_node(location: RankLocation) -> int | None:
+    return None if location.local_rank is None else location.rank - location.local_rank
 
 
-def _fits(standings: Sequence[Standing], said: Sequence[int | None], is_whole_job: bool) -> bool:
+def _fits(locations: Sequence[RankLocation], said: Sequence[int | None], is_whole_job: bool) -> bool:
     """Whether `said`, the node of each rank, is possible with the local ranks that the launcher gave them."""
     places: dict[int, list[tuple[int, int]]] = {}
-    for standing, node in zip(standings, said, strict=True):
-        rank, size = standing.local_rank, standing.local_world_size
+    for location, node in zip(locations, said, strict=True):
+        rank, size = location.local_rank, location.local_world_size
         if node is None or rank is None or size is None:
             return False
         places.setdefault(node, []).append((rank, size))
@@ -96,42 +94,45 @@ def _fits(standings: Sequence[Standing], said: Sequence[int | None], is_whole_jo
 
 
 def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[tuple[int, ...]]:
-    """Collective over the members of `voter`: their global ranks, node by node; the same on all of them.
+    """Collective over the members of `voter`: the global ranks of each node.
 
-    The first rank of a node is the one that does what one rank a node does for the others. Within a node the ranks
-    are in the group's order, and nodes are in that of their first ranks.
+    Returns:
+        One tuple of ranks a node, the same on all members: ranks in the group's order, nodes in that of their first
+        ranks.
 
-    Raises what `Voter.vote` raises; `InvalidInputError` on a rank whose variables are no numbers.
+    Raises:
+        What `Voter.vote` raises.
+        InvalidInputError: on a rank whose variables are no numbers.
     """
     what = "finding the nodes of the job"
     error, own = None, ""
     try:
-        own = json.dumps(dataclasses.asdict(Standing.of_this_process(voter.rank)))
+        own = json.dumps(dataclasses.asdict(RankLocation.of_this_process(voter.rank)))
     except Exception as caught:  # noqa: BLE001 (the vote raises it again)
         error = caught
     gathered = voter.gather(own, error, what=what, timeout=timeout)
     told = None
     if gathered:
-        standings = [Standing(**json.loads(standing)) for standing in gathered]
+        locations = [RankLocation(**json.loads(location)) for location in gathered]
         is_whole_job = len(voter.ranks) == len(group_info(None).ranks)
-        told = compress_list(split_into_nodes(standings, is_whole_job=is_whole_job))
+        told = compress_list(split_into_nodes(locations, is_whole_job=is_whole_job))
     return [
         tuple(ranks)
         for ranks in decompress_list(voter.broadcast(told, source=voter.ranks[0], what=what, timeout=timeout))
     ]
 
 
-# The group of this rank's node lives as long as the group that it is a part of.
+# Node groups, by the group that they are parts of and live as long as.
 _node_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Any:
     """Collective over `group`: the process group of those of its ranks that share this rank's node.
 
-    torchrun's variables come first: ranks of different nodes by `GROUP_RANK` (or, without it, by `RANK`, `LOCAL_RANK`
-    and `LOCAL_WORLD_SIZE`) are apart, also where they run on one machine. Of those, and where there are no such
-    variables or they contradict each other, ranks share a node that have the same hostname, boot id, and network
-    and IPC namespaces: containers of one machine are nodes of their own. All ranks come to the same split.
+    Ranks share a node if they have the same hostname, boot id, network and IPC namespaces: containers of one machine
+    are nodes of their own. torchrun's variables come first: ranks on different nodes by `GROUP_RANK` (without it by
+    `RANK`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`) are apart, also on one machine, unless the variables contradict each
+    other.
 
         node = td.distributed.node_group()
         torch.distributed.barrier(node)
@@ -141,14 +142,18 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
         timeout: how long this rank waits for the others, and, in a group that is new, of its collectives;
             seconds or a `timedelta`.
 
-    Returns a gloo `ProcessGroup` of this node's ranks, in the order of `group`; the same one in later calls, until
-    it or `group` is destroyed. Without torch.distributed None, which stands for all ranks wherever a group is asked
-    for: a process that is alone.
+    Returns:
+        A gloo `ProcessGroup` of this node's ranks, in the order of `group`; the same one in later calls, until it or
+        `group` is destroyed. Without torch.distributed None, which stands for all ranks wherever a group is an
+        argument.
 
-    Raises what `vote` raises; `InvalidInputError` on a rank whose variables are no numbers.
+    Raises:
+        What `vote` raises.
+        InvalidInputError: on a rank whose variables are no numbers.
 
-    >>> node_group() is None
-    True
+    Example:
+        >>> node_group() is None
+        True
     """
     limit = timedelta(seconds=timeout_seconds(timeout))
     if group_info(group).store is None:

@@ -1,9 +1,8 @@
-"""Who is in a process group, and groups whose collectives may take long.
+"""The members of a process group, and groups with a timeout of their own.
 
-What always holds: names under which ranks meet in the job's store (of groups and of voters) are never used twice in a
-process's life, nor by the process that takes its place when torchrun starts the job again, so that nothing left in the
-store by a former group is ever read by a new one. They come from a counter that every member of a set of ranks advances
-alike, or from a vote.
+Invariant: a name under which ranks meet in the job's store (of a group or a voter) is never used twice, not even by the
+process that replaces this one when torchrun restarts the job. Names come from a counter that every member of a set of
+ranks advances alike, or from a vote.
 """
 
 from __future__ import annotations
@@ -42,10 +41,13 @@ _counters_lock = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class GroupInfo:
-    """A group as one of its members sees it.
+    """A process group as one of its members sees it.
 
-    `ranks`: the global ranks of all members, in the group's order; `rank`: this process's global rank;
-    `name`: the group's name, the same on all members; `store`: the job's store, None in a world of one.
+    Attributes:
+        ranks: the global ranks of all members, in the group's order.
+        rank: this process's global rank.
+        name: the group's name, the same on all members.
+        store: the job's store, None in a world of one.
     """
 
     ranks: tuple[int, ...]
@@ -55,9 +57,11 @@ class GroupInfo:
 
 
 class VoteId(NamedTuple):
-    """Of a vote: a `name` for what the ranks that came to it make together, and a `number`.
+    """Identifies a vote: the same on all of its ranks, and different for every vote.
 
-    They are the same on all of these ranks; no other vote has the name, nor, of the same voter, the number.
+    Attributes:
+        name: unique in the job, to name what the ranks create together next.
+        number: unique among the votes of one voter.
     """
 
     name: str
@@ -65,12 +69,13 @@ class VoteId(NamedTuple):
 
 
 def group_info(group: Any) -> GroupInfo:
-    """This process's view in `group` (None: all ranks of the job).
+    """The members of `group` (None: all ranks of the job) as this process sees them.
 
     Without an initialised process group this is a world of one.
 
-    Raises `InvalidInputError` when this process is not in `group`, when `group` was destroyed, and when
-    `WORLD_SIZE` says that there are other processes but no process group was initialised.
+    Raises:
+        InvalidInputError: this process is not in `group`, `group` was destroyed, or `WORLD_SIZE` says that there are
+            other processes but no process group is initialised.
     """
     # Where nothing imported torch.distributed yet, nothing initialised it: not worth the seconds.
     loaded = "torch.distributed" in sys.modules
@@ -103,7 +108,7 @@ def group_info(group: Any) -> GroupInfo:
 
 
 def unique_name(kind: str, ranks: tuple[int, ...]) -> str:
-    """A name never used before for `kind` among `ranks`: equal on all of them when all ask equally often."""
+    """A name never used before for `kind` among `ranks`: the same on all of them if all call this equally often."""
     with _counters_lock:
         number = next(_counters.setdefault((kind, ranks), itertools.count()))
     digest = hashlib.sha256(repr((kind, ranks, job_start())).encode()).hexdigest()[:24]
@@ -116,7 +121,7 @@ def long_timeout_group(
 ) -> Iterator[Any]:
     """Collective over `ranks`: a process group with a timeout of its own, destroyed at the end of the block.
 
-    For waiting on slow work, which the default group's timeout must not cut short:
+    Use it to wait for slow work, which the default group's timeout must not cut short:
 
         with long_timeout_group(timedelta(hours=2)) as group:
             torch.distributed.barrier(group)
@@ -127,11 +132,12 @@ def long_timeout_group(
             order as their other calls over the same ranks; others are not waited for.
         backend: of the group. Keep gloo unless the caller's thread alone uses the group.
 
-    Yields the `ProcessGroup`. It is destroyed also when the block raises, without waiting for the other
-    members.
+    Yields:
+        The `ProcessGroup`. It is destroyed also when the block raises, without waiting for the other members.
 
-    Raises `InvalidInputError` for a timeout that is not positive, for ranks that are repeated, out of range
-    or leave out this one, and where torch.distributed is not initialised.
+    Raises:
+        InvalidInputError: the timeout is not positive, ranks are repeated, out of range or leave out this one, or
+            torch.distributed is not initialised.
     """
     limit = timedelta(seconds=timeout_seconds(timeout))
     distributed = torch_distributed()

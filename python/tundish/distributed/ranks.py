@@ -1,7 +1,4 @@
-"""Which rank of its node this process is, from the variables torchrun sets.
-
-Nothing here imports torch, so that code that only asks "am I local rank 0" stays small.
-"""
+"""Which rank of its node this process is, from the variables that torchrun sets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +11,17 @@ __all__ = ["env_integer", "is_local_rank0", "local_rank", "local_world_size"]
 
 
 def is_local_rank0() -> bool:
-    """Whether this process is the one of its node that does what only one process a node does.
+    """Whether this process is local rank 0, the one that does what one process a node does for all.
 
-    True in a single process. Raises what `local_rank` raises.
+    Returns:
+        True also in a job of one process.
 
-    >>> is_local_rank0()
-    True
+    Raises:
+        InvalidInputError: as `local_rank`.
+
+    Example:
+        >>> is_local_rank0()
+        True
     """
     return local_rank() == 0
 
@@ -27,11 +29,12 @@ def is_local_rank0() -> bool:
 def local_rank() -> int:
     """This process's rank among the processes of its node, from `LOCAL_RANK`.
 
-    Without the variable, 0 in a job of one process.
+    Returns:
+        The rank; 0 in a job of one process without the variable.
 
-    Raises `InvalidInputError` when `LOCAL_RANK` or `LOCAL_WORLD_SIZE` is no number or the two do not
-    fit, and when the job has several processes but `LOCAL_RANK` is not set: every process would
-    otherwise take itself for the first of its node.
+    Raises:
+        InvalidInputError: `LOCAL_RANK` or `LOCAL_WORLD_SIZE` is no number, the two contradict each other, or the job
+            has several processes but `LOCAL_RANK` is not set: every process would take itself for local rank 0.
     """
     rank = env_integer("LOCAL_RANK", 0)
     size = env_integer("LOCAL_WORLD_SIZE", 1)
@@ -49,10 +52,11 @@ def local_rank() -> int:
 def local_world_size() -> int:
     """The number of this job's processes on this node, from `LOCAL_WORLD_SIZE`.
 
-    Without the variable, 1 in a job of one process.
+    Returns:
+        The number; 1 in a job of one process without the variable.
 
-    Raises `InvalidInputError` as `local_rank` does, and when the job has several processes but
-    `LOCAL_WORLD_SIZE` is not set.
+    Raises:
+        InvalidInputError: as `local_rank`, and when the job has several processes but `LOCAL_WORLD_SIZE` is not set.
     """
     local_rank()
     size = env_integer("LOCAL_WORLD_SIZE", 1)
@@ -63,7 +67,7 @@ def local_world_size() -> int:
 
 
 def env_integer(name: str, least: int) -> int | None:
-    """The integer in variable `name`, at least `least`; None where it is not set."""
+    """The integer in environment variable `name`, at least `least`; None where it is not set."""
     text = os.environ.get(name)
     if text is None:
         return None

@@ -60,7 +60,7 @@ class ReceivedBatch(NamedTuple):
 
     def build(self, device: torch.device | None) -> Any:
         """The object, with its tensors in `memory` (None) or on `device`. Call it once: the caller owns the result."""
-        layout, on_host = self.schema.layout, self.schema.host_tensors
+        layout, on_host = self.schema.layout, self.schema.host_only_tensors
         if self.device_buffer is not None:
             buffer = self.device_buffer
             on_device = [] if device is None else layout.tensors_in(buffer.to(device))

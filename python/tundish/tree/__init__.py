@@ -1,4 +1,4 @@
-"""Nested containers, taken apart into their tensors and a light schema, and put together again.
+"""Flattens nested containers into their tensors and a small schema, and rebuilds them.
 
     >>> import torch
     >>> import tundish as td
@@ -9,28 +9,29 @@
     >>> td.tree.unflatten(schema, tensors)["task"]
     'caption'
 
-This part is the one place of the library that walks nested containers. `walking` reads an object, `rules` and `tensors`
-say what each type is made of and how it is made again, `carrying` says in what memory the tensors travel, `schema` is
-what is told about the rest. What always holds:
+This package is the one place of the library that walks nested containers. `traversal` and `flattening` read an object;
+`containers` and `tensors_and_arrays` know what each type consists of; `memory_regions` and `buffer_layout` say which
+tensors travel; `schema` holds the rest; `unflattening` rebuilds the object.
 
-1. The same types come back, with the same values, attributes and sharing, whatever process they come back in.
+Invariants:
+
+1. The same types come back, with the same values, attributes and sharing, in whichever process.
 2. Nothing is copied that can be read where it is; nothing that was given is changed.
-3. What cannot be carried is refused by `flatten`, with its path, before it returns anything.
-4. A schema holds no tensor. Its parts are told in bytes when `flatten` returns, and a part equal to a recent one is not
-   pickled again.
+3. `flatten` refuses what cannot travel, with its path, before it returns anything.
+4. A schema holds no tensor.
 """
 
 from __future__ import annotations
 
-from tundish.tree.arrays import NUMPY_DTYPES
-from tundish.tree.building import unflatten, unflatten_unchecked
-from tundish.tree.carrying import DLPACK_EXCHANGE
-from tundish.tree.describing import flatten, flatten_with_addresses
-from tundish.tree.layout import DLPACK_DTYPES, BufferLayout
-from tundish.tree.mapping import find_all, map_only
-from tundish.tree.parts import Refusal
-from tundish.tree.rules import register
+from tundish.tree.buffer_layout import DLPACK_DTYPES, BufferLayout
+from tundish.tree.containers import register
+from tundish.tree.flattening import flatten, flatten_with_addresses
+from tundish.tree.map_parts import find_all, map_only
+from tundish.tree.memory_regions import DLPACK_EXCHANGE
+from tundish.tree.node_spec import Refusal
 from tundish.tree.schema import Schema
+from tundish.tree.tensors_and_arrays import NUMPY_DTYPES
+from tundish.tree.unflattening import unflatten, unflatten_unchecked
 
 __all__ = [
     "DLPACK_DTYPES",

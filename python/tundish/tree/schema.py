@@ -1,14 +1,13 @@
-"""What is told about an object beside its tensors.
+"""The schema of an object: everything but its tensors, in memory and in bytes.
 
-Owns the form of a schema, in memory and in bytes. A schema has three parts: the *structure* (types, keys, where
-leaves and values go), the *layout* of the tensors, and the *values* (numbers, texts, and what is pickled). What
-always holds:
+A schema has three parts: the *structure* (types, keys, where leaves and values go), the *layout* of the tensors, and
+the *values* (numbers, texts, and what is pickled). Structures and layouts are encoded once and cached, by content where
+they are made and by their bytes where they arrive.
 
-1. Structures and layouts are written once and recognised after that, here by what they say and where they arrive by
-   their bytes; both ends hold on to the recent ones only.
-2. Values that are Python's own are written in bytes that are equal where the values are. They are read anew each
-   time, so that nobody has another's list.
-3. Bytes are read only from processes of the same job: reading them runs what they say.
+Invariants:
+
+1. Values of built-in types are encoded in bytes that are equal where the values are, and decoded anew each time.
+2. Bytes are read only from processes of the same job: reading them runs pickles.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any
 
 from tundish._native import QuickProgram
 from tundish.errors import InvalidInputError, NotPicklableError
-from tundish.tree.layout import BufferLayout, decode_layout
-from tundish.tree.parts import HOST, Token
+from tundish.tree.buffer_layout import BufferLayout, decode_layout
+from tundish.tree.node_spec import HOST, Token
 
 __all__ = [
     "MARSHALLED",
@@ -53,7 +52,7 @@ class Structure:
         self.encoded = encoded
 
     @cached_property
-    def host_leaves(self) -> frozenset[int]:
+    def host_only_leaves(self) -> frozenset[int]:
         """Leaves of which nothing is made but what has to be in host memory."""
         found: set[int] = set()
         others: set[int] = set()
@@ -66,7 +65,7 @@ class Structure:
         return frozenset(found - others)
 
     @cached_property
-    def quick(self) -> QuickProgram | None:
+    def fast_program(self) -> QuickProgram | None:
         """The program compiled, where only Python's own containers and namedtuples are made.
 
         Those do not look at what tensors hold; of the values among them, the ones that were pickled may.
@@ -122,12 +121,12 @@ class Schema:
         return Schema.decode, (self.encode(),)
 
     @property
-    def host_tensors(self) -> frozenset[int]:
+    def host_only_tensors(self) -> frozenset[int]:
         """Numbers of the tensors that may stay in host memory: of arrays alone, or of what torch wants there."""
-        leaves, recipes = self.structure.host_leaves, self.layout.recipes
-        if recipes is None or not leaves:
+        leaves, leaf_sources = self.structure.host_only_leaves, self.layout.leaf_sources
+        if leaf_sources is None or not leaves:
             return leaves
-        carried = [one if isinstance(one, int) else one[0] for one in recipes]
+        carried = [one if isinstance(one, int) else one[0] for one in leaf_sources]
         others = {number for leaf, number in enumerate(carried) if leaf not in leaves}
         return frozenset(carried[leaf] for leaf in leaves) - others
 

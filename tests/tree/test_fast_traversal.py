@@ -17,41 +17,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from support.tree.sample_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, of
+from support.tree.structures import BUILTIN_STRUCTURES, STRUCTURES, Pair, filled, parts_of
 
 import tundish as td
-from test_properties import PARTS, STRUCTURES, Pair, filled
-from test_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, of
 from tundish.errors import InvalidInputError
-from tundish.tree import carrying, describing
-from tundish.tree.describing import flatten_with_addresses
-from tundish.tree.quick import QuickWalk, program_of, quick_walk
-from tundish.tree.walking import Walk
-
-SEVERAL = some.integers(3, 20)
-VALUES = (
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3) | some.binary()
-)
-QUICK: some.SearchStrategy[Any] = some.recursive(
-    PARTS | VALUES | some.complex_numbers(),
-    lambda inner: (
-        some.lists(inner, max_size=6)
-        | some.lists(inner, max_size=6).map(tuple)
-        | some.dictionaries(some.text(max_size=3) | some.integers(), inner, max_size=6)
-        | some.builds(Pair, inner, inner)
-        | some.lists(VALUES, min_size=14, max_size=20).flatmap(
-            lambda items: some.sampled_from([items, tuple(items)])
-        )
-        # Rows, and the same container twice.
-        | some.builds(lambda inner, count: [inner] * count, PARTS, SEVERAL)
-        | some.builds(lambda inner, count: dict.fromkeys(range(count), inner), PARTS, SEVERAL)
-        | inner.map(lambda one: [one, {"again": one}, (one,)])
-    ),
-    max_leaves=30,
-)
+from tundish.tree import flattening, memory_regions
+from tundish.tree.flattening import FastTraversal, fast_traversal, flatten_with_addresses, program_of_words
+from tundish.tree.traversal import Traversal
 
 
-def assert_found_alike(quick: QuickWalk, slow: Walk) -> None:
+def assert_found_alike(quick: FastTraversal, slow: Traversal) -> None:
     assert [id(one) for one in quick.leaves] == [id(one) for one in slow.leaves]
     assert quick.structure.program == slow.program
     assert [type(one) for one in quick.structure.program] == [type(one) for one in slow.program]
@@ -59,11 +35,11 @@ def assert_found_alike(quick: QuickWalk, slow: Walk) -> None:
 
 
 @settings(max_examples=500)
-@given(QUICK)
+@given(BUILTIN_STRUCTURES)
 def test_the_quick_walk_finds_what_the_other_finds(structure: Any) -> None:
     obj = filled(structure)
-    slow = Walk(obj, "batch", careful=False)
-    quick = quick_walk(obj)
+    slow = Traversal(obj, "batch", careful=False)
+    quick = fast_traversal(obj)
     if quick is None:
         # A subclass of tensors or an array, or a list of its own kind.
         assert any(part.kind in ("array", "parameter") for part in parts_of(structure, set()))
@@ -71,23 +47,12 @@ def test_the_quick_walk_finds_what_the_other_finds(structure: Any) -> None:
         assert_found_alike(quick, slow)
 
 
-def parts_of(structure: Any, seen: set[int]) -> list[Any]:
-    if id(structure) in seen:
-        return []
-    seen.add(id(structure))
-    if isinstance(structure, dict):
-        structure = list(structure.values())
-    if isinstance(structure, (list, tuple)):
-        return [part for one in structure for part in parts_of(one, seen)]
-    return [structure] if hasattr(structure, "kind") else []
-
-
 @given(STRUCTURES)
 def test_the_quick_walk_finds_nothing_rather_than_something_else(structure: Any) -> None:
     obj = filled(structure)
-    quick = quick_walk(obj)
+    quick = fast_traversal(obj)
     if quick is not None:
-        assert_found_alike(quick, Walk(obj, "batch", careful=False))
+        assert_found_alike(quick, Traversal(obj, "batch", careful=False))
 
 
 class Text(str):
@@ -160,11 +125,11 @@ class Crooked(tuple[Any, ...], metaclass=Meta):
 def test_what_is_not_exactly_of_pythons_own_types_is_left_to_the_other_walk(obj: Any) -> None:
     asked = Text.asked, Meta.asked
     # Whatever was seen before.
-    quick_walk([Pair(1, 2)])
+    fast_traversal([Pair(1, 2)])
     if type(obj) is tuple:
-        Walk(obj, "batch", careful=False)
+        Traversal(obj, "batch", careful=False)
         asked = Text.asked, Meta.asked
-    found = quick_walk(obj)
+    found = fast_traversal(obj)
     assert (Text.asked, Meta.asked) == asked
     assert found is None
 
@@ -179,9 +144,9 @@ def test_what_was_plain_is_registered_later() -> None:
     obj = [Late(torch.ones(2), 1)]
     for _ in range(3):
         td.tree.flatten(obj)
-    assert quick_walk(obj) is not None
+    assert fast_traversal(obj) is not None
     td.tree.register(Late, lambda late: ([late.a], "b"), lambda parts, context: Late(parts[0], context))
-    assert quick_walk(obj) is None
+    assert fast_traversal(obj) is None
     back = td.tree.unflatten(*reversed(td.tree.flatten(obj)))
     assert back[0].b == "b"
 
@@ -198,7 +163,7 @@ def test_containers_that_are_part_of_themselves() -> None:
         (two, r'^batch\["a"\]\[0\]\[0\]\["b"\] '),
         (three, r"^batch\[0\]\[0\] "),
     ):
-        assert quick_walk(obj) is None
+        assert fast_traversal(obj) is None
         with pytest.raises(InvalidInputError, match=path + "is a container that it is itself a part of"):
             td.tree.flatten(obj)
 
@@ -208,7 +173,7 @@ def test_no_depth_is_too_deep() -> None:
     obj: Any = tensor
     for number in range(100_000):
         obj = [obj] if number % 3 else ({"a": obj},)
-    quick = quick_walk(obj)
+    quick = fast_traversal(obj)
     assert quick is not None and quick.leaves[0] is tensor
     (carried,), schema = td.tree.flatten(obj)
     back = td.tree.unflatten(schema, [carried])
@@ -222,12 +187,12 @@ def forbid_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def no(*_: Any, **__: Any) -> Any:
         raise AssertionError("a slow way was gone")
 
-    monkeypatch.setattr(describing, "Walk", no)
-    monkeypatch.setattr(describing, "carry", no)
+    monkeypatch.setattr(flattening, "Traversal", no)
+    monkeypatch.setattr(flattening, "tensors_to_send", no)
 
 
 def test_ordinary_batches_go_the_quick_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    Walk([Pair(1, 2)], "batch", careful=False)
+    Traversal([Pair(1, 2)], "batch", careful=False)
     forbid_slow_ones(monkeypatch)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn):
         batch = {
@@ -246,7 +211,7 @@ def both_ways(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same comes of it where torch has no exchange API."""
     tensors, schema, addresses = flatten_with_addresses(obj)
     with monkeypatch.context() as patch:
-        patch.setattr(carrying, "DLPACK_EXCHANGE", None)
+        patch.setattr(memory_regions, "DLPACK_EXCHANGE", None)
         there, other, expected = flatten_with_addresses(obj)
     assert schema == other and schema.encode() == other.encode()
     assert schema.layout.dtypes == other.layout.dtypes
@@ -260,7 +225,7 @@ def both_ways(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @QUIET
 @pytest.mark.parametrize("name", TENSORS)
 def test_no_unusual_tensor_is_taken_for_a_plain_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert carrying.DLPACK_EXCHANGE is not None
+    assert memory_regions.DLPACK_EXCHANGE is not None
     plain = [torch.ones(2, 3) for _ in range(5)]
     for place in (0, 3):
         tensor = TENSORS[name]()
@@ -275,7 +240,7 @@ def test_no_unusual_tensor_is_taken_for_a_plain_one(name: str, monkeypatch: pyte
             and tensor.is_contiguous()
             and tensor.numel() > 0
         )
-        assert (type(tensor) is torch.Tensor and carrying.as_they_are(obj) is not None) == is_plain
+        assert (type(tensor) is torch.Tensor and memory_regions.layout_as_is(obj) is not None) == is_plain
 
 
 @QUIET
@@ -429,5 +394,5 @@ def test_words_are_read_as_they_are_written() -> None:
     assert found is not None
     words, keys, leaves, values = found
     assert len(leaves) == 4 and values == ["x"] and keys == ("a", "b")
-    assert program_of(words, keys) == Walk(obj, "batch", careful=False).program
+    assert program_of_words(words, keys) == Traversal(obj, "batch", careful=False).program
     assert marshal.loads(marshal.dumps(values, 2)) == values

@@ -1,13 +1,12 @@
-"""In what memory plain tensors travel.
+"""Describes the tensors that travel: dtypes, shapes, their places in one buffer, and the views made of them.
 
-Owns what is told of the tensors that are *carried*, and how the plain tensors of an object, its *leaves*, are made of
-them; `carrying` has the other direction. What always holds:
+*Leaves* are the plain tensors of an object. Those that overlap are views of one tensor that travels. `memory_regions`
+chooses these tensors; `BufferLayout.leaves` makes the leaves of them again.
 
-1. Carried tensors are plain, and no two of them overlap in memory. They are contiguous, or have gaps between their
-   values: those are written out one after the other by whoever copies them.
-2. Leaves that overlap are views of one carried tensor, with their own strides, there and here.
-3. A layout depends on dtypes, shapes and, where leaves are not carried as they are, on how they lie in memory; never on
-   values. Equal layouts are one object as long as they are recent.
+Invariants:
+
+1. Tensors that travel are plain, and no two overlap. Whoever copies one with gaps writes its values contiguously.
+2. A layout depends on dtypes, shapes and, for views, on how they lie in memory; never on values.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = [
     "ALIGNMENT",
     "DLPACK_DTYPES",
     "BufferLayout",
-    "Recipe",
+    "LeafSource",
     "contiguous_strides",
     "decode_layout",
     "layout_of",
@@ -39,7 +38,7 @@ ALIGNMENT: Final = 64
 # How a leaf is made of carried tensors: the number of one that is the leaf itself, or
 # (number, dtype or None, size, stride, offset): a view of it, offset in bytes, dtype where it is another.
 View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
-Recipe = int | View
+LeafSource = int | View
 
 # By DLPack's code and bits: those of which each value is its bytes. Complex ones may be conjugated lazily.
 DLPACK_DTYPES: dict[tuple[int, int], torch.dtype] = {
@@ -67,12 +66,12 @@ class BufferLayout:
         self,
         dtypes: tuple[torch.dtype, ...],
         shapes: tuple[torch.Size, ...],
-        recipes: tuple[Recipe, ...] | None,
+        leaf_sources: tuple[LeafSource, ...] | None,
     ) -> None:
         self.dtypes = dtypes
         self.shapes = shapes
         # None: the leaves are carried as they are.
-        self.recipes = recipes
+        self.leaf_sources = leaf_sources
         self.sizes = [shape.numel() * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
 
     @cached_property
@@ -93,7 +92,7 @@ class BufferLayout:
     def _widths(self) -> dict[int, int]:
         """By number of a tensor that leaves are views of: bytes of an element of the widest."""
         widths: dict[int, int] = {}
-        for one in self.recipes or ():
+        for one in self.leaf_sources or ():
             if not isinstance(one, int):
                 width = (one[1] or self.dtypes[one[0]]).itemsize
                 widths[one[0]] = max(width, widths.get(one[0], 0))
@@ -117,17 +116,19 @@ class BufferLayout:
     @cached_property
     def encoded(self) -> bytes:
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
-        recipes = self.recipes and [
+        leaf_sources = self.leaf_sources and [
             one if isinstance(one, int) else (one[0], one[1] and str(one[1]).removeprefix("torch."), *one[2:])
-            for one in self.recipes
+            for one in self.leaf_sources
         ]
-        return pickle.dumps((names, list(map(tuple, self.shapes)), recipes), 5)
+        return pickle.dumps((names, list(map(tuple, self.shapes)), leaf_sources), 5)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BufferLayout):
             return NotImplemented
         return self is other or (
-            self.dtypes == other.dtypes and self.shapes == other.shapes and self.recipes == other.recipes
+            self.dtypes == other.dtypes
+            and self.shapes == other.shapes
+            and self.leaf_sources == other.leaf_sources
         )
 
     def __hash__(self) -> int:
@@ -139,11 +140,13 @@ class BufferLayout:
 
     def leaves(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The leaves, made of the carried tensors, which have the dtypes and shapes of this layout."""
-        if self.recipes is None:
+        if self.leaf_sources is None:
             return tensors
         # Of each once, so that its views share it.
         bases = {slot: _base(tensors[slot], width) for slot, width in self._widths.items()}
-        return [tensors[one] if isinstance(one, int) else _view(bases[one[0]], one) for one in self.recipes]
+        return [
+            tensors[one] if isinstance(one, int) else _view(bases[one[0]], one) for one in self.leaf_sources
+        ]
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
         """The carried tensors where they lie in `buffer` at `offsets`: views of its storage, nothing is copied.
@@ -163,23 +166,25 @@ class BufferLayout:
 
 @lru_cache(256)
 def layout_of(
-    dtypes: tuple[torch.dtype, ...], shapes: tuple[torch.Size, ...], recipes: tuple[Recipe, ...] | None
+    dtypes: tuple[torch.dtype, ...],
+    shapes: tuple[torch.Size, ...],
+    leaf_sources: tuple[LeafSource, ...] | None,
 ) -> BufferLayout:
     """The layout with these fields: one object for equal fields."""
-    return BufferLayout(dtypes, shapes, recipes)
+    return BufferLayout(dtypes, shapes, leaf_sources)
 
 
 @lru_cache(256)
 def decode_layout(encoded: bytes) -> BufferLayout:
     """The layout whose `encoded` is this."""
-    names, shapes, recipes = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
+    names, shapes, leaf_sources = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
     return layout_of(
         tuple(getattr(torch, name) for name in names),
         tuple(map(torch.Size, shapes)),
-        recipes
+        leaf_sources
         and tuple(
             one if isinstance(one, int) else (one[0], one[1] and getattr(torch, one[1]), *one[2:])
-            for one in recipes
+            for one in leaf_sources
         ),
     )
 

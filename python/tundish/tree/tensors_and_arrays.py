@@ -1,22 +1,41 @@
-"""Tensors that are more than values in memory: what they are made of, and how they are made again.
+"""The rules for tensors and numpy arrays: what they consist of, and how they are made again.
 
-A tensor is *plain* if it is exactly a `torch.Tensor`, strided, has no gradient and no lazy conjugation or negation:
-its bytes and its geometry are all of it. What always holds: every tensor is made of plain ones, or refused.
+A tensor is *plain* if it is exactly a `torch.Tensor`, strided, without gradient, lazy conjugation or negation: its
+bytes, shape and strides are all of it.
+
+Invariants:
+
+1. Every tensor consists of plain ones, or is refused.
+2. An array travels as a tensor of its dtype or, where torch has none, of its bytes, and stays in host memory. An array
+   of Python objects is opaque.
+3. An array of a subclass that pickles as arrays do (`memmap`, `recarray`) is made of a plain one, without attributes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish.errors import InvalidTypeError
-from tundish.tree.parts import Parts, Refusal
+from tundish.tree.node_spec import NodeSpec, Refusal
 
-__all__ = ["QUANTIZED", "TENSOR_BUILDERS", "subclass_parts", "tensor_parts"]
+__all__ = [
+    "NUMPY_DTYPES",
+    "QUANTIZED",
+    "TENSOR_BUILDERS",
+    "array_of",
+    "array_spec",
+    "array_subclass_spec",
+    "pickles_as_array",
+    "tensor_spec",
+    "tensor_subclass_spec",
+]
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -30,7 +49,7 @@ QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, *_SUB_BYTE})
 _PER_CHANNEL = torch.per_channel_affine, torch.per_channel_affine_float_qparams
 
 
-def tensor_parts(tensor: Tensor) -> Parts | None:
+def tensor_spec(tensor: Tensor) -> NodeSpec | None:
     """What a tensor of exactly the type `torch.Tensor` is made of; None: it is plain.
 
     Raises `Refusal`.
@@ -44,25 +63,25 @@ def tensor_parts(tensor: Tensor) -> Parts | None:
             InvalidTypeError, "is a nested tensor of the strided layout: make it one of layout=torch.jagged"
         )
     if tensor.requires_grad:
-        return Parts(("grad",), (tensor.detach(),), ("",))
+        return NodeSpec(("grad",), (tensor.detach(),), ("",))
     if tensor.device.type == "meta":
-        return Parts(("meta", tensor.dtype), (tuple(tensor.shape), _strides(tensor)))
+        return NodeSpec(("meta", tensor.dtype), (tuple(tensor.shape), _strides(tensor)))
     layout = tensor.layout
     if layout is torch.sparse_coo:
         coo = tensor._indices(), tensor._values(), tuple(tensor.shape)
-        return Parts(("coo", tensor.is_coalesced()), coo, ("._indices()", "._values()", ".shape"))
+        return NodeSpec(("coo", tensor.is_coalesced()), coo, ("._indices()", "._values()", ".shape"))
     if layout in _COMPRESSED:
         compressed, plain = (get(tensor) for get in _COMPRESSED[layout])
         parts = compressed, plain, tensor.values(), tuple(tensor.shape)
-        return Parts(("compressed", layout), parts, (*[" (indices)"] * 2, ".values()", ".shape"))
+        return NodeSpec(("compressed", layout), parts, (*[" (indices)"] * 2, ".values()", ".shape"))
     if layout is not torch.strided:
         raise Refusal(InvalidTypeError, f"is a tensor of {layout}: make it dense first")
     if tensor.is_quantized:
         return _quantized_parts(tensor)
     if tensor.is_conj():
-        return Parts(("conj",), (tensor.conj(),), ("",))
+        return NodeSpec(("conj",), (tensor.conj(),), ("",))
     if tensor.is_neg():
-        return Parts(("neg",), (torch._neg_view(tensor),), ("",))
+        return NodeSpec(("neg",), (torch._neg_view(tensor),), ("",))
     if tensor.numel() and not tensor.data_ptr():
         raise Refusal(
             InvalidTypeError, "has no memory: it was given back, or is not on a device that has any"
@@ -74,7 +93,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(map(int, tensor.stride()))
 
 
-def _quantized_parts(tensor: Tensor) -> Parts:
+def _quantized_parts(tensor: Tensor) -> NodeSpec:
     scheme = tensor.qscheme()
     storage = tensor.untyped_storage()
     if tensor.dtype in _SUB_BYTE:
@@ -91,10 +110,10 @@ def _quantized_parts(tensor: Tensor) -> Parts:
     else:
         raise Refusal(InvalidTypeError, f"is quantized by {scheme}, which cannot be carried")
     geometry = tuple(tensor.shape), _strides(tensor), offset
-    return Parts(("quantized", tensor.dtype, scheme), (values, *geometry, *how))
+    return NodeSpec(("quantized", tensor.dtype, scheme), (values, *geometry, *how))
 
 
-def subclass_parts(tensor: Tensor) -> Parts:
+def tensor_subclass_spec(tensor: Tensor) -> NodeSpec:
     """What a tensor of a subclass is made of. Raises `Refusal`."""
     kind = type(tensor)
     if kind.__name__ == "DTensor":
@@ -116,7 +135,7 @@ def subclass_parts(tensor: Tensor) -> Parts:
         inner = [getattr(tensor, name) for name in names]
         labels = *[f".{name}" for name in names], " (context)", ".shape", ".stride()"
         token = "wrapper", kind, tuple(names), requires_grad
-        return Parts(token, (*inner, context, *geometry), labels)
+        return NodeSpec(token, (*inner, context, *geometry), labels)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise Refusal(
             InvalidTypeError,
@@ -127,16 +146,16 @@ def subclass_parts(tensor: Tensor) -> Parts:
     # Its attributes, and with slots a pair of both.
     state = object.__getstate__(tensor)
     builder = "parameter" if issubclass(kind, torch.nn.Parameter) else "subclass"
-    return Parts((builder, kind, requires_grad), (values, state), ("", ".__dict__"))
+    return NodeSpec((builder, kind, requires_grad), (values, state), ("", ".__dict__"))
 
 
-def _jagged_parts(tensor: Any) -> Parts:
+def _jagged_parts(tensor: Any) -> NodeSpec:
     values, offsets, lengths = tensor.values(), tensor.offsets(), tensor.lengths()
     # What torch knows of the lengths by now; to ask for more would be a computation.
     known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
     labels = ".values()", ".offsets()", ".lengths()", " (shortest)", " (longest)"
     token = "jagged", tensor._ragged_idx, tensor.requires_grad
-    return Parts(token, (values.detach(), offsets, lengths, *known), labels)
+    return NodeSpec(token, (values.detach(), offsets, lengths, *known), labels)
 
 
 def _make_grad(_: Any, parts: list[Tensor]) -> Tensor:
@@ -234,3 +253,72 @@ TENSOR_BUILDERS = {
     "parameter": _make_parameter,
     "jagged": _make_jagged,
 }
+
+
+# Dtypes that numpy has too and every torch can make tensors of: over numpy's arrays that takes half the time.
+NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.bool: np.bool_,
+    torch.uint8: np.uint8,
+    torch.int8: np.int8,
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.float16: np.float16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.complex64: np.complex64,
+    torch.complex128: np.complex128,
+}
+
+# Codes of dtypes that torch has too; of the two for an integer of one width it knows one only.
+_KINDS = frozenset("?bhBHefdFD").union(
+    np.dtype(f"{sign}int{bits}").char for sign in ("", "u") for bits in (32, 64)
+)
+
+
+def array_spec(array: NDArray[Any]) -> NodeSpec | None:
+    """What an array (of exactly the type ndarray) is made of."""
+    dtype = array.dtype
+    # Strings of numpy's StringDType and objects are references, not values; subarrays and the like have a text of
+    # another dtype.
+    if dtype.hasobject or dtype.itemsize == 0 or dtype.kind not in "biufcmMSUV":
+        return None
+    writable = array.flags.writeable
+    # torch would let the values be written to, or warns that it might; and knows no negative strides.
+    if not writable or any(stride < 0 for stride in array.strides):
+        array = array.copy(order="K")
+    if dtype.char in _KINDS and dtype.isnative and dtype.metadata is None:
+        if any(stride % dtype.itemsize for stride in array.strides):
+            # As in a column of records.
+            array = array.copy()
+        return NodeSpec(("array", None, writable), (torch.from_numpy(array),), ("",))
+    values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    tensor = torch.from_numpy(values).view(*array.shape, dtype.itemsize)
+    name = dtype.str
+    if np.dtype(name) == dtype and dtype.metadata is None:
+        return NodeSpec(("array", name, writable), (tensor,), ("",))
+    return NodeSpec(("array of", writable), (dtype, tensor), (".dtype", ""))
+
+
+def pickles_as_array(kind: type) -> bool:
+    """Whether arrays of the subclass `kind` are pickled as plain ones are."""
+    return all(
+        getattr(kind, name) is getattr(np.ndarray, name)
+        for name in ("__reduce__", "__reduce_ex__", "__setstate__")
+    )
+
+
+def array_subclass_spec(array: NDArray[Any]) -> NodeSpec:
+    """What an array of such a subclass is made of."""
+    return NodeSpec(("array as", type(array)), (array.view(np.ndarray),), ("",))
+
+
+def array_of(tensor: torch.Tensor, dtype: np.dtype[Any] | None, writable: bool) -> NDArray[Any]:
+    """The array that `tensor` was made of; `dtype`: of its items, where the tensor has their bytes."""
+    array: NDArray[Any] = tensor.cpu().numpy()
+    if dtype is not None:
+        array = np.ascontiguousarray(array).reshape(-1).view(dtype).reshape(array.shape[:-1])
+    if not writable:
+        array = array.view()
+        array.flags.writeable = False
+    return array

@@ -1,7 +1,11 @@
-"""From tensors and schema back to the object.
+"""Rebuilds an object from its tensors and schema.
 
-Owns the builders of containers; those of tensors are beside what takes them apart. What always holds: everything that
-can be changed is made anew, but the tensors are the very ones that are handed in, or views of them.
+The builders of containers are here; those of tensors are in `tensors_and_arrays`.
+
+Invariants:
+
+1. Everything that can be changed is made anew. Only the tensors are the ones that were given, or views of them.
+2. A builder calls no code of a type that pickle would not call.
 """
 
 from __future__ import annotations
@@ -18,12 +22,22 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
-from tundish.tree.arrays import array_of
-from tundish.tree.parts import AGAIN, CONSTANT, GIVES_ITSELF, HOST, ITSELF, KEYS, LIST, TUPLE, WHOLE, Token
-from tundish.tree.pickling import loads_values
-from tundish.tree.rules import REGISTERED
+from tundish.tree.containers import REGISTERED
+from tundish.tree.node_spec import (
+    AGAIN,
+    CONSTANT,
+    GIVES_ITSELF,
+    HOST,
+    ITSELF,
+    KEYS,
+    LIST,
+    TUPLE,
+    WHOLE,
+    Token,
+)
+from tundish.tree.pickled_values import loads_values
 from tundish.tree.schema import Schema, values_of
-from tundish.tree.tensors import TENSOR_BUILDERS
+from tundish.tree.tensors_and_arrays import TENSOR_BUILDERS, array_of
 
 __all__ = ["build", "unflatten", "unflatten_unchecked"]
 
@@ -32,15 +46,19 @@ _get_shape = operator.attrgetter("shape")
 
 
 def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
-    """Put the object together again that `flatten` took apart.
+    """Rebuild the object that `flatten` took apart.
 
     Args:
         schema: what `flatten` returned, here or in another process of the same job.
-        tensors: what it returned beside it, or tensors of the same dtypes and shapes in the same order, on any
-            device. The object's tensors are these, or views of them.
+        tensors: the tensors that it returned, or tensors of the same dtypes and shapes in the same order, on any
+        device.
 
-    Raises `InvalidInputError` if the tensors are others than the schema's, `InvalidTypeError` if a type is registered
-    there and not here.
+    Returns:
+        The object. Its tensors are `tensors`, or views of them.
+
+    Raises:
+        InvalidInputError: number, dtypes or shapes of the tensors are not the schema's.
+        InvalidTypeError: a type is registered where the object was flattened, and not here.
     """
     if not isinstance(schema, Schema):
         raise InvalidTypeError(
@@ -67,12 +85,12 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
 
 
 def build(token: Token, parts: list[Any]) -> Any:
-    """What a rule took apart into `parts`, which may be others by now."""
+    """Build the object of `token` from `parts`."""
     return _BUILDERS[token[0]](token, parts)
 
 
 def unflatten_unchecked(schema: Schema, tensors: Sequence[Tensor]) -> Any:
-    """As `unflatten`, of tensors that are known to be those of the schema's layout."""
+    """As `unflatten`, without checking the tensors."""
     leaves = schema.layout.leaves(tensors)
     # Arrays, and tensors that are more than a leaf, that are named inside of pickled values and outside, by what they
     # are made of; with that, or its identity would be another object's.
@@ -84,7 +102,7 @@ def unflatten_unchecked(schema: Schema, tensors: Sequence[Tensor]) -> Any:
         return made
 
     values = loads_values(schema.values, leaves, build_once) if schema.pickled else values_of(schema.values)
-    quick = schema.structure.quick
+    quick = schema.structure.fast_program
     if quick is not None:
         return quick.build(list(leaves), values)
     next_value = iter(values).__next__
@@ -240,7 +258,7 @@ def _make_registered(token: Token, parts: list[Any]) -> Any:
     kind = token[1]
     if kind not in REGISTERED:
         raise InvalidTypeError(
-            f"{kind.__module__}.{kind.__qualname__} is registered where the batch was taken apart, and not here: "
+            f"{kind.__module__}.{kind.__qualname__} is registered where the batch was flattened, and not here: "
             "call td.tree.register for it in every process"
         )
     *children, context = parts
@@ -252,7 +270,7 @@ def _make_pytree(token: Token, parts: list[Any]) -> Any:
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is None:
         raise InvalidTypeError(
-            f"{kind.__module__}.{kind.__qualname__} is registered with torch's pytree where the batch was taken apart, "
+            f"{kind.__module__}.{kind.__qualname__} is registered with torch's pytree where the batch was flattened, "
             "and not here"
         )
     *children, context = parts

@@ -1,7 +1,9 @@
-"""From plain tensors to the ones that are carried.
+"""Chooses the tensors that travel for an object's plain tensors, so that shared memory travels once.
 
-What always holds: nothing is copied but what does not lie at a multiple of its own width; what overlaps is carried
-once, as the memory that all of it lies in; memory that only lies beside other memory is carried on its own.
+Invariants:
+
+1. A tensor is copied only if its first byte does not lie at a multiple of its item size.
+2. Tensors that overlap travel as one region; tensors that only lie beside each other travel apart.
 """
 
 from __future__ import annotations
@@ -16,10 +18,16 @@ import torch
 from torch import Tensor
 
 from tundish import _native
-from tundish.tree.layout import BufferLayout, Recipe, contiguous_strides, layout_of, layout_of_dlpack
-from tundish.tree.tensors import QUANTIZED
+from tundish.tree.buffer_layout import (
+    BufferLayout,
+    LeafSource,
+    contiguous_strides,
+    layout_of,
+    layout_of_dlpack,
+)
+from tundish.tree.tensors_and_arrays import QUANTIZED
 
-__all__ = ["DLPACK_EXCHANGE", "as_they_are", "carry"]
+__all__ = ["DLPACK_EXCHANGE", "layout_as_is", "tensors_to_send"]
 
 # Conjugate views have complex dtypes.
 _MAY_BE_MORE = frozenset({torch.complex32, torch.complex64, torch.complex128, *QUANTIZED})
@@ -36,7 +44,7 @@ _get_shape = operator.attrgetter("shape")
 DLPACK_EXCHANGE: Final = _native.TensorExchange.of(Tensor)
 
 
-def as_they_are(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
+def layout_as_is(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
     """The layout and the addresses in which leaves, of exactly the type `torch.Tensor`, are carried as they are.
 
     Addresses are native 64-bit integers, none where not all leaves are in host memory. None if leaves cannot be carried
@@ -44,14 +52,16 @@ def as_they_are(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
     """
     try:
         return (
-            _as_each_says(leaves) if DLPACK_EXCHANGE is None else _as_said_together(leaves, DLPACK_EXCHANGE)
+            _layout_from_attributes(leaves)
+            if DLPACK_EXCHANGE is None
+            else _layout_from_dlpack(leaves, DLPACK_EXCHANGE)
         )
     except RuntimeError:
         # Those without memory raise where they are asked for their address, and nested ones have no shape.
         return None
 
 
-def _as_said_together(
+def _layout_from_dlpack(
     leaves: list[Tensor], exchange: _native.TensorExchange
 ) -> tuple[BufferLayout, bytes] | None:
     read = exchange.read(leaves)
@@ -65,7 +75,7 @@ def _as_said_together(
     return layout, addresses
 
 
-def _as_each_says(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
+def _layout_from_attributes(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
     if any(map(_get_requires_grad, leaves)) or any(map(Tensor.is_neg, leaves)):
         return None
     dtypes, addresses = tuple(map(_get_dtype, leaves)), list(map(Tensor.data_ptr, leaves))
@@ -77,26 +87,26 @@ def _as_each_says(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
     return layout, array("Q", addresses).tobytes() if all(map(_get_is_cpu, leaves)) else b""
 
 
-def carry(leaves: list[Tensor]) -> tuple[list[Tensor], BufferLayout, bytes]:
+def tensors_to_send(leaves: list[Tensor]) -> tuple[list[Tensor], BufferLayout, bytes]:
     """The tensors to carry for plain `leaves`, with their layout and their addresses.
 
-    The latter as `as_they_are`, none also where one of them has gaps.
+    The latter as `layout_as_is`, none also where one of them has gaps.
     """
     tensors: list[Tensor] = []
-    recipes: list[Recipe] = [0] * len(leaves)
+    leaf_sources: list[LeafSource] = [0] * len(leaves)
     leaves = [leaf if leaf.data_ptr() % leaf.itemsize == 0 else leaf.clone() for leaf in leaves]
     for region in _regions(leaves):
         if len(region.numbers) == 1:
             (number,) = region.numbers
-            tensor, recipes[number] = _alone(leaves[number], len(tensors))
+            tensor, leaf_sources[number] = _single_leaf(leaves[number], len(tensors))
         else:
-            tensor = _hull(leaves, region, len(tensors), recipes)
+            tensor = _whole_region(leaves, region, len(tensors), leaf_sources)
         tensors.append(tensor)
-    as_they_are = recipes == list(range(len(leaves)))
+    layout_as_is = leaf_sources == list(range(len(leaves)))
     layout = layout_of(
         tuple(map(_get_dtype, tensors)),
         tuple(map(_get_shape, tensors)),
-        None if as_they_are else tuple(recipes),
+        None if layout_as_is else tuple(leaf_sources),
     )
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
         return tensors, layout, b""
@@ -159,7 +169,7 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _alone(leaf: Tensor, slot: int) -> tuple[Tensor, Recipe]:
+def _single_leaf(leaf: Tensor, slot: int) -> tuple[Tensor, LeafSource]:
     """What to carry for a leaf whose memory no other leaf has a part of."""
     if leaf.is_contiguous():
         return leaf, slot
@@ -180,14 +190,14 @@ def _alone(leaf: Tensor, slot: int) -> tuple[Tensor, Recipe]:
     return core, (slot, None, shape, seen, 0)
 
 
-def _hull(leaves: list[Tensor], region: _Region, slot: int, recipes: list[Recipe]) -> Tensor:
+def _whole_region(leaves: list[Tensor], region: _Region, slot: int, leaf_sources: list[LeafSource]) -> Tensor:
     """The memory that all leaves of a region lie in, with what is between them."""
     dtype = region.dtype or torch.uint8
     for number in region.numbers:
         leaf = leaves[number]
         other = None if leaf.dtype == dtype else leaf.dtype
         size, stride = tuple(leaf.shape), tuple(map(int, leaf.stride()))
-        recipes[number] = slot, other, size, stride, leaf.data_ptr() - region.start
+        leaf_sources[number] = slot, other, size, stride, leaf.data_ptr() - region.start
     first, length = region.start, region.end - region.start
     members = [leaves[number] for number in region.numbers]
     for storage in map(Tensor.untyped_storage, members):

@@ -1,7 +1,7 @@
-"""Values that are not Python's own: pickled, without their tensors and arrays.
+"""Pickles values of unknown types without the tensors and arrays in them.
 
-What always holds: a tensor inside a pickled object, however deep, is not in the pickle, nor are an array's values. They
-are leaves like any other.
+Invariant: a tensor inside a pickled object, however deep, is a leaf like any other and not in the pickle; nor are an
+array's values.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import numpy as np
 from torch import Tensor
 
 from tundish.errors import NotPicklableError, TundishError
-from tundish.tree.arrays import array_parts, array_subclass_parts, pickles_as_array
-from tundish.tree.parts import Parts, Token
-from tundish.tree.rules import key_text
-from tundish.tree.tensors import subclass_parts, tensor_parts
+from tundish.tree.containers import key_text
+from tundish.tree.node_spec import NodeSpec, Token
+from tundish.tree.tensors_and_arrays import (
+    array_spec,
+    array_subclass_spec,
+    pickles_as_array,
+    tensor_spec,
+    tensor_subclass_spec,
+)
 
 __all__ = ["dumps_values", "loads_values", "why_not"]
 
@@ -38,12 +43,16 @@ def _made(_: Token, __: list[Any]) -> Any:
 
 class _Pickler(pickle.Pickler):
     def __init__(
-        self, file: io.BytesIO, leaf_of: Callable[[Tensor], int], careful: bool, parts_of: Mapping[int, Parts]
+        self,
+        file: io.BytesIO,
+        leaf_of: Callable[[Tensor], int],
+        careful: bool,
+        parts_of: Mapping[int, NodeSpec],
     ) -> None:
         super().__init__(file, 5)
         self._leaf_of = leaf_of
         self._careful = careful
-        self._parts_of = parts_of
+        self._specs = parts_of
         # What parts are made of outlives the pickling, or its identity would be another object's.
         self._alive: list[Any] = []
 
@@ -51,20 +60,20 @@ class _Pickler(pickle.Pickler):
         is_array = isinstance(value, np.ndarray)
         if not is_array and not isinstance(value, Tensor):
             return NotImplemented
-        parts = self._parts_of.get(id(value))
+        parts = self._specs.get(id(value))
         if parts is not None:
             pass
         elif is_array:
             if type(value) is np.ndarray:
-                parts = array_parts(value)
+                parts = array_spec(value)
             elif pickles_as_array(type(value)):
-                parts = array_subclass_parts(value)
+                parts = array_subclass_spec(value)
             if parts is None:
                 return NotImplemented
         elif type(value) is not Tensor:
-            parts = subclass_parts(value)
+            parts = tensor_subclass_spec(value)
         else:
-            parts = tensor_parts(value) if self._careful else None
+            parts = tensor_spec(value) if self._careful else None
             if parts is None:
                 return _leaf, (self._leaf_of(value),)
         self._alive.append(parts)
@@ -86,7 +95,7 @@ def dumps_values(
     values: list[Any],
     leaf_of: Callable[[Tensor], int],
     careful: bool,
-    parts_of: Mapping[int, Parts] = MappingProxyType({}),
+    parts_of: Mapping[int, NodeSpec] = MappingProxyType({}),
 ) -> bytes:
     """The pickle of `values`; `leaf_of` gives a tensor in them its number.
 

@@ -1,7 +1,9 @@
-"""What a rule says about one object: how it is made again, and of what.
+"""How one object is made again, and of which parts: the result of a container's rule.
 
-Owns the form of that answer and the refusals. What always holds: a token is hashable and can be pickled wherever its
-classes can; what changes from batch to batch (sizes, numbers, texts) is a part, not in the token.
+Invariants:
+
+1. A token is hashable, and pickles wherever its classes do.
+2. What changes from batch to batch (sizes, numbers, texts) is a part, not in the token.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ __all__ = [
     "TUPLE",
     "VALUE",
     "WHOLE",
-    "Host",
-    "Parts",
+    "HostOnly",
+    "NodeSpec",
     "Refusal",
     "Token",
 ]
@@ -53,8 +55,8 @@ HOST: Final = "host"
 INDEX: Final = None
 
 
-class Parts(NamedTuple):
-    """What an object is made of.
+class NodeSpec(NamedTuple):
+    """The parts of an object, and the token of its builder.
 
     `labels` name the parts for a message: `INDEX`, or a text for each, which follows the object's own path.
     """
@@ -64,14 +66,14 @@ class Parts(NamedTuple):
     labels: Sequence[str] | None = INDEX
 
 
-class Host(NamedTuple):
-    """A part that has to be in host memory."""
+class HostOnly(NamedTuple):
+    """A part that has to stay in host memory."""
 
     tensor: Any
 
 
 class Refusal(Exception):
-    """Why an object cannot be carried; whoever knows its path turns this into an error of the library."""
+    """The reason why an object is refused. The caller that knows its path raises it as an error of the library."""
 
     def __init__(self, kind: type[Exception], reason: str) -> None:
         super().__init__(reason)

@@ -9,19 +9,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from support.tree.structures import BUILTIN_STRUCTURES, Pair, filled, parts_of
 
-from test_properties import Pair, filled
-from test_quick import QUICK, parts_of
 from tundish._native import QuickProgram
 from tundish.tree.schema import values_of
-from tundish.tree.walking import Walk
+from tundish.tree.traversal import Traversal
 
 
 @settings(max_examples=300)
-@given(QUICK)
+@given(BUILTIN_STRUCTURES)
 def test_the_compiled_program_makes_what_the_walk_took_apart(structure: Any) -> None:
     obj = filled(structure)
-    walk = Walk(obj, "batch", careful=False)
+    walk = Traversal(obj, "batch", careful=False)
     program = QuickProgram.of(walk.program)
     if program is None or walk.pickled:
         # An array, or a tensor that is more than its values.
@@ -29,7 +28,7 @@ def test_the_compiled_program_makes_what_the_walk_took_apart(structure: Any) -> 
         return
     made = program.build(list(walk.leaves), values_of(walk.values))
     # Taken apart once more it is the same, down to which containers are one and the same.
-    again = Walk(made, "batch", careful=False)
+    again = Traversal(made, "batch", careful=False)
     assert [id(one) for one in again.leaves] == [id(one) for one in walk.leaves]
     assert (again.program, again.values) == (walk.program, walk.values)
     assert ids_of(made).isdisjoint(ids_of(obj))
@@ -112,7 +111,7 @@ def test_a_class_that_has_a_program_of_its_own_is_garbage_when_nobody_has_it() -
 
 def test_garbage_is_collected_while_an_object_is_made() -> None:
     obj = [{"a": [torch.ones(1), (number, [None])]} for number in range(500)]
-    walk = Walk(obj, "batch", careful=False)
+    walk = Traversal(obj, "batch", careful=False)
     program = QuickProgram.of(walk.program)
     assert program is not None
     before = gc.get_threshold()

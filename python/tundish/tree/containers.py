@@ -1,10 +1,9 @@
-"""Containers: what each type is made of.
+"""The rules for containers: what objects of each type consist of.
 
-Owns the rules for everything but tensors and arrays, and the types that users register. What always holds: a rule is
-chosen once a type, in this order: registered here; a subclass of one of Python's containers, which is carried whole
-(what torch's pytree has for some of them forgets attributes or gives back another type); registered with torch's
-pytree; a dataclass, or whatever else holds other objects and nothing more. Everything else is opaque: it is pickled,
-and only the tensors in it are carried apart. `building` has the other half, by the first item of each token.
+A type's rule is chosen once, in this order: registered here; a subclass of a built-in container, which keeps its
+attributes (torch's pytree forgets them for some); registered with torch's pytree; a dataclass, or another type that
+only holds objects. Objects of all other types are opaque: they are pickled, and only the tensors in them travel apart.
+The builders in `unflattening` are the other half, found by the first item of each token.
 """
 
 from __future__ import annotations
@@ -22,14 +21,18 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from tundish.errors import InvalidTypeError
-from tundish.tree.arrays import array_parts, array_subclass_parts, pickles_as_array
-from tundish.tree.parts import GIVES_ITSELF, HOST, ITSELF, Host, Parts
-from tundish.tree.tensors import subclass_parts
+from tundish.tree.node_spec import GIVES_ITSELF, HOST, ITSELF, HostOnly, NodeSpec
+from tundish.tree.tensors_and_arrays import (
+    array_spec,
+    array_subclass_spec,
+    pickles_as_array,
+    tensor_subclass_spec,
+)
 
-__all__ = ["KEY_TYPES", "PLAIN_TUPLES", "REGISTERED", "Rule", "dict_parts", "key_text", "register", "rule_of"]
+__all__ = ["KEY_TYPES", "PLAIN_TUPLES", "REGISTERED", "Rule", "dict_spec", "key_text", "register", "rule_of"]
 
 # None: the object is opaque.
-Rule = Callable[[Any], Parts | None]
+Rule = Callable[[Any], NodeSpec | None]
 
 # By type, what users registered: to children and context, and back.
 REGISTERED: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any], Any], Any]]] = {}
@@ -61,17 +64,20 @@ def register(
     flatten: Callable[[Any], tuple[Iterable[Any], Any]],
     unflatten: Callable[[list[Any], Any], Any],
 ) -> None:
-    """Say what objects of exactly the type `kind` are made of.
+    """Register how objects of exactly the type `kind` are flattened and rebuilt.
+
+    Every process that objects of the type travel to has to register it too.
 
     Args:
-        kind: a class. What was said of it before, here or by torch's pytree, no longer counts. Of tensors and of
-            Python's own containers and values nothing else can be said.
-        flatten: called with an object, returns its children, which may be containers again, and a context: whatever
-            else it takes to make it again, with tensors or without.
-        unflatten: called with the list of the children and the context, returns the object. Both are made anew.
+        kind: a class. This replaces an earlier registration, here or with torch's pytree.
+        flatten: called with an object; returns its children, which may be containers again, and a context: whatever
+            else rebuilding takes, with tensors or without.
+        unflatten: called with the list of children and the context; returns the object.
 
-    Every process that objects of the type travel to registers it too. Raises `InvalidTypeError`.
+    Raises:
+        InvalidTypeError: `kind` is no class, or is a tensor or a built-in type; or a function is not callable.
 
+    Example:
         >>> import torch
         >>> import tundish as td
         >>> class Span:
@@ -82,7 +88,7 @@ def register(
     if not isinstance(kind, type):
         raise InvalidTypeError(f"register takes a class, not {kind!r}")
     if kind in _BUILTINS or issubclass(kind, torch.Tensor):
-        raise InvalidTypeError(f"what a {kind.__qualname__} is made of cannot be registered: it is known")
+        raise InvalidTypeError(f"{kind.__qualname__} cannot be registered: how it is flattened is fixed")
     if not callable(flatten) or not callable(unflatten):
         raise InvalidTypeError(
             "register takes two functions: one that takes an object apart, one that makes it again"
@@ -113,14 +119,14 @@ def _choose(kind: type) -> Rule:
     if kind in REGISTERED:
         return _registered
     if issubclass(kind, torch.Tensor):
-        return subclass_parts
+        return tensor_subclass_spec
     if kind is np.ndarray:
-        return array_parts
+        return array_spec
     if issubclass(kind, np.ndarray) and pickles_as_array(kind):
-        return array_subclass_parts
+        return array_subclass_spec
     if kind is PackedSequence:
         return _packed_sequence
-    if kind is Host:
+    if kind is HostOnly:
         return _host
     plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ in _REDUCES_AS_ITS_BASE
     if issubclass(kind, dict):
@@ -157,34 +163,36 @@ def _opaque(_: Any) -> None:
     return None
 
 
-def _host(part: Host) -> Parts:
-    return Parts((HOST,), (part.tensor,), ("",))
+def _host(part: HostOnly) -> NodeSpec:
+    return NodeSpec((HOST,), (part.tensor,), ("",))
 
 
-def _registered(value: Any) -> Parts:
+def _registered(value: Any) -> NodeSpec:
     kind = type(value)
     children, context = REGISTERED[kind][0](value)
     return _with_context("registered", kind, list(children), context)
 
 
-def _pytree_node(value: Any) -> Parts:
+def _pytree_node(value: Any) -> NodeSpec:
     kind = type(value)
     children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
     return _with_context("pytree", kind, list(children), context)
 
 
-def _with_context(builder: str, kind: type, children: list[Any], context: Any) -> Parts:
+def _with_context(builder: str, kind: type, children: list[Any], context: Any) -> NodeSpec:
     labels = [f" (part {number} of the {kind.__name__})" for number in range(len(children))]
-    return Parts((builder, kind), (*children, context), (*labels, f" (context of the {kind.__name__})"))
+    return NodeSpec((builder, kind), (*children, context), (*labels, f" (context of the {kind.__name__})"))
 
 
-def _packed_sequence(value: PackedSequence) -> Parts:
+def _packed_sequence(value: PackedSequence) -> NodeSpec:
     data, batch_sizes, *indices = value
     # torch wants the sizes in host memory wherever the data is.
-    return Parts(("tuple", type(value), False), (data, Host(batch_sizes), *indices), _dotted(value._fields))
+    return NodeSpec(
+        ("tuple", type(value), False), (data, HostOnly(batch_sizes), *indices), _dotted(value._fields)
+    )
 
 
-def _tuple_subclass(value: Any) -> Parts:
+def _tuple_subclass(value: Any) -> NodeSpec:
     kind = type(value)
     names = getattr(kind, "_fields", ())
     # The class may show its items otherwise than it holds them.
@@ -192,20 +200,20 @@ def _tuple_subclass(value: Any) -> Parts:
     labels = _dotted(names) if len(names) == len(items) else [f"[{index}]" for index in range(len(items))]
     state = value.__getstate__()
     if state is None:
-        return Parts(("tuple", kind, False), items, labels)
-    return Parts(("tuple", kind, True), (*items, state), (*labels, ".__dict__"))
+        return NodeSpec(("tuple", kind, False), items, labels)
+    return NodeSpec(("tuple", kind, True), (*items, state), (*labels, ".__dict__"))
 
 
-def _list_subclass(value: Any) -> Parts:
+def _list_subclass(value: Any) -> NodeSpec:
     state = value.__getstate__()
     children = list.__iter__(value)
     if state is None:
-        return Parts(("list", type(value), False), list(children))
+        return NodeSpec(("list", type(value), False), list(children))
     labels = [f"[{index}]" for index in range(list.__len__(value))]
-    return Parts(("list", type(value), True), (*children, state), (*labels, ".__dict__"))
+    return NodeSpec(("list", type(value), True), (*children, state), (*labels, ".__dict__"))
 
 
-def _dict_subclass(value: Any) -> Parts:
+def _dict_subclass(value: Any) -> NodeSpec:
     kind = type(value)
     # The class may show its items otherwise than it holds them.
     items = list((OrderedDict if issubclass(kind, OrderedDict) else dict).items(value))
@@ -227,42 +235,42 @@ def _dict_subclass(value: Any) -> Parts:
     return _pairs(kind, items, (factory, how), more, labels)
 
 
-def dict_parts(value: dict[Any, Any]) -> Parts:
+def dict_spec(value: dict[Any, Any]) -> NodeSpec:
     """A dict whose keys are not all texts and integers: they may be anything, tensors too."""
     return _pairs(dict, list(value.items()), (False, False), [], [])
 
 
 def _pairs(
     kind: type, items: list[tuple[Any, Any]], flags: tuple[bool, Any], more: list[Any], labels: list[str]
-) -> Parts:
+) -> NodeSpec:
     keys = tuple([key for key, _ in items])
     values = [item for _, item in items]
     named = [f"[{key_text(key)}]" for key in keys]
     if KEY_TYPES.issuperset(map(type, keys)):
-        return Parts(("dict", kind, keys, *flags), values + more, named + labels)
+        return NodeSpec(("dict", kind, keys, *flags), values + more, named + labels)
     numbered = [f" (key {index})" for index in range(len(keys))]
-    return Parts(("pairs", kind, len(keys), *flags), [*keys, *values, *more], numbered + named + labels)
+    return NodeSpec(("pairs", kind, len(keys), *flags), [*keys, *values, *more], numbered + named + labels)
 
 
-def _attributes_only(value: Any) -> Parts | None:
+def _attributes_only(value: Any) -> NodeSpec | None:
     kind = type(value)
     # What transformers' batches pickle of themselves is not all of them.
     state = object.__getstate__(value) if _forgets(kind) else value.__getstate__()
     if type(state) is list and getattr(kind.__getstate__, "__module__", "") == "dataclasses":
         # Frozen and with slots: the values of the fields.
-        return Parts(("fields", kind), state, _dotted(field.name for field in dataclasses.fields(value)))
+        return NodeSpec(("fields", kind), state, _dotted(field.name for field in dataclasses.fields(value)))
     if state is None or _forgets(kind) or not hasattr(kind, "__setstate__"):
         attributes, slots = state if type(state) is tuple else (state, None)
         if type(attributes or {}) is dict and type(slots or {}) is dict:
             attributes, slots = attributes or {}, slots or {}
             names = (*attributes, *slots)
             if all(type(name) is str for name in names):
-                return Parts(
+                return NodeSpec(
                     ("attributes", kind, tuple(attributes), tuple(slots)),
                     (*attributes.values(), *slots.values()),
                     _dotted(names),
                 )
-    return Parts(("state", kind), (state,), ("",))
+    return NodeSpec(("state", kind), (state,), ("",))
 
 
 def _forgets(kind: type) -> bool:
@@ -273,7 +281,7 @@ def _forgets(kind: type) -> bool:
     )
 
 
-def _reduced(value: Any) -> Parts | None:
+def _reduced(value: Any) -> NodeSpec | None:
     """As pickle takes it apart."""
     reduced = value.__reduce_ex__(4)
     if not isinstance(reduced, tuple) or len(reduced) > 5:
@@ -288,7 +296,7 @@ def _reduced(value: Any) -> Parts | None:
     # As the dicts of addict do, of which one is no part of itself for that.
     how = GIVES_ITSELF if state is value else state is not None
     states = (state,) if how is True else ()
-    return Parts(
+    return NodeSpec(
         ("reduced", len(arguments), how, len(listed), len(paired)),
         (function, *arguments, *states, *listed, *keys, *values),
         (

@@ -1,7 +1,10 @@
-"""The walk through an object.
+"""Traverses an object and writes the program that rebuilds it.
 
-What always holds: the walk needs no more of the interpreter's stack for a deep object than for a flat one; parts come
-before what they are parts of; what is named twice is described once; a container that contains itself is refused.
+Invariants:
+
+1. A deep object needs no more of the interpreter's stack than a flat one.
+2. Parts come before the objects that they are parts of, and an object that is named twice is described once.
+3. A container that contains itself is refused.
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import torch
 from torch import Tensor
 
 from tundish.errors import InvalidInputError, NotPicklableError
-from tundish.tree.parts import AGAIN, CONSTANT, KEYS, LIST, TUPLE, VALUE, WHOLE, Parts, Refusal, Token
-from tundish.tree.pickling import dumps_values, why_not
-from tundish.tree.rules import KEY_TYPES, dict_parts, key_text, rule_of
+from tundish.tree.containers import KEY_TYPES, dict_spec, key_text, rule_of
+from tundish.tree.node_spec import AGAIN, CONSTANT, KEYS, LIST, TUPLE, VALUE, WHOLE, NodeSpec, Refusal, Token
+from tundish.tree.pickled_values import dumps_values, why_not
 from tundish.tree.schema import MARSHALLED, Structure, structure_of
-from tundish.tree.tensors import tensor_parts
+from tundish.tree.tensors_and_arrays import tensor_spec
 
-__all__ = ["Walk"]
+__all__ = ["Traversal"]
 
 _PRIMITIVES = frozenset({bool, int, float, str, bytes, complex})
 # Singletons, and classes: pickled as a name. They stand in the structure.
@@ -56,7 +59,7 @@ class _Found(Exception):
     """The walk came to the entry that was looked for."""
 
 
-class _Until(list[Any]):
+class _StopAt(list[Any]):
     """A list that ends the walk which would put in `entry` as number `number`."""
 
     def __init__(self, number: int, entry: Any) -> None:
@@ -70,7 +73,7 @@ class _Until(list[Any]):
         super().append(entry)
 
 
-class Walk:
+class Traversal:
     """What a walk through `root` found; `name` stands for it in messages.
 
     A walk that is not `careful` takes every tensor for a plain one that was not named before. Whether that was right
@@ -90,7 +93,7 @@ class Walk:
         self._name = name
         self._careful = careful
         self._begin()
-        self._go()
+        self._run()
         self.values = self._pickle() if self.pickled else self._marshal()
         self.program = tuple(self._program)
 
@@ -113,11 +116,11 @@ class Walk:
         # What a rule made has to outlive the walk, or its identity would be another object's.
         self._alive: list[Any] = []
         # Of arrays, and of tensors that are more than a leaf, by identity.
-        self._parts_of: dict[int, Parts] = {}
+        self._specs: dict[int, NodeSpec] = {}
 
-    def _go(self) -> None:
+    def _run(self) -> None:
         try:
-            self._through()
+            self._traverse()
         except Refusal as refusal:
             raise refusal.kind(f"{self._path()} {refusal.reason}") from refusal.__cause__
         except _Found:
@@ -128,7 +131,7 @@ class Walk:
             error.add_note(f"while {self._path()} was taken apart")
             raise
 
-    def _through(self) -> None:
+    def _traverse(self) -> None:
         careful, frames = self._careful, self._frames
         leaves, leaf_at, built_at = self.leaves, self._leaf_at, self._built_at
         add, add_value = self._program.append, self._values.append
@@ -165,7 +168,7 @@ class Walk:
                             token: Token = (KEYS, keys)
                             children = list(child.values())
                         else:
-                            token, children, labels = dict_parts(child)
+                            token, children, labels = dict_spec(child)
                     elif kind is list or kind is tuple:
                         if len(child) >= _LONG and _PRIMITIVES.issuperset(map(type, child)):
                             add_value(child)
@@ -185,7 +188,7 @@ class Walk:
                                 add(leaf)
                                 continue
                         frames.append(frame)
-                        parts = tensor_parts(child) if kind is Tensor else rule_of(kind)(child)
+                        parts = tensor_spec(child) if kind is Tensor else rule_of(kind)(child)
                         frames.pop()
                         if parts is None:
                             if kind is Tensor:
@@ -202,7 +205,7 @@ class Walk:
                         token, children, labels = parts
                         self._alive.append((child, children))
                         if isinstance(child, (Tensor, np.ndarray)):
-                            self._parts_of[identity] = parts
+                            self._specs[identity] = parts
                     if not careful and len(children) >= _SEVERAL and _TENSORS.issuperset(map(type, children)):
                         # A row of tensors, as most containers with many parts are.
                         add(range(len(leaves), len(leaves) + len(children)))
@@ -221,7 +224,7 @@ class Walk:
                     done, frame = frame, frames.pop()
                     children, _, token, _, identity = done
                     if careful:
-                        self._join(len(children))
+                        self._merge_row(len(children))
                     add((len(children), token))
                     built_at[identity] = built
                     built += 1
@@ -229,7 +232,7 @@ class Walk:
             frames.append(frame)
             raise
 
-    def _join(self, count: int) -> None:
+    def _merge_row(self, count: int) -> None:
         """Put a row of leaves as the other walk does, so that the programs of equal objects are equal."""
         if count < _SEVERAL:
             return
@@ -248,7 +251,7 @@ class Walk:
 
     def _pickle(self) -> bytes:
         try:
-            return dumps_values(self._values, self._leaf_of, self._careful, self._parts_of)
+            return dumps_values(self._values, self._leaf_of, self._careful, self._specs)
         except Exception as error:
             raise self._cannot_pickle(error) from error
 
@@ -265,7 +268,7 @@ class Walk:
             reason = why_not(value, self._careful)
             if reason is not None:
                 where, error = reason
-                path = self._path_to("_values", number, value) + where
+                path = self._find_path("_values", number, value) + where
                 if isinstance(error, Refusal):
                     return error.kind(f"{path} {error.reason}")
                 return NotPicklableError(f"{path} cannot be sent between processes: {error}")
@@ -276,16 +279,16 @@ class Walk:
             try:
                 pickle.dumps(token, 5)
             except Exception as reason:  # noqa: BLE001 (code of users)
-                path = self._path_to("_program", number, token)
+                path = self._find_path("_program", number, token)
                 return NotPicklableError(f"{path} cannot be sent between processes: {reason}")
         return NotPicklableError(f"{self._name} cannot be sent between processes: {error}")
 
-    def _path_to(self, which: str, number: int, entry: Any) -> str:
+    def _find_path(self, which: str, number: int, entry: Any) -> str:
         """The path of what made this entry of the values or the program: the walk goes there once more."""
         self._begin()
-        setattr(self, which, _Until(number, entry))
+        setattr(self, which, _StopAt(number, entry))
         with suppress(_Found):
-            self._go()
+            self._run()
         return self._path()
 
     def _path(self) -> str:

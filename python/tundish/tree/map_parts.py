@@ -1,7 +1,10 @@
-"""Objects with something else in place of some of their parts.
+"""Replaces or collects the parts of an object that are of given types.
 
-What always holds: nothing that was given is changed; containers come back as the types that they are; whatever has no
-part that was replaced is the very object that was given, and what is named twice is one object afterwards too.
+Invariants:
+
+1. Nothing that was given is changed, and containers keep their types.
+2. An object without a replaced part is the very object that was given; one that is named twice is one object
+afterwards.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from tundish.errors import InvalidInputError
-from tundish.tree.building import build
-from tundish.tree.parts import HOST, KEYS, LIST, TUPLE, Refusal, Token
-from tundish.tree.rules import KEY_TYPES, dict_parts, key_text, rule_of
+from tundish.tree.containers import KEY_TYPES, dict_spec, key_text, rule_of
+from tundish.tree.node_spec import HOST, KEYS, LIST, TUPLE, Refusal, Token
+from tundish.tree.unflattening import build
 
 __all__ = ["find_all", "map_only"]
 
@@ -31,19 +34,24 @@ def map_only(
     enter: Callable[[Any], Any] | None = None,
     name: str = "obj",
 ) -> Any:
-    """The object with `function(part)` in place of each of its parts that is of one of the `kinds`.
+    """Replace each part of `obj` that is of one of the `kinds` by `function(part)`.
 
     Args:
-        kinds: parts of these classes, or subclasses of them, are replaced; they are not walked through.
-        function: called for each time that such a part is named, in the order in which they are met. It may raise
+        kinds: parts of these classes, or of subclasses, are replaced; they are not traversed.
+        function: called each time that such a part is named, in the order in which they are met. It may raise
             `Refusal`, which becomes its error with the path.
-        obj: anything that `flatten` takes. What that would pickle is left as it is, and so are arrays, and tensors that
-            are of none of the kinds.
-        enter: called with each container; what it returns is walked through in its place.
+        obj: anything that `flatten` takes. Objects that it would pickle are left as they are, and so are arrays, and
+            tensors of other types.
+        enter: called with each container; its result is traversed in its place.
         name: stands for `obj` in messages.
 
-    Raises `InvalidInputError` for a container that contains itself, or is too deep.
+    Returns:
+        The object with the replaced parts; `obj` itself where there are none.
 
+    Raises:
+        InvalidInputError: a container contains itself, or is too deep.
+
+    Example:
         >>> import torch
         >>> import tundish as td
         >>> td.tree.map_only(torch.Tensor, lambda tensor: tuple(tensor.shape), {"a": [torch.zeros(2, 3), 1]})
@@ -58,7 +66,7 @@ def map_only(
 
 
 class _Misplaced(Exception):
-    """A refusal, and the labels of the way to what it is about, from the inside out."""
+    """A refusal, and the labels on the path to the refused part, innermost first."""
 
     def __init__(self, refusal: Refusal, *path: str) -> None:
         super().__init__(refusal.reason)
@@ -121,7 +129,7 @@ class _Mapping:
             token, children = (KEYS, keys), list(entered.values())
             labels = _KeyLabels(keys)
         elif kind is dict:
-            token, children, labels = dict_parts(entered)
+            token, children, labels = dict_spec(entered)
         elif kind is list or kind is tuple:
             token, children = ((LIST,) if kind is list else (TUPLE,)), entered
         else:
@@ -176,7 +184,7 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def find_all(kinds: type | tuple[type, ...], obj: Any) -> list[Any]:
-    """The parts of these `kinds`, in the order in which they are met, each as often as it is named."""
+    """All parts of `obj` of these `kinds`, in the order in which they are met, each as often as it is named."""
     found: list[Any] = []
 
     def note(part: Any) -> Any:
