@@ -1,4 +1,4 @@
-"""A compiled program makes what the walk took apart, or is refused, or left to the other builder."""
+"""A compiled program rebuilds what was flattened, or is refused, or left to the other builder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tundish.tree.traversal import Traversal
 
 @settings(max_examples=300)
 @given(BUILTIN_STRUCTURES)
-def test_the_compiled_program_makes_what_the_walk_took_apart(structure: Any) -> None:
+def test_the_compiled_program_rebuilds_what_was_flattened(structure: Any) -> None:
     obj = filled(structure)
     walk = Traversal(obj, "batch", careful=False)
     program = QuickProgram.of(walk.program)

@@ -1,4 +1,4 @@
-"""The quick walk and torch's own word for its tensors say what the slow ones do, or nothing."""
+"""The compiled traversal, and layouts read through DLPack, give what the slower ways give, or nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def assert_found_alike(quick: FastTraversal, slow: Traversal) -> None:
 
 @settings(max_examples=500)
 @given(BUILTIN_STRUCTURES)
-def test_the_quick_walk_finds_what_the_other_finds(structure: Any) -> None:
+def test_the_compiled_traversal_finds_what_the_other_finds(structure: Any) -> None:
     obj = filled(structure)
     slow = Traversal(obj, "batch", careful=False)
     quick = fast_traversal(obj)
@@ -48,7 +48,7 @@ def test_the_quick_walk_finds_what_the_other_finds(structure: Any) -> None:
 
 
 @given(STRUCTURES)
-def test_the_quick_walk_finds_nothing_rather_than_something_else(structure: Any) -> None:
+def test_the_compiled_traversal_finds_nothing_rather_than_something_else(structure: Any) -> None:
     obj = filled(structure)
     quick = fast_traversal(obj)
     if quick is not None:
@@ -122,7 +122,7 @@ class Crooked(tuple[Any, ...], metaclass=Meta):
     ],
     ids=repr,
 )
-def test_what_is_not_exactly_of_pythons_own_types_is_left_to_the_other_walk(obj: Any) -> None:
+def test_what_is_not_exactly_of_pythons_own_types_is_left_to_the_other_traversal(obj: Any) -> None:
     asked = Text.asked, Meta.asked
     # Whatever was seen before.
     fast_traversal([Pair(1, 2)])
@@ -328,7 +328,7 @@ def test_the_garbage_collector_may_change_the_object() -> None:
 
 
 def test_threads_may_change_the_object() -> None:
-    """The quick walk finds one of the states that it had."""
+    """The compiled traversal finds one of the states that it had."""
     tensors = [torch.full((2,), float(number)) for number in range(200)]
     others = [torch.full((2,), float(number)) for number in range(200)]
     batch: dict[str, Any] = {}

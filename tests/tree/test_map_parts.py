@@ -70,7 +70,7 @@ def test_each_naming_of_a_part_is_seen_in_order() -> None:
     assert [len(tensor) for tensor in td.tree.find_all(Tensor, obj)] == [1, 2, 1, 2]
 
 
-def test_what_a_container_is_entered_as_is_walked_through() -> None:
+def test_the_result_of_enter_is_traversed() -> None:
     def without_masks(container: Any) -> Any:
         return (
             {k: v for k, v in container.items() if k != "mask"} if isinstance(container, dict) else container

@@ -205,7 +205,7 @@ def test_an_error_of_a_registered_function_says_where_it_was() -> None:
     td.tree.register(Broken, take_apart, lambda parts, context: None)
     with pytest.raises(KeyError, match="mine") as caught:
         td.tree.flatten({"x": [1, Broken()]})
-    assert caught.value.__notes__ == ['while batch["x"][1] was taken apart']
+    assert caught.value.__notes__ == ['while batch["x"][1] was flattened']
 
 
 def test_the_tensors_have_to_be_those_of_the_schema() -> None:
@@ -257,4 +257,4 @@ def test_a_type_that_is_not_registered_here_is_named() -> None:
     finally:
         containers.REGISTERED.update(before)
         del containers.REGISTERED[Unknown]
-        containers._containers.clear()
+        containers._rules.clear()

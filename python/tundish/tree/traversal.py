@@ -56,11 +56,11 @@ def _is_a_name(metaclass: type[type]) -> bool:
 
 
 class _Found(Exception):
-    """The walk came to the entry that was looked for."""
+    """The traversal came to the entry that was looked for."""
 
 
 class _StopAt(list[Any]):
-    """A list that ends the walk which would put in `entry` as number `number`."""
+    """A list that ends the traversal which appends `entry` as item `number`."""
 
     def __init__(self, number: int, entry: Any) -> None:
         self._number = number
@@ -74,18 +74,19 @@ class _StopAt(list[Any]):
 
 
 class Traversal:
-    """What a walk through `root` found; `name` stands for it in messages.
+    """Traverses `root`; `name` stands for it in messages.
 
-    A walk that is not `careful` takes every tensor for a plain one that was not named before. Whether that was right
-    can be asked of all of them together; if not, there has to be a careful walk, which looks at each.
+    A traversal that is not `careful` takes every tensor for a plain one that was not named before. The caller checks
+    that for all tensors together; where it is wrong, a careful traversal looks at each. That takes ten times as long.
 
     Attributes:
         leaves: plain tensors, none twice.
-        program: how they and the values are put together.
-        values: in bytes.
-        pickled: whether there are values that are not Python's own.
+        program: how they and the values are combined; see `Structure`.
+        values: encoded.
+        pickled: whether there are values of other than built-in types.
 
-    Raises what `flatten` raises.
+    Raises:
+        What `flatten` raises.
     """
 
     def __init__(self, root: Any, name: str, careful: bool) -> None:
@@ -128,7 +129,7 @@ class Traversal:
         except RecursionError as error:
             raise NotPicklableError(f"{self._path()} is too deep for the type that it is of") from error
         except Exception as error:
-            error.add_note(f"while {self._path()} was taken apart")
+            error.add_note(f"while {self._path()} was flattened")
             raise
 
     def _traverse(self) -> None:
@@ -233,7 +234,7 @@ class Traversal:
             raise
 
     def _merge_row(self, count: int) -> None:
-        """Put a row of leaves as the other walk does, so that the programs of equal objects are equal."""
+        """Write a row of leaves as a range, as a traversal that is not careful does, so that programs are equal."""
         if count < _SEVERAL:
             return
         row = self._program[-count:]
@@ -284,7 +285,7 @@ class Traversal:
         return NotPicklableError(f"{self._name} cannot be sent between processes: {error}")
 
     def _find_path(self, which: str, number: int, entry: Any) -> str:
-        """The path of what made this entry of the values or the program: the walk goes there once more."""
+        """The path of the object that made this entry of values or program, found by a second traversal."""
         self._begin()
         setattr(self, which, _StopAt(number, entry))
         with suppress(_Found):
