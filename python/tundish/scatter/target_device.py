@@ -48,7 +48,7 @@ def resolve_device(device: Any) -> torch.device | None:
 
 def with_tensors_on(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
     """The object of `schema`, with its tensors copied to `device`; arrays of numpy stay in host memory."""
-    on_host = schema.host_tensors
+    on_host = schema.host_only_tensors
     moved = [tensor if number in on_host else move(tensor, device) for number, tensor in enumerate(tensors)]
     return unflatten_unchecked(schema, moved)
 
