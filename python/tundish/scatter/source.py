@@ -65,7 +65,7 @@ class ScatterSource(Session):
     # The messages to other nodes that were posted last, and the wait for them.
     _outgoing: tuple[OutgoingMessages, Future[None]] | None = None
     # The error that the receivers were told last, by identity: the error itself would keep its frames alive.
-    _told = 0
+    _reported = 0
 
     def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
         """The next step: send every rank its batch.
@@ -82,7 +82,7 @@ class ScatterSource(Session):
             InvalidInputError, InvalidTypeError, NotPicklableError: `batches` cannot be sent.
             Whatever the iteration over `batches` raised.
         """
-        with self._step_told_to_all() as waiting:
+        with self._reported_step() as waiting:
             listed = self._listed(batches)
             own = listed[self.participants.batch(self.participants.rank)]
             if device is not None:
@@ -97,7 +97,7 @@ class ScatterSource(Session):
 
     def send_note(self, text: str) -> None:
         """The next step: send all receivers a text."""
-        with self._step_told_to_all() as waiting:
+        with self._reported_step() as waiting:
             self._send(dict.fromkeys(waiting, (Kind.NOTE, text)), waiting, None)
 
     def check_peers(self) -> None:
@@ -108,22 +108,22 @@ class ScatterSource(Session):
     def fail(self, error: BaseException) -> NoReturn:
         """The next step: tell all receivers of an error, and raise it."""
         try:
-            with self._step_told_to_all():
+            with self._reported_step():
                 raise error
         finally:
             # A loader may raise the same error again.
-            self._told = 0
+            self._reported = 0
             # Else the error keeps the frames that it is raised from.
             del error
 
-    def was_told(self, error: BaseException) -> bool:
-        """Whether the receivers were told of `error`, which was just raised. Ask once."""
-        told, self._told = self._told, 0
-        return told == id(error)
+    def was_reported(self, error: BaseException) -> bool:
+        """Whether `error` was reported to the receivers, which was just raised. Ask once."""
+        reported, self._reported = self._reported, 0
+        return reported == id(error)
 
     @contextlib.contextmanager
-    def _step_told_to_all(self) -> Iterator[_Senders]:
-        """A step, whose error goes to all ranks that have not been sent theirs; yields those."""
+    def _reported_step(self) -> Iterator[_Senders]:
+        """A step whose error is reported to all ranks that have not been sent theirs; yields those."""
         self._begin_step()
         channels = self._channels
         waiting: _Senders = {} if channels is None else {one.rank: one for one in channels.senders}
@@ -282,7 +282,7 @@ class ScatterSource(Session):
     def _tell(self, error: BaseException, waiting: _Senders) -> None:
         """Tell the ranks that wait for this step why it fails, and all ranks where no step follows."""
         channels = self._channels
-        self._told = id(error)
+        self._reported = id(error)
         if channels is None:
             return
         is_interrupt = not isinstance(error, Exception)

@@ -251,10 +251,10 @@ class EpochSource:
         try:
             yield
         except BaseException as error:
-            was_told = self._session.was_told(error)
+            was_reported = self._session.was_reported(error)
             if self._ends_after is None:
                 self._over(0 if error is self._session.lost else self._steps)
-                if not was_told:
+                if not was_reported:
                     self._session.fail(error)
             raise
 
