@@ -1,11 +1,8 @@
-"""Checkpoints that are saved while training goes on, and are whole or not there.
+"""Checkpoints that are saved while training goes on, and are complete or not there.
 
-`Checkpointer` saves Hugging Face exports and torch DCP checkpoints under one root; `open_readonly` reads the root
-from elsewhere, without importing torch. Layers, each knowing only those before it: `retention`, `reading`, `saves`
-(the seam to the kinds), `tensors`, `names`, `placements` (what is saved), `buffers` and `staging` (into host memory),
-`writing` and `windows` (onto the disk), `owngroup` (background exchanges), `hf` and `dcp` (the kinds), `budget`,
-`finalizing` and `lane` (one save after the other, in the background), `failure`, `owner` (who changes the root),
-`opening`, `taking`, `calls` (what all ranks call together), `checkpointer`.
+`Checkpointer` saves Hugging Face exports (`hf`) and torch DCP checkpoints (`dcp`) under one root. A save is submitted
+on the caller's thread (`submit`), staged in host memory (`staging`) and published in the background (`publish`).
+`open_readonly` reads a root from elsewhere, without importing torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Which rank holds which part of a DTensor.
+"""Computes which rank holds which part of a DTensor.
 
-Owns the arithmetic of placements. What always holds: the parts that one replica's ranks hold cover the tensor, each
-element once, whether or not the ranks divide its dimensions; a layout that is not understood is refused by name
-before a save begins.
+A part is a product of runs: for each dimension the (start, length) stretches that the rank holds, in the order of its
+local tensor. `Shard` cuts as `torch.chunk` does. `_StridedShard`, which FSDP2 over tensor parallelism makes, cuts into
+`split_factor` pieces first and then each of them.
 
-A part is a product of runs: for each dimension of the tensor the stretches (start, length) that the rank holds, in
-the order in which its local tensor has them. `Shard` cuts as `torch.chunk` does; `_StridedShard`, which FSDP2 over
-tensor parallelism makes, cuts into `split_factor` pieces first and then each of them.
+Invariants:
+    - The parts of one replica cover the tensor, each element once, whether or not the ranks divide its dimensions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From what a caller hands in to named tensors, under the names that go into the files.
+"""Turns the argument of `save_hf` into named tensors: a module, a mapping of tensors, or a mapping of modules.
 
-Owns which inputs are taken (a module, a mapping of tensors, a mapping of prefixes to modules), which wrappers
-lose their names, and which names are refused. What always holds: names are distinct, printable text that leads
-nowhere; their order is that of the input; nothing is copied and no tensor is looked into.
+The names of wrappers (DataParallel, torch.compile, activation checkpointing) are taken off. Names are distinct,
+printable text that is no path to elsewhere. Nothing is copied.
 """
 
 from __future__ import annotations

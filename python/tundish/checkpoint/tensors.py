@@ -1,8 +1,7 @@
-"""Which tensors can be saved, what they are in a file, and which of them are one.
+"""Checks which tensors can be saved, names their dtypes in safetensors files, and finds tied tensors.
 
-Owns the dtypes of the safetensors format and everything that is refused about a tensor before a save begins. What
-always holds: only shapes, dtypes, layouts and addresses are looked at, never values; ranks that hold other
-parts of the same tensors come to the same result.
+Only shapes, dtypes, layouts and addresses are looked at, never values. Ranks that hold other parts of the same tensors
+come to the same result.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ __all__ = ["add_checkpoint_commands"]
 
 _NO_ENTRY = 2
 
-# What a root holds, from its first owner on.
+# The names in a root.
 _OURS = re.compile(
     r"\.owner|checkpoints\.json|(discarded-|\.)?(hf|dcp)-(latest|[0-9]+)(-[0-9]+|\.incomplete|\.removed-[0-9]+)?"
 )
@@ -188,11 +188,11 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
             )
     report: dict[str, Any] = {}
 
-    def prune(owner: WritableRoot) -> None:
-        report.update(owner.recovered)
-        _prune(owner, options)
+    def prune(writable: WritableRoot) -> None:
+        report.update(writable.recovered)
+        _prune(writable, options)
 
-    _as_owner(options.root, retention, prune)
+    _with_writer_lock(options.root, retention, prune)
     # What a rollback that was cut short set aside as the root was opened has lost its name, and nothing else.
     set_aside = report["set_aside"]
     there = {one.path for one in before if (one.kind, one.step) not in set(map(_step_set_aside, set_aside))}
@@ -214,13 +214,13 @@ def _step_set_aside(path: str) -> tuple[str, int]:
     return kind, int(step)
 
 
-def _prune(owner: WritableRoot, options: argparse.Namespace) -> None:
+def _prune(writable: WritableRoot, options: argparse.Namespace) -> None:
     """Remove old checkpoints, once every byte of those that stay holds."""
     from tundish.checkpoint.publish.read_only_root import KINDS
 
     damaged = []
     for kind in KINDS:
-        for one in owner.kept_from_prune(kind):
+        for one in writable.kept_from_prune(kind):
             try:
                 _verify(one, options)
             except CorruptCheckpointError as error:
@@ -231,7 +231,7 @@ def _prune(owner: WritableRoot, options: argparse.Namespace) -> None:
             f"nothing was removed, because of what was to be kept: {together}. Move that elsewhere first",
             together.paths,
         )
-    refused = [error for kind in KINDS for error in owner.remove_surplus(kind)]
+    refused = [error for kind in KINDS for error in writable.remove_surplus(kind)]
     if refused:
         raise refused[0]
 
@@ -242,7 +242,7 @@ def run_repair(options: argparse.Namespace) -> dict[str, Any]:
 
     _check_is_ours(options.root)
     report: dict[str, Any] = {}
-    _as_owner(options.root, Retention(), lambda owner: report.update(owner.recovered))
+    _with_writer_lock(options.root, Retention(), lambda writable: report.update(writable.recovered))
     lines = []
     for name, entries in report.items():
         for entry in entries:
@@ -251,14 +251,14 @@ def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     return {"json": report, "text": "\n".join(lines) or "nothing to mend"}
 
 
-def _as_owner(root: Path, retention: Any, work: Callable[[WritableRoot], object]) -> None:
+def _with_writer_lock(root: Path, retention: Any, work: Callable[[WritableRoot], object]) -> None:
     from tundish.checkpoint.publish.writable_root import WritableRoot
 
-    owner = WritableRoot(root, retention, wait_seconds=0.0)
+    writable = WritableRoot(root, retention, wait_seconds=0.0)
     try:
-        work(owner)
+        work(writable)
     finally:
-        owner.close()
+        writable.close()
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:

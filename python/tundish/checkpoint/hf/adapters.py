@@ -1,12 +1,12 @@
-"""What `save_pretrained` writes of a model that holds adapters: these alone, each in one file, and their settings.
+"""Finds what `save_pretrained` writes of a model that holds peft adapters: their tensors, one file each, and configs.
 
-Owns everything that knows peft. What always holds: peft is imported only where the caller's model holds adapters; the
-model and the settings of its adapters are not changed, though `save_pretrained` changes them; nothing is gathered of
-what is spread over ranks; no tensor is copied but what peft computes when it saves (prompts, the
-`save_only_topk_weights` of VB-LoRA, AdaLoRA once it has chosen ranks), which it computes anew at each save.
+Follows `PeftModel.save_pretrained` of peft 0.21. For transformers models after `add_adapter` or `load_adapter` it
+follows `PreTrainedModel.save_pretrained` of transformers 5.
 
-Follows `PeftModel.save_pretrained` of peft 0.21 and, for models of transformers that got adapters by `add_adapter` or
-`load_adapter`, `PreTrainedModel.save_pretrained` of transformers 5.
+Invariants:
+    - peft is imported only where the caller's model holds adapters.
+    - The model and the configs of its adapters are not changed, though `save_pretrained` changes them.
+    - Nothing that is sharded is gathered here. No tensor is copied but what peft computes when it saves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""How the tensors of the training become the tensors in the files: as they are, or converted in small groups.
+"""Converts the tensors of the training to those in the files, in small groups called units.
 
-Owns the units of a save. A unit is the least that has to be in one place at once: a tensor that is saved as it is,
-or those that a conversion takes together. What always holds: names, shapes and dtypes of the products are known
-before a value is looked at; units together have every product once; no conversion sees more than its unit.
+A unit is the least that has to be in one place at once: a tensor that is saved as it is, or the tensors that a
+conversion takes together.
+
+Invariants:
+    - Names, shapes and dtypes of the products are known before a value is looked at.
+    - Each product belongs to one unit. A conversion sees no more than its unit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What `save_pretrained` of a transformers model writes, taken apart: its weights, its settings, its code.
-
-Owns everything that knows transformers, but for adapters. What always holds: transformers is imported only where the
-caller's model is one of its own; the model and its settings are not changed, though `save_pretrained` changes them.
+"""Finds what `save_pretrained` of a transformers model writes: its weights, its configs, its code.
 
 Follows `PreTrainedModel.save_pretrained` of transformers 5, step by step.
+
+Invariants:
+    - transformers is imported only where the caller's model is one of its own.
+    - The model and its configs are not changed, though `save_pretrained` changes them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Everything of a Hugging Face export but its weights: settings, tokenizer, what lies beside them in a source folder.
+"""Writes the files of an export beside its weights: configs, tokenizer, and what lies in a source folder.
 
-Owns which files those are. What always holds: a source folder is only read, and nothing of it that is a weight or that
-leads in a circle is copied; files of it are open from the call on, so that nobody can take them away; what the caller's
-objects write takes the place of what the source folder has under the same name; nothing that is written is a link, so
-that an export is whole by itself; files are durable when their facts are given.
+Invariants:
+    - A source folder is only read. Its weights, and links that lead in a circle, are not copied.
+    - Its files are open from the call on, so that nobody can take them away.
+    - What the caller's objects write takes precedence over a file of the source folder with the same name.
+    - Nothing that is written is a link, so that an export is complete by itself.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _BESIDE_WHOLE_MODELS = frozenset({"config.json"})
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecars:
-    """What is written beside the weights.
+    """The files beside the weights.
 
     `source`: names in the checkpoint and the open files to copy there; `size`: their bytes. `settings`: config and
     generation config, this save's own. `model`: whose code is copied, where it is not part of transformers.
@@ -92,7 +93,7 @@ class Sidecars:
         return facts
 
     def release(self) -> None:
-        """Close what is open. Never raises."""
+        """Close the source files. Never raises."""
         for _, file in self.source:
             file.close()
 
@@ -139,7 +140,7 @@ def gather_sidecars(
     dtype: torch.dtype | None,
     index: bytes | None,
 ) -> Sidecars:
-    """Take down what is to be written beside the weights, so that later changes change nothing of it.
+    """Collect what is written beside the weights, so that later changes of it have no effect.
 
     `model`: a model of transformers, or None. `adapters`: those of a model that holds some. `config`: instead of the
     model's own. `root`: the folder of all checkpoints, of which nothing is taken where it lies in `source_dir`. What it
@@ -187,14 +188,14 @@ def _settings_of(model: Any, adapters: Adapters | None, dtype: torch.dtype | Non
     return (None, None) if model is None else settings_of(model, dtype)
 
 
-# What was found to be good, so that a training loop does not try the same settings at each save.
+# Settings that could be saved, so that a training loop does not try them again at each save.
 _good: collections.deque[list[Any]] = collections.deque(maxlen=8)
 
 
 def _check_settings(settings: list[Any]) -> None:
     """Try whether settings can be saved: transformers refuses some that it trains with.
 
-    Told now it is an error of the call. Found in the background it would end the training.
+    Here it is an error of the call; in the background it would end the training.
     """
     said = [(type(one), one.to_dict() if hasattr(one, "to_dict") else one) for one in settings]
     if said in _good:

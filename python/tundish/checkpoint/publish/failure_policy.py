@@ -1,7 +1,6 @@
-"""What happens when a save fails in the background.
+"""Decides what a save that fails in the background does to the process: the argument `on_failure`.
 
-What always holds: a failure is logged with its traceback and its rank, and is acted upon once, within a second
-of being known; it is also on the save's future, whatever the policy.
+A failure is logged with its traceback and its rank, and acted upon once. The save's future has it in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["FailurePolicy", "OnFailure"]
 
 OnFailure = Literal["terminate", "raise"] | Callable[[BaseException], Any]
 
-# How long a process that was asked to end may take before it is made to.
+# How long the process may take to end after SIGTERM before it gets SIGKILL.
 GRACE_SECONDS = 10.0
 
 _logger = logging.getLogger("tundish.checkpoint")
@@ -47,7 +46,7 @@ class FailurePolicy:
         self._lock = threading.Lock()
 
     def act(self, error: BaseException, what: str) -> None:
-        """Deal with a failure of `what`. Never raises."""
+        """Act on a failure of `what`. Never raises."""
         # A log that cannot be written must not keep the failure from being acted on.
         with contextlib.suppress(Exception):
             _logger.error("rank %d: %s failed", self._rank, what, exc_info=error)
@@ -65,7 +64,7 @@ class FailurePolicy:
                     _logger.exception("rank %d: on_failure itself failed after %s", self._rank, what)
 
     def raise_pending(self) -> None:
-        """Raise a failure that nobody was told of yet, under "raise"."""
+        """With "raise": raise a failure that was not raised yet."""
         with self._lock:
             error, self._pending = self._pending, None
         if error is not None:
@@ -73,7 +72,7 @@ class FailurePolicy:
 
 
 def _end_process(rank: int, what: str) -> None:
-    """Ask this process to end, with the group it leads; make it end after a grace."""
+    """Send SIGTERM to this process and the group it leads, and SIGKILL after a grace period."""
     leads = os.getpgrp() == os.getpid()
     with contextlib.suppress(Exception):
         _logger.critical(

@@ -1,7 +1,7 @@
-"""The checkpoints of a root as anybody may read them: without owning it, without a collective, without changing it.
+"""Lists, verifies and read-locks the published checkpoints of a root, without the writer lock and without torch.
 
-What always holds: only published checkpoints are shown, and a read lock taken here keeps the owner from pruning or
-replacing one while it is being read; where the file system has no locks, whoever reads is told so.
+A read lock keeps the writer from removing or replacing a checkpoint. Where the file system has no locks, a warning
+says so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Checkpoints = list[Checkpoint]  # classes below have a method called list
 
 @dataclass(frozen=True, kw_only=True)
 class Damaged:
-    """What has the name of a checkpoint and is no whole one: cut short, or not what its name says. `reason`: why."""
+    """A folder with the name of a checkpoint that is not complete, or is another one. `reason`: why."""
 
     kind: str
     step: int
@@ -65,7 +65,7 @@ class _Listing(Protocol):
 
 
 def checkpoints_of(root: _Listing, kind: Kind | None) -> Checkpoints:
-    """What `root` lists, of one kind or of all, as `ReadOnlyRoot.list` has them."""
+    """The checkpoints that `root` lists, of one kind or of all."""
     return _checkpoints(root.list(), kind)
 
 
@@ -77,7 +77,7 @@ def _checkpoints(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoint
             path=entry["path"],
             tag=entry["tag"],
             size=entry["bytes"],
-            # Anything else is what no save gives it, which whoever loads it is told.
+            # Loading reports anything else as an error.
             extra=entry["extra"] if isinstance(entry["extra"], dict) else {},
         )
         for entry in entries
@@ -87,17 +87,17 @@ def _checkpoints(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoint
 
 @contextlib.contextmanager
 def held(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLock]:
-    """Let go of `lock` after the block; where there are no locks, say so."""
+    """Release `lock` after the block; warn where the file system has no locks."""
     try:
         if not lock.is_locked:
-            _tell_that_there_are_no_locks(lock.path.parent)
+            _warn_without_locks(lock.path.parent)
         yield lock
     finally:
         lock.close()
 
 
 @functools.cache
-def _tell_that_there_are_no_locks(root: Path) -> None:
+def _warn_without_locks(root: Path) -> None:
     _logger.warning(
         "the file system of %s has no locks: nothing keeps a checkpoint from being removed while it is read",
         root,
@@ -105,7 +105,7 @@ def _tell_that_there_are_no_locks(root: Path) -> None:
 
 
 def check_kind(kind: object) -> Kind:
-    """`kind`, if it is one."""
+    """Check that `kind` is "hf" or "dcp"."""
     for known in KINDS:
         if kind == known:
             return known
@@ -113,12 +113,12 @@ def check_kind(kind: object) -> Kind:
 
 
 def plain_step(step: Any) -> Any:
-    """An integer of numpy as one of Python, which files and names are made of; anything else as it is."""
+    """Turn an integer of numpy into one of Python; return anything else as it is."""
     return int(step) if isinstance(step, np.integer) else step
 
 
 def path_of(given: Any, name: str) -> Path:
-    """What the argument `name` was `given` as, an absolute path."""
+    """The absolute path of the argument `name`."""
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
         raise InvalidTypeError(f"{name} is {given!r}: give the path of a folder, as text")
     text = os.fspath(given)
@@ -141,10 +141,7 @@ def is_file(path: Path) -> bool:
 
 
 def check_root(path: Path) -> None:
-    """Refuse a folder that is itself a checkpoint: what a root needs in it would be foreign to that.
-
-    Raises `InvalidInputError` that names the root which it lies in.
-    """
+    """Refuse a folder that is itself a checkpoint, with an `InvalidInputError` that names its root."""
     if is_file(path / MANIFEST):
         folder = path.resolve()
         raise InvalidInputError(
@@ -153,9 +150,9 @@ def check_root(path: Path) -> None:
 
 
 def check_step(step: object) -> int:
-    """`step`, if it is a whole number of at least 0."""
+    """Check that `step` is a whole number of at least 0."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 63:
-        # Of a state that was given in its place, for which it would take megabytes, not all.
+        # Shortened: a state dict that was given in its place would take megabytes.
         raise InvalidInputError(f"step is {reprlib.repr(step)}: give a whole number of at least 0")
     return step
 
@@ -175,17 +172,17 @@ def verify(
     """
     folder = path_of(path, "path")
     unsummed = verify_quietly(folder, progress=progress)
-    tell_unsummed(folder, unsummed)
+    warn_without_checksums(folder, unsummed)
     return unsummed
 
 
 def verify_quietly(folder: Path, *, progress: Callable[[str, int, int], object] | None = None) -> list[str]:
-    """As `verify`, for who tells of files without a checksum himself."""
+    """As `verify`, without the warning about files that have no checksum."""
     return _native.verify_checkpoint(folder, progress=progress)
 
 
-def tell_unsummed(folder: Path, unsummed: Sequence[str]) -> None:
-    """Warn of the files that a verification could not compare."""
+def warn_without_checksums(folder: Path, unsummed: Sequence[str]) -> None:
+    """Warn of files without a checksum, which a verification could not compare."""
     if unsummed:
         _logger.warning(
             "%s: of %s no checksum was recorded (they were saved with checksum=None): only the sizes were compared, "
@@ -208,7 +205,7 @@ class ReadOnlyRoot:
         return checkpoints_of(self._root, None if kind is None else check_kind(kind))
 
     def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
-        """As `list`, and what has the name of a checkpoint and is none, in the same order."""
+        """As `list`, and the damaged ones, in the same order."""
         only = None if kind is None else check_kind(kind)
         whole, damaged = self._root.survey()
         return _checkpoints(whole, only), [
@@ -236,7 +233,7 @@ class ReadOnlyRoot:
 
 
 def open_readonly(root: str | os.PathLike[str]) -> ReadOnlyRoot:
-    """The checkpoints under `root` for somebody who does not save there: no lock, no collective, no repair.
+    """Open a root to read its checkpoints: no lock, no collective, no repair.
 
     Raises `NotFoundError` where `root` does not exist.
     """

@@ -1,7 +1,6 @@
-"""Which checkpoints of a kind may go, once a newer one is durable.
+"""Decides which published checkpoints of a kind may be removed, once a newer one is durable.
 
-Pure: it looks at what is published and answers with steps. What always holds: the newest checkpoint is never among
-them, nor a protected one, nor any while no count was asked for.
+The newest checkpoint is never among them, nor a protected one, nor any where no limit is set.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.loading.read_partition import files_of_reader
-from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, tell_unsummed
+from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, warn_without_checksums
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
@@ -149,7 +149,7 @@ class OpenCheckpoint:
                 "%s holds files that no save wrote, which are not read: %s", self.path, "; ".join(foreign)
             )
         if readers.is_first and self._every_byte:
-            tell_unsummed(self.path, [name for name, _, checksum in self.files if checksum is None])
+            warn_without_checksums(self.path, [name for name, _, checksum in self.files if checksum is None])
         return None
 
     def _are_copies(self) -> bool:
