@@ -1,8 +1,9 @@
 //! Hard packing in the core: nanoseconds a sample, order given and checked, in memory and published.
 
 use criterion::{BatchSize, BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::{Integers, Silent};
+use tundish_packing::hard::{HardPacker, PackRequest};
+use tundish_packing::inputs::SampleOrder;
+use tundish_packing::{Integers, NoProgress};
 
 mod distributions;
 use distributions::{Lengths, permutation};
@@ -18,9 +19,9 @@ fn hard_pack(criterion: &mut Criterion) {
         for distribution in [Lengths::Text, Lengths::Chat] {
             let lengths = distribution.draw(samples);
             for threads in [1usize, 2] {
-                let request = || Request {
+                let request = || PackRequest {
                     lengths: vec![Integers::from(&lengths[..])],
-                    order: OrderSource::Given(Integers::from(&order[..])),
+                    order: SampleOrder::Given(Integers::from(&order[..])),
                     max_length: MAX_LENGTH,
                     drop_last: true,
                     global_pack: false,
@@ -29,8 +30,8 @@ fn hard_pack(criterion: &mut Criterion) {
                 let name = format!("{distribution:?}/{threads} threads");
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
                     bencher.iter(|| {
-                        let prepared = Prepared::new(request(), &mut Silent).expect("good lengths");
-                        prepared.pack(&mut Silent).expect("a good order")
+                        let prepared = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
+                        prepared.pack(&mut NoProgress).expect("a good order")
                     });
                 });
             }
@@ -45,9 +46,9 @@ fn published(criterion: &mut Criterion) {
     let samples = 10_000_000usize;
     group.throughput(Throughput::Elements(samples as u64));
     let (lengths, order) = (Lengths::Text.draw(samples), permutation(samples));
-    let request = || Request {
+    let request = || PackRequest {
         lengths: vec![Integers::from(&lengths[..])],
-        order: OrderSource::Given(Integers::from(&order[..])),
+        order: SampleOrder::Given(Integers::from(&order[..])),
         max_length: MAX_LENGTH,
         drop_last: true,
         global_pack: false,
@@ -59,9 +60,9 @@ fn published(criterion: &mut Criterion) {
             || tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for a plan"),
             |folder| {
                 let target = folder.path().join("plan");
-                let prepared = Prepared::new(request(), &mut Silent).expect("good lengths");
-                prepared.write(&target, &mut Silent).expect("a disk with room");
-                tundish_packing::folder::open(&target, &mut Silent).expect("a whole plan");
+                let prepared = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
+                prepared.write(&target, &mut NoProgress).expect("a disk with room");
+                tundish_packing::folder::open(&target, &mut NoProgress).expect("a whole plan");
                 // The plan goes with it, once the clock stands.
                 folder
             },

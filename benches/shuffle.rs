@@ -1,8 +1,8 @@
 //! The shuffle, bit-equal to numpy's RandomState: nanoseconds a sample.
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use tundish_packing::shuffle::RandomState;
-use tundish_packing::{Array, Silent};
+use tundish_packing::inputs::RandomState;
+use tundish_packing::{Array, NoProgress};
 
 fn shuffle(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("shuffle");
@@ -11,7 +11,7 @@ fn shuffle(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(samples as u64));
         group.bench_function(BenchmarkId::from_parameter(samples), |bencher| {
             bencher.iter(|| -> Array<i32> {
-                RandomState::new(0).shuffled(samples, &mut Silent).expect("memory for an order")
+                RandomState::new(0).shuffled(samples, &mut NoProgress).expect("memory for an order")
             });
         });
     }

@@ -1,7 +1,7 @@
 //! Inputs of the benches: lengths of text and of chat samples, and random orders.
 
-use tundish_packing::Silent;
-use tundish_packing::shuffle::RandomState;
+use tundish_packing::NoProgress;
+use tundish_packing::inputs::RandomState;
 
 /// A distribution of sample lengths, lognormal, in tokens, clipped to 1 … 32768.
 #[derive(Clone, Copy, Debug)]
@@ -33,5 +33,5 @@ impl Lengths {
 
 /// A random order of `samples` samples, always the same one.
 pub fn permutation(samples: usize) -> Vec<i64> {
-    RandomState::new(2).shuffled(samples, &mut Silent).expect("memory for an order").to_vec()
+    RandomState::new(2).shuffled(samples, &mut NoProgress).expect("memory for an order").to_vec()
 }

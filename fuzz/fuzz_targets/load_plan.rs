@@ -10,8 +10,8 @@ use std::fs;
 use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
-use tundish_packing::hard::Prepared;
-use tundish_packing::{Field, Silent, folder};
+use tundish_packing::hard::HardPacker;
+use tundish_packing::{Field, NoProgress, folder};
 
 #[path = "../../rust/packing/tests/reading/mod.rs"]
 mod reading;
@@ -20,7 +20,7 @@ use reading::{request, use_folder};
 const MARKER: &[u8] = b"\n--\n";
 
 fn names() -> Vec<String> {
-    [folder::FACTS_FILE.to_owned()].into_iter().chain(Field::ALL.map(folder::file_name)).collect()
+    [folder::METADATA_FILE.to_owned()].into_iter().chain(Field::ALL.map(folder::file_name)).collect()
 }
 
 /// The bytes of each file of a good plan.
@@ -29,7 +29,7 @@ fn good() -> &'static [Vec<u8>] {
     GOOD.get_or_init(|| {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        Prepared::new(request(), &mut Silent).and_then(|plan| plan.write(&target, &mut Silent)).expect("a plan");
+        HardPacker::new(request(), &mut NoProgress).and_then(|plan| plan.write(&target, &mut NoProgress)).expect("a plan");
         names().iter().map(|name| fs::read(target.join(name)).expect("a file")).collect()
     })
 }

@@ -43,7 +43,9 @@ __all__ = [
     "default_arena_limit",
     "dump_handles",
     "end_with",
-    "fingerprint",
+    "hard_pack",
+    "hard_pack_to_folder",
+    "hard_plan_fingerprint",
     "held_descriptor",
     "is_plain",
     "is_segment_retired",
@@ -51,11 +53,10 @@ __all__ = [
     "load_handles",
     "open_checkpoints_readonly",
     "open_plan",
-    "pack",
+    "plan_sample_index",
     "quick_walk",
     "replace_file",
-    "sample_index",
-    "save",
+    "save_plan",
     "set_shared_cache_limit",
     "shard_ids",
     "shared_stats",
@@ -67,14 +68,13 @@ __all__ = [
     "tensors_over",
     "trim_staging",
     "trust_owner",
-    "verify",
     "verify_checkpoint",
-    "write",
+    "verify_plan",
     "write_small_file",
 ]
 
 @type_check_only
-class Job(TypedDict):
+class PackRequest(TypedDict):
     lengths: Sequence[NDArray[Any]]
     order: NDArray[Any] | None
     seed: int | None
@@ -86,26 +86,28 @@ class Job(TypedDict):
 _Progress = Callable[[str, int, int], object]
 _Path = str | PathLike[str]
 
-def pack(
-    job: Job, progress: _Progress | None = None, expected: str | None = None
+def hard_pack(
+    request: PackRequest, progress: _Progress | None = None, expected: str | None = None
 ) -> tuple[str, tuple[NDArray[Any], ...]]: ...
-def write(job: Job, target: _Path, progress: _Progress | None = None, expected: str | None = None) -> str: ...
-def fingerprint(job: Job, progress: _Progress | None = None) -> str: ...
-def save(
-    columns: Sequence[NDArray[Any]], facts: str, target: _Path, progress: _Progress | None = None
+def hard_pack_to_folder(
+    request: PackRequest, target: _Path, progress: _Progress | None = None, expected: str | None = None
+) -> str: ...
+def hard_plan_fingerprint(request: PackRequest, progress: _Progress | None = None) -> str: ...
+def save_plan(
+    columns: Sequence[NDArray[Any]], metadata: str, target: _Path, progress: _Progress | None = None
 ) -> None: ...
 def open_plan(path: _Path, progress: _Progress | None = None) -> tuple[str, tuple[NDArray[Any], ...]]: ...
-def verify(
+def verify_plan(
     columns: Sequence[NDArray[Any]],
-    facts: str,
+    metadata: str,
     lengths: Sequence[NDArray[Any]],
     order: NDArray[Any] | None = None,
     threads: int | None = None,
     progress: _Progress | None = None,
 ) -> None: ...
-def sample_index(
+def plan_sample_index(
     columns: Sequence[NDArray[Any]],
-    facts: str,
+    metadata: str,
     lengths: Sequence[NDArray[Any]] | None = None,
     order: NDArray[Any] | None = None,
     progress: _Progress | None = None,

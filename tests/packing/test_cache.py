@@ -180,15 +180,15 @@ def test_inputs_that_change_once_they_were_hashed_make_no_plan(
     where: dict[str, Any] = (
         {} if place is None else {place: tmp_path if place == "cache_dir" else tmp_path / "plan"}
     )
-    hashing = _native.fingerprint
+    hashing = _native.hard_plan_fingerprint
 
-    def fingerprint(job: _native.Job, progress: Callable[[str, int, int], None] | None) -> str:
-        found = hashing(job, progress)
+    def fingerprint(request: _native.PackRequest, progress: Callable[[str, int, int], None] | None) -> str:
+        found = hashing(request, progress)
         changed[[0, 1]] = changed[[1, 0]]
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(_native, "fingerprint", fingerprint)
+        patch.setattr(_native, "hard_plan_fingerprint", fingerprint)
         with pytest.raises(InvalidInputError, match="changed while"):
             td.pack(**inputs, max_length=128, share=share, progress=False, **where)
     assert os.listdir(tmp_path) == []

@@ -122,7 +122,7 @@ def pack(
     Pack(dataset_id=0, pieces=[Piece(sample=2, start=0, stop=8)])
     """
 
-    def job() -> _native.Job:
+    def job() -> _native.PackRequest:
         column = as_integer_column(lengths, "lengths")
         return _job([column], max_length, mode, seed, order, drop_last, False, threads)
 
@@ -174,7 +174,7 @@ def pack_datasets(
     [0, 0, 1, 1]
     """
 
-    def job() -> _native.Job:
+    def job() -> _native.PackRequest:
         columns = as_length_columns(lengths, single=False)
         return _job(columns, max_length, mode, seed, None, drop_last, global_pack, threads)
 
@@ -190,7 +190,7 @@ def _job(
     drop_last: Any,
     global_pack: Any,
     threads: Any,
-) -> _native.Job:
+) -> _native.PackRequest:
     if not isinstance(mode, str):
         raise InvalidTypeError(f"mode must be the name of one, {', '.join(map(repr, MODES))}, not {mode!r}")
     if mode not in MODES:
@@ -251,23 +251,23 @@ class _Place:
         return as_absolute(self.cache_dir, "cache_dir") / f"plan-{fingerprint}"
 
 
-def _plan(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
+def _plan(checked: Callable[[], _native.PackRequest], place: _Place) -> PackPlan:
     if place.is_collective:
         return _shared(checked, place)
     with ProgressLine("pack", place.progress) as line:
         place.check()
         job = checked()
         if place.is_memory:
-            facts, columns = _native.pack(job, line.callback)
+            facts, columns = _native.hard_pack(job, line.callback)
             return PackPlan(columns, facts, lengths=job["lengths"])
         if place.cache_dir is None:
             expected = _publish(job, place.target(""), line.callback, None)
         else:
-            expected = _native.fingerprint(job, line.callback)
+            expected = _native.hard_plan_fingerprint(job, line.callback)
         return _mapped(job, place, expected, line)
 
 
-def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
+def _shared(checked: Callable[[], _native.PackRequest], place: _Place) -> PackPlan:
     from tundish.distributed import Voter, voter_of
 
     # What this leaves lasts: of a rank that is gone by the next call, the others know it there.
@@ -280,7 +280,7 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             line = lines.enter_context(ProgressLine("pack", place.progress))
             place.check()
             job = checked()
-            expected = _native.fingerprint(job, line.callback)
+            expected = _native.hard_plan_fingerprint(job, line.callback)
         # Of two plans that are both in the cache each rank would find its own.
         voter.vote(
             what="comparing the fingerprints of the plans asked for, and whether they are to lie in memory, which are "
@@ -316,11 +316,11 @@ def _shared(checked: Callable[[], _native.Job], place: _Place) -> PackPlan:
             return _mapped(job, place, expected, line)
 
 
-def _shared_in_memory(job: _native.Job, expected: str, place: _Place, tick: Tick) -> PackPlan:
+def _shared_in_memory(job: _native.PackRequest, expected: str, place: _Place, tick: Tick) -> PackPlan:
     from tundish.shm import SharedArray, node_shared
 
     def build() -> SharedArray:
-        facts, columns = _native.pack(job, tick, expected)
+        facts, columns = _native.hard_pack(job, tick, expected)
         left = list(columns)
         del columns
         return as_block(facts, left, tick)
@@ -329,7 +329,7 @@ def _shared_in_memory(job: _native.Job, expected: str, place: _Place, tick: Tick
     return plan_in_block(block, list(job["lengths"]))
 
 
-def _publish(job: _native.Job, target: Path, tick: Tick | None, expected: str | None) -> str:
+def _publish(job: _native.PackRequest, target: Path, tick: Tick | None, expected: str | None) -> str:
     """Publish the plan as `target`, unless there is a plan already; the fingerprint that it should have.
 
     `expected`: that fingerprint, where the inputs were hashed before. Inputs that give another one by now publish
@@ -338,14 +338,14 @@ def _publish(job: _native.Job, target: Path, tick: Tick | None, expected: str | 
     # Looked at first: a plan that is there needs no room on its disk.
     if not is_there(target / "plan.json"):
         try:
-            return str(json.loads(_native.write(job, target, tick, expected))["fingerprint"])
+            return str(json.loads(_native.hard_pack_to_folder(job, target, tick, expected))["fingerprint"])
         except AlreadyExistsError:
             if not is_there(target / "plan.json"):
                 raise
-    return expected or _native.fingerprint(job, tick)
+    return expected or _native.hard_plan_fingerprint(job, tick)
 
 
-def _mapped(job: _native.Job, place: _Place, expected: str, line: ProgressLine) -> PackPlan:
+def _mapped(job: _native.PackRequest, place: _Place, expected: str, line: ProgressLine) -> PackPlan:
     target = place.target(expected)
     is_cached = place.cache_dir is not None
     plan = (

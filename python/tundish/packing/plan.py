@@ -315,7 +315,7 @@ class PackPlan:
 
         given = None if order is None else as_integer_column(order, "order")
         with ProgressLine("plan", progress) as line:
-            return _native.sample_index(self._columns, self._facts_json, self._lengths, given, line.callback)
+            return _native.plan_sample_index(self._columns, self._facts_json, self._lengths, given, line.callback)
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -341,7 +341,7 @@ class PackPlan:
 
         try:
             with ProgressLine("plan", progress) as line:
-                _native.save(self._columns, self._facts_json, as_new_folder(path, "path"), line.callback)
+                _native.save_plan(self._columns, self._facts_json, as_new_folder(path, "path"), line.callback)
         except AlreadyExistsError:
             if not self._lies_at(path):
                 raise
@@ -431,7 +431,7 @@ class PackPlan:
         self._check_sample_counts(columns)
         given = None if order is None else as_integer_column(order, "order")
         with ProgressLine("plan", progress) as line:
-            _native.verify(
+            _native.verify_plan(
                 self._columns, self._facts_json, columns, given, as_threads(threads), line.callback
             )
 

@@ -1,13 +1,13 @@
 //! The identity of a plan: a 128-bit hash of everything that determines it.
 //!
-//! What always holds: equal values give equal fingerprints whatever their dtype, stride, chunking,
+//! Invariants: equal values give equal fingerprints whatever their dtype, stride, chunking,
 //! thread count or platform; array boundaries are hashed too, so that two splits of the same
 //! lengths into datasets differ. The hash is XXH3 (Yann Collet), over leaves of fixed size, so that
 //! leaves are hashed in any order and on any thread, each while it lies in the cache.
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
-use crate::integers::Word;
+use crate::inputs::Word;
 use crate::memory;
 
 /// Values a leaf; part of the format: another number gives other fingerprints.
@@ -38,26 +38,40 @@ pub trait Leaf: Word {
 const SEED_NARROW: u64 = 32;
 const SEED_WIDE: u64 = 64;
 
-impl Leaf for u32 {
-    fn digest(values: &[Self]) -> u128 {
-        if cfg!(target_endian = "big") {
-            let swapped: Vec<u32> = values.iter().map(|value| value.to_le()).collect();
-            return xxh3_128_with_seed(memory::as_bytes(&swapped), SEED_NARROW);
-        }
-        xxh3_128_with_seed(memory::as_bytes(values), SEED_NARROW)
-    }
+/// The hash of values that all fit 32 bits.
+fn digest_narrow<W: Word>(values: &[W]) -> u128 {
+    let narrow: Vec<u32> = values.iter().map(|&value| (value.widen() as u32).to_le()).collect();
+    xxh3_128_with_seed(memory::as_bytes(&narrow), SEED_NARROW)
 }
 
-impl Leaf for u64 {
-    fn digest(values: &[Self]) -> u128 {
-        if values.iter().fold(0, |seen, value| seen | value) <= u64::from(u32::MAX) {
-            let narrow: Vec<u32> = values.iter().map(|&value| value as u32).collect();
-            return u32::digest(&narrow);
+macro_rules! leaf_of_32_bits {
+    ($($word:ty),*) => {$(
+        impl Leaf for $word {
+            fn digest(values: &[Self]) -> u128 {
+                match cfg!(target_endian = "little") {
+                    true => xxh3_128_with_seed(memory::as_bytes(values), SEED_NARROW),
+                    false => digest_narrow(values),
+                }
+            }
         }
-        let little: Vec<u64> = values.iter().map(|value| value.to_le()).collect();
-        xxh3_128_with_seed(memory::as_bytes(&little), SEED_WIDE)
-    }
+    )*};
 }
+leaf_of_32_bits!(i32, u32);
+
+macro_rules! leaf_of_64_bits {
+    ($($word:ty),*) => {$(
+        impl Leaf for $word {
+            fn digest(values: &[Self]) -> u128 {
+                if values.iter().fold(0, |seen, value| seen | value.widen()) <= u64::from(u32::MAX) {
+                    return digest_narrow(values);
+                }
+                let little: Vec<u64> = values.iter().map(|value| value.widen().to_le()).collect();
+                xxh3_128_with_seed(memory::as_bytes(&little), SEED_WIDE)
+            }
+        }
+    )*};
+}
+leaf_of_64_bits!(i64, u64);
 
 /// The hash of a column: its leaves in order, and how many values it has.
 #[derive(Default)]

@@ -5,103 +5,98 @@
 //! the packs leave out is counted sample by sample. Nothing of the merge is used, only the check of the lengths, the
 //! shuffle and the hash are those that made the plan.
 //!
-//! What always holds: of a plan that passes, every value of every column, its width and every one of the facts were
+//! What always holds: of a plan that passes, every value of every column, its width and every one of the metadata were
 //! compared with what the lengths and the order make of them. Lengths that change meanwhile give an error and nothing
 //! worse.
 
-use crate::array::Array;
 use crate::error::PackError;
-use crate::folder::FACTS_FILE;
-use crate::hard::{Dataset, OrderSource, Request};
-use crate::integers::{IntegerKind, Integers};
-use crate::ordered::{Ordered, STEP, draw};
-use crate::plan::{Column, Facts, Field, OrderKind, Views};
-use crate::shuffle::RandomState;
-use crate::watch::Watch;
+use crate::folder::METADATA_FILE;
+use crate::hard::{self, PackRequest};
+use crate::inputs::{
+    IntegerKind, Integers, OrderedSamples, RandomState, STEP, SampleLengths, SampleOrder, check_order,
+};
+use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
+use crate::progress::Progress;
 
-/// Check `views` and `facts` against `lengths`, one column a dataset, and against the order, where one was given.
+/// Check `plan` and `metadata` against `lengths`, one column a dataset, and against the order, where one was given.
 ///
 /// # Errors
 /// `Mismatch` with the first pack that does not fit, and why. `Invalid` where the plan was made with an order
 /// that is not given here; `OrderOutOfRange` and `OrderRepeated` for one that is none; as `Prepared::new` for lengths.
 pub fn verify(
-    views: &Views<'_>,
-    facts: &Facts,
+    plan: &PlanView<'_>,
+    metadata: &PlanMetadata,
     lengths: &[Integers<'_>],
     order: Option<Integers<'_>>,
     threads: usize,
-    watch: &mut dyn Watch,
+    progress: &mut dyn Progress,
 ) -> Result<(), PackError> {
-    facts.check().map_err(|reason| PackError::Mismatch(format!("{FACTS_FILE} contradicts itself: {reason}")))?;
-    check_counts(views, facts, lengths)?;
-    let source = order_source(facts, order)?;
-    let request = Request {
+    metadata.check().map_err(|reason| PackError::Mismatch(format!("{METADATA_FILE} contradicts itself: {reason}")))?;
+    check_counts(plan, metadata, lengths)?;
+    let source = order_source(metadata, order)?;
+    let request = PackRequest {
         lengths: lengths.to_vec(),
         order: source,
-        max_length: facts.max_length,
-        drop_last: facts.drop_last,
-        global_pack: facts.global_pack,
+        max_length: metadata.max_length,
+        drop_last: metadata.drop_last,
+        global_pack: metadata.global_pack,
         threads,
     };
-    let fingerprint = request.fingerprint(watch)?.to_string();
-    let streams: Vec<Dataset<'_>> = if facts.global_pack {
-        vec![Dataset::new(lengths.to_vec(), 0)]
-    } else {
-        lengths.iter().enumerate().map(|(id, &column)| Dataset::new(vec![column], id)).collect()
-    };
-    let mut random = facts.seed.map(RandomState::new);
-    let mut walk = Walk { views, facts, pack: 0, piece: 0, tokens: 0, packed: 0, empty_on_boundary: 0 };
-    for (stream, &tail_start) in streams.iter().zip(&facts.tail_start) {
-        let drawn = random.as_mut().map(|random| draw(random, stream.len(), watch)).transpose()?;
+    let fingerprint = hard::fingerprint(request, progress)?.to_string();
+    let streams = SampleLengths::streams(lengths, metadata.global_pack);
+    let mut random = metadata.seed.map(RandomState::new);
+    let mut walk = Walk { plan, metadata, pack: 0, piece: 0, tokens: 0, packed: 0, empty_on_boundary: 0 };
+    for (stream, &tail_start) in streams.iter().zip(&metadata.tail_start) {
+        let drawn = random.as_mut().map(|random| Column::shuffled(random, stream.len(), progress)).transpose()?;
         let order = match source {
-            OrderSource::Natural => None,
-            OrderSource::Given(order) => {
-                check_order(&order, stream.len(), watch)?;
+            SampleOrder::Natural => None,
+            SampleOrder::Given(order) => {
+                check_order(&order, stream.len(), progress)?;
                 Some(order)
             }
-            OrderSource::Seed(_) => drawn.as_ref().map(Column::view),
+            SampleOrder::Seed(_) => drawn.as_ref().map(Column::view),
         };
-        walk.stream(stream.id(), Ordered::new("verifying", stream, order), tail_start, watch)?;
+        walk.stream(stream.dataset_id(), OrderedSamples::new("verifying", stream, order), tail_start, progress)?;
     }
     walk.finish()?;
-    check_widths(views, watch)?;
-    if fingerprint != facts.fingerprint {
+    check_widths(plan, progress)?;
+    if fingerprint != metadata.fingerprint {
         return Err(PackError::Mismatch(format!(
             "the plan's fingerprint is {}, but that of the lengths, order and parameters is {fingerprint}",
-            facts.fingerprint
+            metadata.fingerprint
         )));
     }
     Ok(())
 }
 
-fn check_counts(views: &Views<'_>, facts: &Facts, lengths: &[Integers<'_>]) -> Result<(), PackError> {
+fn check_counts(plan: &PlanView<'_>, metadata: &PlanMetadata, lengths: &[Integers<'_>]) -> Result<(), PackError> {
     let given: Vec<u64> = lengths.iter().map(|column| column.len() as u64).collect();
-    if given != facts.samples {
+    if given != metadata.samples {
         return Err(PackError::Mismatch(format!(
             "the plan was made for {} samples (by dataset: {:?}), but the lengths are of {} (by dataset: {:?})",
-            facts.samples.iter().sum::<u64>(),
-            &facts.samples[..facts.samples.len().min(8)],
+            metadata.samples.iter().sum::<u64>(),
+            &metadata.samples[..metadata.samples.len().min(8)],
             given.iter().fold(0u64, |sum, &samples| sum.saturating_add(samples)),
             &given[..given.len().min(8)],
         )));
     }
-    let found = (views.packs() as u64, views.column(Field::Indices).len() as u64);
-    if found != (facts.packs, facts.pieces) {
+    let found = (plan.packs() as u64, plan.column(Field::Indices).len() as u64);
+    if found != (metadata.packs, metadata.pieces) {
         return Err(PackError::Mismatch(format!(
-            "the columns hold {} packs of {} pieces, but {FACTS_FILE} says {} of {}",
-            found.0, found.1, facts.packs, facts.pieces
+            "the columns hold {} packs of {} pieces, but {METADATA_FILE} says {} of {}",
+            found.0, found.1, metadata.packs, metadata.pieces
         )));
     }
     Ok(())
 }
 
 /// Whether each column is 32 bits wide where all its values fit, and 64 bits else.
-fn check_widths(views: &Views<'_>, watch: &mut dyn Watch) -> Result<(), PackError> {
+fn check_widths(plan: &PlanView<'_>, progress: &mut dyn Progress) -> Result<(), PackError> {
     for field in Field::ALL {
-        let column = views.column(field);
+        let column = plan.column(field);
         let fits = match column.kind() {
             IntegerKind::I32 => continue,
-            IntegerKind::I64 => fits_32_bits(&column, watch)?,
+            IntegerKind::I64 => fits_32_bits(&column, progress)?,
             kind => {
                 return Err(PackError::Mismatch(format!(
                     "{} is {kind:?}; a plan's columns are int32 or int64",
@@ -119,10 +114,10 @@ fn check_widths(views: &Views<'_>, watch: &mut dyn Watch) -> Result<(), PackErro
     Ok(())
 }
 
-fn fits_32_bits(column: &Integers<'_>, watch: &mut dyn Watch) -> Result<bool, PackError> {
+fn fits_32_bits(column: &Integers<'_>, progress: &mut dyn Progress) -> Result<bool, PackError> {
     let mut values = vec![0u64; column.len().min(STEP)];
     for start in (0..column.len()).step_by(STEP) {
-        watch.tick("verifying", start as u64, column.len() as u64)?;
+        progress.tick("verifying", start as u64, column.len() as u64)?;
         let values = &mut values[..(column.len() - start).min(STEP)];
         column.read(start, values);
         if values.iter().any(|&value| value > i32::MAX as u64) {
@@ -133,48 +128,25 @@ fn fits_32_bits(column: &Integers<'_>, watch: &mut dyn Watch) -> Result<bool, Pa
 }
 
 /// The order that the plan says it has; one that is given must be what it says.
-fn order_source<'a>(facts: &Facts, order: Option<Integers<'a>>) -> Result<OrderSource<'a>, PackError> {
+fn order_source<'a>(metadata: &PlanMetadata, order: Option<Integers<'a>>) -> Result<SampleOrder<'a>, PackError> {
     let given = |says: String| {
         PackError::Mismatch(format!(
-            "an order was given, but {FACTS_FILE} says that {says}: leave the order out, or use the plan made with it"
+            "an order was given, but {METADATA_FILE} says that {says}: leave the order out, or use the plan made with it"
         ))
     };
-    match (facts.order, facts.seed, order) {
-        (OrderKind::Given, _, Some(order)) => Ok(OrderSource::Given(order)),
+    match (metadata.order, metadata.seed, order) {
+        (OrderKind::Given, _, Some(order)) => Ok(SampleOrder::Given(order)),
         (OrderKind::Given, _, None) => Err(PackError::Invalid(format!(
-            "{FACTS_FILE} says that the plan was made with an order (order=): pass the same order to verify, \
+            "{METADATA_FILE} says that the plan was made with an order (order=): pass the same order to verify, \
              else neither the order of the samples nor the fingerprint can be checked"
         ))),
-        (OrderKind::Seed, Some(seed), None) => Ok(OrderSource::Seed(seed)),
+        (OrderKind::Seed, Some(seed), None) => Ok(SampleOrder::Seed(seed)),
         (OrderKind::Seed, seed, _) => {
             Err(given(format!("the samples were shuffled with the seed {}", seed.unwrap_or_default())))
         }
-        (OrderKind::Natural, _, None) => Ok(OrderSource::Natural),
+        (OrderKind::Natural, _, None) => Ok(SampleOrder::Natural),
         (OrderKind::Natural, _, Some(_)) => Err(given("the samples kept their order".into())),
     }
-}
-
-/// Whether every entry of an order names a sample, and no two the same.
-fn check_order(order: &Integers<'_>, samples: usize, watch: &mut dyn Watch) -> Result<(), PackError> {
-    let mut used = Array::<u64>::zeroed(samples.div_ceil(64))?;
-    let mut entries = vec![0u64; order.len().min(STEP)];
-    for start in (0..order.len()).step_by(STEP) {
-        watch.tick("checking the order", start as u64, order.len() as u64)?;
-        let entries = &mut entries[..(order.len() - start).min(STEP)];
-        order.read(start, entries);
-        for (position, &sample) in (start..).zip(&*entries) {
-            if sample >= samples as u64 {
-                let value = if order.kind().is_signed() { i128::from(sample as i64) } else { i128::from(sample) };
-                return Err(PackError::OrderOutOfRange { position, value, samples });
-            }
-            let (word, bit) = (&mut used[(sample / 64) as usize], 1u64 << (sample % 64));
-            if *word & bit != 0 {
-                return Err(PackError::OrderRepeated { position, sample: sample as usize });
-            }
-            *word |= bit;
-        }
-    }
-    Ok(())
 }
 
 /// A sample that a pack takes from, or that the next one goes on with.
@@ -188,8 +160,8 @@ struct Open {
 
 /// How far the check is.
 struct Walk<'a> {
-    views: &'a Views<'a>,
-    facts: &'a Facts,
+    plan: &'a PlanView<'a>,
+    metadata: &'a PlanMetadata,
     pack: usize,
     piece: u64,
     tokens: u64,
@@ -205,41 +177,41 @@ impl Walk<'_> {
     fn stream(
         &mut self,
         id: usize,
-        mut samples: Ordered<'_>,
+        mut samples: OrderedSamples<'_>,
         tail_start: u64,
-        watch: &mut dyn Watch,
+        progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
-        let ids = self.views.column(Field::DatasetId);
+        let ids = self.plan.column(Field::DatasetId);
         let mut open = None;
         let mut packed = 0u64;
         let mut short = None;
-        while self.pack < self.views.packs() && ids.get(self.pack) == id as u64 {
+        while self.pack < self.plan.packs() && ids.get(self.pack) == id as u64 {
             if short.is_some() {
                 return self.wrong("follows a shorter one; only the last pack of a dataset may be short");
             }
-            let tokens = self.one_pack(&mut samples, &mut open, watch)?;
-            if tokens != self.facts.max_length {
-                if self.facts.drop_last || tokens > self.facts.max_length {
-                    return self.wrong(format!("holds {tokens} tokens instead of {}", self.facts.max_length));
+            let tokens = self.one_pack(&mut samples, &mut open, progress)?;
+            if tokens != self.metadata.max_length {
+                if self.metadata.drop_last || tokens > self.metadata.max_length {
+                    return self.wrong(format!("holds {tokens} tokens instead of {}", self.metadata.max_length));
                 }
-                short = Some(self.views.column(Field::StartOffset).get(self.pack));
+                short = Some(self.plan.column(Field::StartOffset).get(self.pack));
             }
             packed = packed.saturating_add(tokens);
             self.pack += 1;
         }
         let start = short.or(open.map(|open| open.at)).unwrap_or_default();
-        let left = self.left_out(samples, open, short.is_none(), watch)?;
+        let left = self.left_out(samples, open, short.is_none(), progress)?;
         let tokens = packed.saturating_add(left);
         let wrong = |reason: String| Err(PackError::Mismatch(format!("dataset {id}: {reason}")));
-        let max_length = self.facts.max_length;
-        if if self.facts.drop_last { left >= max_length } else { left != 0 } {
+        let max_length = self.metadata.max_length;
+        if if self.metadata.drop_last { left >= max_length } else { left != 0 } {
             return wrong(format!(
                 "{packed} of {tokens} tokens are packed, {left} left out, with packs of {max_length}"
             ));
         }
         if tail_start != start {
             return wrong(format!(
-                "the tail starts at token {start} of its sample, but {FACTS_FILE} says at {tail_start}"
+                "the tail starts at token {start} of its sample, but {METADATA_FILE} says at {tail_start}"
             ));
         }
         self.tokens = self.tokens.saturating_add(tokens);
@@ -250,13 +222,13 @@ impl Walk<'_> {
     /// Tokens behind the packs of a stream, which end on a boundary unless the last one is short.
     fn left_out(
         &mut self,
-        mut samples: Ordered<'_>,
+        mut samples: OrderedSamples<'_>,
         open: Option<Open>,
         on_boundary: bool,
-        watch: &mut dyn Watch,
+        progress: &mut dyn Progress,
     ) -> Result<u64, PackError> {
         let mut left = open.map_or(0, |open| open.length - open.at);
-        while let Some((_, length)) = samples.next(watch)? {
+        while let Some((_, length)) = samples.next(progress)? {
             self.empty_on_boundary += u64::from(on_boundary && left == 0 && length == 0);
             left = left.saturating_add(length);
         }
@@ -266,14 +238,14 @@ impl Walk<'_> {
     /// Check one pack; its tokens.
     fn one_pack(
         &mut self,
-        samples: &mut Ordered<'_>,
+        samples: &mut OrderedSamples<'_>,
         open: &mut Option<Open>,
-        watch: &mut dyn Watch,
+        progress: &mut dyn Progress,
     ) -> Result<u64, PackError> {
-        let indices = self.views.column(Field::Indices);
+        let indices = self.plan.column(Field::Indices);
         let [end_piece, start, end, recorded] =
             [Field::IndicesCuLen, Field::StartOffset, Field::EndOffset, Field::Longest]
-                .map(|field| self.views.column(field).get(self.pack));
+                .map(|field| self.plan.column(field).get(self.pack));
         if end_piece <= self.piece || end_piece > indices.len() as u64 {
             return self.wrong(format!("indices_cu_len goes from {} to {end_piece}", self.piece));
         }
@@ -281,10 +253,10 @@ impl Walk<'_> {
         let (mut tokens, mut longest) = (0u64, 0u64);
         for piece in first..end_piece {
             if piece.is_multiple_of(STEP as u64) {
-                watch.tick("verifying", piece, indices.len() as u64)?;
+                progress.tick("verifying", piece, indices.len() as u64)?;
             }
             let sample = indices.get(piece as usize);
-            let Some(expected) = self.expected(samples, open.take(), piece == first, watch)? else {
+            let Some(expected) = self.expected(samples, open.take(), piece == first, progress)? else {
                 return self.wrong(format!("uses sample {sample} after the end of the order"));
             };
             if sample != expected.sample {
@@ -320,15 +292,15 @@ impl Walk<'_> {
     /// What the next piece must be of: the rest of the open sample, or the next one of the order.
     fn expected(
         &mut self,
-        samples: &mut Ordered<'_>,
+        samples: &mut OrderedSamples<'_>,
         open: Option<Open>,
         on_boundary: bool,
-        watch: &mut dyn Watch,
+        progress: &mut dyn Progress,
     ) -> Result<Option<Open>, PackError> {
         if open.is_some() {
             return Ok(open);
         }
-        while let Some((sample, length)) = samples.next(watch)? {
+        while let Some((sample, length)) = samples.next(progress)? {
             if !(on_boundary && length == 0) {
                 return Ok(Some(Open { sample, length, at: 0 }));
             }
@@ -340,11 +312,11 @@ impl Walk<'_> {
 
     /// What the whole must add up to.
     fn finish(&self) -> Result<(), PackError> {
-        let Facts { tokens, tokens_packed, empty_on_boundary, pieces, .. } = *self.facts;
-        if self.pack != self.views.packs() {
+        let PlanMetadata { tokens, tokens_packed, empty_on_boundary, pieces, .. } = *self.metadata;
+        if self.pack != self.plan.packs() {
             return self.wrong(format!(
                 "is of dataset {}, out of turn or unknown",
-                self.views.column(Field::DatasetId).get(self.pack)
+                self.plan.column(Field::DatasetId).get(self.pack)
             ));
         }
         let counts = [
@@ -355,7 +327,7 @@ impl Walk<'_> {
         ];
         for (name, counted, said) in counts {
             if counted != said {
-                return Err(PackError::Mismatch(format!("{name} is {counted}, but {FACTS_FILE} says {said}")));
+                return Err(PackError::Mismatch(format!("{name} is {counted}, but {METADATA_FILE} says {said}")));
             }
         }
         Ok(())

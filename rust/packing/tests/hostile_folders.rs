@@ -6,10 +6,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
-use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::mapping::MappedColumn;
-use tundish_packing::plan::Facts;
-use tundish_packing::{Field, Integers, PackError, Silent, Watch, folder};
+use tundish_packing::folder::MappedColumn;
+use tundish_packing::hard::{HardPacker, PackRequest};
+use tundish_packing::inputs::SampleOrder;
+use tundish_packing::plan::PlanMetadata;
+use tundish_packing::{Field, Integers, NoProgress, PackError, Progress, folder};
 
 mod reading;
 use reading::{request, use_folder, values};
@@ -25,7 +26,7 @@ proptest! {
     ) {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        Prepared::new(request(), &mut Silent).and_then(|p| p.write(&target, &mut Silent)).expect("a plan");
+        HardPacker::new(request(), &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
         let whole = use_folder(&target).expect("an undamaged plan");
         let mut names: Vec<_> =
             fs::read_dir(&target).expect("a folder").map(|entry| entry.expect("a name").path()).collect();
@@ -50,13 +51,13 @@ proptest! {
 fn a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
     let parent = tempfile::tempdir().expect("a temporary folder");
     let target = parent.path().join("plan");
-    Prepared::new(request(), &mut Silent).and_then(|p| p.write(&target, &mut Silent)).expect("a plan");
+    HardPacker::new(request(), &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
     for name in ["plan.json", "longest.npy"] {
         let file = target.join(name);
         let kept = fs::read(&file).expect("a file");
         fs::remove_file(&file).expect("a removal");
         rustix::fs::mknodat(rustix::fs::CWD, &file, rustix::fs::FileType::Fifo, 0o600.into(), 0).expect("a pipe");
-        assert!(matches!(folder::open(&target, &mut Silent), Err(PackError::Format { .. })));
+        assert!(matches!(folder::open(&target, &mut NoProgress), Err(PackError::Format { .. })));
         fs::remove_file(&file).expect("a removal");
         fs::write(&file, kept).expect("a write");
     }
@@ -65,10 +66,10 @@ fn a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
 /// Two datasets and a tail in each: 5 packs of 8 tokens and a shorter one; then 2 and a shorter one.
 const TWO: [&[u64]; 2] = [&[20, 0, 7, 16], &[18, 1, 0]];
 
-fn two_datasets(drop_last: bool, global_pack: bool) -> Request<'static> {
-    Request {
+fn two_datasets(drop_last: bool, global_pack: bool) -> PackRequest<'static> {
+    PackRequest {
         lengths: TWO.iter().map(|&column| Integers::from(column)).collect(),
-        order: OrderSource::Natural,
+        order: SampleOrder::Natural,
         max_length: 8,
         drop_last,
         global_pack,
@@ -76,14 +77,15 @@ fn two_datasets(drop_last: bool, global_pack: bool) -> Request<'static> {
     }
 }
 
-/// What `open` says of a plan one of whose facts is changed.
-fn opened(request: Request<'_>, change: impl Fn(&mut Facts)) -> Result<(), PackError> {
+/// What `open` says of a plan one of whose metadata is changed.
+fn opened(request: PackRequest<'_>, change: impl Fn(&mut PlanMetadata)) -> Result<(), PackError> {
     let parent = tempfile::tempdir().expect("a temporary folder");
     let target = parent.path().join("plan");
-    let mut facts = Prepared::new(request, &mut Silent).and_then(|p| p.write(&target, &mut Silent)).expect("a plan");
-    change(&mut facts);
-    fs::write(target.join("plan.json"), facts.to_json().expect("JSON")).expect("a write");
-    folder::open(&target, &mut Silent).map(drop)
+    let mut metadata =
+        HardPacker::new(request, &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
+    change(&mut metadata);
+    fs::write(target.join("plan.json"), metadata.to_json().expect("JSON")).expect("a write");
+    folder::open(&target, &mut NoProgress).map(drop)
 }
 
 fn is_refused_by_its_file(name: &str, outcome: Result<(), PackError>) {
@@ -95,28 +97,28 @@ fn is_refused_by_its_file(name: &str, outcome: Result<(), PackError>) {
 
 #[test]
 fn numbers_that_no_plan_can_have_are_refused() {
-    type Change = fn(&mut Facts);
+    type Change = fn(&mut PlanMetadata);
     // Each of them keeps what the columns hold: the numbers of packs and pieces.
     let changes: [(&str, Change); 12] = [
-        ("more tokens than the packs hold and a tail", |facts| facts.tokens += 16),
-        ("fewer tokens than are packed", |facts| facts.tokens = facts.tokens_packed - 1),
-        ("more tokens than fit the packs", |facts| facts.tokens_packed = facts.packs * 8 + 1),
-        ("packs that are not full", |facts| {
-            facts.tokens_packed -= 16;
-            facts.tokens -= 16;
+        ("more tokens than the packs hold and a tail", |metadata| metadata.tokens += 16),
+        ("fewer tokens than are packed", |metadata| metadata.tokens = metadata.tokens_packed - 1),
+        ("more tokens than fit the packs", |metadata| metadata.tokens_packed = metadata.packs * 8 + 1),
+        ("packs that are not full", |metadata| {
+            metadata.tokens_packed -= 16;
+            metadata.tokens -= 16;
         }),
-        ("packs that are nearly empty", |facts| facts.max_length = 800),
-        ("more pieces than samples and cuts", |facts| facts.samples[0] = 0),
-        ("more empty samples than samples", |facts| facts.empty_on_boundary += 7),
-        ("no samples", |facts| facts.samples.iter_mut().for_each(|samples| *samples = 0)),
-        ("a tail that starts behind all tokens", |facts| facts.tail_start[0] = facts.tokens),
-        ("tails of nothing", |facts| {
-            facts.tokens = facts.packs * 8;
-            facts.tokens_packed = facts.tokens;
-            facts.tail_start[0] = 1;
+        ("packs that are nearly empty", |metadata| metadata.max_length = 800),
+        ("more pieces than samples and cuts", |metadata| metadata.samples[0] = 0),
+        ("more empty samples than samples", |metadata| metadata.empty_on_boundary += 7),
+        ("no samples", |metadata| metadata.samples.iter_mut().for_each(|samples| *samples = 0)),
+        ("a tail that starts behind all tokens", |metadata| metadata.tail_start[0] = metadata.tokens),
+        ("tails of nothing", |metadata| {
+            metadata.tokens = metadata.packs * 8;
+            metadata.tokens_packed = metadata.tokens;
+            metadata.tail_start[0] = 1;
         }),
-        ("a tail too many", |facts| facts.tail_start.push(0)),
-        ("no tail", |facts| facts.tail_start.clear()),
+        ("a tail too many", |metadata| metadata.tail_start.push(0)),
+        ("no tail", |metadata| metadata.tail_start.clear()),
     ];
     for (drop_last, global_pack) in [(true, false), (true, true), (false, false), (false, true)] {
         opened(two_datasets(drop_last, global_pack), |_| {}).expect("nothing was changed");
@@ -130,13 +132,14 @@ fn numbers_that_no_plan_can_have_are_refused() {
 #[test]
 fn a_plan_that_keeps_the_tail_has_packed_all_tokens() {
     for global_pack in [true, false] {
-        let changed = |change: fn(&mut Facts)| opened(two_datasets(false, global_pack), change);
-        is_refused_by_its_file("one more", changed(|facts| facts.tokens += 1));
-        is_refused_by_its_file("one less", changed(|facts| facts.tokens_packed -= 1));
+        let changed = |change: fn(&mut PlanMetadata)| opened(two_datasets(false, global_pack), change);
+        is_refused_by_its_file("one more", changed(|metadata| metadata.tokens += 1));
+        is_refused_by_its_file("one less", changed(|metadata| metadata.tokens_packed -= 1));
     }
     // Of one stream, only the last pack is short.
-    let changed =
-        |tokens: u64| opened(two_datasets(false, true), |facts| (facts.tokens, facts.tokens_packed) = (tokens, tokens));
+    let changed = |tokens: u64| {
+        opened(two_datasets(false, true), |metadata| (metadata.tokens, metadata.tokens_packed) = (tokens, tokens))
+    };
     assert_eq!(TWO.concat().iter().sum::<u64>(), 62);
     for tokens in [0, 1, 55, 56, 65] {
         is_refused_by_its_file(&format!("{tokens} tokens in 8 packs"), changed(tokens));
@@ -151,7 +154,7 @@ fn a_plan_that_keeps_the_tail_has_packed_all_tokens() {
 #[test]
 fn a_dropped_tail_is_shorter_than_a_pack() {
     let changed = |global_pack: bool, left: u64| {
-        opened(two_datasets(true, global_pack), |facts| facts.tokens = facts.tokens_packed + left)
+        opened(two_datasets(true, global_pack), |metadata| metadata.tokens = metadata.tokens_packed + left)
     };
     changed(true, 7).expect("as much as one stream leaves out");
     is_refused_by_its_file("one stream", changed(true, 8));
@@ -162,7 +165,7 @@ fn a_dropped_tail_is_shorter_than_a_pack() {
 /// Changes a folder as soon as `open` looks around, which it does when every file is checked but the offsets.
 struct Meanwhile<F: FnMut()>(F);
 
-impl<F: FnMut()> Watch for Meanwhile<F> {
+impl<F: FnMut()> Progress for Meanwhile<F> {
     fn tick(&mut self, _phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
         (self.0)();
         Ok(())
@@ -173,8 +176,8 @@ impl<F: FnMut()> Watch for Meanwhile<F> {
 fn two_plans(parent: &Path) -> (PathBuf, PathBuf) {
     let targets = (parent.join("plan"), parent.join("other"));
     for (target, seed) in [(&targets.0, 1), (&targets.1, 2)] {
-        let request = Request { order: OrderSource::Seed(seed), ..request() };
-        Prepared::new(request, &mut Silent).and_then(|p| p.write(target, &mut Silent)).expect("a plan");
+        let request = PackRequest { order: SampleOrder::Seed(seed), ..request() };
+        HardPacker::new(request, &mut NoProgress).and_then(|p| p.write(target, &mut NoProgress)).expect("a plan");
     }
     targets
 }
@@ -188,7 +191,7 @@ fn what_takes_the_place_of_a_file_after_its_check_is_never_mapped() {
     for field in Field::ALL {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let (target, other) = two_plans(parent.path());
-        let (_, columns) = folder::open(&target, &mut Silent).expect("a plan");
+        let (_, columns) = folder::open(&target, &mut NoProgress).expect("a plan");
         let before = mapped(&columns);
         let name = folder::file_name(field);
         // Cut to its header: mapped as long as the one that was checked, it would end the process.
@@ -208,7 +211,7 @@ fn what_takes_the_place_of_a_file_after_its_check_is_never_mapped() {
 fn a_plan_removed_after_its_check_stays_readable() {
     let parent = tempfile::tempdir().expect("a temporary folder");
     let (target, _) = two_plans(parent.path());
-    let (_, columns) = folder::open(&target, &mut Silent).expect("a plan");
+    let (_, columns) = folder::open(&target, &mut NoProgress).expect("a plan");
     let before = mapped(&columns);
     let mut remove = Meanwhile(|| fs::remove_dir_all(&target).unwrap_or_default());
     let (_, columns) = folder::open(&target, &mut remove).expect("a plan");

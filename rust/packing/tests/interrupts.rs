@@ -1,13 +1,13 @@
-//! Long calls look at the watch often, and end when it says so.
+//! Long calls look at the progress often, and end when it says so.
 
 use std::fs;
 use std::path::Path;
 
-use tundish_packing::hard::{OrderSource, Prepared, Request};
-use tundish_packing::lookup::{Lengths, lookup};
-use tundish_packing::plan::Column;
-use tundish_packing::sample_index::{Inputs, sample_index};
-use tundish_packing::{Field, Integers, PackError, Plan, Silent, Watch, verify};
+use tundish_packing::hard::{HardPacker, PackRequest};
+use tundish_packing::inputs::SampleOrder;
+use tundish_packing::plan::{AttachedLengths, lookup};
+use tundish_packing::sample_index::{PlanInputs, sample_index};
+use tundish_packing::{Integers, NoProgress, PackError, Plan, Progress, verify};
 
 /// Interrupts at the tick number `stop_at`, which counts from 0.
 struct Stop {
@@ -15,7 +15,7 @@ struct Stop {
     ticks: u64,
 }
 
-impl Watch for Stop {
+impl Progress for Stop {
     fn tick(&mut self, _phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
         self.ticks += 1;
         if self.ticks > self.stop_at { Err(PackError::Interrupted) } else { Ok(()) }
@@ -23,23 +23,23 @@ impl Watch for Stop {
 }
 
 /// Run `work` to its end, which takes `at_least` ticks, then interrupt it at several of them.
-fn ends_at_any_tick(at_least: u64, work: impl Fn(&mut dyn Watch) -> Result<(), PackError>) {
-    let mut watch = Stop { stop_at: u64::MAX, ticks: 0 };
-    work(&mut watch).unwrap();
-    let total = watch.ticks;
+fn ends_at_any_tick(at_least: u64, work: impl Fn(&mut dyn Progress) -> Result<(), PackError>) {
+    let mut progress = Stop { stop_at: u64::MAX, ticks: 0 };
+    work(&mut progress).unwrap();
+    let total = progress.ticks;
     assert!(total >= at_least, "{total} ticks instead of {at_least}");
     for step in 0..10 {
         let stop_at = (total - 1) * step / 9;
-        let mut watch = Stop { stop_at, ticks: 0 };
-        assert!(matches!(work(&mut watch), Err(PackError::Interrupted)), "tick {stop_at} of {total}");
-        assert_eq!(watch.ticks, stop_at + 1, "went on after it was interrupted");
+        let mut progress = Stop { stop_at, ticks: 0 };
+        assert!(matches!(work(&mut progress), Err(PackError::Interrupted)), "tick {stop_at} of {total}");
+        assert_eq!(progress.ticks, stop_at + 1, "went on after it was interrupted");
     }
 }
 
-fn request(lengths: &[i64], max_length: u64) -> Request<'_> {
-    Request {
+fn request(lengths: &[i64], max_length: u64) -> PackRequest<'_> {
+    PackRequest {
         lengths: vec![Integers::from(lengths)],
-        order: OrderSource::Natural,
+        order: SampleOrder::Natural,
         max_length,
         drop_last: true,
         global_pack: false,
@@ -48,7 +48,7 @@ fn request(lengths: &[i64], max_length: u64) -> Request<'_> {
 }
 
 fn plan(lengths: &[i64], max_length: u64) -> Plan {
-    Prepared::new(request(lengths, max_length), &mut Silent).unwrap().pack(&mut Silent).unwrap()
+    HardPacker::new(request(lengths, max_length), &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap()
 }
 
 #[test]
@@ -56,9 +56,9 @@ fn packing_samples_of_many_packs() {
     // Each sample makes thousands of packs, or one makes them all.
     for lengths in [vec![5_000i64; 4000], vec![20_000_000]] {
         for threads in [1, 2] {
-            let request = Request { threads, ..request(&lengths, 1) };
-            let prepared = Prepared::new(request, &mut Silent).unwrap();
-            ends_at_any_tick(20_000_000 / (1 << 20), |watch| prepared.pack(watch).map(drop));
+            let request = PackRequest { threads, ..request(&lengths, 1) };
+            let prepared = HardPacker::new(request, &mut NoProgress).unwrap();
+            ends_at_any_tick(20_000_000 / (1 << 20), |progress| prepared.pack(progress).map(drop));
         }
     }
 }
@@ -70,7 +70,7 @@ struct Weigh<'a> {
     most: u64,
 }
 
-impl Watch for Weigh<'_> {
+impl Progress for Weigh<'_> {
     fn tick(&mut self, _phase: &'static str, _done: u64, _total: u64) -> Result<(), PackError> {
         let folder = fs::read_dir(self.parent).unwrap().next().unwrap().unwrap();
         let files = fs::read_dir(folder.path()).unwrap();
@@ -88,15 +88,15 @@ fn writing_files_is_looked_after_one_by_one() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
     for (lengths, threads) in [(vec![1i64; 4_000_000], 1), (vec![1i64; 4_000_000], 2), (vec![4_000_000], 1)] {
-        let prepared = Prepared::new(Request { threads, ..request(&lengths, 1) }, &mut Silent).unwrap();
-        let mut watch = Weigh { parent: parent.path(), before: 0, most: 0 };
-        prepared.write(&target, &mut watch).unwrap();
-        assert!(watch.before > 6 * 4 * 3_900_000, "{} bytes", watch.before);
+        let prepared = HardPacker::new(PackRequest { threads, ..request(&lengths, 1) }, &mut NoProgress).unwrap();
+        let mut progress = Weigh { parent: parent.path(), before: 0, most: 0 };
+        prepared.write(&target, &mut progress).unwrap();
+        assert!(progress.before > 6 * 4 * 3_900_000, "{} bytes", progress.before);
         // One column of what is gathered: of a window of two threads, or of a sample that makes very many packs.
-        assert!(watch.most <= 4 << 20, "{} bytes between two looks", watch.most);
+        assert!(progress.most <= 4 << 20, "{} bytes between two looks", progress.most);
         fs::remove_dir_all(&target).unwrap();
-        ends_at_any_tick(100, |watch| {
-            let outcome = prepared.write(&target, watch).map(drop);
+        ends_at_any_tick(100, |progress| {
+            let outcome = prepared.write(&target, progress).map(drop);
             let left = fs::read_dir(parent.path()).unwrap().count();
             assert_eq!(left, usize::from(outcome.is_ok()));
             if left > 0 {
@@ -111,11 +111,11 @@ fn writing_files_is_looked_after_one_by_one() {
 fn looking_up_many_packs() {
     let lengths = vec![3i64; 40_000];
     let plan = plan(&lengths, 2);
-    let packs: Vec<u64> = (0..plan.facts.packs).collect();
-    let attached = Lengths::new(vec![Integers::from(&lengths[..])], true);
+    let packs: Vec<u64> = (0..plan.metadata.packs).collect();
+    let attached = AttachedLengths::new(vec![Integers::from(&lengths[..])], true);
     // Once to find the packs, once to read them.
-    ends_at_any_tick(2 * plan.facts.packs / 1024, |watch| {
-        lookup(&plan.views(), &Integers::from(&packs[..]), Some(&attached), watch).map(drop)
+    ends_at_any_tick(2 * plan.metadata.packs / 1024, |progress| {
+        lookup(&plan.view(), &Integers::from(&packs[..]), Some(&attached), progress).map(drop)
     });
 }
 
@@ -123,9 +123,9 @@ fn looking_up_many_packs() {
 fn looking_up_one_pack_of_many_pieces() {
     let lengths = vec![1i64; 300_000];
     let plan = plan(&lengths, 300_000);
-    let attached = Lengths::new(vec![Integers::from(&lengths[..])], false);
-    ends_at_any_tick(300_000 / 1024, |watch| {
-        lookup(&plan.views(), &Integers::from(&[0u8][..]), Some(&attached), watch).map(drop)
+    let attached = AttachedLengths::new(vec![Integers::from(&lengths[..])], false);
+    ends_at_any_tick(300_000 / 1024, |progress| {
+        lookup(&plan.view(), &Integers::from(&[0u8][..]), Some(&attached), progress).map(drop)
     });
 }
 
@@ -135,9 +135,9 @@ fn verifying_what_no_pack_holds() {
     for length in [1i64, 0] {
         let lengths = vec![length; 300_000];
         let plan = plan(&lengths, 1_000_000);
-        assert_eq!(plan.facts.packs, 0);
-        ends_at_any_tick(300_000 / 1024, |watch| {
-            verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, 1, watch)
+        assert_eq!(plan.metadata.packs, 0);
+        ends_at_any_tick(300_000 / 1024, |progress| {
+            verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, 1, progress)
         });
     }
 }
@@ -146,8 +146,8 @@ fn verifying_what_no_pack_holds() {
 fn verifying_one_sample_of_many_packs() {
     let lengths = [300_000i64];
     let plan = plan(&lengths, 1);
-    ends_at_any_tick(300_000 / 1024, |watch| {
-        verify::verify(&plan.views(), &plan.facts, &[Integers::from(&lengths[..])], None, 1, watch)
+    ends_at_any_tick(300_000 / 1024, |progress| {
+        verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, 1, progress)
     });
 }
 
@@ -155,8 +155,8 @@ fn verifying_one_sample_of_many_packs() {
 fn indexing_many_packs() {
     let lengths = vec![3i64; 100_000];
     let plan = plan(&lengths, 1);
-    ends_at_any_tick(300_000 / 1024, |watch| {
-        sample_index(&plan.views(), &plan.facts, &Inputs::default(), watch).map(drop)
+    ends_at_any_tick(300_000 / 1024, |progress| {
+        sample_index(&plan.view(), &plan.metadata, &PlanInputs::default(), progress).map(drop)
     });
 }
 
@@ -167,8 +167,10 @@ fn indexing_many_samples_of_few_packs() {
     lengths[0] = 0;
     let plan = plan(&lengths, 299_990);
     let columns = [Integers::from(&lengths[..])];
-    let inputs = Inputs { lengths: Some(&columns), ..Inputs::default() };
-    ends_at_any_tick(300_000 / 1024, |watch| sample_index(&plan.views(), &plan.facts, &inputs, watch).map(drop));
+    let inputs = PlanInputs { lengths: Some(&columns), ..PlanInputs::default() };
+    ends_at_any_tick(300_000 / 1024, |progress| {
+        sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop)
+    });
 }
 
 #[test]
@@ -176,24 +178,14 @@ fn checking_the_order_of_an_index() {
     let lengths = vec![1i64; 300_000];
     let order: Vec<u32> = (0..300_000).rev().collect();
     let order = Integers::from(&order[..]);
-    let with_order = Request { order: OrderSource::Given(order), ..request(&lengths, 300_000) };
-    let plan = Prepared::new(with_order, &mut Silent).unwrap().pack(&mut Silent).unwrap();
-    let inputs = Inputs { order: Some(order), ..Inputs::default() };
-    ends_at_any_tick(300_000 / 1024, |watch| sample_index(&plan.views(), &plan.facts, &inputs, watch).map(drop));
+    let with_order = PackRequest { order: SampleOrder::Given(order), ..request(&lengths, 300_000) };
+    let plan = HardPacker::new(with_order, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
+    let inputs = PlanInputs { order: Some(order), ..PlanInputs::default() };
+    ends_at_any_tick(300_000 / 1024, |progress| {
+        sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop)
+    });
     let columns = [Integers::from(&lengths[..])];
-    let inputs = Inputs { lengths: Some(&columns), ..inputs };
+    let inputs = PlanInputs { lengths: Some(&columns), ..inputs };
     // Lengths and order are hashed.
-    ends_at_any_tick(3, |watch| sample_index(&plan.views(), &plan.facts, &inputs, watch).map(drop));
-}
-
-#[test]
-fn narrowing_the_columns_of_a_plan_in_64_bit_arithmetic() {
-    let mut lengths = vec![1i64; 2_000_000];
-    lengths.push(1 << 33);
-    let prepared = Prepared::new(request(&lengths, 1 << 20), &mut Silent).unwrap();
-    let plan = prepared.pack(&mut Silent).unwrap();
-    assert!(matches!(plan.column(Field::Indices), Column::I32(_)));
-    assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
-    // Once to see that all indices fit, once to narrow them.
-    ends_at_any_tick(2 * (2_000_000 / 65_536), |watch| prepared.pack(watch).map(drop));
+    ends_at_any_tick(3, |progress| sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop));
 }

@@ -1,8 +1,9 @@
-//! What `verify` finds: whatever is changed in a plan, in its facts, in the lengths or in the order.
+//! What `verify` finds: whatever is changed in a plan, in its metadata, in the lengths or in the order.
 
-use tundish_packing::hard::{OrderSource, Prepared, Request};
+use tundish_packing::hard::{HardPacker, PackRequest};
+use tundish_packing::inputs::SampleOrder;
 use tundish_packing::plan::{Column, OrderKind};
-use tundish_packing::{Field, Integers, PackError, Plan, Silent, verify};
+use tundish_packing::{Field, Integers, NoProgress, PackError, Plan, verify};
 
 /// Empty samples everywhere, on boundaries too; the second dataset has no tail.
 const FIRST: [u64; 24] = [0, 5, 11, 0, 0, 16, 0, 3, 40, 0, 5, 0, 0, 1, 2, 0, 13, 0, 0, 50, 0, 7, 0, 2];
@@ -23,13 +24,14 @@ struct Case {
 }
 
 impl Case {
-    fn new(lengths: &[&'static [u64]], order: OrderSource<'static>, drop_last: bool, global_pack: bool) -> Self {
+    fn new(lengths: &[&'static [u64]], order: SampleOrder<'static>, drop_last: bool, global_pack: bool) -> Self {
         let lengths = columns(lengths);
         let request =
-            Request { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, threads: 1 };
-        let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).unwrap();
+            PackRequest { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, threads: 1 };
+        let plan =
+            HardPacker::new(request, &mut NoProgress).and_then(|prepared| prepared.pack(&mut NoProgress)).unwrap();
         let order = match order {
-            OrderSource::Given(order) => Some(order),
+            SampleOrder::Given(order) => Some(order),
             _ => None,
         };
         Self { plan, lengths, order }
@@ -38,9 +40,9 @@ impl Case {
     fn all() -> Vec<Self> {
         let mut cases = Vec::new();
         for drop_last in [true, false] {
-            let given = OrderSource::Given(Integers::from(&ORDER[..]));
+            let given = SampleOrder::Given(Integers::from(&ORDER[..]));
             cases.push(Self::new(&[&FIRST], given, drop_last, false));
-            for order in [OrderSource::Natural, OrderSource::Seed(3)] {
+            for order in [SampleOrder::Natural, SampleOrder::Seed(3)] {
                 cases.push(Self::new(&[&FIRST], order, drop_last, false));
                 cases.push(Self::new(&[&FIRST, &SECOND], order, drop_last, false));
                 cases.push(Self::new(&[&FIRST, &SECOND], order, drop_last, true));
@@ -50,7 +52,7 @@ impl Case {
     }
 
     fn verify(&self, plan: &Plan) -> Result<(), PackError> {
-        verify::verify(&plan.views(), &plan.facts, &self.lengths, self.order, 1, &mut Silent)
+        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, 1, &mut NoProgress)
     }
 }
 
@@ -58,7 +60,7 @@ impl Case {
 fn nothing_changed_is_fine() {
     for case in Case::all() {
         case.verify(&case.plan).unwrap();
-        assert!(case.plan.facts.empty_on_boundary > 0, "the case shows nothing about empty samples");
+        assert!(case.plan.metadata.empty_on_boundary > 0, "the case shows nothing about empty samples");
     }
 }
 
@@ -92,7 +94,7 @@ fn columns_of_another_width_are_found() {
             }
         }
     }
-    let none = Case::new(&[&[]], OrderSource::Natural, true, false);
+    let none = Case::new(&[&[]], SampleOrder::Natural, true, false);
     let mut broken = none.plan.clone();
     broken.columns = broken.columns.each_ref().map(too_wide);
     assert!(matches!(none.verify(&broken), Err(PackError::Mismatch(_))));
@@ -104,18 +106,18 @@ fn columns_that_need_64_bits_are_fine() {
     // The large offsets lie behind many small ones.
     let mut lengths = vec![16u64; 5000];
     lengths.push(1 << 40);
-    let request = Request {
+    let request = PackRequest {
         lengths: vec![Integers::from(&lengths[..])],
-        order: OrderSource::Natural,
+        order: SampleOrder::Natural,
         max_length: 1 << 35,
         drop_last: false,
         global_pack: false,
         threads: 1,
     };
-    let plan = Prepared::new(request, &mut Silent).and_then(|prepared| prepared.pack(&mut Silent)).unwrap();
+    let plan = HardPacker::new(request, &mut NoProgress).and_then(|prepared| prepared.pack(&mut NoProgress)).unwrap();
     assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
     let lengths = [Integers::from(&lengths[..])];
-    verify::verify(&plan.views(), &plan.facts, &lengths, None, 1, &mut Silent).unwrap();
+    verify::verify(&plan.view(), &plan.metadata, &lengths, None, 1, &mut NoProgress).unwrap();
 }
 
 type Change = fn(&mut Plan);
@@ -123,22 +125,22 @@ type Change = fn(&mut Plan);
 #[test]
 fn any_changed_fact_is_found() {
     let changes: [(&str, Change); 16] = [
-        ("format_version", |plan| plan.facts.format_version += 1),
-        ("mode", |plan| plan.facts.mode = "soft".into()),
-        ("max_length", |plan| plan.facts.max_length += 1),
-        ("drop_last", |plan| plan.facts.drop_last ^= true),
-        ("global_pack", |plan| plan.facts.global_pack ^= true),
-        ("seed", |plan| plan.facts.seed = plan.facts.seed.map_or(Some(3), |seed| Some(seed + 1))),
-        ("samples", |plan| plan.facts.samples[0] += 1),
-        ("samples of one more", |plan| plan.facts.samples.push(0)),
-        ("tokens", |plan| plan.facts.tokens += 1),
-        ("tokens_packed", |plan| plan.facts.tokens_packed -= 1),
-        ("packs", |plan| plan.facts.packs -= 1),
-        ("pieces", |plan| plan.facts.pieces += 1),
-        ("empty_on_boundary", |plan| plan.facts.empty_on_boundary -= 1),
-        ("tail_start", |plan| plan.facts.tail_start[0] += 1),
-        ("tails", |plan| plan.facts.tail_start.clear()),
-        ("fingerprint", |plan| plan.facts.fingerprint = "0".repeat(32)),
+        ("format_version", |plan| plan.metadata.format_version += 1),
+        ("mode", |plan| plan.metadata.mode = "soft".into()),
+        ("max_length", |plan| plan.metadata.max_length += 1),
+        ("drop_last", |plan| plan.metadata.drop_last ^= true),
+        ("global_pack", |plan| plan.metadata.global_pack ^= true),
+        ("seed", |plan| plan.metadata.seed = plan.metadata.seed.map_or(Some(3), |seed| Some(seed + 1))),
+        ("samples", |plan| plan.metadata.samples[0] += 1),
+        ("samples of one more", |plan| plan.metadata.samples.push(0)),
+        ("tokens", |plan| plan.metadata.tokens += 1),
+        ("tokens_packed", |plan| plan.metadata.tokens_packed -= 1),
+        ("packs", |plan| plan.metadata.packs -= 1),
+        ("pieces", |plan| plan.metadata.pieces += 1),
+        ("empty_on_boundary", |plan| plan.metadata.empty_on_boundary -= 1),
+        ("tail_start", |plan| plan.metadata.tail_start[0] += 1),
+        ("tails", |plan| plan.metadata.tail_start.clear()),
+        ("fingerprint", |plan| plan.metadata.fingerprint = "0".repeat(32)),
     ];
     for case in Case::all() {
         for (name, change) in changes {
@@ -156,9 +158,9 @@ fn a_plan_cannot_talk_itself_out_of_the_check_of_its_order() {
         let one_dataset = case.lengths.len() == 1;
         for kind in [OrderKind::Natural, OrderKind::Seed, OrderKind::Given] {
             let mut broken = case.plan.clone();
-            broken.facts.order = kind;
-            broken.facts.seed = (kind == OrderKind::Seed).then_some(3);
-            if broken.facts != case.plan.facts {
+            broken.metadata.order = kind;
+            broken.metadata.seed = (kind == OrderKind::Seed).then_some(3);
+            if broken.metadata != case.plan.metadata {
                 match case.verify(&broken) {
                     Err(PackError::Mismatch(_)) => {}
                     // No order was given: it is asked for.
@@ -174,10 +176,10 @@ fn a_plan_cannot_talk_itself_out_of_the_check_of_its_order() {
 
 #[test]
 fn another_order_is_found_and_one_that_is_none_refused() {
-    let case = Case::new(&[&FIRST], OrderSource::Given(Integers::from(&ORDER[..])), true, false);
+    let case = Case::new(&[&FIRST], SampleOrder::Given(Integers::from(&ORDER[..])), true, false);
     let verify = |order: &[i16]| {
         let order = Some(Integers::from(order));
-        verify::verify(&case.plan.views(), &case.plan.facts, &case.lengths, order, 1, &mut Silent)
+        verify::verify(&case.plan.view(), &case.plan.metadata, &case.lengths, order, 1, &mut NoProgress)
     };
     verify(&ORDER).unwrap();
     for (left, right) in (0..ORDER.len()).flat_map(|left| (0..left).map(move |right| (left, right))) {
@@ -204,12 +206,12 @@ fn another_order_is_found_and_one_that_is_none_refused() {
 #[test]
 fn other_lengths_are_found() {
     for drop_last in [true, false] {
-        let case = Case::new(&[&FIRST], OrderSource::Seed(3), drop_last, false);
+        let case = Case::new(&[&FIRST], SampleOrder::Seed(3), drop_last, false);
         for sample in 0..FIRST.len() {
             let mut other = FIRST;
             other[sample] += 1;
             let lengths = [Integers::from(&other[..])];
-            let found = verify::verify(&case.plan.views(), &case.plan.facts, &lengths, None, 1, &mut Silent);
+            let found = verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, None, 1, &mut NoProgress);
             assert!(matches!(found, Err(PackError::Mismatch(_))), "sample {sample}: {found:?}");
         }
     }

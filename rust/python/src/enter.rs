@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pyo3::marker::Ungil;
 use pyo3::prelude::*;
 use tundish_commit::CommitError;
-use tundish_packing::{PackError, Watch};
+use tundish_packing::{PackError, Progress};
 use tundish_shm::ShmError;
 use tundish_store::StoreError;
 
@@ -33,7 +33,7 @@ impl Door {
     }
 }
 
-impl Watch for Door {
+impl Progress for Door {
     fn tick(&mut self, phase: &'static str, done: u64, total: u64) -> Result<(), PackError> {
         if self.last.elapsed() < LOOK_AROUND {
             return Ok(());

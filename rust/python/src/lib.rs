@@ -6,12 +6,9 @@
 #![deny(unsafe_code)]
 
 mod checkpoint;
-mod columns;
 mod enter;
 mod error;
 mod held;
-mod lent;
-mod mapped;
 mod new_folder;
 mod packing;
 mod shm;
@@ -63,7 +60,8 @@ mod _native {
     use super::new_folder::{NewFolder, replace_file};
     #[pymodule_export]
     use super::packing::{
-        PlanReader, fingerprint, open_plan, pack, sample_index, save, shuffled_indices, verify, write,
+        PlanReader, hard_pack, hard_pack_to_folder, hard_plan_fingerprint, open_plan, plan_sample_index, save_plan,
+        shuffled_indices, verify_plan,
     };
     #[pymodule_export]
     use super::shm::arena::{

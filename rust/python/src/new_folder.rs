@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use tundish_commit::{Folder, FolderFile};
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 
 use crate::enter::enter;
 use crate::error::BindingError;

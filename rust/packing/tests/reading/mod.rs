@@ -2,21 +2,22 @@
 
 use std::path::Path;
 
-use tundish_packing::hard::{OrderSource, Request};
-use tundish_packing::lookup::{Lengths, lookup};
-use tundish_packing::mapping::MappedColumn;
-use tundish_packing::plan::Views;
-use tundish_packing::sample_index::{Inputs, sample_index};
-use tundish_packing::{Field, Integers, PackError, Silent, folder, verify};
+use tundish_packing::folder::MappedColumn;
+use tundish_packing::hard::PackRequest;
+use tundish_packing::inputs::SampleOrder;
+use tundish_packing::plan::PlanView;
+use tundish_packing::plan::{AttachedLengths, lookup};
+use tundish_packing::sample_index::{PlanInputs, sample_index};
+use tundish_packing::{Field, Integers, NoProgress, PackError, folder, verify};
 
 /// The lengths that the good plan is made for.
 pub const LENGTHS: [u64; 12] = [5, 0, 17, 3, 300, 1, 0, 64, 9, 2, 40, 11];
 
 /// The good plan.
-pub fn request() -> Request<'static> {
-    Request {
+pub fn request() -> PackRequest<'static> {
+    PackRequest {
         lengths: vec![Integers::from(&LENGTHS[..])],
-        order: OrderSource::Seed(1),
+        order: SampleOrder::Seed(1),
         max_length: 16,
         drop_last: true,
         global_pack: false,
@@ -26,20 +27,20 @@ pub fn request() -> Request<'static> {
 
 /// Open a folder and use whatever it holds: packs are looked up and indexed, with and without lengths, and verified.
 pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
-    let (facts, columns) = folder::open(path, &mut Silent)?;
-    let views = Views::new(columns.each_ref().map(MappedColumn::view))?;
+    let (metadata, columns) = folder::open(path, &mut NoProgress)?;
+    let plan = PlanView::new(columns.each_ref().map(MappedColumn::view))?;
     let lengths = Integers::from(&LENGTHS[..]);
-    let attached = Lengths::new(vec![lengths], facts.global_pack);
-    for pack in 0..views.packs() as u64 {
+    let attached = AttachedLengths::new(vec![lengths], metadata.global_pack);
+    for pack in 0..plan.packs() as u64 {
         let pack = [pack];
-        let _ = lookup::<Integers<'_>>(&views, &Integers::from(&pack[..]), None, &mut Silent);
-        let _ = lookup(&views, &Integers::from(&pack[..]), Some(&attached), &mut Silent);
+        let _ = lookup::<Integers<'_>>(&plan, &Integers::from(&pack[..]), None, &mut NoProgress);
+        let _ = lookup(&plan, &Integers::from(&pack[..]), Some(&attached), &mut NoProgress);
     }
     for lengths in [None, Some(&[lengths][..])] {
-        let _ = sample_index(&views, &facts, &Inputs { lengths, ..Inputs::default() }, &mut Silent);
+        let _ = sample_index(&plan, &metadata, &PlanInputs { lengths, ..PlanInputs::default() }, &mut NoProgress);
     }
-    verify::verify(&views, &facts, &[lengths], None, 1, &mut Silent)?;
-    Ok(Field::ALL.map(|field| values(&views.column(field))).to_vec())
+    verify::verify(&plan, &metadata, &[lengths], None, 1, &mut NoProgress)?;
+    Ok(Field::ALL.map(|field| values(&plan.column(field))).to_vec())
 }
 
 /// A column as 64-bit integers.

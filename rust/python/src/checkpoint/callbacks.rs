@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 
 use crate::enter::Door;
 

@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyList};
 use tundish_commit::CommitError;
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{OpenOptions, Recovery, Root};
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 
 use super::descriptions::{checkpoint_dicts, parse_kind};
 use super::read_lock::CheckpointReadLock;

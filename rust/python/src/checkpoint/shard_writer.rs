@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use tundish_commit::shards::{self, WriterOptions};
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 
 use super::callbacks::look;
 use super::checkpoint_files::FileMetadata;

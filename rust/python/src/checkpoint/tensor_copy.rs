@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::PySequence;
 use tundish_commit::staging;
 use tundish_copying::{self as copying, Copying};
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 
 use super::tensor_spans::{Span, TensorSpans};
 use crate::enter::enter;

@@ -14,7 +14,7 @@ pub(crate) mod segment;
 pub(crate) mod unheld;
 pub(crate) mod votes;
 
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 use tundish_shm::{Address, ShmError};
 
 use crate::enter::Door;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
-use tundish_packing::Watch;
+use tundish_packing::Progress;
 use tundish_store::handles::{Handle, Kind};
 use tundish_store::{
     Checksum, Limits, Meta, Node, Patience, Removed, Selection, Service, ShardId, Source, StoreError, Wanted,

@@ -1,0 +1,197 @@
+//! Opens a plan folder: checks its files, and maps its columns.
+//!
+//! Invariants: every file is opened once, and what was checked is what is mapped. Nothing that a file says is believed
+//! before it is checked.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
+use serde::Deserialize;
+
+use super::mapped_column::MappedColumn;
+use super::npy::{self, HEADER_BYTES, NpyHeader};
+use super::{LARGEST_METADATA, METADATA_FILE, STEP_BYTES, file_name};
+use crate::error::PackError;
+use crate::plan::{FORMAT_VERSION, Field, PlanMetadata};
+use crate::progress::Progress;
+
+/// Check a plan folder and map its columns, in the order of `Field::ALL`.
+///
+/// Checked are the version, the parameters, each file's header and size, and that the offset
+/// table rises strictly to the number of pieces. Time is linear in the packs, memory constant.
+///
+/// # Errors
+/// `Missing` or `Format` with the file at fault.
+pub fn open(folder: &Path, progress: &mut dyn Progress) -> Result<(PlanMetadata, [MappedColumn; 6]), PackError> {
+    if cfg!(target_endian = "big") {
+        return Err(PackError::Invalid("plan files are little-endian and cannot be mapped on this machine".into()));
+    }
+    let folder = PlanFolder::open(folder)?;
+    let metadata = folder.metadata()?;
+    let files = all(Field::ALL.map(|field| folder.column(field, &metadata)))?;
+    files[Field::IndicesCuLen as usize].check_offsets(&metadata, progress)?;
+    Ok((metadata, all(files.map(ColumnFile::map))?))
+}
+
+fn all<T>(columns: [Result<T, PackError>; 6]) -> Result<[T; 6], PackError> {
+    let [a, b, c, d, e, f] = columns;
+    Ok([a?, b?, c?, d?, e?, f?])
+}
+
+/// A folder, opened once: files of a folder that takes its place meanwhile are not mixed with its own.
+struct PlanFolder {
+    path: PathBuf,
+    directory: OwnedFd,
+}
+
+impl PlanFolder {
+    fn open(path: &Path) -> Result<Self, PackError> {
+        let missing = |reason: &str| PackError::Missing { path: path.to_path_buf(), reason: reason.into() };
+        // To open files in it takes no right to list it.
+        #[cfg(target_os = "linux")]
+        let access = OFlags::PATH;
+        #[cfg(not(target_os = "linux"))]
+        let access = OFlags::RDONLY;
+        let flags = access | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::NOENT => missing("does not exist; a plan folder was expected"),
+            Errno::NOTDIR => missing("is not a plan folder"),
+            _ => PackError::Io { path: path.to_path_buf(), source: errno.into() },
+        })?;
+        Ok(Self { path: path.to_path_buf(), directory })
+    }
+
+    fn file(&self, name: &str) -> Result<(PathBuf, File), PackError> {
+        let path = self.path.join(name);
+        let failed = |errno: Errno| match errno {
+            Errno::NOENT => PackError::Missing {
+                path: path.clone(),
+                reason: "is missing from the plan folder; make the plan again".into(),
+            },
+            _ => PackError::Io { path: path.clone(), source: errno.into() },
+        };
+        let check = |status: Stat| match FileType::from_raw_mode(status.st_mode) {
+            FileType::RegularFile => Ok(()),
+            _ => Err(PackError::Format { path: path.clone(), reason: "is not a regular file".into() }),
+        };
+        // Before it is opened, which does things to some devices; and after it, for what took its place meanwhile.
+        check(rustix::fs::statat(&self.directory, name, AtFlags::empty()).map_err(failed)?)?;
+        // A pipe is opened at once with NONBLOCK, and would be waited for without it.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let file = rustix::fs::openat(&self.directory, name, flags, Mode::empty()).map_err(failed)?;
+        check(rustix::fs::fstat(&file).map_err(failed)?)?;
+        Ok((path, File::from(file)))
+    }
+
+    fn metadata(&self) -> Result<PlanMetadata, PackError> {
+        let (path, file) = self.file(METADATA_FILE)?;
+        let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
+        let mut text = String::new();
+        file.take(LARGEST_METADATA + 1).read_to_string(&mut text).map_err(|source| match source.kind() {
+            ErrorKind::InvalidData => wrong("is not text; make the plan again".into()),
+            _ => PackError::Io { path: path.clone(), source },
+        })?;
+        if text.len() as u64 > LARGEST_METADATA {
+            return Err(wrong(format!("is larger than {LARGEST_METADATA} bytes; it is no plan's")));
+        }
+        // The version first: the rest of a later version may well look different.
+        #[derive(Deserialize)]
+        struct Version {
+            format_version: Option<u64>,
+        }
+        let version: Version =
+            serde_json::from_str(&text).map_err(|error| wrong(format!("is not valid JSON: {error}")))?;
+        match version.format_version {
+            Some(version) if version == u64::from(FORMAT_VERSION) => {}
+            Some(version) => {
+                return Err(wrong(format!(
+                    "has format version {version}, and this version of tundish reads {FORMAT_VERSION}; make the plan again"
+                )));
+            }
+            None => return Err(wrong("has no format_version; it is no plan's".into())),
+        }
+        let metadata: PlanMetadata =
+            serde_json::from_str(&text).map_err(|error| wrong(format!("does not describe a plan: {error}")))?;
+        metadata.check().map_err(|reason| wrong(format!("contradicts itself: {reason}; make the plan again")))?;
+        Ok(metadata)
+    }
+
+    fn column(&self, field: Field, metadata: &PlanMetadata) -> Result<ColumnFile, PackError> {
+        let (path, mut file) = self.file(&file_name(field))?;
+        let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
+        let header = npy::read_header(&mut file, &path)?;
+        let expected = if field == Field::Indices { metadata.pieces } else { metadata.packs };
+        if header.len != expected {
+            return Err(wrong(format!(
+                "has the shape ({},), but {METADATA_FILE} says ({expected},); make the plan again",
+                header.len
+            )));
+        }
+        let size = file.metadata().map_err(|source| PackError::Io { path: path.clone(), source })?.len();
+        let needed = header.file_bytes();
+        if u128::from(size) != needed {
+            let verdict = if u128::from(size) < needed { "is truncated" } else { "is too long" };
+            return Err(wrong(format!("{verdict}: {size} bytes instead of {needed}; make the plan again")));
+        }
+        Ok(ColumnFile { path, file, header })
+    }
+}
+
+/// One column's file, opened once; its header and size are right.
+struct ColumnFile {
+    path: PathBuf,
+    file: File,
+    header: NpyHeader,
+}
+
+impl ColumnFile {
+    fn map(self) -> Result<MappedColumn, PackError> {
+        MappedColumn::new(&self.file, self.header).map_err(|source| PackError::Io { path: self.path, source })
+    }
+
+    /// Read rather than mapped: a file that is cut short meanwhile is an error here, and would end the process there.
+    fn check_offsets(&self, metadata: &PlanMetadata, progress: &mut dyn Progress) -> Result<(), PackError> {
+        let wrong = |reason: String| PackError::Format { path: self.path.clone(), reason };
+        let NpyHeader { len, .. } = self.header;
+        let width = self.header.width();
+        let mut buffer = vec![0u8; STEP_BYTES];
+        let mut before = 0i64;
+        let mut done = 0u64;
+        while done < len {
+            progress.tick("checking the plan", done, len)?;
+            let count = (len - done).min((STEP_BYTES / width) as u64) as usize;
+            let bytes = &mut buffer[..count * width];
+            self.file
+                .read_exact_at(bytes, HEADER_BYTES as u64 + done * width as u64)
+                .map_err(|source| PackError::Io { path: self.path.clone(), source })?;
+            for (pack, entry) in bytes.chunks_exact(width).enumerate() {
+                let value = match *entry {
+                    [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
+                    [a, b, c, d, e, f, g, h] => i64::from_le_bytes([a, b, c, d, e, f, g, h]),
+                    _ => before,
+                };
+                if value <= before {
+                    return Err(wrong(format!(
+                        "does not add up: entry {} is {value} after {before}, but cumulative piece counts rise; \
+                         make the plan again",
+                        done + pack as u64
+                    )));
+                }
+                before = value;
+            }
+            done += count as u64;
+        }
+        if before as u64 != metadata.pieces {
+            return Err(wrong(format!(
+                "does not add up: it ends at {before}, but the plan has {} pieces; make the plan again",
+                metadata.pieces
+            )));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,240 @@
+//! Writes a plan folder, which is published when it is complete and durable.
+//!
+//! Invariants: the folder appears under its name whole, or not at all (`tundish-commit`).
+
+use std::fs::File;
+use std::path::Path;
+use std::thread;
+
+use tundish_commit::{Folder, FolderFile};
+
+use super::npy::{HEADER_BYTES, NpyHeader};
+use super::{LARGEST_METADATA, METADATA_FILE, STEP_BYTES, disk_space, file_name};
+use crate::error::PackError;
+use crate::inputs::IntegerKind;
+use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView};
+use crate::progress::Progress;
+
+/// One column on its way to its file.
+struct ColumnWriter {
+    file: FolderFile,
+    wide: bool,
+    /// Values appended so far.
+    len: u64,
+    /// Little-endian bytes of the last values, not yet written.
+    buffer: Vec<u8>,
+}
+
+impl ColumnWriter {
+    fn append<P: PlanInteger>(&mut self, values: &[P]) {
+        self.len += values.len() as u64;
+        let values = values.iter().map(|&value| -> i64 { value.into() });
+        if self.wide {
+            self.buffer.extend(values.flat_map(i64::to_le_bytes));
+        } else {
+            self.buffer.extend(values.flat_map(|value| (value as i32).to_le_bytes()));
+        }
+    }
+
+    fn flush(&mut self) -> Result<(), PackError> {
+        self.file.append(&self.buffer)?;
+        self.buffer.clear();
+        Ok(())
+    }
+
+    fn truncate(&mut self, len: u64) -> Result<(), PackError> {
+        self.flush()?;
+        self.len = len;
+        self.file.truncate(u64::try_from(self.header().file_bytes()).unwrap_or(u64::MAX))?;
+        Ok(())
+    }
+
+    /// Make the column durable; the file stays open.
+    fn finish(mut self) -> Result<File, PackError> {
+        self.flush()?;
+        let header = self.header().bytes();
+        self.file.write_at(0, &header)?;
+        Ok(self.file.finish_open()?)
+    }
+
+    fn header(&self) -> NpyHeader {
+        NpyHeader { wide: self.wide, len: self.len }
+    }
+}
+
+/// Writes columns to the files of a new folder.
+pub(crate) struct FolderWriter {
+    folder: Folder,
+    columns: Vec<ColumnWriter>,
+}
+
+impl FolderWriter {
+    /// Create the folder; `wide` tells which columns have 8 bytes a value.
+    pub(crate) fn create(target: &Path, wide: [bool; 6]) -> Result<Self, PackError> {
+        let folder = Folder::create(target)?;
+        let mut columns = Vec::with_capacity(6);
+        for (field, wide) in Field::ALL.into_iter().zip(wide) {
+            let mut file = folder.create_file(&file_name(field))?;
+            // The length is known last; until then zeros hold the place of the header.
+            file.append(&[0; HEADER_BYTES])?;
+            columns.push(ColumnWriter { file, wide, len: 0, buffer: Vec::new() });
+        }
+        Ok(Self { folder, columns })
+    }
+
+    /// Append values, all of which fit the column.
+    ///
+    /// # Errors
+    /// `PackError::Commit` when the file cannot be written; an interrupt.
+    pub(crate) fn append<P: PlanInteger>(
+        &mut self,
+        field: Field,
+        values: &[P],
+        progress: &mut dyn Progress,
+    ) -> Result<(), PackError> {
+        let column = &mut self.columns[field as usize];
+        column.append(values);
+        if column.buffer.len() >= STEP_BYTES {
+            column.flush()?;
+            // The write may have waited for the disk.
+            progress.tick("writing", 0, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Remove the last `count` values of a column.
+    pub(crate) fn remove_last(&mut self, field: Field, count: u64) -> Result<(), PackError> {
+        let column = &mut self.columns[field as usize];
+        column.truncate(column.len - count)
+    }
+
+    /// Write what is left, make all of it durable, and give the folder its name.
+    ///
+    /// # Errors
+    /// `PackError::Commit` when the folder cannot be written or its name is taken; an interrupt.
+    pub(crate) fn publish(self, metadata: &PlanMetadata, progress: &mut dyn Progress) -> Result<(), PackError> {
+        let Self { folder, columns } = self;
+        let total = columns.len() as u64;
+        let mut columns = columns.into_iter();
+        let mut finished = Vec::new();
+        while let Some(column) = columns.next() {
+            if let Err(interrupt) = progress.tick("publishing", finished.len() as u64, total) {
+                remove(folder, (finished, column, columns));
+                return Err(interrupt);
+            }
+            finished.push(column.finish()?);
+        }
+        let mut file = folder.create_file(METADATA_FILE)?;
+        file.append(metadata_text(metadata)?.as_bytes())?;
+        file.finish()?;
+        folder.publish()?;
+        Ok(())
+    }
+
+    /// Remove what was written.
+    pub(crate) fn abandon(self) {
+        remove(self.folder, self.columns);
+    }
+}
+
+/// Remove a folder that is not to be published, and leave it to a thread to close its files.
+///
+/// The kernel frees the blocks of a removed file when it is closed, and takes half a second a gigabyte: too long after
+/// Ctrl-C.
+fn remove(folder: Folder, files: impl Send + 'static) {
+    // With the folder go the names of the files.
+    drop(folder);
+    // If no thread can be started, the files are closed here.
+    drop(thread::Builder::new().name("tundish-close".into()).spawn(move || drop(files)));
+}
+
+/// The content of `METADATA_FILE`, no larger than what is read.
+fn metadata_text(metadata: &PlanMetadata) -> Result<String, PackError> {
+    let mut text = metadata.to_json()?;
+    text.push('\n');
+    if text.len() as u64 > LARGEST_METADATA {
+        return Err(PackError::Invalid(format!(
+            "{} datasets make {METADATA_FILE} larger than {LARGEST_METADATA} bytes; join some of them",
+            metadata.samples.len()
+        )));
+    }
+    Ok(text)
+}
+
+/// Refuse a plan of at least `packs` packs and `pieces` pieces that the file system has no room for.
+///
+/// # Errors
+/// `NoRoom`; `PackError::Commit` when the file system cannot be asked.
+pub(crate) fn check_disk_space(target: &Path, packs: u64, pieces: u64) -> Result<(), PackError> {
+    disk_space::check(target, disk_space::bytes_of_columns(packs, pieces, [false; 6]), packs, pieces)
+}
+
+/// Write a plan to a folder that is published when it is complete and durable.
+///
+/// # Errors
+/// `NoRoom`, before anything is written; `PackError::Commit` when the folder cannot be written or `target` is taken;
+/// an interrupt.
+pub fn save(
+    plan: &PlanView<'_>,
+    metadata: &PlanMetadata,
+    target: &Path,
+    progress: &mut dyn Progress,
+) -> Result<(), PackError> {
+    let wide = Field::ALL.map(|field| plan.column(field).kind() == IntegerKind::I64);
+    let (packs, pieces) = (plan.packs() as u64, plan.column(Field::Indices).len() as u64);
+    let needed = disk_space::bytes_of_columns(packs, pieces, wide) + metadata_text(metadata)?.len() as u128;
+    disk_space::check(target, needed, packs, pieces)?;
+    let mut writer = FolderWriter::create(target, wide)?;
+    match append_all(&mut writer, plan, progress) {
+        Ok(()) => writer.publish(metadata, progress),
+        Err(error) => {
+            writer.abandon();
+            Err(error)
+        }
+    }
+}
+
+fn append_all(writer: &mut FolderWriter, plan: &PlanView<'_>, progress: &mut dyn Progress) -> Result<(), PackError> {
+    let mut values = vec![0i64; STEP_BYTES / 8];
+    for field in Field::ALL {
+        let column = plan.column(field);
+        for start in (0..column.len()).step_by(values.len()) {
+            progress.tick("saving", start as u64, column.len() as u64)?;
+            let values = &mut values[..(column.len() - start).min(STEP_BYTES / 8)];
+            column.read(start, values);
+            writer.append(field, values, progress)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::{FORMAT_VERSION, OrderKind};
+
+    #[test]
+    fn metadata_that_could_not_be_read_is_not_written() {
+        let few = PlanMetadata {
+            format_version: FORMAT_VERSION,
+            mode: "hard".into(),
+            max_length: 1,
+            drop_last: true,
+            global_pack: true,
+            order: OrderKind::Natural,
+            seed: None,
+            samples: vec![0; 1_000_000],
+            tokens: 0,
+            tokens_packed: 0,
+            packs: 0,
+            pieces: 0,
+            empty_on_boundary: 0,
+            tail_start: vec![0],
+            fingerprint: "0".repeat(32),
+        };
+        let text = metadata_text(&few).expect("a million datasets");
+        assert!(text.len() as u64 <= LARGEST_METADATA && text.ends_with("}\n"));
+        let many = PlanMetadata { samples: vec![u64::from(u32::MAX); 5_000_000], ..few };
+        assert!(matches!(metadata_text(&many), Err(PackError::Invalid(text)) if text.contains("5000000 datasets")));
+    }
+}

@@ -1,0 +1,14 @@
+//! What a plan is made from: lengths, and the order of the samples.
+
+mod integers;
+mod order;
+mod ordered_samples;
+mod sample_lengths;
+mod shuffle;
+
+pub use integers::{IntegerKind, Integers, Word};
+pub use order::SampleOrder;
+pub(crate) use order::check_order;
+pub(crate) use ordered_samples::{OrderedSamples, STEP};
+pub(crate) use sample_lengths::SampleLengths;
+pub use shuffle::{Index, RandomState};

@@ -1,0 +1,309 @@
+//! Packs by number: their pieces, read from the columns of a plan.
+//!
+//! What always holds: columns may lie in mapped files with any content, so every offset is checked
+//! before it is used; and the watch is looked at every `STEP` packs and pieces.
+
+use std::ops::Range;
+
+use super::{Field, PlanView};
+use crate::error::PackError;
+use crate::inputs::Integers;
+use crate::memory;
+use crate::progress::Progress;
+
+/// In `PackBatch::stop`: to the sample's end, which only the lengths tell.
+pub const TO_THE_END: i64 = -1;
+
+/// Packs or pieces between two looks at the watch: microseconds in memory, and still below 100 ms where each of them
+/// waits for a page from a disk.
+const STEP: usize = 1024;
+
+/// Several packs, column by column.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PackBatch {
+    /// Dataset of each pack.
+    pub dataset_id: Vec<i64>,
+    /// Pack `k` has the pieces `piece_cu[k]..piece_cu[k + 1]`.
+    pub piece_cu: Vec<i64>,
+    /// Sample of each piece.
+    pub sample: Vec<i64>,
+    /// First token taken of each piece's sample.
+    pub start: Vec<i64>,
+    /// One past the last token taken, or `TO_THE_END`.
+    pub stop: Vec<i64>,
+}
+
+/// What shows integers: a borrowed column, or the owner of one.
+pub trait AsIntegers {
+    /// The integers.
+    fn as_integers(&self) -> Integers<'_>;
+}
+
+impl AsIntegers for Integers<'_> {
+    fn as_integers(&self) -> Integers<'_> {
+        *self
+    }
+}
+
+/// Lengths that belong to a plan.
+pub struct AttachedLengths<C> {
+    datasets: Vec<C>,
+    /// Index of each dataset's first sample, where indices count through all of them.
+    starts: Option<Vec<u64>>,
+}
+
+impl<C: AsIntegers> AttachedLengths<C> {
+    /// The lengths of each dataset; with `global_pack`, sample indices count through all of them.
+    #[must_use]
+    pub fn new(datasets: Vec<C>, global_pack: bool) -> Self {
+        let starts = global_pack.then(|| {
+            let mut starts = Vec::with_capacity(datasets.len());
+            let mut next = 0u64;
+            for dataset in &datasets {
+                starts.push(next);
+                next = next.saturating_add(dataset.as_integers().len() as u64);
+            }
+            starts
+        });
+        Self { datasets, starts }
+    }
+
+    /// Read the tokens of each of `samples`; an error is the position of the first without a length.
+    fn read(&self, dataset: u64, samples: &[u64], tokens: &mut [u64]) -> Result<(), usize> {
+        let dataset = usize::try_from(dataset).map_err(|_| 0usize)?;
+        if let Some(starts) = &self.starts {
+            if dataset != 0 {
+                return Err(0);
+            }
+            for (position, (&sample, slot)) in samples.iter().zip(tokens).enumerate() {
+                *slot = self.global(starts, sample).filter(|&length| length >> 63 == 0).ok_or(position)?;
+            }
+            return Ok(());
+        }
+        let column = self.datasets.get(dataset).ok_or(0usize)?.as_integers();
+        if let Some(position) = samples.iter().position(|&sample| sample >= column.len() as u64) {
+            return Err(position);
+        }
+        match column.gather(samples, tokens) >> 63 {
+            0 => Ok(()),
+            // Lengths that are attached were never checked.
+            _ => tokens.iter().position(|&length| length >> 63 != 0).map_or(Ok(()), Err),
+        }
+    }
+
+    /// Tokens of a sample, counted through all datasets.
+    fn global(&self, starts: &[u64], sample: u64) -> Option<u64> {
+        // Of empty datasets and the one after them, which start at the same sample, the last.
+        let dataset = starts.partition_point(|&start| start <= sample).checked_sub(1)?;
+        let column = self.datasets[dataset].as_integers();
+        let within = usize::try_from(sample - starts[dataset]).ok()?;
+        (within < column.len()).then(|| column.get(within))
+    }
+}
+
+/// Packs whose pieces are located, but not yet read.
+pub struct LocatedPacks {
+    numbers: Vec<u64>,
+    /// Each pack's first piece.
+    begins: Vec<u64>,
+    piece_cu: Vec<i64>,
+}
+
+/// Find the pieces of the packs numbered `packs`.
+///
+/// # Errors
+/// `NoSuchPack`; `Mismatch` where the offsets contradict themselves; an interrupt.
+pub fn locate(
+    plan: &PlanView<'_>,
+    packs: &Integers<'_>,
+    progress: &mut dyn Progress,
+) -> Result<LocatedPacks, PackError> {
+    let total = plan.packs();
+    let available = plan.column(Field::Indices).len() as u64;
+    let mut located = LocatedPacks {
+        numbers: memory::zeroed(packs.len())?,
+        begins: memory::zeroed(packs.len())?,
+        piece_cu: memory::zeroed(packs.len() + 1)?,
+    };
+    let mut pieces = 0u64;
+    let mut scratch = [(); 2].map(|()| vec![0u64; packs.len().min(STEP)]);
+    for start in (0..packs.len()).step_by(STEP) {
+        progress.tick("finding packs", start as u64, packs.len() as u64)?;
+        let window = start..(start + STEP).min(packs.len());
+        let numbers = &mut located.numbers[window.clone()];
+        let begins = &mut located.begins[window.clone()];
+        let [before, ends] = scratch.each_mut().map(|column| &mut column[..window.len()]);
+        packs.read(start, numbers);
+        if let Some(&number) = numbers.iter().find(|&&number| number >= total as u64) {
+            let index = if packs.kind().is_signed() { i128::from(number as i64) } else { i128::from(number) };
+            return Err(PackError::NoSuchPack { index, packs: total });
+        }
+        for (slot, &number) in before.iter_mut().zip(&*numbers) {
+            *slot = number.saturating_sub(1);
+        }
+        gather(plan, Field::IndicesCuLen, numbers, ends)?;
+        gather(plan, Field::IndicesCuLen, before, begins)?;
+        let piece_cu = &mut located.piece_cu[start + 1..];
+        for (((&number, begin), &end), slot) in numbers.iter().zip(begins).zip(&*ends).zip(piece_cu) {
+            if number == 0 {
+                *begin = 0;
+            }
+            if *begin >= end || end > available {
+                return Err(PackError::Mismatch(format!(
+                    "pack {number}: indices_cu_len says pieces {begin} to {end} of {available}; \
+                     the plan is damaged, make it again"
+                )));
+            }
+            // A sum that has no room in 63 bits has none in memory either.
+            pieces = pieces.saturating_add(end - *begin).min(i64::MAX as u64);
+            *slot = pieces as i64;
+        }
+    }
+    Ok(located)
+}
+
+fn gather(plan: &PlanView<'_>, field: Field, at: &[u64], out: &mut [u64]) -> Result<(), PackError> {
+    if plan.column(field).gather(at, out) >> 63 != 0 {
+        return Err(PackError::Mismatch(format!("{} has negative values; the plan is damaged", field.name())));
+    }
+    Ok(())
+}
+
+impl LocatedPacks {
+    /// Pieces of all the packs.
+    #[must_use]
+    pub fn pieces(&self) -> usize {
+        self.piece_cu.last().map_or(0, |&pieces| pieces as usize)
+    }
+
+    /// Read the packs.
+    ///
+    /// Columns are read one after the other, for up to `STEP` packs or pieces at a time, so that their cache misses
+    /// overlap.
+    ///
+    /// # Errors
+    /// `Mismatch` where the columns contradict the lengths or hold negative values; an interrupt.
+    pub fn read<C: AsIntegers>(
+        self,
+        plan: &PlanView<'_>,
+        lengths: Option<&AttachedLengths<C>>,
+        progress: &mut dyn Progress,
+    ) -> Result<PackBatch, PackError> {
+        let packs = self.numbers.len();
+        let (mut dataset_id, mut starts) = (memory::zeroed::<i64>(packs)?, memory::zeroed::<i64>(self.pieces())?);
+        let indices = plan.column(Field::Indices);
+        let mut pieces = Pieces::new(&self, lengths)?;
+        let mut scratch = [(); 3].map(|()| vec![0u64; packs.min(STEP)]);
+        for start in (0..packs).step_by(STEP) {
+            progress.tick("reading packs", start as u64, packs as u64)?;
+            let window = start..(start + STEP).min(packs);
+            let (numbers, begins) = (&self.numbers[window.clone()], &self.begins[window.clone()]);
+            for &begin in begins {
+                indices.prefetch(begin as usize);
+            }
+            let [ids, first, last] = scratch.each_mut().map(|column| &mut column[..window.len()]);
+            gather(plan, Field::DatasetId, numbers, ids)?;
+            gather(plan, Field::StartOffset, numbers, first)?;
+            gather(plan, Field::EndOffset, numbers, last)?;
+            for (pack, (&dataset, &begin)) in window.clone().zip(ids.iter().zip(begins)) {
+                dataset_id[pack] = dataset as i64;
+                let count = self.piece_cu[pack + 1] - self.piece_cu[pack];
+                pieces.read(&indices, begin as usize, count as usize, dataset, progress)?;
+            }
+            pieces.finish_batch()?;
+            for (pack, (&first, &last)) in window.zip(first.iter().zip(&*last)) {
+                starts[self.piece_cu[pack] as usize] = first as i64;
+                pieces.stop[self.piece_cu[pack + 1] as usize - 1] = last;
+            }
+        }
+        // Collected in place.
+        let signed = |values: Vec<u64>| values.into_iter().map(|value| value as i64).collect();
+        let (sample, stop) = (signed(pieces.sample), signed(pieces.stop));
+        Ok(PackBatch { dataset_id, piece_cu: self.piece_cu, sample, start: starts, stop })
+    }
+}
+
+/// The pieces of all the packs, as far as they are read. Lengths are read for a batch of them: up to `STEP`, all of
+/// one dataset.
+struct Pieces<'a, C> {
+    located: &'a LocatedPacks,
+    lengths: Option<&'a AttachedLengths<C>>,
+    sample: Vec<u64>,
+    stop: Vec<u64>,
+    batch: Range<usize>,
+    /// Of the batch.
+    dataset: u64,
+}
+
+impl<'a, C: AsIntegers> Pieces<'a, C> {
+    fn new(located: &'a LocatedPacks, lengths: Option<&'a AttachedLengths<C>>) -> Result<Self, PackError> {
+        let (sample, stop) = (memory::zeroed(located.pieces())?, memory::zeroed(located.pieces())?);
+        Ok(Self { located, lengths, sample, stop, batch: 0..0, dataset: 0 })
+    }
+
+    /// Read the next `count` pieces, which `indices` has from `begin` on.
+    fn read(
+        &mut self,
+        indices: &Integers<'_>,
+        mut begin: usize,
+        mut count: usize,
+        dataset: u64,
+        progress: &mut dyn Progress,
+    ) -> Result<(), PackError> {
+        if dataset != self.dataset {
+            self.finish_batch()?;
+            self.dataset = dataset;
+        }
+        while count > 0 {
+            let take = count.min(STEP - self.batch.len());
+            let slots = self.batch.end..self.batch.end + take;
+            if indices.read(begin, &mut self.sample[slots.clone()]) >> 63 != 0 {
+                return Err(PackError::Mismatch("indices has negative values; the plan is damaged".into()));
+            }
+            self.batch.end = slots.end;
+            (begin, count) = (begin + take, count - take);
+            if self.batch.len() == STEP {
+                self.finish_batch()?;
+                progress.tick("reading pieces", slots.end as u64, self.sample.len() as u64)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Give the pieces of the batch the ends of their samples, and begin another one.
+    fn finish_batch(&mut self) -> Result<(), PackError> {
+        let batch = self.batch.clone();
+        let stops = &mut self.stop[batch.clone()];
+        match self.lengths {
+            None => stops.fill(TO_THE_END as u64),
+            Some(_) if batch.is_empty() => {}
+            Some(lengths) => lengths
+                .read(self.dataset, &self.sample[batch.clone()], stops)
+                .map_err(|position| self.no_such_sample(batch.start + position))?,
+        }
+        self.batch = batch.end..batch.end;
+        Ok(())
+    }
+
+    #[cold]
+    fn no_such_sample(&self, piece: usize) -> PackError {
+        let pack = self.located.piece_cu.partition_point(|&pieces| pieces as usize <= piece) - 1;
+        PackError::Mismatch(format!(
+            "pack {} takes sample {} of dataset {}, but the lengths have no such sample, or none of 0 to 2^63 - 1 for it",
+            self.located.numbers[pack], self.sample[piece], self.dataset
+        ))
+    }
+}
+
+/// The packs numbered `packs`; each number must be in range.
+///
+/// # Errors
+/// As `locate` and `LocatedPacks::read`.
+pub fn lookup<C: AsIntegers>(
+    plan: &PlanView<'_>,
+    packs: &Integers<'_>,
+    lengths: Option<&AttachedLengths<C>>,
+    progress: &mut dyn Progress,
+) -> Result<PackBatch, PackError> {
+    locate(plan, packs, progress)?.read(plan, lengths, progress)
+}

@@ -1,0 +1,44 @@
+//! Binds `tundish-packing`.
+
+mod folder;
+mod hard;
+mod integer_array;
+mod mapped_array;
+mod plan;
+mod reader;
+mod shuffle;
+
+pub(crate) use folder::{open_plan, save_plan};
+pub(crate) use hard::{hard_pack, hard_pack_to_folder, hard_plan_fingerprint};
+pub(crate) use plan::{plan_sample_index, verify_plan};
+pub(crate) use reader::PlanReader;
+pub(crate) use shuffle::shuffled_indices;
+
+use std::thread;
+
+use numpy::PyArray1;
+use pyo3::prelude::*;
+use tundish_packing::plan::{Column, PlanMetadata};
+
+use crate::error::BindingError;
+
+/// The values of a column as a numpy array, without a copy.
+fn as_numpy(py: Python<'_>, column: Column) -> Bound<'_, PyAny> {
+    match column {
+        Column::I32(values) => PyArray1::from_vec(py, values).into_any(),
+        Column::I64(values) => PyArray1::from_vec(py, values).into_any(),
+    }
+}
+
+fn to_json(metadata: &PlanMetadata) -> PyResult<String> {
+    metadata.to_json().map_err(|error| BindingError::Pack(error).into())
+}
+
+fn from_json(text: &str) -> Result<PlanMetadata, BindingError> {
+    PlanMetadata::from_json(text).map_err(BindingError::Pack)
+}
+
+/// How many threads this process may run on at once.
+fn available_threads() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}

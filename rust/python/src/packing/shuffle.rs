@@ -1,0 +1,29 @@
+//! Draws random orders as numpy does.
+
+use pyo3::prelude::*;
+use tundish_packing::inputs::RandomState;
+use tundish_packing::plan::Column;
+
+use super::as_numpy;
+use crate::enter::enter;
+
+/// The order that numpy's `RandomState(seed).shuffle(arange(samples))` gives, or, with an epoch, that of
+/// `RandomState([seed, epoch])`.
+#[pyfunction]
+#[pyo3(signature = (samples, seed, epoch=None, progress=None))]
+pub(crate) fn shuffled_indices<'py>(
+    py: Python<'py>,
+    samples: usize,
+    seed: u32,
+    epoch: Option<u32>,
+    progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let column = enter(py, progress, move |door| {
+        let mut random = match epoch {
+            None => RandomState::new(seed),
+            Some(epoch) => RandomState::of_pair(seed, epoch),
+        };
+        Ok(Column::shuffled(&mut random, samples, door)?)
+    })?;
+    Ok(as_numpy(py, column))
+}
