@@ -1,8 +1,8 @@
 //! The shuffle, bit-equal to numpy's RandomState: nanoseconds a sample.
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
+use tundish_packing::NoProgress;
 use tundish_packing::inputs::RandomState;
-use tundish_packing::{Array, NoProgress};
 
 fn shuffle(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("shuffle");
@@ -10,7 +10,7 @@ fn shuffle(criterion: &mut Criterion) {
     for samples in [100_000usize, 1_000_000, 10_000_000] {
         group.throughput(Throughput::Elements(samples as u64));
         group.bench_function(BenchmarkId::from_parameter(samples), |bencher| {
-            bencher.iter(|| -> Array<i32> {
+            bencher.iter(|| -> Vec<i32> {
                 RandomState::new(0).shuffled(samples, &mut NoProgress).expect("memory for an order")
             });
         });

@@ -33,5 +33,5 @@ impl Lengths {
 
 /// A random order of `samples` samples, always the same one.
 pub fn permutation(samples: usize) -> Vec<i64> {
-    RandomState::new(2).shuffled(samples, &mut NoProgress).expect("memory for an order").to_vec()
+    RandomState::new(2).shuffled(samples, &mut NoProgress).expect("memory for an order")
 }

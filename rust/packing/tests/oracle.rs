@@ -164,7 +164,7 @@ proptest! {
         let plan = pack(&views, source, max_length, (drop_last, !reversed), 1).unwrap();
         let order: Vec<u64> = match (reversed, seed) {
             (true, _) => backwards.clone(),
-            (false, Some(seed)) => RandomState::new(seed).shuffled(all.len(), &mut NoProgress).unwrap().to_vec(),
+            (false, Some(seed)) => RandomState::new(seed).shuffled(all.len(), &mut NoProgress).unwrap(),
             (false, None) => (0..all.len() as u64).collect(),
         };
         let mut expected = Vec::new();
@@ -182,10 +182,10 @@ proptest! {
             sample_index(&plan.view(), &plan.metadata, &PlanInputs { lengths, order, threads: 1 }, &mut NoProgress)
         };
         let order = reversed.then_some(given);
-        prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone().into()));
+        prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone()));
         if plan.metadata.empty_on_boundary == 0 {
-            prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone().into()));
-            prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected.into()));
+            prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone()));
+            prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected));
         } else if !expected.is_empty() {
             prop_assert!(matches!(found(None, None), Err(PackError::Invalid(_))));
         }
@@ -283,11 +283,11 @@ fn sample_index_is_wide_where_it_has_to_be() {
     };
     let beyond = 1u64 << 31;
     // Offsets in a pack, then of the tail alone.
-    assert_eq!(index(&[2 * beyond + 7], beyond), Column::I64(vec![0, 0, 0, 1 << 31, 0, 1 << 32].into()));
-    assert_eq!(index(&[beyond + 1], beyond), Column::I64(vec![0, 0, 0, 1 << 31].into()));
-    assert_eq!(index(&[beyond, 3], beyond), Column::I32(vec![0, 0, 1, 0].into()));
-    assert_eq!(index(&[beyond], beyond), Column::I32(vec![0, 0].into()));
-    assert_eq!(index(&[], beyond), Column::I32(vec![].into()));
+    assert_eq!(index(&[2 * beyond + 7], beyond), Column::I64(vec![0, 0, 0, 1 << 31, 0, 1 << 32]));
+    assert_eq!(index(&[beyond + 1], beyond), Column::I64(vec![0, 0, 0, 1 << 31]));
+    assert_eq!(index(&[beyond, 3], beyond), Column::I32(vec![0, 0, 1, 0]));
+    assert_eq!(index(&[beyond], beyond), Column::I32(vec![0, 0]));
+    assert_eq!(index(&[], beyond), Column::I32(vec![]));
 }
 
 #[test]

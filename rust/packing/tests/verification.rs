@@ -83,7 +83,7 @@ fn any_changed_value_of_a_column_is_found() {
 
 #[test]
 fn columns_of_another_width_are_found() {
-    let too_wide = |column: &Column| Column::I64(column.to_i64().into());
+    let too_wide = |column: &Column| Column::I64(column.to_i64());
     for case in Case::all() {
         for field in Field::ALL {
             let mut broken = case.plan.clone();
