@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import stat
 import time
 import warnings
@@ -17,7 +18,7 @@ from tundish.errors import InvalidInputError, PlanMismatchError, counted
 if TYPE_CHECKING:
     import numpy as np
 
-    from tundish.packing.plan import PackPlan
+    from tundish.packing import PackPlan
 
 __all__ = ["add_plan_commands"]
 
@@ -48,7 +49,7 @@ def add_plan_commands(commands: Any) -> None:
     )
     pack.add_argument("--global-pack", action="store_true", help="let packs span datasets")
     _add_threads(pack)
-    pack.set_defaults(run=run_pack, needs="tundish.packing.build")
+    pack.set_defaults(run=run_pack, needs="tundish.packing.build.pack")
 
     plan = commands.add_parser("plan", help="show or verify a plan")
     verbs = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -73,7 +74,7 @@ def add_plan_commands(commands: Any) -> None:
         metavar="FILE.npy",
         help="the lengths that were packed: --plot then draws samples, not only packs",
     )
-    show.set_defaults(run=run_show, needs="tundish.packing.plan")
+    show.set_defaults(run=run_show, needs="tundish.packing.plan.pack_plan")
 
     verify = add_command(
         verbs,
@@ -87,7 +88,7 @@ def add_plan_commands(commands: Any) -> None:
         "--order", type=path_of, metavar="FILE.npy", help="the order that was packed with --order, if one was"
     )
     _add_threads(verify)
-    verify.set_defaults(run=run_verify, needs="tundish.packing.plan")
+    verify.set_defaults(run=run_verify, needs="tundish.packing.plan.pack_plan")
 
 
 def run_pack(options: argparse.Namespace) -> dict[str, Any]:
@@ -95,8 +96,7 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     several = len(options.lengths) > 1 or options.global_pack
     if options.order is not None and several:
         raise InvalidInputError("--order is for one dataset: give one LENGTHS file, and no --global-pack")
-    from tundish.packing.build import pack, pack_datasets
-    from tundish.packing.cache import is_there
+    from tundish.packing import pack, pack_datasets
 
     lengths = [_map_array(path) for path in options.lengths]
     shared: dict[str, Any] = {
@@ -107,7 +107,7 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
         "out": options.out,
         "progress": progress_of(options),
     }
-    was_there = is_there(options.out / "plan.json")
+    was_there = os.path.exists(options.out / "plan.json")  # noqa: PTH110 (false where the system refuses to tell)
     start = time.perf_counter()
     if several:
         plan = pack_datasets(lengths, options.max_length, global_pack=options.global_pack, **shared)
@@ -123,7 +123,7 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_show(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish plan show`: the table, and the picture if asked for."""
-    from tundish.packing.plan import PackPlan
+    from tundish.packing import PackPlan
 
     plan = PackPlan.load(options.plan, progress=progress_of(options))
     if options.lengths is not None:
@@ -139,7 +139,7 @@ def run_show(options: argparse.Namespace) -> dict[str, Any]:
 
 def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish plan verify`: the whole plan against the lengths."""
-    from tundish.packing.plan import PackPlan
+    from tundish.packing import PackPlan
 
     plan = PackPlan.load(options.plan, progress=progress_of(options))
     order = None if options.order is None else _map_array(options.order)
@@ -155,20 +155,20 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
-    """What a plan holds, as plain values for JSON; `bytes` is what its columns take in memory or on disk."""
-    from tundish.packing.plan import FIELDS
+    """Describe a plan in plain values for JSON; `bytes` is the size of its columns in memory or on disk."""
+    from tundish.packing import FIELDS
 
     return {
         "plan": str(path),
         "mode": plan.mode,
         "max_length": plan.max_length,
-        "order": plan.facts["order"],
+        "order": plan.metadata["order"],
         "seed": plan.seed,
         "drop_last": plan.drop_last,
         "global_pack": plan.global_pack,
         "datasets": len(plan.num_samples),
         "fingerprint": plan.fingerprint,
-        "format_version": plan.facts["format_version"],
+        "format_version": plan.metadata["format_version"],
         "bytes": sum(getattr(plan, field).nbytes for field in FIELDS),
         **plan.stats(),
     }
@@ -202,38 +202,41 @@ def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndar
 def _map_array(path: Path) -> np.ndarray:
     import numpy as np
 
-    from tundish.packing.columns import as_integer_column, as_path
+    from tundish.packing import as_integer_array
 
-    _check_regular(as_path(path, "a file of an array"))
-    # numpy takes what is no .npy file for a pickle and says so; a user should hear which file is wrong.
+    _check_regular(path)
+    # numpy takes any other file for a pickle, and its message does not name the file.
     with path.open("rb") as file:
         magic = file.read(6)
     if magic != b"\x93NUMPY":
         raise InvalidInputError(f"{path}: not a .npy file; write the array with numpy.save")
     try:
         with warnings.catch_warnings():
-            # What numpy says of a strange header, it says in its error too.
+            # The error that follows says the same.
             warnings.simplefilter("ignore")
             array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, TypeError, OverflowError, IndexError, SyntaxError, TokenError) as error:
         raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
     except (RecursionError, MemoryError) as error:
-        # What Python's parser makes of a header that is a thousand minus signs, and neither says where.
+        # Python's parser gives up on a header of a thousand minus signs; its error names no file.
         raise InvalidInputError(f"{path}: cannot be mapped: its header is nested too deeply") from error
-    # A copy in text mode puts a byte into the header's end, and every number after it is another one.
+    # A copy in text mode adds a byte to the header, and shifts every number after it.
     behind = path.stat().st_size - array.offset - array.nbytes
     if behind > 0:
         raise InvalidInputError(
-            f"{path}: holds {counted(behind, 'byte')} more than the array that its header tells of: it was "
-            "changed after numpy.save wrote it; write it again"
+            f"{path}: holds {counted(behind, 'byte')} more than the array in its header: it was changed after "
+            "numpy.save wrote it; write it again"
         )
-    # Here, where the file can be named.
-    return as_integer_column(array, str(path))
+    # Checked here, where the message can name the file.
+    return as_integer_array(array, str(path))
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what cannot be mapped before it is opened: a pipe would be waited for."""
-    mode = path.stat().st_mode
+    """Refuse a file that cannot be mapped before opening it: opening a pipe would wait."""
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:
+        raise InvalidInputError(f"{str(path)!r} holds a null character; no path can") from error
     if stat.S_ISREG(mode):
         return
     kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}

@@ -1,7 +1,7 @@
 """Packing: from token lengths to a plan of fixed-length sequences, and from the plan to batches.
 
-Importing this imports no module of it: each comes when one of its names is asked for, and torch with those names that
-need it.
+Importing this package imports none of its modules: each comes when one of its names is used, and torch with the names
+that need it.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.packing.build import pack, pack_datasets
-    from tundish.packing.collate import PackedCollator
-    from tundish.packing.dataset import PackedDataset
-    from tundish.packing.order import shuffled_indices
-    from tundish.packing.plan import Pack, PackBatch, PackPlan, Piece
-    from tundish.packing.sampler import PackedBatchSampler
+    from tundish.packing.arguments.integer_arrays import as_integer_array
+    from tundish.packing.build.pack import pack, pack_datasets
+    from tundish.packing.dataset.packed_collator import PackedCollator
+    from tundish.packing.dataset.packed_dataset import PackedDataset
+    from tundish.packing.plan.pack import Pack, PackBatch, Piece
+    from tundish.packing.plan.pack_plan import FIELDS, PackPlan
+    from tundish.packing.sampler.packed_batch_sampler import PackedBatchSampler
+    from tundish.packing.shuffle import shuffled_indices
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.packing.build": ("pack", "pack_datasets"),
-            "tundish.packing.collate": ("PackedCollator",),
-            "tundish.packing.dataset": ("PackedDataset",),
-            "tundish.packing.order": ("shuffled_indices",),
-            "tundish.packing.plan": ("Pack", "PackBatch", "PackPlan", "Piece"),
-            "tundish.packing.sampler": ("PackedBatchSampler",),
+            "tundish.packing.arguments.integer_arrays": ("as_integer_array",),
+            "tundish.packing.build.pack": ("pack", "pack_datasets"),
+            "tundish.packing.dataset.packed_collator": ("PackedCollator",),
+            "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
+            "tundish.packing.plan.pack": ("Pack", "PackBatch", "Piece"),
+            "tundish.packing.plan.pack_plan": ("FIELDS", "PackPlan"),
+            "tundish.packing.sampler.packed_batch_sampler": ("PackedBatchSampler",),
+            "tundish.packing.shuffle": ("shuffled_indices",),
         },
     )
 
 __all__ = [
+    "FIELDS",
     "Pack",
     "PackBatch",
     "PackPlan",
@@ -36,6 +41,7 @@ __all__ = [
     "PackedCollator",
     "PackedDataset",
     "Piece",
+    "as_integer_array",
     "pack",
     "pack_datasets",
     "shuffled_indices",

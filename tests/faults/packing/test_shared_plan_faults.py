@@ -18,8 +18,8 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 import tundish as td
 from tundish import _native
 from tundish.distributed import voter as voter_module
-from tundish.packing import block
-from tundish.packing import build as building
+from tundish.packing.build import shared as building
+from tundish.packing.plan import shared_block
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
@@ -84,7 +84,7 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
 
 
 def removed_before_it_is_mapped(rank: int, line: Line) -> None:
-    from tundish.packing import cache
+    from tundish.packing.build import cache
 
     folder = Path(line.hear())
     mapping, mapped = cache.found_plan, folder / "mapped"
@@ -150,7 +150,7 @@ def slow_build(rank: int, line: Line) -> None:
     folder = Path(line.hear())
     if rank == 0:
         # A builder that takes longer than the default group's timeout, and can be killed on the way.
-        from tundish.packing import build
+        from tundish.packing.build import shared as build
 
         publish = build._publish
 
@@ -235,7 +235,7 @@ def long_copy(rank: int, line: Line) -> None:
 
     if rank == 0:
         # As it is for a plan that is so much larger: a byte at a time.
-        building.as_block, block.PIECE = copy, 1
+        building.as_block, shared_block.PIECE = copy, 1
     share_in(line, place)
 
 
@@ -319,7 +319,7 @@ def interrupted_between_votes(rank: int, line: Line) -> None:
         def interrupted(*arguments: object) -> None:
             raise KeyboardInterrupt
 
-        building._shared_in_memory = interrupted  # type: ignore[assignment]
+        building._build_in_memory = interrupted  # type: ignore[assignment]
     line.say(*outcome(lambda: td.pack(LENGTHS, 256, share=True, progress=False)), time.monotonic())
 
 

@@ -17,7 +17,7 @@ import pytest
 import tundish as td
 from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, PlanFormatError, StorageError
-from tundish.packing import cache
+from tundish.packing.build import cache
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 2000)
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.packing.reference_plan import hard_pack, pieces
 
 import tundish as td
-from oracle import hard_pack, pieces
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 LENGTH = st.one_of(st.integers(0, 3), st.integers(0, 40), st.integers(0, 8).map(lambda n: n * 16))

@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.packing.samples import BatchedRows, Rows
 from torch.utils.data import DataLoader, Subset
 
 import tundish as td
-from rows import BatchedRows, Rows
 from tundish.errors import InvalidTypeError, PlanMismatchError
 
 Samples = list[list[int]]
@@ -126,7 +126,7 @@ def test_several_datasets(
 
 def without_lengths(plan: td.PackPlan) -> td.PackPlan:
     """The plan as a load from disk without `lengths=` gives it."""
-    return td.PackPlan(list(plan.arrays().values()), json.dumps(plan.facts))
+    return td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
 
 
 def as_hf(samples: Samples, form: str | None) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.packing.samples import BatchedRows, Rows
 from torch.utils.data import DataLoader
 
 import tundish as td
-from rows import BatchedRows, Rows
 from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, PlanMismatchError
 
 

@@ -73,7 +73,7 @@ def test_lookup_is_many_getitems(plan: td.PackPlan) -> None:
 def test_looking_up_lengths_takes_no_longer_with_many_datasets() -> None:
     datasets = [np.array([3, 0, 5], dtype=np.int16)] * 10_000
     plan = td.pack_datasets(datasets, 4, global_pack=True)
-    bare = td.packing.PackPlan(plan._columns, plan._facts_json)
+    bare = td.packing.PackPlan(plan._columns, plan._metadata_json)
     packs = np.arange(len(plan) - 1000, len(plan))
 
     def best(plan: td.PackPlan) -> float:
@@ -275,9 +275,9 @@ def test_impossible_requests_are_errors_not_the_end_of_the_process() -> None:
             plan.verify(threads=threads)
 
 
-def test_the_facts_are_a_copy(plan: td.PackPlan) -> None:
-    plan.facts["samples"].append(9)
-    assert plan.facts["samples"] == [2000]
+def test_the_metadata_is_a_copy(plan: td.PackPlan) -> None:
+    plan.metadata["samples"].append(9)
+    assert plan.metadata["samples"] == [2000]
 
 
 def test_repr_names_the_plan(folder: Path) -> None:

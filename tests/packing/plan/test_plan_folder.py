@@ -40,7 +40,7 @@ def folder(plan: td.PackPlan, tmp_path: Path) -> Path:
 def test_what_is_saved_is_loaded(plan: td.PackPlan, folder: Path) -> None:
     loaded = td.PackPlan.load(folder, LENGTHS)
     assert loaded.path == folder
-    assert loaded.facts == plan.facts
+    assert loaded.metadata == plan.metadata
     for name in FIELDS:
         column = getattr(loaded, name)
         assert column.dtype == np.int32
@@ -257,7 +257,7 @@ def test_counts_that_contradict_a_kept_tail_are_refused_by_file(
 ) -> None:
     plan = td.pack(LENGTHS, 128, drop_last=False, out=tmp_path / "plan")
     file = tmp_path / "plan" / "plan.json"
-    set_fact(name, plan.facts[name] + change)(file)
+    set_fact(name, plan.metadata[name] + change)(file)
     with pytest.raises(PlanFormatError, match="drop_last=false") as caught:
         td.PackPlan.load(tmp_path / "plan")
     assert str(file) in str(caught.value)

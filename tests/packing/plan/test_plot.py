@@ -13,7 +13,7 @@ import pytest
 
 import tundish as td
 from tundish.errors import InvalidInputError, MissingExtraError, NotFoundError, StorageError
-from tundish.packing import plot
+from tundish.packing.plan import plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -11,7 +11,7 @@ import pytest
 from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
-from tundish.packing.plan import FIELDS
+from tundish.packing import FIELDS
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
@@ -39,7 +39,7 @@ def use_a_shared_plan(rank: int, line: Line) -> None:
     alone = td.pack(LENGTHS, 256, seed=4)
     assert plan.path is None
     assert plan.fingerprint == alone.fingerprint
-    assert plan.facts == alone.facts
+    assert plan.metadata == alone.metadata
     for field in FIELDS:
         shared, own = getattr(plan, field), getattr(alone, field)
         assert np.array_equal(shared, own)

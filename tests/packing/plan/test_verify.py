@@ -68,11 +68,11 @@ def test_columns_that_need_int64_are_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fact", ["tokens", "empty_on_boundary", "tail_start", "fingerprint", "seed"])
 def test_any_changed_fact_is_found(fact: str, tmp_path: Path) -> None:
     plan = td.pack(LENGTHS, 16, seed=5)
-    assert plan.facts["empty_on_boundary"] > 0
+    assert plan.metadata["empty_on_boundary"] > 0
     changed = {
         "tokens": plan.num_tokens + 1,
-        "empty_on_boundary": plan.facts["empty_on_boundary"] - 1,
-        "tail_start": [plan.facts["tail_start"][0] + 1],
+        "empty_on_boundary": plan.metadata["empty_on_boundary"] - 1,
+        "tail_start": [plan.metadata["tail_start"][0] + 1],
         "fingerprint": "0" * 32,
         "seed": 6,
     }

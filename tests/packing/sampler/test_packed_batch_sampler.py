@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.distributed.rank_processes import preload
+from support.packing.samplers import global_batches, options, plan_of, samplers_of, splits
 
 import tundish as td
-from samplers import global_batches, options, plan_of, samplers_of, splits
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 

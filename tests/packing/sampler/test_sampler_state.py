@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.packing.samplers import global_batches, options, plan_of, samplers_of, splits
 from torch.utils.data import DataLoader
 
 import tundish as td
-from samplers import global_batches, options, plan_of, samplers_of, splits
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
 
 

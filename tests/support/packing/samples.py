@@ -1,4 +1,4 @@
-"""Datasets for the tests of `PackedDataset`."""
+"""Datasets that count what is read from them."""
 
 from __future__ import annotations
 

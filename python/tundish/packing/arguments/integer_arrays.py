@@ -1,37 +1,31 @@
-"""Arguments as one-dimensional integer arrays, without a copy wherever the memory already is one.
+"""Arguments as one-dimensional integer arrays, without a copy where the memory already is one.
 
-Owns the conversion of lengths and orders from what users hold (numpy, torch, pyarrow, plain sequences) to
-numpy. What always holds: the result is one-dimensional, of a native integer dtype, and nothing was rounded,
-wrapped or turned into a Python list on the way; where it lies in a mapped file, the file had all of it.
+Accepts what users keep lengths and orders in: numpy, torch, pyarrow, columns of HF datasets, plain sequences.
+
+Invariants: the result is one-dimensional, of a native integer dtype; no value was rounded or wrapped on the way. If the
+array lies in a mapped file, the file holds all of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
-import operator
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, shown
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, shown
 
-# More is a slip of the pen: no machine that this was written for has as many processors.
-MOST_THREADS = 512
+__all__ = ["IntegerArray", "as_integer_array", "as_length_arrays", "is_memory_map", "truncated_file"]
 
 IntegerArray = NDArray[np.integer[Any]]
-
 _BOOLEANS = frozenset({bool, np.bool_})
 _NEEDED = "give an array or a sequence of integers, one a sample"
 
 
-def as_integer_column(values: Any, name: str) -> IntegerArray:
+def as_integer_array(values: Any, name: str) -> IntegerArray:
     """`values` as a 1-D numpy array of integers, shape (n,).
 
     Args:
@@ -47,7 +41,7 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
     """
     package = type(values).__module__.partition(".")[0]
     if package == "datasets" and type(values).__name__ == "Column":
-        # What `dataset["length"]` is: each entry of it alone is a query, all together are one.
+        # `dataset["length"]`: reading each entry is a query of its own, reading all of them is one.
         values = values[:]
         package = type(values).__module__.partition(".")[0]
     if package == "torch":
@@ -67,18 +61,18 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
         _check_entries(values, name)
         raise InvalidTypeError(f"{name} cannot be read as an array of integers: {error}") from error
     if array.ndim == 0 and array.dtype.kind not in "biufc":
-        # What numpy takes for one object: a mapping, a set, a generator, a text, None.
+        # numpy takes a mapping, a set, a generator, a text or None for one object.
         raise InvalidTypeError(f"{name} is of type {type(values).__name__}; {_NEEDED}")
     if array.ndim != 1:
         raise InvalidInputError(f"{name} must have one dimension; its shape is {array.shape}")
     if array.dtype.kind not in "iu":
         if array.size == 0 and array.dtype.kind == "f":
-            # What numpy makes of an empty list.
+            # numpy makes floats of an empty list.
             return np.empty(0, dtype=np.int64)
         _check_entries(values, name)
         raise InvalidTypeError(f"{name} must be integers, and its dtype is {array.dtype}; convert it first")
     if isinstance(values, list | tuple) and not _BOOLEANS.isdisjoint(map(type, values)):
-        # Beside integers numpy takes them for such.
+        # Among integers, numpy converts booleans to integers.
         _check_entries(values, name)
     _check_file_of(array, name)
     if not array.dtype.isnative:
@@ -87,7 +81,7 @@ def as_integer_column(values: Any, name: str) -> IntegerArray:
 
 
 def _check_entries(values: Any, name: str) -> None:
-    """Name the entry of a sequence for which numpy could not make integers of it, if there is one."""
+    """Refuse the first entry of a sequence that is not an integer, if there is one."""
     if isinstance(values, np.ndarray) or not hasattr(values, "__len__"):
         return
     for position, value in enumerate(values):
@@ -99,29 +93,31 @@ def _check_entries(values: Any, name: str) -> None:
 
 
 def _check_file_of(array: IntegerArray, name: str) -> None:
-    """Refuse what is mapped from a file that no longer has it: reading that would end the process (SIGBUS)."""
+    """Refuse an array whose file was truncated after it was mapped: reading it would end the process (SIGBUS)."""
     owner: Any = array
-    while isinstance(owner, np.ndarray) and not _is_map(owner):
+    while isinstance(owner, np.ndarray) and not is_memory_map(owner):
         owner = owner.base
-    if not _is_map(owner) or not len(array):
+    if not is_memory_map(owner) or not len(array):
         return
     try:
-        # Of the open file, which another one may have replaced under its name.
+        # The open file: another file may have its name by now.
         size = owner.base.size()
     except (OSError, ValueError):
         return
     behind = max(array.strides[0], 0) * (len(array) - 1) + array.itemsize
     needed = owner.offset + array.ctypes.data - owner.ctypes.data + behind
     if size < needed:
-        raise _shortened(owner.filename, f"{name} needs {needed} bytes of it, and it has {size}")
+        raise truncated_file(owner.filename, f"{name} needs {needed} bytes of it, and it has {size}")
 
 
-def _is_map(array: Any) -> bool:
+def is_memory_map(array: Any) -> bool:
+    """Whether an array is a whole memory map of numpy, and no view of one."""
     # A view of a map is of the same class, and has the map, or another view, as its base.
     return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap)
 
 
-def _shortened(path: Any, reason: str) -> StorageError:
+def truncated_file(path: Any, reason: str) -> StorageError:
+    """The error for an array whose file was truncated after it was mapped."""
     where = "a file that has no name any more" if path is None else str(path)
     return StorageError(errno.EIO, f"was truncated after it was mapped: {reason}; write it again", where)
 
@@ -144,7 +140,7 @@ def _from_arrow(values: Any, name: str) -> Any:
     try:
         return values.to_numpy(zero_copy_only=True) if hasattr(values, "to_numpy") else values
     except (TypeError, ValueError) as error:
-        # pyarrow tells of a copy, which integers without nulls never need.
+        # pyarrow refuses because a copy would be needed, which integers without nulls never need.
         kind = str(getattr(values, "type", "unknown type"))
         hint = "convert it first"
         if "list" in kind.partition("<")[0]:
@@ -154,125 +150,24 @@ def _from_arrow(values: Any, name: str) -> Any:
         ) from error
 
 
-def as_length_columns(lengths: Any, *, single: bool) -> list[IntegerArray]:
-    """The lengths of one dataset, or of a list of datasets, as columns."""
-    if single and not (isinstance(lengths, list | tuple) and len(lengths) == 1 and _is_column(lengths[0])):
-        return [as_integer_column(lengths, "lengths")]
-    # Neither a mapping nor a set has an order, and an array of no dimensions has no entries.
+def as_length_arrays(lengths: Any, *, single: bool) -> list[IntegerArray]:
+    """The lengths of one dataset, or of a list of datasets, as arrays."""
+    if single and not (
+        isinstance(lengths, list | tuple) and len(lengths) == 1 and _is_one_dimensional(lengths[0])
+    ):
+        return [as_integer_array(lengths, "lengths")]
+    # Mappings and sets have no order, and an array without dimensions has no entries.
     ordered = hasattr(type(lengths), "__getitem__") and not isinstance(lengths, Mapping | str | bytes)
     if not ordered or getattr(lengths, "ndim", 1) == 0:
         raise InvalidTypeError(
             f"lengths must be a list with the lengths of each dataset, not of type {type(lengths).__name__}"
         )
-    return [as_integer_column(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+    return [as_integer_array(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
 
 
-def _is_column(value: Any) -> bool:
+def _is_one_dimensional(value: Any) -> bool:
     try:
         return np.ndim(value) == 1
     except (TypeError, ValueError):
-        # Whatever it is, the reading of it will say what is wrong.
+        # `as_integer_array` says what is wrong with it.
         return False
-
-
-@dataclass(frozen=True, slots=True)
-class _MappedColumn:
-    """Where a memory-mapped column lies: what is pickled in its place."""
-
-    path: str
-    dtype: str
-    offset: int
-    count: int
-
-
-def packed_lengths(lengths: list[IntegerArray] | None) -> list[Any] | None:
-    """`lengths` to be pickled: of a column that is mapped whole from a file, only where it lies.
-
-    A worker process then maps the same file instead of getting a copy.
-    """
-    if lengths is None:
-        return None
-    return [_packed(column) for column in lengths]
-
-
-def _packed(column: Any) -> Any:
-    # A view of a map keeps the map's offset, whatever part it shows; so only the map itself says where it lies.
-    if _is_map(column) and column.filename is not None and column.mode == "r":
-        return _MappedColumn(str(column.filename), column.dtype.str, column.offset, len(column))
-    return np.asarray(column) if isinstance(column, np.memmap) else column
-
-
-def unpacked_lengths(lengths: list[Any] | None) -> list[IntegerArray] | None:
-    """The inverse of `packed_lengths`."""
-    if lengths is None:
-        return None
-    return [_map_again(column) if isinstance(column, _MappedColumn) else column for column in lengths]
-
-
-def _map_again(column: _MappedColumn) -> IntegerArray:
-    try:
-        return np.memmap(column.path, column.dtype, "r", column.offset, (column.count,))
-    except FileNotFoundError as error:
-        raise NotFoundError(
-            error.errno, "is not there (any more), and a plan's lengths are mapped from it", column.path
-        ) from error
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"cannot be mapped for a plan's lengths: {error.strerror}", column.path
-        ) from error
-    except ValueError as error:
-        raise _shortened(column.path, f"a plan's lengths are {column.count} entries of it") from error
-
-
-def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
-    """`value` as an int in `smallest` … `largest`; booleans are refused."""
-    if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer, not {value!r}")
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
-    if not smallest <= number <= largest:
-        raise InvalidInputError(f"{name} is {shown(number)}; it must be in {smallest} … {largest}")
-    return number
-
-
-def as_threads(threads: Any) -> int | None:
-    """The argument `threads`: None, or 1 … `MOST_THREADS`."""
-    return None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS)
-
-
-def as_path(path: Any, name: str) -> Path:
-    """`path`, which must be one that a file or folder can have."""
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise InvalidTypeError(f"{name} must be a path, not {path!r}")
-    try:
-        named = b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        named = False
-    if not named:
-        raise InvalidInputError(
-            f"{name} is {os.fspath(path)!r}; no path can hold a null character, or one that cannot be encoded"
-        )
-    return Path(path)
-
-
-def as_absolute(path: Any, name: str) -> Path:
-    """The absolute form of `path`, which must be one that a folder can have."""
-    folder = as_path(path, name)
-    try:
-        return folder.absolute()
-    except FileNotFoundError as error:
-        raise NotFoundError(
-            error.errno, f"{name} is relative, and the current folder was removed", str(folder)
-        ) from error
-
-
-def as_new_folder(path: Any, name: str) -> Path:
-    """The absolute path of a folder to be made, which cannot be the current one."""
-    folder = as_absolute(path, name)
-    # A current folder that was removed is no folder to be made either.
-    with contextlib.suppress(FileNotFoundError):
-        if Path(os.path.normpath(folder)) == Path.cwd():
-            raise InvalidInputError(f"{name} is {str(path)!r}, the current folder; name a folder to be made")
-    return folder

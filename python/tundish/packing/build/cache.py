@@ -1,8 +1,7 @@
-"""Plans that lie in a folder already when they are asked for.
+"""Plans that already lie in a folder: maps them, and builds a missing plan of a cache.
 
-Owns what becomes of such a plan between being found and being mapped. What always holds: a whole plan is mapped; in
-a cache a missing one is built, also when it goes missing on the way; whatever else lies there is left as it is and
-refused with a sentence that names it and says what to do.
+Invariants: a plan is mapped whole or not at all. A plan that goes missing from a cache on the way is built again.
+Anything else that lies in its place stays as it is, and the error names it and says what to do.
 """
 
 from __future__ import annotations
@@ -13,19 +12,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tundish.errors import AlreadyExistsError, NotFoundError, PlanFormatError, StorageError
-from tundish.packing.plan import FIELDS, PackPlan
+from tundish.packing.plan.pack_plan import FIELDS, PackPlan
 
 __all__ = ["cached_plan", "found_plan", "is_there"]
 
-# A plan that is taken away this often as soon as it is there is not worth another attempt.
+# Attempts to map a plan that somebody keeps removing.
 ATTEMPTS = 3
-# Seconds in which whoever removes a plan, file by file, is expected to come to its end.
+# Seconds that removing a plan file by file may take.
 REMOVAL = 1.0
 FILES = {"plan.json", *(f"{field}.npy" for field in FIELDS)}
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is anything at `path`; raises `StorageError` where the system does not tell."""
+    """Whether anything lies at `path`.
+
+    Raises:
+        StorageError: The file system refused to tell.
+    """
     try:
         return path.exists()
     except OSError as error:
@@ -36,7 +39,8 @@ def found_plan(target: Path) -> PackPlan:
     """Map the plan that lies at `target`.
 
     Raises:
-        PlanFormatError, NotFoundError: it is damaged or not whole; the message names the file.
+        PlanFormatError: It is damaged; the message names the file.
+        NotFoundError: A part of it is missing.
     """
     advice = f"to have it made again, remove {target} and make the same call"
     try:
@@ -48,15 +52,17 @@ def found_plan(target: Path) -> PackPlan:
 
 
 def cached_plan(target: Path, publish: Callable[[], object]) -> PackPlan:
-    """Map the plan at `target` in a cache; `publish` makes it there, unless somebody else was faster.
+    """Map the plan at `target` in a cache, and call `publish` to build it if it is missing.
 
-    A plan that a clean-up job removes before it is mapped is built again; once mapped, it stays readable.
+    If another process publishes first, its plan is mapped. A plan that is removed before it is mapped is built again;
+    once mapped, it stays readable.
 
     Raises:
-        PlanFormatError, NotFoundError: it is damaged, or a part of it is missing and stays missing.
-        AlreadyExistsError: something else lies there.
-        StorageError: the cache cannot be made or looked at.
-        What `publish` raises.
+        PlanFormatError: The plan is damaged.
+        NotFoundError: A part of it is missing and stays missing.
+        AlreadyExistsError: Something else lies there.
+        StorageError: The cache cannot be created or read.
+        TundishError: As `publish` raises.
     """
     for _ in range(ATTEMPTS):
         missing = not is_there(target / "plan.json")
@@ -92,7 +98,7 @@ def _make_folder(cache: Path) -> None:
 
 
 def _is_being_removed(target: Path) -> bool:
-    """Wait for a plan that lacks a file to be gone, or whole because somebody made it again; False if it stays."""
+    """Wait until a plan that lacks a file is gone, or whole because it was built again; False if it stays."""
     deadline = time.monotonic() + REMOVAL
     while True:
         try:

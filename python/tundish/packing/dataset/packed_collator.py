@@ -1,7 +1,7 @@
 """`PackedCollator`: items of a `PackedDataset` as the keyword arguments of a transformers model.
 
-What always holds: the keys, shapes, dtypes and values are those that transformers'
-`DataCollatorWithFlattening` yields for the same pieces, each as a feature of its own.
+Invariants: keys, shapes, dtypes and values equal those of transformers' `DataCollatorWithFlattening` for the same
+pieces, each as a feature of its own.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.packing.dataset import IGNORED_LABEL
+from tundish.packing.dataset.packed_dataset import IGNORED_LABEL
 
 __all__ = ["PackedCollator"]
 
 _TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
 _ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
-# Where bounds of int32 end.
+# The largest bound that int32 holds.
 _MOST_TOKENS = 2**31 - 1
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
@@ -66,8 +66,7 @@ class PackedCollator:
                 one-dimensional integers on the CPU.
         """
         _check(items)
-        # What is small is done in numpy: an operation of torch takes several times as long to start, and some start
-        # threads and wait for them.
+        # Small work runs in numpy: an operation of torch takes several times as long to start.
         bounds = [np.zeros(1, dtype=np.int64)]
         before = 0
         for number, item in enumerate(items):
@@ -79,7 +78,7 @@ class PackedCollator:
             before += tokens
         joined = np.concatenate(bounds)
         sizes = joined[1:] - joined[:-1]
-        # Of all items at once: of each it would take as long as all else that is looked at.
+        # One check over all items: a check of each item would take as long as all others together.
         if (sizes <= 0).any():
             raise _first_misfit(items)
         if before > _MOST_TOKENS:
@@ -87,7 +86,7 @@ class PackedCollator:
                 f"the batch has {before} tokens, and the int32 bounds of its pieces end at {_MOST_TOKENS}"
             )
         cu_seqlens = joined.astype(np.int32)
-        # Integers of any width come in; of int64, as a PackedDataset gives, this makes no second copy.
+        # Items may hold integers of any width; `long` does not copy int64.
         labels = torch.cat([item["labels"] for item in items]).long()
         labels.numpy()[cu_seqlens[:-1]] = IGNORED_LABEL
         batch: dict[str, Any] = {
@@ -134,7 +133,7 @@ def _check(items: Any) -> None:
 
 
 def _check_tensors(item: Mapping[str, Any], number: int) -> None:
-    """Refuse tensors that do not fit together, which somebody made or changed after the `PackedDataset`."""
+    """Refuse tensors that do not fit together, because they were changed after the `PackedDataset`."""
     for key in _TENSOR_KEYS:
         tensor = item[key]
         is_dense = tensor.layout is torch.strided
@@ -159,7 +158,7 @@ def _check_tensors(item: Mapping[str, Any], number: int) -> None:
 
 
 def _first_misfit(items: Sequence[Mapping[str, Any]]) -> InvalidInputError:
-    """What is wrong with the first item whose bounds do not rise."""
+    """The error for the first item whose bounds do not rise."""
     bounds = [item["cu_seqlens"].numpy() for item in items]
     number = next(number for number, own in enumerate(bounds) if (own[1:] <= own[:-1]).any())
     return _misfit(bounds[number], len(items[number]["input_ids"]), number)

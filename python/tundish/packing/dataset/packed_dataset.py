@@ -1,9 +1,7 @@
 """`PackedDataset`: the packs of a plan as training items.
 
-Owns the way from a plan and the samples it was made for to tensors. What always holds: an item is
-built only from samples that agree with the plan, as far as the plan can tell; each sample is read once
-for all packs that are asked for together; the tensors of an item own their memory and share none with
-each other, with another item or with the samples.
+Invariants: an item is built only from samples that agree with the plan, as far as the plan can tell. Each sample is
+read once for all packs of a batch. The tensors of an item own their memory and share none with others.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ import torch
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, shown
-from tundish.packing.plan import PackPlan
-from tundish.packing.samples import Sample, SampleSource, as_datasets, as_sample, joined
+from tundish.packing.dataset.samples import Sample, SampleSource, as_datasets, as_sample, joined
+from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["IGNORED_LABEL", "PackedDataset"]
 
-# What cross-entropy in torch and transformers leaves out by default.
+# Cross-entropy in torch and transformers ignores this label by default.
 IGNORED_LABEL = -100
 
 
@@ -52,12 +50,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
             order. A list or tuple of samples is taken as one dataset.
         plan: from `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. With `global_pack` sample
             indices count through all datasets.
-        mask_first_token: set the label of each piece's first token to -100. What predicts that token
-            belongs to another piece. (`PackedCollator` does this in any case.)
+        mask_first_token: Set the label of each piece's first token to -100, because the token that predicts it belongs
+            to another piece. `PackedCollator` does this in any case.
 
     Raises:
-        InvalidTypeError: `datasets` or one of them is nothing that samples can be drawn from.
-        PlanMismatchError: the number of datasets, or of samples in one, is not the plan's.
+        InvalidTypeError: `datasets` or one of them is no dataset.
+        PlanMismatchError: The number of datasets, or of samples in one, is not the plan's.
     """
 
     def __init__(
@@ -81,9 +79,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return len(self.plan)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """All packs in turn.
+        """Iterate over all packs.
 
-        Python's own way to iterate would take an `IndexError` of a dataset for the end.
+        Python's default iteration would take an `IndexError` of a dataset for the end.
         """
         return (self[number] for number in range(len(self)))
 
@@ -100,10 +98,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several packs at once: what torch's `DataLoader` calls with the indices of a batch.
+        """Several packs at once; torch's `DataLoader` calls it with the indices of a batch.
 
         Raises:
-            As `__getitem__`.
+            TundishError: As `__getitem__`.
         """
         packs = self._pack_numbers(indices)
         if not packs:
@@ -122,7 +120,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             try:
                 number = operator.index(index)
             except TypeError:
-                # What comes of `DataLoader(…, sampler=PackedBatchSampler(…))`.
+                # `DataLoader(…, sampler=PackedBatchSampler(…))` asks for lists.
                 hint = (
                     "; a PackedBatchSampler is the DataLoader's batch_sampler="
                     if hasattr(index, "__len__")
@@ -156,7 +154,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return pieces
 
     def _check_samples(self, pieces: _Pieces) -> None:
-        """Refuse datasets and samples that do not exist, which only a damaged plan asks for."""
+        """Refuse datasets and samples that do not exist; only a damaged plan names them."""
         counts = self.plan.num_samples
         for pack, dataset, (first, last) in zip(pieces.packs, pieces.datasets, pieces.bounds(), strict=True):
             if self.plan.global_pack:
@@ -203,11 +201,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     @staticmethod
     def _rows(number: int, rows: Any) -> list[Any]:
-        """What `__getitems__` of a dataset gave, which may come one by one."""
+        """The result of a dataset's `__getitems__` as a list; it may be a generator."""
         if isinstance(rows, list):
             return rows
         try:
-            # They are drawn below: what fails as they are made is the dataset's own to tell.
+            # Exceptions of a generator are raised below, unchanged.
             given = None if isinstance(rows, Mapping | str | bytes) else iter(rows)
         except TypeError:
             given = None
@@ -234,7 +232,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         )
 
     def _spans(self, pieces: _Pieces, samples: list[Sample]) -> tuple[list[int], list[int]]:
-        """Where each piece ends in its sample, which has to reach that far, and its tokens."""
+        """The end of each piece in its sample, and its number of tokens; refuses samples that are too short."""
         tokens = [len(sample.tokens) for sample in samples]
         stops = [length if stop < 0 else stop for length, stop in zip(tokens, pieces.stops, strict=True)]
         sizes = [stop - start for start, stop in zip(pieces.starts, stops, strict=True)]
@@ -252,7 +250,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return stops, sizes
 
     def _check_totals(self, pieces: _Pieces, sizes: list[int]) -> None:
-        """Compare what the packs hold with all that a plan without lengths tells of it."""
+        """Compare the tokens of each pack with what a plan without lengths says about it."""
         planned = self.plan.longest[pieces.packs].tolist()
         for row, (first, last) in enumerate(pieces.bounds()):
             total, longest = sum(sizes[first:last]), max(sizes[first:last])
@@ -269,7 +267,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 )
 
     def _expected_total(self, pack: int, dataset: int) -> tuple[int, int]:
-        """Say how many tokens a pack may hold, at least and at most."""
+        """The least and the most tokens that a pack may hold."""
         plan = self.plan
         most = plan.max_length
         if plan.drop_last:
@@ -285,7 +283,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self, samples: list[Sample], starts: list[int], stops: list[int], sizes: list[int]
     ) -> dict[str, Any]:
         if 0 in sizes:
-            # What has no tokens is no sequence.
+            # A piece without tokens is no sequence.
             samples = list(itertools.compress(samples, sizes))
             starts = list(itertools.compress(starts, sizes))
             stops = list(itertools.compress(stops, sizes))
@@ -311,10 +309,16 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
 @dataclass(slots=True)
 class _Pieces:
-    """The pieces of several packs, as Python's integers: for the few of a batch numpy would take longer.
+    """The pieces of several packs, as Python integers, which are faster than numpy for the few of a batch.
 
-    `packs`, `datasets`: of each pack. `cu`: bounds of the packs' pieces, from 0 on. `samples`, `starts`, `stops`: of
-    each piece, as in `PackBatch`. `keys`: the samples' numbers, counted through all datasets.
+    Attributes:
+        packs: Number of each pack.
+        datasets: Dataset of each pack.
+        cu: Bounds of the packs' pieces, from 0 on.
+        samples: Sample of each piece.
+        starts: First token taken of each piece's sample.
+        stops: One past the last token taken, -1 for the sample's end.
+        keys: The samples' numbers, counted through all datasets.
     """
 
     packs: list[int]

@@ -1,8 +1,7 @@
-"""What users keep samples in, read as arrays.
+"""Reads samples as arrays, from the datasets that users have.
 
-Owns which shapes of datasets and samples are taken. What always holds: arrays and tensors are viewed and not
-copied, so that a piece of a long memory-mapped sample costs the piece; whatever else a sample may
-hold is refused with the sample named.
+Invariants: arrays and tensors are viewed and not copied, so that a piece of a long memory-mapped sample costs only the
+piece. Any other content is refused, and the message names the sample.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ __all__ = ["Sample", "SampleSource", "as_datasets", "as_sample", "joined"]
 
 
 class SampleSource(Protocol):
-    """What samples are drawn from: a map-style dataset, a HF `Dataset`, a list, rows of an array."""
+    """A map-style dataset, a HF `Dataset`, a list, or the rows of an array."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Sample(NamedTuple):
-    """One sample as arrays of any integer dtype, views of what the dataset gave, both (tokens,).
+    """One sample as arrays of any integer dtype, both (tokens,), views of what the dataset gave.
 
-    `labels` is `tokens` itself where it has none of its own. `dataset` and `number` name it in errors.
+    `labels` is `tokens` itself if the sample has no labels. `dataset` and `number` name the sample in errors.
     """
 
     tokens: NDArray[Any]
@@ -93,7 +92,7 @@ def _name(key: str | None, dataset: int, number: int) -> str:
 
 
 def _check_range(values: NDArray[Any], start: int, key: str, sample: Sample) -> None:
-    # Only values that are used are looked at: the rest of a mapped sample need not be read.
+    # Only values that are used are checked: the rest of a mapped sample need not be read.
     if (values.dtype.kind, values.dtype.itemsize) != ("u", 8):
         return
     beyond = np.flatnonzero(values > np.iinfo(np.int64).max)
@@ -105,11 +104,11 @@ def _check_range(values: NDArray[Any], start: int, key: str, sample: Sample) -> 
 
 
 def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> NDArray[Any]:
-    """What a sample holds under `key`; what it is called is put together only where it is refused."""
+    """The value of a sample's `key` as an array; `dataset` and `number` name the sample in errors."""
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        # Of a tensor torch says so with any of these; what else fails at run time is the dataset's own to tell.
+        # torch raises any of these for a tensor. A RuntimeError of anything else is the dataset's own.
         is_tensor = isinstance(value, torch.Tensor)
         if isinstance(error, RuntimeError) and not is_tensor:
             raise
@@ -131,20 +130,20 @@ def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> N
     return array
 
 
-# Packages whose tables have as many rows as `len` says, and look like datasets.
+# Packages whose tables look like datasets: `len` gives the number of rows.
 _TABLES = ("pandas", "polars", "pyarrow")
 
 
 def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSource, ...]:
-    """Tell one dataset from several, and check them against what the plan was made for.
+    """Tell one dataset from several, and check them against the plan.
 
     Raises:
-        InvalidTypeError: something is no dataset.
-        PlanMismatchError: the number of datasets or of a dataset's samples is another one.
+        InvalidTypeError: Something is no dataset.
+        PlanMismatchError: The number of datasets, or of samples in one, is not the plan's.
     """
     several = isinstance(datasets, list | tuple) and not _holds_samples(datasets, num_samples)
     found: tuple[Any, ...] = tuple(datasets) if several else (datasets,)
-    # Samples that are none look like datasets, of which there are then as many as the plan has samples.
+    # If there are as many "datasets" as the plan has samples, they may be samples of a wrong type.
     hint = ""
     if several and num_samples == (len(found),):
         first = found[0]
@@ -190,11 +189,11 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
 
 
 def _table_format(dataset: Any) -> str | None:
-    """The format of a HF `Dataset` that gives tables for rows, of which it cannot even give several at once."""
+    """The format of a HF `Dataset` whose rows are tables, or None for any other dataset."""
     if type(dataset).__module__.partition(".")[0] != "datasets":
         return None
-    facts = getattr(dataset, "format", None)
-    form = facts.get("type") if isinstance(facts, Mapping) else None
+    described = getattr(dataset, "format", None)
+    form = described.get("type") if isinstance(described, Mapping) else None
     return form if form in ("arrow", "polars") else None
 
 

@@ -1,7 +1,6 @@
-"""`PackPlan`: which tokens of which samples make up each pack.
+"""`PackPlan`: the tokens and samples that make up each pack.
 
-Owns the columns of a plan: in memory of this process, in memory that ranks share, or mapped from a folder. What always
-holds: the columns are read-only; a column is int32 where all its values fit, else int64; a plan that was loaded or
+Invariants: the columns are read-only. A column is int32 where all its values fit, else int64. A plan that was loaded or
 saved has passed the checks of the folder format.
 """
 
@@ -12,9 +11,8 @@ import json
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,77 +29,27 @@ from tundish.errors import (
     counted,
     shown,
 )
-from tundish.packing.block import columns_in
-from tundish.packing.columns import (
-    IntegerArray,
-    as_absolute,
-    as_integer_column,
-    as_length_columns,
-    as_new_folder,
-    as_threads,
-    packed_lengths,
-    unpacked_lengths,
-)
+from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
+from tundish.packing.arguments.paths import as_absolute, as_new_folder
+from tundish.packing.arguments.scalars import as_threads
+from tundish.packing.plan.pack import Pack, PackBatch, Piece
+from tundish.packing.plan.pickled_lengths import pickled_lengths, unpickled_lengths
+from tundish.packing.plan.shared_block import columns_in
 
-__all__ = ["FIELDS", "Pack", "PackBatch", "PackPlan", "Piece", "plan_in_block"]
+__all__ = ["FIELDS", "PackPlan", "plan_in_block"]
 
-# Packs that are made together when a plan is iterated. Of many more, Python's garbage collector would walk the pieces
-# again and again while they are made.
+# Packs that are made together when a plan is iterated. Python's garbage collector would walk the pieces of many more
+# packs again and again while they are made.
 _ITERATED = 32
 
 FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
 
 
-class Piece(NamedTuple):
-    """Tokens `start` … `stop` - 1 of sample `sample`; `stop` None means to the sample's end."""
-
-    sample: int
-    start: int
-    stop: int | None
-
-
-class Pack(NamedTuple):
-    """One packed sequence: the pieces, in order, of samples of dataset `dataset_id`."""
-
-    dataset_id: int
-    pieces: list[Piece]
-
-
-@dataclass(frozen=True, slots=True)
-class PackBatch:
-    """Several packs, column by column.
-
-    Attributes:
-        dataset_id: dataset of each pack, int64, (packs,).
-        piece_cu: pack `k` has the pieces `piece_cu[k]:piece_cu[k + 1]`, int64, (packs + 1,).
-        sample: sample index of each piece, int64, (pieces,).
-        start: first token taken of each piece's sample, int64, (pieces,).
-        stop: one past the last token taken, -1 for "to the sample's end", int64, (pieces,).
-    """
-
-    dataset_id: NDArray[np.int64]
-    piece_cu: NDArray[np.int64]
-    sample: NDArray[np.int64]
-    start: NDArray[np.int64]
-    stop: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.dataset_id)
-
-    def __iter__(self) -> Iterator[Pack]:
-        bounds = self.piece_cu.tolist()
-        rows = zip(self.sample.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
-        pieces = [Piece(sample, start, None if stop < 0 else stop) for sample, start, stop in rows]
-        for number, dataset in enumerate(self.dataset_id.tolist()):
-            yield Pack(dataset, pieces[bounds[number] : bounds[number + 1]])
-
-
 class PackPlan:
-    """Which tokens of which samples make up each pack of `max_length` tokens.
+    """The tokens and samples that make up each pack of `max_length` tokens.
 
-    Made by `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. `plan[i]` is pack *i*; `lookup`
-    gives many at once as arrays; the six columns are attributes (read-only numpy arrays, int32
-    or int64), as is what the plan was made with.
+    `tundish.pack`, `tundish.pack_datasets` and `PackPlan.load` make plans. `plan[i]` is pack *i*, and `lookup` gives
+    many packs at once as arrays. The six columns are attributes: read-only numpy arrays of int32 or int64.
 
     Attributes:
         dataset_id: dataset of each pack, (packs,).
@@ -132,39 +80,44 @@ class PackPlan:
     def __init__(
         self,
         columns: Sequence[NDArray[Any]],
-        facts: str,
+        metadata: str,
         *,
         lengths: Sequence[IntegerArray] | None = None,
         path: Path | None = None,
         block: NDArray[np.uint8] | None = None,
     ) -> None:
-        """Not called by users: `pack`, `pack_datasets` and `load` make plans.
+        """Make a plan of columns that were checked; `pack`, `pack_datasets` and `load` call it.
 
-        `block`: the memory that the columns lie in, where it is shared and pickled as the place it is at.
+        Args:
+            columns: The six columns, in the order of `FIELDS`.
+            metadata: The content of `plan.json`.
+            lengths: The lengths to attach, one array a dataset.
+            path: The folder that the columns are mapped from.
+            block: The shared memory that the columns lie in; a pickled plan refers to it.
         """
         self._columns = tuple(columns)
         for name, column in zip(FIELDS, self._columns, strict=True):
             column.flags.writeable = False
             setattr(self, name, column)
-        self._facts_json = facts
-        self._facts: dict[str, Any] = json.loads(facts)
+        self._metadata_json = metadata
+        self._metadata: dict[str, Any] = json.loads(metadata)
         self._lengths = None if lengths is None else list(lengths)
         if self._lengths is not None:
             self._check_sample_counts(self._lengths)
-        self._reader = _native.PlanReader(self._columns, self._lengths, self._facts["global_pack"])
+        self._reader = _native.PlanReader(self._columns, self._lengths, self._metadata["global_pack"])
         self.path = path
         self._block = block
-        self.max_length: int = self._facts["max_length"]
-        self.mode: str = self._facts["mode"]
-        self.seed: int | None = self._facts["seed"]
-        self.drop_last: bool = self._facts["drop_last"]
-        self.global_pack: bool = self._facts["global_pack"]
-        self.num_samples: tuple[int, ...] = tuple(self._facts["samples"])
-        self.num_tokens: int = self._facts["tokens"]
-        self.fingerprint: str = self._facts["fingerprint"]
+        self.max_length: int = self._metadata["max_length"]
+        self.mode: str = self._metadata["mode"]
+        self.seed: int | None = self._metadata["seed"]
+        self.drop_last: bool = self._metadata["drop_last"]
+        self.global_pack: bool = self._metadata["global_pack"]
+        self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
+        self.num_tokens: int = self._metadata["tokens"]
+        self.fingerprint: str = self._metadata["fingerprint"]
 
     def _check_sample_counts(self, lengths: Sequence[IntegerArray]) -> None:
-        expected = self._facts["samples"]
+        expected = self._metadata["samples"]
         found = [len(column) for column in lengths]
         if found != expected:
             raise PlanMismatchError(
@@ -191,8 +144,10 @@ class PackPlan:
         Raises:
             PlanMismatchError: the lengths are of another number of samples.
         """
-        columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
-        return PackPlan(self._columns, self._facts_json, lengths=columns, path=self.path, block=self._block)
+        columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
+        return PackPlan(
+            self._columns, self._metadata_json, lengths=columns, path=self.path, block=self._block
+        )
 
     def __len__(self) -> int:
         return len(self._columns[2])
@@ -254,7 +209,7 @@ class PackPlan:
             NoSuchPackError: a number is out of range.
             PlanMismatchError: the columns are damaged, or name a sample that the attached lengths lack.
         """
-        return PackBatch(*self._reader.lookup(as_integer_column(pack_ids, "pack_ids")))
+        return PackBatch(*self._reader.lookup(as_integer_array(pack_ids, "pack_ids")))
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
         """The six columns as int64, by name.
@@ -267,12 +222,12 @@ class PackPlan:
         except MemoryError as error:
             needed = 8 * sum(map(len, self._columns))
             raise OutOfMemoryError(
-                f"the columns as int64 take {needed} bytes of memory, which there are not; the plan's attributes "
-                f"({', '.join(FIELDS)}) are the columns as they are, without a copy"
+                f"the columns as int64 take {needed} bytes, more memory than there is; the plan's attributes "
+                f"({', '.join(FIELDS)}) are the columns without a copy"
             ) from error
 
     def stats(self) -> dict[str, int | float]:
-        """How much of the samples the plan packs, cuts and leaves out.
+        """Count what the plan packs, cuts and leaves out.
 
         Returns:
             packs, pieces: how many.
@@ -283,75 +238,78 @@ class PackPlan:
             pieces_per_pack: mean; max_pieces_per_pack: largest.
             longest: longest piece, in tokens.
         """
-        from tundish.packing.stats import plan_stats
+        from tundish.packing.plan.stats import plan_stats
 
         return plan_stats(self)
 
     def sample_index(self, order: Any = None, *, progress: bool | None = None) -> IntegerArray:
-        """The plan as Megatron-LM's `sample_index`.
+        """Convert the plan to Megatron-LM's `sample_index`.
 
         Row *i* says where token `i * max_length` of the stream is: the position of its sample in the order (Megatron's
-        index into `document_index`) and the token's offset in that sample. It equals what Megatron-Core's
-        `build_sample_idx` gives for the same order with `seq_length=max_length` and one extra token a sequence, but
-        where the order begins with empty samples: Megatron's first row is always (0, 0), and this one is where the
-        first token is. There is one row for each such token, so the tail that was dropped has a row too.
+        index into `document_index`), and the token's offset in that sample. The rows equal those of Megatron-Core's
+        `build_sample_idx` for the same order with `seq_length=max_length` and one extra token a sequence. One case
+        differs: if the order begins with empty samples, Megatron's first row is (0, 0), and this one points at the
+        first token. The dropped tail has a row too.
 
         Args:
-            order: the order that was given to `pack`, if one was. Needed only where empty samples lie on pack
-                boundaries, which the plan does not hold; so are the lengths then. One that is given is checked: whole
-                where the lengths are attached, else as far as the plan holds it, which is up to the dropped tail.
+            order: The order that was given to `pack`, if any. It is needed, and so are the lengths, if empty samples
+                lie on pack boundaries, since the plan does not hold those. It is checked: all of it if the lengths are
+                attached, else up to the dropped tail.
             progress: show progress; by default on a terminal.
 
         Returns:
-            shape (rows, 2), int32 where all values fit, else int64. Memory beyond it is constant, plus one index a
-            sample where empty samples lie on boundaries and the order has to be drawn from the seed.
+            Shape (rows, 2), int32 where all values fit, else int64. Memory beyond it is constant; if empty samples lie
+            on boundaries, an order from a seed takes one index a sample.
 
         Raises:
-            InvalidInputError: a plan of several datasets, or an order or lengths that are needed are missing.
-            PlanMismatchError: the plan was made with another order, or without one, or the attached lengths are
-                not its own, or its columns are damaged.
+            InvalidInputError: The plan is of several datasets, or the order or the lengths are needed and missing.
+            PlanMismatchError: The plan was made with another order or other lengths, or its columns are damaged.
         """
         from tundish.progress import ProgressLine
 
-        given = None if order is None else as_integer_column(order, "order")
+        given = None if order is None else as_integer_array(order, "order")
         with ProgressLine("plan", progress) as line:
-            return _native.plan_sample_index(self._columns, self._facts_json, self._lengths, given, line.callback)
+            return _native.plan_sample_index(
+                self._columns, self._metadata_json, self._lengths, given, line.callback
+            )
 
     @property
-    def facts(self) -> Mapping[str, Any]:
+    def metadata(self) -> Mapping[str, Any]:
         """The content of `plan.json`."""
-        return copy.deepcopy(self._facts)
+        return copy.deepcopy(self._metadata)
 
     def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
         """Publish the plan as the folder `path`: whole and durable, or not at all.
 
-        Saving a plan where the same plan already lies does nothing.
+        If the same plan already lies there, nothing happens.
 
         Args:
             path: the folder to make; its parent must exist.
             progress: show progress; by default on a terminal.
 
         Raises:
-            AlreadyExistsError: something else is there.
-            NotFoundError: the parent folder does not exist.
-            StorageError: the file system refused (read-only, full); too little room is seen before anything is
+            AlreadyExistsError: Something else lies there.
+            NotFoundError: The parent folder does not exist.
+            StorageError: The file system refused (read-only, full). Too little room is refused before anything is
                 written.
         """
         from tundish.progress import ProgressLine
 
         try:
             with ProgressLine("plan", progress) as line:
-                _native.save_plan(self._columns, self._facts_json, as_new_folder(path, "path"), line.callback)
+                _native.save_plan(
+                    self._columns, self._metadata_json, as_new_folder(path, "path"), line.callback
+                )
         except AlreadyExistsError:
             if not self._lies_at(path):
                 raise
 
     def _lies_at(self, path: str | os.PathLike[str]) -> bool:
         try:
-            facts, _ = _native.open_plan(path)
+            metadata, _ = _native.open_plan(path)
         except (TundishError, OSError):
             return False
-        return bool(json.loads(facts) == self._facts)
+        return bool(json.loads(metadata) == self._metadata)
 
     @classmethod
     def load(
@@ -360,30 +318,29 @@ class PackPlan:
         """Map a plan from its folder, in constant memory.
 
         Args:
-            path: a folder made by `save`, `out=` or `cache_dir=`.
-            lengths: the samples' lengths, as `pack` takes them (a list of arrays for several datasets), to
-                attach them: every `Piece.stop` is then known. They are not checked against the plan; `verify` does.
+            path: A folder made by `save`, `out=` or `cache_dir=`.
+            lengths: The samples' lengths to attach, as `pack` takes them (a list of arrays for several datasets).
+                Every `Piece.stop` is then known. `verify` checks them against the plan.
             progress: show progress; by default on a terminal.
 
         Raises:
-            NotFoundError: the folder or one of its files is missing.
-            PlanFormatError: a file is damaged, truncated, of another version, dtype or shape, or the offset
-                table does not add up; the message names the file.
-            PlanMismatchError: the lengths are of another number of samples.
-            StorageError: the file system refused.
+            NotFoundError: The folder or one of its files is missing.
+            PlanFormatError: A file is damaged, truncated, of another version, dtype or shape, or the offset table does
+                not add up; the message names the file.
+            PlanMismatchError: The lengths are of another number of samples.
+            StorageError: The file system refused.
 
-        Each file is opened once, and what was checked is what is mapped: files that are replaced or removed
-        meanwhile or later do not matter. Files that are overwritten in place change the plan, and a file that is
-        truncated while it is mapped ends the process that reads it (SIGBUS).
+        Each file is opened once, and what was checked is mapped: replacing or removing files later changes nothing.
+        Overwriting a file in place changes the plan, and truncating it ends a process that reads it (SIGBUS).
         """
         from tundish.progress import ProgressLine
 
         folder = as_absolute(path, "path")
         with ProgressLine("plan", progress) as line:
-            facts, columns = _native.open_plan(folder, line.callback)
-        single = len(json.loads(facts)["samples"]) == 1
-        attached = None if lengths is None else as_length_columns(lengths, single=single)
-        return cls(columns, facts, lengths=attached, path=folder)
+            metadata, columns = _native.open_plan(folder, line.callback)
+        single = len(json.loads(metadata)["samples"]) == 1
+        attached = None if lengths is None else as_length_arrays(lengths, single=single)
+        return cls(columns, metadata, lengths=attached, path=folder)
 
     def verify(
         self,
@@ -393,33 +350,31 @@ class PackPlan:
         threads: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Check the whole plan against the samples' lengths, by another path than the one that made it.
+        """Check the whole plan against the samples' lengths, with other code than the code that cut the packs.
 
-        Checked are every entry of the six columns, their dtypes and every value of `plan.json`. The ordered samples
-        are walked pack by pack: each piece must be of the next sample or go on where the pack before stopped, each
-        pack must be full, and what the packs leave out is counted: the tail and where it starts, empty samples on
-        boundaries, tokens. The fingerprint of lengths, order and parameters must be the plan's. None of the algorithm
-        that cuts packs is used; the shuffle of a seed and the hash are the same code that made the plan.
+        It checks every entry of the six columns, their dtypes, and every value of `plan.json`. Each piece must be of
+        the next sample, or go on where the pack before stopped. Each pack must be full. The tail, the empty samples on
+        boundaries and all tokens are counted, and the fingerprint of lengths, order and parameters must be the plan's.
+        The shuffle and the hash are the code that made the plan.
 
-        Not checked is what the plan does not hold: whether the lengths are those of your samples
-        (`PackedDataset` compares them as it reads).
+        It does not check that the lengths are those of your samples; `PackedDataset` does as it reads them.
 
         Args:
-            lengths: as `pack` took them; by default the attached ones.
-            order: the order that `pack` took as `order=`. Needed for a plan that says it was made with one, else what
-                it says about its order could not be checked; refused for a plan that says it was made without.
-            threads: as in `pack`.
+            lengths: As `pack` took them; by default the attached ones.
+            order: The order that `pack` took as `order=`. It is needed for a plan that was made with one, and refused
+                for any other.
+            threads: As in `pack`.
             progress: show progress; by default on a terminal.
 
         Raises:
-            PlanMismatchError: the plan does not belong to the lengths and the order, or an order is given and the
-                plan says it has none; the message names the first pack or the value at fault.
-            InvalidInputError: no lengths were given and none are attached, or no order and the plan
-                says it was made with one; or lengths or an order that `pack` would refuse.
+            PlanMismatchError: The plan does not belong to the lengths and the order, or has no order and one is given.
+                The message names the first pack or the value at fault.
+            InvalidInputError: Lengths or an order are missing, or `pack` would refuse them.
 
-        >>> from tundish import pack
-        >>> pack([5, 3, 9], 8, seed=1).verify()
-        >>> pack([5, 3, 9], 8, order=[2, 0]).verify(order=[2, 0])
+        Example:
+            >>> from tundish import pack
+            >>> pack([5, 3, 9], 8, seed=1).verify()
+            >>> pack([5, 3, 9], 8, order=[2, 0]).verify(order=[2, 0])
         """
         from tundish.progress import ProgressLine
 
@@ -427,49 +382,50 @@ class PackPlan:
             if self._lengths is None:
                 raise InvalidInputError("verify needs the lengths: pass them, or load the plan with lengths=")
             lengths = self._lengths
-        columns = as_length_columns(lengths, single=len(self.num_samples) == 1)
+        columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
         self._check_sample_counts(columns)
-        given = None if order is None else as_integer_column(order, "order")
+        given = None if order is None else as_integer_array(order, "order")
         with ProgressLine("plan", progress) as line:
             _native.verify_plan(
-                self._columns, self._facts_json, columns, given, as_threads(threads), line.callback
+                self._columns, self._metadata_json, columns, given, as_threads(threads), line.callback
             )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the plan to a picture: `.png`, `.svg` or `.pdf`.
+        """Plot the plan to a file: `.png`, `.svg` or `.pdf`.
 
-        It shows the samples' lengths (of plans without lengths attached: each pack's longest piece), pieces a pack,
-        how many samples are cut, and the tokens that are lost, beside what padding would have cost.
+        The plot shows the samples' lengths (each pack's longest piece if no lengths are attached), pieces a pack, how
+        many samples are cut, and the tokens that are lost, beside the cost of padding.
 
         Raises:
-            MissingExtraError: there is no matplotlib.
-            InvalidInputError: another kind of picture.
-            StorageError, NotFoundError: the file cannot be written.
+            MissingExtraError: matplotlib is not installed.
+            InvalidInputError: The file has another ending.
+            StorageError: The file cannot be written.
+            NotFoundError: Its folder does not exist.
         """
-        from tundish.packing.plot import plot_plan
+        from tundish.packing.plan.plot import plot_plan
 
         plot_plan(self, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:
-            return _reload, (self.path, self.fingerprint, packed_lengths(self._lengths))
+            return _reload, (self.path, self.fingerprint, pickled_lengths(self._lengths))
         if self._block is not None:
-            return plan_in_block, (self._block, packed_lengths(self._lengths))
-        return _rebuild, (self._columns, self._facts_json, packed_lengths(self._lengths))
+            return plan_in_block, (self._block, pickled_lengths(self._lengths))
+        return _rebuild, (self._columns, self._metadata_json, pickled_lengths(self._lengths))
 
 
 def _reload(path: Path, fingerprint: str, lengths: list[Any] | None) -> PackPlan:
-    plan = PackPlan.load(path, unpacked_lengths(lengths), progress=False)
+    plan = PackPlan.load(path, unpickled_lengths(lengths), progress=False)
     if plan.fingerprint != fingerprint:
         raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
     return plan
 
 
 def plan_in_block(block: NDArray[np.uint8], lengths: list[Any] | None) -> PackPlan:
-    """The plan that lies in a block of shared memory; `lengths` as they are pickled, or as `PackPlan` takes them."""
-    facts, columns = columns_in(block)
-    return PackPlan(columns, facts, lengths=unpacked_lengths(lengths), block=block)
+    """Make the plan that lies in a block of shared memory; `lengths` may be pickled ones."""
+    metadata, columns = columns_in(block)
+    return PackPlan(columns, metadata, lengths=unpickled_lengths(lengths), block=block)
 
 
-def _rebuild(columns: Sequence[NDArray[Any]], facts: str, lengths: list[Any] | None) -> PackPlan:
-    return PackPlan(columns, facts, lengths=unpacked_lengths(lengths))
+def _rebuild(columns: Sequence[NDArray[Any]], metadata: str, lengths: list[Any] | None) -> PackPlan:
+    return PackPlan(columns, metadata, lengths=unpickled_lengths(lengths))

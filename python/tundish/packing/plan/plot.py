@@ -1,8 +1,7 @@
-"""A plan as one picture.
+"""Plots a plan to a file.
 
-Owns what the picture counts and how it looks. What always holds: the plan is read in slices, so that memory does
-not grow with it, and of a very large plan an even selection of slices stands for the whole, which the picture
-says; the user's own pyplot state is neither used nor changed; the file under its final name is complete and durable.
+Invariants: the plan is read in slices, so that memory does not grow with it. A very large plan is estimated from evenly
+spread slices, and the plot says so. The user's own pyplot state is not used. The file appears complete and durable.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import numpy as np
 
 from tundish import _native
 from tundish.errors import InvalidInputError, NotFoundError, missing_extra
-from tundish.packing.columns import as_path
+from tundish.packing.arguments.paths import as_path
 
 if TYPE_CHECKING:
-    from tundish.packing.plan import PackPlan
+    from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["plot_plan"]
 
-# Packs, and pieces, that are looked at together: some tens of megabytes.
+# Packs and pieces that are counted together: some tens of megabytes.
 SLICE_PACKS = 1 << 16
 SLICE_PIECES = 1 << 20
 # Read at most about this many pieces; a picture made of more would look the same.
@@ -43,12 +42,16 @@ BLUE, ORANGE, PALE = "#2f6f9f", "#d9772b", "#b9cfdf"
 
 @dataclass
 class Counts:
-    """What the picture shows. `share`: the part of the plan's packs that was read, 0 to 1.
+    """The counts that the plot shows.
 
-    `lengths`: samples by length, in bins of equal ratio (bin 0: empty samples), or packs by their longest piece
-    where the plan has no lengths attached; `pieces`: packs by number of pieces; `parts`: samples by the number of
-    packs they lie in; `tokens`: of these samples; `padded`: the same with padding, if each sample, cut only where it
-    is longer than a pack, were padded to packs.
+    Attributes:
+        share: The part of the plan's packs that was read, 0 to 1.
+        lengths: Samples by length, in bins of equal ratio (bin 0: empty samples); packs by their longest piece if no
+            lengths are attached.
+        pieces: Packs by their number of pieces.
+        parts: Samples by the number of packs that they lie in.
+        tokens: Tokens of these samples.
+        padded: Tokens if each sample were padded to whole packs instead.
     """
 
     share: float = 1.0
@@ -60,7 +63,7 @@ class Counts:
 
 
 def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
-    """Draw `plan` to `path`, as `PackPlan.plot` says, and return the path."""
+    """Plot `plan` to `path` (see `PackPlan.plot`), and return the path."""
     target = as_path(path, "path")
     if target.suffix.lower() not in FORMATS:
         raise InvalidInputError(
@@ -83,7 +86,7 @@ def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
 
 
 def count(plan: PackPlan, most_pieces: int = MOST_PIECES) -> Counts:
-    """Count what the picture shows, reading at most about `most_pieces` pieces."""
+    """Count what the plot shows, reading at most about `most_pieces` pieces."""
     counts = Counts()
     packs = len(plan)
     read = 0

@@ -1,7 +1,7 @@
 """A plan as one block of bytes, in memory that the ranks of a node share.
 
-Owns the layout: the length of a JSON text in eight bytes, the text, and the columns, each from the next multiple of
-`ALIGNMENT` bytes on. What always holds: a block is made and read by processes of one job; it is never saved.
+The block holds the length of a JSON text in eight bytes, the text, and the columns, each aligned to `ALIGNMENT` bytes.
+Processes of one job write and read it; it is never saved.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ if TYPE_CHECKING:
 
 __all__ = ["as_block", "columns_in"]
 
-# Of what numpy and the processor like.
+# A cache line.
 ALIGNMENT = 64
 LENGTH = np.dtype("<u8")
 # Bytes that are copied between two ticks.
 PIECE = 32 << 20
 
 
-def as_block(facts: str, columns: list[NDArray[Any]], tick: Callable[[str, int, int], None]) -> SharedArray:
-    """The plan of these facts and columns, in shared memory; takes the columns out of the list as it copies them.
+def as_block(
+    metadata: str, columns: list[NDArray[Any]], tick: Callable[[str, int, int], None]
+) -> SharedArray:
+    """Copy a plan into shared memory.
 
-    `tick`: told now and then how many bytes of how many lie there; what it raises ends the copy.
+    Args:
+        metadata: The content of `plan.json`.
+        columns: The six columns; each is removed from the list once it is copied, so that its memory can be freed.
+        tick: Receives progress in bytes; an exception that it raises ends the copy.
     """
     from tundish.shm import SharedArray
 
     index = json.dumps(
-        {"facts": facts, "columns": [[column.dtype.str, len(column)] for column in columns]}
+        {"metadata": metadata, "columns": [[column.dtype.str, len(column)] for column in columns]}
     ).encode()
     end = LENGTH.itemsize + len(index)
     starts: list[int] = []
@@ -54,18 +59,18 @@ def as_block(facts: str, columns: list[NDArray[Any]], tick: Callable[[str, int, 
 
 
 def columns_in(block: NDArray[np.uint8]) -> tuple[str, list[NDArray[Any]]]:
-    """The facts and the columns of a plan in a block, which they keep."""
+    """Return the metadata and the columns of the plan in a block; the columns keep the block alive."""
     length = int(block[: LENGTH.itemsize].view(LENGTH)[0])
     end = LENGTH.itemsize + length
     index = json.loads(block[LENGTH.itemsize : end].tobytes())
-    # Plain arrays: one that is a part of the block is not to be taken for all of it.
+    # A plain array: a view of a part must not be pickled as the whole block.
     plain = np.asarray(block)
     columns = []
     for name, count in index["columns"]:
         dtype, start = np.dtype(name), _aligned(end)
         end = start + count * dtype.itemsize
         columns.append(plain[start:end].view(dtype))
-    return index["facts"], columns
+    return index["metadata"], columns
 
 
 def _aligned(position: int) -> int:

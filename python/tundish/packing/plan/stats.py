@@ -1,4 +1,4 @@
-"""Figures about a plan, read from its columns in bounded memory."""
+"""Computes the statistics of a plan in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from tundish.packing.plan import PackPlan
+    from tundish.packing.plan.pack_plan import PackPlan
 
-# Packs looked at together: some megabytes of temporaries.
+# Packs that are counted together: some megabytes of temporaries.
 STEP = 1 << 18
 
 
 def plan_stats(plan: PackPlan) -> dict[str, int | float]:
-    """What `PackPlan.stats` gives."""
-    facts = plan.facts
+    """Compute the statistics that `PackPlan.stats` documents."""
+    metadata = plan.metadata
     continued = 0
     cut = 0
     largest = 0
@@ -36,9 +36,9 @@ def plan_stats(plan: PackPlan) -> dict[str, int | float]:
         longest = max(longest, int(plan.longest[start:stop].max(initial=0)))
         piece_before = int(cu[-1])
         was_inside = bool(inside[-1])
-    dropped = plan.num_tokens - facts["tokens_packed"]
+    dropped = plan.num_tokens - metadata["tokens_packed"]
     if dropped:
-        cut += _cut_by_tails(plan, facts["tail_start"])
+        cut += _cut_by_tails(plan, metadata["tail_start"])
     packs, pieces = len(plan), len(plan.indices)
     return {
         "packs": packs,
@@ -46,9 +46,9 @@ def plan_stats(plan: PackPlan) -> dict[str, int | float]:
         "samples": pieces - continued,
         "samples_cut": cut,
         "tokens": plan.num_tokens,
-        "tokens_packed": facts["tokens_packed"],
+        "tokens_packed": metadata["tokens_packed"],
         "tokens_dropped": dropped,
-        "fill": facts["tokens_packed"] / (packs * plan.max_length) if packs else 1.0,
+        "fill": metadata["tokens_packed"] / (packs * plan.max_length) if packs else 1.0,
         "pieces_per_pack": pieces / packs if packs else 0.0,
         "max_pieces_per_pack": largest,
         "longest": longest,
@@ -61,8 +61,8 @@ def _steps(total: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_by_tails(plan: PackPlan, tail_starts: list[int]) -> int:
-    """Samples whose end is dropped and that no pack's start has counted as cut."""
-    # Of the column's own type: for any other numpy would convert the whole column before it looks.
+    """Count the samples whose end is dropped, except those already counted as cut."""
+    # The column's own dtype: numpy would convert the whole column for any other.
     streams = np.flatnonzero(tail_starts).astype(plan.dataset_id.dtype)
     # The last pack of each stream ends inside the sample; it was counted if that pack began inside it too.
     last = np.searchsorted(plan.dataset_id, streams, side="right") - 1

@@ -1,14 +1,13 @@
-"""The order in which an epoch goes through packs, as global batches.
+"""The order of the packs in an epoch, as global batches.
 
-Owns the draws. What always holds:
-
-1. The order is determined by the arguments of `EpochOrder`; no rank and no world size is among them.
-2. Any step can be reached without walking the ones before it, so that resuming is as fast as starting.
-3. Draws are those of `numpy.random.RandomState`, whose stream numpy keeps frozen: a run that was saved
-   under one version of numpy goes on under another. The permutation is drawn natively, bit for bit the same, so that
-   Ctrl-C ends it within 100 ms.
-4. Working memory is one permutation (4 bytes a pack below 2³¹ packs; none without `shuffle`), made at the
-   first batch, and with `longest` one window of 64 global batches.
+Invariants:
+1. The arguments of `EpochOrder` determine the order; no rank and no world size is among them.
+2. Any step can be reached without walking the steps before it, so that resuming is as fast as starting.
+3. Draws are those of `numpy.random.RandomState`, whose stream numpy keeps frozen: a run that was saved under one
+   version of numpy continues under another. The permutation is drawn natively, bit for bit the same, so that Ctrl-C
+   ends it within 100 ms.
+4. Working memory is one permutation (4 bytes a pack below 2³¹ packs; none without `shuffle`), made at the first batch,
+   and with `longest` one window of 64 global batches.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ __all__ = ["EpochOrder"]
 
 _Packs = NDArray[np.integer[Any]]
 
-# Long enough that there are like packs for every step of a window, short enough that the packs of a step
-# stay a random choice and are not the same in every epoch.
+# Long enough that every step of a window finds similar packs, short enough that the packs of a step stay a random
+# choice.
 _WINDOW_BATCHES = 64
 
 
@@ -66,7 +65,7 @@ class EpochOrder:
         self._window: tuple[int, _Packs] | None = None
 
     def global_batch(self, step: int) -> list[int]:
-        """Give the packs of a step."""
+        """The packs of a step."""
         if self._longest is None:
             batch = self._ordered(step * self._global_batch, (step + 1) * self._global_batch)
         else:
@@ -77,7 +76,7 @@ class EpochOrder:
         return batch.tolist()  # type: ignore[no-any-return]
 
     def release(self) -> None:
-        """Give the memory back; it is made again when a batch is asked for."""
+        """Free the memory; the next call of `global_batch` draws the order again."""
         self._order = self._window = None
 
     def _ordered(self, start: int, stop: int) -> _Packs:

@@ -1,13 +1,12 @@
-"""Which packs each rank trains on at each step, and where to go on after a stop.
+"""`PackedBatchSampler`: the packs that each rank trains on at each step, and where to continue after a stop.
 
-Owns where a rank stands in an epoch; `tundish.packing.epoch_order` owns the order. What always holds:
-
-1. The order of global batches depends on the plan, the global batch (`batch_size * world_size`), the
-   seed, the epoch and the options, never on the rank or on how the global batch is split over ranks.
-   Rank `r` takes the `r`-th run of `batch_size` entries of each global batch.
-2. Every rank has the same number of steps, known without talking to another rank.
-3. A state is loaded whole or refused whole.
-4. What a sampler was made with stays as it is: the number of steps and every saved state depend on it.
+Invariants:
+1. The order of global batches depends on the plan, the global batch (`batch_size * world_size`), the seed, the epoch
+   and the options. It does not depend on the rank, or on how the global batch is split over ranks. Rank `r` takes the
+   `r`-th run of `batch_size` entries of each global batch.
+2. Every rank has the same number of steps, without communication.
+3. A state is loaded completely or refused.
+4. The arguments of a sampler never change: the number of steps and every saved state depend on them.
 
 Nothing here imports torch.
 """
@@ -21,15 +20,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, shown
-from tundish.packing.columns import as_integer
-from tundish.packing.epoch_order import EpochOrder
-from tundish.packing.plan import PackPlan
+from tundish.packing.arguments.scalars import as_integer
+from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.sampler.epoch_order import EpochOrder
 
 __all__ = ["PackedBatchSampler"]
 
 STATE_VERSION = 1
 LARGEST_SEED = 2**32 - 1
-# Packs a step of all ranks together; more is a slip of the pen, which would take the memory of the machine.
+# Packs a step of all ranks together. A larger number is a typing error, and would take the memory of the machine.
 LARGEST_GLOBAL_BATCH = 2**24
 
 
@@ -89,7 +88,7 @@ class PackedBatchSampler:
         self._batch_size = as_integer(batch_size, "batch_size", 1, LARGEST_GLOBAL_BATCH)
         self._world_size = as_integer(world_size, "world_size", 1, LARGEST_GLOBAL_BATCH)
         if rank is None and self._world_size != running_world_size:
-            # Where nobody told, every process would take itself for rank 0, and all would train on the same packs.
+            # Without a rank every process would be rank 0, and all would train on the same packs.
             raise InvalidInputError(
                 f"world_size is {self._world_size}, and what tells the rank counts {running_rank} of "
                 f"{running_world_size} (torch.distributed, else RANK and WORLD_SIZE, else 0 of 1): give both rank and "
@@ -177,7 +176,7 @@ class PackedBatchSampler:
         return self._steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Hand out this rank's packs, a list of `batch_size` indices a step.
+        """Iterate over this rank's steps: a list of `batch_size` pack indices each.
 
         After `load_state_dict` the first iteration starts at the step that was loaded; every other one
         starts at the epoch's first step. `state_dict` tells of the newest iterator.
@@ -186,10 +185,10 @@ class PackedBatchSampler:
         return _Steps(self)
 
     def state_dict(self, steps_done: int | None = None) -> dict[str, Any]:
-        """Where this epoch stands: plain integers, booleans and strings.
+        """Return the position in this epoch: plain integers, booleans and strings.
 
-        A `DataLoader` with workers draws batches ahead of the training loop, so that the number the sampler
-        has handed out is not the number that was trained on. Say the latter then:
+        A `DataLoader` with workers draws batches ahead of the training loop. Then pass the number of steps that were
+        trained on.
 
         Args:
             steps_done: steps of this epoch that are done, counted from the epoch's start, also after a
@@ -241,7 +240,7 @@ class PackedBatchSampler:
         if missing:
             raise StateMismatchError(f"the sampler's state lacks {', '.join(missing)}: it was cut or edited")
         for key, mine in identity.items():
-            theirs = _fact_of_state(state, key, type(mine))
+            theirs = _value_of_state(state, key, type(mine))
             if theirs != mine:
                 said = shown(theirs) if isinstance(theirs, int) else theirs
                 raise StateMismatchError(self._difference(key, mine, said))
@@ -254,7 +253,7 @@ class PackedBatchSampler:
         self._move(epoch, step)
 
     def _identity(self) -> dict[str, Any]:
-        """All that determines the order of global batches, save the epoch."""
+        """Everything that determines the order of global batches, except the epoch."""
         return {
             "kind": "PackedBatchSampler",
             "version": STATE_VERSION,
@@ -291,7 +290,7 @@ class PackedBatchSampler:
         self._newest = None
 
     def _begin(self, steps: _Steps) -> EpochOrder:
-        """Settle the epoch and the first step of an iterator that draws its first batch."""
+        """Fix the epoch and the first step of an iterator when it draws its first batch."""
         steps.first = steps.step = self._first_step
         self._first_step = 0
         self._newest = steps
@@ -307,7 +306,7 @@ class PackedBatchSampler:
 
 
 class _Steps:
-    """One pass through the steps of an epoch, from `first` on; `step` have been handed out or skipped."""
+    """Iterates over the steps of an epoch from `first` on; `step` is the next one."""
 
     def __init__(self, sampler: PackedBatchSampler) -> None:
         self.first = self.step = 0
@@ -331,8 +330,8 @@ class _Steps:
         return packs[start : start + sampler.batch_size]
 
 
-def _fact_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A value of a state as the type that it was saved with; storing may have made another integer type of an int."""
+def _value_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:
+    """A value of a state, checked for its type; storing may have changed an int to another integer type."""
     value = state[key]
     if kind is int and not isinstance(value, bool):
         try:
@@ -347,7 +346,7 @@ def _fact_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:
 
 
 def _number_of_state(state: Mapping[str, Any], key: str, maximum: int) -> int:
-    number: int = _fact_of_state(state, key, int)
+    number: int = _value_of_state(state, key, int)
     if not 0 <= number <= maximum:
         raise StateMismatchError(
             f"{key} in the sampler's state is {shown(number)}, but must be in 0 … {maximum}: it was edited"
@@ -356,7 +355,7 @@ def _number_of_state(state: Mapping[str, Any], key: str, maximum: int) -> int:
 
 
 def _running_ranks() -> tuple[int, int]:
-    """Rank and world size of this process, from whoever started it."""
+    """Rank and world size of this process, from torch.distributed or the environment."""
     # A process that never imported torch.distributed cannot have initialised it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

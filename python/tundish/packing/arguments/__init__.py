@@ -1,0 +1,1 @@
+"""Checks the arguments that the packing functions share."""

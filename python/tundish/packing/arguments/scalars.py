@@ -1,0 +1,31 @@
+"""Integers as arguments, and their bounds."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from tundish.errors import InvalidInputError, InvalidTypeError, shown
+
+__all__ = ["as_integer", "as_threads"]
+
+# A larger number is a typing error: no machine that this runs on has as many processors.
+MOST_THREADS = 512
+
+
+def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
+    """`value` as an int in `smallest` … `largest`; booleans are refused."""
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
+    if not smallest <= number <= largest:
+        raise InvalidInputError(f"{name} is {shown(number)}; it must be in {smallest} … {largest}")
+    return number
+
+
+def as_threads(threads: Any) -> int | None:
+    """The argument `threads`: None, or 1 … `MOST_THREADS`."""
+    return None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS)

@@ -1,0 +1,87 @@
+"""Builds a plan once a node for all ranks of a job: in files that they map, or in memory that they share.
+
+Invariants: everything that may fail on one rank runs within a vote, so that no rank waits for one that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from tundish import _native
+from tundish.errors import PlanMismatchError
+from tundish.packing.build.cache import cached_plan, is_there
+from tundish.packing.build.destination import PlanDestination
+from tundish.packing.build.local import Tick, map_plan, publish_plan
+from tundish.packing.plan.pack_plan import PackPlan, plan_in_block
+from tundish.packing.plan.shared_block import as_block
+from tundish.progress import ProgressLine
+
+__all__ = ["build_shared_plan"]
+
+# Seconds that ranks wait for one another to hash or map: far more than 10^9 samples take.
+PATIENCE = 3600.0
+
+
+def build_shared_plan(request: Callable[[], _native.PackRequest], destination: PlanDestination) -> PackPlan:
+    """Build the plan of `request`, which checks the arguments when it is called. Collective."""
+    from tundish.distributed import Voter, voter_of
+
+    # This voter stays for the next call, which then notices a rank that is gone.
+    lasting = voter_of(destination.group)
+    lasting.vote(what="meeting to share a plan")
+    # From here on ranks watch one another, so this comes before work in which a rank may be killed.
+    with ExitStack() as lines, Voter(destination.group) as voter:
+        with voter.agreed("checking what to pack", timeout=PATIENCE):
+            line = lines.enter_context(ProgressLine("pack", destination.progress))
+            destination.check()
+            checked = request()
+            expected = _native.hard_plan_fingerprint(checked, line.callback)
+        # If two plans were both in the cache, each rank would find its own.
+        voter.vote(
+            what="comparing the fingerprints of the plans asked for, and whether they are to lie in memory, which are "
+            "equal where all ranks pass the same arguments, as share=True needs",
+            same=f"{expected} in {'memory' if destination.is_memory else 'files'}",
+        )
+
+        def tick(phase: str, done: int, total: int) -> None:
+            # The builder takes part in no vote meanwhile; this stops it when a rank that waits for it is gone.
+            voter.raise_if_lost()
+            line.update(phase, done, total)
+
+        if destination.is_memory:
+            # A rank that left this call takes no part in the votes of node_shared.
+            with lasting.heeding(voter.lost):
+                return _build_in_memory(checked, expected, destination, tick)
+        target = destination.folder(expected)
+
+        def build() -> None:
+            if destination.cache_dir is None:
+                publish_plan(checked, target, tick, expected)
+            else:
+                cached_plan(target, lambda: publish_plan(checked, target, tick, expected))
+
+        voter.build_once_per_node(build, what="building the plan")
+        with voter.agreed("mapping the plan", timeout=PATIENCE):
+            if not is_there(target):
+                raise PlanMismatchError(
+                    f"{target} is not there after one rank of this node built its plan: with share=True all ranks "
+                    "must pass the same arguments and share one file system on a node, and nobody may remove the plan "
+                    "meanwhile"
+                )
+            return map_plan(checked, destination, expected, line.callback)
+
+
+def _build_in_memory(
+    request: _native.PackRequest, expected: str, destination: PlanDestination, tick: Tick
+) -> PackPlan:
+    from tundish.shm import SharedArray, node_shared
+
+    def build() -> SharedArray:
+        metadata, columns = _native.hard_pack(request, tick, expected)
+        remaining = list(columns)
+        del columns
+        return as_block(metadata, remaining, tick)
+
+    block = node_shared(build, key=f"plan {expected}", group=destination.group)
+    return plan_in_block(block, list(request["lengths"]))

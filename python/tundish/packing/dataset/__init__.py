@@ -1,0 +1,1 @@
+"""The packs of a plan as training items and batches."""

@@ -1,0 +1,1 @@
+"""A plan, and what can be done with it."""

@@ -1,0 +1,1 @@
+"""The packs that each rank trains on, step by step."""

@@ -1,0 +1,1 @@
+"""Reference plans, datasets and samplers for the tests of packing."""
