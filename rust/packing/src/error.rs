@@ -60,7 +60,7 @@ pub enum PackError {
         /// Whether a plan that was to lie in memory takes some of it, which is then not needed in a folder.
         plan_in_memory: bool,
     },
-    /// More memory than there is.
+    /// A plan that needs more memory than the machine has.
     #[error(
         "the plan takes {bytes} bytes ({packs} packs, up to {pieces} pieces), more than this machine's {available} bytes of memory; write it to a folder with out= or cache_dir=, or raise max_length"
     )]
@@ -91,7 +91,7 @@ pub enum PackError {
         /// Bytes that are free.
         free: u64,
     },
-    /// The arrays given were written to while they were read.
+    /// The lengths or the order were written to while they were read.
     #[error("lengths or order changed while they were being packed; give pack arrays that nobody writes to")]
     InputChanged,
     /// A plan folder that is damaged, incomplete or of another version.
@@ -132,7 +132,7 @@ pub enum PackError {
     /// Publishing the folder failed.
     #[error(transparent)]
     Commit(#[from] CommitError),
-    /// The caller's `Watch` asked to stop.
+    /// The caller's `Progress` asked to stop.
     #[error("interrupted")]
     Interrupted,
 }

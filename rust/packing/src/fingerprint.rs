@@ -99,7 +99,7 @@ pub struct ParameterHash {
 }
 
 impl ParameterHash {
-    /// Start with what is hashed and the version of how.
+    /// Start with the name of what is hashed.
     #[must_use]
     pub fn new(domain: &str) -> Self {
         let mut hash = Self { state: Xxh3::new() };

@@ -1,7 +1,8 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
-//! `inputs` reads lengths and orders, `hard` computes a hard plan, `plan` holds a plan, looks packs up and verifies
-//! them, `folder` keeps a plan on disk. The crate knows neither Python nor torch.
+//! `inputs` reads lengths and orders, `hard` computes a hard plan, `plan` holds a plan and looks packs up,
+//! `folder` keeps a plan on disk, `verify` checks a plan, `sample_index` converts it for Megatron-LM. The
+//! crate knows neither Python nor torch.
 //!
 //! Invariants:
 //! 1. The same inputs give the same plan, for any number of threads and on any platform.

@@ -1,10 +1,10 @@
-//! Megatron-LM's `sample_index` of a plan: for each pack, which sample of the order it begins in, and where in it.
+//! Converts a plan to Megatron-LM's `sample_index`: for each pack, the sample of the order that it begins in, and the
+//! offset in that sample.
 //!
 //! Source of the layout: `build_sample_idx` of Megatron-Core, with `seq_length=max_length` and one extra token a
 //! sequence, so that the tail that was dropped has a row too.
 //!
-//! What always holds: memory beyond the inputs and the rows is constant, plus one index a sample where the order has to
-//! be drawn; rows are 32 bits wide where all values fit, 64 bits otherwise.
+//! Memory beyond the inputs and the rows is constant, plus one index a sample where the order has to be drawn.
 
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
@@ -13,10 +13,10 @@ use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, STEP, Sa
 use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
 
-/// Said to the watch.
+/// The name of the work in progress reports.
 const PHASE: &str = "indexing samples";
 
-/// What a plan was made from, as far as the caller has it.
+/// The inputs of a plan, as far as the caller has them.
 #[derive(Clone, Copy, Default)]
 pub struct PlanInputs<'a> {
     /// The lengths, one column a dataset. Needed where empty samples lie on pack boundaries, of which the columns know
@@ -79,7 +79,7 @@ fn check_order(
     }
     match inputs.lengths {
         Some(lengths) => check_fingerprint(metadata, lengths, *order, inputs.threads, progress),
-        // The lengths are needed, which who asks for the positions will say.
+        // `fill_from_lengths` will ask for the lengths.
         None if metadata.empty_on_boundary > 0 => Ok(()),
         None => check_pieces(plan, order, progress),
     }

@@ -1,13 +1,11 @@
-//! The check of a whole plan against the lengths, and the order, that it was made for.
+//! Verifies a whole plan against the lengths and the order that it was made from.
 //!
-//! It goes the other way round than `hard`: it starts from the packs and demands of every piece that it is the next
-//! of the ordered samples, or goes on where the pack before stopped, and of every pack that its pieces fill it; what
-//! the packs leave out is counted sample by sample. Nothing of the merge is used, only the check of the lengths, the
-//! shuffle and the hash are those that made the plan.
+//! It works in the other direction than `hard`: it starts from the packs, and checks that every piece is the next of the
+//! ordered samples or goes on where the pack before stopped, and that every pack is full. It uses nothing of the cutter;
+//! the check of the lengths, the shuffle and the hash are those that made the plan.
 //!
-//! What always holds: of a plan that passes, every value of every column, its width and every one of the metadata were
-//! compared with what the lengths and the order make of them. Lengths that change meanwhile give an error and nothing
-//! worse.
+//! Invariants: in a plan that passes, every value of every column, its width and all metadata were compared with the
+//! values that the lengths and the order give.
 
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;

@@ -1,12 +1,9 @@
-//! A plan's columns, mapped from their files.
+//! A plan's columns, mapped from their files. Dropping a column unmaps it.
 //!
-//! It owns the maps; dropping a column unmaps it. What always holds: a column is mapped from the very handle that was
-//! checked, so what takes the file's place under its name is never seen; no more is shown than the values that the
-//! header promises and the file held; and values are read through raw pointers, so that whoever writes to the file
-//! meanwhile changes values and nothing else.
+//! Invariants: a column is mapped from the open file that was checked, so a file that takes its name later is never read.
+//! Values are read through raw pointers, so that a process that writes to the file changes values and nothing else.
 //!
-//! What cannot be helped: a file that is truncated after it was mapped. The system ends a process that reads a page
-//! which the file no longer has (SIGBUS).
+//! A file that is truncated after it was mapped ends a process that reads the lost part (SIGBUS).
 #![allow(unsafe_code)]
 
 use std::fs::File;

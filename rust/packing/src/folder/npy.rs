@@ -1,7 +1,7 @@
 //! The `.npy` format, as far as a plan needs it: one-dimensional, little-endian, 4 or 8 bytes a value.
 //!
-//! What always holds: for a width and a length there is one header, the one that `numpy.save` writes; it is what is
-//! written, and nothing else is read.
+//! Invariants: for a width and a length there is one header, the one that `numpy.save` writes. Only that header is
+//! written, and only that header is read.
 //!
 //! Source of the format: the NumPy Enhancement Proposal 1 (R. Kern) and numpy's `format.py` documentation.
 
@@ -69,7 +69,7 @@ pub(super) fn read_header(file: &mut impl Read, path: &Path) -> Result<NpyHeader
     let text = String::from_utf8_lossy(&bytes[TEXT_AT..]);
     let len = value_of(&text, "shape").and_then(|shape| shape.strip_prefix('(')?.split_once(',')?.0.parse().ok());
     for wide in [false, true] {
-        // Compared as a whole: what a reader of parts would overlook cannot differ.
+        // The whole header is compared, so nothing in it is overlooked.
         if let Some(header) = len.map(|len| NpyHeader { wide, len })
             && bytes == header.bytes()
         {
@@ -79,7 +79,7 @@ pub(super) fn read_header(file: &mut impl Read, path: &Path) -> Result<NpyHeader
     Err(wrong(format!("{}; make the plan again", complaint(&bytes, &text))))
 }
 
-/// What is wrong with a header that is not the one for any width and length.
+/// Describe what is wrong with a header.
 fn complaint(bytes: &[u8; HEADER_BYTES], text: &str) -> String {
     let until = |text: &str, end: char| text.split(end).next().unwrap_or_default().trim().to_owned();
     if bytes[6..8] != VERSION {

@@ -52,7 +52,7 @@ struct PlanFolder {
 impl PlanFolder {
     fn open(path: &Path) -> Result<Self, PackError> {
         let missing = |reason: &str| PackError::Missing { path: path.to_path_buf(), reason: reason.into() };
-        // To open files in it takes no right to list it.
+        // Opening files in a folder takes no permission to list it.
         #[cfg(target_os = "linux")]
         let access = OFlags::PATH;
         #[cfg(not(target_os = "linux"))]
@@ -79,9 +79,10 @@ impl PlanFolder {
             FileType::RegularFile => Ok(()),
             _ => Err(PackError::Format { path: path.clone(), reason: "is not a regular file".into() }),
         };
-        // Before it is opened, which does things to some devices; and after it, for what took its place meanwhile.
+        // Before opening, because opening has effects on some devices; and after it, because another file may have taken
+        // its name.
         check(rustix::fs::statat(&self.directory, name, AtFlags::empty()).map_err(failed)?)?;
-        // A pipe is opened at once with NONBLOCK, and would be waited for without it.
+        // Without NONBLOCK, opening a pipe waits for a writer.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&self.directory, name, flags, Mode::empty()).map_err(failed)?;
         check(rustix::fs::fstat(&file).map_err(failed)?)?;
@@ -99,7 +100,7 @@ impl PlanFolder {
         if text.len() as u64 > LARGEST_METADATA {
             return Err(wrong(format!("is larger than {LARGEST_METADATA} bytes; it is no plan's")));
         }
-        // The version first: the rest of a later version may well look different.
+        // The version first: a later version may have other fields.
         #[derive(Deserialize)]
         struct Version {
             format_version: Option<u64>,
@@ -154,7 +155,7 @@ impl ColumnFile {
         MappedColumn::new(&self.file, self.header).map_err(|source| PackError::Io { path: self.path, source })
     }
 
-    /// Read rather than mapped: a file that is cut short meanwhile is an error here, and would end the process there.
+    /// Check the cumulative piece counts. They are read, not mapped: a file that is truncated meanwhile is then an error.
     fn check_offsets(&self, metadata: &PlanMetadata, progress: &mut dyn Progress) -> Result<(), PackError> {
         let wrong = |reason: String| PackError::Format { path: self.path.clone(), reason };
         let NpyHeader { len, .. } = self.header;

@@ -138,8 +138,7 @@ impl<P: PlanInteger> Cutter<P> {
     /// Cut samples each of which crosses at most one boundary and does not end on one; stop before the first other.
     ///
     /// The processor cannot predict whether a sample crosses a boundary. So both outcomes are written: the sample
-    /// twice, the open pack as if it ended here, and the counters decide what the next sample overwrites. With a
-    /// branch for each boundary a plan of short packs takes a third longer.
+    /// twice, the open pack as if it ended here, and the counters decide what the next sample overwrites.
     fn cut_fast(&mut self, indices: &[P], lengths: &[P]) {
         let out = &mut self.output;
         let first_pack = out.packs;

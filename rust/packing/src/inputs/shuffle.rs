@@ -152,7 +152,7 @@ impl RandomState {
             let (coming, due) = if side == 0 { (&first[0], &second[0]) } else { (&second[0], &first[0]) };
             let (coming, due) = (&coming[..ahead], &due[..pending]);
             undrawn -= ahead;
-            // In turn: the memory has something to bring all the while, and is never asked for many things at once.
+            // Prefetches and swaps alternate, so that the memory is busy all the time and never overloaded.
             let both = ahead.min(pending);
             for (&next, &cell) in coming[..both].iter().zip(&due[..both]) {
                 memory::prefetch(order, next as usize);
@@ -200,8 +200,8 @@ impl RandomState {
             let (groups, rest) = self.tempered[self.position..self.position + take].as_chunks::<GROUP>();
             for group in groups {
                 let candidates = group.map(|word| word & mask);
-                // The bound sinks by a group at most. With no candidate that near to it all are kept or not by the bound
-                // as it is before them, and none waits for what became of the one before.
+                // The bound sinks by a group at most. If no candidate is that near to it, the bound before the group
+                // decides for all of them, and no candidate waits for the one before.
                 let near = candidates.map(|candidate| bound.wrapping_sub(candidate) < GROUP as u32);
                 if near.contains(&true) {
                     keep(&candidates, &mut bound, out, &mut count);

@@ -1,7 +1,7 @@
-//! Packs by number: their pieces, read from the columns of a plan.
+//! Looks packs up by number: reads their pieces from the columns of a plan.
 //!
-//! What always holds: columns may lie in mapped files with any content, so every offset is checked
-//! before it is used; and the watch is looked at every `STEP` packs and pieces.
+//! Invariants: columns may lie in mapped files with any content, so every offset is checked before it is used. There is
+//! a tick every `STEP` packs and pieces.
 
 use std::ops::Range;
 
@@ -14,11 +14,11 @@ use crate::progress::Progress;
 /// In `PackBatch::stop`: to the sample's end, which only the lengths tell.
 pub const TO_THE_END: i64 = -1;
 
-/// Packs or pieces between two looks at the watch: microseconds in memory, and still below 100 ms where each of them
+/// Packs or pieces between two ticks: microseconds in memory, and below 100 ms where each of them
 /// waits for a page from a disk.
 const STEP: usize = 1024;
 
-/// Several packs, column by column.
+/// Several packs, as columns.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PackBatch {
     /// Dataset of each pack.
@@ -33,7 +33,7 @@ pub struct PackBatch {
     pub stop: Vec<i64>,
 }
 
-/// What shows integers: a borrowed column, or the owner of one.
+/// A borrowed column of integers, or the owner of one.
 pub trait AsIntegers {
     /// The integers.
     fn as_integers(&self) -> Integers<'_>;

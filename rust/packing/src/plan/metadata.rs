@@ -72,7 +72,7 @@ impl PlanMetadata {
         serde_json::from_str(text).map_err(|error| PackError::Invalid(format!("does not describe a plan: {error}")))
     }
 
-    /// Whether they go together; an error is a clause that says which do not.
+    /// Check that the values agree; an error is a clause that says which do not.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.format_version != FORMAT_VERSION {
             return Err(format!("format version {} is unknown", self.format_version));
@@ -105,7 +105,7 @@ impl PlanMetadata {
         self.check_tokens()
     }
 
-    /// A piece is the begin of a sample, or its continuation in a pack that is not the first.
+    /// Check the counts of pieces: a piece is the beginning of a sample, or its continuation in another pack.
     fn check_pieces(&self) -> Result<(), String> {
         let samples = self.samples.iter().map(|&samples| u128::from(samples)).sum::<u128>();
         let most = samples + u128::from(self.packs.saturating_sub(1));
@@ -119,7 +119,7 @@ impl PlanMetadata {
         Ok(())
     }
 
-    /// Each stream of tokens leaves less than a pack out, or lacks less than that in its last pack.
+    /// Check the counts of tokens: each stream drops less than a pack, or lacks less than that in its last pack.
     fn check_tokens(&self) -> Result<(), String> {
         let full = u128::from(self.packs) * u128::from(self.max_length);
         let (tokens, packed) = (u128::from(self.tokens), u128::from(self.tokens_packed));
