@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.trainer_runs import Trainer, assert_same, saved, trainer, transformers, weights
 
-from trainer_runs import Trainer, assert_same, saved, trainer, transformers, weights
 from tundish.checkpoint import open_readonly
 from tundish.errors import (
     CorruptCheckpointError,

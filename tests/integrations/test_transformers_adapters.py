@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoint.adapter_models import take_any_peft
+from support.checkpoint.trainer_runs import Trainer, assert_same, model, saved, trainer, weights
 
-from adapted import take_any_peft
-from trainer_runs import Trainer, assert_same, model, saved, trainer, weights
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 

@@ -112,14 +112,17 @@ class PrivateGroup:
     def _connect(self, name: str, resources: contextlib.ExitStack) -> Any:
         """Connect on another thread, since gloo's wait heeds neither Ctrl-C nor a rank that died."""
         connected: Future[tuple[Any, contextlib.ExitStack]] = Future()
-        base = distributed.distributed_c10d._get_default_store()
 
         def run() -> None:
             stack = contextlib.ExitStack()
             try:
                 # gloo holds the client of the job's store while it waits for a rank, so the group has its own. It is
                 # kept while the group is used, whose own hold on it is not visible to Python.
-                client = second_client(base)
+                client = (
+                    second_client(distributed.distributed_c10d._get_default_store())
+                    if distributed.is_initialized()
+                    else None
+                )
                 stack.callback(id, client)
                 group = stack.enter_context(temporary_group(name, self._timeout, self._ranks, store=client))
             except BaseException as error:  # noqa: BLE001 (raised on the caller's thread)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from disorder import Disorder
+from support.checkpoint.disorder import Disorder
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.distributed.rank_processes import Job
-
-from obeying import (
+from support.checkpoint.rank_commands import (
     SAVED_BYTES,
     answer,
     assert_fine,
@@ -30,6 +28,8 @@ from obeying import (
     save,
     tell,
 )
+from support.distributed.rank_processes import Job
+
 from tundish._native import staging_stats
 from tundish.checkpoint import Checkpointer
 from tundish.errors import CorruptCheckpointError, StorageError

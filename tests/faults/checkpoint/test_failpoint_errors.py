@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.checkpoint import failpoints as failpoints
+from support.checkpoint.disorder import Disorder
+from support.checkpoint.failpoints import Place
+from support.checkpoint.soak import IS_SOAK
+from support.checkpoint.training_jobs import check_next_start, train_through_failures
 from support.distributed.rank_processes import Job
-
-import failpoints
-from disorder import Disorder
-from failpoints import Place
-from soak import IS_SOAK
-from training import check_next_start, train_through_failures
 
 EIO, ENOSPC = 5, 28
 # Here every so many-th sort of places; no multiple of the number of faults.

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoint import failpoints as failpoints
+from support.checkpoint.disorder import Disorder
+from support.checkpoint.failpoints import Place
+from support.checkpoint.soak import IS_SOAK
+from support.checkpoint.training_jobs import check_next_start, train
 from support.distributed.rank_processes import Job
-
-import failpoints
-from disorder import Disorder
-from failpoints import Place
-from soak import IS_SOAK
-from training import check_next_start, train
 
 # Two votes may have to find out that a rank is gone.
 NOTICED = 10.0

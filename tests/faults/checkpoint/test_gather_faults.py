@@ -15,9 +15,9 @@ def gathering(rank: int, line: Line) -> None:
     """Gathers tensors of all ranks; the last rank stops in the middle and waits to be killed."""
     import torch
     import torch.distributed as distributed
+    from support.checkpoint.exports import staged, write
+    from support.checkpoint.sharded_models import spread
 
-    from exporting import staged, write
-    from hf_worlds import spread
     from tundish import _native
     from tundish.checkpoint.hf.gather import exchange as gather
     from tundish.checkpoint.hf.stager import make_hf_stager

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoint.soak import IS_SOAK
+from support.checkpoint.training_jobs import check, hidden, train
 from support.distributed.rank_processes import PATIENCE, Job
 
-from soak import IS_SOAK
-from training import check, hidden, train
 from tundish.checkpoint import Checkpointer
 
 KILLS = 300 if IS_SOAK else 30

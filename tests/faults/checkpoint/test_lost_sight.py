@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoint.rank_commands import _Rank, assert_fine, assert_saved, each, end, save
 from support.distributed.rank_processes import Job, Line, outcome
-
-from obeying import _Rank, assert_fine, assert_saved, each, end, save
 
 TIMEOUT = 3.0
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoint.soak import IS_SOAK
 
-from soak import IS_SOAK
 from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.dcp.saving import staged_state

@@ -7,10 +7,20 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoint import failpoints as failpoints
+from support.checkpoint.rank_commands import (
+    MIB,
+    answer,
+    assert_fine,
+    assert_saved,
+    begin_and_hold,
+    each,
+    end,
+    obey,
+    save,
+    tell,
+)
 from support.distributed.rank_processes import Job
-
-import failpoints
-from obeying import MIB, answer, assert_fine, assert_saved, begin_and_hold, each, end, obey, save, tell
 
 TIMEOUT = 5.0
 
@@ -153,7 +163,8 @@ def test_two_saves_of_one_step_are_refused_on_all_ranks(tmp_path: Path) -> None:
 
 def loop_that_fails(rank: int, line: object) -> None:
     """The training loop of the second rank fails while a save is under way."""
-    from obeying import tensors
+    from support.checkpoint.rank_commands import tensors
+
     from tundish.checkpoint import Checkpointer
 
     root = line.hear()  # type: ignore[attr-defined]

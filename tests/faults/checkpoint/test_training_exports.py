@@ -23,12 +23,11 @@ def with_experts_apart() -> Any:
     "Megatron-LM", Shoeybi et al., 2019).
     """
     import torch
+    from support.checkpoint.sharded_models import place, whole
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
-
-    from hf_worlds import place, whole
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size() // 2, 2), mesh_dim_names=("data", "expert"))
     group = mesh["expert"].get_group()
@@ -84,11 +83,11 @@ def train_and_export(rank: int, line: Line) -> None:
     """Trains, exports in between, and says of each export whether `from_pretrained` gives what the model was then."""
     import torch
     from support.checkpoint.dcp_states import assert_same, whole
+    from support.checkpoint.sharded_models import spread
+    from support.checkpoint.sharded_models import whole as unspread
     from torch import distributed
     from transformers import AutoModelForCausalLM
 
-    from hf_worlds import spread
-    from hf_worlds import whole as unspread
     from tundish.checkpoint import Checkpointer
 
     layout, root = line.hear()

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.checkpoint.soak import IS_SOAK
 from support.rtensor import soak_roles
 from support.rtensor.peers import Peer, PeerError
 
-from soak import IS_SOAK
 from tundish.rtensor import Worker
 
 STEPS = 10_000 if IS_SOAK else 1000

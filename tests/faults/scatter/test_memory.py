@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoint.soak import IS_SOAK
 from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
-from soak import IS_SOAK
 
 ROUNDS = 10_000 if IS_SOAK else 1_200
 # Rounds between two looks. After so many a rank is warm.

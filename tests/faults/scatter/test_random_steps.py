@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoint.soak import IS_SOAK
 from support.distributed.rank_processes import Job, Line, on_nodes
 from support.scatter.batches import same
 
 import tundish as td
-from soak import IS_SOAK
 
 WORLD = 3
 SEEDS, ROUNDS = (20, 400) if IS_SOAK else (3, 120)

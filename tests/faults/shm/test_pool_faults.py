@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoint.soak import IS_SOAK
 
 import pool_tasks as tasks
 import tundish as td
 from pool_helpers import each_method, until
 from pool_programs import Program
-from soak import IS_SOAK
 from tundish.errors import PoolError, WorkerDiedError
 
 KILLS = 200 if IS_SOAK else 40

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from support.checkpoint.soak import IS_SOAK
 
 from actors import PROLOGUE, Actor
-from soak import IS_SOAK
 from tundish.shm import sweep
 
 KILLS = 200 if IS_SOAK else 40

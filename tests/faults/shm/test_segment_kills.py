@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoint.soak import IS_SOAK
 
 import tundish as td
 from actors import PROLOGUE, Actor, Refused
-from soak import IS_SOAK
 from tundish.shm import SharedArray
 
 KILLS = 200 if IS_SOAK else 40

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoint.soak import IS_SOAK
 from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
-from soak import IS_SOAK
 
 ENDINGS = 200 if IS_SOAK else 8
 # The promise: whoever is killed or leaves is known within so many seconds.

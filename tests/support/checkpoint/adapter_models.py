@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from exporting import header_and_data
-from hf_worlds import whole
+from support.checkpoint.exports import header_and_data
+from support.checkpoint.sharded_models import whole
 
 TWO = "two"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.distributed.rank_processes import Job, Line, outcome
 
-import failpoints
+from support.checkpoint import failpoints as failpoints
+from support.distributed.rank_processes import Job, Line, outcome
 
 MIB = 1 << 20
 SAVED_BYTES = 4 * MIB

@@ -37,10 +37,10 @@ def saving(rank: int, line: Line) -> None:
     import warnings
 
     import torch
+    from support.checkpoint.adapter_models import adapted, assert_same_adapters
     from torch import distributed
     from torch.distributed.tensor import DTensor
 
-    from adapted import adapted, assert_same_adapters
     from tundish.checkpoint import Checkpointer, verify
 
     whole_of, full_tensor, redistribute = adapted, DTensor.full_tensor, DTensor.redistribute
@@ -101,7 +101,8 @@ def saving_what_is_computed(rank: int, line: Line) -> None:
     """Saves adapters whose weights peft computes when it saves; says what that comes to, and saves others."""
     import warnings
 
-    from adapted import adapted
+    from support.checkpoint.adapter_models import adapted
+
     from tundish.checkpoint import Checkpointer
 
     warnings.filterwarnings("ignore", ".*Could not find a config file")

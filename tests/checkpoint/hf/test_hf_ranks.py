@@ -60,9 +60,9 @@ def saving(rank: int, line: Line) -> None:
     """Saves what the test names, then says whether the files are those that one rank writes of the whole model."""
     import torch
     import torch.distributed as distributed
+    from support.checkpoint.exports import export, staged, write
+    from support.checkpoint.sharded_models import spread, whole
 
-    from exporting import export, staged, write
-    from hf_worlds import spread, whole
     from tundish import _native
     from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
@@ -125,8 +125,8 @@ def test_the_same_bytes_as_from_one_rank(size: int, path_in_memory: Path) -> Non
 def saving_alone(rank: int, line: Line) -> None:
     """Saves models that are spread over the one rank there is, and says which files differ from the whole ones."""
     import torch
+    from support.checkpoint.sharded_models import spread, whole
 
-    from hf_worlds import spread, whole
     from tundish.checkpoint import Checkpointer
 
     root = line.hear()
@@ -178,10 +178,10 @@ def gathering_much(rank: int, line: Line) -> None:
     """Saves 512 MiB that are spread over all ranks, and says how much memory that took at most."""
     import torch
     import torch.distributed as distributed
+    from support.checkpoint.exports import staged, write
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, full
 
-    from exporting import staged, write
     from tundish import _native
     from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
@@ -244,11 +244,11 @@ def failing(rank: int, line: Line) -> None:
     """A conversion that fails on one rank, then a save that succeeds; then what cannot be saved."""
     import torch
     import torch.distributed as distributed
+    from support.checkpoint.exports import staged, write
+    from support.checkpoint.sharded_models import spread
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-    from exporting import staged, write
-    from hf_worlds import spread
     from tundish import _native
     from tundish.checkpoint.hf.gather import exchange as gather
     from tundish.checkpoint.hf.stager import make_hf_stager

@@ -22,7 +22,7 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-import failpoints
+from support.checkpoint import failpoints as failpoints
 
 KEPT = 2
 SHARD_BYTES = 4096
@@ -192,7 +192,6 @@ def train_through_failures(rank: int, line: Any) -> None:
 def prepare(root: Path, folder: Path) -> None:
     """A root with steps 2 and 3 of both kinds, and what a dead owner left: a newer export, and work half done."""
     from support.distributed.rank_processes import Job
-
     from tundish.checkpoint import Checkpointer
 
     root.parent.mkdir()

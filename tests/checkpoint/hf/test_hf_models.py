@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.checkpoint.exports import assert_same_export, bits, export
+from support.checkpoint.sharded_models import SMALL
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -33,8 +35,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from exporting import assert_same_export, bits, export
-from hf_worlds import SMALL
 from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -163,7 +163,7 @@ def test_a_save_in_the_middle_of_training(tmp_path: Path) -> None:
     step()
     model.config.rope_theta = 1.0
     model.generation_config.max_length = 7
-    from exporting import write
+    from support.checkpoint.exports import write
 
     write(save, tmp_path / "ours")
     save.release()

@@ -14,8 +14,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoint.exports import bits
 
-from exporting import bits
 from tundish.checkpoint.hf.shards import Layout, assign, lay_out
 from tundish.checkpoint.staging.buffers import PAGE
 from tundish.checkpoint.tensors import DTYPES, Facts

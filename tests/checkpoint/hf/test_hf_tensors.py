@@ -12,9 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
+from support.checkpoint.exports import bits, export, header_and_data, options, staged, write
 from torch import nn
 
-from exporting import bits, export, header_and_data, options, staged, write
 from tundish import _native
 from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import InvalidInputError, InvalidTypeError

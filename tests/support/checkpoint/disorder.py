@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from support.checkpoint import failpoints as failpoints
+from support.checkpoint.failpoints import Place
+from support.checkpoint.training_jobs import check_next_start, prepare, train
 from support.distributed.rank_processes import Job
-
-import failpoints
-from failpoints import Place
-from training import check_next_start, prepare, train
 
 
 class Disorder:

@@ -13,13 +13,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.checkpoint.adapter_models import TWO, adapted, assert_same_adapters, files, take_any_peft
+from support.checkpoint.exports import bits, export
+from support.checkpoint.sharded_models import SMALL
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from adapted import TWO, adapted, assert_same_adapters, files, take_any_peft
-from exporting import bits, export
-from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf import adapters
 from tundish.checkpoint.hf.stager import make_hf_stager

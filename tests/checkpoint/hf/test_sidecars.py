@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.exports import export, staged, write
+from support.checkpoint.sharded_models import SMALL
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from exporting import export, staged, write
-from hf_worlds import SMALL
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError

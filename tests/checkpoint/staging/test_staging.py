@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoint.exports import staged, write
 from torch import nn
 
-from exporting import staged, write
 from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.stager import make_hf_stager
