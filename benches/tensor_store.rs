@@ -32,7 +32,7 @@ impl Transport for Between {
         for (index, outgoing) in self.owner.look_up(wanted)?.iter().enumerate() {
             match outgoing.reference() {
                 Some(reference) if self.by_reference => {
-                    receiver.attach(index, outgoing.meta(), &reference, None, patience)?;
+                    receiver.attach(index, outgoing.meta(), &reference, patience)?;
                 }
                 _ => {
                     receiver.room(index, outgoing.meta(), patience)?.copy_from_slice(outgoing.bytes());

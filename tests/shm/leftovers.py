@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 import tundish as td
-from tundish.shm.memory import set_cache_limit
+from tundish.shm import set_cache_limit
 
 # Of the names that tests give to segments; no other run has it.
 PREFIX = f"test-{os.getpid()}-"

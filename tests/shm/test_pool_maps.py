@@ -13,7 +13,8 @@ import pytest
 import pool_tasks as tasks
 import tundish as td
 from pool_helpers import each_method
-from tundish.shm.pool.pace import Pace
+from tundish.shm.pool.messages import ROOM
+from tundish.shm.pool.parallel_map import Pacing
 
 
 @pytest.mark.parametrize("chunksize", [1, 5, "auto"])
@@ -95,15 +96,15 @@ def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize:
 def test_auto_chunks_grow_to_what_is_worth_it_and_leave_every_worker_several(
     seconds: float, nbytes: int
 ) -> None:
-    workers, room, items = 3, 16_000, 100_000
-    pace = Pace(workers, room, None, items, 384)
+    workers, room, items = 3, ROOM, 100_000
+    pace = Pacing(workers, None, items)
     sizes, left = [], items
     while left:
         size = pace.next_size()
         assert 1 <= size <= max(1, left // (4 * workers))
         assert size * seconds < 2e-3 or size == 1
         assert size * nbytes < room
-        pace.handed_out(size)
+        pace.sent(size)
         pace.learn(size, size * seconds, size * nbytes)
         sizes.append(size)
         left -= size

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 import tundish as td
 from leftovers import descriptors, mapped
 from tundish.errors import InvalidInputError
-from tundish.shm import Handle, SharedArray
-from tundish.shm.memory import set_cache_limit
+from tundish.shm import Handle, SharedArray, set_cache_limit
 
 PLAIN = (
     numpy_strategies.boolean_dtypes()

@@ -19,8 +19,7 @@ import tundish as td
 from array_tasks import METHODS, Child
 from leftovers import mapped
 from tundish import _native
-from tundish.shm import SharedArray
-from tundish.shm.memory import set_cache_limit
+from tundish.shm import SharedArray, set_cache_limit
 
 NUMBERS = np.arange(50_000)
 SUM = int(NUMBERS.sum())

@@ -98,9 +98,9 @@ def test_a_queued_task_can_be_revoked_and_a_running_one_cannot():
         assert not board.revoke(endless)
         child.kill()
         child.wait()
-        assert board.bury(0) == [endless]
+        assert board.reap(0) == [endless]
         assert not board.running(endless)
-        assert board.bury(0) == []
+        assert board.reap(0) == []
     assert not board.revoke(2**64 - 1)
 
 
@@ -215,11 +215,11 @@ def test_a_take_ends_when_its_time_is_over():
 def test_a_poke_ends_a_wait_that_is_under_way_or_the_next_one(caller):
     board = TaskQueue(2, 4096)
     begin = time.monotonic()
-    timer = threading.Timer(0.05, board.poke)
+    timer = threading.Timer(0.05, board.end_waits)
     timer.start()
     assert not board.wait(30.0, caller)
     timer.join()
-    board.poke()
+    board.end_waits()
     assert not board.wait(30.0, caller)
     assert time.monotonic() - begin < 5
     assert not board.wait(0.01, caller)
@@ -272,7 +272,7 @@ def test_each_side_has_its_own_calls():
         with pytest.raises(InvalidInputError, match="workers 0 to 511"):
             mine.take(number, 0)
         with pytest.raises(InvalidInputError, match="workers 0 to 511"):
-            board.bury(number)
+            board.reap(number)
     with pytest.raises(InvalidInputError, match="nan"):
         board.wait(float("nan"), True)
 

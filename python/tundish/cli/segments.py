@@ -1,4 +1,4 @@
-"""The command `tundish shm`: look at the named segments of shared memory, and sweep those that nobody has any more.
+"""The command `tundish shm`: lists named segments of shared memory, and removes those that no process has any more.
 
 torch is never imported.
 """
@@ -12,7 +12,7 @@ from tundish.cli.arguments import add_command
 from tundish.cli.output import printable, readable
 
 if TYPE_CHECKING:
-    from tundish.shm.named import NamedSegment
+    from tundish.shm.named_segments import NamedSegment
 
 __all__ = ["add_shm_commands"]
 
@@ -28,7 +28,7 @@ def add_shm_commands(commands: Any) -> None:
         summary="list named segments",
         description="List the named segments of shared memory that are this user's, and who has them.",
     )
-    listing.set_defaults(run=run_ls, needs="tundish.shm.named")
+    listing.set_defaults(run=run_ls, needs="tundish.shm.named_segments")
 
     sweep = add_command(
         verbs,
@@ -39,12 +39,12 @@ def add_shm_commands(commands: Any) -> None:
         "maps, what another user made and what is no segment of tundish is left alone.",
     )
     sweep.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    sweep.set_defaults(run=run_sweep, needs="tundish.shm.named")
+    sweep.set_defaults(run=run_sweep, needs="tundish.shm.named_segments")
 
 
 def run_ls(_: argparse.Namespace) -> dict[str, Any]:
     """`tundish shm ls`."""
-    from tundish.shm.named import sweep
+    from tundish.shm.named_segments import sweep
 
     report = sweep(dry_run=True)
     segments = sorted((*report.removed, *report.live), key=lambda segment: segment.name)
@@ -61,7 +61,7 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
 
 def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish shm sweep`."""
-    from tundish.shm.named import sweep
+    from tundish.shm.named_segments import sweep
 
     report = sweep(dry_run=options.dry_run)
     verb = "would remove" if options.dry_run else "removed"

@@ -1,6 +1,6 @@
 """Shared memory: one copy of an array for all processes of a node, and a pool of processes that work on it.
 
-Importing this imports no module of it: each comes when one of its names is asked for, and torch never.
+Each name is imported when it is first used; torch is never imported here.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.shm.array import SharedArray
     from tundish.shm.handle import Handle
-    from tundish.shm.memory import set_cache_limit, stats
-    from tundish.shm.named import NamedSegment, SweepReport, sweep
-    from tundish.shm.node import node_shared
+    from tundish.shm.memory_stats import set_cache_limit, stats
+    from tundish.shm.named_segments import NamedSegment, SweepReport, sweep
+    from tundish.shm.node_sharing import node_shared
     from tundish.shm.pool import SharedPool
+    from tundish.shm.shared_array import SharedArray
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.shm.array": ("SharedArray",),
+            "tundish.shm.shared_array": ("SharedArray",),
             "tundish.shm.handle": ("Handle",),
-            "tundish.shm.memory": ("set_cache_limit", "stats"),
-            "tundish.shm.named": ("NamedSegment", "SweepReport", "sweep"),
-            "tundish.shm.node": ("node_shared",),
+            "tundish.shm.memory_stats": ("set_cache_limit", "stats"),
+            "tundish.shm.named_segments": ("NamedSegment", "SweepReport", "sweep"),
+            "tundish.shm.node_sharing": ("node_shared",),
             "tundish.shm.pool": ("SharedPool",),
         },
     )

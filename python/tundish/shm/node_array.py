@@ -1,8 +1,7 @@
-"""`NodeArray`: the array that `node_shared` hands out.
+"""`NodeArray`: the array that `node_shared` returns.
 
-What always holds: it is read-only; pickled as a whole it is some hundred bytes that say where it lies, so that a worker
-which unpickles it has the same pages; any other array that is made from it, a slice or a sum, is pickled by its values,
-as every array of numpy.
+It is read-only. Pickled as a whole it is its place, some hundred bytes, so a worker that unpickles it has the same
+pages. An array that is made from it, a slice or a sum, is pickled by its values, as every numpy array.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ __all__ = ["NodeArray", "Origin"]
 
 
 class Origin(Protocol):
-    """Where a shared array lies; picklable, and small then."""
+    """The place of a shared array; picklable and small."""
 
     def mapped(self) -> NDArray[Any]:
-        """The array, read-only."""
+        """Return the array, read-only."""
         ...
 
 
@@ -28,12 +27,12 @@ class NodeArray(np.ndarray[Any, np.dtype[Any]]):
 
     # None on every array that numpy makes of this one.
     _origin: Origin | None = None
-    # As it lies there: numpy lets an array be given another shape or dtype in its place.
+    # Shape, strides and dtype at that place: numpy lets an array be given others.
     _form: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, origin: Origin) -> Self:
-        """The array that lies at `origin`, which lives as long as the array."""
+        """Return the array at `origin`, which lives as long as the array."""
         array = origin.mapped().view(cls)
         array.flags.writeable = False
         array._origin, array._form = origin, array._form_now()
@@ -43,7 +42,7 @@ class NodeArray(np.ndarray[Any, np.dtype[Any]]):
         return self.shape, self.strides, self.dtype
 
     def __array_wrap__(self, array: NDArray[Any], context: Any = None, return_scalar: bool = False) -> Any:
-        # What is computed from a shared array is nobody else's.
+        # The result of a computation is a plain array.
         plain = np.asarray(array)
         return plain[()] if return_scalar else plain
 

@@ -1,18 +1,20 @@
-//! Copies of host memory, past the caches.
+//! Copies host memory past the caches, on several threads.
 //!
-//! It owns nothing but threads. What always holds: every byte is copied once, by one thread; when [`copy`] or
-//! [`Copying::finish`] returns all are, and no other thread runs for them, as when a [`Copying`] is dropped.
+//! The bytes that a save stages are read again only when they are written, and are larger than any cache. Ordinary
+//! stores would first read each line of the target, and push the training's data out of the caches. Streaming stores do
+//! neither: two transfers instead of three take two thirds of the time where memory is the limit.
 //!
-//! What a save stages, for one, is read again only when it is written, and is larger than any cache. Ordinary stores
-//! would first read each line of the target and push the training's data out of the caches; streaming stores do neither,
-//! and where memory is the limit, two transfers instead of three take two thirds of the time.
+//! Invariants: every byte is copied once, by one thread. When [`copy`] or [`Copying::finish`] returns, or a [`Copying`]
+//! is dropped, no other thread runs for it.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::{mem, panic, process};
+
+use crate::pieces::{Copy, Pieces};
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
 pub const WORTH_A_THREAD: usize = 8 << 20;
@@ -23,22 +25,6 @@ const PIECE: usize = 1 << 20;
 
 /// Pieces of a thread between two looks at whether to go on: some milliseconds, ten times that where memory is fresh.
 const LOOK_AROUND: usize = 32;
-
-/// `length` bytes from `source` to `target`.
-#[derive(Clone, Copy, Debug)]
-pub struct Copy {
-    /// The first byte that is read.
-    pub source: *const u8,
-    /// Where it goes.
-    pub target: *mut u8,
-    /// How many.
-    pub length: usize,
-}
-
-// SAFETY: only addresses; whoever calls `copy` answers for what is there.
-unsafe impl Send for Copy {}
-// SAFETY: as above.
-unsafe impl Sync for Copy {}
 
 /// Copies all of `copies` on up to `threads` threads, the caller's among them. That one asks `go_on` now and then, with
 /// the bytes that were begun; at an error nothing more is begun, and it is returned.
@@ -193,29 +179,7 @@ impl Portions {
     }
 }
 
-/// All copies, counted through one after the other and cut into pieces, which threads take in turn.
-#[derive(Debug)]
-pub(crate) struct Pieces {
-    /// Its own, as threads may look at them when whoever handed them in is gone.
-    copies: Vec<Copy>,
-    /// Where each copy ends.
-    ends: Vec<usize>,
-    total: usize,
-    /// The first byte that no thread has taken.
-    next: AtomicUsize,
-}
-
 impl Pieces {
-    fn of(copies: &[Copy]) -> Self {
-        let mut total = 0;
-        let end_of = |copy: &Copy| {
-            total += copy.length;
-            total
-        };
-        let ends = copies.iter().map(end_of).collect();
-        Pieces { copies: copies.to_vec(), ends, total, next: AtomicUsize::new(0) }
-    }
-
     /// Copies pieces until all are taken.
     fn copy_all(&self) {
         while self.copy_next().is_some() {}
@@ -245,30 +209,6 @@ impl Pieces {
             // SAFETY: within a copy, which the caller of `copy` answers for.
             unsafe { part.source.copy_to_nonoverlapping(part.target, part.length) };
         }
-    }
-
-    /// What the copies have of `bytes`, in order.
-    pub(crate) fn parts(&self, bytes: Range<usize>) -> impl Iterator<Item = Copy> {
-        let first = self.ends.partition_point(|&end| end <= bytes.start);
-        self.copies[first..].iter().zip(&self.ends[first..]).map_while(move |(copy, end)| {
-            let begin = end - copy.length;
-            let (from, to) = (bytes.start.max(begin), bytes.end.min(*end));
-            (begin < bytes.end).then(|| copy.after(from - begin).before(to - from))
-        })
-    }
-}
-
-impl Copy {
-    /// All but its first `bytes`, of which it has as many.
-    pub(crate) fn after(self, bytes: usize) -> Self {
-        // Nothing is read or written here.
-        let (source, target) = (self.source.wrapping_add(bytes), self.target.wrapping_add(bytes));
-        Copy { source, target, length: self.length - bytes }
-    }
-
-    /// Its first `bytes` alone.
-    pub(crate) fn before(self, bytes: usize) -> Self {
-        Copy { length: bytes, ..self }
     }
 }
 

@@ -1,14 +1,16 @@
-//! Copies of host memory, through the caches or past them.
+//! Copies host memory, through the caches or past them.
 //!
-//! It owns no memory. Which way is the faster depends on who reads the copy: [`copy`] goes past the caches, for what
-//! nobody reads soon; a [`Handover`] finds out which way is the better one to a reader that waits for it.
+//! Which way is faster depends on the reader of the copy. [`copy`] goes past the caches, for bytes that nobody reads
+//! soon. [`AdaptiveCopy`] measures which way is the better one to a reader that waits.
 
 #![deny(unsafe_code)]
 
+mod adaptive;
 mod copying;
-mod handover;
+mod pieces;
 #[cfg(target_arch = "x86_64")]
 mod streaming;
 
-pub use copying::{Copy, Copying, WORTH_A_THREAD, copy};
-pub use handover::Handover;
+pub use adaptive::AdaptiveCopy;
+pub use copying::{Copying, WORTH_A_THREAD, copy};
+pub use pieces::Copy;

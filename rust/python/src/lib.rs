@@ -64,19 +64,17 @@ mod _native {
         shuffled_indices, verify_plan,
     };
     #[pymodule_export]
-    use super::shm::arena::{
+    use super::shm::buffers::{
         BufferLease, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit, is_segment_retired,
     };
     #[pymodule_export]
-    use super::shm::board::{TaskQueue, available_processors, end_with};
-    #[pymodule_export]
-    use super::shm::content::is_plain;
-    #[pymodule_export]
     use super::shm::named::sweep_segments;
     #[pymodule_export]
-    use super::shm::reach::lending_socket;
+    use super::shm::plain_value::is_plain;
     #[pymodule_export]
-    use super::shm::segment::{SegmentView, SharedSegment, held_descriptor, set_shared_cache_limit, shared_stats};
+    use super::shm::segment::{SegmentView, SharedSegment, set_shared_cache_limit, shared_stats};
+    #[pymodule_export]
+    use super::shm::task_queue::{TaskQueue, available_processors, exit_with_parent};
     #[pymodule_export]
     use super::shm::votes::BallotBox;
     #[pymodule_export]

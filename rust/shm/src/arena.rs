@@ -1,23 +1,22 @@
-//! Segments that were given back, kept for the next use: fresh pages cost fifteen to twenty times a copy into warm
+//! Keeps segments that were given back for the next use: fresh pages cost fifteen to twenty times a copy into used
 //! ones.
 //!
-//! An [`Arena`] owns every segment that it keeps. What always holds:
+//! Invariants:
 //!
 //! 1. A segment is used again only when its last reader came, or none is to come, and no view of it lives in any
 //!    process.
-//! 2. What is kept, idle or with a view alive somewhere, is bounded in bytes and in number; the oldest goes first. What
-//!    a reader is still to come for is never let go of.
-//! 3. An arena is used by the process that made it. A child made by `fork` lets go of what it inherited, and changes
-//!    nothing of it.
-//! 4. The lock is never held while memory is made or given to the system, which takes milliseconds a gigabyte.
+//! 2. Segments that are kept, idle or with a view alive somewhere, are bounded in bytes and in number; the oldest goes
+//!    first. A segment whose reader is still to come is never dropped.
+//! 3. The process that made an arena uses it. A child made by `fork` drops what it inherited, and changes none of it.
+//! 4. The lock is never held while memory is reserved or freed, which takes milliseconds a gigabyte.
 
 use std::collections::VecDeque;
 use std::process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::ShmError;
-use crate::file::{DATA_START, GoOn, Writers};
-use crate::memory;
+use crate::memory_file::{DATA_START, GoOn, Writers};
+use crate::memory_limits;
 use crate::per_process::PerProcess;
 use crate::segment::Segment;
 
@@ -40,7 +39,7 @@ static ARRAYS: PerProcess<Arena> = PerProcess::new(|| Arena::new(Use::Arrays, de
 
 /// Bytes that an arena keeps where nobody says another number: a sixteenth of the memory that the process can have.
 pub fn default_limit() -> usize {
-    memory::total().map_or(1 << 30, |total| usize::try_from(total / PART_OF_MEMORY).unwrap_or(usize::MAX))
+    memory_limits::total().map_or(1 << 30, |total| usize::try_from(total / PART_OF_MEMORY).unwrap_or(usize::MAX))
 }
 
 /// What an arena's segments are for.

@@ -1,7 +1,6 @@
-//! Sleeping on a word of memory that several processes map.
+//! Sleeps on a word of memory that several processes map.
 //!
-//! What always holds: a sleep may end for no reason that the sleeper could see, so whoever slept looks again. Errors
-//! say no more than that.
+//! A sleep may end for no visible reason, so the caller looks again; errors mean no more than that.
 
 use core::sync::atomic::AtomicU32;
 use std::time::Duration;

@@ -1,8 +1,7 @@
-//! The header of a segment, its first page: what it is and what lies in it.
+//! The header of a segment, its first page: identity, generation, owner, length and layout of the data.
 //!
-//! What always holds: an owner writes it before it tells anybody of the segment, or with the exclusive lock held;
-//! whoever attaches reads it with the shared one, through a copy, and believes no length before it was compared with
-//! the file's.
+//! Invariants: an owner writes it before it tells anybody of the segment, or under the exclusive lock. A process that
+//! attaches reads a copy of it under the shared lock, and compares every length with the file's.
 #![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;
@@ -11,8 +10,8 @@ use std::sync::atomic::Ordering;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::error::ShmError;
-use crate::file::DATA_START;
 use crate::mapping::Mapping;
+use crate::memory_file::DATA_START;
 use crate::owner::Owner;
 
 /// Begins every segment; the last byte is the version of this layout.

@@ -1,16 +1,16 @@
 //! A lease: as long as it lives in any process, nobody uses the segment for something else.
 //!
-//! It is a shared lock on an open file description of its own, which nothing but a mapping of the segment's first page
-//! refers to. What always holds: the kernel drops the lock when the last process that inherited the mapping unmaps it
-//! or ends, and no descriptor is kept open for it.
+//! It is a shared lock on an open file description of its own, to which only a mapping of the segment's first page
+//! refers. The kernel drops the lock when the last process that inherited the mapping unmaps it or ends. No descriptor
+//! is kept open for it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::fs::OFlags;
 
 use crate::error::ShmError;
-use crate::file;
 use crate::mapping::{Access, Mapping};
+use crate::memory_file;
 
 /// Keeps a segment as it is.
 #[derive(Debug)]
@@ -25,8 +25,8 @@ impl Lease {
     /// # Errors
     /// [`ShmError::Io`] where the process may open or map no more.
     pub(crate) fn take(file: BorrowedFd<'_>, page: usize) -> Result<Option<Self>, ShmError> {
-        let own = file::reopen(file, OFlags::RDONLY)?;
-        if !file::lock_shared(own.as_fd())? {
+        let own = memory_file::reopen(file, OFlags::RDONLY)?;
+        if !memory_file::lock_shared(own.as_fd())? {
             return Ok(None);
         }
         let page = Mapping::new(&own, page, Access::Read)?;
@@ -39,7 +39,7 @@ impl Lease {
 mod tests {
     use std::os::fd::AsRawFd;
 
-    use crate::file::Writers;
+    use crate::memory_file::Writers;
     use crate::segment::Segment;
 
     fn segment() -> Segment {

@@ -1,53 +1,49 @@
-//! Shared memory of one node: segments that processes attach to, and their recycling; the board on which a pool finds
-//! its tasks, and the box in which processes that agree cast their votes.
+//! Shared memory of one node: segments that processes attach to and use again, the queue of a pool's tasks, and votes.
 //!
-//! A [`Segment`] is memory without a name (a memfd) or with one; its first page is a header, its data begin behind it.
-//! What always holds:
+//! A [`Segment`] is memory without a name (a memfd) or with one. Its first page is a header; its data begin behind it.
 //!
-//! 1. All pages of a segment are there before it is used: running out of memory is an error when it is made, never a
+//! Invariants:
+//!
+//! 1. All pages of a segment are reserved before it is used: too little memory is an error when it is made, never a
 //!    signal when it is read.
-//! 2. Memory safety never rests on what a header says. Whoever attaches compares every length with the size of the
-//!    file, and what has no name is sealed against shrinking.
-//! 3. As long as a view of a segment lives in any process, that process holds a lease: a shared lock which the kernel
-//!    drops with the last reference, however the process ends. A segment is used again only by who gets the exclusive
-//!    one.
-//! 4. A child made by `fork` never takes its parent's segments for its own: it reads what it inherited, and recycles
-//!    nothing of it.
+//! 2. Memory safety never rests on a header. Every length is compared with the size of the file, and memory without a
+//!    name is sealed against shrinking.
+//! 3. As long as a view of a segment lives in any process, that process holds a lease: a shared lock that the kernel
+//!    drops with its last reference. A segment is used again only under the exclusive lock.
+//! 4. A child made by `fork` reads the segments that it inherited, and recycles none of them.
 
 #![deny(unsafe_code)]
 
 pub mod arena;
-pub mod board;
+pub mod attachment;
+mod buffer_receiver;
 mod error;
-mod file;
 mod futex;
 mod header;
 mod lease;
-#[cfg(target_os = "linux")]
-pub mod lend;
 pub mod mapping;
-mod memory;
+mod memory_file;
+mod memory_limits;
 #[cfg(target_os = "linux")]
 pub mod named;
 pub mod owner;
-mod pages;
-mod parcel;
-mod parcels;
 mod per_process;
-pub mod registry;
+mod private_copy;
 mod segment;
+mod send_buffer;
 #[cfg(target_os = "linux")]
 pub mod sweep;
+pub mod task_queue;
 pub mod votes;
-pub mod warm;
 mod watcher;
 
+pub use buffer_receiver::{BufferReceiver, ReceivedBuffer};
 pub use error::ShmError;
-pub use file::{DATA_START, GoOn};
 pub use header::{Facts, LAYOUT_ROOM, is_retired_behind};
 pub use lease::Lease;
-pub use parcel::{Parcel, Reference};
-pub use parcels::{ParcelView, Parcels};
+pub use memory_file::{DATA_START, GoOn};
 pub use per_process::PerProcess;
+pub use private_copy::PrivateCopy;
 pub use segment::{Address, Segment};
-pub use watcher::{end_with, without_signals};
+pub use send_buffer::{Reference, SendBuffer};
+pub use watcher::{exit_with_parent, without_signals};

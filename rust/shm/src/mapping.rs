@@ -1,8 +1,7 @@
-//! Mapped memory: a file's bytes in this process.
+//! Maps a file's bytes into this process.
 //!
-//! A [`Mapping`] owns its range and unmaps it. What always holds: the range stays where it is and can be read as long
-//! as the mapping lives, in a child made by `fork` too; the open file description that it was made from lives as long,
-//! and with it the lock on that. What has room for a huge page begins where one may.
+//! Invariants: a mapping stays where it is, and readable, as long as it lives, in a child made by `fork` too. The open
+//! file description that it was made from lives as long, and with it the lock on that.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -14,8 +13,7 @@ use rustix::fd::AsFd;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::error::ShmError;
-use crate::file::HUGE_PAGE;
-use crate::warm::or_without_kept;
+use crate::memory_file::HUGE_PAGE;
 
 /// Bytes whose page tables are filled at once, whole pages: meanwhile no other thread of the process maps or unmaps
 /// anything, some hundred microseconds.
@@ -51,22 +49,33 @@ impl Mapping {
     /// # Errors
     /// [`ShmError::Io`] where the address space or the file's seals do not allow it.
     pub fn new(file: impl AsFd, len: usize, access: Access) -> Result<Self, ShmError> {
+        Self::of_part(file, 0, len, access)
+    }
+
+    /// `len` bytes of `file`, at least one, in whole pages, from byte `offset` on. Where `len` has room for huge pages,
+    /// `offset` is a multiple of them.
+    ///
+    /// # Errors
+    /// As of [`new`](Mapping::new).
+    pub fn of_part(file: impl AsFd, offset: u64, len: usize, access: Access) -> Result<Self, ShmError> {
         let (protection, flags) = match access {
             Access::Read => (ProtFlags::READ, MapFlags::SHARED),
             Access::Write => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED),
             // Without it the kernel would count all of it against what may be promised, though little is ever copied.
             Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
         };
-        let start = or_without_kept(|| {
-            if let Some(place) = Place::for_huge_pages(len) {
+        let start = match Place::for_huge_pages(len) {
+            Some(place) => {
                 // SAFETY: over a range that is ours, of which nobody knows.
-                let start = unsafe { mmap(place.start(), len, protection, flags | MapFlags::FIXED, &file, 0) }?;
-                place.leave(len);
-                return Ok(start);
+                let start = unsafe { mmap(place.start(), len, protection, flags | MapFlags::FIXED, &file, offset) };
+                if start.is_ok() {
+                    place.leave(len);
+                }
+                start
             }
             // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
-            unsafe { mmap(ptr::null_mut(), len, protection, flags, &file, 0) }
-        });
+            None => unsafe { mmap(ptr::null_mut(), len, protection, flags, &file, offset) },
+        };
         Self::at(start, len)
     }
 
@@ -76,17 +85,6 @@ impl Mapping {
         start
             .map(|start| Mapping { start, len })
             .ok_or_else(|| ShmError::Invalid("the system mapped a segment at address 0".to_owned()))
-    }
-
-    /// `len` bytes of this process's own, at least one, all zero; a child made by `fork` gets them copied.
-    ///
-    /// # Errors
-    /// [`ShmError::Io`] where the address space or the memory does not allow it.
-    pub(crate) fn anonymous(len: usize) -> Result<Self, ShmError> {
-        let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
-        // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
-        let start = or_without_kept(|| unsafe { mmap_anonymous(ptr::null_mut(), len, protection, flags) });
-        Self::at(start, len)
     }
 
     /// The first byte.

@@ -1,8 +1,8 @@
-//! Who made a segment: a record for people to read, by which nothing is decided.
+//! Records which process made a segment, for people to read; nothing is decided by it.
 //!
-//! Whether anybody holds a segment is told by locks alone (`named/probe.rs`): numbers of processes are used again, and
-//! a process has other numbers in other namespaces. So that a reader is not misled by a number that is used again, the
-//! record has the time at which the process was started, and at which start of the machine.
+//! Locks alone tell whether a process holds a segment (`named/probe.rs`): process numbers are used again, and differ
+//! between namespaces. The record has the time at which the process and the machine were started, so that a reader is
+//! not misled by a number that was used again.
 
 use rustix::process::geteuid;
 

@@ -1,8 +1,7 @@
-//! State that belongs to one process: a child made by `fork` begins with state of its own.
+//! Static state of one process: a child made by `fork` begins with a value of its own.
 //!
-//! What always holds: no lock is inherited. A lock that another thread held at the instant of the fork would never be
-//! let go of in the child, so what was the parent's is not looked at there: it is forgotten, and its memory is lost to
-//! the child (a few hundred bytes a fork).
+//! Invariants: no lock is inherited. A lock that another thread held at the fork would never be released in the child.
+//! So the parent's value is leaked there (a few hundred bytes a fork).
 #![allow(unsafe_code)]
 
 use std::ptr;

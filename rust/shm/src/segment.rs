@@ -1,24 +1,26 @@
-//! A segment, as its owner has it.
+//! A segment, as its owner has it: the file, and the mapping through which the owner writes.
 //!
-//! A [`Segment`] owns the file and the mapping through which it writes; neither has a lock. What always holds: every
-//! page is there; before anybody is told of the segment its header is written and its length is sealed; its generation
-//! grows each time it is used again, and only with the exclusive lock held, which nobody gets while a lease lives.
+//! Invariants: every page is reserved. The header is written and the length is sealed before any other process is told
+//! of the segment. Its generation grows each time it is used again, under the exclusive lock, which nobody gets while a
+//! lease lives.
 #![allow(unsafe_code)]
 
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::process;
 
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use crate::error::ShmError;
-use crate::file::{self, DATA_START, GoOn, HUGE_PAGE, Writers};
 use crate::header::{self, Facts, LAYOUT_ROOM};
 use crate::lease::Lease;
 use crate::mapping::{Access, Mapping};
-use crate::memory;
+use crate::memory_file::{self, DATA_START, GoOn, HUGE_PAGE, Writers};
+use crate::memory_limits;
 use crate::owner::Owner;
 use crate::per_process::PerProcess;
-use crate::warm;
+use crate::private_copy::PrivateCopy;
 
 /// Bytes that are copied between two looks at whether to go on: some milliseconds.
 const STRIDE: usize = 32 << 20;
@@ -67,13 +69,13 @@ impl Segment {
     /// [`ShmError::NoHeadroom`] where it does not fit in what is left, [`ShmError::Io`] where the kernel refuses.
     pub(crate) fn create(len: usize, writers: Writers, huge: bool, go_on: GoOn<'_>) -> Result<Self, ShmError> {
         let size = size_for(len)?;
-        memory::check(size as u64)?;
+        memory_limits::check(size as u64)?;
         let (file, size, cleared) = match if huge { Self::on_huge_pages(size, writers, go_on)? } else { None } {
             Some((file, size)) => (file, size, size),
             None => {
                 let size = size.next_multiple_of(rustix::param::page_size());
-                let file = file::create(false)?;
-                let cleared = file::reserve(file.as_fd(), size, writers, go_on)?;
+                let file = memory_file::create(false)?;
+                let cleared = memory_file::reserve(file.as_fd(), size, writers, go_on)?;
                 (file, size, cleared)
             }
         };
@@ -104,8 +106,8 @@ impl Segment {
     /// `None` where none are set aside.
     fn on_huge_pages(size: usize, writers: Writers, go_on: GoOn<'_>) -> Result<Option<(OwnedFd, usize)>, ShmError> {
         let size = size.next_multiple_of(HUGE_PAGE);
-        let Ok(file) = file::create(true) else { return Ok(None) };
-        match file::reserve(file.as_fd(), size, writers, go_on) {
+        let Ok(file) = memory_file::create(true) else { return Ok(None) };
+        match memory_file::reserve(file.as_fd(), size, writers, go_on) {
             Ok(_) => Ok(Some((file, size))),
             Err(ShmError::Io { .. }) => Ok(None),
             Err(error) => Err(error),
@@ -318,7 +320,7 @@ impl Segment {
     /// # Errors
     /// [`ShmError::Io`] where the kernel cannot seal.
     pub(crate) fn seal(&mut self) -> Result<(), ShmError> {
-        file::seal(self.file.as_fd(), self.writers)?;
+        memory_file::seal(self.file.as_fd(), self.writers)?;
         self.is_sealed = true;
         Ok(())
     }
@@ -329,10 +331,20 @@ impl Segment {
     /// [`ShmError::Io`] where the process may open or map no more.
     pub fn lease(&self) -> Result<Lease, ShmError> {
         // The owner alone takes the other lock, and does not while it has the segment.
-        Lease::take(self.file.as_fd(), file::page_of(self.file.as_fd()))?.ok_or_else(|| ShmError::Gone {
+        Lease::take(self.file.as_fd(), memory_file::page_of(self.file.as_fd()))?.ok_or_else(|| ShmError::Gone {
             segment: "a segment".to_owned(),
             reason: "another process has taken its lock".to_owned(),
         })
+    }
+
+    /// Bytes of data that this process alone may write to, in whole pages, with a lease.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the process may open or map no more.
+    pub fn private(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
+        let own = memory_file::reopen(self.file.as_fd(), OFlags::RDONLY)?;
+        memory_file::lock_shared(own.as_fd())?;
+        PrivateCopy::new(own.as_fd(), self.map.len(), bytes, None)
     }
 
     /// Somebody was told where it is, and will come for it.
@@ -347,13 +359,13 @@ impl Segment {
 
     /// Makes the segment one that nobody knows; `false` when a view of it lives in some process.
     pub(crate) fn reclaim(&mut self) -> bool {
-        self.take_alone() && file::unlock(self.file.as_fd()).is_ok()
+        self.take_alone() && memory_file::unlock(self.file.as_fd()).is_ok()
     }
 
     /// As [`reclaim`](Self::reclaim), and keeps the exclusive lock.
     fn take_alone(&mut self) -> bool {
         // Whatever the kernel says instead, the segment is not used again.
-        if !self.is_own() || !matches!(file::lock_exclusive(self.file.as_fd()), Ok(true)) {
+        if !self.is_own() || !matches!(memory_file::lock_exclusive(self.file.as_fd()), Ok(true)) {
             return false;
         }
         self.generation += 1;
@@ -390,9 +402,8 @@ impl Drop for Segment {
             header::retire(&self.map, if is_sent { self.generation } else { 0 });
             // Where nobody has a lease nobody gets one any more, nor sees that it is emptied.
             if self.writers == Writers::All && !is_sent && self.take_alone() {
-                file::empty(self.file.as_fd(), DATA_START, self.map.len());
+                memory_file::empty(self.file.as_fd(), DATA_START, self.map.len());
             }
-            warm::forget(self.identity);
         }
     }
 }

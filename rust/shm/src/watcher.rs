@@ -1,8 +1,7 @@
-//! A thread that ends this process when another one does.
+//! A thread that ends this process when another one ends.
 //!
-//! What always holds: it needs no lock and no interpreter, so nothing that the process is at can keep it waiting; and
-//! it takes no signals, which are for the threads that were there before. A parent-death signal would not do: it
-//! follows the thread that forked, not the process, and is lost when the parent is not the one that forked.
+//! It needs no lock and no interpreter, so nothing keeps it waiting; and it takes no signals. A parent-death signal
+//! would not do: it follows the thread that forked, and is lost when the parent is not the process that forked.
 #![allow(unsafe_code)]
 
 use core::mem::MaybeUninit;
@@ -23,7 +22,7 @@ const STATUS: i32 = 1;
 /// # Errors
 /// [`ShmError::Invalid`] for a number that is no process's, [`ShmError::Io`] where the system has no descriptor or
 /// thread left.
-pub fn end_with(pipe: BorrowedFd<'_>, pid: i32) -> Result<(), ShmError> {
+pub fn exit_with_parent(pipe: BorrowedFd<'_>, pid: i32) -> Result<(), ShmError> {
     let failed = |errno| ShmError::io("watch", format!("process {pid}"), errno);
     let pipe = rustix::io::fcntl_dupfd_cloexec(pipe, 0).map_err(failed)?;
     let process = process(pid)?;

@@ -1,51 +1,24 @@
 //! Segments of other processes of this node, as far as something that was fetched lies in them.
 //!
-//! It owns nothing: an [`Attached`] lives as long as an entry or a view needs it, and is its lease.
+//! It owns nothing: an [`Attachment`] lives as long as an entry or a view needs it, and is its lease.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use tundish_shm::lend::{self, Borrowed, Copied};
-use tundish_shm::warm::{self, Loan};
+use tundish_shm::attachment::{Attachment, attach_unregistered};
 use tundish_shm::{Address, ShmError};
 
 use crate::error::StoreError;
-use crate::patience::Patience;
 use crate::transport::Reference;
 
 /// Entries from which on those that lead to nothing are looked for when one is added.
 const CROWDED: usize = 64;
 
-/// A segment of another process.
-#[derive(Debug)]
-pub(crate) enum Attached {
-    Mapped(Loan),
-    /// Nothing of it could be mapped.
-    Copied(Copied),
-}
-
-impl Attached {
-    fn len(&self) -> u64 {
-        let facts = match self {
-            Attached::Mapped(loan) => loan.facts(),
-            Attached::Copied(copied) => copied.facts(),
-        };
-        facts.data_len as u64
-    }
-
-    fn start(&self) -> *const u8 {
-        match self {
-            Attached::Mapped(loan) => loan.data(),
-            Attached::Copied(copied) => copied.data(),
-        }
-    }
-}
-
 /// Where a tensor lies in another process's segment.
 #[derive(Clone, Debug)]
 pub(crate) struct Lent {
-    pub(crate) segment: Arc<Attached>,
+    pub(crate) segment: Arc<Attachment>,
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
@@ -55,44 +28,39 @@ impl Lent {
     /// promise between processes that trust each other.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: within the data, as was checked when this was made; mapped as long as the segment is attached.
-        unsafe { std::slice::from_raw_parts(self.segment.start().add(self.offset as usize), self.len as usize) }
+        unsafe { std::slice::from_raw_parts(self.segment.data().add(self.offset as usize), self.len as usize) }
     }
 }
 
 /// What is attached, by identity and generation.
 #[derive(Debug, Default)]
-pub(crate) struct Attachments(Mutex<HashMap<(u64, u64), Weak<Attached>>>);
+pub(crate) struct Attachments(Mutex<HashMap<(u64, u64), Weak<Attachment>>>);
 
 impl Attachments {
     /// The part of a segment that `reference` names.
     ///
     /// # Errors
     /// [`StoreError::Memory`] where the segment cannot be reached, or is smaller than the reference says.
-    pub(crate) fn reach(
-        &self,
-        reference: &Reference,
-        socket_name: Option<&str>,
-        patience: &mut Patience<'_>,
-    ) -> Result<Lent, StoreError> {
+    pub(crate) fn reach(&self, reference: &Reference) -> Result<Lent, StoreError> {
         let Reference { address, offset, len } = *reference;
         let segment = match self.find(&address) {
             Some(segment) => segment,
-            None => self.add(&address, attach(&address, socket_name, patience)?),
+            None => self.add(&address, attach_unregistered(&address)?),
         };
-        if offset.checked_add(len).is_none_or(|end| end > segment.len()) {
-            let reason = format!("bytes {offset} to {offset} + {len} do not lie in its {}", segment.len());
+        if offset.checked_add(len).is_none_or(|end| end > segment.facts().data_len as u64) {
+            let reason = format!("bytes {offset} to {offset} + {len} do not lie in its {}", segment.facts().data_len);
             let segment = format!("the segment with descriptor {} of process {}", address.descriptor, address.process);
             return Err(ShmError::NotASegment { segment, reason }.into());
         }
         Ok(Lent { segment, offset, len })
     }
 
-    fn find(&self, address: &Address) -> Option<Arc<Attached>> {
+    fn find(&self, address: &Address) -> Option<Arc<Attachment>> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         known.get(&(address.identity, address.generation))?.upgrade()
     }
 
-    fn add(&self, address: &Address, attached: Attached) -> Arc<Attached> {
+    fn add(&self, address: &Address, attached: Attachment) -> Arc<Attachment> {
         let attached = Arc::new(attached);
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.len() >= CROWDED && known.len() == known.capacity() {
@@ -103,31 +71,6 @@ impl Attachments {
     }
 }
 
-/// By a descriptor of the other process, else from its socket.
-fn attach(address: &Address, socket_name: Option<&str>, patience: &mut Patience<'_>) -> Result<Attached, StoreError> {
-    let unreached = match warm::open(address) {
-        Ok(loan) => return Ok(Attached::Mapped(loan)),
-        Err(error) => error,
-    };
-    let (Some(socket_name), ShmError::Unreached { .. }) = (socket_name, &unreached) else {
-        return Err(unreached.into());
-    };
-    let mut said = None;
-    let mut go_on = || {
-        // Who lends may send a byte now and then, and never be done.
-        patience.look().and_then(|()| patience.glance()).map_err(|error| {
-            said = Some(error);
-            ShmError::Interrupted
-        })
-    };
-    let borrowed = lend::borrow(socket_name, address, &mut go_on);
-    let attached = borrowed.and_then(|borrowed| match borrowed {
-        Borrowed::Descriptor(file) => warm::open_file(address, &file).map(Attached::Mapped),
-        Borrowed::Copy(copied) => Ok(Attached::Copied(copied)),
-    });
-    attached.map_err(|error| said.unwrap_or_else(|| error.into()))
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
@@ -136,6 +79,7 @@ mod tests {
     use crate::meta::{Dtype, Meta};
     use crate::node::Node;
     use crate::passage::Source;
+    use crate::patience::Patience;
     use crate::shard::Selection;
     use crate::stats::Limits;
     use crate::transport::Service;
@@ -151,7 +95,7 @@ mod tests {
         for _ in 0..10 * CROWDED {
             let ids = owner.put(&[Source::new(meta.clone(), &bytes).unwrap()], patience).unwrap();
             let found = owner.look_up(&[Selection { id: ids[0].clone(), rows: None }]).unwrap();
-            let lent = attachments.reach(&found[0].reference().unwrap(), None, patience).unwrap();
+            let lent = attachments.reach(&found[0].reference().unwrap()).unwrap();
             assert_eq!(lent.bytes(), bytes);
             drop((lent, found));
             owner.remove(&ids);

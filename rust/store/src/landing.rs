@@ -118,11 +118,10 @@ impl Receiver for Batch<'_> {
         index: usize,
         meta: &Meta,
         reference: &Reference,
-        socket_name: Option<&str>,
-        patience: &mut Patience<'_>,
+        _patience: &mut Patience<'_>,
     ) -> Result<(), StoreError> {
         self.leg(index, meta)?;
-        let location = lent(self.attachments, self.legs[index].wanted, reference, socket_name, patience)?;
+        let location = lent(self.attachments, self.legs[index].wanted, reference)?;
         self.land(index, location)
     }
 }
@@ -134,13 +133,7 @@ impl Drop for Batch<'_> {
 }
 
 /// Where a reference leads to.
-fn lent(
-    attachments: &Attachments,
-    wanted: &Wanted,
-    reference: &Reference,
-    socket_name: Option<&str>,
-    patience: &mut Patience<'_>,
-) -> Result<Location, StoreError> {
+fn lent(attachments: &Attachments, wanted: &Wanted, reference: &Reference) -> Result<Location, StoreError> {
     let nbytes = wanted.meta.nbytes();
     if reference.len != nbytes {
         let reason = format!("the reference to it has {} bytes instead of {nbytes}", reference.len);
@@ -149,7 +142,7 @@ fn lent(
     if nbytes == 0 {
         return Ok(Location::Nowhere);
     }
-    Ok(Location::Lent(attachments.reach(reference, socket_name, patience)?))
+    Ok(Location::Lent(attachments.reach(reference)?))
 }
 
 fn check(wanted: &Wanted, meta: &Meta) -> Result<(), StoreError> {
@@ -226,11 +219,10 @@ impl Receiver for Direct<'_, '_> {
         index: usize,
         meta: &Meta,
         reference: &Reference,
-        socket_name: Option<&str>,
         patience: &mut Patience<'_>,
     ) -> Result<(), StoreError> {
         self.room(index, meta, patience)?;
-        let location = lent(self.attachments, self.wanted[index], reference, socket_name, patience)?;
+        let location = lent(self.attachments, self.wanted[index], reference)?;
         let tensor = Tensor::fetched(meta.clone(), location);
         self.targets[index].copy_from_slice(tensor.bytes());
         self.complete(index)

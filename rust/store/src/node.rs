@@ -7,8 +7,8 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use tundish_copying::{self as copying, Handover};
-use tundish_shm::{PerProcess, Segment, ShmError, arena, warm};
+use tundish_copying::{self as copying, AdaptiveCopy};
+use tundish_shm::{PerProcess, Segment, ShmError, arena};
 
 use crate::attached::Attachments;
 use crate::buffer::{Buffer, Key};
@@ -39,7 +39,7 @@ pub struct Node {
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     reaper: Reaper,
     /// To whoever fetches on this node.
-    handover: Handover,
+    handover: AdaptiveCopy,
 }
 
 /// So much is worth a look at how it had best be copied, and several threads where it is very much.
@@ -78,7 +78,7 @@ impl Node {
             buffer_pool,
             attachments: Attachments::default(),
             owners: Mutex::default(),
-            handover: Handover::default(),
+            handover: AdaptiveCopy::default(),
         })
     }
 
@@ -90,7 +90,6 @@ impl Node {
 
     /// Lets go of what the parent's store kept at the fork, and would keep alive here. For a child.
     pub fn forget_inherited() {
-        warm::forget_inherited();
         if let Some(inherited) = OF_PROCESS.inherited() {
             inherited.storage.forget();
             inherited.buffer.forget();
@@ -188,7 +187,6 @@ impl Node {
             self.storage_pool.let_idle_go();
             self.buffer_pool.let_idle_go();
         }
-        warm::let_go();
         removed
     }
 
@@ -356,11 +354,7 @@ impl Service for Node {
                 self.reaper.let_go(fetched, dropped.entries);
                 dropped
             }
-            None => {
-                let dropped = self.flush_buffer();
-                warm::let_go();
-                dropped
-            }
+            None => self.flush_buffer(),
         };
         self.tell_of_drain();
         dropped

@@ -9,8 +9,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tundish_shm::warm::{self, WarmCopy};
-use tundish_shm::{Address, Segment, ShmError};
+use tundish_shm::{Address, PrivateCopy, Segment, ShmError};
 
 use crate::error::StoreError;
 use crate::patience::Patience;
@@ -56,8 +55,8 @@ impl Slab {
         self.segment().address()
     }
 
-    pub(crate) fn copy(&self, bytes: Range<usize>) -> Result<WarmCopy, ShmError> {
-        warm::copy_of(self.segment(), bytes)
+    pub(crate) fn copy(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
+        self.segment().private(bytes)
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<Range<u64>>> {

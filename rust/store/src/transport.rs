@@ -109,8 +109,8 @@ pub trait Receiver {
     /// [`StoreError::StepEnded`] and [`StoreError::Drained`] where nobody may have it any more.
     fn complete(&mut self, index: usize) -> Result<(), StoreError>;
 
-    /// The bytes of what was wanted at `index` lie in memory of this node. `socket_name` is where the owner lends it to
-    /// those who reach it in no other way ([`tundish_shm::lend`]). What the reference says is checked, not believed.
+    /// The bytes of what was wanted at `index` lie in memory of this node. What the reference says is checked, not
+    /// believed.
     ///
     /// # Errors
     /// As of `room` and `complete`, and [`StoreError::Memory`] where that memory cannot be reached: the transport then
@@ -120,7 +120,6 @@ pub trait Receiver {
         index: usize,
         meta: &Meta,
         reference: &Reference,
-        socket_name: Option<&str>,
         patience: &mut Patience<'_>,
     ) -> Result<(), StoreError>;
 }

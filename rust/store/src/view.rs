@@ -12,9 +12,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tundish_shm::warm::WarmCopy;
+use tundish_shm::PrivateCopy;
 
-use crate::attached::Attached;
 use crate::meta::Meta;
 use crate::parts::Viewed;
 use crate::slab::ALIGNMENT;
@@ -60,7 +59,7 @@ struct Block {
 /// A private mapping, which is counted. Of a fresh one the pages are found when they are read, sixteen by a fault: to
 /// have all of them mapped beforehand takes longer.
 #[derive(Debug)]
-struct Mapping(WarmCopy);
+struct Mapping(PrivateCopy);
 
 impl Mapping {
     /// `None` where there are too many, or the system has no room for it: a copy will do.
@@ -69,10 +68,7 @@ impl Mapping {
             let bytes = range.start as usize..range.end as usize;
             let copy = match location {
                 Location::Here(place) => place.slab.copy(bytes).ok(),
-                Location::Lent(lent) => match &*lent.segment {
-                    Attached::Mapped(loan) => loan.copy(bytes).ok(),
-                    Attached::Copied(_) => None,
-                },
+                Location::Lent(lent) => lent.segment.private(bytes).ok(),
                 Location::Nowhere => None,
             };
             if let Some(copy) = copy {

@@ -142,7 +142,7 @@ impl Transport for Answer {
     ) -> Result<(), StoreError> {
         assert_eq!(wanted.len(), self.0.len());
         for (index, reference) in self.0.iter().enumerate() {
-            receiver.attach(index, &bytes_meta(LEN as u64), reference, None, patience)?;
+            receiver.attach(index, &bytes_meta(LEN as u64), reference, patience)?;
         }
         Ok(())
     }

@@ -124,7 +124,7 @@ def test_a_result_that_was_finished_is_there_though_its_worker_died_before_it_wa
         until(lambda: bool(pids_of(pool)))
         (pid,) = pids_of(pool)
         # Whoever would collect it waits for this lock.
-        with pool._engine._lock:
+        with pool._dispatcher._lock:
             until(lambda: not lives(pid))
         assert (future.result(20) == 9).all()
 
@@ -216,10 +216,10 @@ def pids_of(pool: td.shm.SharedPool) -> list[int]:
     """The processes of the one pool that there is."""
     children = {child.name: child.pid for child in multiprocessing.active_children()}
     workers = [pid for name, pid in children.items() if name.startswith("tundish-worker") and pid is not None]
-    zygote = children.get("tundish-zygote")
-    if zygote is not None:
+    server = children.get("tundish-fork-server")
+    if server is not None:
         with contextlib.suppress(OSError):
-            workers += map(int, Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split())
+            workers += map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split())
     return workers
 
 
@@ -270,7 +270,7 @@ if __name__ == "__main__":
         program.expect_nobody(10)
 
 
-def test_a_pool_whose_zygote_is_killed_says_so_and_ends() -> None:
+def test_a_pool_whose_fork_server_is_killed_says_so_and_ends() -> None:
     with td.shm.SharedPool(tasks.die, max_workers=2) as pool:
         pid = pool.submit("pid").result(20)
         asleep = pool.submit("sleep")
@@ -397,8 +397,18 @@ futures[0].result()
         program.expect_nobody(1)
 
 
-def test_a_pool_goes_on_after_an_interrupt_that_was_caught(tmp_path: Path) -> None:
+def test_after_an_interrupt_that_was_caught_every_task_is_answered_or_the_pool_says_that_it_is_broken(
+    tmp_path: Path,
+) -> None:
     script = """
+def new_pool():
+    return td.shm.SharedPool(tasks.naps, max_workers=2)
+def outcome(future):
+    try:
+        return future.result(10)
+    except td.errors.PoolError as error:
+        assert "Ctrl-C" in str(error), error
+        return "broken"
 is_armed = is_pending = False
 def interrupt(*_):
     global is_pending
@@ -406,28 +416,35 @@ def interrupt(*_):
         raise KeyboardInterrupt
     is_pending = True
 signal.signal(signal.SIGINT, interrupt)
-with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:
-    total = interrupts = 0
-    pending = []
-    say("begin")
-    while interrupts < 100:
-        try:
-            is_armed = True
-            if is_pending:
-                raise KeyboardInterrupt
-            while True:
-                pending.append(pool.submit(0.0))
-                if len(pending) > 50:
-                    future = pending[0]
-                    assert future.result(10) == 0.0
-                    del pending[0]
-                    total += 1
-        except KeyboardInterrupt:
-            is_armed = is_pending = False
-            interrupts += 1
-            say("caught")
-    for future in pending:
-        assert future.result(10) == 0.0
+pool = new_pool()
+total = interrupts = 0
+pending = []
+say("begin")
+while interrupts < 100:
+    try:
+        is_armed = True
+        if is_pending:
+            raise KeyboardInterrupt
+        while True:
+            pending.append(pool.submit(0.0))
+            if len(pending) > 50:
+                future = pending[0]
+                assert future.result(10) == 0.0
+                del pending[0]
+                total += 1
+    except KeyboardInterrupt:
+        is_armed = is_pending = False
+        interrupts += 1
+        say("caught")
+    except td.errors.PoolError as error:
+        is_armed = False
+        assert "Ctrl-C" in str(error), error
+        assert {outcome(future) for future in pending} <= {0.0, "broken"}
+        pool.shutdown()
+        pool, pending = new_pool(), []
+assert {outcome(future) for future in pending} <= {0.0, "broken"}
+pool.shutdown()
+with new_pool() as pool:
     assert list(pool.map(range(5))) and total
 say("end")
 """

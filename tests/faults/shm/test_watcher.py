@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from tundish._native import end_with
+from tundish._native import exit_with_parent
 from tundish.errors import InvalidInputError
 
 # `sum` holds the GIL and looks for nothing.
 WATCHED = """
 import os, sys
-from tundish._native import end_with
-end_with(int(sys.argv[1]), int(sys.argv[2]))
+from tundish._native import exit_with_parent
+exit_with_parent(int(sys.argv[1]), int(sys.argv[2]))
 os.write(int(sys.argv[3]), b"!")
 {work}
 """
@@ -77,10 +77,10 @@ def test_what_is_no_process_or_descriptor_is_refused():
     reading, writing = os.pipe()
     for pid in (0, -1):
         with pytest.raises(InvalidInputError, match="not the number of a process"):
-            end_with(reading, pid)
+            exit_with_parent(reading, pid)
     with pytest.raises(InvalidInputError, match="not the number of a descriptor"):
-        end_with(-1, os.getpid())
+        exit_with_parent(-1, os.getpid())
     os.close(reading)
     os.close(writing)
     with pytest.raises(OSError, match="watch"):
-        end_with(reading, os.getpid())
+        exit_with_parent(reading, os.getpid())

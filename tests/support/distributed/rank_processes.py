@@ -47,7 +47,7 @@ _PRELOADED = [
     "tundish.packing.sampler.packed_batch_sampler",
     "tundish.rtensor.controller",
     "tundish.scatter.dispatch_loader",
-    "tundish.shm.pool.pool",
+    "tundish.shm.pool.shared_pool",
 ]
 
 

@@ -1,8 +1,5 @@
-"""A pool of processes that binds its data once.
+"""A pool of processes that is bound once to a function and its data."""
 
-What users see is `SharedPool`; the modules beside it each own one thing it consists of.
-"""
-
-from tundish.shm.pool.pool import SharedPool
+from tundish.shm.pool.shared_pool import SharedPool
 
 __all__ = ["SharedPool"]

@@ -1,7 +1,4 @@
-"""What a pool is given, checked before any process is started.
-
-Owns nothing. What always holds: what cannot be used is refused with a kind of `tundish.errors` that names it.
-"""
+"""Checks the arguments of a pool before any process is started."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ MAIN_GUARD: Final = (
     'Under spawn and forkserver workers import the main module: make pools under `if __name__ == "__main__":`, and '
     "read what the workers wrote to stderr"
 )
-# As many as a board has room for.
+# As many as a task queue has room for.
 _MOST_WORKERS: Final = 512
 
 

@@ -1,20 +1,20 @@
-"""What travels between a pool's parent and its workers: items, results, exceptions.
+"""Packs items, results and exceptions into messages of the task queue, and unpacks them.
 
-Owns how a value becomes the payload of a slot of the task board and back. What always holds:
+A message has a kind and a payload. A plain value (a number, a short text) is its own payload. Other values are pickled
+with protocol 5, with buffers beside the pickle (PEP 574). Where the pickle is larger than a message, or a buffer has
+`LARGE_BYTES` or more, all of it goes to shared memory, and the payload refers to that: an array is copied once.
+The pickles never leave a pool's own processes.
 
-1. A payload fits its slot. What does not, and every buffer of `LARGE_BYTES` or more, lies in a parcel (a segment
-   of an arena), which the payload refers to: an array is copied once on its way, never pickled. Plain values (numbers,
-   short texts) are payloads as they are; all other payloads are bytes.
-2. Whatever a task returns or raises can be answered: what cannot be pickled, here or there, becomes an error
-   that says so and carries the worker's traceback.
+Invariants:
 
-The pickles are those of protocol 5 with out-of-band buffers (PEP 574); they never leave a pool's own processes.
+- Whatever a task returns or raises can be answered. A value that cannot be pickled becomes an error that says so.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pickle import dumps, loads
@@ -26,16 +26,18 @@ from tundish.errors import NotPicklableError
 __all__ = [
     "CHUNK",
     "ERROR",
-    "IN_PARCEL",
+    "IN_BUFFER",
     "ITEM",
     "LOST",
     "PROTOCOL",
+    "ROOM",
+    "SLOTS",
+    "SLOT_BYTES",
     "VALUE",
     "VALUES",
-    "Arrival",
-    "Courier",
+    "BufferMessage",
+    "MessagePacker",
     "RemoteTraceback",
-    "cannot_unpickle",
     "check_picklable",
     "describe_error",
     "dumps",
@@ -45,23 +47,28 @@ __all__ = [
     "unpack_error",
 ]
 
-# Kinds of tasks, and of answers. `IN_PARCEL` is added where the payload only refers to a parcel.
+# Kinds of tasks, and of answers. `IN_BUFFER` is added where the payload refers to shared memory.
 ITEM: Final = 0
 CHUNK: Final = 2
 VALUE: Final = 0
 VALUES: Final = 2
 ERROR: Final = 4
-IN_PARCEL: Final = 1
-# Never on the board: the answer is an exception of the parent's own.
+IN_BUFFER: Final = 1
+# Never on the queue: the answer is an exception of the parent's own.
 LOST: Final = 8
 
+# Slots of the task queue: for the messages of many workers, and warm in the processor's cache where few are used.
+SLOTS: Final = 512
+SLOT_BYTES: Final = 16 * 1024
+# The longest payload.
+ROOM: Final = SLOT_BYTES - 64
 PROTOCOL: Final = 5
 # Below this, copying a buffer into the pickle and out of it costs less than a segment of its own.
 LARGE_BYTES: Final = 64 * 1024
 
 _ALIGNMENT = 64
-# Whose frames come before those of the function.
-_CALLERS: Final = frozenset({"tundish.shm.pool.worker", "tundish.shm.pool.binding"})
+# The modules whose frames come before those of the function.
+_CALLERS: Final = frozenset({"tundish.shm.pool.worker", "tundish.shm.pool.bound_function"})
 
 
 class RemoteTraceback(Exception):
@@ -71,8 +78,8 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-class Arrival:
-    """An answer in a parcel, opened as soon as it came, so that it outlives the worker that wrote it."""
+class BufferMessage:
+    """A message in shared memory, opened as soon as it came: it outlives the process that sent it."""
 
     __slots__ = ("_table_bytes", "_view", "nbytes")
 
@@ -82,88 +89,88 @@ class Arrival:
         self._table_bytes = table_bytes
 
     def value(self) -> Any:
-        """The value; its arrays are views of the parcel, which goes back when the last of them is gone."""
-        stream, buffers = _parts(self._view, self._table_bytes)
+        """Return the value; its arrays are views of the memory, which is given back with the last of them."""
+        stream, lengths = loads(self._view[: self._table_bytes])
+        starts, _ = _layout(self._table_bytes, lengths)
+        buffers = [self._view[start : start + length] for start, length in zip(starts, lengths, strict=True)]
         return loads(stream, buffers=buffers)
 
-    def copied(self) -> Arrival:
-        """The same in memory of this process's own; the parcel goes back with this one."""
-        return Arrival(memoryview(bytearray(self._view)), self._table_bytes)
-
-    def copied_value(self) -> Any:
-        """The value with arrays of its own."""
-        stream, buffers = _parts(self._view, self._table_bytes)
-        return loads(stream, buffers=[bytearray(buffer) for buffer in buffers])
+    def copied(self) -> BufferMessage:
+        """Return the same message in memory of this process's own."""
+        return BufferMessage(memoryview(bytearray(self._view)), self._table_bytes)
 
 
-class Courier:
-    """Packs values into payloads of at most `room` bytes and parcels of its own, and opens those of others.
+class MessagePacker:
+    """Packs values into payloads and buffers, and opens the buffers of other processes.
 
-    `announce` is called with the parcel whenever one lies in memory that no parcel of this courier lay in before.
+    Args:
+        announce: called with a buffer that lies in memory in which no buffer of this packer lay before.
     """
 
-    def __init__(self, room: int, announce: Callable[[_native.SendBuffer], None] | None = None) -> None:
-        self.room = room
-        self.parcels = _native.BufferReceiver()
+    def __init__(self, announce: Callable[[_native.SendBuffer], None] | None = None) -> None:
+        self.receiver = _native.BufferReceiver()
         self._announce = announce
         self._announced: set[int] = set()
         self._arena: _native.SegmentArena | None = None
 
     def pack(self, value: Any) -> tuple[int, Any, _native.SendBuffer | None]:
-        """`IN_PARCEL` or 0, the payload, and the parcel, which the caller gives back.
+        """Pack `value`.
+
+        Returns:
+            `IN_BUFFER` or 0, the payload, and the buffer, which the caller gives back.
 
         Raises:
             NotPicklableError: `value` cannot be pickled.
-            OutOfMemoryError: there is no room for the parcel.
+            OutOfMemoryError: there is no room for the buffer.
         """
-        if _native.is_plain(value, self.room):
+        if _native.is_plain(value, ROOM):
             return 0, value, None
-        buffers: list[memoryview] = []
-        stream = _pickled(value, buffers)
-        if not buffers and len(stream) <= self.room:
+        large: list[memoryview] = []
+        stream = _pickled(value, large)
+        if not large and len(stream) <= ROOM:
             return 0, stream, None
-        lengths = [buffer.nbytes for buffer in buffers]
+        lengths = [one.nbytes for one in large]
         table = dumps((stream, lengths), PROTOCOL)
         starts, end = _layout(len(table), lengths)
         if self._arena is None:
             self._arena = _native.SegmentArena()
-        parcel = self._arena.take(end)
-        with memoryview(parcel) as room:
+        buffer = self._arena.take(end)
+        with memoryview(buffer) as room:
             room[: len(table)] = table
-            for start, buffer in zip(starts, buffers, strict=True):
-                room[start : start + buffer.nbytes] = buffer
-        reference = parcel.reference()
+            for start, one in zip(starts, large, strict=True):
+                room[start : start + one.nbytes] = one
+        reference = buffer.reference()
         identity = reference[2]
         if self._announce is not None and identity not in self._announced:
-            self._announce(parcel)
+            self._announce(buffer)
             self._announced.add(identity)
-        return IN_PARCEL, dumps((reference, len(table)), PROTOCOL), parcel
+        return IN_BUFFER, dumps((reference, len(table)), PROTOCOL), buffer
+
+    def open(self, payload: bytes) -> BufferMessage:
+        """Open the buffer that `payload` refers to; once."""
+        reference, table_bytes = loads(payload)
+        return BufferMessage(memoryview(self.receiver.open(reference)), table_bytes)
 
     def disown(self) -> None:
-        """Let go of what is kept for the next messages, in a child made by `fork`: nothing travels from there."""
+        """In a child made by `fork`: let go of the memory that is kept for the next messages."""
         self._arena = None
-        self.parcels = _native.BufferReceiver()
-
-    def open(self, payload: bytes) -> Arrival:
-        """The parcel that `payload` refers to; once."""
-        reference, table_bytes = loads(payload)
-        return Arrival(memoryview(self.parcels.open(reference)), table_bytes)
+        self.receiver = _native.BufferReceiver()
 
 
-def pack_error(error: BaseException, courier: Courier) -> tuple[int, Any, _native.SendBuffer | None]:
-    """`error` of a task, with its traceback, as a payload; whatever it is."""
+def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _native.SendBuffer | None]:
+    """Pack the error of a task and its traceback, as `MessagePacker.pack`; whatever it is."""
     packed = describe_error(error)
     try:
-        flag, payload, parcel = courier.pack(packed)
-    except Exception:  # noqa: BLE001 (an error is always told)
-        # No memory for the whole of it; the end of a traceback says most.
+        flag, payload, parcel = packer.pack(packed)
+    except Exception:  # noqa: BLE001 (every error is answered)
+        # There is no memory for all of it; the end of a traceback says most.
         _, summary, text = packed
-        flag, payload, parcel = courier.pack((None, summary[:1000], text[-4000:]))
+        flag, payload, parcel = packer.pack((None, summary[:1000], text[-4000:]))
     return ERROR | flag, payload, parcel
 
 
 def describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
-    """The pickle of `error`, if there can be one, a line about it, and its traceback."""
+    """Return the pickle of `error`, if there can be one, a line about it, and its traceback."""
     summary = _summary_of(error)
     try:
         stream: bytes | None = dumps(error, PROTOCOL)
@@ -174,33 +181,33 @@ def describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
 
 
 def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
-    """The value of an answer, or the exception that stands for it.
+    """Unpack an answer.
 
-    `payload`: bytes or a plain value, with `IN_PARCEL` an `Arrival`, with `LOST` the exception itself.
+    Args:
+        kind: `VALUE`, `VALUES` or `ERROR`, with `IN_BUFFER` or not, or `LOST`.
+        payload: bytes or a plain value, with `IN_BUFFER` a `BufferMessage`, with `LOST` the exception itself.
+
+    Returns:
+        The value and None, or None and the exception that stands for it.
     """
     if kind == LOST:
         return None, payload
     if kind == VALUE and type(payload) is not bytes:
         return payload, None
     try:
-        value = payload.value() if kind & IN_PARCEL else loads(payload)
+        value = payload.value() if kind & IN_BUFFER else loads(payload)
     except BaseException as error:  # noqa: BLE001 (code of users)
         _let_interrupt_pass(error)
-        return None, cannot_unpickle(error)
+        failure = NotPicklableError(f"a result came but cannot be unpickled here: {_summary_of(error)}")
+        failure.__cause__ = error
+        return None, failure
     if kind & ERROR:
         return None, unpack_error(value)
     return value, None
 
 
-def cannot_unpickle(error: BaseException) -> NotPicklableError:
-    """What to raise where a result is there and `error`, its cause, came of unpickling it."""
-    failure = NotPicklableError(f"a result came but cannot be unpickled here: {_summary_of(error)}")
-    failure.__cause__ = error
-    return failure
-
-
 def unpack_error(packed: tuple[bytes | None, str, str]) -> BaseException:
-    """The exception that `describe_error` packed, its cause the worker's traceback."""
+    """Return the exception that `describe_error` packed; its cause is the worker's traceback."""
     stream, summary, text = packed
     loaded: Any = None
     if stream is not None:
@@ -236,9 +243,9 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         return False
 
     try:
-        # Nobody has a tensor without having imported torch.
+        # There is no tensor where torch is not imported.
         if "torch" in sys.modules:
-            from tundish.shm.pool.tensor_pickles import dumps_with_tensors
+            from tundish.shm.tensor_conversion import dumps_with_tensors
 
             return dumps_with_tensors(value, PROTOCOL, buffer_callback=is_small)
         return dumps(value, PROTOCOL, buffer_callback=is_small)
@@ -257,19 +264,13 @@ def check_picklable(value: Any) -> None:
 
 
 def _layout(table_bytes: int, lengths: list[int]) -> tuple[list[int], int]:
-    """Where in a parcel buffers of these lengths begin, behind the table, and where the last one ends."""
+    """Where buffers of these lengths begin behind the table, and where the last one ends."""
     starts, end = [], table_bytes
     for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         starts.append(start)
         end = start + length
     return starts, end
-
-
-def _parts(view: memoryview, table_bytes: int) -> tuple[bytes, list[memoryview]]:
-    stream, lengths = loads(view[:table_bytes])
-    starts, _ = _layout(table_bytes, lengths)
-    return stream, [view[start : start + length] for start, length in zip(starts, lengths, strict=True)]
 
 
 def _traceback_of(error: BaseException) -> str:
@@ -286,7 +287,7 @@ def _summary_of(error: BaseException) -> str:
 
 
 def _or_else(show: Callable[[], str], otherwise: str) -> str:
-    """A text that code of users takes part in making."""
+    """The text that `show` makes, in which code of users may raise anything."""
     try:
         return show()
     except BaseException as error:  # noqa: BLE001 (code of users)
@@ -295,6 +296,6 @@ def _or_else(show: Callable[[], str], otherwise: str) -> str:
 
 
 def _let_interrupt_pass(error: BaseException) -> None:
-    """Raise `error` again if it is Ctrl-C; code of users may raise any other, such as SystemExit."""
-    if isinstance(error, KeyboardInterrupt):
+    """Raise Ctrl-C again, which comes to the main thread alone; code of users may raise anything else."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error

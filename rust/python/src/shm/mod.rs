@@ -1,17 +1,16 @@
-//! Binds `tundish-shm`: one file for each kind of thing that Python holds.
+//! Binds `tundish-shm`: one file for each class that Python has.
 //!
-//! What always holds: memory that Python has a buffer of stays where it is as long as the object that exported it; what
-//! touches the registry of attachments does so with the GIL held.
+//! Invariants: memory that Python has a buffer of stays where it is as long as the object that exported it. The
+//! registry of attachments is used with the GIL held.
 
-pub(crate) mod arena;
-pub(crate) mod board;
-pub(crate) mod content;
+pub(crate) mod buffers;
+mod claimed_name;
 mod descriptor;
+pub(crate) mod drop_without_gil;
 pub(crate) mod named;
-mod own_name;
-pub(crate) mod reach;
+pub(crate) mod plain_value;
 pub(crate) mod segment;
-pub(crate) mod unheld;
+pub(crate) mod task_queue;
 pub(crate) mod votes;
 
 use tundish_packing::Progress;

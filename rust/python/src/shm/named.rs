@@ -1,4 +1,4 @@
-//! Binds the look at the named segments of this user, and their sweeping.
+//! Binds the list of this user's named segments, and their sweep.
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -30,7 +30,7 @@ pub(crate) fn sweep_segments(py: Python<'_>, dry_run: bool) -> PyResult<Bound<'_
 fn describe<'py>(py: Python<'py>, segment: &NamedSegment) -> PyResult<Bound<'py, PyDict>> {
     let (state, mapped_by) = match &segment.state {
         State::Held => ("held", Vec::new()),
-        State::Mapped(processes) => ("mapped", processes.clone()),
+        State::QueueMemory(processes) => ("mapped", processes.clone()),
         State::Dead => ("dead", Vec::new()),
     };
     let entry = PyDict::new(py);

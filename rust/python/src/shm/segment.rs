@@ -1,7 +1,7 @@
-//! Segments that hold an array, and views of them.
+//! Binds segments that hold an array, and views of them.
 //!
-//! What always holds: a view keeps its memory and a lease; a segment goes back to its arena when neither Python's
-//! object nor a view of this process has it any more.
+//! Invariants: a view keeps its memory and a lease. A segment goes back to its arena when neither Python's object nor a
+//! view of this process has it any more.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -13,13 +13,12 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCFunction, PyDict, PyMemoryView};
 use tundish_shm::arena::{Arena, Counted};
-use tundish_shm::lend::Copied;
-use tundish_shm::registry::{self, Attachment, PrivateCopy};
-use tundish_shm::{Lease, Segment};
+use tundish_shm::attachment::{self, Attachment};
+use tundish_shm::named::{self, Directory, SegmentName};
+use tundish_shm::{Address, Lease, PrivateCopy, Segment, ShmError};
 
-use super::own_name::{OwnName, take};
-use super::reach::{find_named, reach};
-use super::unheld::Unheld;
+use super::claimed_name::{ClaimedName, take};
+use super::drop_without_gil::DropWithoutGil;
 use super::{AddressTuple, as_address, as_tuple, look};
 use crate::enter::enter;
 use crate::error::BindingError;
@@ -30,7 +29,7 @@ pub(super) struct Own {
     len: usize,
     layout: Vec<u8>,
     /// Let go of after the segment.
-    name: Option<OwnName>,
+    name: Option<ClaimedName>,
     /// Of one with a name.
     _counted: Option<Counted>,
 }
@@ -45,7 +44,7 @@ impl Drop for Own {
 }
 
 impl Own {
-    fn new(segment: Segment, len: usize, layout: Vec<u8>, name: Option<OwnName>) -> Self {
+    fn new(segment: Segment, len: usize, layout: Vec<u8>, name: Option<ClaimedName>) -> Self {
         let counted = name.is_some().then(|| Counted::new(segment.size()));
         Own { segment: Some(segment), len, layout, name, _counted: counted }
     }
@@ -59,22 +58,20 @@ impl Own {
 pub(super) enum Role {
     Owner(Arc<Own>),
     Reader(Arc<Attachment>),
-    /// It could neither be mapped nor inherited.
-    Copied(Arc<Copied>),
 }
 
 /// A segment that holds an array: one's own, or one that this process is attached to.
 #[pyclass(frozen)]
 pub(crate) struct SharedSegment {
-    role: Unheld<Role>,
+    role: DropWithoutGil<Role>,
 }
 
 /// The memory of an array, as a buffer.
 #[pyclass(frozen)]
 pub(crate) struct SegmentView {
-    memory: Unheld<ViewedMemory>,
+    memory: DropWithoutGil<ViewedMemory>,
     /// Let go of after the memory, so that the segment can be used again at once.
-    _owner: Unheld<Option<Arc<Own>>>,
+    _owner: DropWithoutGil<Option<Arc<Own>>>,
     len: usize,
 }
 
@@ -86,10 +83,6 @@ enum ViewedMemory {
     Written { data: *mut u8, _lease: Lease },
     /// To be written by this process alone.
     Private(PrivateCopy),
-    /// To be read, and this process's alone.
-    Copied(Arc<Copied>),
-    /// As above, and to be written.
-    Own(Copied),
 }
 
 // SAFETY: the pointer is an address, which the view's owner keeps mapped; who uses it answers for what is there.
@@ -134,7 +127,7 @@ impl SharedSegment {
             Ok(named.map(|()| own)?)
         })?;
         drop(data);
-        Ok(SharedSegment { role: Unheld::new(Role::Owner(Arc::new(own))) })
+        Ok(SharedSegment { role: DropWithoutGil::new(Role::Owner(Arc::new(own))) })
     }
 
     /// A segment for `size` bytes that its owner is to write: zeros, or where not `clear` whatever an earlier use left.
@@ -156,7 +149,7 @@ impl SharedSegment {
             let own = Own::new(segment, size, layout, name);
             Ok(done.map(|()| own)?)
         })?;
-        Ok(SharedSegment { role: Unheld::new(Role::Owner(Arc::new(own))) })
+        Ok(SharedSegment { role: DropWithoutGil::new(Role::Owner(Arc::new(own))) })
     }
 
     /// Take the name that the segment was made for: from here on others find it. Without one nothing happens.
@@ -167,32 +160,29 @@ impl SharedSegment {
         enter(py, None, |door| Ok(name.appear(segment, &mut || look(door))?))
     }
 
-    /// The segment at `address`, through `inherited`, a descriptor of this process, where there is one, or by its
-    /// `name`, or over the socket that is called `socket_name`.
+    /// The segment at `address`: through the descriptor of its process, or by its `name`.
     #[staticmethod]
-    #[pyo3(signature = (address, inherited=None, name=None, socket_name=None))]
-    fn attach(
-        py: Python<'_>,
-        address: AddressTuple,
-        inherited: Option<i32>,
-        name: Option<&str>,
-        socket_name: Option<&str>,
-    ) -> PyResult<Self> {
+    #[pyo3(signature = (address, name=None))]
+    fn attach(py: Python<'_>, address: AddressTuple, name: Option<&str>) -> PyResult<Self> {
         let address = as_address(address);
-        Ok(SharedSegment { role: Unheld::new(reach(py, &address, inherited, name, socket_name)?) })
+        let (segment, mut tried) = match attachment::attach(&address) {
+            Err(ShmError::Unreached { segment, tried }) => (segment, tried),
+            outcome => return Ok(Self::read_by(outcome.map_err(BindingError::from)?)),
+        };
+        if let Some(name) = name {
+            match find_named(py, name, Some(&address))? {
+                Ok(attachment) => return Ok(Self::read_by(attachment)),
+                Err(gone @ ShmError::Gone { .. }) => return Err(BindingError::from(gone).into()),
+                Err(error) => tried.push(error.to_string()),
+            }
+        }
+        Err(BindingError::from(ShmError::Unreached { segment, tried }).into())
     }
 
     /// The segment of this name.
     #[staticmethod]
     fn attach_named(py: Python<'_>, name: &str) -> PyResult<Self> {
-        let role = find_named(py, name, None)?.map_err(BindingError::from)?;
-        Ok(SharedSegment { role: Unheld::new(role) })
-    }
-
-    /// Whether it is a copy that this process alone has, for want of a way to share it.
-    #[getter]
-    fn is_copy(&self) -> bool {
-        matches!(*self.role, Role::Copied(_))
+        Ok(Self::read_by(find_named(py, name, None)?.map_err(BindingError::from)?))
     }
 
     /// Bytes of data.
@@ -201,7 +191,6 @@ impl SharedSegment {
         match &*self.role {
             Role::Owner(own) => own.len,
             Role::Reader(attachment) => attachment.facts().data_len,
-            Role::Copied(copied) => copied.facts().data_len,
         }
     }
 
@@ -213,7 +202,6 @@ impl SharedSegment {
             match &*self.role {
                 Role::Owner(own) => &own.layout,
                 Role::Reader(attachment) => &attachment.facts().layout,
-                Role::Copied(copied) => &copied.facts().layout,
             },
         )
     }
@@ -230,28 +218,17 @@ impl SharedSegment {
         Ok(match &*self.role {
             Role::Owner(own) => as_tuple(&own.segment()?.address()),
             Role::Reader(attachment) => as_tuple(&attachment.address()),
-            Role::Copied(_) => {
-                let reason = "this process has a private copy of it only; pass on the handle that it was attached by";
-                return Err(BindingError::Value(format!("the segment has no handle here: {reason}")).into());
-            }
         })
     }
 
     /// The data, to be read.
     fn readonly(&self) -> PyResult<SegmentView> {
-        Ok(self.view(match &*self.role {
-            Role::Copied(copied) => ViewedMemory::Copied(Arc::clone(copied)),
-            _ => ViewedMemory::Shared(self.attachment()?),
-        }))
+        Ok(self.view(ViewedMemory::Shared(self.attachment()?)))
     }
 
     /// The data, to be read and to be written by this process alone; nobody else sees what it writes.
-    fn private(&self, py: Python<'_>) -> PyResult<SegmentView> {
-        if let Role::Copied(copied) = &*self.role {
-            let again = enter(py, None, |_| Ok(copied.again()?))?;
-            return Ok(self.view(ViewedMemory::Own(again)));
-        }
-        let copy = self.attachment()?.private().map_err(BindingError::from)?;
+    fn private(&self) -> PyResult<SegmentView> {
+        let copy = self.attachment()?.private(0..self.nbytes()).map_err(BindingError::from)?;
         Ok(self.view(ViewedMemory::Private(copy)))
     }
 
@@ -267,14 +244,17 @@ impl SharedSegment {
 }
 
 impl SharedSegment {
+    fn read_by(attachment: Arc<Attachment>) -> Self {
+        SharedSegment { role: DropWithoutGil::new(Role::Reader(attachment)) }
+    }
+
     fn attachment(&self) -> PyResult<Arc<Attachment>> {
         let attached = match &*self.role {
             Role::Owner(own) => match &own.name {
-                Some(name) => registry::attach_own(own.segment()?, name.keeper()),
-                None => registry::attach(&own.segment()?.address(), None),
+                Some(name) => attachment::attach_own(own.segment()?, name.keeper()),
+                None => attachment::attach(&own.segment()?.address()),
             },
             Role::Reader(attachment) => Ok(Arc::clone(attachment)),
-            Role::Copied(_) => return Err(PyValueError::new_err("a private copy is not attached to anything")),
         };
         Ok(attached.map_err(BindingError::from)?)
     }
@@ -282,9 +262,9 @@ impl SharedSegment {
     fn view(&self, memory: ViewedMemory) -> SegmentView {
         let owner = match &*self.role {
             Role::Owner(own) => Some(Arc::clone(own)),
-            Role::Reader(_) | Role::Copied(_) => None,
+            Role::Reader(_) => None,
         };
-        SegmentView { memory: Unheld::new(memory), _owner: Unheld::new(owner), len: self.nbytes() }
+        SegmentView { memory: DropWithoutGil::new(memory), _owner: DropWithoutGil::new(owner), len: self.nbytes() }
     }
 }
 
@@ -302,8 +282,6 @@ impl SegmentView {
             ViewedMemory::Shared(attachment) => (attachment.data().cast_mut(), 1),
             ViewedMemory::Written { data, .. } => (*data, 0),
             ViewedMemory::Private(copy) => (copy.data(), 0),
-            ViewedMemory::Copied(copied) => (copied.data(), 1),
-            ViewedMemory::Own(copied) => (copied.data(), 0),
         };
         // SAFETY: `view` is Python's; the bytes are mapped as long as `slf` lives, of which the view takes a reference,
         // and what is mapped for reading only is told to be so.
@@ -314,16 +292,22 @@ impl SegmentView {
     }
 }
 
-/// A descriptor of this process that is open on the segment at `address`.
-#[pyfunction]
-pub(crate) fn held_descriptor(address: AddressTuple) -> Option<i32> {
-    registry::held_descriptor(&as_address(address))
+/// The segment of this name, if it is the one that was meant. It is waited for without the GIL, and registered with it.
+fn find_named(py: Python<'_>, name: &str, meant: Option<&Address>) -> PyResult<Result<Arc<Attachment>, ShmError>> {
+    let found = enter(py, None, |door| {
+        let mut find = || named::attach(Arc::new(Directory::standard()?), SegmentName::new(name)?, &mut || look(door));
+        match find() {
+            Err(ShmError::Interrupted) => Err(ShmError::Interrupted.into()),
+            outcome => Ok(outcome),
+        }
+    })?;
+    Ok(found.and_then(|found| attachment::attach_named(found, meant)))
 }
 
 /// Bytes of shared memory of this process.
 #[pyfunction]
 pub(crate) fn shared_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let attached = registry::attached_bytes();
+    let attached = attachment::attached_bytes();
     let stats = py.detach(|| Arena::of_arrays().stats());
     let dict = PyDict::new(py);
     dict.set_item("mapped", stats.in_use + attached)?;

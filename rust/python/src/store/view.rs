@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyMemoryView};
 use tundish_store::{Dtype, View};
 
-use crate::shm::unheld::Unheld;
+use crate::shm::drop_without_gil::DropWithoutGil;
 use crate::tree::exchange::TensorExchange;
 use crate::tree::loans::Geometry;
 
@@ -21,7 +21,7 @@ const LARGE: u64 = 1 << 20;
 /// What keeps the memory.
 enum Kept {
     Small(View),
-    Large(Unheld<View>),
+    Large(DropWithoutGil<View>),
 }
 
 impl Kept {
@@ -41,7 +41,8 @@ pub(crate) struct ShardView {
 
 impl ShardView {
     pub(super) fn new(view: View) -> Self {
-        let kept = if view.meta().nbytes() < LARGE { Kept::Small(view) } else { Kept::Large(Unheld::new(view)) };
+        let kept =
+            if view.meta().nbytes() < LARGE { Kept::Small(view) } else { Kept::Large(DropWithoutGil::new(view)) };
         ShardView { kept: Arc::new(kept) }
     }
 }

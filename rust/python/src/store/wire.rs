@@ -10,7 +10,7 @@ use super::node::{deadline_of, look};
 
 use crate::enter::enter;
 use crate::error::BindingError;
-use crate::shm::unheld::Unheld;
+use crate::shm::drop_without_gil::DropWithoutGil;
 
 /// For who wants bytes over sockets also on one node.
 static OF_SOCKETS: PerProcess<Client> = PerProcess::new(Client::of_sockets);
@@ -23,7 +23,7 @@ pub(super) fn transport(shared_memory: bool) -> &'static dyn Transport {
 /// Serves what this process stores, as long as it is not closed.
 #[pyclass(frozen)]
 pub(crate) struct ShardServer {
-    server: std::sync::Mutex<Option<Unheld<Server>>>,
+    server: std::sync::Mutex<Option<DropWithoutGil<Server>>>,
     port: u16,
 }
 
@@ -39,7 +39,7 @@ impl ShardServer {
         let server =
             enter(py, None, move |_| Ok(Server::start(Node::of_process(), &host, port, token, Timing::default())?))?;
         let port = server.address().port();
-        Ok(ShardServer { server: std::sync::Mutex::new(Some(Unheld::new(server))), port })
+        Ok(ShardServer { server: std::sync::Mutex::new(Some(DropWithoutGil::new(server))), port })
     }
 
     /// Which port it is.

@@ -126,7 +126,7 @@ fn a_segment_is_filled_in_parts_and_nobody_sees_what_is_written_to_a_private_map
             unsafe { segment.fill_at(at, [byte; 7].as_ptr(), 7, &mut || Ok(())) }.unwrap();
         }
         segment.publish(1 << 20, &[]).unwrap();
-        let views: Vec<_> = (0..2).map(|_| crate::warm::copy_of(&segment, 0..400_000).unwrap()).collect();
+        let views: Vec<_> = (0..2).map(|_| segment.private(0..400_000).unwrap()).collect();
         // SAFETY: within the data, which live as long as the segment and the views.
         unsafe {
             views[0].data().add(300_000).write(9);

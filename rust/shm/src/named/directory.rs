@@ -1,8 +1,7 @@
-//! The folder in which named segments lie, and the names in it.
+//! The folder of named segments, and the names in it.
 //!
-//! A segment called `name` of the user `uid` is the file `tundish-<uid>-<name>`, so that two users never get in each
-//! other's way, and nobody is told anything by another user's names. It is the POSIX object of that name: `shm_open`
-//! finds it too.
+//! A segment called `name` of the user `uid` is the file `tundish-<uid>-<name>`, which that user alone may open: users
+//! never get in each other's way. It is the POSIX object of that name: `shm_open` finds it too.
 
 use std::ffi::OsStr;
 use std::fmt;

@@ -1,18 +1,17 @@
 //! Named segments: memory for processes that share nothing but a name.
 //!
-//! A named segment is there as long as a process holds it (see [`probe`]), and what nobody holds is not there: nobody
-//! attaches to it, whoever creates under its name removes it first, and so does [`sweep`](crate::sweep). What always
-//! holds:
+//! A named segment exists as long as a process holds it (see [`probe`]). Nobody attaches to one that no process holds;
+//! the next process that creates under its name removes it first, and so does [`sweep`](crate::sweep).
 //!
-//! 1. A name leads to a whole segment: its pages are there, its header is written, its creator holds it. The file gets
-//!    its name in one step when all that is so (`O_TMPFILE` and `linkat`, open(2)); a creator that is killed before
-//!    leaves nothing.
-//! 2. Nobody takes the name of a segment away that is held, that a process maps without holding it, that another user
-//!    made, or that does not begin with this library's header.
-//! 3. Who lets go as the last takes the name away. What is killed leaves the name to the next who creates, or to a
-//!    sweep.
+//! Invariants:
 //!
-//! A process made by `fork` shares the holds of its parent: a segment is held until both have let go of it, or ended.
+//! 1. A name leads to a whole segment: its pages are reserved, its header is written, its creator holds it. The file
+//!    gets its name in one step (`O_TMPFILE` and `linkat`, open(2)); a creator that is killed before leaves nothing.
+//! 2. A name is never removed while a process holds or maps the segment, nor where another user made the file, nor
+//!    where it does not begin with this library's header.
+//! 3. The last holder removes the name. A killed holder leaves it to the next process that creates, or to a sweep.
+//!
+//! A child made by `fork` shares the holds of its parent: a segment is held until both have dropped it, or ended.
 
 mod directory;
 pub(crate) mod probe;
@@ -30,8 +29,8 @@ pub use directory::{Directory, FileIdentity, SegmentName};
 use probe::Probe;
 
 use crate::error::ShmError;
-use crate::file::{self, GoOn, Writers};
-use crate::memory;
+use crate::memory_file::{self, GoOn, Writers};
+use crate::memory_limits;
 use crate::per_process::PerProcess;
 use crate::segment::{Segment, size_for};
 use crate::sweep::{State, judge, sweep};
@@ -79,19 +78,19 @@ impl Claim {
         let full = |free| ShmError::NoSpace { path: self.directory.path_of(&self.name), asked: size as u64, free };
         match self.directory.free()? {
             Some(free) if free < size as u64 => return Err(full(free)),
-            _ => memory::check(size as u64)?,
+            _ => memory_limits::check(size as u64)?,
         }
         let file = self.directory.make()?;
-        let on_huge_pages = match file::reserve(file.as_fd(), size, Writers::Present, go_on) {
+        let on_huge_pages = match memory_file::reserve(file.as_fd(), size, Writers::Present, go_on) {
             // Another took the room meanwhile. What was reserved so far comes back when the file is closed.
             Err(ShmError::Io { source, .. }) if source.kind() == ErrorKind::StorageFull => {
-                let reserved = file::status(file.as_fd())?.st_blocks.unsigned_abs() * 512;
+                let reserved = memory_file::status(file.as_fd())?.st_blocks.unsigned_abs() * 512;
                 return Err(full(reserved + self.directory.free()?.unwrap_or_default()));
             }
             outcome => outcome?,
         };
         // Nobody else knows the file.
-        file::lock_shared(file.as_fd())?;
+        memory_file::lock_shared(file.as_fd())?;
         Ok((file, on_huge_pages))
     }
 
@@ -101,7 +100,7 @@ impl Claim {
     /// [`ShmError::Exists`] where another was faster, and what `go_on` says.
     pub fn publish(self, file: BorrowedFd<'_>, go_on: GoOn<'_>) -> Result<Hold, ShmError> {
         let Self { directory, name } = self;
-        let identity = FileIdentity::of(&file::status(file)?);
+        let identity = FileIdentity::of(&memory_file::status(file)?);
         while !directory.link(file, &name)? {
             clear(&directory, &name, go_on)?;
         }
@@ -136,7 +135,7 @@ pub fn attach(directory: Arc<Directory>, name: SegmentName, go_on: GoOn<'_>) -> 
         return Err(missing());
     }
     // The exclusive lock is asked for by who has the probe lock only.
-    file::lock_shared(file.as_fd())?;
+    memory_file::lock_shared(file.as_fd())?;
     drop(probe);
     Ok(Attached { file, hold: Hold { directory, name, file: identity } })
 }
@@ -185,7 +184,7 @@ fn clear(directory: &Directory, name: &SegmentName, go_on: GoOn<'_>) -> Result<(
             State::Dead => return probe.remove(),
             State::Held if probe.owner.lives() => format!("process {}, which made it", probe.owner.process),
             State::Held => format!("others, though process {} which made it has ended", probe.owner.process),
-            State::Mapped(processes) => format!("processes that map it: {}", listed(&processes)),
+            State::QueueMemory(processes) => format!("processes that map it: {}", listed(&processes)),
         },
     };
     Err(ShmError::Exists { path: directory.path_of(name), holder })

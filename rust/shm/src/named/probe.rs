@@ -1,15 +1,14 @@
-//! How it is told whether anybody holds a named segment.
+//! Tells whether any process holds a named segment.
 //!
-//! Two locks lie on the one file. Both belong to an open file description, so the kernel drops them with its last
-//! descriptor and map, however a process ends:
+//! Two locks lie on its file. Both belong to an open file description, so the kernel drops them with its last
+//! descriptor and mapping, however a process ends:
 //!
-//! - `flock(LOCK_SH)` is the *hold*. Every process that has the segment has it from before the segment got its name, or
-//!   from the attaching on.
-//! - `F_OFD_SETLK` (fcntl(2)) is the *probe lock*. Whoever asks whether there is a hold takes it first: who attaches,
-//!   creates under the name, sweeps, or lets go.
+//! - `flock(LOCK_SH)` is the *hold*. A process has it from before the segment got its name, or from the attaching on.
+//! - `F_OFD_SETLK` (fcntl(2)) is the *probe lock*. A process takes it before it asks whether there is a hold: to
+//!   attach, to create under the name, to sweep, or to drop its hold.
 //!
-//! What always holds: `flock(LOCK_EX)` is asked for under the probe lock only, so where it is refused there is a real
-//! hold, never another who asks; and a name is taken away only under the probe lock of the file that it leads to.
+//! Invariants: `flock(LOCK_EX)` is asked for under the probe lock only, so where it is refused there is a real hold. A
+//! name is removed only under the probe lock of the file that it leads to.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -20,8 +19,8 @@ use rustix::io::Errno;
 
 use super::directory::{Directory, FileIdentity, SegmentName};
 use crate::error::ShmError;
-use crate::file::{self, GoOn};
 use crate::header::Facts;
+use crate::memory_file::{self, GoOn};
 use crate::owner::Owner;
 
 /// Who asks is done in microseconds; a sweep that reads the maps of all processes, in a second.
@@ -96,10 +95,10 @@ impl<'a> Probe<'a> {
 
     /// Whether a process holds the segment: it has a map or a descriptor of it, or inherited one by `fork`.
     pub(crate) fn is_held(&self) -> Result<bool, ShmError> {
-        let is_free = file::lock_exclusive(self.file.as_fd())?;
+        let is_free = memory_file::lock_exclusive(self.file.as_fd())?;
         if is_free {
             // Whoever attaches next is to find no lock but holds.
-            file::unlock(self.file.as_fd())?;
+            memory_file::unlock(self.file.as_fd())?;
         }
         Ok(!is_free)
     }

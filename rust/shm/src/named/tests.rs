@@ -10,9 +10,9 @@ use std::thread;
 use std::time::Duration;
 
 use super::*;
-use crate::file::DATA_START;
 use crate::header::Facts;
 use crate::mapping::{Access, Mapping};
+use crate::memory_file::DATA_START;
 use crate::owner::Owner;
 use crate::sweep::{NamedSegment, survey, sweep};
 
@@ -188,7 +188,7 @@ fn what_a_process_maps_without_holding_it_stays() {
     let map = Mapping::new(&foreign, DATA_START, Access::Read).unwrap();
     drop(foreign);
     let seen = survey(&yard.directory, &mut || Ok(())).unwrap();
-    assert_eq!(seen.live[0].state, State::Mapped(vec![std::process::id()]));
+    assert_eq!(seen.live[0].state, State::QueueMemory(vec![std::process::id()]));
     assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
     let refused = yard.create("tokens").map(|_| ());
     assert!(matches!(refused, Err(ShmError::Exists { holder, .. }) if holder.contains("map")));
@@ -330,7 +330,7 @@ fn who_attaches_while_the_last_holder_lets_go_gets_all_or_nothing() {
         assert!(probe.is_held().unwrap());
         let (reading, _) = yard.directory.open(&name, OFlags::RDONLY).unwrap().unwrap();
         drop(file);
-        file::lock_shared(reading.as_fd()).unwrap();
+        memory_file::lock_shared(reading.as_fd()).unwrap();
         reading
     };
     drop(hold);

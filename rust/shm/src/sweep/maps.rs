@@ -1,9 +1,8 @@
-//! Which processes map a file, whether they take part in any locks or not.
+//! Finds the processes that map a file, whether they take part in any locks or not.
 //!
-//! Every process that this one may look at is looked at (proc(5), `maps`). One that it may not look at cannot be told:
-//! of a file that only its user can open, that is a process of the same user that forbids it
-//! (`prctl(PR_SET_DUMPABLE)`), of root, or of another namespace of processes. Its map stays as it is when the name
-//! goes.
+//! It reads `maps` (proc(5)) of every process that this one may look at. It cannot tell about other processes: of a
+//! file that only its user can open, that is a process of the same user that forbids it (`prctl(PR_SET_DUMPABLE)`), one
+//! of root, or one of another namespace. Such a mapping stays as it is when the name goes.
 
 use std::collections::HashMap;
 use std::io::ErrorKind;

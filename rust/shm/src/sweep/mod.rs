@@ -1,15 +1,15 @@
-//! Finding the named segments of this user, and removing those that nobody has any more.
+//! Finds the named segments of this user, and removes those that no process has any more.
 //!
-//! What always holds: only a file of this user, under a name of this library, with its header, is looked at further;
-//! and it is removed only when no process holds it (`named/probe.rs`) and none is seen to map it (`maps.rs`). Any
-//! number of processes may sweep at once, and create and attach meanwhile.
+//! Invariants: only a file of this user, under a name of this library, with its header, is looked at. It is removed
+//! only when no process holds it (`named/probe.rs`) and none is seen to map it (`maps.rs`). Any number of processes may
+//! sweep at once, and create and attach meanwhile.
 
 mod maps;
 
 use std::path::PathBuf;
 
 use crate::error::ShmError;
-use crate::file::GoOn;
+use crate::memory_file::GoOn;
 use crate::named::probe::Probe;
 use crate::named::{Directory, SegmentName};
 use crate::owner::Owner;
@@ -38,7 +38,7 @@ pub enum State {
     /// At least one process holds it.
     Held,
     /// Nobody holds it, but these processes map it, without this library.
-    Mapped(Vec<u32>),
+    QueueMemory(Vec<u32>),
     /// Nobody.
     Dead,
 }
@@ -137,7 +137,7 @@ fn judge_all(probes: &[Probe<'_>]) -> Result<Vec<Result<State, ShmError>>, ShmEr
         if is_dead(state)
             && let Some(processes) = mappers.remove(&probe.identity())
         {
-            *state = Ok(State::Mapped(processes));
+            *state = Ok(State::QueueMemory(processes));
         }
     }
     Ok(states)

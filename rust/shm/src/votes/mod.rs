@@ -18,10 +18,10 @@ use rustix::fs::OFlags;
 
 pub use self::protocol::Standing;
 use self::protocol::{BALLOT_WORDS, MOST_MEMBERS, Words};
-use crate::board::{Patience, Spin, atomic};
 use crate::error::ShmError;
-use crate::file::{self, Writers};
 use crate::mapping::{Access, Mapping};
+use crate::memory_file::{self, Writers};
+use crate::task_queue::{Spin, Wait, atomic};
 use crate::{futex, header};
 
 /// Begins every box; the last byte is the version of this layout.
@@ -61,9 +61,9 @@ impl BallotBox {
     /// [`ShmError::Invalid`] for a number that no box can have, [`ShmError::Io`] where the system makes no such memory.
     pub fn create(members: usize) -> Result<Self, ShmError> {
         let size = size_for(members)?;
-        let memory = file::create(false)?;
-        file::reserve(memory.as_fd(), size, Writers::All, &mut || Ok(()))?;
-        file::seal(memory.as_fd(), Writers::All)?;
+        let memory = memory_file::create(false)?;
+        memory_file::reserve(memory.as_fd(), size, Writers::All, &mut || Ok(()))?;
+        memory_file::seal(memory.as_fd(), Writers::All)?;
         let identity = header::draw_identity("a ballot box")?;
         let map = Mapping::new(&memory, size, Access::Write)?;
         map.word(AT_IDENTITY).store(identity, Ordering::Relaxed);
@@ -79,12 +79,13 @@ impl BallotBox {
     /// not let this process look.
     pub fn open((maker, descriptor, identity): BoxAddress, members: usize) -> Result<Self, ShmError> {
         let size = size_for(members)?;
-        let memory = file::open_of(maker, descriptor, OFlags::RDWR)?;
+        let memory = memory_file::open_of(maker, descriptor, OFlags::RDWR)?;
         let refuse = |reason: &str| ShmError::NotASegment {
             segment: format!("the ballot box of process {maker}"),
             reason: reason.to_owned(),
         };
-        if !file::keeps_its_length(memory.as_fd()) || file::status(memory.as_fd())?.st_size != size as i64 {
+        if !memory_file::keeps_its_length(memory.as_fd()) || memory_file::status(memory.as_fd())?.st_size != size as i64
+        {
             return Err(refuse("it is not sealed, or has another length"));
         }
         let map = Mapping::new(&memory, size, Access::Write)?;
@@ -143,16 +144,16 @@ impl BallotBox {
     /// wakes nobody.
     pub fn wait(&self, number: u64, longest: Duration) -> Standing {
         let mut goes_on = || true;
-        let patience = Patience::new(Some(longest), None, &mut goes_on);
+        let wait = Wait::new(Some(longest), None, &mut goes_on);
         let begun = self.spin.begin();
-        self.spin.look(&begun, &patience, || protocol::look(self, number + 1) != Standing::Open);
+        self.spin.look(&begun, &wait, || protocol::look(self, number + 1) != Standing::Open);
         let standing = loop {
-            let seen = self.bell().load(Ordering::Acquire);
+            let seen = self.wake_word().load(Ordering::Acquire);
             let standing = protocol::look(self, number + 1);
-            if standing != Standing::Open || patience.is_over() {
+            if standing != Standing::Open || wait.is_over() {
                 break standing;
             }
-            futex::sleep(self.bell(), seen, patience.slice());
+            futex::sleep(self.wake_word(), seen, wait.slice());
         };
         self.spin.end(&begun);
         standing
@@ -172,7 +173,7 @@ impl BallotBox {
         AT_SLOTS + member * SLOT
     }
 
-    fn bell(&self) -> &AtomicU32 {
+    fn wake_word(&self) -> &AtomicU32 {
         // SAFETY: mapped, aligned, and used as an atomic everywhere; the map lives as long as `self`.
         unsafe { AtomicU32::from_ptr(self.map.start().add(AT_BELL).cast()) }
     }
@@ -198,8 +199,8 @@ impl Words for BallotBox {
     }
 
     fn ring(&self) {
-        self.bell().fetch_add(1, Ordering::AcqRel);
-        futex::ring(self.bell());
+        self.wake_word().fetch_add(1, Ordering::AcqRel);
+        futex::ring(self.wake_word());
     }
 }
 

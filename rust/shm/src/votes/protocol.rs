@@ -6,7 +6,7 @@
 //! 2. It goes well only where every member cast its ballot in it, and all of these are equal: a member that gave up or
 //!    never came is not among them. So while a member has not heard of a round that went well, no later one goes
 //!    well.
-//! 3. A step is whole or was not made: who is killed between two of them leaves nothing half done but a bell that is
+//! 3. A step is whole or was not made: who is killed between two of them leaves nothing half done but a wake_word that is
 //!    not rung, so that nobody may sleep for long.
 
 use super::atomic::{AcqRel, Acquire, AtomicU64, Relaxed};

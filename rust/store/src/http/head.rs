@@ -16,9 +16,6 @@ const MOST_FIELDS: usize = 64;
 /// By this header who asks says on which node it runs, if it can read memory of that node.
 pub(super) const NODE_FIELD: &str = "Tundish-Node";
 
-/// By this header the owner says where it lends memory to who is on its node.
-pub(super) const LENDER_FIELD: &str = "Tundish-Lender";
-
 /// What may be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
@@ -169,8 +166,6 @@ pub struct AnswerHead {
     pub content_length: u64,
     /// Whether the connection is kept.
     pub keeps_alive: bool,
-    /// Where its sender lends memory.
-    pub lender: Option<String>,
 }
 
 impl AnswerHead {
@@ -188,7 +183,7 @@ impl AnswerHead {
             Err(error) => return Err(format!("that is not HTTP/1.1: {error}")),
         };
         let mut keeps = answer.version == Some(1);
-        let (mut content_length, mut lender) = (None, None);
+        let mut content_length = None;
         for field in answer.headers.iter() {
             let text = std::str::from_utf8(field.value).unwrap_or_default();
             match field.name.to_ascii_lowercase().as_str() {
@@ -197,7 +192,6 @@ impl AnswerHead {
                 }
                 "transfer-encoding" => return Err("it does not tell the length of its body".to_owned()),
                 "connection" => keeps = keeps_alive(text).unwrap_or(keeps),
-                _ if field.name.eq_ignore_ascii_case(LENDER_FIELD) => lender = Some(text.to_owned()),
                 _ => {}
             }
         }
@@ -205,7 +199,7 @@ impl AnswerHead {
         // What only says that an answer follows has no body.
         let content_length = content_length.or((status < 200).then_some(0));
         let content_length = content_length.ok_or("it does not tell the length of its body")?;
-        Ok(Some((AnswerHead { status, content_length, keeps_alive: keeps, lender }, length)))
+        Ok(Some((AnswerHead { status, content_length, keeps_alive: keeps }, length)))
     }
 }
 
@@ -333,10 +327,10 @@ mod tests {
 
     #[test]
     fn answers_have_a_length() {
-        let text = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\nTundish-Lender: l\r\n\r\nabc";
+        let text = b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc";
         let (answer, length) = AnswerHead::parse(text).unwrap().unwrap();
         assert_eq!((answer.status, answer.content_length, answer.keeps_alive), (200, 3, true));
-        assert_eq!((answer.lender.as_deref(), length), (Some("l"), text.len() - 3));
+        assert_eq!(length, text.len() - 3);
         assert!(AnswerHead::parse(b"HTTP/1.1 200 OK\r\n\r\n").is_err());
         assert!(AnswerHead::parse(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").is_err());
         assert!(AnswerHead::parse(b"SSH-2.0-OpenSSH_9.6\r\n").is_err());

@@ -1,4 +1,4 @@
-//! Whether two processes run on one node, and where memory is lent there.
+//! Whether two processes run on one node.
 //!
 //! A client that could read memory of the owner says on which node it runs: by the number that the kernel draws when it
 //! boots. Where that is the owner's own, references are sent instead of bytes. They open nothing by themselves: the
@@ -7,8 +7,6 @@
 
 use std::fs;
 use std::sync::LazyLock;
-
-use tundish_shm::lend;
 
 static NODE: LazyLock<Option<String>> = LazyLock::new(|| {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
@@ -23,9 +21,4 @@ pub(super) fn this() -> Option<&'static str> {
 /// Whether it is this one.
 pub(super) fn is_this(node: &str) -> bool {
     this() == Some(node)
-}
-
-/// Where this process lends memory to those that cannot open it through `/proc`.
-pub(super) fn lender() -> Option<String> {
-    lend::socket_name().ok()
 }

@@ -81,7 +81,7 @@ impl Transport for Between {
             match outgoing.reference() {
                 Some(reference) if self.way == Way::Reference => {
                     (self.after)(number)?;
-                    receiver.attach(index, outgoing.meta(), &reference, None, patience)?;
+                    receiver.attach(index, outgoing.meta(), &reference, patience)?;
                 }
                 _ => {
                     receiver.room(index, outgoing.meta(), patience)?.copy_from_slice(outgoing.bytes());

@@ -17,8 +17,6 @@ use rustix::net::sockopt::{
 };
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, connect, recv, socket_with};
 
-use tundish_shm::warm;
-
 use crate::checksum::Checksum;
 use crate::error::StoreError;
 use crate::http::descriptors::{NoFork, Socket};
@@ -297,8 +295,7 @@ fn reach(address: &SocketAddr, patience: &mut Patience<'_>) -> Result<Option<Soc
     let socket = {
         let no_fork = NoFork::begin().map_err(|error| broken(&error))?;
         let make = || socket_with(family, SocketType::STREAM, flags, None);
-        let made = warm::or_without_kept(make);
-        no_fork.keep(TcpStream::from(made.map_err(failed)?))
+        no_fork.keep(TcpStream::from(make().map_err(failed)?))
     };
     match connect(&*socket, address) {
         Ok(()) => {}

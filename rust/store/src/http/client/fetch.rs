@@ -158,8 +158,7 @@ impl Errand<'_> {
                     return Err(corrupt("it was to be sent, and a reference to it came".to_owned()).into());
                 }
                 Payload::Reference(reference) => {
-                    let (meta, lender) = (&header.meta, head.lender.as_deref());
-                    match self.receiver.attach(self.done, meta, &reference, lender, patience) {
+                    match self.receiver.attach(self.done, &header.meta, &reference, patience) {
                         Err(StoreError::Memory(error)) => return Err(Failure::Unreached(is_for_good(&error))),
                         attached => attached?,
                     }

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::body::Body;
 use super::rooms::Aside;
 use crate::error::StoreError;
-use crate::http::head::{Form, LENDER_FIELD};
+use crate::http::head::Form;
 use crate::http::json::Refused;
 use crate::http::refusal::Refusal;
 
@@ -38,13 +38,6 @@ impl Answer {
     pub(super) fn with(mut self, name: &'static str, value: impl Into<String>) -> Self {
         self.fields.push((name, value.into()));
         self
-    }
-
-    pub(super) fn with_lender(self, lender: Option<String>) -> Self {
-        match lender {
-            Some(name) => self.with(LENDER_FIELD, name),
-            None => self,
-        }
     }
 
     /// The error of a request that is about steps or batches.

@@ -172,7 +172,6 @@ impl Exchange<'_> {
         };
         let is_json = self.head.accepts == Form::Json;
         let is_near = self.head.node.as_deref().is_some_and(same_node::is_this);
-        let mut lends = false;
         let mut body = Body::default();
         let (mut shards, mut added) = (shards.into_iter(), Vec::with_capacity(distinct.len()));
         for (place, which) in uses.iter().enumerate() {
@@ -187,7 +186,6 @@ impl Exchange<'_> {
                     match shard.reference().filter(|_| is_near && !is_json) {
                         _ if is_json => body.json(shard),
                         Some(reference) => {
-                            lends = true;
                             let payload = Payload::Reference(reference);
                             let header = ShardHeader { meta: shard.meta().clone(), payload };
                             body.text(|text| header.write(text));
@@ -201,8 +199,7 @@ impl Exchange<'_> {
         if is_json {
             body.text(|text| text.extend(if uses.is_empty() { &b"[]"[..] } else { b"]" }));
         }
-        let answer = Answer::new(200, self.head.accepts, body);
-        Ok(answer.with_lender(if lends { same_node::lender() } else { None }))
+        Ok(Answer::new(200, self.head.accepts, body))
     }
 
     /// The body, which names shards. What is made of it has its room until it is answered.

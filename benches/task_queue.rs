@@ -1,0 +1,103 @@
+//! The task board between two processes: tasks a second, and one task there and back, beside a pair of pipes.
+
+use std::io::{Read, Write};
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use tundish_shm::task_queue::{ParentQueue, Role, Taken, Wait, WorkerQueue};
+
+const PAYLOAD: [u8; 32] = [7; 32];
+const BATCH: usize = 64;
+
+/// A process that does `life`, until it is dropped.
+struct Child(libc::pid_t);
+
+impl Child {
+    fn start(life: impl FnOnce()) -> Self {
+        // SAFETY: this program has one thread; the child does its part and ends.
+        match unsafe { libc::fork() } {
+            0 => {
+                life();
+                // SAFETY: ends the child without running the parent's code in it.
+                unsafe { libc::_exit(0) }
+            }
+            pid => Self(pid),
+        }
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // SAFETY: a child that nobody has waited for.
+        unsafe {
+            libc::kill(self.0, libc::SIGKILL);
+            libc::waitpid(self.0, core::ptr::null_mut(), 0);
+        }
+    }
+}
+
+fn worker(board: &ParentQueue) -> Child {
+    Child::start(|| {
+        let board = WorkerQueue::open(board.descriptor()).expect("a board");
+        let mut payload = Vec::new();
+        while let Ok(Taken::Task(ticket)) = board.take(0, &mut Wait::new(None, None, &mut || true)) {
+            payload.clear();
+            board.read(ticket, |_, _, bytes| payload.extend_from_slice(bytes)).expect("a task");
+            board.finish(ticket, 0, &payload).expect("a result");
+        }
+    })
+}
+
+/// Put batches, collect what has come, until `rounds` results are there.
+fn stream(board: &ParentQueue, rounds: u64) {
+    let (mut put, mut collected) = (0, 0);
+    while collected < rounds {
+        let count = BATCH.min((rounds - put) as usize);
+        board.put_many(core::iter::repeat_n((0, PAYLOAD), count), |_| put += 1);
+        board.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
+        board.collect(|_, _, _| collected += 1);
+    }
+}
+
+fn there_and_back(board: &ParentQueue) {
+    board.put(0, &PAYLOAD).expect("a small payload").expect("room");
+    board.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
+    board.collect(|_, _, payload| assert_eq!(payload, PAYLOAD));
+}
+
+fn timed(rounds: u64, work: impl FnOnce(u64)) -> Duration {
+    let begin = Instant::now();
+    work(rounds);
+    begin.elapsed()
+}
+
+fn task_board(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("task_board");
+    group.throughput(Throughput::Elements(1)).measurement_time(Duration::from_secs(3));
+    let board = ParentQueue::create(512, 16 << 10).expect("memory for a board");
+    let child = worker(&board);
+    group.bench_function("tasks in batches", |bencher| {
+        bencher.iter_custom(|rounds| timed(rounds, |rounds| stream(&board, rounds)));
+    });
+    group.bench_function("there and back", |bencher| bencher.iter(|| there_and_back(&board)));
+    drop(child);
+
+    let (mut there, mut back) = (std::io::pipe().expect("a pipe"), std::io::pipe().expect("a pipe"));
+    let child = Child::start(|| {
+        let mut payload = PAYLOAD;
+        while there.0.read_exact(&mut payload).is_ok() && back.1.write_all(&payload).is_ok() {}
+    });
+    group.bench_function("there and back through pipes", |bencher| {
+        bencher.iter(|| {
+            let mut payload = PAYLOAD;
+            there.1.write_all(&payload).expect("a reader");
+            back.0.read_exact(&mut payload).expect("a writer");
+            payload
+        });
+    });
+    drop(child);
+    group.finish();
+}
+
+criterion_group!(benches, task_board);
+criterion_main!(benches);

@@ -1,0 +1,135 @@
+"""The socket on which workers of a pool tell their parent more than results, and by which they see it end.
+
+All workers share one end of it. A worker says when it is ready, why it cannot start, and in which memory its results
+lie: it sends the descriptor, so that a finished result can be opened though its worker is dead. When the parent's end
+is closed everywhere, the kernel tells each worker, which ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import threading
+from array import array
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from tundish.errors import OutOfMemoryError, StorageError
+from tundish.shm.pool.messages import BufferMessage, MessagePacker
+
+__all__ = ["FAILED", "MEMORY", "READY", "ControlSocket", "WorkerMessage", "send_to_parent"]
+
+READY: Final = "ready"
+FAILED: Final = "failed"
+MEMORY: Final = "memory"
+
+_LONGEST_TEXT = 16 * 1024
+_LONGEST_MESSAGE = 8 * _LONGEST_TEXT
+# A result takes two mappings, and its memory a descriptor. More of them are copied to memory of this process's own, and
+# the shared memory is used again at once.
+_MOST_SHARED_RESULTS: Final = 128
+
+
+class WorkerMessage(NamedTuple):
+    """A message of a worker: `what` is `READY`, `FAILED` with a text, or `MEMORY` with a descriptor."""
+
+    what: str
+    worker: int
+    pid: int
+    text: str
+
+
+def send_to_parent(
+    control: int, what: str, worker: int, text: str = "", descriptors: Sequence[int] = ()
+) -> None:
+    """Send a message on the workers' end, whose number is `control`."""
+    text = text.encode(errors="replace")[-_LONGEST_TEXT:].decode(errors="replace")
+    # Where the parent is gone, the watcher ends this process.
+    with (
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        socket.socket(fileno=os.dup(control)) as end,
+    ):
+        socket.send_fds(
+            end, [pickle.dumps(tuple(WorkerMessage(what, worker, os.getpid(), text)))], list(descriptors)
+        )
+
+
+class ControlSocket:
+    """Both ends, in the parent. `packer` opens the buffers of workers."""
+
+    def __init__(self, packer: MessagePacker) -> None:
+        self._parents_end, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._packer = packer
+        self._lock = threading.Lock()
+        self._received: list[WorkerMessage] = []
+
+    @property
+    def workers_end(self) -> int:
+        """The descriptor that workers inherit."""
+        return self._workers_end.fileno()
+
+    def fileno(self) -> int:
+        """The descriptor that becomes readable when a worker has sent something."""
+        return self._parents_end.fileno()
+
+    def messages(self) -> list[WorkerMessage]:
+        """Return what workers have sent since the last call."""
+        self._receive()
+        with self._lock:
+            received, self._received = self._received, []
+        return received
+
+    def open_buffer(self, payload: Any) -> BufferMessage:
+        """Open the buffer that the payload of an answer refers to; once."""
+        try:
+            message = self._packer.open(payload)
+        except OSError:
+            # Its worker is dead, and what it sent may not have been received yet.
+            self._receive()
+            message = self._packer.open(payload)
+        return message.copied() if self._packer.receiver.open_buffers > _MOST_SHARED_RESULTS else message
+
+    def forget(self, pid: int) -> None:
+        """Let go of the memory of a dead worker, after its last results were opened."""
+        self._packer.receiver.forget(pid)
+
+    def close(self) -> None:
+        """Close both ends: workers that live end."""
+        self._parents_end.close()
+        self._workers_end.close()
+
+    def disown(self) -> None:
+        """In a child made by `fork`: hold nothing that would keep workers or memory alive."""
+        self._lock = threading.Lock()
+        self.close()
+        self._packer.disown()
+
+    def _receive(self) -> None:
+        with self._lock:
+            while (received := _receive(self._parents_end)) is not None:
+                message, descriptors = received
+                for descriptor in descriptors:
+                    # Without a descriptor or memory left, the memory is looked for at its worker, or is an error.
+                    with contextlib.suppress(StorageError, OutOfMemoryError):
+                        self._packer.receiver.adopt(descriptor, message.pid)
+                if message.what != MEMORY:
+                    self._received.append(message)
+
+
+def _receive(end: socket.socket) -> tuple[WorkerMessage, list[int]] | None:
+    """The next message and its descriptors; None where there is none."""
+    flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    descriptors = array("i")
+    try:
+        # `socket.recv_fds` passes no flags on.
+        text, attached, _, _ = end.recvmsg(_LONGEST_MESSAGE, socket.CMSG_SPACE(descriptors.itemsize), flags)
+    except OSError:
+        return None
+    if not text:
+        return None
+    for _, _, content in attached:
+        descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    # The worker is this program's own.
+    return WorkerMessage(*pickle.loads(text)), list(descriptors)

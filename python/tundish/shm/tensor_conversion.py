@@ -1,0 +1,111 @@
+"""Converts torch tensors to numpy arrays that can be shared, and back, and pickles them as such."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tundish.errors import InvalidTypeError
+from tundish.shm.array_layout import ArrayLayout
+
+__all__ = ["dumps_with_tensors", "numpy_dtype_of", "numpy_view_of", "tensor_in"]
+
+# By bytes an element: what stands for a dtype that numpy has not.
+_NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    8: np.dtype(np.int64),
+}
+# As far as this torch has them.
+_QUANTIZED = frozenset(
+    getattr(torch, name, None) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+)
+_TORCH_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
+    """Numpy's dtype for one of torch's; where it has none an integer of its width, and the name of torch's."""
+    if dtype in _QUANTIZED:
+        raise InvalidTypeError(
+            f"tensors of {dtype} cannot be shared, as their scales are no part of their values: share one's "
+            "int_repr(), and its scales beside that"
+        )
+    try:
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, None
+    except TypeError:
+        name = str(dtype).removeprefix("torch.")
+        if dtype.itemsize not in _NUMPY_INTEGERS or getattr(torch, name, None) is not dtype:
+            raise InvalidTypeError(f"tensors of {dtype} cannot be shared") from None
+        return _NUMPY_INTEGERS[dtype.itemsize], name
+
+
+def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
+    """The values of a tensor in host memory, without a copy where they lie there as they are."""
+    if tensor.device.type != "cpu":
+        raise InvalidTypeError(f"a tensor on {tensor.device} cannot be shared: move it to the CPU first")
+    if tensor.layout is not torch.strided:
+        raise InvalidTypeError(f"a tensor of {tensor.layout} cannot be shared: make it dense first")
+    values = tensor.detach().resolve_conj().resolve_neg()
+    if type(values) is not torch.Tensor:
+        raise InvalidTypeError(f"a {type(tensor).__name__} cannot be shared: share the tensor in it")
+    numpy_dtype, name = numpy_dtype_of(values.dtype)
+    if name is not None:
+        values = values.view(_TORCH_INTEGERS[numpy_dtype.itemsize])
+    return values.numpy(), name
+
+
+def tensor_in(layout: ArrayLayout, memory: Any) -> torch.Tensor:
+    """The tensor that lies in `memory`, a writable buffer which it keeps."""
+    array = layout.array(memory)
+    torch_dtype = layout.torch_dtype and getattr(torch, layout.torch_dtype, None)
+    if torch_dtype and (not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != array.itemsize):
+        raise InvalidTypeError(f"torch has no dtype {layout.torch_dtype!r} of {array.itemsize} bytes")
+    try:
+        tensor = torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise InvalidTypeError(
+            f"torch has no dtype for {layout.dtype}: ask for array instead of tensor()"
+        ) from error
+    return tensor.view(torch_dtype) if torch_dtype else tensor
+
+
+def dumps_with_tensors(
+    value: Any, protocol: int, *, buffer_callback: Callable[[pickle.PickleBuffer], Any]
+) -> bytes:
+    """Pickle `value` as `pickle.dumps`; its tensors go as arrays do, into `buffer_callback`.
+
+    A tensor with more than dtype, shape and values (a gradient, strides, attributes, a class) is pickled as torch does
+    it. As with arrays, two tensors that share memory do not when they arrive.
+    """
+    stream = io.BytesIO()
+    _Pickler(stream, protocol, buffer_callback=buffer_callback).dump(value)
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or not _is_plain(value):
+            return NotImplemented
+        return _restored, numpy_view_of(value)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not tensor.__dict__
+    )
+
+
+def _restored(array: NDArray[Any], torch_dtype: str | None) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if torch_dtype is None else tensor.view(getattr(torch, torch_dtype))

@@ -1,0 +1,249 @@
+//! Attaches this process to segments of other processes: one mapping a segment, however often it is attached.
+//!
+//! An [`Attachment`] lives as long as somebody uses it, and its mapping is its lease.
+//!
+//! Invariants:
+//!
+//! 1. A child made by `fork` finds the attachments that it inherited, and the leases with them.
+//! 2. The registry's lock is held for moments. The Python bindings take it with the GIL held, so no fork by Python
+//!    finds it locked.
+//! 3. An attachment lies within its file, which cannot become shorter: it is sealed, or its name is this user's alone.
+
+use std::any::Any;
+use std::collections::HashMap;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::process;
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+
+use rustix::fs::OFlags;
+
+use crate::error::ShmError;
+use crate::header::Facts;
+use crate::mapping::{Access, Mapping};
+use crate::memory_file::{self, DATA_START};
+#[cfg(target_os = "linux")]
+use crate::named::Attached;
+use crate::private_copy::PrivateCopy;
+use crate::segment::{Address, Segment};
+
+static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
+
+/// Entries from which on those that lead to nothing are looked for when one is added.
+const CROWDED: usize = 64;
+
+pub(crate) const GIVEN_BACK: &str = "its owner has given it back; keep the owner open as long as handles are in use";
+
+/// A segment that this process reads.
+#[derive(Debug)]
+pub struct Attachment {
+    map: Mapping,
+    /// The description that the mapping was made from, with the shared lock.
+    file: OwnedFd,
+    facts: Facts,
+    is_own: bool,
+    /// Let go of last.
+    keeper: Option<Keeper>,
+}
+
+/// What is to be let go of when nobody in this process has a lease on a segment any more.
+pub type Keeper = Arc<dyn Any + Send + Sync>;
+
+/// Why a file is not the segment that was meant.
+#[derive(Debug)]
+pub enum Refusal {
+    /// It is another one; the segment may be found elsewhere.
+    Other(ShmError),
+    /// It is the one, and was given back.
+    GivenBack(ShmError),
+}
+
+impl Refusal {
+    pub(crate) fn into_error(self) -> ShmError {
+        match self {
+            Refusal::Other(error) | Refusal::GivenBack(error) => error,
+        }
+    }
+}
+
+impl Attachment {
+    /// Attaches to what `file` is open on, for reading, by a description that nobody else has.
+    ///
+    /// `meant` tells which segment it has to be, where that is known. Without seals, which only memory without a name
+    /// has, the caller answers for invariant 3. `keeper` is let go of when the attachment's lease has ended.
+    ///
+    /// # Errors
+    /// A [`Refusal`], and with it the kernel's where it maps no more.
+    pub fn new(
+        file: OwnedFd,
+        meant: Option<&Address>,
+        is_sealed: bool,
+        keeper: Option<Keeper>,
+    ) -> Result<Self, Refusal> {
+        let name = meant.map_or_else(|| "the segment".to_owned(), describe);
+        if is_sealed && !memory_file::keeps_its_length(file.as_fd()) {
+            let reason = "it is not sealed".to_owned();
+            return Err(Refusal::Other(ShmError::NotASegment { segment: name, reason }));
+        }
+        let (facts, size) = lease(file.as_fd(), meant, &name)?;
+        let size = size.next_multiple_of(memory_file::page_of(file.as_fd()));
+        let map = Mapping::new(&file, size, Access::Read).map_err(Refusal::Other)?;
+        let is_own = meant.is_some_and(|meant| meant.process == process::id());
+        Ok(Attachment { map, file, facts, is_own, keeper })
+    }
+
+    /// The first byte of data; valid for reads of [`facts`](Attachment::facts)`.data_len` bytes as long as it lives.
+    pub fn data(&self) -> *const u8 {
+        self.map.start().wrapping_add(DATA_START)
+    }
+
+    /// What the header says.
+    pub fn facts(&self) -> &Facts {
+        &self.facts
+    }
+
+    /// Its file, open for reading, with the lease.
+    pub fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// Where others find it through this process.
+    pub fn address(&self) -> Address {
+        Address {
+            process: process::id(),
+            descriptor: self.file.as_raw_fd(),
+            identity: self.facts.identity,
+            generation: self.facts.generation,
+        }
+    }
+
+    /// Bytes of data that this process alone may write to, in whole pages. The mapping is a lease, too.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the address space has no room.
+    pub fn private(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
+        PrivateCopy::new(self.file.as_fd(), self.map.len(), bytes, self.keeper.clone())
+    }
+}
+
+/// Attaches to the segment at `address`, if it can be reached by a descriptor: through what this process is attached to
+/// already, or by the descriptor of a process of this user.
+///
+/// # Errors
+/// [`ShmError::Gone`] where the segment was given back, else [`ShmError::Unreached`] with all that was tried.
+pub fn attach(address: &Address) -> Result<Arc<Attachment>, ShmError> {
+    if let Some(attachment) = find(address)? {
+        return Ok(attachment);
+    }
+    attach_unregistered(address).map(add)
+}
+
+/// As [`attach`], with a mapping of its own that no other call finds. Takes no lock.
+///
+/// # Errors
+/// As of [`attach`].
+pub fn attach_unregistered(address: &Address) -> Result<Attachment, ShmError> {
+    let mut tried = Vec::new();
+    // A relative inherited the owner's descriptor under its own number.
+    for process in [process::id(), address.process] {
+        let opened = memory_file::open_of(process, address.descriptor, OFlags::RDONLY).map_err(Refusal::Other);
+        match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
+            Ok(attached) => return Ok(attached),
+            Err(Refusal::GivenBack(error)) => return Err(error),
+            Err(Refusal::Other(error)) => tried.push(error.to_string()),
+        }
+    }
+    tried.dedup();
+    Err(ShmError::Unreached { segment: describe(address), tried })
+}
+
+/// Attaches to a segment of this process that has, or is to have, a name, which `keeper` keeps.
+///
+/// # Errors
+/// [`ShmError::Io`] where the process may open or map no more.
+pub fn attach_own(segment: &Segment, keeper: Option<Keeper>) -> Result<Arc<Attachment>, ShmError> {
+    let address = segment.address();
+    if let Some(attachment) = find(&address)? {
+        return Ok(attachment);
+    }
+    let file = memory_file::reopen(segment.file(), OFlags::RDONLY)?;
+    Attachment::new(file, Some(&address), false, keeper).map(add).map_err(Refusal::into_error)
+}
+
+/// Attaches to a segment that was found by its name, if it is the one that was meant.
+///
+/// # Errors
+/// As of [`attach`].
+#[cfg(target_os = "linux")]
+pub fn attach_named(found: Attached, meant: Option<&Address>) -> Result<Arc<Attachment>, ShmError> {
+    let Attached { file, hold } = found;
+    Attachment::new(file, meant, false, Some(Arc::new(hold))).map(add).map_err(Refusal::into_error)
+}
+
+/// Takes the lock that is a lease: what the header says with it held, and the bytes of the file.
+fn lease(file: BorrowedFd<'_>, meant: Option<&Address>, name: &str) -> Result<(Facts, usize), Refusal> {
+    let gone =
+        |reason: &str| Refusal::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
+    let size = usize::try_from(memory_file::status(file).map_err(Refusal::Other)?.st_size).unwrap_or(0);
+    let read = || Facts::read(file, size, name).map_err(Refusal::Other);
+    // Before its lock is asked for: whoever has that of another segment says nothing about this one.
+    let identity = read()?.identity;
+    if meant.is_some_and(|meant| meant.identity != identity) {
+        let reason = "another segment has taken its place".to_owned();
+        return Err(Refusal::Other(ShmError::NotASegment { segment: name.to_owned(), reason }));
+    }
+    if !memory_file::lock_shared(file).map_err(Refusal::Other)? {
+        return Err(gone("its owner is about to use it again"));
+    }
+    let facts = read()?;
+    if meant.is_some_and(|meant| meant.generation != facts.generation) {
+        return Err(gone(GIVEN_BACK));
+    }
+    Ok((facts, size))
+}
+
+/// Adds what was attached otherwise. Who comes second gets what is there already.
+pub fn add(attachment: Attachment) -> Arc<Attachment> {
+    let mut registry = lock();
+    if registry.len() >= CROWDED && registry.len() == registry.capacity() {
+        registry.retain(|_, attached| attached.strong_count() > 0);
+    }
+    let place = registry.entry(attachment.facts.identity).or_default();
+    let known = place.upgrade().filter(|known| known.facts.generation == attachment.facts.generation);
+    if let Some(known) = known {
+        // What is dropped then may wait for others.
+        drop(registry);
+        return known;
+    }
+    let attachment = Arc::new(attachment);
+    *place = Arc::downgrade(&attachment);
+    attachment
+}
+
+/// Bytes of other processes' segments that this one has mapped.
+pub fn attached_bytes() -> usize {
+    let registry = lock();
+    registry
+        .values()
+        .filter_map(Weak::upgrade)
+        .filter(|attachment| !attachment.is_own)
+        .map(|attachment| attachment.map.len())
+        .sum()
+}
+
+fn find(address: &Address) -> Result<Option<Arc<Attachment>>, ShmError> {
+    let Some(attachment) = lock().get(&address.identity).and_then(Weak::upgrade) else { return Ok(None) };
+    // As long as it lives the segment is not used again, so one of another generation never was, or is to come.
+    if attachment.facts.generation == address.generation {
+        return Ok(Some(attachment));
+    }
+    Err(ShmError::Gone { segment: describe(address), reason: GIVEN_BACK.to_owned() })
+}
+
+pub(crate) fn describe(address: &Address) -> String {
+    format!("the segment with descriptor {} of process {}", address.descriptor, address.process)
+}
+
+fn lock() -> MutexGuard<'static, HashMap<u64, Weak<Attachment>>> {
+    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,358 @@
+//! Receives the buffers of other processes, and keeps their mappings for the next buffers in the same segments.
+//!
+//! The mappings have no lock; each open buffer has a lease.
+//!
+//! Invariants: a sender is told that its receiver came once the lease is there, never before. A mapping lies within its
+//! file, which is sealed.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::process;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::OFlags;
+
+use crate::arena::default_limit;
+use crate::error::ShmError;
+use crate::header::{self, Facts};
+use crate::lease::Lease;
+use crate::mapping::{Access, Mapping};
+use crate::memory_file::{self, DATA_START};
+use crate::send_buffer::Reference;
+
+/// Mappings that are kept at most: each takes a descriptor.
+const MOST_KEPT: usize = 128;
+
+/// A segment of another process that parcels come in.
+#[derive(Debug)]
+struct Warm {
+    map: Mapping,
+    /// A description without a lock.
+    file: OwnedFd,
+    page: usize,
+    identity: u64,
+    sender: u32,
+    /// Whether a parcel in it was opened. Until then it is kept, however large: when that happens its sender may be
+    /// gone, and nobody else has it.
+    is_opened: AtomicBool,
+}
+
+/// What parcels come in, the one that was used last at the end.
+#[derive(Debug)]
+pub struct BufferReceiver {
+    process: u32,
+    limit: usize,
+    kept: Mutex<Vec<Arc<Warm>>>,
+    views: Arc<AtomicUsize>,
+}
+
+/// A parcel that was received: its bytes are this process's to read and to write.
+#[derive(Debug)]
+pub struct ReceivedBuffer {
+    _lease: Lease,
+    warm: Arc<Warm>,
+    len: usize,
+    _counted: Counted,
+}
+
+/// One more view, as long as it lives.
+#[derive(Debug)]
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn among(views: &Arc<AtomicUsize>) -> Self {
+        views.fetch_add(1, Ordering::Relaxed);
+        Counted(Arc::clone(views))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Default for BufferReceiver {
+    fn default() -> Self {
+        BufferReceiver { process: process::id(), limit: default_limit(), kept: Mutex::default(), views: Arc::default() }
+    }
+}
+
+impl BufferReceiver {
+    /// Receives a parcel, once.
+    ///
+    /// # Errors
+    /// [`ShmError::Gone`] where its sender revoked it, [`ShmError::NotASegment`] where the reference leads to something
+    /// else, [`ShmError::Io`] where its sender is dead and did not send the descriptor before.
+    pub fn open(&self, reference: &Reference) -> Result<ReceivedBuffer, ShmError> {
+        if self.process != process::id() {
+            let reason = "parcels are received by the process that made their room; make one after the fork";
+            return Err(ShmError::Invalid(reason.to_owned()));
+        }
+        let warm = match self.find(reference.address.identity) {
+            Some(warm) => warm,
+            None => {
+                let sender = reference.address.process;
+                let file = memory_file::open_of(sender, reference.address.descriptor, OFlags::RDWR)?;
+                self.keep(Warm::new(file, sender)?)
+            }
+        };
+        let refuse = |reason: &str| ShmError::Gone { segment: describe(reference), reason: reason.to_owned() };
+        if warm.identity != reference.address.identity {
+            return Err(refuse("another segment has taken its place"));
+        }
+        if reference.len > warm.map.len() - DATA_START {
+            return Err(ShmError::NotASegment {
+                segment: describe(reference),
+                reason: format!("it has no room for {} bytes", reference.len),
+            });
+        }
+        let lease = Lease::take(warm.file.as_fd(), warm.page)?.ok_or_else(|| refuse("its sender has taken it back"))?;
+        if header::generation(&warm.map) != reference.address.generation {
+            return Err(refuse("its sender has taken it back"));
+        }
+        header::acknowledge(&warm.map, reference.address.generation);
+        if !warm.is_opened.swap(true, Ordering::Relaxed) {
+            let released = self.surplus_of(&mut self.lock());
+            drop(released);
+        }
+        Ok(ReceivedBuffer { _lease: lease, warm, len: reference.len, _counted: Counted::among(&self.views) })
+    }
+
+    /// How many parcels were opened and are still in use. Those of different segments take a descriptor each, and two
+    /// mappings.
+    pub fn views(&self) -> usize {
+        self.views.load(Ordering::Relaxed)
+    }
+
+    /// Takes the descriptor of a segment of `sender`, so that what comes in it is found even when that is dead.
+    ///
+    /// # Errors
+    /// [`ShmError::NotASegment`] where it is none, [`ShmError::Io`] where it cannot be mapped.
+    pub fn adopt(&self, file: OwnedFd, sender: u32) -> Result<(), ShmError> {
+        // The sender's description would have the sender's locks.
+        let own = memory_file::reopen(file.as_fd(), OFlags::RDWR)?;
+        self.keep(Warm::new(own, sender)?);
+        Ok(())
+    }
+
+    /// Lets go of what came from `sender`, which is dead. BufferReceiver that are open stay.
+    pub fn forget(&self, sender: u32) {
+        let mut kept = self.lock();
+        let (forgotten, still): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut *kept).into_iter().partition(|warm| warm.sender == sender);
+        *kept = still;
+        drop(kept);
+        drop(forgotten);
+    }
+
+    fn find(&self, identity: u64) -> Option<Arc<Warm>> {
+        let mut kept = self.lock();
+        let place = kept.iter().rposition(|warm| warm.identity == identity)?;
+        let warm = kept.remove(place);
+        kept.push(Arc::clone(&warm));
+        Some(warm)
+    }
+
+    fn keep(&self, warm: Warm) -> Arc<Warm> {
+        let warm = Arc::new(warm);
+        let mut kept = self.lock();
+        let before = std::mem::take(&mut *kept);
+        // Nothing more will come in what its sender has let go of.
+        let (released, mut still): (Vec<_>, Vec<_>) =
+            before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == warm.identity);
+        still.push(Arc::clone(&warm));
+        let surplus = self.surplus_of(&mut still);
+        *kept = still;
+        drop(kept);
+        drop((released, surplus));
+        warm
+    }
+
+    /// Takes out what is more than may be kept, the oldest first.
+    fn surplus_of(&self, kept: &mut Vec<Arc<Warm>>) -> Vec<Arc<Warm>> {
+        let mut bytes: usize = kept.iter().map(|warm| warm.map.len()).sum();
+        let mut number = kept.len();
+        let (surplus, still) = std::mem::take(kept).into_iter().partition(|oldest| {
+            let is_surplus = number > MOST_KEPT || (bytes > self.limit && oldest.is_opened.load(Ordering::Relaxed));
+            if is_surplus {
+                bytes -= oldest.map.len();
+                number -= 1;
+            }
+            is_surplus
+        });
+        *kept = still;
+        surplus
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Warm>>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Warm {
+    fn new(file: OwnedFd, sender: u32) -> Result<Self, ShmError> {
+        let name = format!("a parcel of process {sender}");
+        if !memory_file::keeps_its_length(file.as_fd()) {
+            return Err(ShmError::NotASegment { segment: name, reason: "it is not sealed".to_owned() });
+        }
+        let size = usize::try_from(memory_file::status(file.as_fd())?.st_size).unwrap_or(0);
+        let facts = Facts::read(file.as_fd(), size, &name)?;
+        let page = memory_file::page_of(file.as_fd());
+        let map = Mapping::new(&file, size.next_multiple_of(page), Access::Write)?;
+        map.populate(0, map.len());
+        Ok(Warm { map, file, page, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
+    }
+}
+
+impl ReceivedBuffer {
+    /// The first byte; valid for reads and writes of [`len`](ReceivedBuffer::len) bytes as long as the view lives.
+    pub fn data(&self) -> *mut u8 {
+        self.warm.map.start().wrapping_add(DATA_START)
+    }
+
+    /// Its bytes.
+    #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+fn describe(reference: &Reference) -> String {
+    format!("the parcel of {} bytes of process {}", reference.len, reference.address.process)
+}
+
+#[cfg(test)]
+#[allow(unsafe_code)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::arena::{Arena, Use};
+    use crate::send_buffer::SendBuffer;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Send(usize),
+        Open(usize),
+        Close(usize),
+        Revoke(usize),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let step = prop_oneof![
+            3 => (0usize..200_000).prop_map(Step::Send),
+            3 => any::<usize>().prop_map(Step::Open),
+            2 => any::<usize>().prop_map(Step::Close),
+            1 => any::<usize>().prop_map(Step::Revoke),
+        ];
+        prop::collection::vec(step, 1..80)
+    }
+
+    fn bytes_of(mark: u64, len: usize) -> Vec<u8> {
+        (0..len).map(|at| (mark.wrapping_mul(31) as usize + at) as u8).collect()
+    }
+
+    fn read(view: &ReceivedBuffer) -> Vec<u8> {
+        // SAFETY: nobody writes to it.
+        unsafe { std::slice::from_raw_parts(view.data(), view.len()) }.to_vec()
+    }
+
+    fn sent(arena: &Arc<Arena>, contents: &[u8]) -> (SendBuffer, Reference) {
+        let mut parcel = SendBuffer::take(arena, contents.len(), &mut || Ok(())).unwrap();
+        // SAFETY: within the parcel, which nobody else has.
+        unsafe { parcel.data().copy_from_nonoverlapping(contents.as_ptr(), contents.len()) };
+        let reference = parcel.reference().unwrap();
+        (parcel, reference)
+    }
+
+    #[test]
+    fn what_was_adopted_is_there_though_it_is_large_and_its_sender_gone() {
+        let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
+        let parcels = BufferReceiver { limit: 1000, ..BufferReceiver::default() };
+        let mut references = Vec::new();
+        for mark in 0..3 {
+            let (parcel, reference) = sent(&arena, &bytes_of(mark, 5000));
+            let file = memory_file::open_of(process::id(), parcel.descriptor(), OFlags::RDWR).unwrap();
+            // As one of another process, whose descriptors end with it.
+            parcels.adopt(file, process::id()).unwrap();
+            references.push(reference);
+            drop(parcel);
+        }
+        drop(arena);
+        for (mark, reference) in (0..).zip(&references) {
+            assert_eq!(read(&parcels.open(reference).unwrap()), bytes_of(mark, 5000));
+        }
+        assert_eq!(parcels.lock().len(), 0);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        /// In whatever order parcels are sent, received, let go of and revoked: who received one finds in it what was
+        /// sent until he lets go of it, and who comes for a revoked one is refused.
+        #[test]
+        fn what_was_received_stays_as_it_was_sent(steps in steps()) {
+            let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
+            let parcels = BufferReceiver::default();
+            let (mut on_their_way, mut revoked, mut open) = (Vec::new(), Vec::new(), Vec::new());
+            let mut kept = Vec::new();
+            for (mark, step) in (0u64..).zip(steps) {
+                match step {
+                    Step::Send(len) => {
+                        let (parcel, reference) = sent(&arena, &bytes_of(mark, len));
+                        // Every other one is held by its sender until it is revoked.
+                        if mark % 2 == 0 { drop(parcel) } else { kept.push((parcel, reference)) }
+                        on_their_way.push((mark, reference));
+                    }
+                    Step::Open(which) if !on_their_way.is_empty() => {
+                        let (mark, reference) = on_their_way.swap_remove(which % on_their_way.len());
+                        open.push((mark, parcels.open(&reference).unwrap()));
+                    }
+                    Step::Close(which) if !open.is_empty() => drop(open.swap_remove(which % open.len())),
+                    Step::Revoke(which) if !kept.is_empty() => {
+                        let (mut parcel, reference): (SendBuffer, Reference) = kept.swap_remove(which % kept.len());
+                        let before = on_their_way.len();
+                        on_their_way.retain(|(_, other)| *other != reference);
+                        if on_their_way.len() < before {
+                            revoked.push(reference);
+                        }
+                        parcel.revoke();
+                    }
+                    _ => {}
+                }
+                prop_assert_eq!(parcels.views(), open.len());
+                for (mark, view) in &open {
+                    prop_assert!(read(view) == bytes_of(*mark, view.len()));
+                }
+                for reference in &revoked {
+                    prop_assert!(parcels.open(reference).is_err());
+                }
+            }
+            for (_, reference) in on_their_way {
+                drop(parcels.open(&reference).unwrap());
+            }
+            drop((open, kept));
+            prop_assert_eq!(arena.stats().in_use, 0);
+            prop_assert_eq!(arena.stats().escaped, 0);
+        }
+
+        /// Whatever a file says of itself, it is refused or lies within its bytes.
+        #[test]
+        fn any_bytes_are_no_parcel_or_one_within_its_file(
+            words in prop::collection::vec(any::<u64>(), 0..20), magic: bool, pages in 0usize..4,
+        ) {
+            let file = memory_file::create(false).unwrap();
+            memory_file::reserve(file.as_fd(), pages * 4096 + 1, memory_file::Writers::All, &mut || Ok(())).unwrap();
+            let mut header: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+            if magic && header.len() >= 8 {
+                header[..8].copy_from_slice(b"tundish\x01");
+            }
+            rustix::io::pwrite(&file, &header, 0).unwrap();
+            memory_file::seal(file.as_fd(), memory_file::Writers::All).unwrap();
+            if let Ok(warm) = Warm::new(file, 1) {
+                prop_assert!(warm.map.len() >= DATA_START);
+            }
+        }
+    }
+}

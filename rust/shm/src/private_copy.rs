@@ -1,0 +1,47 @@
+//! Private mappings of segments: a page is shared until it is written to, and nobody else sees what is written.
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::os::fd::BorrowedFd;
+
+use crate::attachment::Keeper;
+use crate::error::ShmError;
+use crate::mapping::{Access, Mapping};
+use crate::memory_file::{self, DATA_START, HUGE_PAGE};
+
+/// Some of a segment's data, for this process alone to write to.
+#[derive(Debug)]
+pub struct PrivateCopy {
+    map: Mapping,
+    /// Where the mapping begins in the segment.
+    start: usize,
+    /// Dropped last.
+    _keeper: Option<Keeper>,
+}
+
+impl PrivateCopy {
+    /// Maps `bytes` of the data of a segment of `size` bytes. `file` has the shared lock, which the mapping keeps.
+    ///
+    /// # Errors
+    /// [`ShmError::Io`] where the address space has no room.
+    pub(crate) fn new(
+        file: BorrowedFd<'_>,
+        size: usize,
+        bytes: Range<usize>,
+        keeper: Option<Keeper>,
+    ) -> Result<Self, ShmError> {
+        let page = memory_file::page_of(file);
+        // A huge page is mapped as one where addresses and offsets agree.
+        let unit = if bytes.len() >= HUGE_PAGE { HUGE_PAGE.max(page) } else { page };
+        let start = (DATA_START + bytes.start) / unit * unit;
+        let end = (DATA_START + bytes.end).next_multiple_of(page).min(size.next_multiple_of(page));
+        let len = end.saturating_sub(start).max(page);
+        let map = Mapping::of_part(file, start as u64, len, Access::Private)?;
+        Ok(PrivateCopy { map, start, _keeper: keeper })
+    }
+
+    /// The first byte of the segment's data. Only the bytes that the mapping was made for may be used.
+    pub fn data(&self) -> *mut u8 {
+        self.map.start().wrapping_add(DATA_START).wrapping_sub(self.start)
+    }
+}

@@ -1,0 +1,111 @@
+//! The offsets of the words of a queue in its memory.
+//!
+//! Words that several processes write stand two cache lines apart from others: processors fetch lines in pairs.
+
+use crate::ShmError;
+
+/// How many workers a board has room for: a pair of cache lines of their bits.
+pub(crate) const WORKERS: u16 = 512;
+
+/// The most slots that a ticket can name.
+pub(crate) const MOST_SLOTS: usize = 1 << 16;
+
+/// The smallest slot.
+pub(crate) const LEAST_SLOT: usize = LINE;
+
+const MOST_SLOT: usize = 1 << 30;
+const PAIR_OF_LINES: usize = 128;
+const LINE: usize = 64;
+const PAGE: usize = 4096;
+
+pub(crate) const MAGIC: usize = 0;
+pub(crate) const SLOTS: usize = 8;
+pub(crate) const SLOT_BYTES: usize = 16;
+pub(crate) const STOPPED: usize = 24;
+pub(crate) const WORKER_COUNT: usize = 28;
+pub(crate) const HEAD: usize = PAIR_OF_LINES;
+pub(crate) const TAIL: usize = 2 * PAIR_OF_LINES;
+pub(crate) const IDLE_WORKERS: usize = 3 * PAIR_OF_LINES;
+pub(crate) const CALLERS: usize = 4 * PAIR_OF_LINES;
+pub(crate) const RESULT_WORDS: usize = CALLERS + 8;
+pub(crate) const WAKE_WORDS: usize = 5 * PAIR_OF_LINES;
+pub(crate) const FINISHED: usize = WAKE_WORDS + WORKERS as usize * 4;
+
+/// Before a payload, in the line of its first bytes: the state, then kind and length.
+pub(crate) const SLOT_HEAD: usize = 16;
+pub(crate) const KIND: usize = 8;
+pub(crate) const LENGTH: usize = 12;
+
+/// The offsets that depend on how many slots there are and how large they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Layout {
+    pub(crate) slots: usize,
+    pub(crate) slot_bytes: usize,
+    /// A power of two.
+    pub(crate) entries: usize,
+    pub(crate) queue: usize,
+    pub(crate) first_slot: usize,
+    pub(crate) stride: usize,
+    pub(crate) size: usize,
+}
+
+impl Layout {
+    /// Of a board with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of which are the board's.
+    pub(crate) fn new(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
+        if !(1..=MOST_SLOTS).contains(&slots) {
+            return Err(ShmError::Invalid(format!("a task board has 1 to {MOST_SLOTS} slots, not {slots}")));
+        }
+        if !(LEAST_SLOT..=MOST_SLOT).contains(&slot_bytes) {
+            return Err(ShmError::Invalid(format!(
+                "a slot of a task board has {LEAST_SLOT} to {MOST_SLOT} bytes, not {slot_bytes}"
+            )));
+        }
+        // Revoked tasks keep their entries until the head has passed them, so there are more of these than slots.
+        let entries = (2 * slots).next_power_of_two();
+        let queue = (FINISHED + slots.div_ceil(64) * 8).next_multiple_of(PAIR_OF_LINES);
+        let first_slot = (queue + entries * 4).next_multiple_of(PAGE);
+        // An odd number of lines: with an even one, the first lines of all slots would share a few sets of the caches.
+        let stride = (slot_bytes.div_ceil(LINE) | 1) * LINE;
+        let size = (first_slot + slots * stride).next_multiple_of(PAGE);
+        Ok(Self { slots, slot_bytes, entries, queue, first_slot, stride, size })
+    }
+
+    /// The largest payload.
+    pub(crate) fn capacity(&self) -> usize {
+        self.slot_bytes - SLOT_HEAD
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_overlaps() {
+        const {
+            assert!(
+                IDLE_WORKERS + super::super::protocol::idle_workers::words_for(WORKERS) * 8 <= CALLERS
+                    && RESULT_WORDS + 8 <= WAKE_WORDS
+                    && WORKER_COUNT + 4 <= HEAD
+            )
+        };
+        for slots in [1, 2, 63, 64, 65, 512, 1000, MOST_SLOTS] {
+            for slot_bytes in [LINE, 100, 4096, 16384] {
+                let layout = Layout::new(slots, slot_bytes).unwrap();
+                assert!(layout.entries >= 2 * slots && layout.entries.is_power_of_two());
+                assert!(FINISHED + slots.div_ceil(64) * 8 <= layout.queue);
+                assert!(layout.queue + layout.entries * 4 <= layout.first_slot);
+                assert!(layout.stride >= slot_bytes && layout.stride % (2 * LINE) == LINE);
+                assert!(layout.first_slot + slots * layout.stride <= layout.size);
+            }
+        }
+    }
+
+    #[test]
+    fn what_no_board_can_be_like_is_refused() {
+        for (slots, slot_bytes) in [(0, 4096), (MOST_SLOTS + 1, 4096), (8, 63), (8, (1 << 30) + 1), (usize::MAX, 64)] {
+            let error = Layout::new(slots, slot_bytes).unwrap_err().to_string();
+            assert!(error.contains("of a task board") || error.contains("a task board has"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! The task queue: how a pool's parent sends tasks to its workers and gets their results.
+//!
+//! A queue is sealed memory without a name that the parent and all workers map: slots for messages, a ring of slot
+//! numbers, and the words on which both sides sleep. The parent has a [`ParentQueue`], each worker a [`WorkerQueue`].
+//!
+//! Invariants: a worker that is killed between any two instructions loses at most the task that it had taken, and
+//! nobody waits for that longer than until the worker is reaped. A model checks the rules in `protocol` that make it
+//! so.
+
+pub(crate) mod atomic;
+mod layout;
+mod protocol;
+mod shared_memory;
+mod worker_queue;
+
+use std::thread::available_parallelism;
+
+use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+
+pub use self::protocol::Role;
+pub use self::protocol::parent::Waited;
+pub use self::protocol::slot_state::Ticket;
+pub(crate) use self::protocol::spin::Spin;
+pub use self::protocol::wait::Wait;
+pub use self::protocol::worker::Taken;
+pub use self::worker_queue::WorkerQueue;
+
+use self::layout::Layout;
+use self::protocol::parent::Parent;
+use self::shared_memory::QueueMemory;
+use crate::ShmError;
+
+/// How many workers a board has room for; their numbers are below.
+pub const MOST_WORKERS: u16 = layout::WORKERS;
+
+/// A board as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerQueue`].
+pub struct ParentQueue {
+    parent: Parent<QueueMemory>,
+    memory: OwnedFd,
+}
+
+impl ParentQueue {
+    /// A new board with `slots` slots of `slot_bytes` bytes, the first few of which are the board's.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for numbers that no board can have, [`ShmError::Io`] where the system makes no such
+    /// memory.
+    pub fn create(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
+        let (words, memory) = QueueMemory::create(Layout::new(slots, slot_bytes)?)?;
+        Ok(Self { parent: Parent::new(words, processors() > 1), memory })
+    }
+
+    /// What workers open the board with.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    /// The largest payload.
+    pub fn capacity(&self) -> usize {
+        self.parent.words().layout().capacity()
+    }
+
+    /// How many tasks there is room for now.
+    pub fn room(&self) -> usize {
+        self.parent.room()
+    }
+
+    /// Queue a task; `None` when there is no room.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a payload larger than [`ParentQueue::capacity`].
+    pub fn put(&self, kind: u32, payload: &[u8]) -> Result<Option<Ticket>, ShmError> {
+        self.check(payload.len())?;
+        let mut ticket = None;
+        self.parent.put(core::iter::once((kind, payload)), |given| ticket = Some(given));
+        Ok(ticket)
+    }
+
+    /// Queue as many tasks, each a kind and a payload, as there is room for, in their order, and call `each` with the
+    /// tickets. What is behind a payload larger than [`ParentQueue::capacity`] is left out, and it too.
+    pub fn put_many<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, each: impl FnMut(Ticket)) {
+        self.parent.put(messages.take_while(|(_, payload)| payload.as_ref().len() <= self.capacity()), each);
+    }
+
+    /// Whether `put` takes a payload of `length` bytes.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] when not.
+    pub fn check(&self, length: usize) -> Result<(), ShmError> {
+        check(self.parent.words(), length)
+    }
+
+    /// Take a task back that no worker has taken; `false` when one has, or the ticket's task is over.
+    pub fn revoke(&self, ticket: Ticket) -> bool {
+        self.parent.revoke(ticket)
+    }
+
+    /// Whether a worker has taken the task, and its result is not collected.
+    pub fn is_running(&self, ticket: Ticket) -> bool {
+        self.parent.is_running(ticket)
+    }
+
+    /// Whether there are results.
+    pub fn is_ready(&self) -> bool {
+        self.parent.is_ready()
+    }
+
+    /// Call `each` with ticket, kind and payload of every result that there is.
+    pub fn collect(&self, each: impl FnMut(Ticket, u32, &[u8])) {
+        self.parent.collect(each);
+    }
+
+    /// Wait for results. Callers are told before the background thread is; whoever is told collects.
+    pub fn wait(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
+        self.parent.wait(role, wait)
+    }
+
+    /// Give back what a worker held that is dead for certain, and wake everybody. Returns the task that died with it,
+    /// if it had one. What it had finished is there to be collected. From then on another may have its number.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a number that no worker can have.
+    pub fn reap(&self, worker: u16) -> Result<Vec<Ticket>, ShmError> {
+        check_worker(worker)?;
+        Ok(self.parent.reap(worker))
+    }
+
+    /// Let workers stop as soon as no task is queued.
+    pub fn stop(&self) {
+        self.parent.stop();
+    }
+
+    /// End all waits for results, or the next one of each role if there is none.
+    pub fn end_waits(&self) {
+        self.parent.end_waits();
+    }
+}
+
+fn check(words: &QueueMemory, length: usize) -> Result<(), ShmError> {
+    let capacity = words.layout().capacity();
+    if length <= capacity {
+        return Ok(());
+    }
+    Err(ShmError::Invalid(format!(
+        "a message of {length} bytes does not fit into a slot, which holds {capacity}; send it in a segment"
+    )))
+}
+
+fn check_worker(worker: u16) -> Result<(), ShmError> {
+    if worker < MOST_WORKERS {
+        return Ok(());
+    }
+    Err(ShmError::Invalid(format!("a task board has the workers 0 to {}, not {worker}", MOST_WORKERS - 1)))
+}
+
+fn processors() -> usize {
+    available_parallelism().map_or(1, usize::from)
+}

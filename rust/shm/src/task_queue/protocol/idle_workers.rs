@@ -1,0 +1,124 @@
+//! Which workers search for a task and which sleep, and whom to wake.
+//!
+//! A worker that looks for a task *searches*. One that sleeps is *asleep* until somebody wakes it, which makes it
+//! searching in the same step. So nobody is woken twice, and the parent wakes only as many as the queue needs beyond
+//! those who search already. A worker that stops searching looks whether more is to be done than the other searchers
+//! can do, and wakes more: a task that was left to it is not left to nobody. (Go's scheduler hands on its spinning
+//! threads in the same way.)
+//!
+//! A word holds 32 workers: in its lower half who is asleep, in its upper half who searches.
+
+use core::ops::Range;
+
+use super::super::atomic::{AcqRel, Acquire, Relaxed, SeqCst, fence};
+use super::wait::Wait;
+use super::{Words, ring};
+
+const WORKERS: u16 = 32;
+
+/// As many words hold a idle_workers of so many workers.
+pub(crate) const fn words_for(workers: u16) -> usize {
+    workers.div_ceil(WORKERS) as usize
+}
+
+pub(super) fn begin_search(words: &impl Words, worker: u16) {
+    if words.worker_count().load(Relaxed) <= u32::from(worker) {
+        words.worker_count().fetch_max(u32::from(worker) + 1, AcqRel);
+    }
+    change(words, worker, 0, searching_bit(worker));
+}
+
+pub(super) fn end_search(words: &impl Words, worker: u16) {
+    change(words, worker, searching_bit(worker), 0);
+    ring(words);
+}
+
+/// How many look for a task.
+pub(super) fn searching(words: &impl Words) -> u64 {
+    numbers(words).map(|number| u64::from((words.idle_workers(number).load(Relaxed) >> WORKERS).count_ones())).sum()
+}
+
+/// Sleep, unless there is something to do; whether somebody rang. The worker seeks before and after.
+pub(super) fn sleep(words: &impl Words, worker: u16, wait: &Wait<'_>) -> bool {
+    let wake_word = words.wake_word(worker);
+    let seen = wake_word.load(Acquire);
+    change(words, worker, searching_bit(worker), asleep(worker));
+    fence(SeqCst);
+    if ring::backlog(words) == 0 && words.stopped().load(Relaxed) == 0 {
+        words.sleep(wake_word, seen, wait.slice());
+    }
+    change(words, worker, asleep(worker), searching_bit(worker));
+    wake_word.load(Relaxed) != seen
+}
+
+/// Wake as many workers as the queue needs; called after what was put, or after the end of searching_bit.
+pub(super) fn ring(words: &impl Words) {
+    fence(SeqCst);
+    let mut wanted = None;
+    for number in numbers(words) {
+        let word = words.idle_workers(number);
+        let mut seen = word.load(Relaxed);
+        while seen as u32 != 0 {
+            // Only where somebody sleeps is it worth the look at the queue.
+            let wanted = wanted.get_or_insert_with(|| ring::backlog(words).saturating_sub(searching(words)));
+            if *wanted == 0 {
+                return;
+            }
+            let worker = number as u16 * WORKERS + seen.trailing_zeros() as u16;
+            let next = seen & !asleep(worker) | searching_bit(worker);
+            match word.compare_exchange(seen, next, AcqRel, Relaxed) {
+                Ok(_) => {
+                    wake(words, worker);
+                    *wanted -= 1;
+                    seen = next;
+                }
+                Err(now) => seen = now,
+            }
+        }
+    }
+}
+
+/// Wake every worker, also those for which somebody rang who may have died over it.
+pub(super) fn ring_all(words: &impl Words) {
+    fence(SeqCst);
+    for worker in 0..worker_count(words) {
+        wake(words, worker);
+    }
+}
+
+/// Forget a worker that has died.
+pub(super) fn forget(words: &impl Words, worker: u16) {
+    change(words, worker, asleep(worker) | searching_bit(worker), 0);
+}
+
+fn wake(words: &impl Words, worker: u16) {
+    let wake_word = words.wake_word(worker);
+    wake_word.fetch_add(1, AcqRel);
+    words.ring(wake_word);
+}
+
+/// Take bits of a worker away and set others, in one step.
+fn change(words: &impl Words, worker: u16, cleared: u64, set: u64) {
+    let word = words.idle_workers(usize::from(worker / WORKERS));
+    let mut seen = word.load(Relaxed);
+    while let Err(now) = word.compare_exchange(seen, seen & !cleared | set, AcqRel, Relaxed) {
+        seen = now;
+    }
+}
+
+fn asleep(worker: u16) -> u64 {
+    1 << (worker % WORKERS)
+}
+
+fn searching_bit(worker: u16) -> u64 {
+    asleep(worker) << WORKERS
+}
+
+/// The numbers of the words in which anybody stands.
+fn numbers(words: &impl Words) -> Range<usize> {
+    0..words_for(worker_count(words))
+}
+
+fn worker_count(words: &impl Words) -> u16 {
+    (words.worker_count().load(Relaxed) as u16).min(words.workers())
+}

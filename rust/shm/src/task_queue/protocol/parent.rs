@@ -1,0 +1,282 @@
+//! The parent's side: puts tasks, collects results, reaps dead workers.
+//!
+//! Invariants: the list of free slots and the tail are the parent's own, under a lock that is held for moments, never
+//! while a thread sleeps or the caller's code runs. A slot is in the list, or its state names a task, or a thread of
+//! the parent works on it.
+
+use std::sync::PoisonError;
+
+use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
+use super::slot_state::{self as state, FREE, Ticket};
+use super::spin::Spin;
+use super::wait::Wait;
+use super::{Role, Words, idle_workers, results, ring};
+
+/// What a wait for results came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Waited {
+    /// There are results; whoever is told so collects them.
+    Ready,
+    /// The time was over, the board was wait_ended, or another thread collected what there was.
+    Nothing,
+    /// Whoever looked around wants to leave.
+    Interrupted,
+}
+
+/// What the parent alone knows.
+struct Local {
+    /// The last one freed is used first: its pages are warm.
+    free: Vec<u32>,
+    tail: u64,
+    /// A head of the past: looking at the head itself costs a cache line that all workers write.
+    head: u64,
+    /// Kept for its memory.
+    drawn: Vec<Drawn>,
+}
+
+/// A slot whose mark was taken away, and the state that it was in.
+struct Drawn {
+    slot: usize,
+    state: u64,
+}
+
+/// A board as its parent sees it.
+pub(crate) struct Parent<W> {
+    words: W,
+    local: Mutex<Local>,
+    /// Not zero when a end_waits waits for the next wait in a role.
+    wait_ended: [AtomicU32; 2],
+    is_awake: bool,
+    spin: Spin,
+}
+
+impl<W: Words> Parent<W> {
+    /// Over words that are all zero. Callers wait awake for a while if there is a processor for it.
+    pub(crate) fn new(words: W, is_awake: bool) -> Self {
+        // Counted from one, so that no ticket is zero.
+        words.head().store(1, Relaxed);
+        words.tail().store(1, Release);
+        let free = (0..words.slots() as u32).rev().collect();
+        Self {
+            words,
+            local: Mutex::new(Local { free, tail: 1, head: 1, drawn: Vec::new() }),
+            wait_ended: [AtomicU32::new(0), AtomicU32::new(0)],
+            is_awake,
+            spin: Spin::default(),
+        }
+    }
+
+    pub(crate) fn words(&self) -> &W {
+        &self.words
+    }
+
+    /// How many tasks there is room for now.
+    pub(crate) fn room(&self) -> usize {
+        self.with_local(|local| self.room_at(local))
+    }
+
+    /// Queue as many messages as there is room for, in one go; `each` is told their tickets.
+    pub(crate) fn put<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, mut each: impl FnMut(Ticket)) {
+        self.with_local(|local| {
+            let room = self.room_at(local);
+            for (kind, payload) in messages.take(room) {
+                let Some(slot) = local.free.pop() else { break };
+                self.words.write(slot as usize, kind, payload.as_ref());
+                each(ring::push(&self.words, local.tail, slot as usize));
+                local.tail += 1;
+            }
+            ring::publish(&self.words, local.tail);
+        });
+        idle_workers::ring(&self.words);
+    }
+
+    /// Take a task back that no worker has taken.
+    pub(crate) fn revoke(&self, ticket: Ticket) -> bool {
+        self.with_local(|local| {
+            let is_mine = ring::revoke(&self.words, ticket);
+            if is_mine {
+                local.free.push(ticket.slot() as u32);
+            }
+            is_mine
+        })
+    }
+
+    /// Whether a worker has taken the task, and its result is not collected.
+    pub(crate) fn is_running(&self, ticket: Ticket) -> bool {
+        ticket.slot() < self.words.slots() && {
+            let state = self.words.state(ticket.slot()).load(Relaxed);
+            ticket.is_in(state) && (state::is_taken(state) || state::is_done(state))
+        }
+    }
+
+    /// Whether there are results.
+    pub(crate) fn is_ready(&self) -> bool {
+        results::is_ready(&self.words)
+    }
+
+    /// Call `each` with every result that there is, and free their slots. It runs without the lock.
+    pub(crate) fn collect(&self, mut each: impl FnMut(Ticket, u32, &[u8])) {
+        if !results::is_ready(&self.words) {
+            return;
+        }
+        let drawn = self.with_local(|local| {
+            let mut drawn = std::mem::take(&mut local.drawn);
+            results::draw(&self.words, |slot| {
+                let state = self.words.state(slot).load(Acquire);
+                if state::is_done(state) {
+                    // Nobody else shall take it for one that waits to be collected, a burial for instance.
+                    self.words.state(slot).store(FREE, Relaxed);
+                    drawn.push(Drawn { slot, state });
+                }
+            });
+            drawn
+        });
+        let mut collecting = Collecting { parent: self, drawn, delivered: 0 };
+        while let Some(&Drawn { slot, state }) = collecting.drawn.get(collecting.delivered) {
+            self.words.read(slot, |kind, payload| each(Ticket::of(state, slot), kind, payload));
+            collecting.delivered += 1;
+        }
+    }
+
+    /// Wait until there are results.
+    pub(crate) fn wait(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
+        if results::is_ready(&self.words) {
+            return Waited::Ready;
+        }
+        if role == Role::Background {
+            return self.listen(role, wait);
+        }
+        results::enter(&self.words);
+        let begun = self.spin.begin();
+        if self.is_awake {
+            self.spin.look(&begun, wait, || results::is_ready(&self.words));
+        }
+        let waited = self.listen(role, wait);
+        self.spin.end(&begun);
+        results::leave(&self.words);
+        match waited {
+            Waited::Nothing if results::is_ready(&self.words) => Waited::Ready,
+            Waited::Interrupted => {
+                if results::is_ready(&self.words) {
+                    results::tell(&self.words);
+                }
+                waited
+            }
+            _ => waited,
+        }
+    }
+
+    /// Free what a dead worker had, and wake everybody. Returns the tasks that died with it; its finished ones are
+    /// there to be collected.
+    pub(crate) fn reap(&self, worker: u16) -> Vec<Ticket> {
+        let mut lost = Vec::new();
+        self.with_local(|local| {
+            for slot in 0..self.words.slots() {
+                let state = self.words.state(slot).load(Acquire);
+                if !state::is_of(state, worker) {
+                    continue;
+                }
+                if state::is_done(state) {
+                    results::mark(&self.words, slot);
+                } else {
+                    self.words.state(slot).store(FREE, Relaxed);
+                    local.free.push(slot as u32);
+                    lost.push(Ticket::of(state, slot));
+                }
+            }
+        });
+        idle_workers::forget(&self.words, worker);
+        idle_workers::ring_all(&self.words);
+        results::ring_anew(&self.words);
+        self.end_waits();
+        lost
+    }
+
+    /// Let workers stop when no task is left.
+    pub(crate) fn stop(&self) {
+        self.words.stopped().store(1, Release);
+        idle_workers::ring_all(&self.words);
+    }
+
+    /// End all waits for results, or the next one in each role.
+    pub(crate) fn end_waits(&self) {
+        for role in [Role::Caller, Role::Background] {
+            self.wait_ended(role).store(1, Release);
+            results::ring(&self.words, role);
+        }
+    }
+
+    /// Wait asleep.
+    fn listen(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
+        loop {
+            if let Some(waited) = self.heard(role) {
+                return waited;
+            }
+            if wait.is_over() {
+                return Waited::Nothing;
+            }
+            let seen = results::arm(&self.words, role);
+            if let Some(waited) = self.heard(role) {
+                return waited;
+            }
+            let result_word = self.words.result_word(role);
+            self.words.sleep(result_word, seen, wait.slice());
+            // A caller that was rung goes and looks whether another has collected what it waits for.
+            let is_rung = result_word.load(Acquire) != seen;
+            if is_rung && role == Role::Caller && !results::is_ready(&self.words) {
+                return Waited::Nothing;
+            }
+            if !is_rung && !wait.goes_on() {
+                return Waited::Interrupted;
+            }
+        }
+    }
+
+    fn heard(&self, role: Role) -> Option<Waited> {
+        if results::is_ready(&self.words) {
+            return Some(Waited::Ready);
+        }
+        let is_poked = self.wait_ended(role).load(Relaxed) != 0 && self.wait_ended(role).swap(0, AcqRel) != 0;
+        is_poked.then_some(Waited::Nothing)
+    }
+
+    fn wait_ended(&self, role: Role) -> &AtomicU32 {
+        &self.wait_ended[role as usize]
+    }
+
+    fn room_at(&self, local: &mut Local) -> usize {
+        let left = |local: &Local| self.words.entries().saturating_sub(local.tail.saturating_sub(local.head));
+        if left(local) < local.free.len() as u64 {
+            ring::pass_revoked(&self.words);
+            local.head = self.words.head().load(Acquire);
+        }
+        local.free.len().min(left(local) as usize)
+    }
+
+    fn with_local<R>(&self, work: impl FnOnce(&mut Local) -> R) -> R {
+        work(&mut self.local.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Results that were drawn. Whether the caller's code returns or unwinds: what it was given is freed, what it was not
+/// given is marked again.
+struct Collecting<'a, W: Words> {
+    parent: &'a Parent<W>,
+    drawn: Vec<Drawn>,
+    delivered: usize,
+}
+
+impl<W: Words> Drop for Collecting<'_, W> {
+    fn drop(&mut self) {
+        let words = &self.parent.words;
+        for Drawn { slot, state } in self.drawn.drain(self.delivered..) {
+            words.state(slot).store(state, Release);
+            results::mark(words, slot);
+        }
+        self.parent.with_local(|local| {
+            local.free.extend(self.drawn.iter().map(|drawn| drawn.slot as u32));
+            self.drawn.clear();
+            local.drawn = std::mem::take(&mut self.drawn);
+        });
+    }
+}

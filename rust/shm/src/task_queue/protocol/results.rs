@@ -1,0 +1,86 @@
+//! Which slots have a result, and which thread of the parent is woken for it.
+//!
+//! The lowest bit of a result word says that a thread sleeps on it, or is about to; a waker clears it by counting the
+//! word up, so each sleep costs one wake-up at most.
+//!
+//! Invariants: a result wakes the callers if there are any, else the background thread. A caller that leaves first
+//! stops counting as one and then looks again, so a result that was left to it is seen by it or wakes another.
+
+use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
+use super::{Role, Words};
+
+/// Somebody sleeps on a result_word's word.
+const ARMED: u32 = 1;
+
+/// Say that a slot is done. Its state says so already.
+pub(super) fn mark(words: &impl Words, slot: usize) {
+    words.finished(slot / 64).fetch_or(1 << (slot % 64), Release);
+}
+
+/// Whether there is a result.
+pub(super) fn is_ready(words: &impl Words) -> bool {
+    (0..words.slots().div_ceil(64)).any(|word| words.finished(word).load(Relaxed) != 0)
+}
+
+/// Take all marks away, and call `each` with the slots that had one.
+pub(super) fn draw(words: &impl Words, mut each: impl FnMut(usize)) {
+    for word in 0..words.slots().div_ceil(64) {
+        if words.finished(word).load(Relaxed) == 0 {
+            continue;
+        }
+        let mut marks = words.finished(word).swap(0, Acquire);
+        while marks != 0 {
+            let slot = word * 64 + marks.trailing_zeros() as usize;
+            marks &= marks - 1;
+            if slot < words.slots() {
+                each(slot);
+            }
+        }
+    }
+}
+
+/// Wake whom a result, marked before, is for.
+pub(super) fn tell(words: &impl Words) {
+    fence(SeqCst);
+    ring_armed(words, if words.callers().load(Relaxed) > 0 { Role::Caller } else { Role::Background });
+}
+
+/// Wake those who sleep in this role, or are about to: what they look for was written before.
+pub(super) fn ring(words: &impl Words, role: Role) {
+    fence(SeqCst);
+    ring_armed(words, role);
+}
+
+/// Wake those for whom a dead worker counted the word up but did not ring.
+pub(super) fn ring_anew(words: &impl Words) {
+    for role in [Role::Caller, Role::Background] {
+        words.ring(words.result_word(role));
+    }
+}
+
+fn ring_armed(words: &impl Words, role: Role) {
+    let result_word = words.result_word(role);
+    let seen = result_word.load(Relaxed);
+    // Whoever fails was forestalled by another who rang.
+    let is_ringing =
+        seen & ARMED != 0 && result_word.compare_exchange(seen, seen.wrapping_add(1), AcqRel, Relaxed).is_ok();
+    if is_ringing {
+        words.ring(result_word);
+    }
+}
+
+/// Say that somebody is about to sleep in this role; returns what to sleep on. Look again before the sleep.
+pub(super) fn arm(words: &impl Words, role: Role) -> u32 {
+    let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
+    fence(SeqCst);
+    seen
+}
+
+pub(super) fn enter(words: &impl Words) {
+    words.callers().fetch_add(1, AcqRel);
+}
+
+pub(super) fn leave(words: &impl Words) {
+    words.callers().fetch_sub(1, AcqRel);
+    fence(SeqCst);
+}

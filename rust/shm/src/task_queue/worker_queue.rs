@@ -1,0 +1,88 @@
+//! The queue as a worker has it.
+
+use std::time::Duration;
+
+use rustix::fd::BorrowedFd;
+
+use super::protocol::Words;
+use super::protocol::slot_state::Ticket;
+use super::protocol::wait::Wait;
+use super::protocol::worker::{Taken, Worker};
+use super::shared_memory::QueueMemory;
+use super::{check, check_worker, processors};
+use crate::ShmError;
+
+/// A board as its workers have it, each with a number of its own.
+pub struct WorkerQueue {
+    worker: Worker<QueueMemory>,
+}
+
+impl WorkerQueue {
+    /// The board in `memory`, a [`ParentQueue::descriptor`](super::ParentQueue::descriptor); it is not needed afterwards.
+    ///
+    /// # Errors
+    /// [`ShmError::NotASegment`] for anything else than a board of this version, [`ShmError::Io`] where it cannot be
+    /// mapped.
+    pub fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
+        // One processor is the parent's.
+        let most_awake = (processors() / 2) as u64;
+        Ok(Self { worker: Worker::new(QueueMemory::open(memory)?, most_awake) })
+    }
+
+    /// The same for a worker that spends awake what waits are over within `longest`, unless the last ones took longer.
+    #[must_use]
+    pub fn awake_for(self, longest: Duration) -> Self {
+        Self { worker: self.worker.awake_for(longest) }
+    }
+
+    /// The largest payload.
+    pub fn capacity(&self) -> usize {
+        self.worker.words().layout().capacity()
+    }
+
+    /// The first task that is queued, if there is one; as `take`.
+    ///
+    /// # Errors
+    /// As those of `take`.
+    pub fn try_take<R>(&self, worker: u16, read: impl FnOnce(Ticket, u32, &[u8]) -> R) -> Result<Option<R>, ShmError> {
+        check_worker(worker)?;
+        self.worker.try_take(worker).map(|ticket| self.read(ticket, read)).transpose()
+    }
+
+    /// Wait for a task. It is this worker's until it is finished.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a number that no worker can have.
+    pub fn take(&self, worker: u16, wait: &mut Wait<'_>) -> Result<Taken<Ticket>, ShmError> {
+        check_worker(worker)?;
+        Ok(self.worker.take(worker, wait))
+    }
+
+    /// Read the message of a task.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a task that was not taken or is finished.
+    pub fn read<R>(&self, ticket: Ticket, read: impl FnOnce(Ticket, u32, &[u8]) -> R) -> Result<R, ShmError> {
+        self.check_taken(ticket)?;
+        Ok(self.worker.words().read(ticket.slot(), |kind, payload| read(ticket, kind, payload)))
+    }
+
+    /// Leave the result of a task, and tell the parent.
+    ///
+    /// # Errors
+    /// [`ShmError::Invalid`] for a payload larger than [`WorkerQueue::capacity`], or a task that was not taken or is
+    /// finished.
+    pub fn finish(&self, ticket: Ticket, kind: u32, payload: &[u8]) -> Result<(), ShmError> {
+        check(self.worker.words(), payload.len())?;
+        self.check_taken(ticket)?;
+        self.worker.finish(ticket, kind, payload);
+        Ok(())
+    }
+
+    fn check_taken(&self, ticket: Ticket) -> Result<(), ShmError> {
+        if self.worker.has(ticket) {
+            return Ok(());
+        }
+        Err(ShmError::Invalid(format!("task {} is not taken, or is finished already", ticket.number())))
+    }
+}

@@ -1,0 +1,401 @@
+//! The protocol of the task board under a model checker: all orders of its steps, and all values that its orderings
+//! allow, up to a number of times that a thread is held up in favour of another.
+//!
+//! The protocol's own source is compiled here over the checker's words ([`words`]). A wake-up that is lost is a
+//! deadlock, which the checker reports; a payload that two touch at once is a race, which it reports too.
+#![expect(clippy::arc_with_non_send_sync, reason = "the checker runs the threads of a model one at a time, on one")]
+#![expect(dead_code, reason = "the parts of the protocol that only the real words need")]
+
+mod atomic {
+    pub(crate) use core::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};
+    pub(crate) use loom::sync::Mutex;
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
+}
+#[path = "../../src/task_queue/protocol/mod.rs"]
+mod protocol;
+mod words;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use loom::sync::{Condvar, Mutex};
+use loom::thread;
+
+use protocol::parent::{Parent, Waited};
+use protocol::slot_state::Ticket;
+use protocol::wait::Wait;
+use protocol::worker::{Taken, Worker};
+use protocol::{Role, Words};
+use words::{Memory, View, survives};
+
+/// Explore with at most `preemptions` of threads that could have gone on.
+fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.max_branches = 10_000;
+    builder.check(model);
+}
+
+fn parent(memory: &Arc<Memory>) -> Arc<Parent<View>> {
+    Arc::new(Parent::new(View::immortal(memory), false))
+}
+
+fn put(parent: &Parent<View>, payload: u8) -> Option<Ticket> {
+    let mut ticket = None;
+    parent.put([(1, [payload])].into_iter(), |given| ticket = Some(given));
+    ticket
+}
+
+/// Take and finish until told to stop.
+fn work(worker: &Worker<View>, number: u16) {
+    while let Taken::Task(ticket) = worker.take(number, &mut Wait::new(None, None, &mut || true)) {
+        finish(worker, ticket);
+    }
+}
+
+/// Take and finish until no task is queued.
+fn do_all(worker: &Worker<View>, number: u16) {
+    while let Some(ticket) = worker.try_take(number) {
+        finish(worker, ticket);
+    }
+}
+
+/// A result is its task's payload plus one hundred.
+fn finish(worker: &Worker<View>, ticket: Ticket) {
+    let payload = worker.words().read(ticket.slot(), |kind, payload| {
+        assert_eq!(kind, 1);
+        payload[0]
+    });
+    worker.finish(ticket, 2, &[payload + 100]);
+}
+
+/// Wait as a caller until so many results have come in all.
+fn collect(parent: &Parent<View>, expected: usize, results: &mut Vec<(Ticket, u8)>) {
+    while results.len() < expected {
+        parent.wait(Role::Caller, &mut Wait::new(None, None, &mut || true));
+        collect_now(parent, results);
+    }
+}
+
+fn collect_now(parent: &Parent<View>, results: &mut Vec<(Ticket, u8)>) {
+    parent.collect(|ticket, kind, payload| {
+        assert_eq!(kind, 2);
+        results.push((ticket, payload[0]));
+    });
+}
+
+fn sorted(mut results: Vec<(Ticket, u8)>) -> Vec<(Ticket, u8)> {
+    results.sort_unstable();
+    results
+}
+
+#[test]
+fn each_task_comes_back_once_and_nobody_sleeps_through_it() {
+    check(3, || {
+        let memory = Memory::new(2);
+        let parent = parent(&memory);
+        let worker = thread::spawn({
+            let worker = Worker::new(View::immortal(&memory), 0);
+            move || work(&worker, 0)
+        });
+        let mut results = Vec::new();
+        let first = put(&parent, 1).unwrap();
+        let second = put(&parent, 2).unwrap();
+        collect(&parent, 2, &mut results);
+        parent.stop();
+        worker.join().unwrap();
+        assert_eq!(sorted(results), [(first, 101), (second, 102)]);
+    });
+}
+
+#[test]
+fn a_slot_that_is_freed_is_used_again_while_workers_look_at_old_entries() {
+    check(2, || {
+        let memory = Memory::new(1);
+        let parent = parent(&memory);
+        let workers = [0, 1].map(|number| {
+            let worker = Worker::new(View::immortal(&memory), 0);
+            thread::spawn(move || {
+                if let Some(ticket) = worker.try_take(number) {
+                    finish(&worker, ticket);
+                }
+            })
+        });
+        let mut results = Vec::new();
+        let mut tickets = Vec::new();
+        for payload in 0..3 {
+            tickets.extend(put(&parent, payload));
+            collect_now(&parent, &mut results);
+        }
+        for worker in workers {
+            worker.join().unwrap();
+        }
+        // What nobody was in time for.
+        do_all(&Worker::new(View::immortal(&memory), 0), 0);
+        collect_now(&parent, &mut results);
+        let found: Vec<_> = sorted(results).into_iter().map(|(ticket, _)| ticket).collect();
+        assert_eq!(found, tickets);
+    });
+}
+
+#[test]
+fn a_task_is_revoked_or_done_and_never_both() {
+    check(3, || {
+        let memory = Memory::new(2);
+        let parent = parent(&memory);
+        let first = put(&parent, 1).unwrap();
+        let second = put(&parent, 2).unwrap();
+        let worker = thread::spawn({
+            let worker = Worker::new(View::immortal(&memory), 0);
+            move || work(&worker, 0)
+        });
+        let is_revoked = parent.revoke(first);
+        let mut results = Vec::new();
+        if is_revoked {
+            assert!(!parent.is_running(first));
+            assert!(!parent.revoke(first));
+            let third = put(&parent, 3).unwrap();
+            collect(&parent, 2, &mut results);
+            assert_eq!(sorted(results), [(second, 102), (third, 103)]);
+        } else {
+            collect(&parent, 2, &mut results);
+            assert_eq!(sorted(results), [(first, 101), (second, 102)]);
+        }
+        parent.stop();
+        worker.join().unwrap();
+    });
+}
+
+/// Of two tasks, each ends only when the other has begun: a worker that sleeps while one waits would sleep for ever.
+#[test]
+fn no_task_is_left_to_a_worker_that_is_busy() {
+    check(2, || {
+        let memory = Memory::new(2);
+        let parent = parent(&memory);
+        let begun = Arc::new((Mutex::new(0), Condvar::new()));
+        let workers = [0, 1].map(|number| {
+            let worker = Worker::new(View::immortal(&memory), 0);
+            let begun = Arc::clone(&begun);
+            thread::spawn(move || {
+                let taken = worker.take(number, &mut Wait::new(None, None, &mut || true));
+                assert!(matches!(taken, Taken::Task(_)));
+                let mut count = begun.0.lock().unwrap();
+                *count += 1;
+                begun.1.notify_all();
+                while *count < 2 {
+                    count = begun.1.wait(count).unwrap();
+                }
+            })
+        });
+        put(&parent, 1).unwrap();
+        put(&parent, 2).unwrap();
+        for worker in workers {
+            worker.join().unwrap();
+        }
+    });
+}
+
+/// A caller that gives up leaves no result behind that the background thread does not hear of.
+#[test]
+fn who_leaves_passes_the_results_on() {
+    check(3, || {
+        let memory = Memory::new(1);
+        let parent = parent(&memory);
+        let results = Arc::new(Mutex::new(Vec::new()));
+        put(&parent, 1).unwrap();
+        let worker = thread::spawn({
+            let worker = Worker::new(View::immortal(&memory), 0);
+            move || {
+                let ticket = worker.try_take(0).unwrap();
+                finish(&worker, ticket);
+            }
+        });
+        let caller = thread::spawn({
+            let (parent, results) = (Arc::clone(&parent), Arc::clone(&results));
+            move || {
+                let waited = parent.wait(Role::Caller, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
+                if waited == Waited::Ready {
+                    let mut mine = Vec::new();
+                    collect_now(&parent, &mut mine);
+                    results.lock().unwrap().extend(mine);
+                    parent.end_waits();
+                }
+            }
+        });
+        while results.lock().unwrap().is_empty() {
+            parent.wait(Role::Background, &mut Wait::new(None, None, &mut || true));
+            let mut mine = Vec::new();
+            collect_now(&parent, &mut mine);
+            results.lock().unwrap().extend(mine);
+        }
+        worker.join().unwrap();
+        caller.join().unwrap();
+        assert_eq!(results.lock().unwrap().len(), 1);
+    });
+}
+
+/// One of two workers dies before each of its steps in turn, while the other looks for tasks, too.
+#[test]
+fn a_death_costs_one_task_at_most() {
+    let steps = live_and_die(3, |steps| {
+        let memory = Memory::new(2);
+        let parent = parent(&memory);
+        let tickets = [put(&parent, 1).unwrap(), put(&parent, 2).unwrap()];
+        let mortal = thread::spawn({
+            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            move || survives(|| do_all(&worker, 0))
+        });
+        let other = Worker::new(View::immortal(&memory), 0);
+        do_all(&other, 1);
+        let survived = mortal.join().unwrap();
+        let lost = if survived { Vec::new() } else { parent.reap(0) };
+        assert!(lost.len() <= 1);
+        do_all(&other, 1);
+        let mut results = Vec::new();
+        collect_now(&parent, &mut results);
+        let mut found: Vec<_> = results.iter().map(|(ticket, _)| *ticket).chain(lost).collect();
+        found.sort_unstable();
+        assert_eq!((&found[..], parent.room()), (&tickets[..], 2));
+        survived
+    });
+    assert!(steps > 12, "a life of {steps} steps");
+}
+
+/// As above, of a worker that owes the parent a result, or the wake_word for one. Whoever notices a death buries the dead
+/// and then pokes, as a pool does.
+#[test]
+fn a_parent_does_not_wait_for_the_dead() {
+    let steps = live_and_die(2, |steps| {
+        let memory = Memory::new(1);
+        let parent = parent(&memory);
+        let ticket = put(&parent, 1).unwrap();
+        let lost = Arc::new(Mutex::new(Vec::new()));
+        let mortal = thread::spawn({
+            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            let (parent, lost) = (Arc::clone(&parent), Arc::clone(&lost));
+            move || {
+                let survived = survives(|| do_all(&worker, 0));
+                if !survived {
+                    *lost.lock().unwrap() = parent.reap(0);
+                    // What it did not come to.
+                    do_all(&Worker::new(worker.words().next(), 0), 0);
+                    parent.end_waits();
+                }
+                survived
+            }
+        });
+        let mut found = Vec::new();
+        while found.is_empty() {
+            parent.wait(Role::Caller, &mut Wait::new(None, None, &mut || true));
+            parent.collect(|ticket, _, _| found.push(ticket));
+            found.append(&mut lost.lock().unwrap());
+        }
+        assert_eq!(found, [ticket]);
+        mortal.join().unwrap()
+    });
+    assert!(steps > 12, "a life of {steps} steps");
+}
+
+/// As above, of a worker to which a task was left while another slept, or that died over the other's wake_word.
+#[test]
+fn a_worker_does_not_sleep_for_the_dead() {
+    // Three threads with one preemption take minutes.
+    let steps = live_and_die(usize::from(is_soak()), |steps| {
+        let memory = Memory::new(2);
+        let parent = parent(&memory);
+        // Tasks that a worker has begun.
+        let begun = Arc::new((Mutex::new(0), Condvar::new()));
+        let begin = |count: usize, begun: &(Mutex<usize>, Condvar)| {
+            *begun.0.lock().unwrap() += count;
+            begun.1.notify_all();
+        };
+        let mortal = thread::spawn({
+            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            let (parent, begun) = (Arc::clone(&parent), Arc::clone(&begun));
+            move || {
+                let mut taken = Taken::Nothing;
+                let survived = survives(|| taken = worker.take(0, &mut Wait::new(None, None, &mut || true)));
+                let count = if survived { usize::from(taken != Taken::Stop) } else { parent.reap(0).len() };
+                begin(count, &begun);
+                survived
+            }
+        });
+        let other = thread::spawn({
+            let worker = Worker::new(View::immortal(&memory), 0);
+            let begun = Arc::clone(&begun);
+            move || {
+                while let Taken::Task(_) = worker.take(1, &mut Wait::new(None, None, &mut || true)) {
+                    begin(1, &begun);
+                }
+            }
+        });
+        parent.put([(1, [1]), (1, [2])].into_iter(), |_| ());
+        let mut count = begun.0.lock().unwrap();
+        while *count < 2 {
+            count = begun.1.wait(count).unwrap();
+        }
+        drop(count);
+        parent.stop();
+        other.join().unwrap();
+        mortal.join().unwrap()
+    });
+    assert!(steps > 20, "a life of {steps} steps");
+}
+
+/// The one that was searching_bit dies before the task is put that is left to it, and is buried afterwards.
+#[test]
+fn a_burial_wakes_whoever_sleeps_beside_a_task() {
+    let steps = live_and_die(1, |steps| {
+        let memory = Memory::new(1);
+        let parent = parent(&memory);
+        let other = thread::spawn({
+            let worker = Worker::new(View::immortal(&memory), 0);
+            move || work(&worker, 1)
+        });
+        let mortal = thread::spawn({
+            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            move || {
+                survives(|| {
+                    worker.take(0, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
+                })
+            }
+        });
+        let survived = mortal.join().unwrap();
+        let ticket = put(&parent, 1).unwrap();
+        if !survived {
+            assert_eq!(parent.reap(0), []);
+        }
+        let mut results = Vec::new();
+        collect(&parent, 1, &mut results);
+        assert_eq!(results, [(ticket, 101)]);
+        parent.stop();
+        other.join().unwrap();
+        survived
+    });
+    assert!(steps > 8, "a life of {steps} steps");
+}
+
+fn is_soak() -> bool {
+    std::env::var_os("TUNDISH_SOAK").is_some_and(|value| value != "0")
+}
+
+/// Model lives that end before their first step, their second and so on, until one is survived in all orders; how many
+/// steps that took. `model` says whether the life was survived.
+fn live_and_die(preemptions: usize, model: impl Fn(usize) -> bool + Copy + Send + Sync + 'static) -> usize {
+    for steps in 0.. {
+        let has_died = Arc::new(AtomicBool::new(false));
+        check(preemptions, {
+            let has_died = Arc::clone(&has_died);
+            move || {
+                if !model(steps) {
+                    has_died.store(true, Ordering::Relaxed);
+                }
+            }
+        });
+        if !has_died.load(Ordering::Relaxed) {
+            return steps;
+        }
+    }
+    unreachable!("no life is endless")
+}

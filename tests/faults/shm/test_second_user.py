@@ -1,0 +1,113 @@
+"""A second user of the node reads, changes, removes and exhausts nothing of this user's shared memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pool_tasks as tasks
+import tundish as td
+from actors import PROLOGUE, Actor, Refused
+from leftovers import PREFIX
+
+NOBODY = 65534
+# All that it needs is imported before: files that root installed may not be for others to read.
+AS_NOBODY = (
+    PROLOGUE + f"from tundish.shm import Handle\nos.setgroups([])\nos.setgid({NOBODY})\nos.setuid({NOBODY})\n"
+)
+NAME = f"{PREFIX}of-another-user"
+
+
+@pytest.fixture
+def stranger() -> Iterator[Actor]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with Actor(AS_NOBODY) as stranger:
+        yield stranger
+
+
+def test_a_segment_without_a_name_cannot_be_attached_to_or_opened(stranger: Actor) -> None:
+    with td.shm.SharedArray.from_array(np.arange(100_000)) as shared:
+        parts = shared.handle.to_json()
+        with pytest.raises(Refused, match="Permission denied") as refused:
+            stranger.does(f"SharedArray.attach(Handle.from_json({parts!r}))")
+        assert refused.value.kind == "SegmentGoneError"
+        for mode in ("rb", "r+b"):
+            with pytest.raises(Refused, match="Permission denied"):
+                stranger.does(f"open('/proc/{parts[0]}/fd/{parts[1]}', {mode!r})")
+        assert (shared.array == np.arange(100_000)).all()
+
+
+def test_a_named_segment_is_found_read_changed_and_removed_by_its_user_alone(stranger: Actor) -> None:
+    with td.shm.SharedArray.create((1000,), np.int64, name=NAME) as shared:
+        shared.array[:] = 7
+        path = Path(f"/dev/shm/tundish-{os.geteuid()}-{NAME}")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(Refused) as refused:
+            stranger.does(f"SharedArray.attach({NAME!r})")
+        assert refused.value.kind == "NotFoundError"
+        for attempt in (
+            f"open({str(path)!r}, 'rb')",
+            f"open({str(path)!r}, 'r+b')",
+            f"os.unlink({str(path)!r})",
+            f"os.rename({str(path)!r}, {str(path) + '-moved'!r})",
+            f"os.truncate({str(path)!r}, 0)",
+        ):
+            with pytest.raises(Refused, match=r"Permission denied|Operation not permitted"):
+                stranger.does(attempt)
+        # Its own sweep neither sees nor removes it.
+        report = stranger.does(
+            "found = sweep(); answer = [one.name for one in (*found.removed, *found.live)]"
+        )
+        assert NAME not in report and path.exists()
+        # Names are apart, so that one user takes none from another.
+        stranger.does(f"mine = SharedArray.create((10,), np.int8, name={NAME!r})")
+        assert (shared.array == 7).all()
+        stranger.does("mine.close(); del mine")
+
+
+def test_what_another_user_leaves_under_this_users_names_is_neither_used_nor_removed(stranger: Actor) -> None:
+    path = Path(f"/dev/shm/tundish-{os.geteuid()}-{NAME}")
+    stranger.does(f"os.chmod(os.open({str(path)!r}, os.O_CREAT | os.O_RDWR), 0o666)")
+    try:
+        with pytest.raises(td.errors.NotFoundError):
+            td.shm.SharedArray.attach(NAME)
+        with pytest.raises(td.errors.AlreadyExistsError, match="another user"):
+            td.shm.SharedArray.create((10,), np.int8, name=NAME)
+        report = td.shm.sweep()
+        assert NAME not in [one.name for one in (*report.removed, *report.live)] and path.exists()
+    finally:
+        path.unlink()
+
+
+def test_a_pool_has_no_socket_file_or_memory_that_another_user_reaches(stranger: Actor) -> None:
+    listening = Path("/proc/net/unix").read_text()
+    with td.shm.SharedPool(tasks.large, max_workers=1) as pool:
+        before = set(os.listdir("/dev/shm"))
+        assert pool.submit((1, 100_000)).result(20).sum() == 100_000
+        assert set(os.listdir("/dev/shm")) == before
+        # Its sockets are pairs without a name.
+        new = set(Path("/proc/net/unix").read_text().splitlines()) - set(listening.splitlines())
+        assert not [line for line in new if "tundish" in line]
+        with pytest.raises(Refused, match="Permission denied"):
+            stranger.does(f"os.listdir('/proc/{os.getpid()}/fd')")
+
+
+def test_a_file_system_that_another_user_filled_is_an_error_with_the_free_size(
+    folder: Path, stranger: Actor
+) -> None:
+    with Actor(AS_NOBODY) as filler:
+        filler.does(
+            f"full = open({str(folder / 'full')!r}, 'wb'); os.posix_fallocate(full.fileno(), 0, 63 << 20)"
+        )
+        with pytest.raises(td.errors.StorageError, match="bytes are free"):
+            td.shm.SharedArray.create((4 << 20,), np.int8, name=NAME)
+        # Memory without a name does not lie there.
+        with td.shm.SharedArray.create((4 << 20,), np.int8) as shared:
+            assert shared.array.nbytes == 4 << 20
+        filler.does(f"os.unlink({str(folder / 'full')!r})")
