@@ -31,7 +31,7 @@ import pytest
 from support.distributed import rank_processes
 
 # Failing assertions there show both values.
-pytest.register_assert_rewrite("leftovers")
+pytest.register_assert_rewrite("support.shm.leftovers")
 
 # No deadline: a busy machine makes single examples slow.
 hypothesis.settings.register_profile("tundish", deadline=None, print_blob=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.distributed.programs import PIPE, Program, run
-
-from private_shm import private_shm
+from support.shm.private_shm import private_shm
 
 
 def test_it_has_what_it_is_given(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from leftovers import watched
+from support.shm.leftovers import watched
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.shm.private_shm import folder as folder
 
 import tundish as td
-from private_shm import folder as folder
 from tundish.errors import AlreadyExistsError, InvalidInputError, InvalidTypeError, NotFoundError
 from tundish.shm import SharedArray
 
@@ -161,7 +161,7 @@ def test_a_name_that_is_taken_is_refused_until_it_is_free(folder: Path) -> None:
 def test_there_is_nothing_under_a_name_until_it_is_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tundish.shm import array
+    from tundish.shm import shared_array as array
 
     seen = []
     copy = array._copy

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome, settle
 
-import tundish as td
-
 # Where ranks load scenarios, and workers what those give them.
-from node_tasks import Tokens, pages_of
+from support.shm.node_tasks import Tokens, pages_of
+
+import tundish as td
 
 
 @pytest.fixture(scope="module", autouse=True)

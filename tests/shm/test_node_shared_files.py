@@ -19,7 +19,7 @@ from tundish.errors import (
     NotFoundError,
     StorageError,
 )
-from tundish.shm import filed
+from tundish.shm import file_backed_array
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,14 +67,14 @@ def test_a_key_stands_for_the_content(tmp_path: Path) -> None:
 def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = filed._publish
+    publish = file_backed_array._publish
 
     def late(array: np.ndarray, target: Path) -> None:
         # As by another job.
         publish(np.arange(5), target)
         publish(array, target)
 
-    monkeypatch.setattr(filed, "_publish", late)
+    monkeypatch.setattr(file_backed_array, "_publish", late)
     with pytest.raises(
         InvalidInputError, match="'mine' stands for an array of dtype int64 and shape \\(5,\\)"
     ):
@@ -86,17 +86,17 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
 def test_arrays_of_many_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_c_contiguous: bool
 ) -> None:
-    monkeypatch.setattr(filed, "PIECE", 1000)
+    monkeypatch.setattr(file_backed_array, "PIECE", 1000)
     array = np.random.default_rng(0).integers(0, 255, (70, 901), np.uint8)
     if not is_c_contiguous:
         array = array[:, ::2]
     assert np.array_equal(td.shm.node_shared(array, path=tmp_path), array)
     # However it is cut, and however it lies, it has the same name.
-    content = filed._content_of(array)
-    assert filed._content_of(array.copy()) == content
+    content = file_backed_array._content_of(array)
+    assert file_backed_array._content_of(array.copy()) == content
     array = array.copy()
     array[69, 450] += 1
-    assert filed._content_of(array) != content
+    assert file_backed_array._content_of(array) != content
 
 
 def test_a_map_of_a_file_is_kept_without_its_copy_in_memory(tmp_path: Path) -> None:

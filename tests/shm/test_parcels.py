@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.shm.array_tasks import METHODS
+from support.shm.leftovers import descriptors, mapped
 
 import tundish as td
-from array_tasks import METHODS
-from leftovers import descriptors, mapped
 from tundish._native import BufferReceiver, SegmentArena
 
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import support.shm.pool_tasks as tasks
+from support.shm.pool_helpers import each_method, until
 
-import pool_tasks as tasks
 import tundish as td
-from pool_helpers import each_method, until
 from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, PoolError
 
 # ---- Binding ----

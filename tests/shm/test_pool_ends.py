@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support.shm.pool_tasks as tasks
+from support.shm.pool_helpers import each_method, until
 
-import pool_tasks as tasks
 import tundish as td
-from pool_helpers import each_method, until
 
 # ---- Many at once ----
 
@@ -149,8 +149,8 @@ def test_a_pool_that_is_dropped_finishes_its_tasks_and_ends() -> None:
 def test_the_end_of_the_program_finishes_what_was_submitted(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import pool_tasks, tundish as td
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import support.shm.pool_tasks as pool_tasks, tundish as td
 pool = td.shm.SharedPool(pool_tasks.touch_and_wait, max_workers=1)
 futures = [pool.submit((f"{tmp_path}/{{number}}", 0.02)) for number in range(5)]
 """

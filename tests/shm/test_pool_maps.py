@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support.shm.pool_tasks as tasks
+from support.shm.pool_helpers import each_method
 
-import pool_tasks as tasks
 import tundish as td
-from pool_helpers import each_method
 from tundish.shm.pool.messages import ROOM
 from tundish.shm.pool.parallel_map import Pacing
 

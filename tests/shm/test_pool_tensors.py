@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import support.shm.pool_tasks as tasks
 import torch
+from support.shm.leftovers import mapped
 
-import pool_tasks as tasks
 import tundish as td
-from leftovers import mapped
 
 DTYPES = [
     torch.float32,

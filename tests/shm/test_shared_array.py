@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shm.leftovers import descriptors, mapped
 
 import tundish as td
-from leftovers import descriptors, mapped
 from tundish.errors import InvalidInputError
 from tundish.shm import Handle, SharedArray, set_cache_limit
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.shm.array_tasks import METHODS, Child
+from support.shm.leftovers import mapped
 
 import tundish as td
-from array_tasks import METHODS, Child
-from leftovers import mapped
 from tundish import _native
 from tundish.shm import SharedArray, set_cache_limit
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.shm.private_shm import folder as folder
 
-from private_shm import folder as folder
 from tundish import cli
 from tundish.errors import InvalidTypeError
 from tundish.shm import SharedArray, sweep

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from support.distributed import rank_processes
-
-from leftovers import watched
-from private_shm import folder as folder
+from support.shm.leftovers import watched
+from support.shm.private_shm import folder as folder
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.shm.actors import Actor, Refused
+from support.shm.private_shm import private_shm
 
-from actors import Actor, Refused
-from private_shm import private_shm
 from tundish.errors import StorageError
 from tundish.shm import SharedArray, sweep
 

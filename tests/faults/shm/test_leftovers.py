@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.shm.actors import Actor, Refused
 
-from actors import Actor, Refused
 from tundish.shm import sweep
 
 CREATE = "held = SharedArray.from_array(np.full(1000, {value}), name='{name}')"
@@ -103,7 +103,7 @@ def test_a_creator_killed_before_it_is_done_leaves_nothing(folder: Path) -> None
     before = os.statvfs(folder).f_bfree
     with Actor() as actor:
         actor.tell(
-            "from tundish.shm import array\n"
+            "from tundish.shm import shared_array as array\n"
             "array._copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
             "SharedArray.from_array(np.arange(100000)[::2], name='half')"
         )

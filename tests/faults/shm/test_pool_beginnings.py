@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pool_programs import Program
+from support.shm.pool_programs import Program
 
 # A thread sends a signal some time after each beginning; its handler raises in the main thread, as that of Ctrl-C does.
 INTERRUPTED = """
@@ -66,7 +66,7 @@ def test_a_beginning_that_is_interrupted_anywhere_leaves_nothing(tmp_path: Path)
 # process has open already.
 EXHAUSTED = """
 import resource
-from leftovers import watched
+from support.shm.leftovers import watched
 from tundish.errors import TundishError
 
 def all_descriptors():

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import support.shm.pool_tasks as tasks
 from support.checkpoint.soak import IS_SOAK
+from support.shm.pool_helpers import each_method, until
+from support.shm.pool_programs import Program
 
-import pool_tasks as tasks
 import tundish as td
-from pool_helpers import each_method, until
-from pool_programs import Program
 from tundish.errors import PoolError, WorkerDiedError
 
 KILLS = 200 if IS_SOAK else 40
@@ -257,7 +257,7 @@ def test_workers_that_cannot_load_the_function_say_why(method: str, tmp_path: Pa
 def here(item):
     return item
 if __name__ == "__main__":
-    here.__module__, tasks.here = "pool_tasks", here
+    here.__module__, tasks.here = "support.shm.pool_tasks", here
     with td.shm.SharedPool(here, max_workers=2, mp_context={method!r}) as pool:
         say(pool.submit(1).exception(60))
 """

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import support.shm.pool_tasks as tasks
+from support.shm.leftovers import descriptors, mapped
+from support.shm.pool_programs import Program
 
-import pool_tasks as tasks
 import tundish as td
-from leftovers import descriptors, mapped
-from pool_programs import Program
 from tundish.errors import PoolError
 
 # Numbers of a result that comes in shared memory.

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import support.shm.pool_tasks as tasks
 from support.distributed.rank_processes import send_signal
+from support.shm.pool_helpers import until
+from support.shm.pool_programs import Program
 
-import pool_tasks as tasks
 import tundish as td
-from pool_helpers import until
-from pool_programs import Program
 from tundish.errors import NotPicklableError, PoolError
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint.soak import IS_SOAK
+from support.shm.actors import PROLOGUE, Actor
 
-from actors import PROLOGUE, Actor
 from tundish.shm import sweep
 
 KILLS = 200 if IS_SOAK else 40

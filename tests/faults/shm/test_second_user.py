@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import support.shm.pool_tasks as tasks
+from support.shm.actors import PROLOGUE, Actor, Refused
+from support.shm.leftovers import PREFIX
 
-import pool_tasks as tasks
 import tundish as td
-from actors import PROLOGUE, Actor, Refused
-from leftovers import PREFIX
 
 NOBODY = 65534
 # All that it needs is imported before: files that root installed may not be for others to read.

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoint.soak import IS_SOAK
+from support.shm.actors import PROLOGUE, Actor, Refused
 
 import tundish as td
-from actors import PROLOGUE, Actor, Refused
 from tundish.shm import SharedArray
 
 KILLS = 200 if IS_SOAK else 40

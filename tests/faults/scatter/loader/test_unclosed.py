@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from support.distributed.programs import PIPE, Program
 from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
+from support.shm.private_shm import private_shm
 
 import tundish as td
-from private_shm import private_shm
 
 UNCLOSED = """
 import sys, torch, torch.distributed as dist, tundish as td

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import tundish as td
-from leftovers import descriptors, mapped
+from support.shm.leftovers import descriptors, mapped
 from tundish.shm import Handle, SharedArray
 
 METHODS = ["fork", "forkserver", "spawn"]

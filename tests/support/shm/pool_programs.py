@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-TASKS = Path(__file__).parents[2] / "shm"
+TESTS = Path(__file__).parents[2]
 
 
 class Program:
@@ -19,8 +19,9 @@ class Program:
     def __init__(self, script: str, folder: Path) -> None:
         path = folder / "program.py"
         path.write_text(
-            f"import sys\nsys.path.insert(0, {str(TASKS)!r})\n"
-            "import os, signal, time\nimport numpy as np\nimport pool_tasks as tasks\nimport tundish as td\n"
+            f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
+            "import os, signal, time\nimport numpy as np\nimport tundish as td\n"
+            "import support.shm.pool_tasks as tasks\n"
             "def say(*words):\n    print(*words, flush=True)\n" + script
         )
         self.process = subprocess.Popen(
