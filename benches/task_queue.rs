@@ -1,4 +1,4 @@
-//! The task board between two processes: tasks a second, and one task there and back, beside a pair of pipes.
+//! The task queue between two processes: tasks a second, and one task there and back, beside a pair of pipes.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -36,33 +36,33 @@ impl Drop for Child {
     }
 }
 
-fn worker(board: &ParentQueue) -> Child {
+fn worker(queue: &ParentQueue) -> Child {
     Child::start(|| {
-        let board = WorkerQueue::open(board.descriptor()).expect("a board");
+        let queue = WorkerQueue::open(queue.descriptor()).expect("a queue");
         let mut payload = Vec::new();
-        while let Ok(Taken::Task(ticket)) = board.take(0, &mut Wait::new(None, None, &mut || true)) {
+        while let Ok(Taken::Task(ticket)) = queue.take(0, &mut Wait::new(None, None, &mut || true)) {
             payload.clear();
-            board.read(ticket, |_, _, bytes| payload.extend_from_slice(bytes)).expect("a task");
-            board.finish(ticket, 0, &payload).expect("a result");
+            queue.read(ticket, |_, _, bytes| payload.extend_from_slice(bytes)).expect("a task");
+            queue.finish(ticket, 0, &payload).expect("a result");
         }
     })
 }
 
 /// Put batches, collect what has come, until `rounds` results are there.
-fn stream(board: &ParentQueue, rounds: u64) {
+fn stream(queue: &ParentQueue, rounds: u64) {
     let (mut put, mut collected) = (0, 0);
     while collected < rounds {
         let count = BATCH.min((rounds - put) as usize);
-        board.put_many(core::iter::repeat_n((0, PAYLOAD), count), |_| put += 1);
-        board.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
-        board.collect(|_, _, _| collected += 1);
+        queue.put_many(core::iter::repeat_n((0, PAYLOAD), count), |_| put += 1);
+        queue.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
+        queue.collect(|_, _, _| collected += 1);
     }
 }
 
-fn there_and_back(board: &ParentQueue) {
-    board.put(0, &PAYLOAD).expect("a small payload").expect("room");
-    board.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
-    board.collect(|_, _, payload| assert_eq!(payload, PAYLOAD));
+fn there_and_back(queue: &ParentQueue) {
+    queue.put(0, &PAYLOAD).expect("a small payload").expect("room");
+    queue.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
+    queue.collect(|_, _, payload| assert_eq!(payload, PAYLOAD));
 }
 
 fn timed(rounds: u64, work: impl FnOnce(u64)) -> Duration {
@@ -71,15 +71,15 @@ fn timed(rounds: u64, work: impl FnOnce(u64)) -> Duration {
     begin.elapsed()
 }
 
-fn task_board(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("task_board");
+fn task_queue(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("task_queue");
     group.throughput(Throughput::Elements(1)).measurement_time(Duration::from_secs(3));
-    let board = ParentQueue::create(512, 16 << 10).expect("memory for a board");
-    let child = worker(&board);
+    let queue = ParentQueue::create(512, 16 << 10).expect("memory for a queue");
+    let child = worker(&queue);
     group.bench_function("tasks in batches", |bencher| {
-        bencher.iter_custom(|rounds| timed(rounds, |rounds| stream(&board, rounds)));
+        bencher.iter_custom(|rounds| timed(rounds, |rounds| stream(&queue, rounds)));
     });
-    group.bench_function("there and back", |bencher| bencher.iter(|| there_and_back(&board)));
+    group.bench_function("there and back", |bencher| bencher.iter(|| there_and_back(&queue)));
     drop(child);
 
     let (mut there, mut back) = (std::io::pipe().expect("a pipe"), std::io::pipe().expect("a pipe"));
@@ -99,5 +99,5 @@ fn task_board(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, task_board);
+criterion_group!(benches, task_queue);
 criterion_main!(benches);

@@ -23,34 +23,34 @@ use crate::send_buffer::Reference;
 /// Mappings that are kept at most: each takes a descriptor.
 const MOST_KEPT: usize = 128;
 
-/// A segment of another process that parcels come in.
+/// A segment of another process that buffers come in.
 #[derive(Debug)]
-struct Warm {
+struct KnownSegment {
     map: Mapping,
     /// A description without a lock.
     file: OwnedFd,
     page: usize,
     identity: u64,
     sender: u32,
-    /// Whether a parcel in it was opened. Until then it is kept, however large: when that happens its sender may be
+    /// Whether a buffer in it was opened. Until then it is kept, however large: when that happens its sender may be
     /// gone, and nobody else has it.
     is_opened: AtomicBool,
 }
 
-/// What parcels come in, the one that was used last at the end.
+/// What buffers come in, the one that was used last at the end.
 #[derive(Debug)]
 pub struct BufferReceiver {
     process: u32,
     limit: usize,
-    kept: Mutex<Vec<Arc<Warm>>>,
+    kept: Mutex<Vec<Arc<KnownSegment>>>,
     views: Arc<AtomicUsize>,
 }
 
-/// A parcel that was received: its bytes are this process's to read and to write.
+/// A buffer that was received: its bytes are this process's to read and to write.
 #[derive(Debug)]
 pub struct ReceivedBuffer {
     _lease: Lease,
-    warm: Arc<Warm>,
+    known: Arc<KnownSegment>,
     len: usize,
     _counted: Counted,
 }
@@ -79,47 +79,48 @@ impl Default for BufferReceiver {
 }
 
 impl BufferReceiver {
-    /// Receives a parcel, once.
+    /// Receives a buffer, once.
     ///
     /// # Errors
     /// [`ShmError::Gone`] where its sender revoked it, [`ShmError::NotASegment`] where the reference leads to something
     /// else, [`ShmError::Io`] where its sender is dead and did not send the descriptor before.
     pub fn open(&self, reference: &Reference) -> Result<ReceivedBuffer, ShmError> {
         if self.process != process::id() {
-            let reason = "parcels are received by the process that made their room; make one after the fork";
+            let reason = "buffers are received by the process that made their room; make one after the fork";
             return Err(ShmError::Invalid(reason.to_owned()));
         }
-        let warm = match self.find(reference.address.identity) {
-            Some(warm) => warm,
+        let known = match self.find(reference.address.identity) {
+            Some(known) => known,
             None => {
                 let sender = reference.address.process;
                 let file = memory_file::open_of(sender, reference.address.descriptor, OFlags::RDWR)?;
-                self.keep(Warm::new(file, sender)?)
+                self.keep(KnownSegment::new(file, sender)?)
             }
         };
         let refuse = |reason: &str| ShmError::Gone { segment: describe(reference), reason: reason.to_owned() };
-        if warm.identity != reference.address.identity {
+        if known.identity != reference.address.identity {
             return Err(refuse("another segment has taken its place"));
         }
-        if reference.len > warm.map.len() - DATA_START {
+        if reference.len > known.map.len() - DATA_START {
             return Err(ShmError::NotASegment {
                 segment: describe(reference),
                 reason: format!("it has no room for {} bytes", reference.len),
             });
         }
-        let lease = Lease::take(warm.file.as_fd(), warm.page)?.ok_or_else(|| refuse("its sender has taken it back"))?;
-        if header::generation(&warm.map) != reference.address.generation {
+        let lease =
+            Lease::take(known.file.as_fd(), known.page)?.ok_or_else(|| refuse("its sender has taken it back"))?;
+        if header::generation(&known.map) != reference.address.generation {
             return Err(refuse("its sender has taken it back"));
         }
-        header::acknowledge(&warm.map, reference.address.generation);
-        if !warm.is_opened.swap(true, Ordering::Relaxed) {
+        header::acknowledge(&known.map, reference.address.generation);
+        if !known.is_opened.swap(true, Ordering::Relaxed) {
             let released = self.surplus_of(&mut self.lock());
             drop(released);
         }
-        Ok(ReceivedBuffer { _lease: lease, warm, len: reference.len, _counted: Counted::among(&self.views) })
+        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: Counted::among(&self.views) })
     }
 
-    /// How many parcels were opened and are still in use. Those of different segments take a descriptor each, and two
+    /// How many buffers were opened and are still in use. Those of different segments take a descriptor each, and two
     /// mappings.
     pub fn views(&self) -> usize {
         self.views.load(Ordering::Relaxed)
@@ -132,7 +133,7 @@ impl BufferReceiver {
     pub fn adopt(&self, file: OwnedFd, sender: u32) -> Result<(), ShmError> {
         // The sender's description would have the sender's locks.
         let own = memory_file::reopen(file.as_fd(), OFlags::RDWR)?;
-        self.keep(Warm::new(own, sender)?);
+        self.keep(KnownSegment::new(own, sender)?);
         Ok(())
     }
 
@@ -140,38 +141,38 @@ impl BufferReceiver {
     pub fn forget(&self, sender: u32) {
         let mut kept = self.lock();
         let (forgotten, still): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut *kept).into_iter().partition(|warm| warm.sender == sender);
+            std::mem::take(&mut *kept).into_iter().partition(|known| known.sender == sender);
         *kept = still;
         drop(kept);
         drop(forgotten);
     }
 
-    fn find(&self, identity: u64) -> Option<Arc<Warm>> {
+    fn find(&self, identity: u64) -> Option<Arc<KnownSegment>> {
         let mut kept = self.lock();
-        let place = kept.iter().rposition(|warm| warm.identity == identity)?;
-        let warm = kept.remove(place);
-        kept.push(Arc::clone(&warm));
-        Some(warm)
+        let place = kept.iter().rposition(|known| known.identity == identity)?;
+        let known = kept.remove(place);
+        kept.push(Arc::clone(&known));
+        Some(known)
     }
 
-    fn keep(&self, warm: Warm) -> Arc<Warm> {
-        let warm = Arc::new(warm);
+    fn keep(&self, known: KnownSegment) -> Arc<KnownSegment> {
+        let known = Arc::new(known);
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
         // Nothing more will come in what its sender has let go of.
         let (released, mut still): (Vec<_>, Vec<_>) =
-            before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == warm.identity);
-        still.push(Arc::clone(&warm));
+            before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == known.identity);
+        still.push(Arc::clone(&known));
         let surplus = self.surplus_of(&mut still);
         *kept = still;
         drop(kept);
         drop((released, surplus));
-        warm
+        known
     }
 
     /// Takes out what is more than may be kept, the oldest first.
-    fn surplus_of(&self, kept: &mut Vec<Arc<Warm>>) -> Vec<Arc<Warm>> {
-        let mut bytes: usize = kept.iter().map(|warm| warm.map.len()).sum();
+    fn surplus_of(&self, kept: &mut Vec<Arc<KnownSegment>>) -> Vec<Arc<KnownSegment>> {
+        let mut bytes: usize = kept.iter().map(|known| known.map.len()).sum();
         let mut number = kept.len();
         let (surplus, still) = std::mem::take(kept).into_iter().partition(|oldest| {
             let is_surplus = number > MOST_KEPT || (bytes > self.limit && oldest.is_opened.load(Ordering::Relaxed));
@@ -185,14 +186,14 @@ impl BufferReceiver {
         surplus
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Warm>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<KnownSegment>>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Warm {
+impl KnownSegment {
     fn new(file: OwnedFd, sender: u32) -> Result<Self, ShmError> {
-        let name = format!("a parcel of process {sender}");
+        let name = format!("a buffer of process {sender}");
         if !memory_file::keeps_its_length(file.as_fd()) {
             return Err(ShmError::NotASegment { segment: name, reason: "it is not sealed".to_owned() });
         }
@@ -201,14 +202,14 @@ impl Warm {
         let page = memory_file::page_of(file.as_fd());
         let map = Mapping::new(&file, size.next_multiple_of(page), Access::Write)?;
         map.populate(0, map.len());
-        Ok(Warm { map, file, page, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
+        Ok(KnownSegment { map, file, page, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
     }
 }
 
 impl ReceivedBuffer {
     /// The first byte; valid for reads and writes of [`len`](ReceivedBuffer::len) bytes as long as the view lives.
     pub fn data(&self) -> *mut u8 {
-        self.warm.map.start().wrapping_add(DATA_START)
+        self.known.map.start().wrapping_add(DATA_START)
     }
 
     /// Its bytes.
@@ -219,7 +220,7 @@ impl ReceivedBuffer {
 }
 
 fn describe(reference: &Reference) -> String {
-    format!("the parcel of {} bytes of process {}", reference.len, reference.address.process)
+    format!("the buffer of {} bytes of process {}", reference.len, reference.address.process)
 }
 
 #[cfg(test)]
@@ -259,78 +260,78 @@ mod tests {
     }
 
     fn sent(arena: &Arc<Arena>, contents: &[u8]) -> (SendBuffer, Reference) {
-        let mut parcel = SendBuffer::take(arena, contents.len(), &mut || Ok(())).unwrap();
-        // SAFETY: within the parcel, which nobody else has.
-        unsafe { parcel.data().copy_from_nonoverlapping(contents.as_ptr(), contents.len()) };
-        let reference = parcel.reference().unwrap();
-        (parcel, reference)
+        let mut buffer = SendBuffer::take(arena, contents.len(), &mut || Ok(())).unwrap();
+        // SAFETY: within the buffer, which nobody else has.
+        unsafe { buffer.data().copy_from_nonoverlapping(contents.as_ptr(), contents.len()) };
+        let reference = buffer.reference().unwrap();
+        (buffer, reference)
     }
 
     #[test]
     fn what_was_adopted_is_there_though_it_is_large_and_its_sender_gone() {
         let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
-        let parcels = BufferReceiver { limit: 1000, ..BufferReceiver::default() };
+        let buffers = BufferReceiver { limit: 1000, ..BufferReceiver::default() };
         let mut references = Vec::new();
         for mark in 0..3 {
-            let (parcel, reference) = sent(&arena, &bytes_of(mark, 5000));
-            let file = memory_file::open_of(process::id(), parcel.descriptor(), OFlags::RDWR).unwrap();
+            let (buffer, reference) = sent(&arena, &bytes_of(mark, 5000));
+            let file = memory_file::open_of(process::id(), buffer.descriptor(), OFlags::RDWR).unwrap();
             // As one of another process, whose descriptors end with it.
-            parcels.adopt(file, process::id()).unwrap();
+            buffers.adopt(file, process::id()).unwrap();
             references.push(reference);
-            drop(parcel);
+            drop(buffer);
         }
         drop(arena);
         for (mark, reference) in (0..).zip(&references) {
-            assert_eq!(read(&parcels.open(reference).unwrap()), bytes_of(mark, 5000));
+            assert_eq!(read(&buffers.open(reference).unwrap()), bytes_of(mark, 5000));
         }
-        assert_eq!(parcels.lock().len(), 0);
+        assert_eq!(buffers.lock().len(), 0);
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// In whatever order parcels are sent, received, let go of and revoked: who received one finds in it what was
+        /// In whatever order buffers are sent, received, let go of and revoked: who received one finds in it what was
         /// sent until he lets go of it, and who comes for a revoked one is refused.
         #[test]
         fn what_was_received_stays_as_it_was_sent(steps in steps()) {
             let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
-            let parcels = BufferReceiver::default();
+            let buffers = BufferReceiver::default();
             let (mut on_their_way, mut revoked, mut open) = (Vec::new(), Vec::new(), Vec::new());
             let mut kept = Vec::new();
             for (mark, step) in (0u64..).zip(steps) {
                 match step {
                     Step::Send(len) => {
-                        let (parcel, reference) = sent(&arena, &bytes_of(mark, len));
+                        let (buffer, reference) = sent(&arena, &bytes_of(mark, len));
                         // Every other one is held by its sender until it is revoked.
-                        if mark % 2 == 0 { drop(parcel) } else { kept.push((parcel, reference)) }
+                        if mark % 2 == 0 { drop(buffer) } else { kept.push((buffer, reference)) }
                         on_their_way.push((mark, reference));
                     }
                     Step::Open(which) if !on_their_way.is_empty() => {
                         let (mark, reference) = on_their_way.swap_remove(which % on_their_way.len());
-                        open.push((mark, parcels.open(&reference).unwrap()));
+                        open.push((mark, buffers.open(&reference).unwrap()));
                     }
                     Step::Close(which) if !open.is_empty() => drop(open.swap_remove(which % open.len())),
                     Step::Revoke(which) if !kept.is_empty() => {
-                        let (mut parcel, reference): (SendBuffer, Reference) = kept.swap_remove(which % kept.len());
+                        let (mut buffer, reference): (SendBuffer, Reference) = kept.swap_remove(which % kept.len());
                         let before = on_their_way.len();
                         on_their_way.retain(|(_, other)| *other != reference);
                         if on_their_way.len() < before {
                             revoked.push(reference);
                         }
-                        parcel.revoke();
+                        buffer.revoke();
                     }
                     _ => {}
                 }
-                prop_assert_eq!(parcels.views(), open.len());
+                prop_assert_eq!(buffers.views(), open.len());
                 for (mark, view) in &open {
                     prop_assert!(read(view) == bytes_of(*mark, view.len()));
                 }
                 for reference in &revoked {
-                    prop_assert!(parcels.open(reference).is_err());
+                    prop_assert!(buffers.open(reference).is_err());
                 }
             }
             for (_, reference) in on_their_way {
-                drop(parcels.open(&reference).unwrap());
+                drop(buffers.open(&reference).unwrap());
             }
             drop((open, kept));
             prop_assert_eq!(arena.stats().in_use, 0);
@@ -350,8 +351,8 @@ mod tests {
             }
             rustix::io::pwrite(&file, &header, 0).unwrap();
             memory_file::seal(file.as_fd(), memory_file::Writers::All).unwrap();
-            if let Ok(warm) = Warm::new(file, 1) {
-                prop_assert!(warm.map.len() >= DATA_START);
+            if let Ok(known) = KnownSegment::new(file, 1) {
+                prop_assert!(known.map.len() >= DATA_START);
             }
         }
     }

@@ -10,7 +10,7 @@ use crate::error::ShmError;
 use crate::memory_file::GoOn;
 use crate::segment::{Address, Segment};
 
-/// What leads a receiver to a parcel.
+/// What leads a receiver to a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
     /// Its segment.
@@ -30,7 +30,7 @@ pub struct SendBuffer {
 }
 
 impl SendBuffer {
-    /// A parcel of `len` bytes, whose contents are not defined.
+    /// A buffer of `len` bytes, whose contents are not defined.
     ///
     /// # Errors
     /// As of [`Arena::take`].
@@ -45,12 +45,12 @@ impl SendBuffer {
         self.len
     }
 
-    /// The first byte; valid for reads and writes of [`len`](SendBuffer::len) bytes as long as the parcel lives.
+    /// The first byte; valid for reads and writes of [`len`](SendBuffer::len) bytes as long as the buffer lives.
     pub fn data(&self) -> *mut u8 {
         self.segment.as_ref().map_or(std::ptr::dangling_mut(), Segment::data)
     }
 
-    /// The descriptor of its memory in this process: who is sent it can open the parcel even
+    /// The descriptor of its memory in this process: who is sent it can open the buffer even
     /// when this process is dead.
     pub fn descriptor(&self) -> i32 {
         self.segment.as_ref().map_or(-1, |segment| segment.address().descriptor)
@@ -61,7 +61,7 @@ impl SendBuffer {
     /// # Errors
     /// [`ShmError::Invalid`] in a child of the process that took it, which may not send it.
     pub fn reference(&mut self) -> Result<Reference, ShmError> {
-        let refuse = || ShmError::Invalid("a parcel is sent by the process that took it alone".to_owned());
+        let refuse = || ShmError::Invalid("a buffer is sent by the process that took it alone".to_owned());
         let segment = self.segment.as_mut().filter(|segment| segment.is_own()).ok_or_else(refuse)?;
         if !self.is_sent {
             segment.publish(self.len, &[])?;
@@ -70,7 +70,7 @@ impl SendBuffer {
         Ok(Reference { address: segment.address(), len: self.len })
     }
 
-    /// Says that no receiver is to come: from the end of the parcel on, who comes is refused.
+    /// Says that no receiver is to come: from the end of the buffer on, who comes is refused.
     pub fn revoke(&mut self) {
         self.is_sent = false;
     }

@@ -1,4 +1,4 @@
-//! The task board against lists and maps that do the same.
+//! The task queue against lists and maps that do the same.
 #![cfg(target_os = "linux")]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -32,7 +32,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..200)
 }
 
-/// What is on a board: its queue with a gap for each task that was revoked, what workers have, what they have done.
+/// What is on a queue: its queue with a gap for each task that was revoked, what workers have, what they have done.
 struct Oracle {
     slots: usize,
     queue: VecDeque<Option<(Ticket, Vec<u8>)>>,
@@ -65,16 +65,16 @@ fn message(seed: usize, length: usize) -> Vec<u8> {
 proptest! {
     #[test]
     fn a_board_does_what_lists_do(slots in 1usize..6, steps in steps()) {
-        let board = ParentQueue::create(slots, CAPACITY + 16).unwrap();
-        let worker = WorkerQueue::open(board.descriptor()).unwrap();
-        prop_assert_eq!((board.capacity(), worker.capacity()), (CAPACITY, CAPACITY));
+        let queue = ParentQueue::create(slots, CAPACITY + 16).unwrap();
+        let worker = WorkerQueue::open(queue.descriptor()).unwrap();
+        prop_assert_eq!((queue.capacity(), worker.capacity()), (CAPACITY, CAPACITY));
         let mut oracle = Oracle { slots, queue: VecDeque::new(), taken: Vec::new(), done: BTreeMap::new() };
         for (seed, step) in steps.into_iter().enumerate() {
             match step {
                 Step::Put(lengths) => {
                     let payloads: Vec<_> = lengths.iter().map(|&length| message(seed, length)).collect();
                     let mut tickets = Vec::new();
-                    board.put_many(payloads.iter().map(|payload| (seed as u32, payload)), |ticket| tickets.push(ticket));
+                    queue.put_many(payloads.iter().map(|payload| (seed as u32, payload)), |ticket| tickets.push(ticket));
                     prop_assert_eq!(tickets.len(), oracle.room().min(payloads.len()));
                     prop_assert!(tickets.is_sorted());
                     oracle.queue.extend(tickets.into_iter().zip(payloads).map(Some));
@@ -88,21 +88,21 @@ proptest! {
                 }
                 Step::Finish(which, length) if which < oracle.taken.len() => {
                     let (_, ticket) = oracle.taken.remove(which);
-                    prop_assert!(board.is_running(ticket) && !board.revoke(ticket));
+                    prop_assert!(queue.is_running(ticket) && !queue.revoke(ticket));
                     worker.finish(ticket, 5, &message(seed, length)).unwrap();
                     prop_assert!(worker.finish(ticket, 5, &[]).is_err());
                     oracle.done.insert(ticket, message(seed, length));
                 }
                 Step::Revoke(which) => {
                     let Some(ticket) = oracle.queued().nth(which) else { continue };
-                    prop_assert!(!board.is_running(ticket));
-                    prop_assert!(board.revoke(ticket));
-                    prop_assert!(!board.revoke(ticket));
+                    prop_assert!(!queue.is_running(ticket));
+                    prop_assert!(queue.revoke(ticket));
+                    prop_assert!(!queue.revoke(ticket));
                     let gap = oracle.queue.iter_mut().find(|entry| entry.as_ref().is_some_and(|(of, _)| *of == ticket));
                     *gap.unwrap() = None;
                 }
                 Step::Bury(number) => {
-                    let mut lost = board.reap(number).unwrap();
+                    let mut lost = queue.reap(number).unwrap();
                     lost.sort_unstable();
                     let mut expected: Vec<_> =
                         oracle.taken.extract_if(.., |(of, _)| *of == number).map(|(_, ticket)| ticket).collect();
@@ -110,9 +110,9 @@ proptest! {
                     prop_assert_eq!(lost, expected);
                 }
                 Step::Collect => {
-                    prop_assert_eq!(board.is_ready(), !oracle.done.is_empty());
+                    prop_assert_eq!(queue.is_ready(), !oracle.done.is_empty());
                     let mut results = BTreeMap::new();
-                    board.collect(|ticket, kind, payload| {
+                    queue.collect(|ticket, kind, payload| {
                         assert_eq!(kind, 5);
                         assert_eq!(results.insert(ticket, payload.to_vec()), None);
                     });
@@ -120,21 +120,21 @@ proptest! {
                 }
                 Step::Finish(..) => {}
             }
-            prop_assert_eq!(board.room(), oracle.room());
+            prop_assert_eq!(queue.room(), oracle.room());
         }
     }
 }
 
 #[test]
 fn a_wait_without_time_tells_what_is_there() {
-    let board = ParentQueue::create(2, 4096).unwrap();
-    let worker = WorkerQueue::open(board.descriptor()).unwrap();
-    let wait = |role| board.wait(role, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
+    let queue = ParentQueue::create(2, 4096).unwrap();
+    let worker = WorkerQueue::open(queue.descriptor()).unwrap();
+    let wait = |role| queue.wait(role, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
     let take = || worker.take(3, &mut Wait::new(Some(Duration::ZERO), None, &mut || true)).unwrap();
     assert_eq!((wait(Role::Caller), wait(Role::Background)), (Waited::Nothing, Waited::Nothing));
     assert_eq!(take(), Taken::Nothing);
-    let ticket = board.put(1, b"task").unwrap().unwrap();
-    board.stop();
+    let ticket = queue.put(1, b"task").unwrap().unwrap();
+    queue.stop();
     assert_eq!(take(), Taken::Task(ticket));
     assert_eq!(take(), Taken::Stop);
     worker.finish(ticket, 1, b"result").unwrap();
@@ -143,23 +143,23 @@ fn a_wait_without_time_tells_what_is_there() {
 
 #[test]
 fn results_that_a_panic_kept_from_their_reader_come_again() {
-    let board = ParentQueue::create(3, 4096).unwrap();
-    let worker = WorkerQueue::open(board.descriptor()).unwrap();
+    let queue = ParentQueue::create(3, 4096).unwrap();
+    let worker = WorkerQueue::open(queue.descriptor()).unwrap();
     for _ in 0..3 {
-        board.put(1, b"").unwrap().unwrap();
+        queue.put(1, b"").unwrap().unwrap();
         let ticket = worker.try_take(0, |ticket, _, _| ticket).unwrap().unwrap();
         worker.finish(ticket, 1, b"").unwrap();
     }
     let mut seen = Vec::new();
     let panic = std::panic::catch_unwind(core::panic::AssertUnwindSafe(|| {
-        board.collect(|ticket, _, _| {
+        queue.collect(|ticket, _, _| {
             assert!(seen.is_empty(), "one is enough");
             seen.push(ticket);
         });
     }));
     assert!(panic.is_err() && seen.len() == 1);
-    board.collect(|ticket, _, _| seen.push(ticket));
+    queue.collect(|ticket, _, _| seen.push(ticket));
     seen.sort_unstable();
     seen.dedup();
-    assert_eq!((seen.len(), board.room()), (3, 3));
+    assert_eq!((seen.len(), queue.room()), (3, 3));
 }

@@ -1,4 +1,4 @@
-//! The task board between processes that are killed at random instants.
+//! The task queue between processes that are killed at random instants.
 #![cfg(target_os = "linux")]
 
 use std::collections::HashMap;
@@ -62,12 +62,12 @@ impl Random {
     }
 }
 
-fn worker(board: &ParentQueue, number: u16) -> Child {
+fn worker(queue: &ParentQueue, number: u16) -> Child {
     Child::start(|| {
-        let Ok(board) = WorkerQueue::open(board.descriptor()) else { return };
-        while let Ok(Taken::Task(ticket)) = board.take(number, &mut Wait::new(None, None, &mut || true)) {
-            let Ok(answer) = board.read(ticket, |_, _, payload| answer(payload)) else { return };
-            if board.finish(ticket, 7, &answer).is_err() {
+        let Ok(queue) = WorkerQueue::open(queue.descriptor()) else { return };
+        while let Ok(Taken::Task(ticket)) = queue.take(number, &mut Wait::new(None, None, &mut || true)) {
+            let Ok(answer) = queue.read(ticket, |_, _, payload| answer(payload)) else { return };
+            if queue.finish(ticket, 7, &answer).is_err() {
                 return;
             }
         }
@@ -85,12 +85,12 @@ fn question(number: u64) -> Vec<u8> {
 }
 
 /// Wait for results, and check them off.
-fn collect(board: &ParentQueue, open: &mut HashMap<Ticket, u64>) {
+fn collect(queue: &ParentQueue, open: &mut HashMap<Ticket, u64>) {
     let begin = Instant::now();
-    while board.wait(Role::Caller, &mut Wait::new(Some(STUCK), None, &mut || true)) != Waited::Ready {
+    while queue.wait(Role::Caller, &mut Wait::new(Some(STUCK), None, &mut || true)) != Waited::Ready {
         assert!(begin.elapsed() < STUCK, "{} tasks wait for nobody", open.len());
     }
-    board.collect(|ticket, kind, payload| {
+    queue.collect(|ticket, kind, payload| {
         let number = open.remove(&ticket).expect("each result comes once");
         assert_eq!((kind, payload), (7, &answer(&question(number))[..]));
     });
@@ -103,13 +103,13 @@ fn a_killed_worker_costs_the_task_that_it_had_and_nothing_else() {
     let kills = if is_soak { 5000 } else { 100 };
     let mut random = Random(20_261_121);
     for slots in [1, 4, 64] {
-        let board = ParentQueue::create(slots, 4096).unwrap();
-        let mut workers: HashMap<_, _> = (0..WORKERS).map(|number| (number, worker(&board, number))).collect();
+        let queue = ParentQueue::create(slots, 4096).unwrap();
+        let mut workers: HashMap<_, _> = (0..WORKERS).map(|number| (number, worker(&queue, number))).collect();
         let mut open = HashMap::new();
         let (mut put, mut lost) = (0, 0);
         for _ in 0..kills {
-            while board.room() > 0 {
-                let ticket = board.put(3, &question(put)).unwrap().unwrap();
+            while queue.room() > 0 {
+                let ticket = queue.put(3, &question(put)).unwrap().unwrap();
                 assert_eq!(open.insert(ticket, put), None);
                 put += 1;
             }
@@ -120,23 +120,23 @@ fn a_killed_worker_costs_the_task_that_it_had_and_nothing_else() {
             }
             let number = random.below(u64::from(WORKERS)) as u16;
             drop(workers.remove(&number));
-            let died = board.reap(number).unwrap();
-            workers.insert(number, worker(&board, number));
+            let died = queue.reap(number).unwrap();
+            workers.insert(number, worker(&queue, number));
             assert!(died.len() <= 1);
             for ticket in died {
                 assert!(open.remove(&ticket).is_some(), "what is lost was not done");
                 lost += 1;
             }
             if !open.is_empty() {
-                collect(&board, &mut open);
+                collect(&queue, &mut open);
             }
         }
         while !open.is_empty() {
-            collect(&board, &mut open);
+            collect(&queue, &mut open);
         }
-        assert_eq!(board.room(), slots);
+        assert_eq!(queue.room(), slots);
         assert!(lost <= kills && put > lost);
-        board.stop();
+        queue.stop();
         for worker in workers.into_values() {
             assert_eq!(worker.join(), 0);
         }
@@ -145,21 +145,21 @@ fn a_killed_worker_costs_the_task_that_it_had_and_nothing_else() {
 
 #[test]
 fn workers_that_sleep_when_they_are_killed_are_not_waited_for() {
-    let board = ParentQueue::create(8, 4096).unwrap();
+    let queue = ParentQueue::create(8, 4096).unwrap();
     let mut random = Random(4);
-    let mut workers: HashMap<_, _> = (0..2).map(|number| (number, worker(&board, number))).collect();
+    let mut workers: HashMap<_, _> = (0..2).map(|number| (number, worker(&queue, number))).collect();
     for number in 0..50u64 {
         // Long enough for both to fall asleep, or nearly.
         std::thread::sleep(Duration::from_micros(random.below(300)));
         let victim = (number % 2) as u16;
         drop(workers.remove(&victim));
         // The task may be left to the dead one, which was searching_bit or asleep.
-        let ticket = board.put(3, &question(number)).unwrap().unwrap();
-        assert_eq!(board.reap(victim).unwrap(), []);
-        collect(&board, &mut HashMap::from([(ticket, number)]));
-        workers.insert(victim, worker(&board, victim));
+        let ticket = queue.put(3, &question(number)).unwrap().unwrap();
+        assert_eq!(queue.reap(victim).unwrap(), []);
+        collect(&queue, &mut HashMap::from([(ticket, number)]));
+        workers.insert(victim, worker(&queue, victim));
     }
-    board.stop();
+    queue.stop();
     for worker in workers.into_values() {
         assert_eq!(worker.join(), 0);
     }

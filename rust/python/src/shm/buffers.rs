@@ -26,14 +26,14 @@ use crate::held::is_over;
 /// Less is copied sooner than the GIL is let go of and taken again.
 const WORTH_LETTING_GO: usize = 128 << 10;
 
-/// A parcel's reference as Python has it: process, descriptor, identity, generation, bytes.
+/// A buffer's reference as Python has it: process, descriptor, identity, generation, bytes.
 type ReferenceTuple = (u32, i32, u64, u64, usize);
 
-/// Memory that parcels are sent in, kept for the next ones up to `limit_bytes`; by default a sixteenth of the memory.
+/// Memory that buffers are sent in, kept for the next ones up to `limit_bytes`; by default a sixteenth of the memory.
 #[pyclass(frozen)]
 pub(crate) struct SegmentArena {
     arena: DropWithoutGil<Arc<Arena>>,
-    /// Of all its parcels: their receivers are alike.
+    /// Of all its buffers: their receivers are alike.
     copier: Arc<AdaptiveCopy>,
 }
 
@@ -46,11 +46,11 @@ impl SegmentArena {
         SegmentArena { arena: DropWithoutGil::new(Arc::new(Arena::new(Use::Messages, limit))), copier: Arc::default() }
     }
 
-    /// A parcel of `nbytes`, to be written. What lies in it is not defined.
+    /// A buffer of `nbytes`, to be written. What lies in it is not defined.
     fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<SendBuffer> {
         let arena = &*self.arena;
-        let parcel = enter(py, None, move |door| Ok(shm::SendBuffer::take(arena, nbytes, &mut || look(door))?))?;
-        let state = State { parcel: Some(DropWithoutGil::new(parcel)), exports: 0, end: None };
+        let buffer = enter(py, None, move |door| Ok(shm::SendBuffer::take(arena, nbytes, &mut || look(door))?))?;
+        let state = State { buffer: Some(DropWithoutGil::new(buffer)), exports: 0, end: None };
         Ok(SendBuffer { state: Mutex::new(state), copier: Arc::clone(&self.copier) })
     }
 
@@ -78,7 +78,7 @@ pub(crate) fn is_segment_retired(fd: RawFd) -> PyResult<bool> {
     Ok(shm::is_retired_behind(descriptor::borrow(fd)?).map_err(BindingError::from)?)
 }
 
-/// How a parcel is given back.
+/// How a buffer is given back.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     Released,
@@ -87,7 +87,7 @@ enum End {
 
 struct State {
     /// Until it is given back.
-    parcel: Option<DropWithoutGil<shm::SendBuffer>>,
+    buffer: Option<DropWithoutGil<shm::SendBuffer>>,
     exports: usize,
     end: Option<End>,
 }
@@ -117,34 +117,34 @@ impl State {
     /// What is to be dropped now that nobody uses it; without the lock.
     fn take_if_over(&mut self) -> Option<DropWithoutGil<shm::SendBuffer>> {
         let end = self.end.filter(|_| self.exports == 0)?;
-        let mut parcel = self.parcel.take()?;
+        let mut buffer = self.buffer.take()?;
         if end == End::Revoked {
-            parcel.revoke();
+            buffer.revoke();
         }
-        Some(parcel)
+        Some(buffer)
     }
 
-    fn parcel(&mut self) -> PyResult<&mut DropWithoutGil<shm::SendBuffer>> {
-        self.parcel
+    fn buffer(&mut self) -> PyResult<&mut DropWithoutGil<shm::SendBuffer>> {
+        self.buffer
             .as_mut()
             .filter(|_| self.end.is_none())
-            .ok_or_else(|| BindingError::Value("the parcel was given back already".to_owned()).into())
+            .ok_or_else(|| BindingError::Value("the buffer was given back already".to_owned()).into())
     }
 }
 
 #[pymethods]
 impl SendBuffer {
-    /// What `BufferReceiver.open` of the one receiver takes. From here on the parcel counts as sent.
+    /// What `BufferReceiver.open` of the one receiver takes. From here on the buffer counts as sent.
     fn reference(&self) -> PyResult<ReferenceTuple> {
-        let reference = self.lock().parcel()?.reference().map_err(BindingError::from)?;
+        let reference = self.lock().buffer()?.reference().map_err(BindingError::from)?;
         let (process, descriptor, identity, generation) = as_tuple(&reference.address);
         Ok((process, descriptor, identity, generation, reference.len))
     }
 
-    /// The descriptor of its memory, for whoever sends that along so that the parcel outlives this process.
+    /// The descriptor of its memory, for whoever sends that along so that the buffer outlives this process.
     #[getter]
     fn descriptor(&self) -> PyResult<i32> {
-        Ok(self.lock().parcel()?.descriptor())
+        Ok(self.lock().buffer()?.descriptor())
     }
 
     /// Done with it: used again when the receiver came and let go of it, or at once if it was not sent. While buffers
@@ -158,7 +158,7 @@ impl SendBuffer {
         self.end(End::Revoked);
     }
 
-    /// Copies pieces of memory into the parcel, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to where
+    /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to where
     /// `offsets[i] + shift` is, all of them native 64-bit integers. Places are in order and do not overlap; the memory
     /// at the addresses is the caller's, who holds it until this returns.
     fn fill(
@@ -169,7 +169,7 @@ impl SendBuffer {
         shift: isize,
         threads: usize,
     ) -> PyResult<()> {
-        // An export, so that nobody gives the parcel back meanwhile.
+        // An export, so that nobody gives the buffer back meanwhile.
         let target = PyBuffer::<u8>::get(slf.as_any())?;
         let (addresses, sizes, offsets) = (words(addresses), words(sizes), words(offsets));
         if addresses.len() != sizes.len() || addresses.len() != offsets.len() {
@@ -200,14 +200,14 @@ impl SendBuffer {
         }
         let copier = &slf.get().copier;
         enter(slf.py(), None, move |door| {
-            // SAFETY: targets lie in the parcel, which is exported and therefore stays, one after the other; sources
+            // SAFETY: targets lie in the buffer, which is exported and therefore stays, one after the other; sources
             // in memory that the caller holds. Whoever frees that meanwhile would have torch's own copy read it, too.
             Ok(unsafe { copier.copy(&copies, threads, |_| look(door)) }?)
         })
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        Ok(self.lock().parcel()?.len())
+        Ok(self.lock().buffer()?.len())
     }
 
     /// What Python has of itself from 3.12 on (PEP 688).
@@ -219,8 +219,8 @@ impl SendBuffer {
     /// Called by Python alone, with a `view` to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let mut state = slf.get().lock();
-        let (data, len) = match state.parcel() {
-            Ok(parcel) => (parcel.data(), parcel.len()),
+        let (data, len) = match state.buffer() {
+            Ok(buffer) => (buffer.data(), buffer.len()),
             Err(error) => return Err(PyBufferError::new_err(error.to_string())),
         };
         // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by whoever
@@ -244,10 +244,10 @@ impl SendBuffer {
     }
 }
 
-/// A parcel that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
+/// A buffer that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
 ///
 /// Whoever gives it to one of them holds on to it until that one has looked at the message: it has it by then, or never
-/// will. When nobody does any more the parcel is used again, as soon as nothing of it is left.
+/// will. When nobody does any more the buffer is used again, as soon as nothing of it is left.
 ///
 /// Not in Python, where Ctrl-C may come as it is freed, and is lost.
 #[pyclass(frozen)]
@@ -282,50 +282,50 @@ fn words(bytes: &[u8]) -> impl ExactSizeIterator<Item = usize> {
     bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word) as usize)
 }
 
-/// Where a process receives parcels. Mappings are kept for the next ones, bounded in bytes and number.
+/// Where a process receives buffers. Mappings are kept for the next ones, bounded in bytes and number.
 #[pyclass(frozen)]
 pub(crate) struct BufferReceiver {
-    parcels: DropWithoutGil<shm::BufferReceiver>,
+    buffers: DropWithoutGil<shm::BufferReceiver>,
 }
 
 #[pymethods]
 impl BufferReceiver {
     #[new]
     fn new() -> Self {
-        BufferReceiver { parcels: DropWithoutGil::new(shm::BufferReceiver::default()) }
+        BufferReceiver { buffers: DropWithoutGil::new(shm::BufferReceiver::default()) }
     }
 
-    /// Receive the parcel that `reference` leads to, once; its sender is told that it came.
+    /// Receive the buffer that `reference` leads to, once; its sender is told that it came.
     fn open(&self, py: Python<'_>, reference: ReferenceTuple) -> PyResult<ReceivedBuffer> {
         let (process, descriptor, identity, generation, len) = reference;
         let reference = Reference { address: as_address((process, descriptor, identity, generation)), len };
-        let view = enter(py, None, |_| Ok(self.parcels.open(&reference)?))?;
+        let view = enter(py, None, |_| Ok(self.buffers.open(&reference)?))?;
         Ok(ReceivedBuffer { view: DropWithoutGil::new(view) })
     }
 
-    /// How many parcels were opened and are still in use.
+    /// How many buffers were opened and are still in use.
     #[getter]
     fn open_buffers(&self) -> usize {
-        self.parcels.views()
+        self.buffers.views()
     }
 
-    /// Take over `descriptor`, which `sender` sent for its parcels' memory: they are found even when that has died.
+    /// Take over `descriptor`, which `sender` sent for its buffers' memory: they are found even when that has died.
     fn adopt(&self, py: Python<'_>, descriptor: i32, sender: u32) -> PyResult<()> {
         if descriptor < 0 {
             return Err(BindingError::Value(format!("{descriptor} is no descriptor")).into());
         }
         // SAFETY: the caller's, who hands it over.
         let file = unsafe { OwnedFd::from_raw_fd(descriptor) };
-        enter(py, None, move |_| Ok(self.parcels.adopt(file, sender)?))
+        enter(py, None, move |_| Ok(self.buffers.adopt(file, sender)?))
     }
 
-    /// Let go of what is kept for parcels of `sender`, which has died. What is open stays.
+    /// Let go of what is kept for buffers of `sender`, which has died. What is open stays.
     fn forget(&self, py: Python<'_>, sender: u32) {
-        py.detach(|| self.parcels.forget(sender));
+        py.detach(|| self.buffers.forget(sender));
     }
 }
 
-/// A parcel that was received, as a writable buffer.
+/// A buffer that was received, as a writable buffer.
 #[pyclass(frozen)]
 pub(crate) struct ReceivedBuffer {
     view: DropWithoutGil<shm::ReceivedBuffer>,
@@ -345,11 +345,11 @@ impl ReceivedBuffer {
     /// # Safety
     /// Called by Python alone, with a `view` to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let parcel = &slf.get().view;
+        let buffer = &slf.get().view;
         // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and
         // are its receiver's to write.
         let filled = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), parcel.data().cast(), parcel.len().cast_signed(), 0, flags)
+            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), buffer.data().cast(), buffer.len().cast_signed(), 0, flags)
         };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

@@ -30,7 +30,7 @@ enum Side {
     Worker(WorkerQueue),
 }
 
-/// A board on which a parent puts tasks for its workers, and they their results.
+/// A queue on which a parent puts tasks for its workers, and they their results.
 ///
 /// `TaskQueue(slots, slot_bytes)` is the parent's, `TaskQueue.open(fd)` a worker's, which only takes and finishes. A
 /// message is a kind, a number below 2²⁴, and a content: bytes, at most `capacity` of them, or a value that `is_plain`,
@@ -45,25 +45,25 @@ pub(crate) struct TaskQueue {
 impl TaskQueue {
     #[new]
     fn new(slots: usize, slot_bytes: usize) -> PyResult<Self> {
-        let board = ParentQueue::create(slots, slot_bytes).map_err(BindingError::from)?;
-        Ok(Self { side: Side::Parent(board) })
+        let queue = ParentQueue::create(slots, slot_bytes).map_err(BindingError::from)?;
+        Ok(Self { side: Side::Parent(queue) })
     }
 
-    /// The board of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many
+    /// The queue of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many
     /// seconds are spent awake, until the timeout, unless the last ones took longer; fifty microseconds where nobody
     /// says it.
     #[staticmethod]
     #[pyo3(signature = (fd, awake=None))]
     fn open(fd: RawFd, awake: Option<f64>) -> PyResult<Self> {
-        let board = WorkerQueue::open(descriptor::borrow(fd)?).map_err(BindingError::from)?;
-        let board = match awake.map(seconds).transpose()?.flatten() {
-            Some(longest) => board.awake_for(longest),
-            None => board,
+        let queue = WorkerQueue::open(descriptor::borrow(fd)?).map_err(BindingError::from)?;
+        let queue = match awake.map(seconds).transpose()?.flatten() {
+            Some(longest) => queue.awake_for(longest),
+            None => queue,
         };
-        Ok(Self { side: Side::Worker(board) })
+        Ok(Self { side: Side::Worker(queue) })
     }
 
-    /// What workers open the board with, as long as the parent's `TaskQueue` lives.
+    /// What workers open the queue with, as long as the parent's `TaskQueue` lives.
     #[getter]
     fn fd(&self) -> PyResult<RawFd> {
         Ok(self.parent()?.descriptor().as_raw_fd())
@@ -73,8 +73,8 @@ impl TaskQueue {
     #[getter]
     fn capacity(&self) -> usize {
         match &self.side {
-            Side::Parent(board) => board.capacity(),
-            Side::Worker(board) => board.capacity(),
+            Side::Parent(queue) => queue.capacity(),
+            Side::Worker(queue) => queue.capacity(),
         }
     }
 
@@ -93,18 +93,18 @@ impl TaskQueue {
         contents: &Bound<'py, PyList>,
         start: usize,
     ) -> PyResult<Bound<'py, PyList>> {
-        let board = self.parent()?;
-        let contents: Vec<_> = contents.iter().skip(start).take(board.room()).collect();
+        let queue = self.parent()?;
+        let contents: Vec<_> = contents.iter().skip(start).take(queue.room()).collect();
         // Nothing is put if one of them is refused.
         let messages = contents.iter().map(|content| {
             let message = message_of(kind, content)?;
-            board.check(message.1.as_ref().len()).map_err(BindingError::from)?;
+            queue.check(message.1.as_ref().len()).map_err(BindingError::from)?;
             Ok(message)
         });
         let messages = messages.collect::<PyResult<Vec<_>>>()?;
         let tickets = PyList::empty(py);
         let mut failed = Ok(());
-        board.put_many(messages.into_iter(), |ticket| {
+        queue.put_many(messages.into_iter(), |ticket| {
             if failed.is_ok() {
                 failed = tickets.append(ticket.number());
             }
@@ -133,18 +133,18 @@ impl TaskQueue {
 
     /// Wait up to `timeout` seconds for results; whether there are any, which whoever is told so collects.
     ///
-    /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the board
+    /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the queue
     /// is wait_ended, or another caller collects what there was.
     fn wait(&self, py: Python<'_>, timeout: f64, caller: bool) -> PyResult<bool> {
-        let board = self.parent()?;
-        if board.is_ready() {
+        let queue = self.parent()?;
+        if queue.is_ready() {
             return Ok(true);
         }
         let timeout = seconds(timeout)?;
         let role = if caller { Role::Caller } else { Role::Background };
         // Callers may be the main thread, the only one that signals matter to.
         let looks = caller.then_some(CALLER_LOOKS);
-        enter(py, None, |door| match board.wait(role, &mut Wait::new(timeout, looks, &mut || door.look())) {
+        enter(py, None, |door| match queue.wait(role, &mut Wait::new(timeout, looks, &mut || door.look())) {
             Waited::Ready => Ok(true),
             Waited::Nothing => Ok(false),
             Waited::Interrupted => Err(ShmError::Interrupted.into()),
@@ -186,14 +186,14 @@ impl TaskQueue {
     /// Returns `None` when it is to stop. A time that is over is a `TimedOutError`.
     #[pyo3(signature = (worker, timeout))]
     fn take<'py>(&self, py: Python<'py>, worker: i64, timeout: Option<f64>) -> PyResult<Option<Message<'py>>> {
-        let (board, worker) = (self.worker()?, worker_number(worker)?);
-        let task = board.try_take(worker, |ticket, kind, payload| message(py, ticket, kind, payload));
+        let (queue, worker) = (self.worker()?, worker_number(worker)?);
+        let task = queue.try_take(worker, |ticket, kind, payload| message(py, ticket, kind, payload));
         if let Some(task) = task.map_err(BindingError::from)? {
             return Ok(Some(task));
         }
         let timeout = timeout.map(seconds).transpose()?.flatten();
         let ticket = enter(py, None, |door| {
-            let taken = board.take(worker, &mut Wait::new(timeout, Some(WORKER_LOOKS), &mut || door.look()));
+            let taken = queue.take(worker, &mut Wait::new(timeout, Some(WORKER_LOOKS), &mut || door.look()));
             match taken? {
                 Taken::Task(ticket) => Ok(Some(ticket)),
                 Taken::Stop => Ok(None),
@@ -201,7 +201,7 @@ impl TaskQueue {
                 Taken::Interrupted => Err(ShmError::Interrupted.into()),
             }
         })?;
-        let task = ticket.map(|ticket| board.read(ticket, |ticket, kind, payload| message(py, ticket, kind, payload)));
+        let task = ticket.map(|ticket| queue.read(ticket, |ticket, kind, payload| message(py, ticket, kind, payload)));
         Ok(task.transpose().map_err(BindingError::from)?)
     }
 
@@ -213,11 +213,11 @@ impl TaskQueue {
 
     /// The same with a result that is plain and fits; False, and nothing is done, with any other, bytes among them.
     fn finish_plain(&self, ticket: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let board = self.worker()?;
-        match Content::plain(value).filter(|content| content.as_ref().len() <= board.capacity()) {
+        let queue = self.worker()?;
+        match Content::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
             Some(content) => {
                 let kind = checked_kind(&content, kind)?;
-                board.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?;
+                queue.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?;
                 Ok(true)
             }
             None => Ok(false),
@@ -228,18 +228,18 @@ impl TaskQueue {
 impl TaskQueue {
     fn parent(&self) -> Result<&ParentQueue, BindingError> {
         match &self.side {
-            Side::Parent(board) => Ok(board),
+            Side::Parent(queue) => Ok(queue),
             Side::Worker(_) => {
-                Err(ShmError::Invalid("this is a worker's board; only its parent's can do that".into()).into())
+                Err(ShmError::Invalid("this is a worker's queue; only its parent's can do that".into()).into())
             }
         }
     }
 
     fn worker(&self) -> Result<&WorkerQueue, BindingError> {
         match &self.side {
-            Side::Worker(board) => Ok(board),
+            Side::Worker(queue) => Ok(queue),
             Side::Parent(_) => {
-                Err(ShmError::Invalid("this is the parent's board; a worker takes from `TaskQueue.open(fd)`".into())
+                Err(ShmError::Invalid("this is the parent's queue; a worker takes from `TaskQueue.open(fd)`".into())
                     .into())
             }
         }
@@ -285,6 +285,6 @@ fn seconds(timeout: f64) -> Result<Option<Duration>, BindingError> {
 
 fn worker_number(worker: i64) -> Result<u16, BindingError> {
     u16::try_from(worker).ok().filter(|&worker| worker < MOST_WORKERS).ok_or_else(|| {
-        BindingError::Value(format!("a task board has the workers 0 to {}, not {worker}", MOST_WORKERS - 1))
+        BindingError::Value(format!("a task queue has the workers 0 to {}, not {worker}", MOST_WORKERS - 1))
     })
 }

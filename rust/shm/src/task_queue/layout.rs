@@ -4,7 +4,7 @@
 
 use crate::ShmError;
 
-/// How many workers a board has room for: a pair of cache lines of their bits.
+/// How many workers a queue has room for: a pair of cache lines of their bits.
 pub(crate) const WORKERS: u16 = 512;
 
 /// The most slots that a ticket can name.
@@ -50,14 +50,14 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Of a board with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of which are the board's.
+    /// Of a queue with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of which are the queue's.
     pub(crate) fn new(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
         if !(1..=MOST_SLOTS).contains(&slots) {
-            return Err(ShmError::Invalid(format!("a task board has 1 to {MOST_SLOTS} slots, not {slots}")));
+            return Err(ShmError::Invalid(format!("a task queue has 1 to {MOST_SLOTS} slots, not {slots}")));
         }
         if !(LEAST_SLOT..=MOST_SLOT).contains(&slot_bytes) {
             return Err(ShmError::Invalid(format!(
-                "a slot of a task board has {LEAST_SLOT} to {MOST_SLOT} bytes, not {slot_bytes}"
+                "a slot of a task queue has {LEAST_SLOT} to {MOST_SLOT} bytes, not {slot_bytes}"
             )));
         }
         // Revoked tasks keep their entries until the head has passed them, so there are more of these than slots.
@@ -105,7 +105,7 @@ mod tests {
     fn what_no_board_can_be_like_is_refused() {
         for (slots, slot_bytes) in [(0, 4096), (MOST_SLOTS + 1, 4096), (8, 63), (8, (1 << 30) + 1), (usize::MAX, 64)] {
             let error = Layout::new(slots, slot_bytes).unwrap_err().to_string();
-            assert!(error.contains("of a task board") || error.contains("a task board has"), "{error}");
+            assert!(error.contains("of a task queue") || error.contains("a task queue has"), "{error}");
         }
     }
 }

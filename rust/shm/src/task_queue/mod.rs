@@ -30,27 +30,27 @@ use self::protocol::parent::Parent;
 use self::shared_memory::QueueMemory;
 use crate::ShmError;
 
-/// How many workers a board has room for; their numbers are below.
+/// How many workers a queue has room for; their numbers are below.
 pub const MOST_WORKERS: u16 = layout::WORKERS;
 
-/// A board as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerQueue`].
+/// A queue as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerQueue`].
 pub struct ParentQueue {
     parent: Parent<QueueMemory>,
     memory: OwnedFd,
 }
 
 impl ParentQueue {
-    /// A new board with `slots` slots of `slot_bytes` bytes, the first few of which are the board's.
+    /// A new queue with `slots` slots of `slot_bytes` bytes, the first few of which are the queue's.
     ///
     /// # Errors
-    /// [`ShmError::Invalid`] for numbers that no board can have, [`ShmError::Io`] where the system makes no such
+    /// [`ShmError::Invalid`] for numbers that no queue can have, [`ShmError::Io`] where the system makes no such
     /// memory.
     pub fn create(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
         let (words, memory) = QueueMemory::create(Layout::new(slots, slot_bytes)?)?;
         Ok(Self { parent: Parent::new(words, processors() > 1), memory })
     }
 
-    /// What workers open the board with.
+    /// What workers open the queue with.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
@@ -150,7 +150,7 @@ fn check_worker(worker: u16) -> Result<(), ShmError> {
     if worker < MOST_WORKERS {
         return Ok(());
     }
-    Err(ShmError::Invalid(format!("a task board has the workers 0 to {}, not {worker}", MOST_WORKERS - 1)))
+    Err(ShmError::Invalid(format!("a task queue has the workers 0 to {}, not {worker}", MOST_WORKERS - 1)))
 }
 
 fn processors() -> usize {

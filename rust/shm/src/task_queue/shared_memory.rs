@@ -19,19 +19,19 @@ use crate::{ShmError, futex};
 /// Also says the version: what another one lays out differently is not opened.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundish1");
 
-/// A board in this process's memory.
+/// A queue in this process's memory.
 pub(crate) struct QueueMemory {
     mapping: Mapping,
     layout: Layout,
 }
 
 impl QueueMemory {
-    /// A new board and its memory, all zero but for what `open` reads.
+    /// A new queue and its memory, all zero but for what `open` reads.
     pub(crate) fn create(layout: Layout) -> Result<(Self, OwnedFd), ShmError> {
         let memory = memory_file::create(false)?;
-        // Pages come when they are first used: most slots of most boards never are.
+        // Pages come when they are first used: most slots of most queues never are.
         rustix::fs::ftruncate(&memory, layout.size as u64)
-            .map_err(|errno| ShmError::io("size", format!("a task board of {} bytes", layout.size), errno))?;
+            .map_err(|errno| ShmError::io("size", format!("a task queue of {} bytes", layout.size), errno))?;
         memory_file::seal(memory.as_fd(), Writers::All)?;
         let mapped = Self::map(memory.as_fd(), layout)?;
         mapped.wide(layout::SLOTS).store(layout.slots as u64, Ordering::Relaxed);
@@ -40,9 +40,9 @@ impl QueueMemory {
         Ok((mapped, memory))
     }
 
-    /// The board in `memory`, which another process may have made.
+    /// The queue in `memory`, which another process may have made.
     pub(crate) fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
-        let no_board = |reason: &str| ShmError::NotASegment { segment: "the task board".into(), reason: reason.into() };
+        let no_board = |reason: &str| ShmError::NotASegment { segment: "the task queue".into(), reason: reason.into() };
         let size = memory_file::status(memory)?.st_size;
         if !memory_file::keeps_its_length(memory) {
             return Err(no_board("its descriptor is of something else than sealed memory"));

@@ -12,16 +12,16 @@ use super::shared_memory::QueueMemory;
 use super::{check, check_worker, processors};
 use crate::ShmError;
 
-/// A board as its workers have it, each with a number of its own.
+/// A queue as its workers have it, each with a number of its own.
 pub struct WorkerQueue {
     worker: Worker<QueueMemory>,
 }
 
 impl WorkerQueue {
-    /// The board in `memory`, a [`ParentQueue::descriptor`](super::ParentQueue::descriptor); it is not needed afterwards.
+    /// The queue in `memory`, a [`ParentQueue::descriptor`](super::ParentQueue::descriptor); it is not needed afterwards.
     ///
     /// # Errors
-    /// [`ShmError::NotASegment`] for anything else than a board of this version, [`ShmError::Io`] where it cannot be
+    /// [`ShmError::NotASegment`] for anything else than a queue of this version, [`ShmError::Io`] where it cannot be
     /// mapped.
     pub fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
         // One processor is the parent's.

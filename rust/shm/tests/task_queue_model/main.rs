@@ -1,4 +1,4 @@
-//! The protocol of the task board under a model checker: all orders of its steps, and all values that its orderings
+//! The protocol of the task queue under a model checker: all orders of its steps, and all values that its orderings
 //! allow, up to a number of times that a thread is held up in favour of another.
 //!
 //! The protocol's own source is compiled here over the checker's words ([`words`]). A wake-up that is lost is a

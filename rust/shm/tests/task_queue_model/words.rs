@@ -1,4 +1,4 @@
-//! The words of a board as the model checker has them, and threads that die at a step of their own.
+//! The words of a queue as the model checker has them, and threads that die at a step of their own.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;

@@ -37,7 +37,7 @@ pub enum Role {
     Background,
 }
 
-/// The words of a board, where its payloads are, and how to sleep on a word.
+/// The words of a queue, where its payloads are, and how to sleep on a word.
 pub(crate) trait Words {
     /// How many slots there are, at most 65536.
     fn slots(&self) -> usize;

@@ -17,7 +17,7 @@ use super::{Role, Words, idle_workers, results, ring};
 pub enum Waited {
     /// There are results; whoever is told so collects them.
     Ready,
-    /// The time was over, the board was wait_ended, or another thread collected what there was.
+    /// The time was over, the queue was wait_ended, or another thread collected what there was.
     Nothing,
     /// Whoever looked around wants to leave.
     Interrupted,
@@ -40,7 +40,7 @@ struct Drawn {
     state: u64,
 }
 
-/// A board as its parent sees it.
+/// A queue as its parent sees it.
 pub(crate) struct Parent<W> {
     words: W,
     local: Mutex<Local>,

@@ -21,7 +21,7 @@ pub enum Taken<T> {
     Interrupted,
 }
 
-/// A board as its workers see it.
+/// A queue as its workers see it.
 pub(crate) struct Worker<W> {
     words: W,
     /// How many workers wait awake at most.

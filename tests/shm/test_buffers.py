@@ -17,18 +17,18 @@ from tundish._native import BufferReceiver, SegmentArena
 
 
 def packed(arena: SegmentArena, contents: bytes) -> Any:
-    parcel = arena.take(len(contents))
-    with memoryview(parcel) as room:
+    buffer = arena.take(len(contents))
+    with memoryview(buffer) as room:
         room[:] = contents
-    return parcel
+    return buffer
 
 
 def test_a_parcel_arrives_and_is_its_receivers_to_write() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
-    parcel = packed(arena, b"hello")
-    assert len(parcel) == 5
-    view = parcels.open(parcel.reference())
-    parcel.release()
+    arena, buffers = SegmentArena(), BufferReceiver()
+    buffer = packed(arena, b"hello")
+    assert len(buffer) == 5
+    view = buffers.open(buffer.reference())
+    buffer.release()
     assert len(view) == 5
     array = np.frombuffer(view, np.uint8)
     del view
@@ -37,7 +37,7 @@ def test_a_parcel_arrives_and_is_its_receivers_to_write() -> None:
 
 
 def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
+    arena, buffers = SegmentArena(), BufferReceiver()
     first = packed(arena, b"1" * 1000)
     reference = first.reference()
     first.release()
@@ -45,7 +45,7 @@ def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
     # On its way: nobody may overwrite it.
     second = packed(arena, b"2" * 1000)
     assert second.reference()[2] != reference[2]
-    view = parcels.open(reference)
+    view = buffers.open(reference)
     # Received: nobody may overwrite it.
     third = packed(arena, b"3" * 1000)
     assert third.reference()[2] not in (reference[2], second.reference()[2])
@@ -56,49 +56,49 @@ def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
     again = fourth.reference()
     assert again[:3] == reference[:3] and again[3] > reference[3]
     with pytest.raises(td.errors.SegmentGoneError, match="its sender has taken it back"):
-        parcels.open(reference)
-    assert bytes(parcels.open(again)) == b"4" * 1000
+        buffers.open(reference)
+    assert bytes(buffers.open(again)) == b"4" * 1000
 
 
 def test_what_was_not_sent_is_used_again_at_once() -> None:
     arena = SegmentArena()
     inodes = set()
     for _ in range(3):
-        parcel = packed(arena, b"x")
-        inodes.add(os.fstat(parcel.descriptor).st_ino)
-        del parcel
+        buffer = packed(arena, b"x")
+        inodes.add(os.fstat(buffer.descriptor).st_ino)
+        del buffer
     assert len(inodes) == 1
 
 
 def test_who_comes_for_a_revoked_parcel_is_refused() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
-    parcel = packed(arena, b"x")
-    reference = parcel.reference()
-    parcel.revoke()
+    arena, buffers = SegmentArena(), BufferReceiver()
+    buffer = packed(arena, b"x")
+    reference = buffer.reference()
+    buffer.revoke()
     with pytest.raises(td.errors.SegmentGoneError, match="its sender has taken it back"):
-        parcels.open(reference)
+        buffers.open(reference)
     assert arena.stats()["in_use"] == 0
     with pytest.raises(ValueError, match="given back already") as caught:
-        parcel.reference()
+        buffer.reference()
     assert isinstance(caught.value, td.TundishError)
     with pytest.raises(BufferError, match="given back already"):
-        memoryview(parcel)
+        memoryview(buffer)
 
 
 def test_a_revoked_parcel_that_was_received_stays_with_its_receiver() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
-    parcel = packed(arena, b"mine")
-    view = parcels.open(parcel.reference())
-    parcel.revoke()
+    arena, buffers = SegmentArena(), BufferReceiver()
+    buffer = packed(arena, b"mine")
+    view = buffers.open(buffer.reference())
+    buffer.revoke()
     other = packed(arena, b"next")
     assert bytes(view) == b"mine" and len(other) == 4
 
 
 def test_a_buffer_in_use_delays_the_release() -> None:
     arena = SegmentArena()
-    parcel = arena.take(8)
-    array = np.frombuffer(parcel, np.uint8)
-    parcel.release()
+    buffer = arena.take(8)
+    array = np.frombuffer(buffer, np.uint8)
+    buffer.release()
     other = packed(arena, b"y" * 8)
     array[:] = 1
     assert bytes(other) == b"y" * 8
@@ -108,22 +108,22 @@ def test_a_buffer_in_use_delays_the_release() -> None:
 
 
 def test_sizes_share_memory_and_none_is_too_small() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
+    arena, buffers = SegmentArena(), BufferReceiver()
     assert len(packed(arena, b"")) == 0
     for size in (0, 1, 65_536, 65_537, 1_000_003, 400_000, 3 << 20):
-        parcel = packed(arena, os.urandom(size))
-        with memoryview(parcel) as room:
+        buffer = packed(arena, os.urandom(size))
+        with memoryview(buffer) as room:
             sent = bytes(room)
-        assert bytes(parcels.open(parcel.reference())) == sent
-        parcel.release()
+        assert bytes(buffers.open(buffer.reference())) == sent
+        buffer.release()
     assert arena.stats()["peak"] < 6 << 20
 
 
 def test_the_arena_keeps_no_more_than_its_limit() -> None:
     arena, before = SegmentArena(1 << 20), len(mapped())
-    parcels = [arena.take(400_000) for _ in range(5)]
-    for parcel in parcels:
-        parcel.release()
+    buffers = [arena.take(400_000) for _ in range(5)]
+    for buffer in buffers:
+        buffer.release()
     stats = arena.stats()
     assert 0 < stats["cached"] <= 1 << 20 and stats["in_use"] == 0
     assert len(mapped()) - before == 2
@@ -133,61 +133,61 @@ def test_the_arena_keeps_no_more_than_its_limit() -> None:
 
 
 def test_a_receiver_lets_go_of_what_its_sender_has_let_go_of() -> None:
-    arena, parcels = SegmentArena(0), BufferReceiver()
+    arena, buffers = SegmentArena(0), BufferReceiver()
     before = len(descriptors())
     for _ in range(20):
-        parcel = packed(arena, b"x" * 100_000)
-        parcels.open(parcel.reference())
-        parcel.release()
+        buffer = packed(arena, b"x" * 100_000)
+        buffers.open(buffer.reference())
+        buffer.release()
         arena.stats()
     # One that was let go of since the last one came.
     assert len(descriptors()) - before <= 1
 
 
 def test_a_reference_that_leads_elsewhere_is_refused() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
-    parcel, other = packed(arena, b"x" * 100), packed(arena, b"y")
-    process, descriptor, identity, generation, size = parcel.reference()
+    arena, buffers = SegmentArena(), BufferReceiver()
+    buffer, other = packed(arena, b"x" * 100), packed(arena, b"y")
+    process, descriptor, identity, generation, size = buffer.reference()
     assert other.reference()[2] != identity
     with pytest.raises(td.TundishError, match="another segment has taken its place"):
-        parcels.open((process, other.descriptor, identity, generation, size))
+        buffers.open((process, other.descriptor, identity, generation, size))
     with pytest.raises(td.TundishError, match="it has no room for 1000000 bytes"):
-        parcels.open((process, descriptor, identity, generation, 1_000_000))
+        buffers.open((process, descriptor, identity, generation, 1_000_000))
     with pytest.raises(OSError, match="cannot open"):
-        parcels.open((process, 9999, identity + 1, generation, size))
-    assert bytes(parcels.open(parcel.reference())) == b"x" * 100
+        buffers.open((process, 9999, identity + 1, generation, size))
+    assert bytes(buffers.open(buffer.reference())) == b"x" * 100
 
 
 def answer(line: Connection) -> None:
     """Sends back what comes, each byte plus one, keeping nothing."""
-    arena, parcels = SegmentArena(), BufferReceiver()
+    arena, buffers = SegmentArena(), BufferReceiver()
     while (reference := line.recv()) is not None:
-        received = np.frombuffer(parcels.open(reference), np.uint8)
-        parcel = arena.take(received.nbytes)
-        np.add(received, 1, out=np.frombuffer(parcel, np.uint8))
-        line.send((parcel.reference(), received.ctypes.data))
-        parcel.release()
-        del received, parcel
+        received = np.frombuffer(buffers.open(reference), np.uint8)
+        buffer = arena.take(received.nbytes)
+        np.add(received, 1, out=np.frombuffer(buffer, np.uint8))
+        line.send((buffer.reference(), received.ctypes.data))
+        buffer.release()
+        del received, buffer
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_parcels_go_to_a_process_and_back_through_the_same_memory(method: str) -> None:
+def test_buffers_go_to_a_process_and_back_through_the_same_memory(method: str) -> None:
     context = multiprocessing.get_context(method)
     ours, theirs = context.Pipe()
     child = context.Process(target=answer, args=(theirs,), daemon=True)
     child.start()
-    arena, parcels = SegmentArena(), BufferReceiver()
+    arena, buffers = SegmentArena(), BufferReceiver()
     there, back, addresses = set(), set(), set()
     for number in range(50):
-        parcel = packed(arena, bytes([number]) * 500_000)
-        ours.send(parcel.reference())
-        there.add(parcel.reference()[2])
+        buffer = packed(arena, bytes([number]) * 500_000)
+        ours.send(buffer.reference())
+        there.add(buffer.reference()[2])
         assert ours.poll(60)
         reference, address = ours.recv()
-        parcel.release()
+        buffer.release()
         back.add(reference[2])
         addresses.add(address)
-        assert bytes(parcels.open(reference)) == bytes([number + 1]) * 500_000
+        assert bytes(buffers.open(reference)) == bytes([number + 1]) * 500_000
     # The child may still hold one while the next is written.
     assert max(len(there), len(back), len(addresses)) <= 2
     ours.send(None)
@@ -202,10 +202,10 @@ def die(line: Connection) -> None:
     import array
     import socket
 
-    parcel = packed(SegmentArena(), b"last words")
+    buffer = packed(SegmentArena(), b"last words")
     with socket.socket(fileno=os.dup(line.fileno())) as ours:
-        ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [parcel.descriptor]))])
-    line.send((parcel.reference(), os.getpid()))
+        ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [buffer.descriptor]))])
+    line.send((buffer.reference(), os.getpid()))
     os.kill(os.getpid(), 9)
 
 
@@ -226,46 +226,46 @@ def test_a_parcel_outlives_its_sender_where_the_descriptor_came_before() -> None
     without = BufferReceiver()
     with pytest.raises(OSError, match="cannot open"):
         without.open(reference)
-    parcels = BufferReceiver()
-    parcels.adopt(descriptor, sender)
-    view = parcels.open(reference)
-    parcels.forget(sender)
+    buffers = BufferReceiver()
+    buffers.adopt(descriptor, sender)
+    view = buffers.open(reference)
+    buffers.forget(sender)
     assert bytes(view) == b"last words"
 
 
 def test_a_child_made_by_fork_uses_its_own() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
-    parcel = packed(arena, b"x")
-    reference = parcel.reference()
+    arena, buffers = SegmentArena(), BufferReceiver()
+    buffer = packed(arena, b"x")
+    reference = buffer.reference()
     pid = os.fork()
     if pid == 0:
         refused = 0
-        for use in (lambda: arena.take(1), parcel.reference, lambda: parcels.open(reference)):
+        for use in (lambda: arena.take(1), buffer.reference, lambda: buffers.open(reference)):
             try:
                 use()
             except ValueError:
                 refused += 1
-        parcel.revoke()
+        buffer.revoke()
         os._exit(0 if refused == 3 and bytes(BufferReceiver().open(reference)) == b"x" else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    parcel.release()
+    buffer.release()
     # The child's receipt counts.
     assert arena.stats()["in_use"] == 0
 
 
 def test_what_a_sender_left_is_there_for_its_receiver_until_it_was_opened() -> None:
-    arena, parcels = SegmentArena(), BufferReceiver()
+    arena, buffers = SegmentArena(), BufferReceiver()
     references, sent = [], []
     for number in range(3):
-        parcel = packed(arena, bytes([number]) * 1000)
-        references.append(parcel.reference())
-        sent.append(os.dup(parcel.descriptor))
-        parcel.release()
-        del parcel
+        buffer = packed(arena, bytes([number]) * 1000)
+        references.append(buffer.reference())
+        sent.append(os.dup(buffer.descriptor))
+        buffer.release()
+        del buffer
     # Its sender is through, and takes nothing along.
     del arena
     for descriptor in sent:
-        parcels.adopt(descriptor, os.getpid())
+        buffers.adopt(descriptor, os.getpid())
     for number, reference in enumerate(references):
-        assert bytes(parcels.open(reference)) == bytes([number]) * 1000
-    assert parcels.views == 0
+        assert bytes(buffers.open(reference)) == bytes([number]) * 1000
+    assert buffers.views == 0

@@ -122,7 +122,7 @@ def test_a_callback_that_raises_keeps_nobody_waiting(
     caplog.clear()
 
 
-def test_a_callback_may_wait_for_what_is_not_on_the_board_yet() -> None:
+def test_a_callback_may_wait_for_what_is_not_on_the_queue_yet() -> None:
     results: list[Any] = []
     told = threading.Event()
     with td.shm.SharedPool(tasks.naps, max_workers=2) as pool:

@@ -1,4 +1,4 @@
-"""The task board's binding, between real processes."""
+"""The task queue's binding, between real processes."""
 
 import os
 import resource
@@ -21,13 +21,13 @@ from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 WORKER = """
 import sys, time
 from tundish._native import TaskQueue
-board = TaskQueue.open(int(sys.argv[1]))
+queue = TaskQueue.open(int(sys.argv[1]))
 number = int(sys.argv[2])
-while (task := board.take(number, None)) is not None:
+while (task := queue.take(number, None)) is not None:
     ticket, kind, payload = task
     if kind == 9:
         time.sleep(1000)
-    board.finish(ticket, kind + 1, payload[::-1])
+    queue.finish(ticket, kind + 1, payload[::-1])
 """
 
 
@@ -41,85 +41,85 @@ def process(source: str, *arguments: object, fds: tuple[int, ...] = ()) -> Itera
             child.kill()
 
 
-def worker(board: TaskQueue, number: int = 0) -> "contextmanager[subprocess.Popen[bytes]]":
-    return process(WORKER, board.fd, number, fds=(board.fd,))
+def worker(queue: TaskQueue, number: int = 0) -> "contextmanager[subprocess.Popen[bytes]]":
+    return process(WORKER, queue.fd, number, fds=(queue.fd,))
 
 
-def collect(board: TaskQueue, count: int) -> dict[int, tuple[int, bytes]]:
+def collect(queue: TaskQueue, count: int) -> dict[int, tuple[int, bytes]]:
     results: dict[int, tuple[int, bytes]] = {}
     while len(results) < count:
-        assert board.wait(30.0, True)
-        results.update((ticket, (kind, payload)) for ticket, kind, payload in board.collect())
+        assert queue.wait(30.0, True)
+        results.update((ticket, (kind, payload)) for ticket, kind, payload in queue.collect())
     return results
 
 
 def test_results_come_back_with_their_tickets():
-    board = TaskQueue(64, 4096)
+    queue = TaskQueue(64, 4096)
     payloads = [bytes([number]) * number * 10 for number in range(200)]
-    with worker(board, 0) as first, worker(board, 511) as second:
-        one = board.put(3, b"alone")
-        assert collect(board, 1) == {one: (4, b"enola")}
+    with worker(queue, 0) as first, worker(queue, 511) as second:
+        one = queue.put(3, b"alone")
+        assert collect(queue, 1) == {one: (4, b"enola")}
         tickets: list[int] = []
         results: dict[int, tuple[int, bytes]] = {}
         while len(tickets) < len(payloads):
-            tickets += board.put_many(5, payloads, len(tickets))
-            results.update(collect(board, 1))
-        results.update(collect(board, len(payloads) - len(results)))
+            tickets += queue.put_many(5, payloads, len(tickets))
+            results.update(collect(queue, 1))
+        results.update(collect(queue, len(payloads) - len(results)))
         assert [results[ticket] for ticket in tickets] == [(6, payload[::-1]) for payload in payloads]
         assert len({one, *tickets}) == 201
         assert min(tickets) > 0
-        board.stop()
+        queue.stop()
         assert first.wait() == second.wait() == 0
 
 
 def test_a_full_board_takes_no_more_until_results_are_collected():
-    board = TaskQueue(4, 4096)
-    assert len(board.put_many(0, [b""] * 10, 0)) == 4
-    assert board.put(0, b"") is None
-    assert board.put_many(0, [b""], 0) == []
-    with worker(board):
-        assert len(collect(board, 4)) == 4
-        assert len(board.put_many(0, [b"a"] * 10, 7)) == 3
-        assert len(board.put_many(0, [b"a"], 1)) == 0
+    queue = TaskQueue(4, 4096)
+    assert len(queue.put_many(0, [b""] * 10, 0)) == 4
+    assert queue.put(0, b"") is None
+    assert queue.put_many(0, [b""], 0) == []
+    with worker(queue):
+        assert len(collect(queue, 4)) == 4
+        assert len(queue.put_many(0, [b"a"] * 10, 7)) == 3
+        assert len(queue.put_many(0, [b"a"], 1)) == 0
 
 
 def test_a_queued_task_can_be_revoked_and_a_running_one_cannot():
-    board = TaskQueue(4, 4096)
-    queued = [board.put(0, b"a"), board.put(0, b"b")]
-    assert not board.running(queued[0])
-    assert board.revoke(queued[0])
-    assert not board.revoke(queued[0])
-    with worker(board) as child:
-        assert list(collect(board, 1)) == queued[1:]
-        assert not board.running(queued[1])
-        endless = board.put(9, b"")
-        while not board.running(endless):
+    queue = TaskQueue(4, 4096)
+    queued = [queue.put(0, b"a"), queue.put(0, b"b")]
+    assert not queue.running(queued[0])
+    assert queue.revoke(queued[0])
+    assert not queue.revoke(queued[0])
+    with worker(queue) as child:
+        assert list(collect(queue, 1)) == queued[1:]
+        assert not queue.running(queued[1])
+        endless = queue.put(9, b"")
+        while not queue.running(endless):
             time.sleep(0.01)
-        assert not board.revoke(endless)
+        assert not queue.revoke(endless)
         child.kill()
         child.wait()
-        assert board.reap(0) == [endless]
-        assert not board.running(endless)
-        assert board.reap(0) == []
-    assert not board.revoke(2**64 - 1)
+        assert queue.reap(0) == [endless]
+        assert not queue.running(endless)
+        assert queue.reap(0) == []
+    assert not queue.revoke(2**64 - 1)
 
 
 def test_a_payload_as_large_as_a_slot_is_taken_and_a_larger_one_refused():
-    board = TaskQueue(2, 4096)
-    assert board.capacity >= 4096 - 64
-    with worker(board):
-        ticket = board.put(0, b"x" * board.capacity)
-        assert collect(board, 1)[ticket] == (1, b"x" * board.capacity)
+    queue = TaskQueue(2, 4096)
+    assert queue.capacity >= 4096 - 64
+    with worker(queue):
+        ticket = queue.put(0, b"x" * queue.capacity)
+        assert collect(queue, 1)[ticket] == (1, b"x" * queue.capacity)
     with pytest.raises(InvalidInputError, match="does not fit into a slot"):
-        board.put(0, b"x" * (board.capacity + 1))
+        queue.put(0, b"x" * (queue.capacity + 1))
     with pytest.raises(InvalidInputError, match="does not fit into a slot"):
-        board.put_many(0, [b"", b"x" * (board.capacity + 1)], 0)
+        queue.put_many(0, [b"", b"x" * (queue.capacity + 1)], 0)
     with pytest.raises(InvalidInputError, match="does not fit into a slot"):
-        board.put_many(0, [b"", "x" * (board.capacity + 1)], 0)
+        queue.put_many(0, [b"", "x" * (queue.capacity + 1)], 0)
     with pytest.raises(InvalidTypeError, match="to be pickled"):
-        board.put_many(0, [b"", ["a list"]], 0)
+        queue.put_many(0, [b"", ["a list"]], 0)
     # Neither call has put anything.
-    assert len(board.put_many(0, [b""] * 3, 0)) == 2
+    assert len(queue.put_many(0, [b""] * 3, 0)) == 2
 
 
 PLAIN = [
@@ -145,47 +145,47 @@ NOT_PLAIN = [
 
 
 def test_plain_values_arrive_equal_and_of_their_types_both_ways():
-    board = TaskQueue(64, 4096)
-    mine = TaskQueue.open(board.fd)
-    assert all(is_plain(value, board.capacity) for value in PLAIN)
-    tickets = board.put_many(7, PLAIN, 0)
+    queue = TaskQueue(64, 4096)
+    mine = TaskQueue.open(queue.fd)
+    assert all(is_plain(value, queue.capacity) for value in PLAIN)
+    tickets = queue.put_many(7, PLAIN, 0)
     there, back = [], []
     while len(there) < len(PLAIN):
         ticket, kind, content = mine.take(0, 0.0)
         assert kind == 7 and ticket == tickets[len(there)]
         there.append(content)
         assert mine.finish_plain(ticket, 2**24 - 1, content)
-        [(result, kind, content)] = board.collect()
+        [(result, kind, content)] = queue.collect()
         assert (result, kind) == (ticket, 2**24 - 1)
         back.append(content)
     for arrived in (there, back):
         assert [(type(value), repr(value)) for value in arrived] == [
             (type(value), repr(value)) for value in PLAIN
         ]
-    assert board.put(0, "alone") and mine.take(0, 0.0)[1:] == (0, "alone")
+    assert queue.put(0, "alone") and mine.take(0, 0.0)[1:] == (0, "alone")
 
 
 @pytest.mark.parametrize("value", NOT_PLAIN, ids=lambda value: f"{type(value).__name__} {str(value)[:3]!a}")
 def test_what_is_not_plain_is_not_taken_for_it(value):
-    board = TaskQueue(2, 4096)
-    mine = TaskQueue.open(board.fd)
-    assert not is_plain(value, board.capacity)
-    board.put(0, 5)
+    queue = TaskQueue(2, 4096)
+    mine = TaskQueue.open(queue.fd)
+    assert not is_plain(value, queue.capacity)
+    queue.put(0, 5)
     ticket, _, _ = mine.take(0, 0.0)
     assert not mine.finish_plain(ticket, 0, value)
     # The task is as it was.
-    assert board.collect() == [] and board.running(ticket)
+    assert queue.collect() == [] and queue.running(ticket)
     mine.finish(ticket, 1, b"")
-    assert board.collect() == [(ticket, 1, b"")]
+    assert queue.collect() == [(ticket, 1, b"")]
 
 
 def test_a_kind_that_no_message_can_have_is_refused():
-    board = TaskQueue(2, 4096)
-    for put in (lambda: board.put(2**24, b""), lambda: board.put_many(2**24, [1], 0)):
+    queue = TaskQueue(2, 4096)
+    for put in (lambda: queue.put(2**24, b""), lambda: queue.put_many(2**24, [1], 0)):
         with pytest.raises(InvalidInputError, match="below 2²⁴"):
             put()
-    ticket = board.put(0, 1)
-    mine = TaskQueue.open(board.fd)
+    ticket = queue.put(0, 1)
+    mine = TaskQueue.open(queue.fd)
     mine.take(0, 0.0)
     for finish in (mine.finish, mine.finish_plain):
         with pytest.raises(InvalidInputError, match="below 2²⁴"):
@@ -193,46 +193,46 @@ def test_a_kind_that_no_message_can_have_is_refused():
 
 
 def test_a_take_ends_when_its_time_is_over():
-    board = TaskQueue(2, 4096)
-    mine = TaskQueue.open(board.fd)
+    queue = TaskQueue(2, 4096)
+    mine = TaskQueue.open(queue.fd)
     begin = time.monotonic()
     with pytest.raises(TimedOutError, match="a task"):
         mine.take(0, 0.05)
     assert 0.05 <= time.monotonic() - begin < 1
-    ticket = board.put(1, b"a")
+    ticket = queue.put(1, b"a")
     assert mine.take(0, 0.0) == (ticket, 1, b"a")
     with pytest.raises(InvalidInputError, match="not taken"):
         mine.finish(ticket + 1, 1, b"")
     mine.finish(ticket, 2, b"b")
     with pytest.raises(InvalidInputError, match="finished already"):
         mine.finish(ticket, 2, b"b")
-    assert board.collect() == [(ticket, 2, b"b")]
-    board.stop()
+    assert queue.collect() == [(ticket, 2, b"b")]
+    queue.stop()
     assert mine.take(0, None) is None
 
 
 @pytest.mark.parametrize("caller", [True, False])
 def test_a_poke_ends_a_wait_that_is_under_way_or_the_next_one(caller):
-    board = TaskQueue(2, 4096)
+    queue = TaskQueue(2, 4096)
     begin = time.monotonic()
-    timer = threading.Timer(0.05, board.end_waits)
+    timer = threading.Timer(0.05, queue.end_waits)
     timer.start()
-    assert not board.wait(30.0, caller)
+    assert not queue.wait(30.0, caller)
     timer.join()
-    board.end_waits()
-    assert not board.wait(30.0, caller)
+    queue.end_waits()
+    assert not queue.wait(30.0, caller)
     assert time.monotonic() - begin < 5
-    assert not board.wait(0.01, caller)
+    assert not queue.wait(0.01, caller)
 
 
 def test_what_a_caller_leaves_is_told_to_the_other_thread():
-    board = TaskQueue(2, 4096)
+    queue = TaskQueue(2, 4096)
     heard: list[bool] = []
-    listener = threading.Thread(target=lambda: heard.append(board.wait(30.0, False)))
+    listener = threading.Thread(target=lambda: heard.append(queue.wait(30.0, False)))
     listener.start()
-    assert not board.wait(0.05, True)
-    mine = TaskQueue.open(board.fd)
-    board.put(0, b"")
+    assert not queue.wait(0.05, True)
+    mine = TaskQueue.open(queue.fd)
+    queue.put(0, b"")
     ticket, _, _ = mine.take(0, None)
     mine.finish(ticket, 0, b"")
     listener.join(10)
@@ -241,7 +241,7 @@ def test_what_a_caller_leaves_is_told_to_the_other_thread():
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, 4096), (2**16 + 1, 4096), (1, 63), (1, 2**40)])
 def test_boards_that_cannot_be_are_refused(slots, slot_bytes):
-    with pytest.raises(InvalidInputError, match="task board"):
+    with pytest.raises(InvalidInputError, match="task queue"):
         TaskQueue(slots, slot_bytes)
 
 
@@ -255,8 +255,8 @@ def test_only_boards_are_opened():
 
 
 def test_each_side_has_its_own_calls():
-    board = TaskQueue(2, 4096)
-    mine = TaskQueue.open(board.fd)
+    queue = TaskQueue(2, 4096)
+    mine = TaskQueue.open(queue.fd)
     for call in (
         lambda: mine.put(0, b""),
         mine.collect,
@@ -267,20 +267,20 @@ def test_each_side_has_its_own_calls():
         with pytest.raises(InvalidInputError, match="parent"):
             call()
     with pytest.raises(InvalidInputError, match=r"TaskQueue\.open"):
-        board.take(0, 0)
+        queue.take(0, 0)
     for number in (-1, 512, 2**40):
         with pytest.raises(InvalidInputError, match="workers 0 to 511"):
             mine.take(number, 0)
         with pytest.raises(InvalidInputError, match="workers 0 to 511"):
-            board.reap(number)
+            queue.reap(number)
     with pytest.raises(InvalidInputError, match="nan"):
-        board.wait(float("nan"), True)
+        queue.wait(float("nan"), True)
 
 
 WAITER = """
 import sys
 from tundish._native import TaskQueue
-board = TaskQueue(2, 4096)
+queue = TaskQueue(2, 4096)
 print("ready", flush=True)
 try:
     {wait}
@@ -292,10 +292,10 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     "wait",
     [
-        "board.wait(1000.0, True)",
-        "board.wait(1000.0, False)",
-        "TaskQueue.open(board.fd).take(0, None)",
-        "TaskQueue.open(board.fd).take(0, 1000.0)",
+        "queue.wait(1000.0, True)",
+        "queue.wait(1000.0, False)",
+        "TaskQueue.open(queue.fd).take(0, None)",
+        "TaskQueue.open(queue.fd).take(0, 1000.0)",
     ],
 )
 def test_ctrl_c_ends_every_wait(wait):
@@ -313,8 +313,8 @@ def test_ctrl_c_ends_every_wait(wait):
 
 def sleeps_of_a_wait(awake: float | None) -> int:
     """How often a worker gives its processor up in a wait of a twentieth of a second, at least, in five of them."""
-    board = TaskQueue(8, 1024)
-    mine = TaskQueue.open(board.fd, awake)
+    queue = TaskQueue(8, 1024)
+    mine = TaskQueue.open(queue.fd, awake)
     found = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -330,8 +330,8 @@ def test_a_worker_is_awake_for_as_long_as_it_was_told():
 
 
 def test_a_worker_that_looks_in_does_not_wait():
-    board = TaskQueue(8, 1024)
-    mine = TaskQueue.open(board.fd, 5.0)
+    queue = TaskQueue(8, 1024)
+    mine = TaskQueue.open(queue.fd, 5.0)
     begin = time.monotonic()
     with pytest.raises(TimedOutError):
         mine.take(0, 0.0)
@@ -340,8 +340,8 @@ def test_a_worker_that_looks_in_does_not_wait():
 
 
 def test_a_worker_is_awake_for_no_longer_than_it_waits():
-    board = TaskQueue(8, 1024)
-    mine = TaskQueue.open(board.fd, 5.0)
+    queue = TaskQueue(8, 1024)
+    mine = TaskQueue.open(queue.fd, 5.0)
     begin = time.monotonic()
     with pytest.raises(TimedOutError):
         mine.take(0, 0.05)

@@ -53,7 +53,7 @@ def test_many_threads_submit_and_map_at_once() -> None:
     assert failures == []
 
 
-def test_more_tasks_than_the_board_holds_are_all_done_once() -> None:
+def test_more_tasks_than_the_queue_holds_are_all_done_once() -> None:
     with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
         futures = [pool.submit(item) for item in range(5000)]
         assert [future.result(30) for future in futures] == list(range(5000))
@@ -149,7 +149,7 @@ def test_a_pool_that_is_dropped_finishes_its_tasks_and_ends() -> None:
 def test_the_end_of_the_program_finishes_what_was_submitted(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 import support.shm.pool_tasks as pool_tasks, tundish as td
 pool = td.shm.SharedPool(pool_tasks.touch_and_wait, max_workers=1)
 futures = [pool.submit((f"{tmp_path}/{{number}}", 0.02)) for number in range(5)]

@@ -172,7 +172,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 sys.path[:0] = [{distributed!r}, {here!r}]
 from support.distributed.rank_processes import Job
-from test_node_shared_faults import shared_many_times
+from test_node_sharing_faults import shared_many_times
 
 if __name__ == "__main__":
     folder = Path({folder!r})

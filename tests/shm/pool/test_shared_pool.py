@@ -224,7 +224,7 @@ def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) ->
 def test_a_task_can_be_cancelled_until_a_worker_takes_it(method: str, tmp_path: Path) -> None:
     names = ["first", *map(str, range(700))]
     with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
-        # More than the board has room for, so that some wait before it.
+        # More than the queue has room for, so that some wait before it.
         futures = [pool.submit((str(tmp_path / name), 0)) for name in names]
         until((tmp_path / "first").exists)
         told: list[Any] = []
