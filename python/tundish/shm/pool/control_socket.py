@@ -12,6 +12,7 @@ import os
 import pickle
 import socket
 import threading
+import weakref
 from array import array
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -63,6 +64,7 @@ class ControlSocket:
         self._parents_end, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._packer = packer
         self._lock = threading.Lock()
+        _sockets.add(self)
         self._received: list[WorkerMessage] = []
 
     @property
@@ -101,9 +103,9 @@ class ControlSocket:
         self._workers_end.close()
 
     def disown(self) -> None:
-        """In a child made by `fork`: hold nothing that would keep workers or memory alive."""
+        """In a child made by `fork`, workers among them: hold nothing that keeps workers or memory alive."""
         self._lock = threading.Lock()
-        self.close()
+        self._parents_end.close()
         self._packer.disown()
 
     def _receive(self) -> None:
@@ -116,6 +118,17 @@ class ControlSocket:
                         self._packer.receiver.adopt(descriptor, message.pid)
                 if message.what != MEMORY:
                     self._received.append(message)
+
+
+_sockets: weakref.WeakSet[ControlSocket] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for control in list(_sockets):
+        control.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _receive(end: socket.socket) -> tuple[WorkerMessage, list[int]] | None:

@@ -426,5 +426,6 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._collecting = threading.Lock()
         self._queue = None
+        self._failure = f"this pool belongs to process {self.pid}, which made it; make a pool in this one"
         self._backlog.clear()
         self._outstanding.clear()

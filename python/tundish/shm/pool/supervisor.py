@@ -286,7 +286,6 @@ class Supervisor:
         """In a child made by `fork`: keep nothing of the parent's pool alive."""
         self._at_exit.cancel()
         self._dispatcher.disown()
-        self._control.disown()
         if isinstance(self._workers, ForkServer):
             self._workers.disown()
 
