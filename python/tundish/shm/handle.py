@@ -45,7 +45,7 @@ class Handle:
 
     def attach(self) -> _native.SharedSegment:
         """Return the segment, which is mapped once in this process."""
-        return _native.SharedSegment.attach(self._address, self.name)
+        return _native.SharedSegment.attach(self._address, name=self.name)
 
     def to_json(self) -> list[int | str | None]:
         """Return the handle as a list of values that JSON can hold."""

@@ -91,7 +91,7 @@ class ControlSocket:
             # Its worker is dead, and what it sent may not have been received yet.
             self._receive()
             message = self._packer.open(payload)
-        return message.copied() if self._packer.receiver.open_buffers > _MOST_SHARED_RESULTS else message
+        return message.copied() if self._packer.receiver.views > _MOST_SHARED_RESULTS else message
 
     def forget(self, pid: int) -> None:
         """Let go of the memory of a dead worker, after its last results were opened."""

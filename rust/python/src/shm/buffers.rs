@@ -305,7 +305,7 @@ impl BufferReceiver {
 
     /// How many buffers were opened and are still in use.
     #[getter]
-    fn open_buffers(&self) -> usize {
+    fn views(&self) -> usize {
         self.buffers.views()
     }
 

@@ -160,11 +160,16 @@ impl SharedSegment {
         enter(py, None, |door| Ok(name.appear(segment, &mut || look(door))?))
     }
 
-    /// The segment at `address`: through the descriptor of its process, or by its `name`.
+    /// The segment at `address`: through `inherited`, a descriptor of this process, where there is one, through the
+    /// descriptor of its process, or by its `name`.
     #[staticmethod]
-    #[pyo3(signature = (address, name=None))]
-    fn attach(py: Python<'_>, address: AddressTuple, name: Option<&str>) -> PyResult<Self> {
+    #[pyo3(signature = (address, inherited=None, name=None))]
+    fn attach(py: Python<'_>, address: AddressTuple, inherited: Option<i32>, name: Option<&str>) -> PyResult<Self> {
         let address = as_address(address);
+        let own = inherited.map(|descriptor| Address { process: std::process::id(), descriptor, ..address });
+        if let Some(Ok(attachment)) = own.map(|own| attachment::attach(&own)) {
+            return Ok(Self::read_by(attachment));
+        }
         let (segment, mut tried) = match attachment::attach(&address) {
             Err(ShmError::Unreached { segment, tried }) => (segment, tried),
             outcome => return Ok(Self::read_by(outcome.map_err(BindingError::from)?)),
