@@ -154,7 +154,7 @@ def test_a_checkpoint_that_goes_while_it_is_verified_is_not_called_damaged(root:
 LOCKLESS = """
 import json, logging, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], str(Path(sys.argv[2]).parent)]
 from test_resuming import refuse_flock, tensors
 refuse_flock()
 logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -23,13 +23,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from tundish.checkpoint.hf.stager import make_hf_stager
-from tundish.checkpoint.open_root import Arguments, OpenRoot, open_root
+from tundish.checkpoint.open_root import Arguments, open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
+from tundish.checkpoint.root_handle import RootHandle, open_roots
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
-from tundish.checkpoint.staging.buffers import trim
 from tundish.checkpoint.submit import Request, submit
 from tundish.errors import InvalidInputError, TimedOutError
 
@@ -41,46 +41,6 @@ _VOTES_PER_CALL = 256
 _REPORT_SECONDS = 0.3
 
 _logger = logging.getLogger("tundish.checkpoint")
-_open_roots: set[_RootHandle] = set()
-
-
-class _RootHandle:
-    """Closes an open root once; it outlives a checkpointer that was dropped with saves under way."""
-
-    def __init__(self, root: OpenRoot) -> None:
-        self.root = root
-        self.process = os.getpid()
-        self.was_dropped = False
-        # Re-entrant for a signal handler that closes what its own thread is closing.
-        self._lock = threading.RLock()
-        _open_roots.add(self)
-
-    def close(self) -> None:
-        """Finish the saves under way and release the root. The second call does nothing."""
-        if os.getpid() != self.process:
-            return
-        with self._lock:
-            for queue in self.root.queues.values():
-                queue.finish()
-            for queue in self.root.queues.values():
-                queue.close()
-            self.root.resources.close()
-            _open_roots.discard(self)
-            if not _open_roots:
-                # As large as a model and its optimizer; nobody needs it until a root is opened again.
-                trim()
-
-    def drop(self) -> None:
-        """Called when the checkpointer is garbage."""
-        self.was_dropped = True
-        self.close_later()
-
-    def close_later(self) -> None:
-        """Close on another thread."""
-        if self in _open_roots and os.getpid() == self.process:
-            # An interpreter that is ending starts no thread, and closes everything itself.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self.close, name="tundish-close", daemon=True).start()
 
 
 class Checkpointer:
@@ -155,12 +115,12 @@ class Checkpointer:
             on_event=on_event,
         )
         # A notebook that runs a cell again opens the root that the cell opened before.
-        for handle in list(_open_roots):
+        for handle in list(open_roots):
             if handle.was_dropped:
                 handle.close()
         self._root = open_root(arguments, group, timeout)
         self.path = self._root.path
-        self._handle = _RootHandle(self._root)
+        self._handle = RootHandle(self._root)
         # A checkpointer that is dropped without `close` has its saves finished all the same.
         weakref.finalize(self, self._handle.drop).atexit = False
 
@@ -507,22 +467,3 @@ class Checkpointer:
     def _is_in_callback(self) -> bool:
         """Whether the caller is a function of the user's on the thread of a save."""
         return any(queue.is_own_thread() for queue in self._root.queues.values())
-
-
-def _finish_saves() -> None:
-    """Finish the saves that are under way when the interpreter exits; Ctrl-C gives them up."""
-    for handle in list(_open_roots):
-        try:
-            handle.close()
-            handle.root.failure.raise_pending()
-        except KeyboardInterrupt:
-            _logger.warning(
-                "saves under %s were given up; the next start removes what they left", handle.root.path
-            )
-            return
-        except Exception:
-            _logger.exception("a save under %s failed", handle.root.path)
-
-
-# Not `atexit`, whose functions run when Python 3.12 starts no thread any more, which votes need.
-threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]  # as concurrent.futures does
