@@ -46,12 +46,12 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
 
         def tick(phase: str, done: int, total: int) -> None:
             # The builder takes part in no vote meanwhile; this stops it when a rank that waits for it is gone.
-            voter.raise_if_lost()
+            voter.raise_if_peer_lost()
             line.update(phase, done, total)
 
         if destination.is_memory:
             # A rank that left this call takes no part in the votes of node_shared.
-            with lasting.heeding(voter.lost):
+            with lasting.extra_failure_source(voter.lost_peer):
                 return _build_in_memory(checked, expected, destination, tick)
         target = destination.folder(expected)
 
