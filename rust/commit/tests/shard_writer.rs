@@ -228,10 +228,10 @@ fn invalid_writes_are_refused_and_harm_nothing() {
     // Nothing is no overlap, wherever it lies.
     writer.write("file", 3000, &image, 0, 0).unwrap();
     let gap = writer.finish(PATIENCE).unwrap_err();
-    assert!(gap.to_string().contains("its bytes from 0 on were not handed in"), "{gap}");
+    assert!(gap.to_string().contains("its bytes from 0 on were not submitted"), "{gap}");
     writer.write("file", 0, &image, 0, 2000).unwrap();
     let gap = writer.finish(PATIENCE).unwrap_err();
-    assert!(gap.to_string().contains("its bytes from 5000 on were not handed in"), "{gap}");
+    assert!(gap.to_string().contains("its bytes from 5000 on were not submitted"), "{gap}");
     writer.write("file", 5000, &image, 5000, 5000).unwrap();
     let facts = finish(&writer);
     assert_file(folder.path(), &facts[0], &bytes);

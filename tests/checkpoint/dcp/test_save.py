@@ -47,7 +47,7 @@ def train_and_save(rank: int, line: Line) -> None:
         plan.reserve()
         compare(plan)
         staged = plan.stage()
-        # From here on the training goes on, and what was handed in changes in every way it can.
+        # From here on the training goes on, and what was given to the save changes in every way it can.
         state["run"]["seen"].append(7)
         world.train()
         with torch.no_grad():

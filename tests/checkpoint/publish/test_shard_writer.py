@@ -302,7 +302,7 @@ def test_bad_input_is_refused_with_the_file(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError, match=str(tmp_path / name)):
             writer.write(name, offset, image, start, length)
     writer.write("a", 0, image, 0, 10)
-    with pytest.raises(InvalidInputError, match="handed in before"):
+    with pytest.raises(InvalidInputError, match="submitted before"):
         writer.write("a", 9, image, 0, 1)
     with pytest.raises(InvalidInputError, match=str(tmp_path / "b")):
         writer.finish()
