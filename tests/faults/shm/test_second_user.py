@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
 from support.shm.actors import PROLOGUE, Actor, Refused
-from support.shm.leftovers import PREFIX
+from support.shm.leftovers import PREFIX, descriptors
 
 import tundish as td
 
@@ -86,14 +86,16 @@ def test_what_another_user_leaves_under_this_users_names_is_neither_used_nor_rem
 
 
 def test_a_pool_has_no_socket_file_or_memory_that_another_user_reaches(stranger: Actor) -> None:
-    listening = Path("/proc/net/unix").read_text()
     with td.shm.SharedPool(tasks.large, max_workers=1) as pool:
         before = set(os.listdir("/dev/shm"))
         assert pool.submit((1, 100_000)).result(20).sum() == 100_000
         assert set(os.listdir("/dev/shm")) == before
         # Its sockets are pairs without a name.
-        new = set(Path("/proc/net/unix").read_text().splitlines()) - set(listening.splitlines())
-        assert not [line for line in new if "tundish" in line]
+        mine = {place.removeprefix("socket:[").rstrip("]") for place in descriptors().values()}
+        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        # Flags, type, state, inode, and the name where there is one.
+        sockets = [fields for fields in lines if fields[6] in mine]
+        assert sockets and not [fields for fields in sockets if len(fields) > 7 and "tundish" in fields[7]]
         with pytest.raises(Refused, match="Permission denied"):
             stranger.does(f"os.listdir('/proc/{os.getpid()}/fd')")
 
