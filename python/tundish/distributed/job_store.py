@@ -175,10 +175,6 @@ class JobStore:
         """Set `key` unless it exists; returns the value that it then has."""
         return bytes(self._ask("compare_set", key, "", value)).decode()
 
-    def replace(self, key: str, before: str, value: str) -> None:
-        """Set `key` if its value still is `before`."""
-        self._ask("compare_set", key, before, value)
-
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to the counter `key` (0 where it does not exist); returns the sum."""
         return int(self._ask("add", key, amount))

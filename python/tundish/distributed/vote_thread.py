@@ -64,7 +64,6 @@ class VoteThread:
         known_losses: returns the lost ranks that other voters know of.
 
     Attributes:
-        last_flag: what the last vote returned; None where it failed.
         extra_failure: asked in each vote for the failure of a rank that will not come.
         warn_after: seconds after which a vote that waits logs for which ranks; None for never.
     """
@@ -72,7 +71,6 @@ class VoteThread:
     def __init__(
         self, member: GroupInfo, node: str, known_losses: Callable[[], Mapping[int, RankFailure]] = dict
     ) -> None:
-        self.last_flag: bool | None = None
         self.extra_failure: FailureSource | None = None
         self.warn_after: float | None = None
         self._member = member
@@ -131,11 +129,10 @@ class VoteThread:
                 **brought,
             )
             vote.deadline = None if seconds is None else vote.started + seconds
-            self._number, self.last_flag = self._number + 1, None
+            self._number += 1
             task: Future[Any] | None = None
             try:
                 if self._decide_in_memory(vote, seconds):
-                    self.last_flag = False
                     return None, vote
                 task = self._submit(lambda: self._hold_in_store(vote))
                 self._wait(task, vote)
@@ -147,9 +144,7 @@ class VoteThread:
                 vote.abandoned = result is None
         if result is None:
             return self._no_result(what, task, seconds or 0.0), vote
-        problem = result.error(what, self._member.rank, late=not vote.posted)
-        self.last_flag = result.flagged if problem is None else None
-        return problem, vote
+        return result.error(what, self._member.rank, late=not vote.posted), vote
 
     def next_vote_fails(self, seconds: float) -> bool:
         """Whether the next vote is known to fail, as far as the store tells within `seconds`."""

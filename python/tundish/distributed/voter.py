@@ -171,10 +171,6 @@ class Voter:
         finally:
             self._thread.extra_failure = before
 
-    def note_in_spite_of_interrupt(self) -> bool | None:
-        """What the last vote returned on this rank; None where it failed or was interrupted."""
-        return None if self._thread is None else self._thread.last_flag
-
     def next_vote_fails(self, seconds: float) -> bool:
         """Whether it is known before this rank votes that the next vote fails or is flagged.
 

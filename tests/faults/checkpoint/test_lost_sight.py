@@ -26,7 +26,6 @@ class _Seeing(_Rank):
         def vote(*arguments: Any, **named: Any) -> bool:
             del voter.vote
             real(*arguments, **named)
-            voter._thread.last_flag = None
             raise VoteTimeoutError("the job's store did not answer", ())
 
         voter.vote = vote
