@@ -152,14 +152,14 @@ def slow_build(rank: int, line: Line) -> None:
         # A builder that takes longer than the default group's timeout, and can be killed on the way.
         from tundish.packing.build import shared as build
 
-        publish = build._publish
+        publish = build.publish_plan
 
         def slowly(*arguments: object) -> str:
             line.say("building")
             time.sleep(5)
             return publish(*arguments)  # type: ignore[arg-type]
 
-        build._publish = slowly
+        build.publish_plan = slowly
     kind, text, *rest = outcome(lambda: share(folder).fingerprint)
     line.say(kind, text, *rest, time.monotonic())
 
