@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, Limits, Meta, Node, Patience, Receiver, Selection, Service, ShardId, Source, StoreError, Transport, View,
+    Dtype, Limits, Meta, Node, Receiver, Selection, Service, ShardId, Source, StoreError, TimeLimit, Transport, View,
     Wanted,
 };
 
@@ -27,15 +27,15 @@ impl Transport for Between {
         _owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         for (index, outgoing) in self.owner.look_up(wanted)?.iter().enumerate() {
             match outgoing.reference() {
                 Some(reference) if self.by_reference => {
-                    receiver.attach(index, outgoing.meta(), &reference, patience)?;
+                    receiver.attach(index, outgoing.meta(), &reference, time_limit)?;
                 }
                 _ => {
-                    receiver.room(index, outgoing.meta(), patience)?.copy_from_slice(outgoing.bytes());
+                    receiver.space(index, outgoing.meta(), time_limit)?.copy_from_slice(outgoing.bytes());
                     receiver.complete(index)?;
                 }
             }
@@ -44,9 +44,9 @@ impl Transport for Between {
     }
 }
 
-fn patiently<T>(work: impl FnOnce(&mut Patience<'_>) -> T) -> T {
+fn patiently<T>(work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
     let mut go_on = || Ok(());
-    work(&mut Patience::new(Instant::now() + Duration::from_secs(60), &mut go_on))
+    work(&mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on))
 }
 
 fn node() -> Arc<Node> {
@@ -59,7 +59,7 @@ fn meta(len: usize) -> Meta {
 
 fn put(owner: &Node, tensors: &[&[u8]]) -> Vec<ShardId> {
     let sources: Vec<_> = tensors.iter().map(|bytes| Source::new(meta(bytes.len()), bytes).expect("bytes")).collect();
-    patiently(|patience| owner.put(&sources, patience)).expect("room")
+    patiently(|time_limit| owner.put(&sources, time_limit)).expect("space")
 }
 
 fn fetch(consumer: &Node, ids: &[ShardId], len: usize, between: &Between) -> Vec<View> {
@@ -70,7 +70,7 @@ fn try_fetch(consumer: &Node, ids: &[ShardId], len: usize, between: &Between) ->
     let owner: Arc<str> = OWNER.into();
     let want = |id: &ShardId| Wanted { owner: Arc::clone(&owner), id: id.clone(), rows: None, meta: meta(len) };
     let wanted: Vec<_> = ids.iter().map(want).collect();
-    patiently(|patience| consumer.fetch(&wanted, between, patience))
+    patiently(|time_limit| consumer.fetch(&wanted, between, time_limit))
 }
 
 /// A consumer that has fetched so many small tensors, all of them in step `epoch`.

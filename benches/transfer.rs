@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tundish_store::http::{Client, Server, Timing};
-use tundish_store::{Dtype, Limits, Meta, Node, Patience, ShardId, Source, View, Wanted};
+use tundish_store::http::{Client, Server, ServerOptions};
+use tundish_store::{Dtype, Limits, Meta, Node, ShardId, Source, TimeLimit, View, Wanted};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -75,8 +75,8 @@ fn beside(owner: &Owner) {
 fn fetch(node: &Arc<Node>, client: &Client, wanted: &[Wanted]) -> Duration {
     let mut go_on = || Ok(());
     let begin = Instant::now();
-    let mut patience = Patience::new(begin + Duration::from_secs(60), &mut go_on);
-    let views = node.fetch(wanted, client, &mut patience).expect("shards");
+    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
+    let views = node.fetch(wanted, client, &mut time_limit).expect("shards");
     std::hint::black_box(views.iter().map(sum).fold(0, u64::wrapping_add));
     let spent = begin.elapsed();
     drop(views);
@@ -135,14 +135,14 @@ fn meta(bytes: u64) -> Meta {
 /// Stores the shards of all cases, tells where, and serves until nobody listens.
 fn own() {
     let node = Node::new(LIMITS);
-    let server = Server::start(node.clone(), "127.0.0.1", 0, None, Timing::default()).expect("a server");
+    let server = Server::start(node.clone(), "127.0.0.1", 0, ServerOptions::default()).expect("a server");
     println!("{}", server.address());
     for (_, count, bytes, _) in CASES {
         let data: Vec<u8> = (0..bytes).map(|place| (place >> 3) as u8).collect();
         let mut go_on = || Ok(());
-        let mut patience = Patience::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+        let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
         let sources: Vec<_> = (0..count).map(|_| Source::new(meta(bytes), &data).expect("a source")).collect();
-        let ids = node.put(&sources, &mut patience).expect("room");
+        let ids = node.put(&sources, &mut time_limit).expect("space");
         println!("{}", ids.iter().map(ShardId::to_string).collect::<Vec<_>>().join(" "));
     }
     let _ = std::io::stdin().read(&mut [0]);

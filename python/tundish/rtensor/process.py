@@ -29,6 +29,7 @@ class State:
         in_step: whether a step of this process alone is under way.
         kept: ids of other processes' shards that this process keeps beyond the end of a step.
         tokens: the token to send, by address.
+        certificates: the certificates to trust (PEM), by address; to these addresses it speaks TLS.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -42,6 +43,7 @@ class State:
     in_step: bool = False
     kept: set[str] = field(default_factory=set)
     tokens: dict[str, str] = field(default_factory=dict)
+    certificates: dict[str, bytes] = field(default_factory=dict)
 
 
 _state = State()

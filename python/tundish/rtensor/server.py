@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ipaddress
 import operator
+import os
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -71,6 +73,8 @@ def serve(
     *,
     buffer_limit_bytes: int | None = None,
     peers: Iterable[str] = (),
+    tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
+    open_metrics: bool = False,
 ) -> Server:
     """Serves what this process stores. Call it once in every process that stores or fetches.
 
@@ -80,23 +84,34 @@ def serve(
         host: the address to listen on. Any but a loopback address needs a token. `0.0.0.0` listens on all addresses
             of the machine; handles then name the one that leads outside.
         port: the port to listen on; 0 takes a free one.
-        token: the token that every request has to carry. It travels in the clear: there is no TLS.
+        token: the token that every request has to carry. Without one, only processes of the same user on this machine
+            are answered. Without `tls` it travels in the clear.
         limit_bytes: memory limit of stored shards, in bytes; by default a quarter of what the process can have.
         buffer_limit_bytes: memory limit of the fetch buffer, in bytes; the same default.
-        peers: addresses of other processes to which this one sends the token. `trust` adds more.
+        peers: addresses of other processes to which this one sends the token, over TLS if it serves so. `trust` adds
+            more.
+        tls: paths of two PEM files, the certificate and its private key: serve over TLS. The first may hold further
+            certificates, such as that of the authority; peers are trusted by all of them.
+        open_metrics: answer `/metrics` and `/health` to everybody who reaches the port.
 
     Raises:
         InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
         StorageError: the port is taken (an `OSError` with its `errno`).
     """
-    options = (host, port, token, limit_bytes, buffer_limit_bytes)
+    options = (host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
     _check(host, port, token, limit_bytes, buffer_limit_bytes)
     others = _addresses(peers)
     mine = state()
     with mine.lock:
         if mine.server is None:
             default = 4 * _native.default_arena_limit()
-            native = _native.ShardServer(host.removeprefix("[").removesuffix("]"), port, token)
+            native = _native.ShardServer(
+                host.removeprefix("[").removesuffix("]"),
+                port,
+                token,
+                tls=None if tls is None else (_read(tls[0]), _read(tls[1])),
+                open_metrics=open_metrics,
+            )
             # After the server started: a failure leaves the limits as they were.
             _native.ShardStore.set_limits(
                 default if limit_bytes is None else limit_bytes,
@@ -109,17 +124,19 @@ def serve(
             raise InvalidInputError(
                 f"this process serves at {mine.server.addr} already, with other arguments: close that server first"
             )
-        trust(*others, token=token)
+        trust(*others, token=token, tls=None if tls is None else tls[0])
         server: Server = mine.server
         return server
 
 
-def trust(*addresses: str, token: str | None) -> None:
+def trust(*addresses: str, token: str | None, tls: str | os.PathLike[str] | None = None) -> None:
     """Sends `token` with every request to these addresses; other addresses get none.
 
     Args:
         addresses: `"host:port"` of other processes' servers.
         token: their token; None forgets it.
+        tls: path of a PEM file with their certificates, or that of the authority that signed them: speak TLS with
+            these addresses, and only with servers that prove to have one of these. None speaks no TLS.
 
     Raises:
         InvalidInputError: an address or the token is invalid.
@@ -127,9 +144,14 @@ def trust(*addresses: str, token: str | None) -> None:
     check_token(token)
     for one in addresses:
         split_address(one)
-    tokens = state().tokens
+    trusted = None if tls is None else _read(tls)
+    tokens, certificates = state().tokens, state().certificates
     for one in addresses:
-        _native.trust_owner(one, token)
+        _native.trust_owner(one, token, tls=trusted)
+        if trusted is None:
+            certificates.pop(one, None)
+        else:
+            certificates[one] = trusted
         if token is None:
             tokens.pop(one, None)
         else:
@@ -156,6 +178,13 @@ def _check(host: str, port: int, token: str | None, *limits: int | None) -> None
             f"other machines reach {host}, so a token is needed: serve({host!r}, token=…), the same for all processes "
             "of the job"
         )
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"tls: {os.fspath(path)} cannot be read: {error.strerror}") from error
 
 
 def _is_integer(value: Any, least: int, most: int) -> bool:

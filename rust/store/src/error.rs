@@ -7,8 +7,7 @@ use std::sync::Arc;
 use tundish_shm::ShmError;
 
 use crate::Epoch;
-use crate::parts::NotBegun;
-use crate::shard::ShardId;
+use crate::shard_id::ShardId;
 
 /// Why shards could not be stored, fetched or found.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -155,13 +154,6 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    pub(crate) fn not_begun(epoch: Epoch, reason: &NotBegun) -> Self {
-        match reason {
-            NotBegun::HasEnded => StoreError::StepEnded { epoch },
-            NotBegun::IsTaken => StoreError::StepTaken { epoch },
-        }
-    }
-
     /// A call of the operating system that failed: what was tried, on what, and the answer.
     pub(crate) fn io(operation: &'static str, object: impl Into<String>, error: &std::io::Error) -> Self {
         StoreError::Io { operation, object: object.into(), kind: error.kind(), reason: error.to_string() }

@@ -1,60 +1,44 @@
-//! Tensor shards held for other processes: the bytes of one process, and what it has fetched of others'.
+//! Tensor shards: stored by the process that owns them, fetched and buffered by those that use them.
 //!
-//! A [`Node`] is a process's store. As an owner it holds what was put or sent to it; as a consumer it keeps what it
-//! fetched, in a buffer. What always holds:
+//! A [`Node`] is the store of one process. As an owner it holds shards that were put or sent to it; as a consumer it
+//! keeps the shards that it fetched in a buffer.
 //!
-//! 1. Every byte belongs to an epoch or is counted as unclaimed, and a drained epoch holds nothing: what comes for it
-//!    later is refused and counted.
-//! 2. Memory is bounded in bytes on both sides. At the limit who asks waits, and then gets an error; nothing that lives
-//!    is evicted.
-//! 3. What is handed out is copy-on-write: no consumer sees what another one, or the owner, writes. Memory is used
+//! Invariants:
+//!
+//! 1. Every byte belongs to an epoch or counts as unclaimed. A drained epoch holds nothing: what arrives for it later is
+//!    refused and counted.
+//! 2. Memory is bounded in bytes on both sides. A caller at the limit waits, and then gets an error; no living entry is
+//!    evicted.
+//! 3. Tensors handed out are copy-on-write: no consumer sees what another one, or the owner, writes. Memory is used
 //!    again only when its last view, in whichever process, has ended.
 //! 4. A child made by `fork` starts empty.
 
 #![deny(unsafe_code)]
 
-mod attached;
-mod buffer;
 mod checksum;
+mod entries;
 mod error;
 mod fetch;
-mod flight;
 pub mod handles;
 pub mod http;
-mod keeps;
-mod landing;
+mod memory;
 mod meta;
 mod node;
-mod parts;
-mod passage;
-mod patience;
-mod pool;
-mod reaper;
-mod shard;
-mod slab;
-mod slice;
+mod shard_id;
 mod stats;
-mod storage;
-mod sync;
-mod tensor;
+mod time_limit;
 mod transport;
-mod turnstile;
-// Not in the module itself, which the model of races compiles with locks of its own.
-#[cfg(test)]
-#[path = "turnstile/tests.rs"]
-mod turnstile_tests;
-mod view;
 
 pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
+pub use memory::transfers::{Incoming, Outgoing, Source};
+pub use memory::view::View;
 pub use meta::{Dtype, Meta, Shape};
 pub use node::Node;
-pub use passage::{Incoming, Outgoing, Source};
-pub use patience::{GoOn, Patience};
-pub use shard::{Rows, Selection, ShardId};
+pub use shard_id::{Rows, Selection, ShardId};
 pub use stats::{Account, BufferStats, Claimed, Dropped, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
+pub use time_limit::{GoOn, TimeLimit};
 pub use transport::{Receiver, Reference, Service, Transport, Wanted};
-pub use view::View;
 
 /// A step, as its controller numbers it. Nothing but equality is asked of the numbers.
 pub type Epoch = u64;

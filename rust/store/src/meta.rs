@@ -5,7 +5,7 @@ use std::fmt;
 use smallvec::SmallVec;
 
 use crate::error::StoreError;
-use crate::shard::Rows;
+use crate::shard_id::Rows;
 
 /// Dimensions; without an allocation up to four.
 pub type Shape = SmallVec<[u64; 4]>;

@@ -10,23 +10,21 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use tundish_copying::{self as copying, AdaptiveCopy};
 use tundish_shm::{PerProcess, Segment, ShmError, arena};
 
-use crate::attached::Attachments;
-use crate::buffer::{Buffer, Key};
+use crate::entries::fetch_buffer::{Buffer, Key};
+use crate::entries::storage::Storage;
 use crate::error::StoreError;
+use crate::memory::attached_segments::Attachments;
+use crate::memory::drop_thread::{DropThread, Last};
+use crate::memory::slab::{Allocation, allocate};
+use crate::memory::slab_pool::Pool;
+use crate::memory::tensor::{Location, Tensor};
+use crate::memory::transfers::{Incoming, Outgoing, Source, Store};
 use crate::meta::Meta;
-use crate::passage::{Incoming, Outgoing, Source};
-use crate::patience::Patience;
-use crate::pool::Pool;
-use crate::reaper::{Last, Reaper};
-use crate::shard::{Rows, Selection, ShardId};
-use crate::slab::{Room, rooms};
+use crate::shard_id::{Rows, Selection, ShardId};
 use crate::stats::{BufferStats, Claimed, Dropped, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
-use crate::storage::Storage;
-use crate::tensor::{Location, Tensor};
+use crate::time_limit::TimeLimit;
 use crate::transport::Service;
 use crate::{Claimant, Epoch};
-
-pub(crate) type Store = Storage<Tensor>;
 
 /// The store of one process.
 pub struct Node {
@@ -37,7 +35,7 @@ pub struct Node {
     pub(crate) attachments: Attachments,
     /// Addresses that this node's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
-    reaper: Reaper,
+    drop_thread: DropThread,
     /// To whoever fetches on this node.
     handover: AdaptiveCopy,
 }
@@ -73,7 +71,7 @@ impl Node {
         Arc::new(Node {
             storage: Arc::new(Storage::new(u64::from_ne_bytes(nonce))),
             buffer: Buffer::new(),
-            reaper: Reaper::new(&[&storage_pool, &buffer_pool]),
+            drop_thread: DropThread::new(&[&storage_pool, &buffer_pool]),
             storage_pool,
             buffer_pool,
             attachments: Attachments::default(),
@@ -135,7 +133,7 @@ impl Node {
 
     fn tell_of_drain(&self) {
         if let Some(listener) = LISTENER.get() {
-            self.reaper.let_go(Last(*listener), u64::MAX);
+            self.drop_thread.drop_later(Last(*listener), u64::MAX);
         }
     }
 
@@ -147,25 +145,25 @@ impl Node {
     /// Stores copies of these tensors, unclaimed, under names of their own: all of them or none.
     ///
     /// # Errors
-    /// [`StoreError::Full`] where the limit was reached until patience ended, [`StoreError::TooLarge`],
-    /// [`StoreError::Memory`], and what patience says.
-    pub fn put(&self, sources: &[Source<'_>], patience: &mut Patience<'_>) -> Result<Vec<ShardId>, StoreError> {
+    /// [`StoreError::Full`] where the limit was reached until time_limit ended, [`StoreError::TooLarge`],
+    /// [`StoreError::Memory`], and what time_limit says.
+    pub fn put(&self, sources: &[Source<'_>], time_limit: &mut TimeLimit<'_>) -> Result<Vec<ShardId>, StoreError> {
         let full: Vec<usize> = (0..sources.len()).filter(|index| sources[*index].meta.nbytes() > 0).collect();
         let sizes: Vec<u64> = full.iter().map(|index| sources[*index].meta.nbytes()).collect();
         let mut is_filled = vec![false; full.len()];
         let mut prepare =
-            |segment: &mut Segment, members: &[(usize, u64)], _: u64, patience: Option<&mut Patience<'_>>| {
+            |segment: &mut Segment, members: &[(usize, u64)], _: u64, time_limit: Option<&mut TimeLimit<'_>>| {
                 members.iter().for_each(|(index, _)| is_filled[*index] = true);
-                self.fill(segment, members.iter().map(|(index, offset)| (&sources[full[*index]], *offset)), patience)
+                self.fill(segment, members.iter().map(|(index, offset)| (&sources[full[*index]], *offset)), time_limit)
             };
-        let rooms = rooms(&self.storage_pool, &sizes, Some(patience), &mut prepare)?;
+        let spaces = allocate(&self.storage_pool, &sizes, Some(time_limit), &mut prepare)?;
         let mut locations: Vec<Location> = sources.iter().map(|_| Location::Nowhere).collect();
-        for ((mut room, index), is_filled) in rooms.into_iter().zip(full).zip(is_filled) {
+        for ((mut space, index), is_filled) in spaces.into_iter().zip(full).zip(is_filled) {
             if !is_filled {
                 // SAFETY: who made the source says so.
-                unsafe { room.copy_from(sources[index].start) };
+                unsafe { space.copy_from(sources[index].start) };
             }
-            locations[index] = Location::Here(room.into_place());
+            locations[index] = Location::Here(space.into_place());
         }
         let tensors = sources.iter().zip(locations).map(|(source, location)| {
             let tensor = Tensor::stored(source.meta.clone(), location);
@@ -179,11 +177,11 @@ impl Node {
     /// what they claimed. Says what the storage held.
     pub fn clear_node(&self) -> Removed {
         let (removed, stored) = self.storage.flush();
-        self.reaper.let_go(stored, removed.num_tensors);
+        self.drop_thread.drop_later(stored, removed.num_tensors);
         self.flush_buffer();
         self.tell_of_drain();
         // Nothing is to be used again soon: what nobody has any more goes back to the system.
-        if self.reaper.settle(SETTLING) {
+        if self.drop_thread.settle(SETTLING) {
             self.storage_pool.let_idle_go();
             self.buffer_pool.let_idle_go();
         }
@@ -195,7 +193,7 @@ impl Node {
         // The part of no step is the oldest.
         let kept = fetched.first().map_or(0, |part| part.tally.num_entries);
         let entries = fetched.iter().map(|part| part.tally.num_entries).sum();
-        self.reaper.let_go(fetched, entries);
+        self.drop_thread.drop_later(fetched, entries);
         Dropped { entries, kept }
     }
 
@@ -228,7 +226,7 @@ impl Node {
 
     /// Waits until all that was given up is freed; `false` where that takes longer than `longest`.
     pub fn settle(&self, longest: Duration) -> bool {
-        self.reaper.settle(longest)
+        self.drop_thread.settle(longest)
     }
 
     fn storage_stats(&self) -> StorageStats {
@@ -277,7 +275,7 @@ impl Node {
         &self,
         segment: &mut Segment,
         members: impl Iterator<Item = (&'a Source<'a>, u64)>,
-        mut patience: Option<&mut Patience<'_>>,
+        mut time_limit: Option<&mut TimeLimit<'_>>,
     ) -> Result<(), StoreError> {
         let copies: Vec<_> = members
             .map(|(source, offset)| copying::Copy {
@@ -286,7 +284,7 @@ impl Node {
                 length: source.meta.nbytes() as usize,
             })
             .collect();
-        let (mut look, mut said) = (|| patience.as_deref_mut().map_or(Ok(()), Patience::look), None);
+        let (mut look, mut said) = (|| time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::look), None);
         let total: usize = copies.iter().map(|copy| copy.length).sum();
         if segment.is_used() && total >= WORTH_A_LOOK {
             segment.populate(segment.capacity());
@@ -329,20 +327,20 @@ impl Service for Node {
 
     fn receive(&self, id: ShardId, meta: Meta) -> Result<Incoming, StoreError> {
         self.storage.check_new(&id)?;
-        let mut room: Option<Room> = None;
+        let mut space: Option<Allocation> = None;
         if meta.nbytes() > 0 {
-            let made = rooms(&self.storage_pool, &[meta.nbytes()], None, &mut |segment, _, room, _| {
-                segment.populate(room as usize);
+            let made = allocate(&self.storage_pool, &[meta.nbytes()], None, &mut |segment, _, space, _| {
+                segment.populate(space as usize);
                 Ok(())
             });
-            room = made?.pop();
+            space = made?.pop();
         }
-        Ok(Incoming { id, meta, room, store: Arc::clone(&self.storage) })
+        Ok(Incoming { id, meta, space, store: Arc::clone(&self.storage) })
     }
 
     fn remove(&self, ids: &[ShardId]) -> Removed {
         let (removed, stored) = self.storage.remove(ids);
-        self.reaper.let_go(stored, removed.num_tensors);
+        self.drop_thread.drop_later(stored, removed.num_tensors);
         self.clear_buffer(Some(ids));
         removed
     }
@@ -351,21 +349,13 @@ impl Service for Node {
         let dropped = match ids {
             Some(ids) => {
                 let (dropped, fetched) = self.buffer.remove(ids);
-                self.reaper.let_go(fetched, dropped.entries);
+                self.drop_thread.drop_later(fetched, dropped.entries);
                 dropped
             }
             None => self.flush_buffer(),
         };
         self.tell_of_drain();
         dropped
-    }
-
-    fn flush_epoch(&self, epoch: Epoch, claimant: Claimant) -> u64 {
-        let fetched = self.buffer.flush_step(epoch, claimant);
-        let count = fetched.as_ref().map_or(0, |part| part.tally.num_entries);
-        self.reaper.let_go(fetched, count);
-        self.tell_of_drain();
-        count
     }
 
     fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
@@ -386,13 +376,13 @@ impl Service for Node {
         let entries = |count: Option<u64>| count.unwrap_or_default();
         let (claims, fetches) =
             (stored.as_ref().map(|part| part.tally.num_entries), fetched.as_ref().map(|part| part.tally.num_entries));
-        self.reaper.let_go(stored, entries(claims));
-        self.reaper.let_go(fetched, entries(fetches));
+        self.drop_thread.drop_later(stored, entries(claims));
+        self.drop_thread.drop_later(fetched, entries(fetches));
         self.tell_of_drain();
         let ended = EpochLedger { epoch, has_ended: true, ..EpochLedger::default() };
         let ledger = self.ledger(epoch).unwrap_or(ended);
         // What is in use only by who is about to hear of the drain has not escaped.
-        if ledger.viewed_bytes > 0 && LISTENER.get().is_some() && self.reaper.settle(HEARING) {
+        if ledger.viewed_bytes > 0 && LISTENER.get().is_some() && self.drop_thread.settle(HEARING) {
             return self.ledger(epoch).unwrap_or(ended);
         }
         ledger
@@ -406,10 +396,10 @@ impl Service for Node {
         let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
         let stored = self.storage.give_up_kept(claimant);
         let count = stored.iter().map(Vec::len).sum::<usize>() as u64;
-        self.reaper.let_go(stored, count);
+        self.drop_thread.drop_later(stored, count);
         let fetched = self.buffer.give_up_kept(claimant);
         let entries = fetched.iter().map(Vec::len).sum::<usize>() as u64;
-        self.reaper.let_go(fetched, entries);
+        self.drop_thread.drop_later(fetched, entries);
         if count + entries > 0 {
             self.tell_of_drain();
         }
@@ -452,14 +442,14 @@ mod tests {
     #[test]
     fn memory_of_either_side_that_nobody_uses_for_a_while_goes_back_to_the_system() {
         let mut node = Node::new(Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 });
-        Arc::get_mut(&mut node).unwrap().reaper.quiet = Duration::from_millis(20);
+        Arc::get_mut(&mut node).unwrap().drop_thread.quiet = Duration::from_millis(20);
         let pools = [&node.storage_pool, &node.buffer_pool];
         for pool in pools {
             let mut reserved = pool.reserve(Pool::size_for(1 << 20), None).unwrap();
             pool.give_back(reserved.take(1 << 20, None).unwrap());
             assert!(pool.account().idle_bytes > 1 << 20);
         }
-        node.reaper.let_go((), 0);
+        node.drop_thread.drop_later((), 0);
         let deadline = Instant::now() + Duration::from_secs(60);
         while pools.iter().any(|pool| pool.account().idle_bytes > 0) {
             assert!(Instant::now() < deadline, "it stays");

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Epoch;
-use crate::shard::ShardId;
+use crate::shard_id::ShardId;
 
 /// The most bytes that a node holds, on either side: whole slabs, and those that still have a view somewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use tundish_shm::Address;
 
 use crate::error::StoreError;
+use crate::memory::transfers::{Incoming, Outgoing};
 use crate::meta::Meta;
-use crate::passage::{Incoming, Outgoing};
-use crate::patience::Patience;
-use crate::shard::{Rows, Selection, ShardId};
+use crate::shard_id::{Rows, Selection, ShardId};
 use crate::stats::{Claimed, Dropped, EpochLedger, Kept, Removed, Stats};
+use crate::time_limit::TimeLimit;
 use crate::{Claimant, Epoch};
 
 /// What a server asks of the node that it serves. No call waits for anything but short locks; those that take time
@@ -21,11 +21,11 @@ pub trait Service: Send + Sync + 'static {
     /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
     fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError>;
 
-    /// Room to receive a shard into; [`Incoming::commit`] stores it. Making memory takes milliseconds a hundred
+    /// Allocation to receive a shard into; [`Incoming::commit`] stores it. Making memory takes milliseconds a hundred
     /// megabytes.
     ///
     /// # Errors
-    /// [`StoreError::Full`] at the limit, at once: the server asks again as long as it has patience.
+    /// [`StoreError::Full`] at the limit, at once: the server asks again as long as it has time_limit.
     /// [`StoreError::TooLarge`], [`StoreError::Exists`] and [`StoreError::Memory`].
     fn receive(&self, id: ShardId, meta: Meta) -> Result<Incoming, StoreError>;
 
@@ -57,9 +57,6 @@ pub trait Service: Send + Sync + 'static {
     /// with a step; of another claimant's step not as long as this one lives. Time as of `remove`.
     fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> Kept;
 
-    /// Drops what was fetched so far in a step that is this claimant's; it goes on. How many entries.
-    fn flush_epoch(&self, epoch: Epoch, claimant: Claimant) -> u64;
-
     /// A step of this claimant's is about to end: what it claimed is given to nobody any more, so that what is fetched for
     /// the next step is nothing that ends with this one.
     fn close_epoch(&self, epoch: Epoch, claimant: Claimant);
@@ -79,8 +76,8 @@ pub trait Service: Send + Sync + 'static {
 pub trait Transport: Sync {
     /// Fetches these shards from `owner` in one request, into `receiver`.
     ///
-    /// Each entry of `wanted` is announced to the receiver, by its index, with [`Receiver::room`] or
-    /// [`Receiver::attach`]; what was received into a room counts when [`Receiver::complete`] was told that its bytes
+    /// Each entry of `wanted` is announced to the receiver, by its index, with [`Receiver::space`] or
+    /// [`Receiver::attach`]; what was received into a space counts when [`Receiver::complete`] was told that its bytes
     /// are whole. What was announced may be announced again after a retry, but not what has come.
     ///
     /// # Errors
@@ -90,20 +87,20 @@ pub trait Transport: Sync {
         owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError>;
 }
 
 /// Takes what a transport fetches.
 pub trait Receiver {
-    /// Room for the bytes of what was wanted at `index`, of which the owner says that they are a `meta`.
+    /// Allocation for the bytes of what was wanted at `index`, of which the owner says that they are a `meta`.
     ///
     /// # Errors
-    /// [`StoreError::Mismatch`] where that is not what was declared, [`StoreError::Full`] at the limit when patience
+    /// [`StoreError::Mismatch`] where that is not what was declared, [`StoreError::Full`] at the limit when time_limit
     /// ends.
-    fn room(&mut self, index: usize, meta: &Meta, patience: &mut Patience<'_>) -> Result<&mut [u8], StoreError>;
+    fn space(&mut self, index: usize, meta: &Meta, time_limit: &mut TimeLimit<'_>) -> Result<&mut [u8], StoreError>;
 
-    /// The room at `index` holds what its owner sent, whole and checked.
+    /// The space at `index` holds what its owner sent, whole and checked.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] and [`StoreError::Drained`] where nobody may have it any more.
@@ -113,14 +110,14 @@ pub trait Receiver {
     /// believed.
     ///
     /// # Errors
-    /// As of `room` and `complete`, and [`StoreError::Memory`] where that memory cannot be reached: the transport then
+    /// As of `space` and `complete`, and [`StoreError::Memory`] where that memory cannot be reached: the transport then
     /// asks for the bytes.
     fn attach(
         &mut self,
         index: usize,
         meta: &Meta,
         reference: &Reference,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError>;
 }
 

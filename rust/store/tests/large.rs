@@ -17,7 +17,7 @@ fn fill(owner: &Node, count: usize) -> Vec<ShardId> {
     for start in (0..count).step_by(CHUNK) {
         let some = CHUNK.min(count - start);
         let sources: Vec<_> = (0..some).map(|_| Source::new(bytes_meta(8), &bytes).unwrap()).collect();
-        ids.extend(within(10.0, |patience| owner.put(&sources, patience)).unwrap());
+        ids.extend(within(10.0, |time_limit| owner.put(&sources, time_limit)).unwrap());
     }
     ids
 }

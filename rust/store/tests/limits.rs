@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pair, put, whole, within};
-use tundish_store::{Limits, Node, Patience, Service, Source, StoreError};
+use tundish_store::{Limits, Node, Service, Source, StoreError, TimeLimit};
 
 #[test]
 fn at_the_limit_a_store_waits_and_then_says_so() {
@@ -15,7 +15,7 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
     let bytes = vec![2; 2 << 20];
     let source = || Source::new(bytes_meta(2 << 20), &bytes).unwrap();
     let begin = Instant::now();
-    let error = within(0.2, |patience| owner.put(&[source()], patience)).unwrap_err();
+    let error = within(0.2, |time_limit| owner.put(&[source()], time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { account: "storage", limit: 4_194_304, .. }), "{error}");
     assert!((0.2..2.0).contains(&begin.elapsed().as_secs_f64()));
     assert!(matches!(put(&owner, &[vec![0; 4 << 20]]), Err(StoreError::TooLarge { .. })));
@@ -26,15 +26,15 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
         looks += 1;
         if looks > 2 { Err(StoreError::Interrupted) } else { Ok(()) }
     };
-    let mut patience = Patience::new(Instant::now() + Duration::from_secs(60), &mut go_on);
-    assert!(matches!(owner.put(&[source()], &mut patience), Err(StoreError::Interrupted)));
+    let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+    assert!(matches!(owner.put(&[source()], &mut time_limit), Err(StoreError::Interrupted)));
     // Freed by another thread meanwhile.
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(100));
             owner.remove(&first);
         });
-        within(20.0, |patience| owner.put(&[source()], patience)).unwrap();
+        within(20.0, |time_limit| owner.put(&[source()], time_limit)).unwrap();
     });
     let memory = owner.stats().storage.memory;
     assert!(memory.used_bytes + memory.idle_bytes <= 4 << 20, "what was kept went for what is needed: {memory:?}");
@@ -50,7 +50,7 @@ fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
     let ids = put(&owner, &vec![vec![1; 400_000]; 3]).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 400_000)).collect();
     drop(fetch(&consumer, &wanted[..2], &between).unwrap());
-    let error = within(0.1, |patience| consumer.fetch(&wanted, &between, patience)).unwrap_err();
+    let error = within(0.1, |time_limit| consumer.fetch(&wanted, &between, time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { account: "fetch buffer", .. }), "{error}");
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -73,7 +73,7 @@ fn escaped_bytes_count_against_the_limit_until_their_views_end() {
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 700_000)).collect();
     let view = fetch(&consumer, &wanted[..1], &between).unwrap();
     consumer.clear_buffer(None);
-    let error = within(0.1, |patience| consumer.fetch(&wanted[1..], &between, patience)).unwrap_err();
+    let error = within(0.1, |time_limit| consumer.fetch(&wanted[1..], &between, time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { used: 0, escaped, .. } if escaped > 700_000), "{error}");
     drop(view);
     fetch(&consumer, &wanted[1..], &between).unwrap();
@@ -88,7 +88,7 @@ fn however_many_tensors_escape_their_bytes_count_against_the_limit() {
     let error = loop {
         let ids = put(&owner, &[vec![1; LEN]]).unwrap();
         let wanted = [whole(OWNER, &ids[0], LEN as u64)];
-        match within(0.1, |patience| consumer.fetch(&wanted, &between, patience)) {
+        match within(0.1, |time_limit| consumer.fetch(&wanted, &between, time_limit)) {
             Ok(views) => kept.push(views),
             Err(error) => break error,
         }

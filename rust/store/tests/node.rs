@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
-    Dtype, Meta, MissingShard, Node, Patience, Receiver, Selection, Service, ShardId, Source, StoreError, Transport,
+    Dtype, Meta, MissingShard, Node, Receiver, Selection, Service, ShardId, Source, StoreError, TimeLimit, Transport,
 };
 
 fn assert_nothing_is_held(node: &Node) {
@@ -64,7 +64,7 @@ fn the_owners_bytes_are_a_copy_of_their_own() {
     let mut bytes = vec![1u8; 100_000];
     let id = {
         let source = Source::new(bytes_meta(100_000), &bytes).unwrap();
-        within(0.0, |patience| owner.put(&[source], patience)).unwrap().remove(0)
+        within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0)
     };
     bytes.fill(2);
     let first = fetch(&consumer, &[whole(OWNER, &id, 100_000)], &between).unwrap();
@@ -149,7 +149,7 @@ fn rows_travel_alone_and_come_from_what_is_here() {
         let meta = Meta::new(dtype, [1000, 8].as_slice()).unwrap();
         let bytes = pattern(1, 32_000);
         let source = Source::new(meta.clone(), &bytes).unwrap();
-        let id = within(0.0, |patience| owner.put(&[source], patience)).unwrap().remove(0);
+        let id = within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0);
         let want = |range: std::ops::Range<u64>| {
             let meta = meta.cut(Some(&range)).unwrap();
             tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: Some(range), meta }
@@ -273,12 +273,12 @@ fn a_received_shard_is_there_when_it_is_committed_and_never_changes() {
     let select = [Selection { id: id.clone(), rows: None }];
     for size in [0usize, 10, 400_000] {
         let mut incoming = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-        incoming.room().copy_from_slice(&pattern(9, size));
+        incoming.space().copy_from_slice(&pattern(9, size));
         assert!(matches!(owner.look_up(&select), Err(StoreError::Missing { .. })));
         drop(incoming);
         assert_nothing_is_held(&owner);
         let mut incoming = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-        incoming.room().copy_from_slice(&pattern(size as u64, size));
+        incoming.space().copy_from_slice(&pattern(size as u64, size));
         let second = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
         incoming.commit(7).unwrap();
         assert!(matches!(second.commit(7), Err(StoreError::Exists { .. })));
@@ -302,7 +302,7 @@ fn a_target_of_the_callers_is_filled_and_nothing_is_kept() {
         let wanted = [whole(OWNER, &ids[0], 1000), whole(OWNER, &ids[1], 70_000), rows(OWNER, &ids[1], 5..10)];
         let (mut one, mut two, mut three) = (vec![0; 1000], vec![0; 70_000], vec![0; 5]);
         let fill = |targets: &mut [&mut [u8]]| {
-            within(10.0, |patience| consumer.fetch_into(&wanted, targets, &between, patience))
+            within(10.0, |time_limit| consumer.fetch_into(&wanted, targets, &between, time_limit))
         };
         assert!(matches!(fill(&mut [&mut [0; 10]]), Err(StoreError::Invalid(_))));
         fill(&mut [&mut one, &mut two, &mut three]).unwrap();
@@ -375,7 +375,7 @@ impl Transport for Nothing {
         _: &Arc<str>,
         _: &[Selection],
         _: &mut dyn Receiver,
-        _: &mut Patience<'_>,
+        _: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         Ok(())
     }
@@ -386,10 +386,10 @@ fn an_answer_that_lacks_what_was_asked_for_is_an_error() {
     let (owner, consumer, _) = pair(Way::Bytes);
     let ids = put(&owner, &[vec![1; 10]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 10)];
-    let error = within(5.0, |patience| consumer.fetch(&wanted, &Nothing, patience)).unwrap_err();
+    let error = within(5.0, |time_limit| consumer.fetch(&wanted, &Nothing, time_limit)).unwrap_err();
     assert!(matches!(&error, StoreError::Corrupt { id, .. } if *id == ids[0]), "{error}");
     let mut target = [0; 10];
-    let error = within(5.0, |patience| consumer.fetch_into(&wanted, &mut [&mut target], &Nothing, patience));
+    let error = within(5.0, |time_limit| consumer.fetch_into(&wanted, &mut [&mut target], &Nothing, time_limit));
     assert!(matches!(error, Err(StoreError::Corrupt { .. })));
     assert_eq!(consumer.stats().buffer.in_flight, 0);
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::Address;
-use tundish_store::{Node, Patience, Receiver, Reference, Selection, Service, ShardId, StoreError, Transport, View};
+use tundish_store::{Node, Receiver, Reference, Selection, Service, ShardId, StoreError, TimeLimit, Transport, View};
 
 const LEN: usize = 300_000;
 
@@ -138,11 +138,11 @@ impl Transport for Answer {
         _owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         assert_eq!(wanted.len(), self.0.len());
         for (index, reference) in self.0.iter().enumerate() {
-            receiver.attach(index, &bytes_meta(LEN as u64), reference, patience)?;
+            receiver.attach(index, &bytes_meta(LEN as u64), reference, time_limit)?;
         }
         Ok(())
     }
@@ -155,7 +155,7 @@ fn references(owner: &Node, ids: &[ShardId]) -> Answer {
 
 fn fetch_by(node: &Node, ids: &[ShardId], answer: &Answer) -> Result<Vec<View>, StoreError> {
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, LEN as u64)).collect();
-    within(20.0, |patience| node.fetch(&wanted, answer, patience))
+    within(20.0, |time_limit| node.fetch(&wanted, answer, time_limit))
 }
 
 /// Also of children that other tests have forked meanwhile.
@@ -223,7 +223,7 @@ impl Line {
 
     fn hear<const N: usize>(&self) -> [u64; N] {
         let mut words = [0u64; N];
-        // SAFETY: room for as many bytes.
+        // SAFETY: space for as many bytes.
         assert_eq!(unsafe { libc::read(self.0[0], words.as_mut_ptr().cast(), 8 * N) }, 8 * N as isize);
         words
     }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Dtype, Limits, Meta, Node, Patience, Service, ShardId, Source, StoreError, Wanted};
+use tundish_store::{Dtype, Limits, Meta, Node, Service, ShardId, Source, StoreError, TimeLimit, Wanted};
 
 fn pair(tensors: &[Vec<u8>]) -> (Arc<Node>, Arc<Node>, Between, Vec<ShardId>) {
     let (owner, consumer, between) = common::pair(Way::Bytes);
@@ -215,7 +215,7 @@ fn what_comes_after_its_step_has_ended_is_refused_counted_and_told() {
         consumer.begin_epoch(5, 1).unwrap();
         between.after = Box::new({
             let (consumer, ids) = (Arc::clone(&consumer), ids.clone());
-            // The first request's bytes are in their room, and then the drain comes.
+            // The first request's bytes are in their space, and then the drain comes.
             move |number| {
                 if number == 0 && by_id {
                     consumer.clear_buffer(Some(&ids));
@@ -339,9 +339,9 @@ fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
         wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
         let begin = Instant::now();
         let mut go_on = || if begin.elapsed().as_millis() > 50 { Err(StoreError::Interrupted) } else { Ok(()) };
-        let mut patience = Patience::new(begin + Duration::from_secs(60), &mut go_on);
-        assert!(matches!(consumer.fetch(&wanted, &between, &mut patience), Err(StoreError::Interrupted)));
-        let late = within(0.1, |patience| consumer.fetch(&wanted, &between, patience)).unwrap_err();
+        let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
+        assert!(matches!(consumer.fetch(&wanted, &between, &mut time_limit), Err(StoreError::Interrupted)));
+        let late = within(0.1, |time_limit| consumer.fetch(&wanted, &between, time_limit)).unwrap_err();
         assert!(matches!(late, StoreError::TimedOut { .. }) && begin.elapsed() < Duration::from_secs(10));
         goes_on.store(true, Ordering::SeqCst);
     });
@@ -357,7 +357,7 @@ fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
                 for _ in 0..200 {
                     let bytes = [7; 300_000];
                     let source = Source::new(bytes_meta(300_000), &bytes).unwrap();
-                    let ids = within(60.0, |patience| owner.put(&[source], patience)).unwrap();
+                    let ids = within(60.0, |time_limit| owner.put(&[source], time_limit)).unwrap();
                     assert_eq!(owner.remove(&ids).cleared_count, 1);
                 }
             });

@@ -15,6 +15,7 @@ from typing import Any
 
 from tundish._native import WorkerClient
 from tundish.errors import InvalidInputError, NotAuthorizedError, TimedOutError, TransferError
+from tundish.rtensor.process import state
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["NoAnswerError", "Request", "WorkerConnections"]
@@ -128,7 +129,7 @@ class WorkerConnections:
         with self._lock:
             client = self._clients.get(key)
             if client is None:
-                client = self._clients[key] = WorkerClient(*key)
+                client = self._clients[key] = WorkerClient(*key, tls=state().certificates.get(worker.addr))
         answers = []
         for body in request.bodies:
             try:

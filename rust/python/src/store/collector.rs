@@ -1,6 +1,6 @@
-//! Python's garbage collector, which need not look at handles: what they hold does not lead back to them.
+//! Keeps Python's garbage collector away from handles, which hold nothing that leads back to them.
 //!
-//! What always holds: it goes on as before when a `Pause` ends.
+//! Invariant: the collector is as it was before when a `Pause` ends.
 #![allow(unsafe_code)]
 
 use pyo3::ffi;

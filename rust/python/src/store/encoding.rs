@@ -1,7 +1,7 @@
 //! `dumps` and `loads`: nested containers of handles as bytes.
 //!
-//! What always holds: nothing is made of bytes but handles and Python's own containers and values; what cannot be
-//! written is refused with its path.
+//! Invariants: loading makes handles, Python's own containers and plain values, and nothing else. Dumping anything else
+//! is refused with its path.
 
 use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
@@ -13,7 +13,7 @@ use super::collector::{Pause, untracked};
 use super::handle::RTensor;
 use crate::error::BindingError;
 
-/// Room that is made before items are there.
+/// Allocation that is made before items are there.
 const MOST_AT_ONCE: usize = 1024;
 
 /// Why something cannot be written, and where it is, from the inside out.

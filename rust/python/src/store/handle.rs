@@ -1,7 +1,7 @@
 //! `RTensor`: a handle of a tensor that another process holds.
 //!
-//! What always holds: it is small, holds no tensor until it is asked for one, and is not looked at by the garbage
-//! collector, since nothing that it holds leads back to it.
+//! Invariants: a handle is small, holds no tensor until it is asked for one, and is not tracked by the garbage collector,
+//! since nothing that it holds leads back to it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -1,7 +1,7 @@
 //! The tensors that handles keep once they were made local.
 //!
-//! What always holds: a handle has its tensor for as long as this process has the shard, stored or fetched, and no
-//! longer, by whatever way that is drained or removed.
+//! Invariant: a handle keeps its tensor for as long as this process has the shard, stored or fetched, and no longer,
+//! however that is drained or removed.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -47,7 +47,7 @@ pub(super) enum Local {
 pub(super) struct Fetched(Arc<Kept>);
 
 impl Local {
-    /// Keeps what was fetched of a shard, if that is here still.
+    /// KeptShards what was fetched of a shard, if that is here still.
     pub(super) fn fetched(handle: &Handle, tensor: Py<PyAny>) -> Self {
         LISTENING.call_once(|| Node::after_drains(forget_drained));
         let kept = Arc::new(Kept { handle: handle.clone(), tensor: Mutex::new(Some(tensor)) });

@@ -1,7 +1,7 @@
-//! What a process stores for others, and what it fetches of them.
+//! The store of this process: shards that it holds for others, and shards that it fetched.
 //!
-//! What always holds: bytes are copied, waited for and let go of without the GIL; whose memory a tensor's bytes are
-//! read from or written to answers for it as long as the call lasts.
+//! Invariants: bytes are copied, waited for and freed without the GIL. The caller keeps tensors alive whose memory is
+//! read or written, until the call returns.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::handles::{Handle, Kind};
 use tundish_store::{
-    Checksum, Limits, Meta, Node, Patience, Removed, Selection, Service, ShardId, Source, StoreError, Wanted,
+    Checksum, Limits, Meta, Node, Removed, Selection, Service, ShardId, Source, StoreError, TimeLimit, Wanted,
 };
 
 use super::collector::untracked;
@@ -96,7 +96,7 @@ impl ShardStore {
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
                 .map(|(kind, place)| unsafe { Source::from_raw(Meta::clone(&kind.meta), place.0) })
                 .collect();
-            Ok(Node::of_process().put(&sources, &mut Patience::new(deadline, &mut || look(door)))?)
+            Ok(Node::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(door)))?)
         })?;
         let handles = ids.into_iter().zip(kinds).map(|(id, kind)| RTensor::new(Handle { id, kind, rows: None }));
         let made = handles.map(|handle| untracked(py, handle)).collect::<PyResult<Vec<_>>>()?;
@@ -120,20 +120,20 @@ impl ShardStore {
         enter(py, None, move |door| {
             let place = place;
             let mut go_on = || look(door);
-            let mut patience = Patience::new(deadline, &mut go_on);
+            let mut time_limit = TimeLimit::new(deadline, &mut go_on);
             let mut incoming = loop {
                 match Node::of_process().receive(name.clone(), Meta::clone(&kind)) {
-                    Err(StoreError::Full { .. }) if !patience.is_over() => {
-                        std::thread::sleep(patience.turn());
-                        patience.look()?;
+                    Err(StoreError::Full { .. }) if !time_limit.is_over() => {
+                        std::thread::sleep(time_limit.turn());
+                        time_limit.look()?;
                     }
                     outcome => break outcome?,
                 }
             };
-            let room = incoming.room();
-            // SAFETY: the caller holds the tensor, which is dense and as long as the room.
-            unsafe { place.0.copy_to_nonoverlapping(room.as_mut_ptr(), room.len()) };
-            let checksum = Checksum::of(incoming.room());
+            let space = incoming.space();
+            // SAFETY: the caller holds the tensor, which is dense and as long as the space.
+            unsafe { place.0.copy_to_nonoverlapping(space.as_mut_ptr(), space.len()) };
+            let checksum = Checksum::of(incoming.space());
             Ok(incoming.commit(checksum)?)
         })?;
         let kind = Arc::new(Kind { owner: owner.into(), meta });
@@ -166,7 +166,7 @@ impl ShardStore {
         let views = enter(py, None, move |door| {
             let node = Node::of_process();
             let client = transport(shared_memory);
-            Ok(node.fetch(&wanted, client, &mut Patience::new(deadline, &mut || look(door)))?)
+            Ok(node.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || look(door)))?)
         })?;
         let views = views.into_iter().map(|view| Bound::new(py, ShardView::new(view))).collect::<PyResult<Vec<_>>>()?;
         PyList::new(py, views)
@@ -187,7 +187,7 @@ impl ShardStore {
         let through = Through::new(get, &wanted);
         let views = enter(py, None, |door| {
             let node = Node::of_process();
-            Ok(node.fetch(&wanted, &through, &mut Patience::new(deadline, &mut || look(door)))?)
+            Ok(node.fetch(&wanted, &through, &mut TimeLimit::new(deadline, &mut || look(door)))?)
         });
         if let Some(raised) = through.raised() {
             return Err(raised);
@@ -219,11 +219,11 @@ impl ShardStore {
             places.push((address_of(&target)?, usize::try_from(meta.nbytes())?));
         }
         if places.len() != wanted.len() {
-            let (rooms, asked) = (places.len(), wanted.len());
-            return Err(BindingError::Value(format!("{asked} tensors are fetched into {rooms}")).into());
+            let (spaces, asked) = (places.len(), wanted.len());
+            return Err(BindingError::Value(format!("{asked} tensors are fetched into {spaces}")).into());
         }
         enter(py, None, move |door| {
-            let mut rooms: Vec<&mut [u8]> = places
+            let mut spaces: Vec<&mut [u8]> = places
                 .iter()
                 .map(|(place, length)| match length {
                     0 => &mut [][..],
@@ -233,7 +233,7 @@ impl ShardStore {
                 .collect();
             let node = Node::of_process();
             let client = transport(shared_memory);
-            Ok(node.fetch_into(&wanted, &mut rooms, client, &mut Patience::new(deadline, &mut || look(door)))?)
+            Ok(node.fetch_into(&wanted, &mut spaces, client, &mut TimeLimit::new(deadline, &mut || look(door)))?)
         })
     }
 

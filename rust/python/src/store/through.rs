@@ -1,8 +1,8 @@
-//! Fetching through a function of Python's, which gets the bytes from another store than this library's.
+//! Fetches through a Python function instead of HTTP.
 //!
-//! What always holds: what the function raises is raised by the call that had it called. Whoever else waits for the same
-//! bytes is told of it where it is about these, a `TransferError`; else he calls his own, for it may be the handle that is
-//! wrong.
+//! Invariant: an exception of the function is raised by the call that passed it. Other threads that wait for the same
+//! bytes get a `TransferError` if it is about these bytes; else they call their own function, since the handle may be
+//! what is wrong.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use tundish_store::{Meta, Patience, Receiver, Selection, StoreError, Transport, Wanted};
+use tundish_store::{Meta, Receiver, Selection, StoreError, TimeLimit, Transport, Wanted};
 
 use crate::error::BindingError;
 
@@ -55,7 +55,7 @@ impl Transport for Through {
         owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         let places: Vec<_> = wanted.iter().map(|one| &self.places[&(Arc::clone(owner), one.clone())]).collect();
         let found = Python::attach(|py| {
@@ -71,8 +71,9 @@ impl Transport for Through {
             })
         })?;
         for (index, ((selection, (_, declared)), buffer)) in wanted.iter().zip(places).zip(found).enumerate() {
-            let room = receiver.room(index, declared, patience)?;
-            let fits = Python::attach(|py| buffer.item_count() == room.len() && buffer.copy_to_slice(py, room).is_ok());
+            let space = receiver.space(index, declared, time_limit)?;
+            let fits =
+                Python::attach(|py| buffer.item_count() == space.len() && buffer.copy_to_slice(py, space).is_ok());
             if !fits {
                 return Err(StoreError::Corrupt {
                     id: selection.id.clone(),

@@ -1,6 +1,6 @@
-//! Tensors over what was fetched.
+//! Tensors over fetched memory.
 //!
-//! What always holds: as long as a tensor or a buffer of its memory lives, nobody else uses that.
+//! Invariant: as long as a tensor or a buffer over its memory lives, nothing else uses that memory.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;

@@ -3,8 +3,8 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use tundish_shm::PerProcess;
-use tundish_store::http::{self, Client, Server, Timing, Token};
-use tundish_store::{Node, Patience, Transport};
+use tundish_store::http::{self, Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust};
+use tundish_store::{Node, TimeLimit, Transport};
 
 use super::node::{deadline_of, look};
 
@@ -29,15 +29,28 @@ pub(crate) struct ShardServer {
 
 #[pymethods]
 impl ShardServer {
-    /// At `host`, on `port`, or on one that is free for 0. Others than this machine reach it with a token only.
+    /// Serves at `host`, on `port` or, for 0, on one that is free.
+    ///
+    /// Without a token only processes of this user on this machine are answered, and `host` has to be an address that
+    /// only they reach. `tls` is a certificate and its private key, both in PEM; `open_metrics` answers `/metrics` and
+    /// `/health` to everybody.
     #[new]
-    #[pyo3(signature = (host, port, token=None))]
-    fn new(py: Python<'_>, host: &Bound<'_, PyString>, port: u16, token: Option<&str>) -> PyResult<Self> {
+    #[pyo3(signature = (host, port, token=None, *, tls=None, open_metrics=false))]
+    fn new(
+        py: Python<'_>,
+        host: &Bound<'_, PyString>,
+        port: u16,
+        token: Option<&str>,
+        tls: Option<(Vec<u8>, Vec<u8>)>,
+        open_metrics: bool,
+    ) -> PyResult<Self> {
         let token = token_of(token)?;
+        let tls = tls.map(|(certificate, key)| ServerTls::from_pem(&certificate, &key)).transpose();
+        let options =
+            ServerOptions { token, tls: tls.map_err(BindingError::from)?, open_metrics, ..Default::default() };
         // Of a lone surrogate, which no host has in its name, it becomes another name that none has.
         let host = host.to_string_lossy().into_owned();
-        let server =
-            enter(py, None, move |_| Ok(Server::start(Node::of_process(), &host, port, token, Timing::default())?))?;
+        let server = enter(py, None, move |_| Ok(Server::start(Node::of_process(), &host, port, options)?))?;
         let port = server.address().port();
         Ok(ShardServer { server: std::sync::Mutex::new(Some(DropWithoutGil::new(server))), port })
     }
@@ -64,11 +77,12 @@ pub(crate) struct WorkerClient {
 
 #[pymethods]
 impl WorkerClient {
-    /// `addr`: `host:port`; `token`: sent with every request.
+    /// `addr`: `host:port`; `token`: sent with every request; `tls`: the certificates to trust, in PEM.
     #[new]
-    #[pyo3(signature = (addr, token=None))]
-    fn new(addr: &str, token: Option<&str>) -> PyResult<Self> {
-        Ok(WorkerClient { client: http::WorkerClient::new(addr, token_of(token)?) })
+    #[pyo3(signature = (addr, token=None, *, tls=None))]
+    fn new(addr: &str, token: Option<&str>, tls: Option<Vec<u8>>) -> PyResult<Self> {
+        let Trust { token, tls } = trust_of(token, tls)?;
+        Ok(WorkerClient { client: http::WorkerClient::new(addr, token, tls) })
     }
 
     /// Status and body of the answer; `body` is sent as JSON. Threads that share a client wait for one another.
@@ -88,8 +102,8 @@ impl WorkerClient {
         let client = &self.client;
         let (status, answer) = enter(py, None, move |door| {
             let mut go_on = || look(door);
-            let mut patience = Patience::new(deadline, &mut go_on);
-            Ok(client.request(method, path, body.unwrap_or_default(), &mut patience)?)
+            let mut time_limit = TimeLimit::new(deadline, &mut go_on);
+            Ok(client.request(method, path, body.unwrap_or_default(), &mut time_limit)?)
         })?;
         Ok((status, PyBytes::new(py, &answer)))
     }
@@ -107,14 +121,20 @@ impl WorkerClient {
     }
 }
 
-/// From here on `token`, or none, is sent to who serves at exactly this address.
+/// Sends `token`, or none, to the process that serves at exactly this address, and speaks TLS with it where `tls` has
+/// the certificates to trust, in PEM.
 #[pyfunction]
-#[pyo3(signature = (owner, token=None))]
-pub(crate) fn trust_owner(owner: &str, token: Option<&str>) -> PyResult<()> {
-    let token = token_of(token)?;
-    OF_SOCKETS.get().trust(owner, token.clone());
-    Client::of_process().trust(owner, token);
+#[pyo3(signature = (owner, token=None, *, tls=None))]
+pub(crate) fn trust_owner(owner: &str, token: Option<&str>, tls: Option<Vec<u8>>) -> PyResult<()> {
+    let trust = trust_of(token, tls)?;
+    OF_SOCKETS.get().trust(owner, trust.clone());
+    Client::of_process().trust(owner, trust);
     Ok(())
+}
+
+fn trust_of(token: Option<&str>, tls: Option<Vec<u8>>) -> PyResult<Trust> {
+    let tls = tls.map(|certificates| ClientTls::trusting(&certificates)).transpose();
+    Ok(Trust { token: token_of(token)?, tls: tls.map_err(BindingError::from)? })
 }
 
 fn token_of(token: Option<&str>) -> PyResult<Option<Token>> {

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::error::StoreError;
 use crate::meta::{Dtype, Meta, Shape};
-use crate::shard::ShardId;
+use crate::shard_id::ShardId;
 
 /// Reads values one after the other, from bytes that anybody may have made.
 pub struct Reader<'a> {

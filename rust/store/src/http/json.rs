@@ -16,7 +16,7 @@ use super::refusal::Refusal;
 use crate::Epoch;
 use crate::error::StoreError;
 use crate::meta::{Dtype, Meta, Shape};
-use crate::shard::{Rows, Selection, ShardId};
+use crate::shard_id::{Rows, Selection, ShardId};
 
 /// Bytes of a shard that are turned into base64 at once: three make four characters, with nothing left over.
 pub(super) const STRIDE: usize = 48 << 10;
@@ -101,7 +101,7 @@ pub fn read_tensor(body: &[u8]) -> Result<(Meta, Vec<u8>), StoreError> {
 
 #[derive(Deserialize)]
 struct Batch {
-    shard_ids: List<Name>,
+    shard_ids: List<ShardId>,
     #[serde(default)]
     rows: Option<List<Option<[u64; 2]>>>,
 }
@@ -116,7 +116,7 @@ pub fn read_batch(body: &[u8]) -> Result<Vec<Selection>, Refusal> {
     if rows.len() != names.len() {
         return Err(Refusal::new(400, "'rows' has one entry for each of 'shard_ids': [start, stop], or null for all"));
     }
-    let selections = names.into_iter().zip(rows).map(|(Name(id), rows)| {
+    let selections = names.into_iter().zip(rows).map(|(id, rows)| {
         let rows = rows.map(|[start, end]| Rows { start, end });
         Selection { id, rows }
     });
@@ -132,33 +132,10 @@ pub fn read_ids(body: &[u8]) -> Result<Option<Vec<ShardId>>, Refusal> {
     struct Ids {
         // Without this a list that is missing would be as one that is null.
         #[serde(deserialize_with = "Option::deserialize")]
-        shard_ids: Option<List<Name>>,
+        shard_ids: Option<List<ShardId>>,
     }
     let ids: Ids = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
-    Ok(ids.shard_ids.map(|List(names)| names.into_iter().map(|Name(id)| id).collect()))
-}
-
-/// A name, read as what it stands for.
-struct Name(ShardId);
-
-impl<'de> Deserialize<'de> for Name {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-
-        impl Visitor<'_> for Text {
-            type Value = Name;
-
-            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-                formatter.write_str("the name of a shard")
-            }
-
-            fn visit_str<E: Error>(self, text: &str) -> Result<Name, E> {
-                text.parse().map(Name).map_err(E::custom)
-            }
-        }
-
-        deserializer.deserialize_str(Text)
-    }
+    Ok(ids.shard_ids.map(|List(names)| names))
 }
 
 /// A list of at most [`MOST_IDS`]: what comes beyond that is not read.
@@ -195,44 +172,55 @@ fn no_list(error: &serde_json::Error) -> Refusal {
     Refusal::new(400, format!("Expected JSON body with string list field 'shard_ids': {error}"))
 }
 
-/// A body that names shards.
-pub(super) fn ids_body<'a>(ids: impl Iterator<Item = &'a ShardId>) -> Vec<u8> {
-    let mut body = String::from(r#"{"shard_ids":["#);
-    list(&mut body, ids, |body, id| {
-        // Nothing in a name has to be escaped.
-        *body += "\"";
-        *body += &id.to_string();
-        *body += "\"";
-    });
-    body += "}";
-    body.into_bytes()
-}
-
 /// A body that names shards and rows of them.
 pub(super) fn batch_body(wanted: &[Selection]) -> Vec<u8> {
-    let mut body = ids_body(wanted.iter().map(|selection| &selection.id));
-    if wanted.iter().all(|selection| selection.rows.is_none()) {
-        return body;
+    #[derive(Serialize)]
+    struct Batch<'a> {
+        shard_ids: Vec<&'a ShardId>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        rows: Option<Vec<Option<[u64; 2]>>>,
     }
-    body.pop();
-    let mut rows = String::from(r#","rows":["#);
-    list(&mut rows, wanted.iter().map(|selection| &selection.rows), |rows, range| match range {
-        Some(Rows { start, end }) => *rows += &format!("[{start},{end}]"),
-        None => *rows += "null",
-    });
-    body.extend(rows.bytes());
-    body.push(b'}');
-    body
+    let rows = wanted.iter().map(|one| one.rows.as_ref().map(|rows| [rows.start, rows.end]));
+    let rows = wanted.iter().any(|one| one.rows.is_some()).then(|| rows.collect());
+    let batch = Batch { shard_ids: wanted.iter().map(|one| &one.id).collect(), rows };
+    serde_json::to_vec(&batch).expect("names have a form in JSON")
 }
 
-fn list<T>(target: &mut String, items: impl Iterator<Item = T>, write: impl Fn(&mut String, T)) {
-    for (place, item) in items.enumerate() {
-        if place > 0 {
-            target.push(',');
-        }
-        write(target, item);
+/// The answer where there is nothing else to say.
+#[derive(Serialize)]
+pub(super) struct OkAnswer {
+    status: &'static str,
+}
+
+impl OkAnswer {
+    pub(super) fn new() -> Self {
+        OkAnswer { status: "ok" }
     }
-    target.push(']');
+}
+
+/// The answer to a shard that is stored.
+#[derive(Serialize)]
+pub(super) struct StoredAnswer<'a> {
+    pub(super) status: &'static str,
+    pub(super) shard_id: &'a ShardId,
+}
+
+/// The answer to shards that are removed: how many, their bytes, and how many tensors and bytes are left.
+#[derive(Serialize)]
+pub(super) struct RemovedAnswer {
+    pub(super) status: &'static str,
+    pub(super) cleared_count: u64,
+    pub(super) num_tensors: u64,
+    pub(super) total_bytes: u64,
+    pub(super) freed_bytes: u64,
+}
+
+/// The answer to a fetch buffer that is cleared: entries, and those of them that were kept beyond a step.
+#[derive(Serialize)]
+pub(super) struct ClearedAnswer {
+    pub(super) status: &'static str,
+    pub(super) cleared_count: u64,
+    pub(super) kept_count: u64,
 }
 
 /// An answer that refuses.
@@ -261,10 +249,10 @@ pub(super) struct Refused {
 pub(super) struct ClaimAnswer {
     pub(super) claimed_count: u64,
     pub(super) total_bytes: u64,
-    pub(super) missing_shard_ids: Vec<String>,
-    pub(super) taken_shard_ids: Vec<String>,
+    pub(super) missing_shard_ids: Vec<ShardId>,
+    pub(super) taken_shard_ids: Vec<ShardId>,
     /// Of those that are the step's now.
-    pub(super) kept_shard_ids: Vec<String>,
+    pub(super) kept_shard_ids: Vec<ShardId>,
 }
 
 /// What came of a request to keep: entries that had been fetched, and shards that had been claimed.
@@ -272,12 +260,6 @@ pub(super) struct ClaimAnswer {
 pub(super) struct KeepAnswer {
     pub(super) kept_count: u64,
     pub(super) kept_shards: u64,
-}
-
-/// Entries that a step had fetched so far.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct FlushAnswer {
-    pub(super) cleared_count: u64,
 }
 
 #[cfg(test)]
@@ -375,8 +357,9 @@ mod tests {
             });
             let batch: Vec<_> = batch.collect();
             prop_assert_eq!(read_batch(&batch_body(&batch)).unwrap(), batch.clone());
-            let ids: Vec<_> = batch.into_iter().map(|selection| selection.id).collect();
-            prop_assert_eq!(read_ids(&ids_body(ids.iter())).unwrap(), Some(ids));
+            let whole: Vec<_> = batch.into_iter().map(|one| Selection { rows: None, ..one }).collect();
+            let ids = whole.iter().map(|selection| selection.id.clone()).collect();
+            prop_assert_eq!(read_ids(&batch_body(&whole)).unwrap(), Some(ids));
         }
 
         #[test]

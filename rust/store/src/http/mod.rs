@@ -10,7 +10,6 @@
 //! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | how it stands |
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
 //! | `POST /keep` `{"shard_ids": […]}` | what was fetched (`kept_count`) and claimed (`kept_shards`) outlives its step; where that is another connection's, as long as this one is open |
-//! | `POST /epoch/<number>/flush` | drops what was fetched so far in the step, where it was begun on this connection: `cleared_count` |
 //! | `POST /epoch/<number>/close` | gives nobody what the step claimed on this connection any more: it is about to end |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
@@ -18,35 +17,33 @@
 //! as a [header](ShardHeader) and its bytes. It is received as these, or as JSON where `Content-Type` says
 //! `application/json`.
 //!
-//! The server is tokio's sockets and `httparse`, and no HTTP library: it writes bodies from the slabs that they lie in
-//! and receives them into those that they stay in, and so copies nothing but into and out of the kernel. hyper 1 would:
-//! it hands over a body of 256 MiB in 680 frames of memory of its own, every byte of which is then copied to its place.
-//! Over loopback, the shortest of 64 on two busy processors, storing it took 149 ms through hyper and takes 134 ms
-//! here, its checksum included; reading it, 141 and 96 ms.
+//! The server is hyper's, and sends shards from the memory that they are stored in. The client is a small blocking one
+//! on `httparse`: it receives into the memory that a shard stays in, and handing a request over to another thread and
+//! back would cost as much as fetching a small shard.
 //!
-//! Checksums are always verified. While the bytes are in the processor's cache that is 55 GB/s, 5 ms of 256 MiB; XXH3
-//! comes to 29 GB/s.
-//!
-//! The client blocks the thread that calls it: to hand over to another one and back costs as much as a small shard.
+//! Checksums are always verified, while the bytes are in the processor's cache.
 
 mod client;
-mod descriptors;
-mod head;
 mod json;
+mod media_type;
 mod range;
 mod refusal;
 mod route;
 mod same_node;
 mod server;
 mod shard_header;
+mod sockets;
+mod tls;
 mod token;
 
-pub use client::{Client, Held, WorkerClient};
-pub use head::{AnswerHead, Form, Method, RequestHead};
+pub use client::{Client, ResponseHead, Trust, WorkerClient};
+pub use hyper::Method;
 pub use json::{read_batch, read_ids, read_tensor};
+pub use media_type::MediaType;
 pub use range::{Asked, Unit};
 pub use refusal::Refusal;
 pub use route::Route;
-pub use server::{Server, Timing};
+pub use server::{Server, ServerOptions, ServerTls, Timeouts};
 pub use shard_header::{Payload, ShardHeader};
+pub use tls::ClientTls;
 pub use token::Token;

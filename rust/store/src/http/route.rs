@@ -1,11 +1,12 @@
 //! What a request is about: its method and its path.
 
-use super::head::Method;
+use hyper::Method;
+
 use super::refusal::Refusal;
 use crate::Epoch;
-use crate::shard::ShardId;
+use crate::shard_id::ShardId;
 
-/// The largest number of a step that is taken: all readers of JSON have it exactly, and who counts on from it has room.
+/// The largest number of a step that is taken: all readers of JSON have it exactly, and who counts on from it has space.
 const LAST_EPOCH: Epoch = (1 << 53) - 1;
 
 /// What is asked for.
@@ -33,8 +34,6 @@ pub enum Route {
     Close(Epoch),
     /// `POST /epoch/<number>/end`
     End(Epoch),
-    /// `POST /epoch/<number>/flush`
-    Flush(Epoch),
     /// `GET /stats`
     Stats,
     /// `GET /metrics`
@@ -48,36 +47,33 @@ impl Route {
     ///
     /// # Errors
     /// 404 where it leads nowhere, 405 where the method does not fit, 400 for a name that no shard has.
-    pub fn of(method: Method, path: &str) -> Result<Route, Refusal> {
+    pub fn of(method: &Method, path: &str) -> Result<Route, Refusal> {
         let mut parts = path.split('/').skip(1);
         let named = [parts.next(), parts.next(), parts.next(), parts.next()];
-        let method = if method == Method::Head { Method::Get } else { method };
+        let method = if method == Method::HEAD { &Method::GET } else { method };
         match (named, method) {
-            ([Some("data"), Some("batch"), None, _], Method::Post) => Ok(Route::Batch),
-            ([Some("data"), Some("clear"), None, _], Method::Delete) => Ok(Route::Remove),
-            ([Some("data"), Some(id), None, _], Method::Get) => Ok(Route::Read(shard_id(id)?)),
-            ([Some("data"), Some(id), None, _], Method::Put) => Ok(Route::Store(shard_id(id)?)),
+            ([Some("data"), Some("batch"), None, _], &Method::POST) => Ok(Route::Batch),
+            ([Some("data"), Some("clear"), None, _], &Method::DELETE) => Ok(Route::Remove),
+            ([Some("data"), Some(id), None, _], &Method::GET) => Ok(Route::Read(shard_id(id)?)),
+            ([Some("data"), Some(id), None, _], &Method::PUT) => Ok(Route::Store(shard_id(id)?)),
             ([Some("data"), Some(id), None, _], _) => Err(not_allowed(match id {
                 "batch" => "GET, HEAD, PUT, POST",
                 "clear" => "GET, HEAD, PUT, DELETE",
                 _ => "GET, HEAD, PUT",
             })),
-            ([Some("buffer"), Some("clear"), None, _], Method::Delete) => Ok(Route::ClearBuffer),
+            ([Some("buffer"), Some("clear"), None, _], &Method::DELETE) => Ok(Route::ClearBuffer),
             ([Some("buffer"), Some("clear"), None, _], _) => Err(not_allowed("DELETE")),
-            ([Some("buffer"), Some("stats"), None, _], Method::Get) => Ok(Route::BufferStats),
-            ([Some("keep"), None, ..], Method::Post) => Ok(Route::Keep),
+            ([Some("buffer"), Some("stats"), None, _], &Method::GET) => Ok(Route::BufferStats),
+            ([Some("keep"), None, ..], &Method::POST) => Ok(Route::Keep),
             ([Some("keep"), None, ..], _) => Err(not_allowed("POST")),
-            ([Some("epoch"), Some(number), Some("begin"), None], Method::Post) => Ok(Route::Begin(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("claim"), None], Method::Post) => Ok(Route::Claim(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("close"), None], Method::Post) => Ok(Route::Close(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("end"), None], Method::Post) => Ok(Route::End(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("flush"), None], Method::Post) => Ok(Route::Flush(epoch(number)?)),
-            ([Some("epoch"), Some(_), Some("begin" | "claim" | "close" | "end" | "flush"), None], _) => {
-                Err(not_allowed("POST"))
-            }
-            ([Some("stats"), None, ..], Method::Get) => Ok(Route::Stats),
-            ([Some("metrics"), None, ..], Method::Get) => Ok(Route::Metrics),
-            ([Some("health"), None, ..], Method::Get) => Ok(Route::Health),
+            ([Some("epoch"), Some(number), Some("begin"), None], &Method::POST) => Ok(Route::Begin(epoch(number)?)),
+            ([Some("epoch"), Some(number), Some("claim"), None], &Method::POST) => Ok(Route::Claim(epoch(number)?)),
+            ([Some("epoch"), Some(number), Some("close"), None], &Method::POST) => Ok(Route::Close(epoch(number)?)),
+            ([Some("epoch"), Some(number), Some("end"), None], &Method::POST) => Ok(Route::End(epoch(number)?)),
+            ([Some("epoch"), Some(_), Some("begin" | "claim" | "close" | "end"), None], _) => Err(not_allowed("POST")),
+            ([Some("stats"), None, ..], &Method::GET) => Ok(Route::Stats),
+            ([Some("metrics"), None, ..], &Method::GET) => Ok(Route::Metrics),
+            ([Some("health"), None, ..], &Method::GET) => Ok(Route::Health),
             ([Some("buffer"), Some("stats"), None, _] | [Some("stats" | "metrics" | "health"), None, ..], _) => {
                 Err(not_allowed("GET, HEAD"))
             }
@@ -130,25 +126,25 @@ mod tests {
 
     #[test]
     fn each_path_leads_to_what_the_interface_says() {
-        use Method::{Delete, Get, Head, Post, Put};
+        const METHODS: [Method; 5] = [Method::DELETE, Method::GET, Method::HEAD, Method::POST, Method::PUT];
+        let [delete, get, head, post, put] = &METHODS;
         let routes = [
-            (Put, "/data/a.b:c_d-1", Route::Store(id("a.b:c_d-1"))),
-            (Get, "/data/x%3Ay", Route::Read(id("x:y"))),
-            (Head, "/data/x", Route::Read(id("x"))),
-            (Get, "/data/batch", Route::Read(id("batch"))),
-            (Post, "/data/batch", Route::Batch),
-            (Delete, "/data/clear", Route::Remove),
-            (Delete, "/buffer/clear", Route::ClearBuffer),
-            (Post, "/keep", Route::Keep),
-            (Get, "/buffer/stats", Route::BufferStats),
-            (Post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
-            (Post, "/epoch/0/begin", Route::Begin(0)),
-            (Post, "/epoch/7/claim", Route::Claim(7)),
-            (Post, "/epoch/7/close", Route::Close(7)),
-            (Post, "/epoch/7/flush", Route::Flush(7)),
-            (Get, "/stats", Route::Stats),
-            (Get, "/metrics", Route::Metrics),
-            (Get, "/health", Route::Health),
+            (put, "/data/a.b:c_d-1", Route::Store(id("a.b:c_d-1"))),
+            (get, "/data/x%3Ay", Route::Read(id("x:y"))),
+            (head, "/data/x", Route::Read(id("x"))),
+            (get, "/data/batch", Route::Read(id("batch"))),
+            (post, "/data/batch", Route::Batch),
+            (delete, "/data/clear", Route::Remove),
+            (delete, "/buffer/clear", Route::ClearBuffer),
+            (post, "/keep", Route::Keep),
+            (get, "/buffer/stats", Route::BufferStats),
+            (post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
+            (post, "/epoch/0/begin", Route::Begin(0)),
+            (post, "/epoch/7/claim", Route::Claim(7)),
+            (post, "/epoch/7/close", Route::Close(7)),
+            (get, "/stats", Route::Stats),
+            (get, "/metrics", Route::Metrics),
+            (get, "/health", Route::Health),
         ];
         for (method, path, route) in routes {
             assert_eq!(Route::of(method, path), Ok(route), "{path}");
@@ -157,33 +153,35 @@ mod tests {
 
     #[test]
     fn what_leads_nowhere_is_refused_with_the_status_that_says_so() {
-        use Method::{Delete, Get, Post, Put};
+        const METHODS: [Method; 4] = [Method::DELETE, Method::GET, Method::POST, Method::PUT];
+        let [delete, get, post, put] = &METHODS;
         let refused = [
-            (Get, "/", 404),
-            (Get, "//data/x", 404),
-            (Get, "/data", 404),
-            (Get, "/data/x/y", 404),
-            (Get, "/data/", 400),
-            (Get, "/data/..%2Fetc", 400),
-            (Get, "/data/%", 400),
-            (Get, "/data/%+1", 400),
-            (Get, "/data/%ff", 400),
-            (Post, "/data/x", 405),
-            (Delete, "/data/x", 405),
-            (Put, "/buffer/stats", 405),
-            (Post, "/buffer/clear", 405),
-            (Delete, "/keep", 405),
-            (Get, "/epoch/1/end", 405),
-            (Delete, "/epoch/1/flush", 405),
-            (Post, "/epoch/-1/end", 400),
-            (Post, "/epoch/+1/end", 400),
-            (Post, "/epoch//end", 400),
-            (Post, "/epoch/9007199254740992/end", 400),
-            (Post, "/epoch/18446744073709551615/begin", 400),
-            (Post, "/epoch/18446744073709551616/end", 400),
-            (Post, "/epoch/1/end/2", 404),
-            (Post, "/epoch/1/stop", 404),
-            (Delete, "/stats", 405),
+            (get, "/", 404),
+            (get, "//data/x", 404),
+            (get, "/data", 404),
+            (get, "/data/x/y", 404),
+            (get, "/data/", 400),
+            (get, "/data/..%2Fetc", 400),
+            (get, "/data/%", 400),
+            (get, "/data/%+1", 400),
+            (get, "/data/%ff", 400),
+            (post, "/data/x", 405),
+            (delete, "/data/x", 405),
+            (put, "/buffer/stats", 405),
+            (post, "/buffer/clear", 405),
+            (delete, "/keep", 405),
+            (get, "/epoch/1/end", 405),
+            (delete, "/epoch/1/close", 405),
+            (post, "/epoch/1/flush", 404),
+            (post, "/epoch/-1/end", 400),
+            (post, "/epoch/+1/end", 400),
+            (post, "/epoch//end", 400),
+            (post, "/epoch/9007199254740992/end", 400),
+            (post, "/epoch/18446744073709551615/begin", 400),
+            (post, "/epoch/18446744073709551616/end", 400),
+            (post, "/epoch/1/end/2", 404),
+            (post, "/epoch/1/stop", 404),
+            (delete, "/stats", 405),
         ];
         for (method, path, status) in refused {
             let refusal = Route::of(method, path).expect_err(path);

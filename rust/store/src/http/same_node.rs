@@ -8,6 +8,9 @@
 use std::fs;
 use std::sync::LazyLock;
 
+/// The header of a request that names the node of the client, if it can attach memory of that node.
+pub(super) const NODE_FIELD: &str = "tundish-node";
+
 static NODE: LazyLock<Option<String>> = LazyLock::new(|| {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(id.trim().to_owned()).filter(|id| !id.is_empty())

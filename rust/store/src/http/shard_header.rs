@@ -71,6 +71,13 @@ impl ShardHeader {
         }
     }
 
+    /// As bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.write(&mut bytes);
+        bytes
+    }
+
     /// The header that `bytes` begin with, and its length; `None` where they end before it does.
     ///
     /// # Errors

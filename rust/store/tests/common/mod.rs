@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, Limits, Meta, Node, Patience, Receiver, Rows, Selection, Service, ShardId, Source, StoreError, Transport,
+    Dtype, Limits, Meta, Node, Receiver, Rows, Selection, Service, ShardId, Source, StoreError, TimeLimit, Transport,
     View, Wanted,
 };
 
@@ -67,7 +67,7 @@ impl Transport for Between {
         owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         let number = self.requests.fetch_add(1, Ordering::SeqCst);
         self.shards.fetch_add(wanted.len(), Ordering::SeqCst);
@@ -81,10 +81,10 @@ impl Transport for Between {
             match outgoing.reference() {
                 Some(reference) if self.way == Way::Reference => {
                     (self.after)(number)?;
-                    receiver.attach(index, outgoing.meta(), &reference, patience)?;
+                    receiver.attach(index, outgoing.meta(), &reference, time_limit)?;
                 }
                 _ => {
-                    receiver.room(index, outgoing.meta(), patience)?.copy_from_slice(outgoing.bytes());
+                    receiver.space(index, outgoing.meta(), time_limit)?.copy_from_slice(outgoing.bytes());
                     (self.after)(number)?;
                     receiver.complete(index)?;
                 }
@@ -94,10 +94,10 @@ impl Transport for Between {
     }
 }
 
-/// Runs with patience of so many seconds, and nobody who calls it off.
-pub fn within<T>(seconds: f64, work: impl FnOnce(&mut Patience<'_>) -> T) -> T {
+/// Runs with time_limit of so many seconds, and nobody who calls it off.
+pub fn within<T>(seconds: f64, work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
     let mut go_on = || Ok(());
-    work(&mut Patience::new(Instant::now() + Duration::from_secs_f64(seconds), &mut go_on))
+    work(&mut TimeLimit::new(Instant::now() + Duration::from_secs_f64(seconds), &mut go_on))
 }
 
 pub fn bytes_meta(len: u64) -> Meta {
@@ -107,7 +107,7 @@ pub fn bytes_meta(len: u64) -> Meta {
 pub fn put(node: &Node, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
     let sources: Vec<_> =
         tensors.iter().map(|bytes| Source::new(bytes_meta(bytes.len() as u64), bytes).unwrap()).collect();
-    within(0.0, |patience| node.put(&sources, patience))
+    within(0.0, |time_limit| node.put(&sources, time_limit))
 }
 
 /// All of a shard of so many bytes.
@@ -121,7 +121,7 @@ pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
 }
 
 pub fn fetch(node: &Node, wanted: &[Wanted], transport: &Between) -> Result<Vec<View>, StoreError> {
-    within(20.0, |patience| node.fetch(wanted, transport, patience))
+    within(20.0, |time_limit| node.fetch(wanted, transport, time_limit))
 }
 
 /// Some bytes that differ from shard to shard.

@@ -112,7 +112,7 @@ impl World {
                 let id: ShardId = format!("sent.{}", self.shards.len()).parse().unwrap();
                 let bytes = pattern(self.shards.len() as u64, size);
                 let mut incoming = self.owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-                incoming.room().copy_from_slice(&bytes);
+                incoming.space().copy_from_slice(&bytes);
                 if commits {
                     incoming.commit(0).unwrap();
                     self.stored.put(id.clone(), None, taken(&bytes));

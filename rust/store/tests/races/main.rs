@@ -5,43 +5,28 @@
 //! checker reports.
 #![allow(dead_code, reason = "what the models do not need")]
 
-mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicUsize, Ordering};
-    pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
-    pub(crate) use loom::thread::yield_now;
-}
-#[path = "../../src/buffer.rs"]
-mod buffer;
 #[path = "../../src/error.rs"]
 mod error;
-#[path = "../../src/flight.rs"]
-mod flight;
-#[path = "../../src/keeps.rs"]
-mod keeps;
 #[path = "../../src/meta.rs"]
 mod meta;
-#[path = "../../src/parts.rs"]
-mod parts;
-#[path = "../../src/shard.rs"]
-mod shard;
+#[path = "../../src/shard_id.rs"]
+mod shard_id;
 #[path = "../../src/stats.rs"]
 mod stats;
-#[path = "../../src/storage.rs"]
-mod storage;
-#[path = "../../src/turnstile.rs"]
-mod turnstile;
+
+mod entries;
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use loom::thread;
 
-use buffer::{Asked, Buffer, Key, Ticket};
+use entries::fetch_buffer::{Asked, Buffer, Key, Ticket};
+use entries::in_flight::{InFlight, Outcome};
+use entries::storage::Storage;
 use error::StoreError;
-use flight::{Flight, Outcome};
 use meta::{Dtype, Meta};
-use shard::ShardId;
-use storage::Storage;
+use shard_id::ShardId;
 
 type Epoch = u64;
 type Claimant = u64;
@@ -67,14 +52,14 @@ fn ask(buffer: &Buffer<Payload>, ticket: &Ticket) -> Result<Asked<Payload>, Stor
     Ok(buffer.ask(ticket, &[key()], true)?.remove(0))
 }
 
-fn lead(buffer: &Buffer<Payload>, ticket: &Ticket) -> Arc<Flight<Payload>> {
+fn lead(buffer: &Buffer<Payload>, ticket: &Ticket) -> Arc<InFlight<Payload>> {
     match ask(buffer, ticket) {
         Ok(Asked::Leads(flight)) => flight,
         other => panic!("nobody asked before: {other:?}"),
     }
 }
 
-fn wait(flight: &Flight<Payload>) -> Outcome<Payload> {
+fn wait(flight: &InFlight<Payload>) -> Outcome<Payload> {
     loop {
         if let Some(outcome) = flight.wait(Duration::MAX) {
             return outcome;

@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tundish_store::http::{Client, Timing, Token};
+use serde_json::json;
+use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    Limits, MissingShard, Node, Patience, Receiver, Selection, Service, ShardId, StoreError, Transport, Wanted,
+    Limits, MissingShard, Node, Receiver, Selection, Service, ShardId, StoreError, TimeLimit, Transport, Wanted,
 };
 
-use crate::common::{LIMITS, bytes_meta, overwrite, pattern, put, rows, whole, within};
-use crate::raw::{Owner, STUCK, clients, meta};
+use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
+use crate::raw::{Owner, STUCK, clients, meta, shard, with_token};
 
 fn tensors() -> Vec<Vec<u8>> {
     let sizes = [0, 1, 63, 4096, 64 << 10, 300_001, 3 << 20, 0, 9 << 20];
@@ -18,7 +19,7 @@ fn tensors() -> Vec<Vec<u8>> {
 }
 
 fn views(node: &Node, client: &Client, wanted: &[Wanted]) -> Result<Vec<Vec<u8>>, StoreError> {
-    let views = within(STUCK.as_secs_f64(), |patience| node.fetch(wanted, client, patience))?;
+    let views = within(STUCK.as_secs_f64(), |time_limit| node.fetch(wanted, client, time_limit))?;
     Ok(views.iter().map(|view| view.bytes().to_vec()).collect())
 }
 
@@ -31,7 +32,7 @@ fn what_is_stored_arrives_and_nobody_sees_what_another_writes() {
         let wanted: Vec<_> =
             ids.iter().zip(&tensors).map(|(id, bytes)| whole(&owner.address(), id, bytes.len() as u64)).collect();
         for round in 0..3 {
-            let got = within(20.0, |patience| consumer.fetch(&wanted, &client, patience)).unwrap();
+            let got = within(20.0, |time_limit| consumer.fetch(&wanted, &client, time_limit)).unwrap();
             for (view, bytes) in got.iter().zip(&tensors) {
                 assert_eq!(view.bytes(), bytes, "{way}, {round}");
                 overwrite(view, 0xaa);
@@ -84,7 +85,7 @@ fn many_shards_come_in_one_request() {
 #[test]
 fn connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() {
     let idle = Duration::from_millis(100);
-    let (owner, consumer) = (Owner::with(None, Timing { idle, ..Timing::default() }), Node::new(LIMITS));
+    let (owner, consumer) = (Owner::with(None, Timeouts { idle, ..Timeouts::default() }), Node::new(LIMITS));
     owner.store("a", b"abc");
     let client = Client::of_sockets();
     for pause in [0, 0, 300, 0] {
@@ -140,13 +141,13 @@ impl Transport for Held<'_> {
         owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         while !self.goes_on.load(Ordering::SeqCst) {
-            std::thread::sleep(patience.turn().min(Duration::from_millis(1)));
-            patience.look()?;
+            std::thread::sleep(time_limit.turn().min(Duration::from_millis(1)));
+            time_limit.look()?;
         }
-        self.client.fetch(owner, wanted, receiver, patience)
+        self.client.fetch(owner, wanted, receiver, time_limit)
     }
 }
 
@@ -163,7 +164,7 @@ fn what_one_asks_for_wrongly_comes_to_those_who_wait_for_it_and_ask_rightly() {
             let goes_on = AtomicBool::new(false);
             let held = Held { client: &client, goes_on: &goes_on };
             let ask = |one: &Wanted| {
-                let views = within(20.0, |patience| consumer.fetch(std::slice::from_ref(one), &held, patience))?;
+                let views = within(20.0, |time_limit| consumer.fetch(std::slice::from_ref(one), &held, time_limit))?;
                 Ok::<_, StoreError>(views[0].bytes().to_vec())
             };
             let count = |what: fn(&tundish_store::Stats) -> u64, least: u64| {
@@ -189,60 +190,47 @@ fn what_one_asks_for_wrongly_comes_to_those_who_wait_for_it_and_ask_rightly() {
 
 #[test]
 fn the_token_goes_to_whom_it_is_for() {
-    let (owner, consumer) = (Owner::with(Some("s3cret"), Timing::default()), Node::new(LIMITS));
+    let (owner, consumer) = (Owner::with(Some("s3cret"), Timeouts::default()), Node::new(LIMITS));
     put(&owner.node, &[b"abc".to_vec()]).unwrap();
     let client = Client::new();
     let address = owner.address();
     let error = views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap_err();
     let StoreError::Refused { status: 401, reason, .. } = &error else { panic!("{error}") };
     assert!(reason.contains("not told to trust"), "{reason}");
-    client.trust(&address, Some(Token::new("wrong").unwrap()));
+    client.trust(&address, with_token("wrong"));
     let error = views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap_err();
     assert!(matches!(error, StoreError::Refused { status: 401, .. }), "{error}");
-    client.trust(&address, Some(Token::new("s3cret").unwrap()));
-    let id: ShardId = "a".parse().unwrap();
-    within(5.0, |patience| client.store(&address, &id, &bytes_meta(3), b"abc", patience)).unwrap();
+    client.trust(&address, with_token("s3cret"));
+    let said = "Authorization: Bearer s3cret\r\n";
+    assert_eq!(owner.ask("PUT", "/data/a", said, &shard(&meta("uint8", &[3]), b"abc")).status, 200);
     assert_eq!(views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap(), [b"abc"]);
 }
 
 #[test]
-fn shards_are_stored_and_removed_from_afar() {
-    let (owner, client) = (Owner::new(), Client::new());
-    let (address, id): (_, ShardId) = (owner.address(), "a:1".parse().unwrap());
+fn a_large_shard_is_stored_and_removed_over_a_connection() {
+    let (owner, id): (_, ShardId) = (Owner::new(), "a:1".parse().unwrap());
     let bytes = pattern(6, 20 << 20);
-    let size = bytes.len() as u64;
-    within(20.0, |patience| {
-        client.store(&address, &id, &bytes_meta(size), &bytes, patience).unwrap();
-        let again = client.store(&address, &id, &bytes_meta(size), &bytes, patience).unwrap_err();
-        assert!(matches!(again, StoreError::Refused { status: 409, .. }), "{again}");
-        let stats = client.stats(&address, patience).unwrap();
-        let stats: serde_json::Value = serde_json::from_str(&stats).unwrap();
-        assert_eq!(stats["storage"]["total_bytes"], size);
-        let found = owner.node.look_up(&[Selection { id: id.clone(), rows: None }]).unwrap();
-        assert_eq!(found[0].bytes(), bytes);
-        let removed = client.remove(&address, &[id.clone(), id.clone()], patience).unwrap();
-        assert_eq!((removed.cleared_count, removed.num_tensors, removed.total_bytes), (1, 1, size));
-        assert_eq!(client.remove(&address, std::slice::from_ref(&id), patience).unwrap().cleared_count, 0);
-    });
+    owner.store("a:1", &bytes);
+    let found = owner.node.look_up(&[Selection { id, rows: None }]).unwrap();
+    assert!(found[0].bytes() == bytes);
+    let removed = owner.ask("DELETE", "/data/clear", "", br#"{"shard_ids": ["a:1", "a:1"]}"#).json();
+    assert_eq!((&removed["cleared_count"], &removed["freed_bytes"]), (&json!(1), &json!(bytes.len())));
 }
 
 #[test]
-fn a_buffer_is_cleared_from_afar() {
+fn a_fetch_buffer_is_cleared_over_a_connection() {
     let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
     for id in ["a", "b", "c"] {
         owner.store(id, b"abc");
     }
     let wanted = ["a", "b", "c"].map(|id| owner.wanted(id, 3));
     views(&consumer.node, &client, &wanted).unwrap();
-    let address = consumer.address();
-    let ids: Vec<ShardId> = ["a", "a", "x"].iter().map(|id| id.parse().unwrap()).collect();
-    within(5.0, |patience| {
-        assert_eq!(client.clear_buffer(&address, Some(&ids), patience).unwrap(), 1);
-        assert_eq!(client.clear_buffer(&address, Some(&[]), patience).unwrap(), 0);
-        assert_eq!(consumer.node.stats().buffer.num_entries, 2);
-        assert_eq!(client.clear_buffer(&address, None, patience).unwrap(), 2);
-    });
-    assert_eq!(consumer.node.stats().buffer.num_entries, 0);
+    for (body, cleared, left) in
+        [(r#"{"shard_ids": ["a", "a", "x"]}"#, 1, 2), (r#"{"shard_ids": []}"#, 0, 2), (r#"{"shard_ids": null}"#, 2, 0)]
+    {
+        let answer = consumer.ask("DELETE", "/buffer/clear", "", body.as_bytes()).json();
+        assert_eq!((&answer["cleared_count"], consumer.node.stats().buffer.num_entries), (&json!(cleared), left));
+    }
     assert_eq!(owner.node.stats().storage.num_entries, 3);
 }
 
@@ -255,7 +243,7 @@ fn small_shards_pass_a_large_one() {
     let limits = Limits { buffer_bytes: 256 << 20, ..LIMITS };
     let fetch = |node: &Node, client: &Client, wanted: &Wanted| {
         let begin = Instant::now();
-        within(20.0, |patience| node.fetch(std::slice::from_ref(wanted), client, patience)).unwrap();
+        within(20.0, |time_limit| node.fetch(std::slice::from_ref(wanted), client, time_limit)).unwrap();
         node.clear_buffer(None);
         begin.elapsed()
     };

@@ -5,11 +5,11 @@ use std::net::{Shutdown, TcpListener};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use tundish_store::http::{Client, Token};
-use tundish_store::{Node, Patience, Service, ShardId, StoreError};
+use tundish_store::http::{Client, WorkerClient};
+use tundish_store::{Node, Service, ShardId, StoreError, TimeLimit};
 
 use crate::common::{LIMITS, pattern, whole, within};
-use crate::raw::{meta, shard};
+use crate::raw::{meta, shard, with_token};
 
 /// Answers the connections it gets, one after the other, each with the next of these; and keeps what was asked.
 struct Liar {
@@ -91,7 +91,7 @@ fn answer(body: &[u8]) -> Vec<u8> {
 fn fetch(liar: &Liar, seconds: f64) -> Result<Vec<u8>, StoreError> {
     let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
     let wanted = [whole(&liar.address, &id, LEN)];
-    let got = within(seconds, |patience| node.fetch(&wanted, &Client::new(), patience));
+    let got = within(seconds, |time_limit| node.fetch(&wanted, &Client::new(), time_limit));
     let outcome = got.map(|views| views[0].bytes().to_vec());
     if outcome.is_err() {
         let stats = node.stats().buffer;
@@ -165,16 +165,17 @@ fn an_answer_that_breaks_off_is_asked_for_again_and_then_given_up_within_a_secon
 }
 
 #[test]
-fn what_was_sent_to_be_stored_is_not_sent_again() {
-    let liar = Liar::new((0..3).map(|_| Does::Says(Vec::new())).collect());
-    let id = "a".parse().unwrap();
-    let store =
-        |patience: &mut Patience<'_>| Client::new().store(&liar.address, &id, &meta("uint8", &[4]), b"abc}", patience);
-    let error = within(5.0, store).unwrap_err();
+fn a_request_to_a_worker_is_sent_again_only_on_a_connection_that_was_kept() {
+    let one = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\na".to_vec();
+    let liar = Liar::new(vec![Does::Says(Vec::new()), Does::Says(one), Does::Says(Vec::new()), Does::Says(Vec::new())]);
+    let worker = WorkerClient::new(&liar.address, None, None);
+    let ask = |time_limit: &mut TimeLimit<'_>| worker.request("POST", "/epoch/1/end", b"", time_limit);
+    let error = within(5.0, ask).unwrap_err();
     assert!(matches!(error, StoreError::Unanswered { .. }), "{error}");
     assert_eq!(liar.heard.lock().unwrap().len(), 1, "it may have arrived");
-    // To ask how it stands changes nothing, and is asked again.
-    within(5.0, |patience| Client::new().stats(&liar.address, patience)).unwrap_err();
+    assert_eq!(within(5.0, ask).unwrap(), (200, b"a".to_vec()));
+    // The connection was kept, and is closed by now.
+    within(5.0, ask).unwrap_err();
     assert_eq!(liar.heard.lock().unwrap().len(), 3);
 }
 
@@ -198,8 +199,8 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
     let begin = Instant::now();
     let end = begin + Duration::from_millis(200);
     let mut go_on = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
-    let mut patience = Patience::new(begin + Duration::from_secs(10), &mut go_on);
-    let error = node.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut patience).unwrap_err();
+    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(10), &mut go_on);
+    let error = node.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut time_limit).unwrap_err();
     assert!(matches!(error, StoreError::Interrupted), "{error}");
     assert!(begin.elapsed() < Duration::from_millis(350), "{:?}", begin.elapsed());
 }
@@ -220,7 +221,7 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let ids: Vec<ShardId> = (0..2000).map(|number| format!("a{number}").parse().unwrap()).collect();
     let wanted: Vec<_> = ids.iter().map(|id| whole(&liar.address, id, 1)).collect();
     let begin = Instant::now();
-    let error = within(0.3, |patience| Node::new(LIMITS).fetch(&wanted, &Client::new(), patience)).unwrap_err();
+    let error = within(0.3, |time_limit| Node::new(LIMITS).fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
     assert!(timed_out(&error) && begin.elapsed() < Duration::from_secs(5), "{error}");
 
     let liar = Liar::new(vec![Does::Drips(answer(&body()), 20)]);
@@ -228,8 +229,8 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let begin = Instant::now();
     let end = begin + Duration::from_millis(200);
     let mut go_on = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
-    let mut patience = Patience::new(begin + Duration::from_secs(60), &mut go_on);
-    let error = node.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut patience).unwrap_err();
+    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
+    let error = node.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut time_limit).unwrap_err();
     assert!(matches!(error, StoreError::Interrupted), "{error}");
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
 }
@@ -250,7 +251,7 @@ fn several_owners_are_asked_at_once() {
     let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
     let wanted: Vec<_> = liars.iter().map(|liar| whole(&liar.address, &id, LEN)).collect();
     let begin = Instant::now();
-    let views = within(10.0, |patience| node.fetch(&wanted, &Client::new(), patience)).unwrap();
+    let views = within(10.0, |time_limit| node.fetch(&wanted, &Client::new(), time_limit)).unwrap();
     assert!(views.iter().all(|view| view.bytes() == pattern(1, LEN as usize)));
     assert!(begin.elapsed() < 3 * pause, "{:?}", begin.elapsed());
 }
@@ -271,7 +272,7 @@ fn a_reference_that_was_not_asked_for_is_an_error() {
     for (client, requests) in [(Client::new(), 2), (Client::of_sockets(), 1)] {
         let liar = Liar::new(says());
         let wanted = [whole(&liar.address, &id, LEN)];
-        let error = within(20.0, |patience| Node::new(LIMITS).fetch(&wanted, &client, patience)).unwrap_err();
+        let error = within(20.0, |time_limit| Node::new(LIMITS).fetch(&wanted, &client, time_limit)).unwrap_err();
         assert!(matches!(&error, StoreError::Corrupt { reason, .. } if reason.contains("reference")), "{error}");
         assert_eq!(liar.heard.lock().unwrap().len(), requests);
     }
@@ -300,11 +301,12 @@ fn memory_that_cannot_be_reached_is_sent_instead_and_not_tried_again() {
     let (client, id) = (Client::new(), "a".parse().unwrap());
     for _ in 0..2 {
         let node = Node::new(LIMITS);
-        let views = within(5.0, |patience| node.fetch(&[whole(&liar.address, &id, LEN)], &client, patience)).unwrap();
+        let views =
+            within(5.0, |time_limit| node.fetch(&[whole(&liar.address, &id, LEN)], &client, time_limit)).unwrap();
         assert_eq!(views[0].bytes(), pattern(1, LEN as usize));
     }
     let heard = liar.heard.lock().unwrap();
-    let says_where: Vec<_> = heard.iter().map(|request| request.contains("Tundish-Node: ")).collect();
+    let says_where: Vec<_> = heard.iter().map(|request| request.contains("tundish-node: ")).collect();
     assert_eq!(says_where, [true, false, false]);
 }
 
@@ -312,11 +314,11 @@ fn memory_that_cannot_be_reached_is_sent_instead_and_not_tried_again() {
 fn no_token_is_sent_to_an_address_that_only_a_handle_names() {
     let liar = Liar::new(vec![Does::Says(answer(&body())), Does::Says(answer(&body()))]);
     let (client, id) = (Client::new(), "a".parse().unwrap());
-    client.trust("10.0.0.1:7000", Some(Token::new("s3cret").unwrap()));
+    client.trust("10.0.0.1:7000", with_token("s3cret"));
     // The same machine under another name is another address.
     let port = liar.address.rsplit(':').next().unwrap();
     for owner in [&*liar.address, &format!("localhost:{port}")] {
-        within(5.0, |patience| Node::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, patience)).unwrap();
+        within(5.0, |time_limit| Node::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, time_limit)).unwrap();
     }
     let heard = liar.heard.lock().unwrap();
     assert_eq!(heard.len(), 2);
@@ -329,7 +331,8 @@ fn addresses_that_lead_nowhere_are_told_of_within_a_second() {
     let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
     let fetch = |owner: &str| {
         let begin = Instant::now();
-        let error = within(20.0, |patience| node.fetch(&[whole(owner, &id, 3)], &Client::new(), patience)).unwrap_err();
+        let error =
+            within(20.0, |time_limit| node.fetch(&[whole(owner, &id, 3)], &Client::new(), time_limit)).unwrap_err();
         (error, begin.elapsed())
     };
     let (error, spent) = fetch(&free);
@@ -346,14 +349,14 @@ fn addresses_that_lead_nowhere_are_told_of_within_a_second() {
 fn a_machine_that_does_not_answer_is_told_of_within_a_second() {
     use std::os::fd::AsRawFd;
     let full = TcpListener::bind("127.0.0.1:0").unwrap();
-    // SAFETY: the listener's own descriptor; from here on it has room for one connection that nobody takes.
+    // SAFETY: the listener's own descriptor; from here on it has space for one connection that nobody takes.
     assert_eq!(unsafe { libc::listen(full.as_raw_fd(), 0) }, 0);
     let address = full.local_addr().unwrap();
     let _first = std::net::TcpStream::connect(address).unwrap();
     let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
     let begin = Instant::now();
     let wanted = [whole(&address.to_string(), &id, 3)];
-    let error = within(20.0, |patience| node.fetch(&wanted, &Client::new(), patience)).unwrap_err();
+    let error = within(20.0, |time_limit| node.fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
     assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("machine")), "{error}");
     assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
 }

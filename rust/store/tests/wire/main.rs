@@ -2,7 +2,9 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod controller;
 mod curl;
+mod encrypted;
 mod fetching;
 mod hostile;
 mod liars;
@@ -10,3 +12,4 @@ mod processes;
 mod raw;
 mod serving;
 mod steps;
+mod users;

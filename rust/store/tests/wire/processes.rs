@@ -7,10 +7,11 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tundish_store::http::{Client, Server, Timing};
+use tundish_store::http::{Client, Server, ServerOptions};
 use tundish_store::{Node, Service, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
+use crate::controller::Controller;
 use crate::raw::{Owner, Raw, STUCK, clients, meta, shard, until};
 
 const WHERE_TO_CALL: &str = "TUNDISH_TEST_PARENT";
@@ -106,13 +107,12 @@ fn controlling_process() {
     if !is_started() {
         return;
     }
-    let client = Client::new();
     let mut held = Vec::new();
     obey(|words| {
         let ["claim", owner, id] = words else { panic!("{words:?}") };
-        let mut on = client.hold(&Arc::from(*owner));
+        let mut on = Controller::new(&Arc::from(*owner));
         let ids: [ShardId; 1] = [id.parse().unwrap()];
-        let claimed = within(10.0, |patience| on.claim(1, &ids, patience)).unwrap();
+        let claimed = within(10.0, |time_limit| on.claim(1, &ids, time_limit)).unwrap();
         held.push(on);
         claimed.claimed_count.to_string()
     });
@@ -156,7 +156,7 @@ fn shards_come_from_another_process() {
     for (way, client) in clients() {
         let node = Node::new(LIMITS);
         let wanted = [whole(&address, &id, bytes.len() as u64)];
-        let views = within(20.0, |patience| node.fetch(&wanted, &client, patience)).unwrap();
+        let views = within(20.0, |time_limit| node.fetch(&wanted, &client, time_limit)).unwrap();
         assert_eq!(node.stats().buffer.memory.used_bytes == 0, way == "where it lies");
         process.kill_last_round(way);
         assert!(views[0].bytes() == bytes, "{way}: also when the owner is gone");
@@ -182,7 +182,7 @@ fn an_owner_that_is_killed_in_mid_transfer_is_told_of_within_a_second() {
         let (error, spent) = std::thread::scope(|scope| {
             let fetching = scope.spawn(|| {
                 let wanted = [whole(&address, &id, len)];
-                let outcome = within(20.0, |patience| node.fetch(&wanted, &client, patience));
+                let outcome = within(20.0, |time_limit| node.fetch(&wanted, &client, time_limit));
                 (outcome.map(drop), Instant::now())
             });
             std::thread::sleep(Duration::from_millis(5 * round));
@@ -208,7 +208,7 @@ fn a_child_keeps_no_connection_of_its_parent() {
     let (node, client) = (Node::new(LIMITS), Client::of_sockets());
     let fetch = || {
         node.clear_buffer(None);
-        within(20.0, |patience| node.fetch(&[whole(&address, &id, 1000)], &client, patience)).map(drop)
+        within(20.0, |time_limit| node.fetch(&[whole(&address, &id, 1000)], &client, time_limit)).map(drop)
     };
     // A connection is open, and then the child is made.
     fetch().unwrap();
@@ -257,11 +257,11 @@ fn a_consumer_that_dies_in_mid_transfer_keeps_nothing_of_the_owners() {
 fn a_port_that_is_taken_is_told_of() {
     let owner = Owner::new();
     let port = owner.server.address().port();
-    let error = Server::start(Node::new(LIMITS), "127.0.0.1", port, None, Timing::default()).unwrap_err();
+    let error = Server::start(Node::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap_err();
     let StoreError::Io { object, kind, .. } = &error else { panic!("{error}") };
     assert_eq!((object, kind), (&format!("127.0.0.1:{port}"), &std::io::ErrorKind::AddrInUse));
     drop(owner);
-    Server::start(Node::new(LIMITS), "127.0.0.1", port, None, Timing::default()).unwrap();
+    Server::start(Node::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap();
 }
 
 #[test]
@@ -269,9 +269,8 @@ fn more_connections_than_there_is_room_for_push_out_those_that_wait() {
     let mut process = Process::start("processes::an_owner_with_few_descriptors");
     let address: Arc<str> = process.ask("address").into();
     let at = address.parse().unwrap();
-    let client = Client::new();
-    let mut held = client.hold(&address);
-    within(10.0, |patience| held.begin_epoch(1, patience)).unwrap();
+    let mut held = Controller::new(&address);
+    within(10.0, |time_limit| held.begin_epoch(1, time_limit)).unwrap();
     let ask = |raw: &mut Raw| {
         raw.request("GET", "/health", "", b"");
         raw.answer().status
@@ -289,8 +288,9 @@ fn more_connections_than_there_is_room_for_push_out_those_that_wait() {
     });
     let closed = closed.count();
     assert!(closed > 200, "only {closed} of 300 had to go");
-    assert!(held.is_alive(), "but not the one that holds claims");
-    within(10.0, |patience| held.end_epoch(1, patience)).unwrap();
+    let number = held.connection_number();
+    within(10.0, |time_limit| held.end_epoch(1, time_limit)).unwrap();
+    assert_eq!(held.connection_number(), number, "but not the one that holds claims");
 }
 
 #[test]

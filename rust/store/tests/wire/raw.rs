@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::Value;
-use tundish_store::http::{Client, Server, Timing, Token};
+use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
 use tundish_store::{Dtype, Meta, Node, Wanted};
 
 use crate::common::LIMITS;
@@ -25,13 +25,17 @@ pub struct Owner {
 
 impl Owner {
     pub fn new() -> Self {
-        Owner::with(None, Timing::default())
+        Owner::with(None, Timeouts::default())
     }
 
-    pub fn with(token: Option<&str>, timing: Timing) -> Self {
-        let node = Node::new(LIMITS);
+    pub fn with(token: Option<&str>, timeouts: Timeouts) -> Self {
         let token = token.map(|text| Token::new(text).unwrap());
-        let server = Server::start(node.clone(), "127.0.0.1", 0, token, timing).unwrap();
+        Owner::serving(ServerOptions { token, timeouts, ..ServerOptions::default() })
+    }
+
+    pub fn serving(options: ServerOptions) -> Self {
+        let node = Node::new(LIMITS);
+        let server = Server::start(node.clone(), "127.0.0.1", 0, options).unwrap();
         Owner { node, server }
     }
 
@@ -60,6 +64,11 @@ impl Owner {
     pub fn wanted(&self, id: &str, len: u64) -> Wanted {
         crate::common::whole(&self.address(), &id.parse().unwrap(), len)
     }
+}
+
+/// How an owner with this token is spoken to.
+pub fn with_token(token: &str) -> Trust {
+    Trust { token: Some(Token::new(token).unwrap()), tls: None }
 }
 
 /// Ways to fetch.
@@ -131,7 +140,10 @@ pub struct Answer {
 
 impl Answer {
     pub fn field(&self, name: &str) -> Option<&str> {
-        self.head.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "))
+        self.head.lines().find_map(|line| {
+            let (field, value) = line.split_once(": ")?;
+            field.eq_ignore_ascii_case(name).then_some(value)
+        })
     }
 
     pub fn text(&self) -> String {

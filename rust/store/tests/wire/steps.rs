@@ -1,10 +1,11 @@
 //! Steps that a controller begins, claims for, and ends from afar.
 
 use serde_json::json;
-use tundish_store::http::Client;
+use tundish_store::http::{Client, Server, ServerOptions};
 use tundish_store::{Service, ShardId, StoreError};
 
 use crate::common::within;
+use crate::controller::Controller;
 use crate::raw::{Owner, until};
 
 fn ids(names: &[&str]) -> Vec<ShardId> {
@@ -17,54 +18,53 @@ fn unclaimed(owner: &Owner) -> u64 {
 
 #[test]
 fn a_step_ends_with_what_it_claimed_and_what_was_fetched_in_it() {
-    let (owner, client) = (Owner::new(), Client::new());
+    let owner = Owner::new();
     ["a", "b", "c"].iter().for_each(|id| owner.store(id, &[7; 1000]));
     let consumer = Owner::new();
-    within(20.0, |patience| {
-        let mut held = [client.hold(&owner.address()), client.hold(&consumer.address())];
-        held[1].begin_epoch(7, patience).unwrap();
-        let claimed = held[0].claim(7, &ids(&["a", "b", "never"]), patience).unwrap();
+    within(20.0, |time_limit| {
+        let mut held = [Controller::new(&owner.address()), Controller::new(&consumer.address())];
+        held[1].begin_epoch(7, time_limit).unwrap();
+        let claimed = held[0].claim(7, &ids(&["a", "b", "never"]), time_limit).unwrap();
         assert_eq!((claimed.claimed_count, claimed.total_bytes, claimed.missing), (2, 2048, ids(&["never"])));
-        let taken = held[0].claim(8, &ids(&["a"]), patience).unwrap();
+        let taken = held[0].claim(8, &ids(&["a"]), time_limit).unwrap();
         assert_eq!((taken.claimed_count, taken.taken), (0, ids(&["a"])));
         let wanted = ["a", "c"].map(|id| owner.wanted(id, 1000));
-        consumer.node.fetch(&wanted, &Client::of_sockets(), patience).unwrap();
+        consumer.node.fetch(&wanted, &Client::of_sockets(), time_limit).unwrap();
         assert_eq!(consumer.node.stats().buffer.num_entries, 2);
 
-        let ledgers = held.each_mut().map(|held| held.end_epoch(7, patience).unwrap());
+        let ledgers = held.each_mut().map(|held| held.end_epoch(7, time_limit).unwrap());
         let told =
             ledgers.map(|ledger| (ledger.stored_bytes, ledger.fetched_bytes, ledger.held_bytes, ledger.freed_bytes));
         assert_eq!(told, [(2048, 0, 0, 2048), (0, 2048, 0, 2048)]);
-        assert_eq!(held[1].end_epoch(7, patience).unwrap(), ledgers[1], "again, it only tells");
+        assert_eq!(held[1].end_epoch(7, time_limit).unwrap(), ledgers[1], "again, it only tells");
         assert_eq!(consumer.node.stats().buffer.num_entries, 0);
         assert_eq!(owner.node.stats().storage.num_entries, 1);
-        let over = held[1].begin_epoch(7, patience).unwrap_err();
+        let over = held[1].begin_epoch(7, time_limit).unwrap_err();
         assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
-        let over = held[0].claim(7, &ids(&["c"]), patience).unwrap_err();
+        let over = held[0].claim(7, &ids(&["c"]), time_limit).unwrap_err();
         assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
-        assert!(held.iter().all(|held| held.is_alive()));
     });
 }
 
 #[test]
 fn what_a_step_that_is_about_to_end_claimed_is_given_to_nobody_and_is_there_until_then() {
-    let (owner, client) = (Owner::new(), Client::new());
+    let owner = Owner::new();
     ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
     let consumer = Owner::new();
     let missing = |id: &str| {
-        within(20.0, |patience| consumer.node.fetch(&[owner.wanted(id, 3)], &Client::of_sockets(), patience))
+        within(20.0, |time_limit| consumer.node.fetch(&[owner.wanted(id, 3)], &Client::of_sockets(), time_limit))
             .is_err_and(|error| matches!(error, StoreError::Missing { .. }))
     };
-    within(20.0, |patience| {
-        let (mut held, mut other) = (client.hold(&owner.address()), client.hold(&owner.address()));
-        held.claim(7, &ids(&["a"]), patience).unwrap();
-        other.close_epoch(7, patience).unwrap();
+    within(20.0, |time_limit| {
+        let (mut held, mut other) = (Controller::new(&owner.address()), Controller::new(&owner.address()));
+        held.claim(7, &ids(&["a"]), time_limit).unwrap();
+        other.close_epoch(7, time_limit).unwrap();
         assert!(!missing("a"), "who has not claimed closes nothing");
         consumer.node.clear_buffer(None);
-        held.close_epoch(7, patience).unwrap();
+        held.close_epoch(7, time_limit).unwrap();
         assert!(missing("a") && !missing("b"));
         assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (2, 1));
-        assert_eq!(other.claim(8, &ids(&["a"]), patience).unwrap().taken, ids(&["a"]));
+        assert_eq!(other.claim(8, &ids(&["a"]), time_limit).unwrap().taken, ids(&["a"]));
         // It is as it was for all when who claimed it does not end the step.
         drop(held);
         until("claims are given up with their connection", || unclaimed(&owner) == 2);
@@ -82,56 +82,59 @@ fn the_end_of_a_step_is_a_small_message() {
 
 #[test]
 fn claims_last_as_long_as_the_connection_that_they_were_made_on() {
-    let (owner, client) = (Owner::new(), Client::new());
+    let owner = Owner::new();
     ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
     let address = owner.address();
-    within(20.0, |patience| {
-        let (mut first, mut second) = (client.hold(&address), client.hold(&address));
-        first.claim(1, &ids(&["a"]), patience).unwrap();
-        second.claim(2, &ids(&["b"]), patience).unwrap();
+    within(20.0, |time_limit| {
+        let (mut first, mut second) = (Controller::new(&address), Controller::new(&address));
+        first.claim(1, &ids(&["a"]), time_limit).unwrap();
+        second.claim(2, &ids(&["b"]), time_limit).unwrap();
         assert_eq!(unclaimed(&owner), 0);
         drop(first);
         until("claims are given up with their connection", || unclaimed(&owner) == 1);
-        assert_eq!(second.claim(2, &ids(&["b"]), patience).unwrap().taken, []);
-        let taken = client.hold(&address).claim(3, &ids(&["a", "b"]), patience).unwrap();
+        assert_eq!(second.claim(2, &ids(&["b"]), time_limit).unwrap().taken, []);
+        let taken = Controller::new(&address).claim(3, &ids(&["a", "b"]), time_limit).unwrap();
         assert_eq!((taken.claimed_count, taken.taken), (1, ids(&["b"])));
     });
 }
 
 #[test]
-fn a_connection_that_breaks_says_that_its_claims_are_gone() {
+fn a_connection_that_breaks_takes_its_claims_with_it_and_the_next_one_has_another_number() {
     let owner = Owner::new();
     owner.store("a", b"abc");
-    let (client, address) = (Client::new(), owner.address());
-    let mut held = client.hold(&address);
-    within(20.0, |patience| {
-        held.claim(1, &ids(&["a"]), patience).unwrap();
-        drop(owner);
-        until("the end of a server is seen", || !held.is_alive());
-        let error = held.end_epoch(1, patience).unwrap_err();
-        assert!(matches!(&error, StoreError::Unanswered { reason, .. } if reason.contains("given up")), "{error}");
-        // Nothing is claimed any more: it is merely not there.
-        let error = held.end_epoch(1, patience).unwrap_err();
-        assert!(matches!(&error, StoreError::Unanswered { reason, .. } if !reason.contains("given up")), "{error}");
+    let mut held = Controller::new(&owner.address());
+    within(20.0, |time_limit| {
+        held.claim(1, &ids(&["a"]), time_limit).unwrap();
+        let first = held.connection_number();
+        let port = owner.server.address().port();
+        let Owner { node, server } = owner;
+        drop(server);
+        until("claims are given up with the server", || node.stats().storage.unclaimed_entries == 1);
+        let error = held.end_epoch(1, time_limit).unwrap_err();
+        assert!(matches!(&error, StoreError::Unanswered { .. }), "{error}");
+        let again = Server::start(node, "127.0.0.1", port, ServerOptions::default()).unwrap();
+        held.claim(2, &ids(&["a"]), time_limit).unwrap();
+        assert!(held.connection_number().is_some_and(|number| Some(number) != first));
+        drop(again);
     });
 }
 
 #[test]
 fn what_is_kept_from_afar_outlives_its_step() {
-    let (owner, client) = (Owner::new(), Client::new());
+    let owner = Owner::new();
     ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
-    let mut held = client.hold(&owner.address());
-    within(20.0, |patience| {
-        held.claim(1, &ids(&["a", "b"]), patience).unwrap();
-        let kept = held.keep(&ids(&["a", "a", "never"]), patience).unwrap();
+    let mut held = Controller::new(&owner.address());
+    within(20.0, |time_limit| {
+        held.claim(1, &ids(&["a", "b"]), time_limit).unwrap();
+        let kept = held.keep(&ids(&["a", "a", "never"]), time_limit).unwrap();
         assert_eq!((kept.shards, kept.entries), (1, 0));
-        held.end_epoch(1, patience).unwrap();
+        held.end_epoch(1, time_limit).unwrap();
     });
     assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
     // Whoever kept it: its end is nobody's loss.
     drop(held);
-    within(20.0, |patience| {
-        let claimed = client.hold(&owner.address()).claim(2, &ids(&["a"]), patience).unwrap();
+    within(20.0, |time_limit| {
+        let claimed = Controller::new(&owner.address()).claim(2, &ids(&["a"]), time_limit).unwrap();
         assert_eq!((claimed.claimed_count, claimed.kept), (1, ids(&["a"])));
     });
 }
@@ -142,19 +145,19 @@ fn what_one_keeps_of_anothers_step_ends_with_both() {
     ["a", "b", "c"].iter().for_each(|id| owner.store(id, b"abc"));
     let addresses = [owner.address(), consumer.address()];
     let entries = || (owner.node.stats().storage.num_entries, consumer.node.stats().buffer.num_entries);
-    within(20.0, |patience| {
+    within(20.0, |time_limit| {
         let (mut step, mut keeper) =
-            (addresses.each_ref().map(|one| client.hold(one)), addresses.each_ref().map(|one| client.hold(one)));
-        step[1].begin_epoch(1, patience).unwrap();
-        step[0].claim(1, &ids(&["a", "b", "c"]), patience).unwrap();
+            (addresses.each_ref().map(Controller::new), addresses.each_ref().map(Controller::new));
+        step[1].begin_epoch(1, time_limit).unwrap();
+        step[0].claim(1, &ids(&["a", "b", "c"]), time_limit).unwrap();
         let wanted = ["a", "b", "c"].map(|id| owner.wanted(id, 3));
-        consumer.node.fetch(&wanted, &client, patience).unwrap();
-        let kept = keeper.each_mut().map(|held| held.keep(&ids(&["a", "b"]), patience).unwrap());
+        consumer.node.fetch(&wanted, &client, time_limit).unwrap();
+        let kept = keeper.each_mut().map(|held| held.keep(&ids(&["a", "b"]), time_limit).unwrap());
         assert_eq!(kept.map(|kept| (kept.shards, kept.entries)), [(2, 0), (0, 2)]);
         // A third one claims it anew, whose it is from here on.
-        let mut third = client.hold(&owner.address());
-        assert_eq!(third.claim(2, &ids(&["b"]), patience).unwrap().kept, ids(&["b"]));
-        step.iter_mut().for_each(|held| _ = held.end_epoch(1, patience).unwrap());
+        let mut third = Controller::new(&owner.address());
+        assert_eq!(third.claim(2, &ids(&["b"]), time_limit).unwrap().kept, ids(&["b"]));
+        step.iter_mut().for_each(|held| _ = held.end_epoch(1, time_limit).unwrap());
         assert_eq!(entries(), (2, 2));
         drop(keeper);
         until("what was kept ends with who kept it", || entries() == (1, 0));
@@ -164,63 +167,29 @@ fn what_one_keeps_of_anothers_step_ends_with_both() {
 
 #[test]
 fn what_is_kept_no_longer_is_its_steps_again_while_that_is_under_way() {
-    let (owner, client) = (Owner::new(), Client::new());
+    let owner = Owner::new();
     ["a", "b", "c"].iter().for_each(|id| owner.store(id, b"abc"));
-    within(20.0, |patience| {
-        let mut step = client.hold(&owner.address());
-        step.claim(1, &ids(&["a", "b"]), patience).unwrap();
-        let mut second = client.hold(&owner.address());
-        second.claim(2, &ids(&["c"]), patience).unwrap();
-        let mut keepers = [client.hold(&owner.address()), client.hold(&owner.address())];
-        keepers.iter_mut().for_each(|held| _ = held.keep(&ids(&["a"]), patience).unwrap());
+    within(20.0, |time_limit| {
+        let mut step = Controller::new(&owner.address());
+        step.claim(1, &ids(&["a", "b"]), time_limit).unwrap();
+        let mut second = Controller::new(&owner.address());
+        second.claim(2, &ids(&["c"]), time_limit).unwrap();
+        let mut keepers = [Controller::new(&owner.address()), Controller::new(&owner.address())];
+        keepers.iter_mut().for_each(|held| _ = held.keep(&ids(&["a"]), time_limit).unwrap());
         let [one, other] = keepers;
         drop(one);
         assert_eq!(unclaimed(&owner), 1);
         drop(other);
         until("it is the step's again", || unclaimed(&owner) == 0);
         // A step whose claimant is gone takes nothing with it, nor does who kept something of it then.
-        let mut keeper = client.hold(&owner.address());
-        keeper.keep(&ids(&["b", "c"]), patience).unwrap();
+        let mut keeper = Controller::new(&owner.address());
+        keeper.keep(&ids(&["b", "c"]), time_limit).unwrap();
         drop(step);
         until("what was claimed is unclaimed again", || unclaimed(&owner) == 3);
         drop(keeper);
         until("the keeper is gone", || unclaimed(&owner) == 2);
-        second.end_epoch(2, patience).unwrap();
+        second.end_epoch(2, time_limit).unwrap();
         assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (2, 2));
-    });
-}
-
-#[test]
-fn a_step_is_flushed_alone() {
-    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
-    ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
-    let wanted = ["a", "b"].map(|id| owner.wanted(id, 3));
-    within(20.0, |patience| {
-        consumer.node.fetch(&wanted[..1], &client, patience).unwrap();
-        let mut held = client.hold(&consumer.address());
-        held.keep(&ids(&["a"]), patience).unwrap();
-        held.begin_epoch(1, patience).unwrap();
-        consumer.node.fetch(&wanted[1..], &client, patience).unwrap();
-        // Others have no part in it.
-        assert_eq!(client.hold(&consumer.address()).flush_epoch(1, patience).unwrap(), 0);
-        assert_eq!([1, 1, 2].map(|epoch| held.flush_epoch(epoch, patience).unwrap()), [1, 0, 0]);
-        // It goes on.
-        consumer.node.fetch(&wanted, &client, patience).unwrap();
-        let dropped = consumer.ask("DELETE", "/buffer/clear", "", br#"{"shard_ids": ["a", "b"]}"#).json();
-        assert_eq!((&dropped["cleared_count"], &dropped["kept_count"]), (&json!(2), &json!(1)));
-        assert_eq!(held.end_epoch(1, patience).unwrap().freed_bytes, 3 * 64);
-    });
-}
-
-#[test]
-fn a_step_that_is_flushed_is_no_newer_for_that() {
-    let (consumer, client) = (Owner::new(), Client::new());
-    within(20.0, |patience| {
-        let mut held = client.hold(&consumer.address());
-        (1..=3).for_each(|epoch| held.begin_epoch(epoch, patience).unwrap());
-        held.flush_epoch(1, patience).unwrap();
-        held.end_epoch(3, patience).unwrap();
-        assert_eq!(consumer.node.current_epoch(), Some(2));
     });
 }
 
@@ -228,35 +197,15 @@ fn a_step_that_is_flushed_is_no_newer_for_that() {
 fn what_one_keeps_of_the_step_of_somebody_who_is_gone_is_dropped_by_consumers_with_who_keeps_it() {
     let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
     owner.store("a", b"abc");
-    let (mut step, mut keeper) = (client.hold(&consumer.address()), client.hold(&consumer.address()));
-    within(20.0, |patience| {
-        step.begin_epoch(1, patience).unwrap();
-        consumer.node.fetch(&[owner.wanted("a", 3)], &client, patience).unwrap();
-        assert_eq!(keeper.keep(&ids(&["a"]), patience).unwrap().entries, 1);
+    let (mut step, mut keeper) = (Controller::new(&consumer.address()), Controller::new(&consumer.address()));
+    within(20.0, |time_limit| {
+        step.begin_epoch(1, time_limit).unwrap();
+        consumer.node.fetch(&[owner.wanted("a", 3)], &client, time_limit).unwrap();
+        assert_eq!(keeper.keep(&ids(&["a"]), time_limit).unwrap().entries, 1);
     });
     drop(step);
     until("its step is over", || consumer.node.current_epoch().is_none());
     assert_eq!(consumer.node.stats().buffer.num_entries, 1);
     drop(keeper);
     until("nobody keeps it", || consumer.node.stats().buffer.num_entries == 0);
-}
-
-#[test]
-fn long_lists_of_names_go_in_several_requests() {
-    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
-    // One request has room for a quarter of a million.
-    let ids: Vec<ShardId> = (0..270_000).map(|counter| ShardId::numbered(7, counter)).collect();
-    let there = [&ids[0], &ids[269_999]].map(ShardId::to_string);
-    there.iter().for_each(|id| owner.store(id, b"abc"));
-    within(60.0, |patience| {
-        let wanted = there.each_ref().map(|id| owner.wanted(id, 3));
-        consumer.node.fetch(&wanted, &client, patience).unwrap();
-        assert_eq!(client.clear_buffer(&consumer.address(), Some(&ids), patience).unwrap(), 2);
-        let mut held = client.hold(&owner.address());
-        let claimed = held.claim(1, &ids, patience).unwrap();
-        assert_eq!((claimed.claimed_count, claimed.total_bytes), (2, 128));
-        assert_eq!(claimed.missing, ids[1..269_999]);
-        let removed = client.remove(&owner.address(), &ids, patience).unwrap();
-        assert_eq!((removed.cleared_count, removed.num_tensors, removed.total_bytes), (2, 2, 128));
-    });
 }

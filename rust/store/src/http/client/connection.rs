@@ -1,9 +1,11 @@
-//! One connection to an owner: what is sent and received on it, in turns, between which the caller is asked whether to
-//! go on.
+//! One connection to an owner: blocking reads and writes with a deadline and cancellation.
 //!
-//! It blocks the calling thread, which costs less than handing over to another one and back. What always holds: no call
-//! of the kernel takes longer than [`TURN`], and between two of them the deadline is looked at, also where something
-//! comes each time; what came and was not looked at is in `inbox`, never more than the answer.
+//! Blocking the calling thread costs less than handing over to another one and back.
+//!
+//! Invariants:
+//!
+//! - No system call takes longer than [`TURN`]. Between two of them the deadline is checked, also while bytes keep coming.
+//! - `inbox` holds what was received and not parsed yet, never more than the response.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,13 +18,15 @@ use rustix::net::sockopt::{
     set_tcp_nodelay, set_tcp_user_timeout, socket_error,
 };
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, connect, recv, socket_with};
+use rustls::StreamOwned;
 
+use super::response_head::ResponseHead;
+use super::stream::{Blocking, Stream};
 use crate::checksum::Checksum;
 use crate::error::StoreError;
-use crate::http::descriptors::{NoFork, Socket};
-use crate::http::head::AnswerHead;
-use crate::patience::Patience;
-use crate::slice::ShortSlices;
+use crate::http::sockets::{NoFork, Socket};
+use crate::http::tls::ClientTls;
+use crate::time_limit::TimeLimit;
 
 /// Between two looks at whether to go on.
 const TURN: Duration = Duration::from_millis(50);
@@ -39,9 +43,6 @@ const STRIDE: usize = 256 << 10;
 /// Bytes that are received before other threads that want the processor have theirs: some hundred microseconds. They
 /// would have it at the next tick of its clock only, some milliseconds later.
 const PROCESSOR_TURN: usize = 1 << 20;
-
-/// What takes longer to receive than to have one's turn shortened.
-const LARGE: usize = 8 << 20;
 
 /// Bytes that are received beyond those of a shard: the header of the next one.
 const AHEAD: usize = 64;
@@ -75,7 +76,7 @@ fn broken(error: &io::Error) -> Trouble {
 
 #[derive(Debug)]
 pub(super) struct Connection {
-    stream: Socket<TcpStream>,
+    stream: Stream,
     inbox: Vec<u8>,
     /// What was looked at of it.
     taken: usize,
@@ -85,14 +86,23 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Connects to one of these.
-    pub(super) fn open(addresses: &[SocketAddr], patience: &mut Patience<'_>) -> Result<Self, Trouble> {
+    /// Connects to `owner` at one of these addresses, over TLS where it is trusted with that.
+    pub(super) fn open(
+        owner: &str,
+        addresses: &[SocketAddr],
+        tls: Option<&ClientTls>,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<Self, Trouble> {
         let mut last = Trouble::Broken("its name has no address".to_owned());
         for address in addresses {
             // What asks first may have been lost on the way.
             for _ in 0..2 {
-                match reach(address, patience) {
-                    Ok(Some(stream)) => {
+                match reach(address, time_limit) {
+                    Ok(Some(socket)) => {
+                        let stream = match tls {
+                            None => Stream::Plain(Blocking(socket)),
+                            Some(tls) => Stream::Tls(Box::new(StreamOwned::new(tls.connect(owner)?, Blocking(socket)))),
+                        };
                         return Ok(Connection {
                             stream,
                             inbox: Vec::new(),
@@ -119,37 +129,41 @@ impl Connection {
             return false;
         }
         let mut byte = [0; 1];
-        let seen = recv(&*self.stream, &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
+        let seen = recv(&**self.stream.socket(), &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
         matches!(seen, Err(Errno::AGAIN))
     }
 
     /// Whether it is this process's, and not of the one that it was forked from.
     pub(super) fn is_own(&self) -> bool {
-        self.stream.is_own()
+        self.stream.socket().is_own()
     }
 
     /// Sends all of it, one part behind the other.
-    pub(super) fn send(&mut self, mut parts: &mut [IoSlice<'_>], patience: &mut Patience<'_>) -> Result<(), Trouble> {
+    pub(super) fn send(
+        &mut self,
+        mut parts: &mut [IoSlice<'_>],
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(), Trouble> {
         IoSlice::advance_slices(&mut parts, 0);
         while !parts.is_empty() {
-            match (&*self.stream).write_vectored(parts) {
+            match self.stream.write_vectored(parts) {
                 Ok(0) => return Err(Trouble::Broken("it takes nothing any more".to_owned())),
                 Ok(sent) => {
                     IoSlice::advance_slices(&mut parts, sent);
                     if !parts.is_empty() {
-                        patience.glance()?;
+                        time_limit.glance()?;
                     }
                 }
-                Err(error) => self.wait(&error, patience)?,
+                Err(error) => self.wait(&error, time_limit)?,
             }
         }
         Ok(())
     }
 
     /// The head of the answer. Answers that only say that another follows are passed over.
-    pub(super) fn head(&mut self, patience: &mut Patience<'_>) -> Result<AnswerHead, Trouble> {
+    pub(super) fn head(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<ResponseHead, Trouble> {
         for _ in 0..=MOST_INTERIM {
-            let head = self.parse(patience, |bytes| AnswerHead::parse(bytes).map_err(Trouble::Broken))?;
+            let head = self.parse(time_limit, |bytes| ResponseHead::parse(bytes).map_err(Trouble::Broken))?;
             if head.status >= 200 {
                 self.keeps_alive = head.keeps_alive;
                 return Ok(head);
@@ -161,7 +175,7 @@ impl Connection {
     /// What `parse` makes of the next bytes, of which it tells how many it took.
     pub(super) fn parse<T>(
         &mut self,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
         parse: impl Fn(&[u8]) -> Result<Option<(T, usize)>, Trouble>,
     ) -> Result<T, Trouble> {
         let mut has_come = false;
@@ -171,32 +185,35 @@ impl Connection {
                 return Ok(parsed);
             }
             if std::mem::replace(&mut has_come, true) {
-                patience.glance()?;
+                time_limit.glance()?;
             }
             self.inbox.drain(..self.taken);
             self.taken = 0;
             let begun = self.inbox.len();
             self.inbox.resize(begun + SOME, 0);
-            let received = self.receive(begun, patience);
+            let received = self.receive(begun, time_limit);
             self.inbox.truncate(begun + *received.as_ref().unwrap_or(&0));
             received?;
         }
     }
 
-    fn receive(&mut self, from: usize, patience: &mut Patience<'_>) -> Result<usize, Trouble> {
+    fn receive(&mut self, from: usize, time_limit: &mut TimeLimit<'_>) -> Result<usize, Trouble> {
         loop {
-            match (&*self.stream).read(&mut self.inbox[from..]) {
+            match self.stream.read(&mut self.inbox[from..]) {
                 Ok(0) => return Err(ended()),
                 Ok(received) => return Ok(received),
-                Err(error) => self.wait(&error, patience)?,
+                Err(error) => self.wait(&error, time_limit)?,
             }
         }
     }
 
     /// Fills `target` with the next bytes, and returns their checksum. Of the answer `rest` bytes follow them.
-    pub(super) fn fill(&mut self, target: &mut [u8], rest: u64, patience: &mut Patience<'_>) -> Result<u64, Trouble> {
-        // Other threads that fetch, and the owner where it is on this machine, are woken meanwhile.
-        let _slices = (target.len() >= LARGE).then(ShortSlices::begin);
+    pub(super) fn fill(
+        &mut self,
+        target: &mut [u8],
+        rest: u64,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<u64, Trouble> {
         let mut checksum = Checksum::new();
         let here = &self.inbox[self.taken..];
         let mut filled = here.len().min(target.len());
@@ -212,9 +229,9 @@ impl Connection {
             let end = target.len().min(filled + STRIDE);
             let ahead = if end == target.len() { ahead } else { 0 };
             let wanted = end - filled;
-            let room = &mut target[filled..end];
-            let mut parts = [IoSliceMut::new(room), IoSliceMut::new(&mut self.inbox[..ahead])];
-            match (&*self.stream).read_vectored(&mut parts) {
+            let space = &mut target[filled..end];
+            let mut parts = [IoSliceMut::new(space), IoSliceMut::new(&mut self.inbox[..ahead])];
+            match self.stream.read_vectored(&mut parts) {
                 Ok(0) => return Err(ended()),
                 Ok(received) => {
                     let of_target = received.min(wanted);
@@ -230,26 +247,26 @@ impl Connection {
                         std::thread::yield_now();
                     }
                     if filled < target.len() {
-                        patience.glance()?;
+                        time_limit.glance()?;
                     }
                 }
-                Err(error) => self.wait(&error, patience)?,
+                Err(error) => self.wait(&error, time_limit)?,
             }
         }
         Ok(checksum.value())
     }
 
     /// The next `length` bytes, of which there may be many.
-    pub(super) fn collect(&mut self, length: u64, patience: &mut Patience<'_>) -> Result<Vec<u8>, Trouble> {
+    pub(super) fn collect(&mut self, length: u64, time_limit: &mut TimeLimit<'_>) -> Result<Vec<u8>, Trouble> {
         let mut collected = Vec::new();
         let mut left = length;
         while left > 0 {
             let (begun, some) = (collected.len(), left.min(STRIDE as u64));
             left -= some;
             collected.resize(begun + some as usize, 0);
-            self.fill(&mut collected[begun..], left, patience)?;
+            self.fill(&mut collected[begun..], left, time_limit)?;
             if left > 0 {
-                patience.glance()?;
+                time_limit.glance()?;
             }
         }
         Ok(collected)
@@ -262,13 +279,13 @@ impl Connection {
             return Ok(());
         }
         let milliseconds = if expects { SILENCE.as_millis() as u32 } else { 0 };
-        set_tcp_user_timeout(&*self.stream, milliseconds).map_err(|errno| broken(&errno.into()))
+        set_tcp_user_timeout(&**self.stream.socket(), milliseconds).map_err(|errno| broken(&errno.into()))
     }
 
     /// What a call of the kernel ended with that may be repeated.
-    fn wait(&self, error: &io::Error, patience: &mut Patience<'_>) -> Result<(), Trouble> {
+    fn wait(&self, error: &io::Error, time_limit: &mut TimeLimit<'_>) -> Result<(), Trouble> {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => look(patience),
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => look(time_limit),
             _ => Err(broken(error)),
         }
     }
@@ -278,9 +295,9 @@ fn ended() -> Trouble {
     Trouble::Broken("it closed the connection in mid-answer".to_owned())
 }
 
-pub(super) fn look(patience: &mut Patience<'_>) -> Result<(), Trouble> {
-    patience.look()?;
-    if patience.is_over() {
+pub(super) fn look(time_limit: &mut TimeLimit<'_>) -> Result<(), Trouble> {
+    time_limit.look()?;
+    if time_limit.is_over() {
         // What for, the caller knows.
         return Err(StoreError::TimedOut { what: String::new() }.into());
     }
@@ -288,7 +305,7 @@ pub(super) fn look(patience: &mut Patience<'_>) -> Result<(), Trouble> {
 }
 
 /// A connection, if the other side's kernel answers in time.
-fn reach(address: &SocketAddr, patience: &mut Patience<'_>) -> Result<Option<Socket<TcpStream>>, Trouble> {
+fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<Socket<TcpStream>>, Trouble> {
     let failed = |errno: Errno| broken(&errno.into());
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -310,7 +327,7 @@ fn reach(address: &SocketAddr, patience: &mut Patience<'_>) -> Result<Option<Soc
                 }
             };
             while !is_connected().map_err(failed)? {
-                look(patience)?;
+                look(time_limit)?;
                 if Instant::now() >= end {
                     return Ok(None);
                 }

@@ -1,7 +1,8 @@
-//! Fetching a batch from one owner.
+//! Fetches a batch of shards from one owner.
 //!
-//! Shards come in the order in which they were asked for, so that what is left after a failure is the end of the list.
-//! What always holds: a shard is complete only when its checksum was seen to be right.
+//! Shards arrive in the order in which they were asked for, so that after a failure the end of the list is left.
+//!
+//! Invariant: a shard is complete only when its checksum was found right.
 
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
@@ -10,20 +11,21 @@ use rustix::io::Errno;
 use tundish_shm::ShmError;
 
 use super::Client;
-use super::attempts::Attempts;
 use super::connection::{Connection, Trouble};
 use super::request::{Request, read_small};
+use super::response_head::ResponseHead;
+use super::retries::Retries;
 use crate::error::{MissingShard, StoreError};
-use crate::http::head::{AnswerHead, Form};
 use crate::http::json::{self, Refused};
+use crate::http::media_type::MediaType;
 use crate::http::same_node;
 use crate::http::shard_header::{self, Payload, ShardHeader};
-use crate::patience::Patience;
-use crate::shard::Selection;
+use crate::shard_id::Selection;
+use crate::time_limit::TimeLimit;
 use crate::transport::{Receiver, Transport};
 
 /// What is left of a batch.
-struct Errand<'a> {
+struct Batch<'a> {
     owner: &'a Arc<str>,
     wanted: &'a [Selection],
     /// So many have come.
@@ -50,20 +52,21 @@ impl Transport for Client {
         owner: &Arc<str>,
         wanted: &[Selection],
         receiver: &mut dyn Receiver,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
-        let mut errand = Errand { owner, wanted, done: 0, receiver };
-        let mut attempts = Attempts::new();
+        let mut batch = Batch { owner, wanted, done: 0, receiver };
+        let mut retries = Retries::new();
         let mut reads_memory = self.reads_memory && !self.is_unreachable(owner);
-        while errand.done < wanted.len() {
-            let before = errand.done;
-            let outcome = self.take_or_open(owner, patience).map_err(Failure::from).and_then(|(mut connection, _)| {
-                self.fetch_some(&mut connection, &mut errand, reads_memory, patience)?;
-                self.pool.give_back(owner, connection);
-                Ok(())
-            });
-            if errand.done > before {
-                attempts.made_progress();
+        while batch.done < wanted.len() {
+            let before = batch.done;
+            let outcome =
+                self.take_or_open(owner, time_limit).map_err(Failure::from).and_then(|(mut connection, _)| {
+                    self.fetch_some(&mut connection, &mut batch, reads_memory, time_limit)?;
+                    self.pool.give_back(owner, connection);
+                    Ok(())
+                });
+            if batch.done > before {
+                retries.made_progress();
             }
             match outcome {
                 Ok(()) => {}
@@ -75,8 +78,8 @@ impl Transport for Client {
                     }
                 }
                 Err(Failure::Trouble(trouble)) => {
-                    let id = &wanted[errand.done.min(wanted.len() - 1)].id;
-                    self.once_more(owner, Some(id), trouble, &mut attempts, patience)?;
+                    let id = &wanted[batch.done.min(wanted.len() - 1)].id;
+                    self.once_more(owner, Some(id), trouble, &mut retries, time_limit)?;
                 }
             }
         }
@@ -93,41 +96,41 @@ impl Client {
     fn fetch_some(
         &self,
         connection: &mut Connection,
-        errand: &mut Errand<'_>,
+        batch: &mut Batch<'_>,
         reads_memory: bool,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), Failure> {
-        let end = errand.wanted.len().min(errand.done + json::MOST_IDS);
-        let body = json::batch_body(&errand.wanted[errand.done..end]);
+        let end = batch.wanted.len().min(batch.done + json::MOST_IDS);
+        let body = json::batch_body(&batch.wanted[batch.done..end]);
         let parts = [&body[..]];
         let node = if reads_memory { same_node::this() } else { None };
-        let request = Request { accepts: Form::Shards, node, ..Request::new("POST", "/data/batch", &parts) };
-        request.send(connection, errand.owner, self.token(errand.owner).as_ref(), patience)?;
-        let head = connection.head(patience)?;
+        let request = Request { accepts: MediaType::Shards, node, ..Request::new("POST", "/data/batch", &parts) };
+        request.send(connection, batch.owner, self.trusted(batch.owner).token.as_ref(), time_limit)?;
+        let head = connection.head(time_limit)?;
         if head.status != 200 {
-            let body = read_small(connection, &head, &request, errand.owner, patience)?;
-            return Err(self.refusal(errand.owner, head.status, &body).into());
+            let body = read_small(connection, &head, &request, batch.owner, time_limit)?;
+            return Err(self.refusal(batch.owner, head.status, &body).into());
         }
-        errand.receive(connection, &head, end, node.is_some(), patience)
+        batch.receive(connection, &head, end, node.is_some(), time_limit)
     }
 }
 
-impl Errand<'_> {
+impl Batch<'_> {
     /// Receives the shards up to `end`.
     fn receive(
         &mut self,
         connection: &mut Connection,
-        head: &AnswerHead,
+        head: &ResponseHead,
         end: usize,
         takes_references: bool,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), Failure> {
         let mut left = head.content_length;
         while self.done < end {
             let id = &self.wanted[self.done].id;
             let corrupt =
                 |reason: String| StoreError::Corrupt { id: id.clone(), owner: Arc::clone(self.owner), reason };
-            let (header, taken) = connection.parse(patience, |bytes| {
+            let (header, taken) = connection.parse(time_limit, |bytes| {
                 let whole = bytes.len() as u64 >= left || bytes.len() >= shard_header::LONGEST;
                 match ShardHeader::read(bytes) {
                     Ok(Some((header, taken))) => Ok(Some(((header, taken), taken))),
@@ -144,12 +147,12 @@ impl Errand<'_> {
                 .ok_or_else(|| corrupt("the answer is shorter than what it holds".to_owned()))?;
             match header.payload {
                 Payload::Bytes(checksum) => {
-                    let room = self.receiver.room(self.done, &header.meta, patience)?;
-                    if room.len() as u64 != follows {
-                        let reason = format!("it has {follows} bytes, and there is room for {}", room.len());
+                    let space = self.receiver.space(self.done, &header.meta, time_limit)?;
+                    if space.len() as u64 != follows {
+                        let reason = format!("it has {follows} bytes, and there is space for {}", space.len());
                         return Err(corrupt(reason).into());
                     }
-                    if connection.fill(room, left, patience)? != checksum {
+                    if connection.fill(space, left, time_limit)? != checksum {
                         return Err(corrupt("its checksum is another one".to_owned()).into());
                     }
                     self.receiver.complete(self.done)?;
@@ -158,7 +161,7 @@ impl Errand<'_> {
                     return Err(corrupt("it was to be sent, and a reference to it came".to_owned()).into());
                 }
                 Payload::Reference(reference) => {
-                    match self.receiver.attach(self.done, &header.meta, &reference, patience) {
+                    match self.receiver.attach(self.done, &header.meta, &reference, time_limit) {
                         Err(StoreError::Memory(error)) => return Err(Failure::Unreached(is_for_good(&error))),
                         attached => attached?,
                     }
@@ -166,7 +169,7 @@ impl Errand<'_> {
             }
             self.done += 1;
             if self.done < end {
-                patience.glance()?;
+                time_limit.glance()?;
             }
         }
         // Whatever else there is was not asked for.

@@ -4,10 +4,12 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use super::connection::{Connection, Trouble};
+use super::response_head::ResponseHead;
 use crate::error::StoreError;
-use crate::http::head::{AnswerHead, Form};
+use crate::http::media_type::MediaType;
+use crate::http::same_node::NODE_FIELD;
 use crate::http::token::Token;
-use crate::patience::Patience;
+use crate::time_limit::TimeLimit;
 
 /// Bytes of an answer that is read as a whole, beside ids that it repeats.
 const MOST_READ: u64 = 1 << 20;
@@ -22,10 +24,10 @@ const SMALL: usize = 16 << 10;
 pub(super) struct Request<'a> {
     pub(super) method: &'a str,
     pub(super) path: &'a str,
-    pub(super) accepts: Form,
+    pub(super) accepts: MediaType,
     /// The form of the body, where there is one.
-    pub(super) content: Option<Form>,
-    /// Parts of the body, one behind the other.
+    pub(super) content: Option<MediaType>,
+    /// EntriesByStep of the body, one behind the other.
     pub(super) body: &'a [&'a [u8]],
     /// The node that this process says it runs on.
     pub(super) node: Option<&'a str>,
@@ -34,8 +36,8 @@ pub(super) struct Request<'a> {
 impl<'a> Request<'a> {
     /// One whose answer is JSON.
     pub(super) fn new(method: &'a str, path: &'a str, body: &'a [&'a [u8]]) -> Self {
-        let content = (!body.is_empty()).then_some(Form::Json);
-        Request { method, path, accepts: Form::Json, content, body, node: None }
+        let content = (!body.is_empty()).then_some(MediaType::Json);
+        Request { method, path, accepts: MediaType::Json, content, body, node: None }
     }
 
     /// Bytes of the body.
@@ -49,43 +51,43 @@ impl<'a> Request<'a> {
         connection: &mut Connection,
         owner: &str,
         token: Option<&Token>,
-        patience: &mut Patience<'_>,
+        time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), Trouble> {
-        let (method, path, accepts) = (self.method, self.path, self.accepts.media_type());
+        let (method, path, accepts) = (self.method, self.path, self.accepts.name());
         let length = self.length();
         connection.expect_a_machine(length <= SMALL)?;
         let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {owner}\r\nAccept: {accepts}\r\n");
         if let Some(content) = self.content {
-            head += &format!("Content-Type: {}\r\n", content.media_type());
+            head += &format!("Content-Type: {}\r\n", content.name());
         }
         if self.method != "GET" {
             head += &format!("Content-Length: {length}\r\n");
         }
         if let Some(node) = self.node {
-            head += &format!("{}: {node}\r\n", crate::http::head::NODE_FIELD);
+            head += &format!("{}: {node}\r\n", NODE_FIELD);
         }
         if let Some(token) = token {
             head += &format!("Authorization: {}\r\n", token.header());
         }
         head += "\r\n";
         let mut parts: Vec<_> = [head.as_bytes()].iter().chain(self.body).map(|part| IoSlice::new(part)).collect();
-        connection.send(&mut parts, patience)
+        connection.send(&mut parts, time_limit)
     }
 }
 
 /// The body of an answer to `request` that is small.
 pub(super) fn read_small(
     connection: &mut Connection,
-    head: &AnswerHead,
+    head: &ResponseHead,
     request: &Request<'_>,
     owner: &Arc<str>,
-    patience: &mut Patience<'_>,
+    time_limit: &mut TimeLimit<'_>,
 ) -> Result<Vec<u8>, Trouble> {
     if head.content_length > MOST_READ + MOST_REPEATED * request.length() as u64 {
         let length = head.content_length;
         return Err(Trouble::Final(unfit(owner, head.status, &format!("it announces an answer of {length} bytes"))));
     }
-    connection.collect(head.content_length, patience)
+    connection.collect(head.content_length, time_limit)
 }
 
 /// An answer that makes no sense.

@@ -1,88 +1,97 @@
-//! Statistics as Prometheus reads them: its text format, version 0.0.4.
+//! `/metrics`: what a server counts, and the statistics of its process, in the format of OpenMetrics.
 
-use std::fmt::{Display, Write};
+use std::sync::atomic::AtomicU64;
 
-use super::traffic::Traffic;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::{ConstCounter, Counter};
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
+use prometheus_client::registry::{Metric, Registry};
+
 use crate::stats::{Account, Stats};
 
-const PREFIX: &str = "tundish_rtensor_";
+const PREFIX: &str = "tundish_rtensor";
 
-/// A text in the making.
-struct Page(String);
+pub(super) const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-impl Page {
-    /// A measure with its values, each with its labels.
-    fn measure<V: Display>(
-        &mut self,
-        name: &str,
-        kind: &str,
-        help: &str,
-        values: impl IntoIterator<Item = (String, V)>,
-    ) {
-        let name = format!("{PREFIX}{name}");
-        let mut write = |line: std::fmt::Arguments<'_>| writeln!(self.0, "{line}").expect("a string takes all");
-        write(format_args!("# HELP {name} {help}"));
-        write(format_args!("# TYPE {name} {kind}"));
-        for (labels, value) in values {
-            write(format_args!("{name}{labels} {value}"));
-        }
+/// What a server counts.
+#[derive(Debug, Default)]
+pub(super) struct Metrics {
+    pub(super) connections: Gauge,
+    pub(super) sent_bytes: Counter,
+    pub(super) received_bytes: Counter,
+    answers: Family<Status, Counter>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Status {
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Side {
+    side: &'static str,
+}
+
+impl Metrics {
+    pub(super) fn has_answered(&self, status: u16) {
+        self.answers.get_or_create(&Status { status }).inc();
     }
 
-    fn gauge<V: Display>(&mut self, name: &str, help: &str, sides: [V; 2]) {
-        let labels = ["storage", "buffer"].map(|side| format!("{{side=\"{side}\"}}"));
-        self.measure(name, "gauge", help, labels.into_iter().zip(sides));
+    /// The page, with these statistics of the process.
+    pub(super) fn page(&self, stats: &Stats) -> String {
+        let mut page = Registry::with_prefix(PREFIX);
+        self.add_stats(&mut page, stats);
+        add(&mut page, "connections", "Open connections", self.connections.clone());
+        add(&mut page, "sent_bytes", "Bytes sent", self.sent_bytes.clone());
+        add(&mut page, "received_bytes", "Bytes received", self.received_bytes.clone());
+        add(&mut page, "answers", "Answers", self.answers.clone());
+        let mut text = String::new();
+        encode(&mut text, &page).expect("a string takes all");
+        text
     }
 
-    fn one<V: Display>(&mut self, name: &str, kind: &str, help: &str, value: V) {
-        self.measure(name, kind, help, [(String::new(), value)]);
+    fn add_stats(&self, page: &mut Registry, stats: &Stats) {
+        let (storage, buffer) = (&stats.storage, &stats.buffer);
+        let mut sides = |name, help, values: [u64; 2]| {
+            let family = Family::<Side, Gauge<u64, AtomicU64>>::default();
+            for (side, value) in ["storage", "buffer"].into_iter().zip(values) {
+                family.get_or_create(&Side { side }).set(value);
+            }
+            add(page, name, help, family);
+        };
+        let memory = |value: fn(&Account) -> u64| [value(&storage.memory), value(&buffer.memory)];
+        sides("entries", "Tensors held", [storage.num_entries, buffer.num_entries]);
+        sides("bytes", "Bytes of tensors held", [storage.total_bytes, buffer.total_bytes]);
+        let high = [storage.high_water_bytes, buffer.high_water_bytes];
+        sides("high_water_bytes", "The most bytes of tensors ever held", high);
+        sides("memory_limit_bytes", "The most memory that may be used", memory(|account| account.limit_bytes));
+        sides("memory_used_bytes", "Memory in use", memory(|account| account.used_bytes));
+        let escaped = memory(|account| account.escaped_bytes);
+        sides("memory_escaped_bytes", "Memory that was released while a tensor over it lived", escaped);
+        sides("memory_idle_bytes", "Memory kept for its next use", memory(|account| account.idle_bytes));
+        let high = memory(|account| account.high_water_bytes);
+        sides("memory_high_water_bytes", "The most memory ever in use", high);
+        let mut gauge = |name, help, value: u64| add(page, name, help, ConstGauge::new(value));
+        gauge("unclaimed_entries", "Stored shards that no step has claimed", storage.unclaimed_entries);
+        gauge("unclaimed_bytes", "Bytes of stored shards that no step has claimed", storage.unclaimed_bytes);
+        gauge("in_flight", "Tensors being fetched", buffer.in_flight);
+        let open = || stats.epochs.iter().filter(|ledger| !ledger.has_ended);
+        gauge("open_epochs", "Steps that have begun and not ended", open().count() as u64);
+        let held = open().map(|ledger| ledger.held_bytes).sum();
+        gauge("open_epochs_held_bytes", "Bytes that open steps hold", held);
+        let escaped = stats.epochs.iter().map(|ledger| ledger.escaped_bytes).sum();
+        gauge("ended_epochs_escaped_bytes", "Bytes of tensors that outlived their step", escaped);
+        let age = ConstGauge::new(storage.oldest_unclaimed_seconds);
+        add(page, "oldest_unclaimed_seconds", "Age of the oldest shard that no step has claimed", age);
+        let mut counter = |name, help, value: u64| add(page, name, help, ConstCounter::new(value));
+        counter("hits", "Tensors that the buffer had", buffer.hits);
+        counter("misses", "Tensors that had to be fetched", buffer.misses);
+        counter("late_inserts_refused", "Tensors that came after their step had ended", buffer.late_inserts_refused);
     }
 }
 
-/// All that a process tells of itself.
-pub(super) fn text(stats: &Stats, traffic: &Traffic) -> String {
-    let (storage, buffer) = (&stats.storage, &stats.buffer);
-    let mut page = Page(String::new());
-    page.gauge("entries", "Tensors that are held.", [storage.num_entries, buffer.num_entries]);
-    page.gauge("bytes", "Bytes of tensors that are held.", [storage.total_bytes, buffer.total_bytes]);
-    let high = [storage.high_water_bytes, buffer.high_water_bytes];
-    page.gauge("high_water_bytes", "The most bytes that tensors ever took.", high);
-    let memory = |value: fn(&Account) -> u64| [value(&storage.memory), value(&buffer.memory)];
-    page.gauge("memory_limit_bytes", "The most memory that may be used.", memory(|account| account.limit_bytes));
-    page.gauge("memory_used_bytes", "Memory in use.", memory(|account| account.used_bytes));
-    page.gauge(
-        "memory_escaped_bytes",
-        "Memory that was given up while a view of it lived.",
-        memory(|account| account.escaped_bytes),
-    );
-    page.gauge("memory_idle_bytes", "Memory that waits for its next use.", memory(|account| account.idle_bytes));
-    page.gauge("memory_high_water_bytes", "The most memory ever in use.", memory(|account| account.high_water_bytes));
-    page.one("unclaimed_entries", "gauge", "Stored shards that no step has claimed.", storage.unclaimed_entries);
-    page.one("unclaimed_bytes", "gauge", "Bytes of stored shards that no step has claimed.", storage.unclaimed_bytes);
-    page.one(
-        "oldest_unclaimed_seconds",
-        "gauge",
-        "Age of the oldest shard that no step has claimed.",
-        storage.oldest_unclaimed_seconds,
-    );
-    page.one("hits_total", "counter", "Tensors that the buffer had.", buffer.hits);
-    page.one("misses_total", "counter", "Tensors that had to be fetched.", buffer.misses);
-    page.one(
-        "late_inserts_refused_total",
-        "counter",
-        "Tensors that came after their step had ended.",
-        buffer.late_inserts_refused,
-    );
-    page.one("in_flight", "gauge", "Tensors that are being fetched.", buffer.in_flight);
-    let open = || stats.epochs.iter().filter(|ledger| !ledger.has_ended);
-    page.one("open_epochs", "gauge", "Steps that have begun and not ended.", open().count());
-    let held = open().map(|ledger| ledger.held_bytes).sum::<u64>();
-    page.one("open_epochs_held_bytes", "gauge", "Bytes that open steps hold.", held);
-    let escaped = stats.epochs.iter().map(|ledger| ledger.escaped_bytes).sum::<u64>();
-    page.one("ended_epochs_escaped_bytes", "gauge", "Bytes of tensors that outlived their step.", escaped);
-    page.one("connections", "gauge", "Open connections.", Traffic::value(&traffic.connections));
-    page.one("sent_bytes_total", "counter", "Bytes sent.", Traffic::value(&traffic.sent_bytes));
-    page.one("received_bytes_total", "counter", "Bytes received.", Traffic::value(&traffic.received_bytes));
-    let answers = traffic.answers().into_iter().map(|(status, count)| (format!("{{status=\"{status}\"}}"), count));
-    page.measure("answers_total", "counter", "Answers.", answers);
-    page.0
+fn add(page: &mut Registry, name: &str, help: &str, metric: impl Metric) {
+    page.register(name, help, metric);
 }

@@ -1,65 +1,95 @@
 //! The server of a process's shards.
 //!
-//! It owns a listening socket, two threads, and the connections. What always holds: what a request makes it allocate
-//! grows with what comes of it, except that the room for a shard, which the store's limit counts, is taken whole when
-//! its header has come, and kept only from who goes on sending; whoever is silent or slow loses the connection and
-//! nothing else, sooner where others wait for its place; no thread of it takes signals, which are for those of the
-//! process's own.
+//! Invariants:
+//!
+//! - The memory that a request takes grows with what arrives of it, not with what it announces. Space for a shard, which
+//!   the store's limit counts, is taken whole when the shard's header has arrived, and kept only while the client sends.
+//! - A silent or slow client loses its connection and nothing else, sooner where others wait for its place.
+//! - Its threads take no signals, which are for those of the process's own.
 
-mod answer;
-mod body;
-mod connection;
-mod exchange;
+mod blocking;
+mod connections;
+mod handlers;
 mod metrics;
-mod rooms;
-mod table;
-mod threads;
-mod timing;
-mod traffic;
+mod peer_user;
+mod request_body;
+mod request_memory;
+mod response;
+mod session;
+mod stream;
+mod timeouts;
+mod tls;
 
 use std::future::poll_fn;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::panic::catch_unwind;
-use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, OnceLock};
 use std::task::{Poll, ready};
 use std::thread;
 use std::time::Duration;
 
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
 use rustix::io::Errno;
 use rustix::net::sockopt::{
     set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
 };
+use rustix::process::geteuid;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Runtime};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tundish_shm::without_signals;
 
-use self::answer::Answer;
-use self::connection::{Connection, Trouble};
-use self::exchange::{Claims, Exchange};
-use self::table::Table;
-pub use self::timing::Timing;
-use self::traffic::Traffic;
+use self::blocking::blocking;
+use self::connections::{Admitted, Connections};
+use self::metrics::Metrics;
+use self::session::Session;
+use self::stream::ClientStream;
+pub use self::timeouts::Timeouts;
+pub use self::tls::ServerTls;
 use crate::error::StoreError;
-use crate::http::descriptors::{NoFork, Socket};
-use crate::http::head::RequestHead;
-use crate::http::refusal::Refusal;
-use crate::http::route::Route;
+use crate::http::sockets::{NoFork, Socket};
 use crate::http::token::Token;
-use crate::slice;
 use crate::transport::Service;
 
 /// Threads that serve: one for what is large and one for what is small beside it.
 const THREADS: usize = 2;
 
-/// Connections that the kernel makes before this process takes them: all consumers of a job may come at once, and who is
-/// not answered takes the machine for gone. The kernel has a limit of its own, `net.core.somaxconn`.
+/// Connections that the kernel makes before this process takes them: all consumers of a job may come at once, and a
+/// client that gets no answer takes the machine for gone. The kernel has a limit of its own, `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
-/// How long the end of a server waits for what is being done.
+/// The longest head of a request, in bytes.
+const LONGEST_HEAD: usize = 16 << 10;
+
+/// The most fields of a head.
+const MOST_FIELDS: usize = 64;
+
+/// Bytes that a connection reads or writes at once.
+const BUFFER: usize = 256 << 10;
+
+/// How long the end of a server waits for the requests that are being answered.
 const ENDING: Duration = Duration::from_secs(1);
+
+/// How long a connection that is closed takes what the client still sends, so that it reads the last response.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Who is served, and how.
+#[derive(Debug, Default)]
+pub struct ServerOptions {
+    /// The token that every request has to show. Without one, only processes of the server's own user on its own
+    /// machine are served.
+    pub token: Option<Token>,
+    /// Serves over TLS.
+    pub tls: Option<ServerTls>,
+    /// Answers `/metrics` and `/health` to everybody.
+    pub open_metrics: bool,
+    /// How long clients are waited for.
+    pub timeouts: Timeouts,
+}
 
 /// A server; it ends when this is dropped, and the claims that were made on its connections with it.
 #[derive(Debug)]
@@ -74,30 +104,33 @@ pub struct Server {
 struct Common {
     service: Arc<dyn Service>,
     token: Option<Token>,
-    timing: Timing,
-    traffic: Arc<Traffic>,
-    table: Arc<Table>,
+    tls: Option<ServerTls>,
+    open_metrics: bool,
+    timeouts: Timeouts,
+    metrics: Arc<Metrics>,
+    connections: Arc<Connections>,
+    /// The user that this server belongs to.
+    user: u32,
 }
 
 impl Server {
     /// Serves at `host`, on `port` or, for 0, on one that is free.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an address that others reach where there is no token, [`StoreError::Io`] where the
+    /// [`StoreError::Invalid`] for an address that other machines reach, without a token; [`StoreError::Io`] where the
     /// port is taken or the system refuses.
     pub fn start(
         service: Arc<dyn Service>,
         host: &str,
         port: u16,
-        token: Option<Token>,
-        timing: Timing,
+        options: ServerOptions,
     ) -> Result<Server, StoreError> {
         let object = || format!("{host}:{port}");
         let failed = |operation, error: &io::Error| StoreError::io(operation, object(), error);
         let found: Vec<SocketAddr> =
             (host, port).to_socket_addrs().map_err(|error| failed("find the address", &error))?.collect();
-        let is_open = found.iter().any(|address| !address.ip().is_loopback());
-        if is_open && token.is_none() {
+        let ServerOptions { token, tls, open_metrics, timeouts } = options;
+        if token.is_none() && found.iter().any(|address| !address.ip().is_loopback()) {
             return Err(StoreError::Invalid(format!(
                 "{host} can be reached from other machines, and without a token anybody there could read and delete: \
                  serve with a token, or at 127.0.0.1"
@@ -106,13 +139,14 @@ impl Server {
         let listener = listen(&found).map_err(|error| failed("listen on", &error))?;
         let address = listener.local_addr().map_err(|error| failed("listen on", &error))?;
         let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
-        let (traffic, table) = (Arc::default(), Arc::new(Table::new(timing.crowded)));
-        let common = Arc::new(Common { service, token, timing, traffic, table });
+        let (metrics, connections) = (Arc::default(), Arc::new(Connections::new(timeouts)));
+        let user = geteuid().as_raw();
+        let common = Common { service, token, tls, open_metrics, timeouts, metrics, connections, user };
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);
         let listener = listener.map_err(|error| failed("listen on", &error))?;
-        runtime.spawn(accept_all(listener, common));
+        runtime.spawn(accept_all(listener, Arc::new(common)));
         Ok(Server { address, runtime: Some(runtime), process: std::process::id() })
     }
 
@@ -139,8 +173,6 @@ fn runtime() -> io::Result<Runtime> {
         Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("tundish-serve")
-            // A small request is not to wait until one that sends much has used its time.
-            .on_thread_start(slice::share)
             .enable_io()
             .enable_time()
             .build()
@@ -168,78 +200,69 @@ async fn accept_all(listener: Socket<tokio::net::TcpListener>, common: Arc<Commo
         });
         match accepted.await {
             Ok(stream) => {
-                let (stream, common) = (Arc::new(stream), Arc::clone(&common));
-                let seat = common.table.seat(&stream).await;
+                let admitted = common.connections.admit(stream).await;
+                let common = Arc::clone(&common);
                 tokio::spawn(async move {
-                    common.traffic.connections.fetch_add(1, Relaxed);
-                    serve(stream, seat, &common).await;
-                    common.traffic.connections.fetch_sub(1, Relaxed);
+                    common.metrics.connections.inc();
+                    serve(admitted, &common).await;
+                    common.metrics.connections.dec();
                 });
             }
-            // Out of descriptors or memory, which passes; who asks waits meanwhile.
+            // Out of descriptors or memory, which passes; clients wait meanwhile.
             Err(_) => {
-                common.table.close_one();
+                common.connections.close_one();
                 sleep(Duration::from_millis(20)).await;
             }
         }
     }
 }
 
-/// Answers until the other side hangs up, breaks the rules, or is silent for too long.
-async fn serve(stream: Arc<Socket<TcpStream>>, seat: table::Seat, common: &Common) {
-    if prepare(&stream).is_err() {
+/// Answers until the client hangs up, breaks the rules, or is silent for too long.
+async fn serve(admitted: Admitted, common: &Arc<Common>) {
+    let connection = Arc::clone(&admitted.connection);
+    if prepare(&connection.stream).is_err() {
         return;
     }
-    let mut connection = Connection::new(stream, seat, common.timing, Arc::clone(&common.traffic));
-    let mut claims = Claims::new(Arc::clone(&common.service));
-    loop {
-        // What holds claims is held open on purpose: the kernel looks whether the other side is there.
-        let holds = claims.are_held();
-        if !connection.awaits((!holds).then_some(common.timing.idle)).await {
-            return;
-        }
-        let head = match connection.head().await {
-            Ok(Some(head)) => head,
-            Ok(None) | Err(Trouble::Broken) => return,
-            Err(Trouble::Refused(refusal)) => return end(connection, refusal).await,
-        };
-        if let Err(refusal) = admit(&head, common) {
-            return end(connection, refusal).await;
-        }
-        let (service, timing, traffic) = (&common.service, common.timing, &*common.traffic);
-        let exchange = Exchange {
-            service,
-            head: &head,
-            connection: &mut connection,
-            claims: &mut claims,
-            timing,
-            traffic,
-            aside: None,
-        };
-        let answer = match exchange.answer().await {
-            Ok(answer) => answer,
-            Err(Trouble::Refused(refusal)) => Answer::from(refusal),
-            Err(Trouble::Broken) => return,
-        };
-        let keeps_alive = head.keeps_alive && connection.discard().await;
-        if connection.send(&answer, head.method, keeps_alive).await.is_err() {
-            return;
-        }
-        if !keeps_alive {
-            return connection.linger().await;
-        }
+    let stranger = if common.token.is_some() { None } else { stranger(&connection.stream, common.user).await };
+    let session = Session { common: Arc::clone(common), admitted, stranger, claimant: OnceLock::new() };
+    let stream = ClientStream::new(Arc::clone(&connection), common.timeouts, Arc::clone(&common.metrics));
+    let has_ended_well = match &common.tls {
+        None => speak(stream, session).await,
+        Some(tls) => match timeout(common.timeouts.head, tls.acceptor().accept(stream)).await {
+            Ok(Ok(stream)) => speak(stream, session).await,
+            _ => false,
+        },
+    };
+    if has_ended_well {
+        // Were it closed with something unread, the kernel would take the last response back.
+        let mut stream = ClientStream::new(connection, common.timeouts, Arc::clone(&common.metrics));
+        let _ = timeout(LINGER, async {
+            let mut nowhere = vec![0; 16 << 10];
+            while let Ok(1..) = stream.read(&mut nowhere).await {}
+        })
+        .await;
     }
 }
 
-/// The last answer on a connection.
-async fn end(mut connection: Connection, refusal: Refusal) {
-    if connection.send(&Answer::from(refusal), crate::http::head::Method::Get, false).await.is_ok() {
-        connection.linger().await;
-    }
+/// Speaks HTTP; whether it came to a proper end.
+async fn speak(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, session: Session) -> bool {
+    let session = Arc::new(session);
+    let service = service_fn(move |request| {
+        let session = Arc::clone(&session);
+        async move { session.handle(request).await }
+    });
+    http1::Builder::new()
+        .auto_date_header(false)
+        .header_read_timeout(None)
+        .max_headers(MOST_FIELDS)
+        .max_header_size(LONGEST_HEAD)
+        .max_buf_size(BUFFER)
+        .serve_connection(TokioIo::new(stream), service)
+        .await
+        .is_ok()
 }
 
-fn prepare(stream: &Socket<TcpStream>) -> rustix::io::Result<()> {
-    let stream = &**stream;
+fn prepare(stream: &TcpStream) -> rustix::io::Result<()> {
     set_tcp_nodelay(stream, true)?;
     set_socket_keepalive(stream, true)?;
     set_tcp_keepidle(stream, Duration::from_secs(10))?;
@@ -247,51 +270,26 @@ fn prepare(stream: &Socket<TcpStream>) -> rustix::io::Result<()> {
     set_tcp_keepcnt(stream, 3)
 }
 
-/// Whether this request is looked at.
-///
-/// A page in somebody's browser can send requests to this machine. Those that do not come from the same page's own
-/// address carry its origin; those that came by a name that the page's owner turned to this machine carry that name.
-fn admit(head: &RequestHead, common: &Common) -> Result<(), Refusal> {
-    if head.is_of_a_page {
-        return Err(Refusal::new(403, "pages in a browser are not served"));
-    }
-    match &common.token {
-        Some(token) => {
-            let is_public = Route::of(head.method, &head.path) == Ok(Route::Health);
-            if !is_public && !token.is_said_by(head.authorization.as_deref()) {
-                let reason =
-                    "this server wants its token, as `Authorization: Bearer …`; tell the client whom to trust with it";
-                return Err(Refusal::new(401, reason));
+/// Why a client is not served without a token: it is not known to be a process of `user`.
+async fn stranger(stream: &TcpStream, user: u32) -> Option<String> {
+    const ADVICE: &str = "without a token only processes of the user that serves are answered: serve with a token";
+    /// Where the process has no descriptor left to ask with.
+    const TRIES: usize = 100;
+    const BETWEEN_TRIES: Duration = Duration::from_millis(20);
+
+    let (Ok(client), Ok(server)) = (stream.peer_addr(), stream.local_addr()) else {
+        return Some(ADVICE.to_owned());
+    };
+    let mut reason = ADVICE.to_owned();
+    for _ in 0..TRIES {
+        match blocking(move || peer_user::owner_of(client, server)).await {
+            Ok(Ok(Some(owner))) if owner == user => return None,
+            Ok(Err(error)) => {
+                reason = format!("{ADVICE} (the owner of the connection cannot be looked up: {error})");
+                sleep(BETWEEN_TRIES).await;
             }
-            Ok(())
-        }
-        None if head.host.as_deref().is_none_or(is_local_name) => Ok(()),
-        None => Err(Refusal::new(403, "without a token only requests to an address or to localhost are served")),
-    }
-}
-
-/// An address, or this machine's own name for itself; with a port or without.
-fn is_local_name(host: &str) -> bool {
-    if host.parse::<SocketAddr>().is_ok() || host.parse::<IpAddr>().is_ok() {
-        return true;
-    }
-    let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.parse::<u16>().is_ok() { name } else { host });
-    let name = name.trim_start_matches('[').trim_end_matches(']');
-    name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_names_that_nobody_can_turn_are_local() {
-        for host in ["127.0.0.1", "127.0.0.1:80", "localhost", "LOCALHOST:80", "[::1]:80", "[::1]", "::1", "10.0.0.1:7"]
-        {
-            assert!(is_local_name(host), "{host}");
-        }
-        for host in ["", "evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "a:b"] {
-            assert!(!is_local_name(host), "{host}");
+            _ => return Some(reason),
         }
     }
+    Some(reason)
 }

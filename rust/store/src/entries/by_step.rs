@@ -1,0 +1,309 @@
+//! Entries by the step that they end with, and the account of each step. The owner guards it with a lock.
+//!
+//! Invariants:
+//!
+//! 1. Ending a step takes its entries out as a whole, however many there are: they are dropped later and elsewhere.
+//!    Likewise a step begins with all entries that came for it beforehand.
+//! 2. A step that has ended does not begin again, as far back as ended steps are remembered.
+//! 3. For each step, the bytes brought in are the bytes freed plus the bytes held.
+//! 4. No hash table is large, so that growing one under the lock moves some thousand entries, not a million.
+
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::entries::kept_shards::KeptShards;
+use crate::error::StoreError;
+use crate::shard_id::ShardId;
+use crate::{Claimant, Epoch};
+
+/// Tables of a part; a power of two.
+const TABLES: usize = 256;
+
+/// Steps that ended and are remembered.
+const REMEMBERED: usize = 256;
+
+/// And those of them that are told of when nobody asks for one.
+const TOLD: usize = 8;
+
+/// Bytes and entries of a part since it began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tally {
+    pub(crate) brought_bytes: u64,
+    pub(crate) freed_bytes: u64,
+    pub(crate) held_bytes: u64,
+    pub(crate) num_entries: u64,
+    pub(crate) late: u64,
+}
+
+impl Tally {
+    pub(crate) fn bring(&mut self, bytes: u64) {
+        self.brought_bytes += bytes;
+        self.held_bytes += bytes;
+        self.num_entries += 1;
+    }
+
+    pub(crate) fn free(&mut self, bytes: u64) {
+        self.freed_bytes += bytes;
+        self.held_bytes -= bytes;
+        self.num_entries -= 1;
+    }
+}
+
+/// Bytes of tensors that were handed out in a step and live.
+pub(crate) type Viewed = Arc<AtomicU64>;
+
+/// What ends together: the entries of a step, or those of none.
+pub(crate) struct StepEntries<V> {
+    /// Tells it from a later one of the same name.
+    pub(crate) token: u64,
+    /// The older, the smaller; as its token at first, which is another one when it was flushed.
+    pub(crate) age: u64,
+    pub(crate) claimant: Option<Claimant>,
+    pub(crate) tally: Tally,
+    pub(crate) viewed: Viewed,
+    /// Whether its step is about to end, so that nobody is given anything of it any more.
+    pub(crate) is_closed: bool,
+    /// None as long as nothing is in it.
+    tables: Vec<HashMap<ShardId, V>>,
+}
+
+impl<V> StepEntries<V> {
+    fn new(token: u64, claimant: Option<Claimant>) -> Self {
+        let (tally, viewed) = (Tally::default(), Viewed::default());
+        StepEntries { token, age: token, claimant, tally, viewed, is_closed: false, tables: Vec::new() }
+    }
+
+    pub(crate) fn get(&self, id: &ShardId) -> Option<&V> {
+        self.tables.get(place(id))?.get(id)
+    }
+
+    pub(crate) fn find_mut(&mut self, id: &ShardId) -> Option<&mut V> {
+        self.tables.get_mut(place(id))?.get_mut(id)
+    }
+
+    /// The table that has or would have it.
+    pub(crate) fn table(&mut self, id: &ShardId) -> &mut HashMap<ShardId, V> {
+        if self.tables.is_empty() {
+            self.tables.resize_with(TABLES, HashMap::new);
+        }
+        &mut self.tables[place(id)]
+    }
+
+    /// Takes an entry out; its bytes are the caller's to count.
+    pub(crate) fn take(&mut self, id: &ShardId) -> Option<V> {
+        self.tables.get_mut(place(id))?.remove(id)
+    }
+
+    /// Takes the entries out and leaves the account; from here on it has this token.
+    fn empty(&mut self, token: u64) -> Self {
+        let mut empty = StepEntries::new(token, self.claimant);
+        empty.age = self.age;
+        empty.is_closed = self.is_closed;
+        empty.tally = self.tally;
+        empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
+        empty.tally.num_entries = 0;
+        empty.viewed = Arc::clone(&self.viewed);
+        std::mem::replace(self, empty)
+    }
+
+    /// Some of the names in it, at most `most`, from the table `cursor` on, which moves on when that is done.
+    pub(crate) fn some_ids(&self, cursor: &mut usize, most: usize) -> Vec<ShardId> {
+        while let Some(table) = self.tables.get(*cursor) {
+            if !table.is_empty() {
+                return table.keys().take(most).cloned().collect();
+            }
+            *cursor += 1;
+        }
+        Vec::new()
+    }
+}
+
+fn place(id: &ShardId) -> usize {
+    id.spread() as usize % TABLES
+}
+
+/// A step that ended.
+pub(crate) struct Past {
+    pub(crate) epoch: Epoch,
+    /// Of its part, where it had one.
+    token: Option<u64>,
+    pub(crate) tally: Tally,
+    pub(crate) viewed: Viewed,
+}
+
+/// How a step stands.
+pub(crate) struct Standing {
+    pub(crate) tally: Tally,
+    pub(crate) viewed_bytes: u64,
+    pub(crate) has_ended: bool,
+}
+
+/// All parts: one of no step, one of each step that has begun, and one of the next.
+pub(crate) struct EntriesByStep<V> {
+    parts: HashMap<Option<Epoch>, StepEntries<V>>,
+    /// What the next step begins with.
+    next: StepEntries<V>,
+    past: VecDeque<Past>,
+    /// Of what is of no step.
+    pub(crate) keeps: KeptShards,
+    next_token: u64,
+    pub(crate) high_water_bytes: u64,
+}
+
+impl<V> EntriesByStep<V> {
+    pub(crate) fn new() -> Self {
+        let parts = HashMap::from([(None, StepEntries::new(0, None))]);
+        let (next, past, keeps) = (StepEntries::new(1, None), VecDeque::new(), KeptShards::default());
+        EntriesByStep { parts, next, past, keeps, next_token: 2, high_water_bytes: 0 }
+    }
+
+    /// The step's part; begun if it is not there, for `claimant`, with what there is for the next step.
+    pub(crate) fn begin(&mut self, epoch: Epoch, claimant: Claimant) -> Result<&mut StepEntries<V>, StoreError> {
+        if self.past(epoch).is_some() {
+            return Err(StoreError::StepEnded { epoch });
+        }
+        match self.parts.entry(Some(epoch)) {
+            Entry::Occupied(begun) if begun.get().claimant == Some(claimant) => Ok(begun.into_mut()),
+            Entry::Occupied(_) => Err(StoreError::StepTaken { epoch }),
+            Entry::Vacant(place) => {
+                let next = StepEntries::new(self.next_token, None);
+                self.next_token += 1;
+                let mut begun = std::mem::replace(&mut self.next, next);
+                begun.claimant = Some(claimant);
+                Ok(place.insert(begun))
+            }
+        }
+    }
+
+    /// Takes the step's part out; `None` where it had none. It does not begin again.
+    pub(crate) fn end(&mut self, epoch: Epoch) -> Option<StepEntries<V>> {
+        let part = self.parts.remove(&Some(epoch));
+        if self.past(epoch).is_none() {
+            let (mut tally, viewed) =
+                part.as_ref().map_or_else(Default::default, |part| (part.tally, Arc::clone(&part.viewed)));
+            tally.freed_bytes += std::mem::take(&mut tally.held_bytes);
+            let token = part.as_ref().map(|part| part.token);
+            self.past.push_back(Past { epoch, token, tally, viewed });
+            if self.past.len() > REMEMBERED {
+                self.past.pop_front();
+            }
+        }
+        part
+    }
+
+    /// Takes all entries out, those of the oldest first; steps go on, with nothing in them.
+    pub(crate) fn flush(&mut self) -> Vec<StepEntries<V>> {
+        self.keeps.clear();
+        let mut parts: Vec<_> = self.parts.values_mut().chain([&mut self.next]).collect();
+        parts.sort_unstable_by_key(|part| part.age);
+        let tokens = self.next_token..;
+        self.next_token += parts.len() as u64;
+        parts.into_iter().zip(tokens).map(|(part, token)| part.empty(token)).collect()
+    }
+
+    /// A claimant keeps what ended with the step `of` until now, or with none. It is among what is of no step now.
+    pub(crate) fn keep(&mut self, claimant: Claimant, id: &ShardId, of: Option<Epoch>) {
+        let Some(of) = of.or_else(|| self.keeps.step_of(id)) else { return };
+        if self.is_of(of, claimant) {
+            self.keeps.forget(id);
+        } else {
+            self.keeps.note(claimant, id, of);
+        }
+    }
+
+    /// Whether a step that is under way is this claimant's.
+    pub(crate) fn is_of(&self, epoch: Epoch, claimant: Claimant) -> bool {
+        self.get(Some(epoch)).is_some_and(|part| part.claimant == Some(claimant))
+    }
+
+    pub(crate) fn get(&self, epoch: Option<Epoch>) -> Option<&StepEntries<V>> {
+        self.parts.get(&epoch)
+    }
+
+    pub(crate) fn get_mut(&mut self, epoch: Option<Epoch>) -> Option<&mut StepEntries<V>> {
+        self.parts.get_mut(&epoch)
+    }
+
+    /// The part of no step, which is always there.
+    pub(crate) fn unclaimed(&mut self) -> &mut StepEntries<V> {
+        self.parts.get_mut(&None).expect("it was made first and is never taken out")
+    }
+
+    /// The part of what comes while there is no step.
+    pub(crate) fn next(&self) -> &StepEntries<V> {
+        &self.next
+    }
+
+    pub(crate) fn with_token(&self, token: u64) -> Option<&StepEntries<V>> {
+        self.iter().map(|(_, part)| part).find(|part| part.token == token)
+    }
+
+    pub(crate) fn with_token_mut(&mut self, token: u64) -> Option<&mut StepEntries<V>> {
+        self.iter_mut().map(|(_, part)| part).find(|part| part.token == token)
+    }
+
+    /// All that end with a step.
+    pub(crate) fn ending_mut(&mut self) -> impl Iterator<Item = &mut StepEntries<V>> {
+        let begun = self.parts.iter_mut().filter(|(epoch, _)| epoch.is_some());
+        begun.map(|(_, part)| part).chain([&mut self.next])
+    }
+
+    /// The step that ended with the part of this token.
+    pub(crate) fn past_of_token(&self, token: u64) -> Option<&Past> {
+        self.past.iter().rev().find(|past| past.token == Some(token))
+    }
+
+    pub(crate) fn past(&self, epoch: Epoch) -> Option<&Past> {
+        self.past.iter().rev().find(|past| past.epoch == epoch)
+    }
+
+    /// The step that ended with the part of this token, or that of this number.
+    pub(crate) fn past_mut(&mut self, token: u64, epoch: Option<Epoch>) -> Option<&mut Past> {
+        let is_it = |past: &&mut Past| past.token == Some(token) || Some(past.epoch) == epoch;
+        self.past.iter_mut().rev().find(is_it)
+    }
+
+    /// How a step stands; `None` where it never began, or ended too long ago.
+    pub(crate) fn standing(&self, epoch: Epoch) -> Option<Standing> {
+        let (tally, viewed, has_ended) = match self.get(Some(epoch)) {
+            Some(part) => (part.tally, &part.viewed, false),
+            None => self.past(epoch).map(|past| (past.tally, &past.viewed, true))?,
+        };
+        Some(Standing { tally, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
+    }
+
+    /// The last steps that have ended, and those that have not, the newest last.
+    pub(crate) fn epochs(&self) -> (Vec<Epoch>, Vec<Epoch>) {
+        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.age, epoch?))).collect();
+        open.sort_unstable();
+        let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.epoch);
+        (past.collect(), open.into_iter().map(|(_, epoch)| epoch).collect())
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Option<Epoch>, &StepEntries<V>)> {
+        self.parts.iter().map(|(epoch, part)| (*epoch, part)).chain([(None, &self.next)])
+    }
+
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Option<Epoch>, &mut StepEntries<V>)> {
+        self.parts.iter_mut().map(|(epoch, part)| (*epoch, part)).chain([(None, &mut self.next)])
+    }
+
+    /// Steps of this claimant.
+    pub(crate) fn of_claimant(&self, claimant: Claimant) -> Vec<Epoch> {
+        let its = self.iter().filter(|(_, part)| part.claimant == Some(claimant));
+        its.filter_map(|(epoch, _)| epoch).collect()
+    }
+
+    /// Bytes and entries of all.
+    pub(crate) fn held(&self) -> (u64, u64) {
+        self.iter().fold((0, 0), |(bytes, entries), (_, part)| {
+            (bytes + part.tally.held_bytes, entries + part.tally.num_entries)
+        })
+    }
+
+    pub(crate) fn saw_peak(&mut self) {
+        self.high_water_bytes = self.high_water_bytes.max(self.held().0);
+    }
+}

@@ -1,0 +1,72 @@
+//! One shard that is being fetched, and the threads that wait for it.
+//!
+//! Invariant: it is settled once, and every waiting thread learns the outcome.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use crate::Epoch;
+use crate::entries::sync::{Condvar, Mutex};
+use crate::error::StoreError;
+use crate::meta::Meta;
+use crate::shard_id::{Rows, ShardId};
+
+/// What became of a fetch, for those who waited.
+#[derive(Clone, Debug)]
+pub(crate) enum Outcome<P> {
+    /// It came; of these rows.
+    Landed(P, Option<Rows>),
+    /// It failed in a way that would be everybody's.
+    Failed(StoreError),
+    /// It failed for what its fetcher declared the rows to be, and would for whoever declares the same of them; everybody
+    /// else has to ask anew.
+    Refuted(StoreError, Meta),
+    /// It failed in a way that was the fetcher's own: whoever waits has to ask anew.
+    Again,
+}
+
+/// A fetch of a shard, or of some of its rows, by whoever asked first.
+#[derive(Debug)]
+pub(crate) struct InFlight<P> {
+    pub(crate) id: ShardId,
+    pub(crate) owner: Arc<str>,
+    pub(crate) rows: Option<Rows>,
+    /// Under which it was begun, and the part of that step at that time.
+    pub(crate) epoch: Option<Epoch>,
+    pub(crate) token: u64,
+    outcome: Mutex<Option<Outcome<P>>>,
+    landed: Condvar,
+}
+
+impl<P: Clone> InFlight<P> {
+    pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Option<Rows>, epoch: Option<Epoch>, token: u64) -> Self {
+        InFlight { id, owner, rows, epoch, token, outcome: Mutex::new(None), landed: Condvar::new() }
+    }
+
+    /// Tells all who wait. What was told first stays.
+    pub(crate) fn land(&self, outcome: Outcome<P>) {
+        let mut told = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_none() {
+            *told = Some(outcome);
+            self.landed.notify_all();
+        }
+    }
+
+    /// What became of it; `None` where that is not known after `turn`.
+    pub(crate) fn wait(&self, turn: Duration) -> Option<Outcome<P>> {
+        let mut told = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if told.is_none() {
+            told = self.landed.wait_timeout(told, turn).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        told.clone()
+    }
+}
+
+/// Whether rows `wanted` lie within rows `had`, where none means all.
+pub(crate) fn covers(had: Option<&Rows>, wanted: Option<&Rows>) -> bool {
+    match (had, wanted) {
+        (None, _) => true,
+        (Some(_), None) => false,
+        (Some(had), Some(wanted)) => had.start <= wanted.start && wanted.end <= had.end,
+    }
+}

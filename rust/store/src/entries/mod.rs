@@ -1,0 +1,13 @@
+//! Which shards are stored and fetched, by the step that they end with. Bytes are none of its concern.
+
+pub(crate) mod by_step;
+pub(crate) mod fair_lock;
+pub(crate) mod fetch_buffer;
+pub(crate) mod in_flight;
+pub(crate) mod kept_shards;
+pub(crate) mod storage;
+pub(crate) mod sync;
+
+// Not in the module itself, which the model checker of `tests/races` compiles with locks of its own.
+#[cfg(test)]
+mod fair_lock_tests;

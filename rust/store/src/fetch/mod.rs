@@ -1,0 +1,371 @@
+//! Fetching: what the buffer has, what others are fetching, and the rest in one request an owner, all owners at once.
+
+mod destination;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use self::destination::{BufferDestination, CallerDestination, Piece};
+use crate::entries::fair_lock::TURN;
+use crate::entries::fetch_buffer::{Asked, Found, Key, Ticket};
+use crate::entries::in_flight::{InFlight, Outcome};
+use crate::error::StoreError;
+use crate::memory::tensor::Tensor;
+use crate::memory::view::{View, views};
+use crate::node::Node;
+use crate::shard_id::{Rows, ShardId};
+use crate::time_limit::TimeLimit;
+use crate::transport::{Receiver, Transport, Wanted};
+
+/// Owners that are asked at the same time, as long as each makes way for the next.
+const MOST_AT_ONCE: usize = 32;
+
+/// And where they do not: behind those that are silent there may be one that is gone, of which the caller is to hear.
+const MOST_OF_SILENT: usize = 512;
+
+/// After so long without the next one twice as many are asked.
+const STALLED: Duration = Duration::from_millis(100);
+
+/// Between two looks of the calling thread at whether to go on, while others work.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+
+/// A request, and the receiver for its answer.
+trait Request: Send {
+    fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError>;
+}
+
+impl Node {
+    /// What is wanted, in order, as memory that the caller may write to and nobody else sees.
+    ///
+    /// What the buffer has comes from there. Of the rest each shard is asked for once, however many threads want it: in
+    /// one request an owner, all owners at once. What comes is kept in the buffer under the step that was current when
+    /// this was called.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] and the transport's errors; [`StoreError::StepEnded`] and [`StoreError::Drained`] where
+    /// that was drained meanwhile; [`StoreError::Mismatch`], [`StoreError::Full`], and what time_limit says.
+    pub fn fetch(
+        &self,
+        wanted: &[Wanted],
+        transport: &dyn Transport,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<Vec<View>, StoreError> {
+        let ticket = self.buffer.ticket();
+        let (each, uses) = unique(wanted)?;
+        let mut found: Vec<Option<Tensor>> = self.own(&each)?;
+        let mut is_first = true;
+        loop {
+            let open: Vec<usize> = (0..each.len()).filter(|index| found[*index].is_none()).collect();
+            if open.is_empty() {
+                break;
+            }
+            if !is_first {
+                time_limit.look()?;
+                if time_limit.is_over() {
+                    let id = &each[open[0]].id;
+                    return Err(StoreError::TimedOut { what: format!("shard {id} and {} more", open.len() - 1) });
+                }
+            }
+            self.round(&ticket, &each, &open, &mut found, is_first, transport, time_limit)?;
+            is_first = false;
+        }
+        let found: Vec<Tensor> = found.into_iter().map(|tensor| tensor.expect("the loop ends with all")).collect();
+        let wanted_ones = uses.into_iter().map(|index| found[index].clone()).collect();
+        Ok(views(wanted_ones, &ticket.viewed))
+    }
+
+    /// Asks for all that is open, fetches what nobody fetches, and waits for the rest.
+    #[expect(clippy::too_many_arguments, reason = "what a call of `fetch` has in its hands, in one loop")]
+    fn round(
+        &self,
+        ticket: &Ticket,
+        each: &[&Wanted],
+        open: &[usize],
+        found: &mut [Option<Tensor>],
+        is_first: bool,
+        transport: &dyn Transport,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(), StoreError> {
+        let mut batches: HashMap<&str, BufferDestination<'_>> = HashMap::new();
+        let mut own: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
+        let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
+        for some in open.chunks(TURN) {
+            let keys: Vec<Key> = some.iter().map(|index| key(each[*index])).collect();
+            for (index, asked) in some.iter().zip(self.buffer.ask(ticket, &keys, is_first)?) {
+                let wanted = each[*index];
+                match asked {
+                    Asked::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
+                    Asked::Joined(flight) => others.push((*index, flight)),
+                    Asked::Leads(flight) => {
+                        let batch = batches.entry(&wanted.owner).or_insert_with(|| self.batch());
+                        batch.pieces.push(Piece::new(wanted, Arc::clone(&flight)));
+                        own.push((*index, flight));
+                    }
+                }
+            }
+        }
+        send_all(batches.into_values().collect(), transport, time_limit)?;
+        for (index, flight) in own.into_iter().chain(others) {
+            if let Some((tensor, rows)) = wait(&flight, each[index], time_limit)? {
+                found[index] = Some(cut(each[index], tensor, rows)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn batch(&self) -> BufferDestination<'_> {
+        let Node { buffer, buffer_pool: pool, attachments, .. } = self;
+        BufferDestination { buffer, pool, attachments, pieces: Vec::new() }
+    }
+
+    /// What is stored in this process itself.
+    fn own(&self, each: &[&Wanted]) -> Result<Vec<Option<Tensor>>, StoreError> {
+        let mut own: Vec<usize> = {
+            let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
+            (0..each.len()).filter(|index| owners.contains(&each[*index].owner)).collect()
+        };
+        own.retain(|index| self.would_be_here(&each[*index].id));
+        let ids: Vec<ShardId> = own.iter().map(|index| each[*index].id.clone()).collect();
+        let tensors = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
+        let mut found: Vec<Option<Tensor>> = each.iter().map(|_| None).collect();
+        for (index, tensor) in own.into_iter().zip(tensors) {
+            found[index] = Some(cut(each[index], tensor, None)?);
+        }
+        Ok(found)
+    }
+
+    /// As [`fetch`](Node::fetch), into memory of the caller's, one target for each; nothing is kept in the buffer.
+    ///
+    /// # Errors
+    /// As of `fetch`, and [`StoreError::Invalid`] where a target is not as large as what is wanted.
+    pub fn fetch_into(
+        &self,
+        wanted: &[Wanted],
+        targets: &mut [&mut [u8]],
+        transport: &dyn Transport,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(), StoreError> {
+        let fits = |(wanted, target): (&Wanted, &&mut [u8])| wanted.meta.nbytes() == target.len() as u64;
+        if wanted.len() != targets.len() || !wanted.iter().zip(targets.iter()).all(fits) {
+            return Err(StoreError::Invalid("each target has to be as large as what it is for".to_owned()));
+        }
+        let each: Vec<&Wanted> = wanted.iter().collect();
+        let mut found = self.own(&each)?;
+        let ticket = self.buffer.ticket();
+        for (some, places) in each.chunks(TURN).zip(found.chunks_mut(TURN)) {
+            let keys: Vec<Key> = some.iter().map(|wanted| key(wanted)).collect();
+            for ((held, place), wanted) in self.buffer.find(&ticket, &keys)?.into_iter().zip(places).zip(some) {
+                if let (None, Some((tensor, rows))) = (&place, held) {
+                    *place = Some(cut(wanted, tensor, rows)?);
+                }
+            }
+        }
+        let mut requests: HashMap<&str, CallerDestination<'_, '_>> = HashMap::new();
+        for ((wanted, target), tensor) in wanted.iter().zip(targets.iter_mut()).zip(found) {
+            match tensor {
+                Some(tensor) => target.copy_from_slice(tensor.bytes()),
+                None => {
+                    let empty = || CallerDestination {
+                        attachments: &self.attachments,
+                        wanted: Vec::new(),
+                        targets: Vec::new(),
+                        is_filled: Vec::new(),
+                    };
+                    let request = requests.entry(&wanted.owner).or_insert_with(empty);
+                    request.wanted.push(wanted);
+                    request.targets.push(target);
+                    request.is_filled.push(false);
+                }
+            }
+        }
+        send_all(requests.into_values().collect(), transport, time_limit)
+    }
+}
+
+impl Request for BufferDestination<'_> {
+    fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+        let selections: Vec<_> = self.pieces.iter().map(|piece| piece.wanted().selection()).collect();
+        let owner = Arc::clone(&self.pieces[0].wanted().owner);
+        let sent = transport.fetch(&owner, &selections, self, time_limit);
+        let done = sent.and_then(|()| if self.is_over() { Ok(()) } else { Err(incomplete(self.pieces[0].wanted())) });
+        if let Err(error) = &done {
+            self.fail(error);
+        }
+        done
+    }
+}
+
+impl Request for CallerDestination<'_, '_> {
+    fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+        let selections: Vec<_> = self.wanted.iter().map(|wanted| wanted.selection()).collect();
+        let first = self.wanted[0];
+        transport.fetch(&first.owner, &selections, self as &mut dyn Receiver, time_limit)?;
+        if self.is_filled.iter().all(|is_filled| *is_filled) { Ok(()) } else { Err(incomplete(first)) }
+    }
+}
+
+fn incomplete(wanted: &Wanted) -> StoreError {
+    StoreError::Corrupt {
+        id: wanted.id.clone(),
+        owner: Arc::clone(&wanted.owner),
+        reason: "the answer ended before all that was asked for had come".to_owned(),
+    }
+}
+
+fn key(wanted: &Wanted) -> Key {
+    Key { id: wanted.id.clone(), owner: Arc::clone(&wanted.owner), rows: wanted.rows.clone() }
+}
+
+/// What is wanted of what was found, of which it has `rows`; the same type and shape as declared.
+fn cut(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
+    let cut = if wanted.rows == rows {
+        tensor
+    } else {
+        tensor.cut(rows.map_or(0, |rows| rows.start), wanted.rows.as_ref())?
+    };
+    if cut.meta == wanted.meta {
+        return Ok(cut);
+    }
+    Err(StoreError::Mismatch {
+        id: wanted.id.clone(),
+        owner: Arc::clone(&wanted.owner),
+        declared: format!("{:?}", wanted.meta),
+        found: format!("{:?}", cut.meta),
+    })
+}
+
+/// Each thing that is wanted, once, and for each time that it is wanted which.
+fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
+    let mut places: HashMap<(&ShardId, &str, Option<&Rows>), usize> = HashMap::with_capacity(wanted.len());
+    let mut each: Vec<&Wanted> = Vec::with_capacity(wanted.len());
+    let mut uses = Vec::with_capacity(wanted.len());
+    for one in wanted {
+        let count = each.len();
+        let place = *places.entry((&one.id, &one.owner, one.rows.as_ref())).or_insert(count);
+        if place == count {
+            if let Some(rows) = &one.rows
+                && (rows.start > rows.end || one.meta.shape().first() != Some(&(rows.end - rows.start)))
+            {
+                let Rows { start, end } = rows;
+                let id = &one.id;
+                return Err(StoreError::Invalid(format!(
+                    "rows {start} to {end} of shard {id} are not a {:?}",
+                    one.meta
+                )));
+            }
+            each.push(one);
+        } else if each[place].meta != one.meta {
+            return Err(StoreError::Mismatch {
+                id: one.id.clone(),
+                owner: Arc::clone(&one.owner),
+                declared: format!("{:?}", one.meta),
+                found: format!("{:?} by another handle", each[place].meta),
+            });
+        }
+        uses.push(place);
+    }
+    Ok((each, uses))
+}
+
+/// What came of a flight, and its rows, for who wants this; `None` where that has to be asked for anew.
+fn wait(
+    flight: &InFlight<Tensor>,
+    wanted: &Wanted,
+    time_limit: &mut TimeLimit<'_>,
+) -> Result<Option<Found<Tensor>>, StoreError> {
+    loop {
+        match flight.wait(time_limit.turn()) {
+            Some(Outcome::Landed(tensor, rows)) => return Ok(Some((tensor, rows))),
+            Some(Outcome::Failed(error)) => return Err(error),
+            // Else each of many who are wrong alike would have to be told so, one after the other.
+            Some(Outcome::Refuted(error, declared)) if (&flight.rows, &declared) == (&wanted.rows, &wanted.meta) => {
+                return Err(error);
+            }
+            Some(Outcome::Refuted(..) | Outcome::Again) => return Ok(None),
+            None => time_limit.look()?,
+        }
+        if time_limit.is_over() {
+            return Err(StoreError::TimedOut { what: format!("shard {}, which another thread fetches", flight.id) });
+        }
+    }
+}
+
+/// Sends all of them at once, the first from this thread, which alone asks its caller whether to go on. When one fails
+/// the others are called off.
+fn send_all<R: Request>(
+    mut requests: Vec<R>,
+    transport: &dyn Transport,
+    time_limit: &mut TimeLimit<'_>,
+) -> Result<(), StoreError> {
+    if requests.len() < 2 {
+        return requests.iter_mut().try_for_each(|request| request.send(transport, time_limit));
+    }
+    let deadline = time_limit.deadline();
+    let is_off = AtomicBool::new(false);
+    let first_error: Mutex<Option<StoreError>> = Mutex::new(None);
+    let queue = Mutex::new(requests.into_iter());
+    let waiting = || queue.lock().unwrap_or_else(PoisonError::into_inner).len();
+    let fail = |error| {
+        // First, so that it is not taken for one of those that it ends.
+        first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        is_off.store(true, Ordering::Relaxed);
+    };
+    let work = |time_limit: &mut TimeLimit<'_>| {
+        while !is_off.load(Ordering::Relaxed) {
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(mut request) = next else { break };
+            if let Err(error) = request.send(transport, time_limit) {
+                fail(error);
+            }
+        }
+    };
+    let (done, all_done) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        let start = |count: usize| {
+            for _ in 0..count {
+                let done = done.clone();
+                let (work, is_off) = (&work, &is_off);
+                // Where no more threads are to be had, fewer do it.
+                let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
+                    let mut go_on =
+                        || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
+                    work(&mut TimeLimit::new(deadline, &mut go_on));
+                    drop(done);
+                });
+            }
+        };
+        let mut threads = waiting().min(MOST_AT_ONCE);
+        start(threads - 1);
+        {
+            let (mut last, mut since) = (waiting(), Instant::now());
+            // Whose own owner may be silent until the time is over.
+            let mut go_on = || {
+                time_limit.look()?;
+                let left = waiting();
+                if left < last {
+                    (last, since) = (left, Instant::now());
+                } else if since.elapsed() >= STALLED {
+                    let more = threads.min(left).min(MOST_OF_SILENT - threads);
+                    start(more);
+                    (threads, since) = (threads + more, Instant::now());
+                }
+                if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) }
+            };
+            work(&mut TimeLimit::new(deadline, &mut go_on));
+        }
+        drop(done);
+        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
+            if let Err(error) = time_limit.look() {
+                fail(error);
+            }
+        }
+    });
+    // What was not sent any more fails as it is dropped.
+    drop(queue);
+    first_error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests;

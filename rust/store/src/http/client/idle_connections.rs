@@ -1,0 +1,118 @@
+//! Connections that are kept open for the next request to the same owner.
+//!
+//! Invariants: one request at a time uses a connection, and gives it back only when its response was read to the end.
+//! Before a connection is opened, those that the other side has closed are dropped.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::connection::Connection;
+
+/// Connections to one owner that are kept.
+const MOST_OF_ONE: usize = 8;
+
+/// Connections that are kept: each takes a descriptor, of which many systems allow a process 1024.
+const MOST: usize = 256;
+
+/// A connection that waited longer was closed by some router on the way, or is about to be.
+const LONGEST: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Default)]
+pub(super) struct Pool(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: HashMap<Arc<str>, Vec<Waiting>>,
+    count: usize,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    connection: Connection,
+    since: Instant,
+}
+
+impl Waiting {
+    fn can_be_used(&self) -> bool {
+        self.since.elapsed() < LONGEST && self.connection.is_quiet()
+    }
+}
+
+impl Pool {
+    /// The connection to this owner that was used last, if one waits and lives.
+    pub(super) fn take(&self, owner: &str) -> Option<Connection> {
+        loop {
+            let waiting = self.lock().pop(owner)?;
+            if waiting.can_be_used() {
+                return Some(waiting.connection);
+            }
+        }
+    }
+
+    /// Lets go of what the other sides have closed, and of what waited too long. For who opens a connection: that is
+    /// the only time at which there come to be more of them.
+    pub(super) fn tidy(&self) {
+        let mut state = self.lock();
+        state.waiting.retain(|_, of_owner| {
+            of_owner.retain(Waiting::can_be_used);
+            !of_owner.is_empty()
+        });
+        state.count = state.waiting.values().map(Vec::len).sum();
+    }
+
+    pub(super) fn give_back(&self, owner: &Arc<str>, connection: Connection) {
+        if !connection.keeps_alive {
+            return;
+        }
+        let mut state = self.lock();
+        let surplus = if state.count >= MOST { state.pop_oldest() } else { None };
+        let of_owner = state.waiting.entry(Arc::clone(owner)).or_default();
+        if of_owner.len() < MOST_OF_ONE {
+            of_owner.push(Waiting { connection, since: Instant::now() });
+            state.count += 1;
+        }
+        drop(state);
+        drop(surplus);
+    }
+
+    /// Lets go of all connections to an owner.
+    pub(super) fn forget(&self, owner: &str) {
+        let mut state = self.lock();
+        let forgotten = state.waiting.remove(owner);
+        state.count -= forgotten.as_ref().map_or(0, Vec::len);
+        drop(state);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn pop(&mut self, owner: &str) -> Option<Waiting> {
+        let of_owner = self.waiting.get_mut(owner)?;
+        let waiting = of_owner.pop();
+        if of_owner.is_empty() {
+            self.waiting.remove(owner);
+        }
+        self.count -= usize::from(waiting.is_some());
+        waiting
+    }
+
+    fn pop_oldest(&mut self) -> Option<Waiting> {
+        let oldest = self.waiting.iter().min_by_key(|(_, of_owner)| of_owner.first().map(|waiting| waiting.since));
+        let owner = Arc::clone(oldest?.0);
+        let of_owner = self.waiting.get_mut(&owner)?;
+        let oldest = of_owner.remove(0);
+        if of_owner.is_empty() {
+            self.waiting.remove(&owner);
+        }
+        self.count -= 1;
+        Some(oldest)
+    }
+}
+
+#[cfg(test)]
+#[path = "idle_connections_tests.rs"]
+mod tests;

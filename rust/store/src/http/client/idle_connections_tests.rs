@@ -1,0 +1,51 @@
+//! What a pool of connections promises while owners come and go.
+
+use std::net::TcpListener;
+use std::time::{Duration, Instant};
+
+use crate::http::client::Client;
+use crate::http::client::connection::{Connection, Trouble};
+use crate::http::client::request::Request;
+use crate::http::server::{Server, ServerOptions};
+use crate::node::Node;
+use crate::stats::Limits;
+use crate::time_limit::TimeLimit;
+
+fn ask(client: &Client, server: &Server) {
+    let mut go_on = || Ok(());
+    let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
+    let owner = server.address().to_string().into();
+    let (mut connection, _) = client.take_or_open(&owner, time_limit).unwrap();
+    Request::new("GET", "/health", &[]).send(&mut connection, &owner, None, time_limit).unwrap();
+    let head = connection.head(time_limit).unwrap();
+    connection.collect(head.content_length, time_limit).unwrap();
+    client.pool.give_back(&owner, connection);
+}
+
+fn serve() -> Server {
+    let node = Node::new(Limits { storage_bytes: 1 << 20, buffer_bytes: 1 << 20 });
+    Server::start(node, "127.0.0.1", 0, ServerOptions::default()).unwrap()
+}
+
+#[test]
+fn owners_that_come_and_go_leave_no_connections_behind() {
+    let (client, living) = (Client::of_sockets(), serve());
+    ask(&client, &living);
+    for _ in 0..5 {
+        let server = serve();
+        ask(&client, &server);
+        assert_eq!(client.pool.lock().count, 2, "of the one that lives, and of this one");
+        drop(server);
+    }
+    assert!(client.pool.take(&living.address().to_string()).is_some(), "those that can be used stay");
+}
+
+#[test]
+fn where_one_address_of_a_name_refuses_the_next_one_is_asked() {
+    let living = serve();
+    let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mut go_on = || Ok(());
+    let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
+    assert!(Connection::open("a:1", &[dead, living.address()], None, time_limit).unwrap().is_quiet());
+    assert!(matches!(Connection::open("a:1", &[dead], None, time_limit), Err(Trouble::Broken(_))));
+}

@@ -1,0 +1,184 @@
+//! [`WorkerClient`]: small requests to one other process, over one connection that is kept.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::connection::{Connection, Trouble};
+use super::request::Request;
+use super::resolve;
+use crate::error::StoreError;
+use crate::http::tls::ClientTls;
+use crate::http::token::Token;
+use crate::time_limit::TimeLimit;
+
+/// Bytes of the largest answer that is read.
+const LONGEST_ANSWER: u64 = 64 << 20;
+
+/// The number of the next connection of any client of this process.
+static NEXT_CONNECTION: AtomicU64 = AtomicU64::new(1);
+
+/// Sends requests to one process, one after the other, over one connection.
+///
+/// The server releases what a controller claimed when the connection of the claim ends, so the connection stays open
+/// for as long as this client. It is closed when a request fails half way or is interrupted, and opened again by the
+/// next request. A kept connection that the other side has closed meanwhile is replaced once, and the request sent
+/// again: use it only for requests that may be repeated.
+///
+/// A child made by `fork` has no connection of its parent's; it must make clients of its own.
+#[derive(Debug)]
+pub struct WorkerClient {
+    addr: Arc<str>,
+    token: Option<Token>,
+    tls: Option<ClientTls>,
+    state: Mutex<State>,
+    /// Notified when a request gives the connection back.
+    is_free: Condvar,
+    is_closed: AtomicBool,
+    /// The number of the latest connection; 0 before the first.
+    connection_number: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    connection: Option<Connection>,
+    /// Whether a request has the connection.
+    is_busy: bool,
+}
+
+/// The connection while one request uses it. Dropped without being put back, the connection is closed.
+struct Taken<'a> {
+    client: &'a WorkerClient,
+    connection: Option<Connection>,
+}
+
+impl Drop for Taken<'_> {
+    fn drop(&mut self) {
+        let mut state = self.client.lock();
+        state.is_busy = false;
+        let is_closed = self.client.is_closed.load(Ordering::Relaxed);
+        state.connection = self.connection.take().filter(|connection| connection.keeps_alive && !is_closed);
+        drop(state);
+        self.client.is_free.notify_one();
+    }
+}
+
+impl WorkerClient {
+    /// A client of the process that serves at `addr` (`host:port`). It sends `token` with every request, if given, and
+    /// speaks TLS where it is told whom to trust.
+    pub fn new(addr: &str, token: Option<Token>, tls: Option<ClientTls>) -> Self {
+        WorkerClient {
+            addr: addr.into(),
+            token,
+            tls,
+            state: Mutex::default(),
+            is_free: Condvar::new(),
+            is_closed: AtomicBool::new(false),
+            connection_number: AtomicU64::new(0),
+        }
+    }
+
+    /// Status and body of the answer. `body` is sent as JSON, where it is not empty.
+    ///
+    /// # Errors
+    /// [`StoreError::Unanswered`] if the process cannot be reached, closes the connection or sends no HTTP;
+    /// [`StoreError::TimedOut`] at the deadline; [`StoreError::Invalid`] if the address is none; what time_limit says.
+    pub fn request(
+        &self,
+        method: &str,
+        path: &str,
+        body: &[u8],
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(u16, Vec<u8>), StoreError> {
+        if method.is_empty() || !method.bytes().all(|byte| byte.is_ascii_uppercase()) {
+            return Err(StoreError::Invalid(format!("{method:?} is no method of HTTP")));
+        }
+        if !path.starts_with('/') || !path.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(StoreError::Invalid(format!("{path:?} is no path: it begins with '/' and has no spaces")));
+        }
+        let parts = [body];
+        let request = Request::new(method, path, if body.is_empty() { &[] } else { &parts });
+        let deadline = time_limit.deadline();
+        let mut go_on = || {
+            if self.is_closed.load(Ordering::Relaxed) {
+                let reason = "the connection was closed by this process".to_owned();
+                return Err(StoreError::Unanswered { owner: Arc::clone(&self.addr), reason });
+            }
+            time_limit.look()
+        };
+        let mut time_limit = TimeLimit::new(deadline, &mut go_on);
+        let answered = self.exchange(&request, &mut time_limit);
+        answered.map_err(|trouble| trouble.into_error(&self.addr, None))
+    }
+
+    fn exchange(&self, request: &Request<'_>, time_limit: &mut TimeLimit<'_>) -> Result<(u16, Vec<u8>), Trouble> {
+        let mut taken = self.take(time_limit)?;
+        if let Some(mut connection) = taken.connection.take().filter(Connection::is_quiet) {
+            match self.exchange_on(&mut connection, request, time_limit) {
+                Ok(answer) => {
+                    taken.connection = Some(connection);
+                    return Ok(answer);
+                }
+                // The other side closed it at the moment of its use.
+                Err(Trouble::Broken(_)) => {}
+                Err(other) => return Err(other),
+            }
+        }
+        time_limit.look()?;
+        let mut connection =
+            Connection::open(&self.addr, &resolve(&self.addr, time_limit)?, self.tls.as_ref(), time_limit)?;
+        self.connection_number.store(NEXT_CONNECTION.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
+        let answer = self.exchange_on(&mut connection, request, time_limit)?;
+        taken.connection = Some(connection);
+        Ok(answer)
+    }
+
+    fn exchange_on(
+        &self,
+        connection: &mut Connection,
+        request: &Request<'_>,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(u16, Vec<u8>), Trouble> {
+        let unsent = match request.send(connection, &self.addr, self.token.as_ref(), time_limit) {
+            Err(trouble @ Trouble::Final(_)) => return Err(trouble),
+            sent => sent.err(),
+        };
+        // A server that refuses a body answers before it has come, and closes.
+        let head = connection.head(time_limit).map_err(|unanswered| unsent.unwrap_or(unanswered))?;
+        if head.content_length > LONGEST_ANSWER {
+            let reason = format!("its answer has {} bytes, more than {LONGEST_ANSWER}", head.content_length);
+            return Err(StoreError::Unanswered { owner: Arc::clone(&self.addr), reason }.into());
+        }
+        let body = connection.collect(head.content_length, time_limit)?;
+        Ok((head.status, body))
+    }
+
+    /// Waits until no other request has the connection.
+    fn take(&self, time_limit: &mut TimeLimit<'_>) -> Result<Taken<'_>, Trouble> {
+        let mut state = self.lock();
+        while state.is_busy {
+            let waited = self.is_free.wait_timeout(state, time_limit.turn());
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+            super::connection::look(time_limit)?;
+            state = self.lock();
+        }
+        state.is_busy = true;
+        Ok(Taken { client: self, connection: state.connection.take() })
+    }
+
+    /// A number that identifies the latest connection among all of this process; `None` before the first request. It
+    /// changes when a connection was lost and another one opened.
+    pub fn connection_number(&self) -> Option<u64> {
+        Some(self.connection_number.load(Ordering::Relaxed)).filter(|number| *number > 0)
+    }
+
+    /// Closes the connection. A request that is under way fails within 50 ms, and so does each later one.
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::Relaxed);
+        let connection = self.lock().connection.take();
+        drop(connection);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,144 @@
+//! One connection of a client: who may use it, and the claims that are made on it.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use hyper::body::Incoming;
+use hyper::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
+use hyper::http::request;
+use hyper::{Method, Request, Response, Version};
+
+use super::Common;
+use super::connections::{Admitted, WaitsFor};
+use super::handlers::{Handler, header};
+use super::request_body::{Failure, RequestBody};
+use super::response::{Answer, ResponseBody};
+use crate::Claimant;
+use crate::http::refusal::Refusal;
+use crate::http::route::Route;
+
+/// One connection of a client. Its claims are given up when it ends.
+pub(super) struct Session {
+    pub(super) common: Arc<Common>,
+    pub(super) admitted: Admitted,
+    /// Why this client is not served, if it is a process of another user.
+    pub(super) stranger: Option<String>,
+    /// The claimant of the claims that were made on this connection.
+    pub(super) claimant: OnceLock<Claimant>,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if let Some(claimant) = self.claimant.get() {
+            self.common.service.give_up(*claimant);
+        }
+    }
+}
+
+/// The client is gone, or too slow: the connection is closed without a response.
+#[derive(Debug, thiserror::Error)]
+#[error("the client is gone or too slow")]
+pub(super) struct Aborted;
+
+impl Session {
+    pub(super) async fn handle(&self, request: Request<Incoming>) -> Result<Response<ResponseBody>, Aborted> {
+        let connection = &self.admitted.connection;
+        connection.set(WaitsFor::Server);
+        let (head, body) = request.into_parts();
+        let mut reserved = None;
+        let answer = match self.admit(&head) {
+            Err(refusal) => Answer::from(refusal).closes(),
+            Ok(()) => {
+                let body = RequestBody::new(body, connection, self.common.timeouts);
+                let mut handler = Handler { session: self, head: &head, body, reserved: None };
+                let answered = handler.answer().await;
+                reserved = handler.reserved.take();
+                match answered {
+                    Ok(answer) => answer,
+                    Err(Failure::Refused(refusal)) => Answer::from(refusal),
+                    Err(Failure::Aborted) => return Err(Aborted),
+                }
+            }
+        };
+        connection.set(WaitsFor::Reader(Instant::now()));
+        self.common.metrics.has_answered(answer.status());
+        Ok(answer.on(connection, reserved))
+    }
+
+    /// Whether this request is looked at.
+    ///
+    /// A page in somebody's browser can send requests to this machine. Those that do not come from the same page's own
+    /// address carry its origin; those that came by a name that the page's owner turned to this machine carry that
+    /// name.
+    fn admit(&self, head: &request::Parts) -> Result<(), Refusal> {
+        const METHODS: [Method; 5] = [Method::GET, Method::HEAD, Method::PUT, Method::POST, Method::DELETE];
+        if !METHODS.contains(&head.method) {
+            return Err(Refusal::new(501, format!("nothing here is done by {}", head.method)));
+        }
+        let host = host(&head.headers, head.version)?;
+        let site = header(&head.headers, &HeaderName::from_static("sec-fetch-site"));
+        if head.headers.contains_key(ORIGIN) || site.is_some_and(|site| site != "none") {
+            return Err(Refusal::new(403, "pages in a browser are not served"));
+        }
+        let route = Route::of(&head.method, head.uri.path());
+        let is_open = self.common.open_metrics && matches!(route, Ok(Route::Health | Route::Metrics));
+        match &self.common.token {
+            _ if is_open => Ok(()),
+            Some(token) => {
+                let said = head.headers.get(AUTHORIZATION).map(|value| value.as_bytes());
+                token.is_said_by(said).then_some(()).ok_or_else(|| {
+                    let reason = "this server wants its token, as `Authorization: Bearer …`; tell the client whom to \
+                                  trust with it";
+                    Refusal::new(401, reason)
+                })
+            }
+            None => match &self.stranger {
+                Some(reason) => Err(Refusal::new(403, reason.clone())),
+                None if host.is_none_or(is_local_name) => Ok(()),
+                None => {
+                    Err(Refusal::new(403, "without a token only requests to an address or to localhost are served"))
+                }
+            },
+        }
+    }
+}
+
+/// The one host that a request names; HTTP/1.0 need not name one.
+fn host(headers: &HeaderMap, version: Version) -> Result<Option<&str>, Refusal> {
+    let mut named = headers.get_all(HOST).iter();
+    let first = named.next();
+    if named.next().is_some() {
+        return Err(Refusal::new(400, "it names two hosts"));
+    }
+    if first.is_none() && version == Version::HTTP_11 {
+        return Err(Refusal::new(400, "a request of HTTP/1.1 names the host"));
+    }
+    Ok(first.map(|value| value.to_str().unwrap_or_default()))
+}
+
+/// An address, or this machine's own name for itself; with a port or without.
+fn is_local_name(host: &str) -> bool {
+    if host.parse::<SocketAddr>().is_ok() || host.parse::<IpAddr>().is_ok() {
+        return true;
+    }
+    let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.parse::<u16>().is_ok() { name } else { host });
+    let name = name.trim_start_matches('[').trim_end_matches(']');
+    name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_addresses_and_localhost_are_local_names() {
+        for host in ["127.0.0.1", "127.0.0.1:80", "localhost", "LOCALHOST:80", "[::1]:80", "[::1]", "::1", "10.0.0.1:7"]
+        {
+            assert!(is_local_name(host), "{host}");
+        }
+        for host in ["", "evil.example", "evil.example:80", "localhost.evil.example", "127.0.0.1.evil.example", "a:b"] {
+            assert!(!is_local_name(host), "{host}");
+        }
+    }
+}

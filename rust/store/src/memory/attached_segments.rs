@@ -1,0 +1,105 @@
+//! Segments of other processes of this node, as far as something that was fetched lies in them.
+//!
+//! It owns nothing: an [`Attachment`] lives as long as an entry or a view needs it, and is its lease.
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use tundish_shm::attachment::{Attachment, attach_unregistered};
+use tundish_shm::{Address, ShmError};
+
+use crate::error::StoreError;
+use crate::transport::Reference;
+
+/// Entries from which on those that lead to nothing are looked for when one is added.
+const CROWDED: usize = 64;
+
+/// Where a tensor lies in another process's segment.
+#[derive(Clone, Debug)]
+pub(crate) struct Lent {
+    pub(crate) segment: Arc<Attachment>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+impl Lent {
+    /// The bytes. What its owner wrote to them before it lent them is there; that it does not write to them now is a
+    /// promise between processes that trust each other.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: within the data, as was checked when this was made; mapped as long as the segment is attached.
+        unsafe { std::slice::from_raw_parts(self.segment.data().add(self.offset as usize), self.len as usize) }
+    }
+}
+
+/// What is attached, by identity and generation.
+#[derive(Debug, Default)]
+pub(crate) struct Attachments(Mutex<HashMap<(u64, u64), Weak<Attachment>>>);
+
+impl Attachments {
+    /// The part of a segment that `reference` names.
+    ///
+    /// # Errors
+    /// [`StoreError::Memory`] where the segment cannot be reached, or is smaller than the reference says.
+    pub(crate) fn reach(&self, reference: &Reference) -> Result<Lent, StoreError> {
+        let Reference { address, offset, len } = *reference;
+        let segment = match self.find(&address) {
+            Some(segment) => segment,
+            None => self.add(&address, attach_unregistered(&address)?),
+        };
+        if offset.checked_add(len).is_none_or(|end| end > segment.facts().data_len as u64) {
+            let reason = format!("bytes {offset} to {offset} + {len} do not lie in its {}", segment.facts().data_len);
+            let segment = format!("the segment with descriptor {} of process {}", address.descriptor, address.process);
+            return Err(ShmError::NotASegment { segment, reason }.into());
+        }
+        Ok(Lent { segment, offset, len })
+    }
+
+    fn find(&self, address: &Address) -> Option<Arc<Attachment>> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.get(&(address.identity, address.generation))?.upgrade()
+    }
+
+    fn add(&self, address: &Address, attached: Attachment) -> Arc<Attachment> {
+        let attached = Arc::new(attached);
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.len() >= CROWDED && known.len() == known.capacity() {
+            known.retain(|_, attached| attached.strong_count() > 0);
+        }
+        known.insert((address.identity, address.generation), Arc::downgrade(&attached));
+        attached
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::memory::transfers::Source;
+    use crate::meta::{Dtype, Meta};
+    use crate::node::Node;
+        use crate::shard_id::Selection;
+    use crate::stats::Limits;
+    use crate::time_limit::TimeLimit;
+    use crate::transport::Service;
+
+    #[test]
+    fn what_is_attached_no_longer_is_forgotten() {
+        let owner = Node::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
+        let attachments = Attachments::default();
+        let (mut go_on, bytes) = (|| Ok(()), [7; 300_000]);
+        let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [bytes.len() as u64].as_slice()).unwrap();
+        // Each time it is the same memory, given out anew.
+        for _ in 0..10 * CROWDED {
+            let ids = owner.put(&[Source::new(meta.clone(), &bytes).unwrap()], time_limit).unwrap();
+            let found = owner.look_up(&[Selection { id: ids[0].clone(), rows: None }]).unwrap();
+            let lent = attachments.reach(&found[0].reference().unwrap()).unwrap();
+            assert_eq!(lent.bytes(), bytes);
+            drop((lent, found));
+            owner.remove(&ids);
+        }
+        assert!(attachments.0.lock().unwrap().len() <= 4 * CROWDED);
+    }
+}

@@ -1,0 +1,9 @@
+//! Where the bytes of shards lie: slabs of shared memory of this process, and attached segments of others.
+
+pub(crate) mod attached_segments;
+pub(crate) mod drop_thread;
+pub(crate) mod slab;
+pub(crate) mod slab_pool;
+pub(crate) mod tensor;
+pub(crate) mod transfers;
+pub(crate) mod view;

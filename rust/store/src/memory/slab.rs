@@ -1,0 +1,301 @@
+//! Slabs: shared-memory segments that hold tensors one behind the other.
+//!
+//! A [`Slab`] owns its segment and gives it back to its pool when nothing in this process refers to it.
+//!
+//! Invariants: an [`Allocation`] is exclusive until its shard is stored or kept, and from then on nobody writes to it. An
+//! allocation in which nothing was stored returns to the slab.
+#![allow(unsafe_code)]
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tundish_shm::{Address, PrivateCopy, Segment, ShmError};
+
+use crate::error::StoreError;
+use crate::memory::slab_pool::{Pool, Reservation};
+use crate::time_limit::TimeLimit;
+
+/// Every tensor begins at a multiple of so many bytes, and takes such a multiple.
+pub(crate) const ALIGNMENT: u64 = 64;
+
+/// A segment that holds tensors.
+pub(crate) struct Slab {
+    /// Taken out when it is given back.
+    segment: Option<Segment>,
+    pool: Arc<Pool>,
+    /// The space that nobody has, in order, with something between any two. What follows everything that is given out
+    /// is the last of it; what comes before was given back.
+    free: Mutex<Vec<Range<u64>>>,
+}
+
+/// Where a tensor lies in a slab.
+#[derive(Clone, Debug)]
+pub(crate) struct Place {
+    pub(crate) slab: Arc<Slab>,
+    pub(crate) offset: u64,
+    pub(crate) len: u64,
+}
+
+impl Slab {
+    /// Others may be told of it from here on. Its first `taken` bytes are given out already.
+    fn new(mut segment: Segment, pool: &Arc<Pool>, taken: u64) -> Result<Arc<Self>, ShmError> {
+        let capacity = segment.capacity();
+        let published = segment.publish(capacity, &[]);
+        let free = Some(taken..capacity as u64).filter(|free| !free.is_empty());
+        let free = Mutex::new(free.into_iter().collect());
+        let slab = Slab { segment: Some(segment), pool: Arc::clone(pool), free };
+        published.map(|()| Arc::new(slab))
+    }
+
+    fn segment(&self) -> &Segment {
+        self.segment.as_ref().expect("taken out when the slab is dropped")
+    }
+
+    pub(crate) fn address(&self) -> Address {
+        self.segment().address()
+    }
+
+    pub(crate) fn copy(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
+        self.segment().private(bytes)
+    }
+
+    fn free(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives out `len` bytes; `None` where so many are not left in one piece.
+    fn give_out(&self, len: u64) -> Option<u64> {
+        let mut free = self.free();
+        let place = free.iter().position(|some| some.end - some.start >= len)?;
+        let start = free[place].start;
+        free[place].start += len;
+        if free[place].is_empty() {
+            free.remove(place);
+        }
+        Some(start)
+    }
+
+    /// Nothing was stored in these bytes.
+    fn take_back(&self, bytes: Range<u64>) {
+        let mut free = self.free();
+        let place = free.partition_point(|some| some.start < bytes.start);
+        free.insert(place, bytes);
+        free.dedup_by(|later, earlier| {
+            let adjoins = earlier.end == later.start;
+            if adjoins {
+                earlier.end = later.end;
+            }
+            adjoins
+        });
+    }
+}
+
+impl fmt::Debug for Slab {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Slab").field("segment", &self.segment).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        if let Some(segment) = self.segment.take() {
+            self.pool.give_back(segment);
+        }
+    }
+}
+
+impl Place {
+    /// The bytes, of what nobody writes to any more.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: within the segment, which lives as long as the slab; only spaces are written to.
+        unsafe { std::slice::from_raw_parts(self.start(), self.len as usize) }
+    }
+
+    /// The first byte.
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.slab.segment().data().wrapping_add(self.offset as usize)
+    }
+}
+
+/// Allocation in a slab, that one has alone. Dropped, it is the slab's again.
+#[derive(Debug)]
+pub(crate) struct Allocation(Option<Place>);
+
+impl Allocation {
+    fn place(&self) -> &Place {
+        self.0.as_ref().expect("taken out when this ends")
+    }
+
+    pub(crate) fn bytes(&mut self) -> &mut [u8] {
+        let place = self.place();
+        // SAFETY: within the segment, which lives as long as the slab, and given out to this space alone.
+        unsafe { std::slice::from_raw_parts_mut(place.start(), place.len as usize) }
+    }
+
+    /// Copies as many bytes as it has space for.
+    ///
+    /// # Safety
+    /// They can be read.
+    pub(crate) unsafe fn copy_from(&mut self, source: *const u8) {
+        let place = self.place();
+        // SAFETY: the caller's promise, and as of `bytes`; the memory of a segment is nobody's source.
+        unsafe { std::ptr::copy(source, place.start(), place.len as usize) };
+    }
+
+    /// From here on it is only read.
+    pub(crate) fn into_place(mut self) -> Place {
+        self.0.take().expect("taken out when this ends")
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        if let Some(Place { slab, offset, len }) = self.0.take() {
+            slab.take_back(offset..offset + taken(len));
+        }
+    }
+}
+
+/// What is done with a fresh slab before others may be told of it: entries with their offsets, and the bytes of all.
+pub(crate) type Prepare<'a> =
+    &'a mut dyn FnMut(&mut Segment, &[(usize, u64)], u64, Option<&mut TimeLimit<'_>>) -> Result<(), StoreError>;
+
+/// Tensors that get a slab of their own, or that share the open one.
+struct Group {
+    members: Vec<(usize, u64)>,
+    space: u64,
+}
+
+impl Group {
+    fn new() -> Self {
+        Group { members: Vec::new(), space: 0 }
+    }
+
+    fn add(&mut self, index: usize, size: u64) {
+        self.members.push((index, self.space));
+        self.space += size.next_multiple_of(ALIGNMENT);
+    }
+}
+
+/// Bytes that a tensor takes in a slab.
+pub(crate) fn taken(size: u64) -> u64 {
+    size.next_multiple_of(ALIGNMENT)
+}
+
+/// Rooms of these sizes, none of them 0, all or none: the large ones in slabs of their own, several of the others in
+/// one, what is left over in the slab that is open.
+///
+/// # Errors
+/// As of [`Pool::reserve`], and [`StoreError::Memory`].
+pub(crate) fn allocate(
+    pool: &Arc<Pool>,
+    sizes: &[u64],
+    mut time_limit: Option<&mut TimeLimit<'_>>,
+    prepare: Prepare<'_>,
+) -> Result<Vec<Allocation>, StoreError> {
+    let total: u64 = sizes.iter().map(|size| taken(*size)).sum();
+    let shared = pool.shared_space(total);
+    let (groups, rest) = arrange(sizes, shared);
+    let mut spaces: Vec<Option<Allocation>> = sizes.iter().map(|_| None).collect();
+    let mut place = |slab: &Arc<Slab>, start: u64, group: &Group| {
+        for (index, offset) in &group.members {
+            let place = Place { slab: Arc::clone(slab), offset: start + offset, len: sizes[*index] };
+            spaces[*index] = Some(Allocation(Some(place)));
+        }
+    };
+    let alone: u64 = groups.iter().map(|group| Pool::size_for(group.space)).sum();
+    let opened = pool.open.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+    let fits = opened.and_then(|slab| slab.give_out(rest.space).map(|start| (slab, start)));
+    let mut reservation;
+    match fits {
+        Some((slab, start)) => {
+            // First, so that they go back to the slab where the others cannot be had.
+            place(&slab, start, &rest);
+            reservation = pool.reserve(alone, time_limit.as_deref_mut())?;
+        }
+        None if rest.members.is_empty() => reservation = pool.reserve(alone, time_limit.as_deref_mut())?,
+        None => {
+            // A slab to be shared by what comes later, or where that does not fit, none larger than needed.
+            let enough = alone + Pool::size_for(rest.space);
+            let (reserved, space) = match pool.reserve(alone + Pool::size_for(shared.max(rest.space)), None) {
+                Ok(reserved) => (reserved, shared.max(rest.space)),
+                Err(StoreError::Full { .. } | StoreError::TooLarge { .. }) => {
+                    (pool.reserve(enough, time_limit.as_deref_mut())?, rest.space)
+                }
+                Err(other) => return Err(other),
+            };
+            reservation = reserved;
+            let taken = match reservation.take(space, time_limit.as_deref_mut()) {
+                // The system has less than the limit allows.
+                Err(StoreError::Memory(_)) if space > rest.space => {
+                    reservation.take(rest.space, time_limit.as_deref_mut())?
+                }
+                taken => taken?,
+            };
+            let slab = Slab::new(taken, pool, 0)?;
+            let start = slab.give_out(rest.space).expect("it was made for these");
+            place(&slab, start, &rest);
+            *pool.open.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&slab);
+        }
+    }
+    for group in &groups {
+        let slab = alone_in(&mut reservation, group, time_limit.as_deref_mut(), prepare)?;
+        place(&slab, 0, group);
+    }
+    Ok(spaces.into_iter().map(|space| space.expect("each is in a group")).collect())
+}
+
+/// A slab that is filled by these alone.
+fn alone_in(
+    reservation: &mut Reservation,
+    group: &Group,
+    mut time_limit: Option<&mut TimeLimit<'_>>,
+    prepare: Prepare<'_>,
+) -> Result<Arc<Slab>, StoreError> {
+    let mut segment = reservation.take(group.space, time_limit.as_deref_mut())?;
+    let prepared = prepare(&mut segment, &group.members, group.space, time_limit);
+    let capacity = segment.capacity() as u64;
+    let slab = Slab::new(segment, reservation.pool(), capacity)?;
+    prepared.map(|()| slab)
+}
+
+/// Groups of about `shared` bytes, in order; and what is left, less than that.
+fn arrange(sizes: &[u64], shared: u64) -> (Vec<Group>, Group) {
+    let mut groups = Vec::new();
+    let mut rest = Group::new();
+    for (index, size) in sizes.iter().enumerate() {
+        if *size >= shared {
+            let mut alone = Group::new();
+            alone.add(index, *size);
+            groups.push(alone);
+            continue;
+        }
+        rest.add(index, *size);
+        if rest.space >= shared {
+            groups.push(std::mem::replace(&mut rest, Group::new()));
+        }
+    }
+    (groups, rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_that_ask_at_once_get_different_bytes() {
+        let pool = Pool::new("storage", 64 << 20);
+        let segment = pool.reserve(32 << 20, None).unwrap().take(16 << 20, None).unwrap();
+        let slab = Slab::new(segment, &pool, 0).unwrap();
+        let take_all = || std::iter::from_fn(|| slab.give_out(ALIGNMENT)).collect::<Vec<_>>();
+        let mut given: Vec<u64> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(take_all)).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        given.sort_unstable();
+        let expected: Vec<u64> = (0..(16 << 20)).step_by(ALIGNMENT as usize).collect();
+        assert_eq!(given[..expected.len()], expected);
+        assert!(given.windows(2).all(|two| two[0] < two[1]));
+    }
+}

@@ -1,0 +1,276 @@
+//! The slabs of one side of a node: their recycling, and their limit.
+//!
+//! A [`Pool`] owns an arena, whose segments are the slabs.
+//!
+//! Invariants:
+//!
+//! 1. Slabs in use, released slabs with a live view, and reservations are together never above the limit. Idle slabs
+//!    are freed before the limit is passed with them.
+//! 2. A slab goes back to the arena when nothing in this process refers to it, and is used again when no view of it
+//!    lives in any process.
+//! 3. In a child made by `fork` nothing is counted or given back: a slab is only unmapped there.
+
+use std::cell::Cell;
+use std::process;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+
+use rustix::param::page_size;
+use tundish_shm::arena::{Arena, Use};
+use tundish_shm::{DATA_START, Segment, ShmError};
+
+use crate::error::StoreError;
+use crate::memory::slab::Slab;
+use crate::stats::Account;
+use crate::time_limit::TimeLimit;
+
+/// Slabs for many small tensors have sizes between these.
+const SMALLEST: u64 = 256 << 10;
+const LARGEST: u64 = 64 << 20;
+
+/// Such a slab is this part of what is in use, so that there are few slabs and none holds much of the memory.
+const PART_IN_USE: u64 = 8;
+
+/// And at most this part of the limit.
+const PART_OF_LIMIT: u64 = 16;
+
+/// The slabs of one side of a node.
+pub(crate) struct Pool {
+    name: &'static str,
+    process: u32,
+    arena: Arena,
+    state: Mutex<State>,
+    freed: Condvar,
+    /// The slab that small tensors go to now.
+    pub(crate) open: Mutex<Weak<Slab>>,
+}
+
+struct State {
+    limit: u64,
+    used: u64,
+    high_water: u64,
+    /// The least that waited to be used again since the last look at what is of no use; none where no slab was taken.
+    least_idle: Option<u64>,
+}
+
+/// Bytes that were set aside, and are again for all when this is dropped.
+pub(crate) struct Reservation {
+    pool: Arc<Pool>,
+    bytes: u64,
+}
+
+impl Pool {
+    pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
+        let state = State { limit, used: 0, high_water: 0, least_idle: None };
+        // How much it keeps is the pool's to say.
+        let arena = Arena::new(Use::Slabs, usize::MAX);
+        Arc::new(Pool {
+            name,
+            process: process::id(),
+            arena,
+            state: Mutex::new(state),
+            freed: Condvar::new(),
+            open: Mutex::default(),
+        })
+    }
+
+    /// Bytes that a slab with space for `space` takes.
+    pub(crate) fn size_for(space: u64) -> u64 {
+        (space + DATA_START as u64).next_multiple_of(page_size() as u64)
+    }
+
+    /// The space that a slab for many small tensors gets, where `asked` more bytes are to be stored.
+    pub(crate) fn shared_space(&self, asked: u64) -> u64 {
+        let state = self.lock();
+        let part = ((state.used + asked) / PART_IN_USE).next_power_of_two().clamp(SMALLEST, LARGEST);
+        part.min(state.limit / PART_OF_LIMIT).max(2 * DATA_START as u64) - DATA_START as u64
+    }
+
+    /// Sets bytes aside; with `time_limit` it waits for them.
+    ///
+    /// # Errors
+    /// [`StoreError::Full`], [`StoreError::TooLarge`], and what time_limit says.
+    pub(crate) fn reserve(
+        self: &Arc<Self>,
+        bytes: u64,
+        mut time_limit: Option<&mut TimeLimit<'_>>,
+    ) -> Result<Reservation, StoreError> {
+        loop {
+            let (mut state, mut escaped) = self.lock_with_escaped();
+            if escaped > 0 && state.used + escaped + bytes > state.limit {
+                drop(state);
+                // A look at whose views have ended.
+                self.arena.stats();
+                (state, escaped) = self.lock_with_escaped();
+            }
+            let (used, limit) = (state.used, state.limit);
+            if bytes > limit {
+                return Err(StoreError::TooLarge { account: self.name, asked: bytes, limit });
+            }
+            // Who asks for nothing is not to wait for anything.
+            if bytes == 0 || used + escaped + bytes <= limit {
+                state.used += bytes;
+                state.high_water = state.high_water.max(state.used);
+                return Ok(Reservation { pool: Arc::clone(self), bytes });
+            }
+            let full = StoreError::Full { account: self.name, asked: bytes, used, escaped, limit };
+            let Some(time_limit) = time_limit.as_deref_mut().filter(|time_limit| !time_limit.is_over()) else {
+                return Err(full);
+            };
+            // Views of other processes end without a word, so it never sleeps for long.
+            drop(self.freed.wait_timeout(state, time_limit.turn()).unwrap_or_else(PoisonError::into_inner));
+            time_limit.look()?;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// And the bytes that have escaped. What is given back just now counts as used or as escaped, if not as both: only
+    /// then, as it escapes first.
+    fn lock_with_escaped(&self) -> (MutexGuard<'_, State>, u64) {
+        let state = self.lock();
+        let escaped = self.arena.last_stats().escaped as u64;
+        (state, escaped)
+    }
+
+    fn release(&self, bytes: u64) {
+        if self.process == process::id() {
+            self.lock().used -= bytes;
+            self.freed.notify_all();
+        }
+    }
+
+    /// Takes back what a slab was made of.
+    pub(crate) fn give_back(&self, segment: Segment) {
+        let bytes = segment.size() as u64;
+        if self.process != process::id() {
+            return;
+        }
+        self.note_idle();
+        self.arena.give_back(segment);
+        self.release(bytes);
+    }
+
+    /// What waited to be used again ever since the last call goes back to the system; what was of use meanwhile, if only
+    /// once, stays.
+    pub(crate) fn trim(&self) {
+        let idle = self.arena.stats().cached as u64;
+        let unused = self.lock().least_idle.take().unwrap_or(idle).min(idle);
+        if unused > 0 {
+            self.arena.trim(usize::try_from(idle - unused).unwrap_or(usize::MAX));
+        }
+    }
+
+    fn note_idle(&self) {
+        let mut state = self.lock();
+        let idle = self.arena.last_stats().cached as u64;
+        state.least_idle = Some(state.least_idle.map_or(idle, |least| least.min(idle)));
+    }
+
+    /// What waits to be used again goes back to the system.
+    pub(crate) fn let_idle_go(&self) {
+        self.arena.trim(0);
+    }
+
+    /// Lets go of what the parent kept. For a child.
+    pub(crate) fn forget(&self) {
+        self.arena.forget();
+    }
+
+    pub(crate) fn set_limit(&self, limit: u64) {
+        self.lock().limit = limit;
+        self.freed.notify_all();
+    }
+
+    pub(crate) fn account(&self) -> Account {
+        let arena = self.arena.stats();
+        let state = self.lock();
+        Account {
+            limit_bytes: state.limit,
+            used_bytes: state.used,
+            escaped_bytes: arena.escaped as u64,
+            idle_bytes: arena.cached as u64,
+            high_water_bytes: state.high_water,
+        }
+    }
+
+    /// Of what waits to be used again only so much stays that with what is in use it is within the limit, `spare` bytes
+    /// of that not counted.
+    fn make_room(&self, spare: u64) {
+        let (state, escaped) = self.lock_with_escaped();
+        let left = (state.limit + spare).saturating_sub(state.used + escaped);
+        drop(state);
+        self.arena.trim(usize::try_from(left).unwrap_or(usize::MAX));
+    }
+}
+
+impl Reservation {
+    /// A segment with space for `space` bytes, out of what was set aside.
+    ///
+    /// # Errors
+    /// [`StoreError::Memory`] where the system has none, and what time_limit says.
+    pub(crate) fn take(&mut self, space: u64, time_limit: Option<&mut TimeLimit<'_>>) -> Result<Segment, StoreError> {
+        let len =
+            usize::try_from(space).map_err(|_| StoreError::Invalid(format!("{space} bytes exceed any memory")))?;
+        let set_aside = Pool::size_for(space).min(self.bytes);
+        let (mut time_limit, said) = (time_limit, Cell::new(None));
+        let mut go_on = || {
+            let look = time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::look);
+            look.map_err(|error| {
+                said.set(Some(error));
+                ShmError::Interrupted
+            })
+        };
+        let segment = loop {
+            // What is used again was counted before, so it has to stay for now; what is fresh comes beside all that
+            // stays.
+            self.pool.make_room(set_aside);
+            let taken = match self.pool.arena.take_kept(len, false) {
+                Some(kept) => Ok(kept),
+                None => {
+                    self.pool.make_room(0);
+                    self.pool.arena.take(len, false, &mut go_on)
+                }
+            };
+            let segment = taken.map_err(|error| said.take().unwrap_or_else(|| error.into()))?;
+            if self.adds(segment.size() as u64 - set_aside) {
+                break segment;
+            }
+            // A kept one that is larger than was set aside, where each byte counts; others may bring more of them.
+            self.pool.arena.give_back(segment);
+            self.pool.arena.trim(0);
+        };
+        self.bytes -= set_aside;
+        self.pool.make_room(0);
+        self.pool.note_idle();
+        Ok(segment)
+    }
+
+    /// Counts bytes that were not set aside; `false` where the limit does not allow them.
+    fn adds(&self, bytes: u64) -> bool {
+        let (mut state, escaped) = self.pool.lock_with_escaped();
+        let fits = bytes == 0 || state.used + escaped + bytes <= state.limit;
+        if fits {
+            state.used += bytes;
+            state.high_water = state.high_water.max(state.used);
+        }
+        fits
+    }
+
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.pool
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.pool.release(self.bytes);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "slab_pool_tests.rs"]
+mod tests;

@@ -1,0 +1,160 @@
+//! What a pool promises of its memory.
+
+use super::*;
+use crate::memory::slab::{Allocation, Place, allocate};
+
+const LIMIT: u64 = 8 << 20;
+
+fn places(pool: &Arc<Pool>, sizes: &[u64]) -> Result<Vec<Place>, StoreError> {
+    let spaces = allocate(pool, sizes, None, &mut |_, _, _, _| Ok(()))?;
+    Ok(spaces.into_iter().map(Allocation::into_place).collect())
+}
+
+#[test]
+fn what_nobody_asks_for_any_more_goes_back_to_the_system() {
+    let pool = Pool::new("storage", LIMIT);
+    drop(places(&pool, &[1 << 20]).unwrap());
+    let idle = pool.account().idle_bytes;
+    assert!(idle > 1 << 20);
+    pool.trim();
+    assert_eq!(pool.account().idle_bytes, idle, "it was in use just now");
+    pool.trim();
+    assert_eq!(pool.account().idle_bytes, 0);
+}
+
+#[test]
+fn what_one_large_step_took_goes_back_though_small_ones_follow() {
+    let pool = Pool::new("storage", LIMIT);
+    drop(places(&pool, &[1 << 20, 1 << 20, 1 << 20]).unwrap());
+    pool.trim();
+    for _ in 0..2 {
+        for _ in 0..3 {
+            drop(places(&pool, &[1 << 20]).unwrap());
+        }
+        pool.trim();
+    }
+    let idle = pool.account().idle_bytes;
+    assert!(idle > 1 << 20 && idle < 2 << 20, "what the small ones use again stays: {idle}");
+}
+
+#[test]
+fn small_ones_share_a_slab_and_large_ones_have_one_each() {
+    let pool = Pool::new("storage", 1 << 30);
+    let first = places(&pool, &[100, 3 << 20, 200, 300 << 10]).unwrap();
+    let is_one = |a: &Place, b: &Place| Arc::ptr_eq(&a.slab, &b.slab);
+    assert!(is_one(&first[0], &first[2]) && !is_one(&first[0], &first[1]) && !is_one(&first[1], &first[3]));
+    assert_eq!((first[0].offset, first[2].offset % 64), (0, 0));
+    // What comes later goes where there is space.
+    let later = places(&pool, &[50]).unwrap();
+    assert!(is_one(&first[0], &later[0]) && later[0].offset >= first[2].offset + 200);
+    // However many small ones there are, they take few slabs.
+    let many = places(&pool, &vec![10_000; 20_000]).unwrap();
+    let mut slabs: Vec<_> = many.iter().map(|place| Arc::as_ptr(&place.slab)).collect();
+    slabs.dedup();
+    assert!(slabs.len() < 12, "{}", slabs.len());
+    assert!(pool.account().used_bytes < 20_000 * 10_048 + (20 << 20));
+}
+
+#[test]
+fn tensors_of_one_slab_do_not_overlap() {
+    let pool = Pool::new("storage", 1 << 30);
+    let sizes: Vec<u64> = (1..600).map(|index| index * 97 % 5000 + 1).collect();
+    let mut ranges: Vec<_> = places(&pool, &sizes)
+        .unwrap()
+        .iter()
+        .zip(&sizes)
+        .map(|(place, size)| {
+            assert_eq!(place.len, *size);
+            (place.start().addr(), place.start().addr() + place.len as usize)
+        })
+        .collect();
+    ranges.sort_unstable();
+    assert!(ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+}
+
+#[test]
+fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
+    let pool = Pool::new("storage", LIMIT);
+    // Of what is kept, the larger ones are no better than fresh ones where each byte counts.
+    drop(places(&pool, &[2_200_000]).unwrap());
+    let all: Vec<_> = (0..4).map(|_| places(&pool, &[2_000_000]).unwrap()).collect();
+    let account = pool.account();
+    assert!(account.used_bytes + account.idle_bytes <= LIMIT, "{account:?}");
+    assert!(matches!(places(&pool, &[2_000_000]), Err(StoreError::Full { .. })));
+    drop(all);
+    assert_eq!(pool.account().used_bytes, 0);
+    assert!(pool.account().idle_bytes <= LIMIT);
+}
+
+#[test]
+fn what_is_kept_and_of_no_use_goes_before_fresh_memory_comes() {
+    let pool = Pool::new("storage", LIMIT);
+    drop(places(&pool, &[3 << 20]).unwrap());
+    let _larger = places(&pool, &[6 << 20]).unwrap();
+    let most = pool.arena.stats().peak as u64;
+    assert!(most <= LIMIT, "{most}");
+}
+
+#[test]
+fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
+    let pool = Pool::new("storage", LIMIT);
+    let used_and_highest = || (pool.account().used_bytes, pool.account().high_water_bytes);
+    assert_eq!(used_and_highest(), (0, 0));
+    let first = places(&pool, &[1 << 20]).unwrap();
+    let (one, highest) = used_and_highest();
+    assert!(one > 1 << 20 && highest == one);
+    let second = places(&pool, &[1 << 20]).unwrap();
+    assert_eq!(used_and_highest(), (2 * one, 2 * one));
+    drop((first, second));
+    assert_eq!(used_and_highest(), (0, 2 * one), "it stays");
+    drop(places(&pool, &[1 << 20]).unwrap());
+    assert_eq!(used_and_highest(), (0, 2 * one), "until more is in use");
+}
+
+#[test]
+fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark() {
+    let pool = Pool::new("storage", LIMIT);
+    drop(places(&pool, &[2_200_000]).unwrap());
+    let _other = places(&pool, &[1 << 20]).unwrap();
+    let larger = pool.account().idle_bytes;
+    let before = pool.account();
+    let _reused = places(&pool, &[2_000_000]).unwrap();
+    let after = pool.account();
+    assert_eq!((after.idle_bytes, after.used_bytes), (0, before.used_bytes + larger), "the kept one was used again");
+    assert_eq!(after.high_water_bytes, after.used_bytes);
+}
+
+#[test]
+fn what_fails_half_way_takes_no_room_from_those_that_come_later() {
+    let pool = Pool::new("storage", LIMIT);
+    let held = places(&pool, &[100]).unwrap();
+    let slab = &held[0].slab;
+    let before = pool.account().used_bytes;
+    for _ in 0..1000 {
+        // The small one would fit, and the large one is too large.
+        assert!(matches!(places(&pool, &[10_000, LIMIT]), Err(StoreError::TooLarge { .. })));
+        let mut fail =
+            |_: &mut Segment, _: &[(usize, u64)], _: u64, _: Option<&mut TimeLimit<'_>>| Err(StoreError::Interrupted);
+        assert!(matches!(allocate(&pool, &[10_000, 1 << 20], None, &mut fail), Err(StoreError::Interrupted)));
+        // Of one that breaks off.
+        drop(allocate(&pool, &[10_000], None, &mut |_, _, _, _| Ok(())).unwrap());
+    }
+    assert_eq!(pool.account().used_bytes, before);
+    let next = places(&pool, &[100]).unwrap();
+    assert!(Arc::ptr_eq(slab, &next[0].slab) && next[0].offset == 128, "{next:?}");
+}
+
+#[test]
+fn rooms_that_are_given_back_in_any_order_are_one_again() {
+    let pool = Pool::new("storage", LIMIT);
+    let made = || allocate(&pool, &[1000; 6], None, &mut |_, _, _, _| Ok(())).unwrap();
+    let mut some = made();
+    let last = places(&pool, &[1]).unwrap();
+    while !some.is_empty() {
+        drop(some.swap_remove(some.len() / 2));
+    }
+    let again: Vec<_> = made().into_iter().map(Allocation::into_place).collect();
+    let offsets: Vec<_> = again.iter().map(|place| place.offset).collect();
+    assert_eq!(offsets, [0, 1024, 2048, 3072, 4096, 5120]);
+    assert!(Arc::ptr_eq(&again[0].slab, &last[0].slab) && last[0].offset == 6144);
+}

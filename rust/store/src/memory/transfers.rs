@@ -1,0 +1,116 @@
+//! Shards on their way: tensors to be stored, what a server sends, and what it receives.
+#![allow(unsafe_code)]
+
+use std::marker::PhantomData;
+use std::sync::{Arc, OnceLock};
+
+use crate::entries::storage::Storage;
+use crate::error::StoreError;
+use crate::memory::slab::Allocation;
+use crate::memory::tensor::{Location, Tensor};
+use crate::meta::Meta;
+use crate::shard_id::ShardId;
+use crate::transport::Reference;
+
+/// A tensor to be stored: its bytes lie one after the other.
+#[derive(Debug)]
+pub struct Source<'a> {
+    pub(crate) meta: Meta,
+    pub(crate) start: *const u8,
+    bytes: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: a source is an address that can be read as long as it lives, from any thread.
+unsafe impl Send for Source<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Source<'_> {}
+
+impl<'a> Source<'a> {
+    /// These bytes.
+    ///
+    /// # Errors
+    /// [`StoreError::Invalid`] where they are not as many as `meta` says.
+    pub fn new(meta: Meta, bytes: &'a [u8]) -> Result<Self, StoreError> {
+        if bytes.len() as u64 != meta.nbytes() {
+            let (expected, found) = (meta.nbytes(), bytes.len());
+            return Err(StoreError::Invalid(format!("a {meta:?} has {expected} bytes, not {found}")));
+        }
+        Ok(Source { meta, start: bytes.as_ptr(), bytes: PhantomData })
+    }
+
+    /// The `meta.nbytes()` bytes at `start`.
+    ///
+    /// # Safety
+    /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the
+    /// new.
+    pub unsafe fn from_raw(meta: Meta, start: *const u8) -> Self {
+        Source { meta, start, bytes: PhantomData }
+    }
+}
+
+/// Stored bytes on their way out. They live as long as this, also when their shard is removed meanwhile.
+#[derive(Clone, Debug)]
+pub struct Outgoing(pub(crate) Tensor);
+
+impl Outgoing {
+    /// What they are.
+    pub fn meta(&self) -> &Meta {
+        &self.0.meta
+    }
+
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        self.0.bytes()
+    }
+
+    /// Where the [`Checksum`](crate::Checksum) of a whole shard is kept from its first transfer on; `None` of rows of
+    /// one.
+    pub fn checksum(&self) -> Option<&OnceLock<u64>> {
+        self.0.checksum.as_deref()
+    }
+
+    /// Where processes of this node find them; `None` where there are none.
+    pub fn reference(&self) -> Option<Reference> {
+        match &self.0.location {
+            Location::Here(place) => {
+                Some(Reference { address: place.slab.address(), offset: place.offset, len: place.len })
+            }
+            Location::Nowhere | Location::Lent(_) => None,
+        }
+    }
+}
+
+pub(crate) type Store = Storage<Tensor>;
+
+/// A shard that is being received. Dropped before it is committed, it never was.
+pub struct Incoming {
+    pub(crate) id: ShardId,
+    pub(crate) meta: Meta,
+    /// `None` of a tensor without bytes.
+    pub(crate) space: Option<Allocation>,
+    pub(crate) store: Arc<Store>,
+}
+
+impl Incoming {
+    /// What it is to be.
+    pub fn meta(&self) -> &Meta {
+        &self.meta
+    }
+
+    /// The space for its bytes.
+    pub fn space(&mut self) -> &mut [u8] {
+        self.space.as_mut().map_or(&mut [], Allocation::bytes)
+    }
+
+    /// Stores it, unclaimed. `checksum` is that of the bytes in the space.
+    ///
+    /// # Errors
+    /// [`StoreError::Exists`] where a shard of this name was stored meanwhile.
+    pub fn commit(self, checksum: u64) -> Result<(), StoreError> {
+        let location = self.space.map_or(Location::Nowhere, |space| Location::Here(space.into_place()));
+        let tensor = Tensor::stored(self.meta, location);
+        tensor.checksum.iter().for_each(|place| place.set(checksum).expect("a new one"));
+        let charge = tensor.charge();
+        self.store.insert(&self.id, tensor, charge)
+    }
+}

@@ -1,0 +1,182 @@
+//! Names of shards.
+//!
+//! A name is text that can stand in a URL and in a header. Those that a [`Node`](crate::Node) gives are made of a
+//! number drawn once a node and a counter, and are held as these two, in 24 bytes; any other text is held as it is.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize, Serializer};
+
+use crate::error::StoreError;
+
+/// The most bytes that a name may have.
+const LONGEST: usize = 128;
+
+/// Between the node's number and the shard's.
+const SEPARATOR: char = '-';
+
+/// Digits of the node's number.
+const NONCE_DIGITS: usize = 16;
+
+/// The name of a shard: up to 128 characters out of `A-Z a-z 0-9 . _ : -`. The same text is always equal.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize)]
+#[serde(try_from = "String")]
+pub struct ShardId(Form);
+
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Form {
+    Numbered { nonce: u64, counter: u64 },
+    Text(Box<str>),
+}
+
+impl ShardId {
+    /// The name that the node with this number gives its shard `counter`.
+    pub fn numbered(nonce: u64, counter: u64) -> Self {
+        ShardId(Form::Numbered { nonce, counter })
+    }
+
+    /// The node's number and the shard's, of a name that a node gave.
+    pub fn as_numbered(&self) -> Option<(u64, u64)> {
+        match self.0 {
+            Form::Numbered { nonce, counter } => Some((nonce, counter)),
+            Form::Text(_) => None,
+        }
+    }
+
+    /// A number that spreads names evenly over a power of two of places, the same for the same name.
+    pub(crate) fn spread(&self) -> u64 {
+        match &self.0 {
+            Form::Numbered { counter, .. } => *counter,
+            // FNV-1a (Fowler, Noll and Vo).
+            Form::Text(text) => text
+                .bytes()
+                .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)),
+        }
+    }
+}
+
+impl FromStr for ShardId {
+    type Err = StoreError;
+
+    /// # Errors
+    /// [`StoreError::Invalid`] where the text is empty, too long or has other characters.
+    fn from_str(text: &str) -> Result<Self, StoreError> {
+        if let Some(found) = parse_numbered(text) {
+            return Ok(found);
+        }
+        if text.is_empty() || text.len() > LONGEST {
+            let long = text.len();
+            return Err(StoreError::Invalid(format!("a shard id has 1 to {LONGEST} characters, and this one {long}")));
+        }
+        let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._:-".contains(byte);
+        if let Some(place) = text.bytes().position(|byte| !is_allowed(&byte)) {
+            return Err(StoreError::Invalid(format!(
+                "a shard id is made of A-Z, a-z, 0-9, '.', '_', ':' and '-'; character {place} of {text:?} is none of these"
+            )));
+        }
+        Ok(ShardId(Form::Text(text.into())))
+    }
+}
+
+impl TryFrom<String> for ShardId {
+    type Error = StoreError;
+
+    fn try_from(text: String) -> Result<Self, StoreError> {
+        text.parse()
+    }
+}
+
+impl Serialize for ShardId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// Exactly what [`ShardId::numbered`] writes, and nothing else, so that each name has one form.
+fn parse_numbered(text: &str) -> Option<ShardId> {
+    let (nonce, counter) = text.split_at_checked(NONCE_DIGITS)?;
+    let counter = counter.strip_prefix(SEPARATOR)?;
+    let is_lower_hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    let is_canonical = counter == "0" || !counter.starts_with('0');
+    if !nonce.bytes().all(is_lower_hex) || !counter.bytes().all(|byte| byte.is_ascii_digit()) || !is_canonical {
+        return None;
+    }
+    Some(ShardId::numbered(u64::from_str_radix(nonce, 16).ok()?, counter.parse().ok()?))
+}
+
+impl fmt::Display for ShardId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Form::Numbered { nonce, counter } => write!(formatter, "{nonce:016x}{SEPARATOR}{counter}"),
+            Form::Text(text) => formatter.write_str(text),
+        }
+    }
+}
+
+impl fmt::Debug for ShardId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, formatter)
+    }
+}
+
+/// Rows of the first dimension: `start..end`.
+pub type Rows = Range<u64>;
+
+/// A shard, or some of its rows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Selection {
+    /// Which shard.
+    pub id: ShardId,
+    /// Which rows of it; all where `None`.
+    pub rows: Option<Rows>,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_name_of_a_node_takes_24_bytes() {
+        assert_eq!(size_of::<ShardId>(), 24);
+    }
+
+    #[test]
+    fn names_that_cannot_stand_in_a_url_are_refused() {
+        for text in ["", "a/b", "a b", "ü", "a\n", "a%20", &"a".repeat(129)] {
+            let error = text.parse::<ShardId>().unwrap_err();
+            assert!(matches!(error, StoreError::Invalid(_)), "{text:?}");
+        }
+        assert_eq!("a".repeat(128).parse::<ShardId>().unwrap().to_string(), "a".repeat(128));
+    }
+
+    #[test]
+    fn text_that_only_resembles_a_nodes_name_stays_text() {
+        let node = "00000000000000ff-7";
+        assert_eq!(node.parse::<ShardId>().unwrap(), ShardId::numbered(255, 7));
+        let resembling = [
+            "00000000000000FF-7",
+            "00000000000000ff-07",
+            "00000000000000ff-",
+            "g0000000000000ff-7",
+            "00000000000000ff-18446744073709551616",
+            "0000000000000ff-7",
+        ];
+        for text in resembling {
+            let id: ShardId = text.parse().unwrap();
+            assert_eq!((id.as_numbered(), id.to_string().as_str()), (None, text));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_name_is_the_text_that_it_is_written_as(nonce: u64, counter: u64, text in "[A-Za-z0-9._:-]{1,128}") {
+            let id = ShardId::numbered(nonce, counter);
+            prop_assert_eq!(&id.to_string().parse::<ShardId>().unwrap(), &id);
+            prop_assert_eq!(text.parse::<ShardId>().unwrap().to_string(), text);
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! How long a call waits, and how it is called off.
+
+use std::time::{Duration, Instant};
+
+use crate::error::StoreError;
+
+/// Called now and then while a call waits or works; an error ends the call.
+pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), StoreError>;
+
+/// The longest time between two looks at whether to go on.
+const TURN: Duration = Duration::from_millis(50);
+
+/// A deadline, and whoever may call it all off before.
+pub struct TimeLimit<'a> {
+    deadline: Instant,
+    go_on: GoOn<'a>,
+    last_look: Instant,
+}
+
+impl<'a> TimeLimit<'a> {
+    /// TimeLimit until `deadline`, as long as `go_on` says so.
+    pub fn new(deadline: Instant, go_on: GoOn<'a>) -> Self {
+        TimeLimit { deadline, go_on, last_look: Instant::now() }
+    }
+
+    /// When it ends.
+    pub fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Whether the deadline has passed.
+    pub fn is_over(&self) -> bool {
+        Instant::now() >= self.deadline
+    }
+
+    /// How long to wait before the next [`look`](TimeLimit::look): at most 50 ms, and never longer than the deadline.
+    pub fn turn(&self) -> Duration {
+        self.deadline.saturating_duration_since(Instant::now()).min(TURN)
+    }
+
+    /// Asks whether to go on; says nothing of the deadline.
+    ///
+    /// # Errors
+    /// What the caller's function says, such as [`StoreError::Interrupted`].
+    pub fn look(&mut self) -> Result<(), StoreError> {
+        self.last_look = Instant::now();
+        (self.go_on)()
+    }
+
+    /// Looks at the deadline, and asks whether to go on where that was not asked for a while: for loops in which
+    /// something keeps coming, which may never have to wait.
+    ///
+    /// # Errors
+    /// As of [`look`](TimeLimit::look), and [`StoreError::TimedOut`], for what the caller knows.
+    pub fn glance(&mut self) -> Result<(), StoreError> {
+        let now = Instant::now();
+        if now >= self.deadline {
+            return Err(StoreError::TimedOut { what: String::new() });
+        }
+        if now.duration_since(self.last_look) < TURN { Ok(()) } else { self.look() }
+    }
+}

@@ -1,0 +1,115 @@
+"""Another user of the node tries to use the server of a process: read, write, drain, exhaust."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tundish import rtensor
+from tundish._native import ShardStore
+
+_NOBODY = 65_534
+_WAIT_SECONDS = 30.0
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+def as_nobody(work: Callable[[], bool]) -> bool:
+    """What `work` returns in a process of another user."""
+    # What a request needs of the standard library is read by root: another user may not be able to.
+    "localhost".encode("idna")
+    child = os.fork()
+    if child == 0:
+        result = 2
+        try:
+            os.setgroups([])
+            os.setgid(_NOBODY)
+            os.setuid(_NOBODY)
+            result = 0 if work() else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(result)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 1)
+    return status == 0
+
+
+def status_of(addr: str, method: str, path: str, body: str = "", token: str | None = None) -> int:
+    connection = http.client.HTTPConnection(addr, timeout=_WAIT_SECONDS)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        return connection.getresponse().status
+
+
+def test_another_user_can_do_nothing_without_a_token() -> None:
+    with rtensor.serve() as server:
+        handle = rtensor.remotize(torch.arange(10))
+        names = f'{{"shard_ids": ["{handle.shard_id}"]}}'
+        requests = [
+            ("GET", f"/data/{handle.shard_id}", ""),
+            ("POST", "/data/batch", names),
+            ("PUT", "/data/mine", "TSHD"),
+            ("DELETE", "/data/clear", names),
+            ("DELETE", "/buffer/clear", ""),
+            ("POST", "/epoch/1/begin", ""),
+            ("POST", "/epoch/1/claim", names),
+            ("POST", "/epoch/1/end", ""),
+            ("POST", "/keep", names),
+            ("GET", "/stats", ""),
+            ("GET", "/metrics", ""),
+            ("GET", "/health", ""),
+        ]
+        assert as_nobody(lambda: all(status_of(server.addr, *request) == 403 for request in requests))
+        assert status_of(server.addr, "GET", f"/data/{handle.shard_id}") == 200
+        assert ShardStore.current_epoch() is None
+        ShardStore.remove([handle.shard_id])
+
+
+def test_another_user_who_has_the_token_is_served() -> None:
+    with rtensor.serve(token="s3cret") as server:
+        assert as_nobody(lambda: status_of(server.addr, "GET", "/stats") == 401)
+        assert as_nobody(lambda: status_of(server.addr, "GET", "/stats", token="s3cret") == 200)
+
+
+def test_metrics_are_open_to_everybody_on_request() -> None:
+    with rtensor.serve(open_metrics=True) as server:
+        assert as_nobody(lambda: status_of(server.addr, "GET", "/metrics") == 200)
+        assert as_nobody(lambda: status_of(server.addr, "GET", "/health") == 200)
+        assert as_nobody(lambda: status_of(server.addr, "GET", "/stats") == 403)
+
+
+def test_connections_of_another_user_keep_nobody_out() -> None:
+    with rtensor.serve() as server:
+        parent, child_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setuid(_NOBODY)
+                open_ones = [
+                    http.client.HTTPConnection(server.addr, timeout=_WAIT_SECONDS) for _ in range(300)
+                ]
+                for connection in open_ones:
+                    connection.connect()
+                os.write(child_end, b"x")
+                time.sleep(_WAIT_SECONDS)
+            finally:
+                os._exit(0)
+        try:
+            assert os.read(parent, 1) == b"x"
+            begin = time.monotonic()
+            assert status_of(server.addr, "GET", "/health") == 200
+            assert time.monotonic() - begin < 10
+        finally:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            os.close(parent)
+            os.close(child_end)
