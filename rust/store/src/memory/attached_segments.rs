@@ -79,7 +79,7 @@ mod tests {
     use crate::memory::transfers::Source;
     use crate::meta::{Dtype, Meta};
     use crate::node::Node;
-        use crate::shard_id::Selection;
+    use crate::shard_id::Selection;
     use crate::stats::Limits;
     use crate::time_limit::TimeLimit;
     use crate::transport::Service;
