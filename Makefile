@@ -151,7 +151,8 @@ missing:
 
 $(STAMPS)/with-%: pyproject.toml $(STAMPS)/maturin | $(STAMPS)/native
 	$(begin)
-	$(call locked,.venv)$(BIN)/python -m pip install --no-build-isolation --editable '.[$*]'
+	@# Without the profile, pip would build the module again, in the release profile.
+	$(call locked,.venv)env MATURIN_PEP517_ARGS='--profile dev' $(BIN)/python -m pip install --no-build-isolation --editable '.[$*]'
 	$(end)
 
 $(PEER_STAMPS)/peers: benches/peers/requirements.txt benches/peers/requirements-alone.txt | tools
