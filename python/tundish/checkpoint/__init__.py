@@ -12,8 +12,18 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
     from tundish.checkpoint.dcp.dcp_saver import load_dcp
-    from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot, open_readonly, verify
-    from tundish.checkpoint.publish.retention import Checkpoint
+    from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_encoded, refuse_mixed
+    from tundish.checkpoint.publish.read_only_root import (
+        KINDS,
+        Checkpoints,
+        Damaged,
+        ReadOnlyRoot,
+        open_readonly,
+        verify,
+        verify_quietly,
+    )
+    from tundish.checkpoint.publish.retention import Checkpoint, Retention
+    from tundish.checkpoint.publish.writable_root import WritableRoot
     from tundish.checkpoint.save import Save
 else:
     __getattr__, __dir__ = lazily(
@@ -21,10 +31,43 @@ else:
         {
             "tundish.checkpoint.checkpointer": ("Checkpointer",),
             "tundish.checkpoint.dcp.dcp_saver": ("load_dcp",),
-            "tundish.checkpoint.publish.read_only_root": ("ReadOnlyRoot", "open_readonly", "verify"),
-            "tundish.checkpoint.publish.retention": ("Checkpoint",),
+            "tundish.checkpoint.hf.adapters": (
+                "holds_adapters",
+                "load_adapters",
+                "refuse_encoded",
+                "refuse_mixed",
+            ),
+            "tundish.checkpoint.publish.read_only_root": (
+                "KINDS",
+                "Checkpoints",
+                "Damaged",
+                "ReadOnlyRoot",
+                "open_readonly",
+                "verify",
+                "verify_quietly",
+            ),
+            "tundish.checkpoint.publish.retention": ("Checkpoint", "Retention"),
+            "tundish.checkpoint.publish.writable_root": ("WritableRoot",),
             "tundish.checkpoint.save": ("Save",),
         },
     )
 
-__all__ = ["Checkpoint", "Checkpointer", "ReadOnlyRoot", "Save", "load_dcp", "open_readonly", "verify"]
+__all__ = [
+    "KINDS",
+    "Checkpoint",
+    "Checkpointer",
+    "Checkpoints",
+    "Damaged",
+    "ReadOnlyRoot",
+    "Retention",
+    "Save",
+    "WritableRoot",
+    "holds_adapters",
+    "load_adapters",
+    "load_dcp",
+    "open_readonly",
+    "refuse_encoded",
+    "refuse_mixed",
+    "verify",
+    "verify_quietly",
+]

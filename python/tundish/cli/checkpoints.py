@@ -14,9 +14,7 @@ from tundish.cli.output import printable, readable
 from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, counted
 
 if TYPE_CHECKING:
-    from tundish.checkpoint.publish.read_only_root import Checkpoints, Damaged
-    from tundish.checkpoint.publish.retention import Checkpoint
-    from tundish.checkpoint.publish.writable_root import WritableRoot
+    from tundish.checkpoint import Checkpoint, Checkpoints, Damaged, WritableRoot
 
 __all__ = ["add_checkpoint_commands"]
 
@@ -174,7 +172,7 @@ def _said(unsummed: list[str]) -> str:
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint prune`."""
-    from tundish.checkpoint.publish.retention import Retention
+    from tundish.checkpoint import Retention
 
     retention = Retention(
         keep_last=options.keep_last, keep_every=options.keep_every, protected=set(options.keep)
@@ -216,7 +214,7 @@ def _step_set_aside(path: str) -> tuple[str, int]:
 
 def _prune(writable: WritableRoot, options: argparse.Namespace) -> None:
     """Remove old checkpoints, once every byte of those that stay holds."""
-    from tundish.checkpoint.publish.read_only_root import KINDS
+    from tundish.checkpoint import KINDS
 
     damaged = []
     for kind in KINDS:
@@ -238,7 +236,7 @@ def _prune(writable: WritableRoot, options: argparse.Namespace) -> None:
 
 def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint repair`."""
-    from tundish.checkpoint.publish.retention import Retention
+    from tundish.checkpoint import Retention
 
     _check_is_ours(options.root)
     report: dict[str, Any] = {}
@@ -252,7 +250,7 @@ def run_repair(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_writer_lock(root: Path, retention: Any, work: Callable[[WritableRoot], object]) -> None:
-    from tundish.checkpoint.publish.writable_root import WritableRoot
+    from tundish.checkpoint import WritableRoot
 
     writable = WritableRoot(root, retention, wait_seconds=0.0)
     try:
@@ -266,7 +264,7 @@ def _add_root(parser: argparse.ArgumentParser) -> None:
 
 
 def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
-    from tundish.checkpoint.publish.read_only_root import open_readonly
+    from tundish.checkpoint import open_readonly
 
     if not root.exists():
         raise NotFoundError(_NO_ENTRY, "no such folder of checkpoints", str(root))
@@ -284,7 +282,7 @@ def _check_is_ours(root: Path) -> None:
 
 def _verify(one: Checkpoint, options: argparse.Namespace) -> list[str]:
     """The files of which only the sizes could be compared."""
-    from tundish.checkpoint.publish.read_only_root import verify_quietly
+    from tundish.checkpoint import verify_quietly
     from tundish.progress import ProgressLine
 
     with ProgressLine(one.path.name, progress_of(options)) as line:

@@ -12,7 +12,7 @@ from tundish.cli.arguments import add_command
 from tundish.cli.output import printable, readable
 
 if TYPE_CHECKING:
-    from tundish.shm.named_segments import NamedSegment
+    from tundish.shm import NamedSegment
 
 __all__ = ["add_shm_commands"]
 
@@ -44,7 +44,7 @@ def add_shm_commands(commands: Any) -> None:
 
 def run_ls(_: argparse.Namespace) -> dict[str, Any]:
     """`tundish shm ls`."""
-    from tundish.shm.named_segments import sweep
+    from tundish.shm import sweep
 
     report = sweep(dry_run=True)
     segments = sorted((*report.removed, *report.live), key=lambda segment: segment.name)
@@ -61,7 +61,7 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
 
 def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish shm sweep`."""
-    from tundish.shm.named_segments import sweep
+    from tundish.shm import sweep
 
     report = sweep(dry_run=options.dry_run)
     verb = "would remove" if options.dry_run else "removed"

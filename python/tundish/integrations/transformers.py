@@ -22,8 +22,15 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tundish.checkpoint import Checkpoint, Checkpointer, open_readonly
-from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_encoded, refuse_mixed
+from tundish.checkpoint import (
+    Checkpoint,
+    Checkpointer,
+    holds_adapters,
+    load_adapters,
+    open_readonly,
+    refuse_encoded,
+    refuse_mixed,
+)
 from tundish.distributed import agreed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
 

@@ -21,7 +21,7 @@ from tundish.errors import InvalidInputError, NotFoundError, missing_extra
 from tundish.packing.arguments.paths import as_path
 
 if TYPE_CHECKING:
-    from tundish.packing.plan.pack_plan import PackPlan
+    from tundish.packing.plan.readable_plan import ReadablePlan
 
 __all__ = ["plot_plan"]
 
@@ -62,7 +62,7 @@ class Counts:
     padded: int = 0
 
 
-def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
+def plot_plan(plan: ReadablePlan, path: str | os.PathLike[str]) -> Path:
     """Plot `plan` to `path` (see `PackPlan.plot`), and return the path."""
     target = as_path(path, "path")
     if target.suffix.lower() not in FORMATS:
@@ -85,7 +85,7 @@ def plot_plan(plan: PackPlan, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def count(plan: PackPlan, most_pieces: int = MOST_PIECES) -> Counts:
+def count(plan: ReadablePlan, most_pieces: int = MOST_PIECES) -> Counts:
     """Count what the plot shows, reading at most about `most_pieces` pieces."""
     counts = Counts()
     packs = len(plan)
@@ -105,7 +105,7 @@ def _slices(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, in
         yield first, min(first + SLICE_PACKS, packs)
 
 
-def _count_slice(plan: PackPlan, first: int, stop: int, counts: Counts) -> None:
+def _count_slice(plan: ReadablePlan, first: int, stop: int, counts: Counts) -> None:
     before = int(plan.indices_cu_len[first - 1]) if first else 0
     if int(plan.indices_cu_len[stop - 1]) - before > SLICE_PIECES and stop - first > 1:
         middle = (first + stop) // 2
@@ -158,7 +158,7 @@ def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return total
 
 
-def _draw(figure: Any, plan: PackPlan, counts: Counts) -> None:
+def _draw(figure: Any, plan: ReadablePlan, counts: Counts) -> None:
     grid = figure.add_gridspec(2, 2, left=0.07, right=0.97, top=0.83, bottom=0.09, hspace=0.42, wspace=0.2)
     stats = plan.stats()
     figure.text(
@@ -182,7 +182,7 @@ def _draw(figure: Any, plan: PackPlan, counts: Counts) -> None:
     _draw_tokens(figure.add_subplot(grid[1, 1]), stats, counts)
 
 
-def _draw_lengths(axes: Any, plan: PackPlan, counts: Counts) -> None:
+def _draw_lengths(axes: Any, plan: ReadablePlan, counts: Counts) -> None:
     title = "Length of samples" if plan.has_lengths else "Longest piece of each pack"
     _frame(axes, title, "tokens", "samples" if plan.has_lengths else "packs")
     filled = np.flatnonzero(counts.lengths[1:])

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from tundish.packing.plan.pack_plan import PackPlan
+    from tundish.packing.plan.readable_plan import ReadablePlan
 
 # Packs that are counted together: some megabytes of temporaries.
 STEP = 1 << 18
 
 
-def plan_stats(plan: PackPlan) -> dict[str, int | float]:
+def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     """Compute the statistics that `PackPlan.stats` documents."""
     metadata = plan.metadata
     continued = 0
@@ -60,7 +60,7 @@ def _steps(total: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + STEP, total)
 
 
-def _cut_by_tails(plan: PackPlan, tail_starts: list[int]) -> int:
+def _cut_by_tails(plan: ReadablePlan, tail_starts: list[int]) -> int:
     """Count the samples whose end is dropped, except those already counted as cut."""
     # The column's own dtype: numpy would convert the whole column for any other.
     streams = np.flatnonzero(tail_starts).astype(plan.dataset_id.dtype)

@@ -1,0 +1,41 @@
+"""The interface of a plan that statistics and plots read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tundish.packing.plan.pack import PackBatch
+
+__all__ = ["ReadablePlan"]
+
+
+class ReadablePlan(Protocol):
+    """The arrays and attributes of `PackPlan` that statistics and plots use."""
+
+    dataset_id: NDArray[np.integer[Any]]
+    indices: NDArray[np.integer[Any]]
+    indices_cu_len: NDArray[np.integer[Any]]
+    start_offset: NDArray[np.integer[Any]]
+    end_offset: NDArray[np.integer[Any]]
+    longest: NDArray[np.integer[Any]]
+    max_length: int
+    mode: str
+    seed: int | None
+    num_tokens: int
+    fingerprint: str
+
+    @property
+    def has_lengths(self) -> bool: ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def lookup(self, pack_ids: Any) -> PackBatch: ...
+
+    def stats(self) -> dict[str, int | float]: ...
