@@ -170,7 +170,7 @@ def test_what_is_given_up_is_copied_no_more(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("places", "message"),
-    [([(0, 4), (3, 8)], r"place 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "place 1"), ([(8, 4)], "place 0")],
+    [([(0, 4), (3, 8)], r"range 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "range 1"), ([(8, 4)], "place 0")],
 )
 def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -352,7 +352,7 @@ def test_verification_names_every_file_that_is_not_as_it_was(tmp_path: Path) -> 
     files = {"model": os.urandom(20 * MIB), "sub/config.json": b"{}", "lost": b"x", "cut": bytes(5000)}
     write_checkpoint(folder, files)
     seen: list[tuple[str, int, int]] = []
-    _native.verify_checkpoint(folder, set_progress=lambda *update: seen.append(update))
+    _native.verify_checkpoint(folder, progress=lambda *update: seen.append(update))
     assert all(phase == "verify" and done <= total for phase, done, total in seen)
     (folder / "lost").unlink()
     (folder / "more").write_bytes(b"")
