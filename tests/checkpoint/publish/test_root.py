@@ -123,9 +123,7 @@ def test_a_folder_that_is_not_what_its_manifest_says_is_not_published(root: Root
     (folder / "short").write_bytes(b"x")
     (folder / "stranger").write_bytes(b"x")
     (folder / "link").symlink_to("short")
-    with pytest.raises(
-        CorruptCheckpointError, match="link is no plain file, and 3 more"
-    ) as caught:
+    with pytest.raises(CorruptCheckpointError, match="link is no plain file, and 3 more") as caught:
         root.publish("hf", 1, manifest("hf", 1, {"short": 2, "missing": 0, "link": 1}), overwrite=False)
     assert sorted(caught.value.paths) == ["link", "missing", "short", "stranger"]
     assert not (root.path / "hf-1").exists()

@@ -170,7 +170,7 @@ def test_what_is_given_up_is_copied_no_more(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("places", "message"),
-    [([(0, 4), (3, 8)], r"range 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "range 1"), ([(8, 4)], "place 0")],
+    [([(0, 4), (3, 8)], r"range 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "range 1"), ([(8, 4)], "range 0")],
 )
 def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
