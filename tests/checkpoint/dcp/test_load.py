@@ -211,7 +211,7 @@ def rewrite(saved: Path, change: dict[str, Any]) -> None:
         ({"world_size": 0}, CorruptCheckpointError, "says that 0 ranks saved it"),
         # Nothing counts so far.
         ({"world_size": 10**18}, CorruptCheckpointError, "ranks saved it"),
-        ({"extra": [1, 2]}, CorruptCheckpointError, "as extra"),
+        ({"extra": [1, 2]}, CorruptCheckpointError, "an extra that no save writes"),
     ],
 )
 def test_foreign_manifests_are_refused(saved: Path, change: dict[str, Any], kind: type, said: str) -> None:

@@ -198,7 +198,7 @@ def change_extra(rank: int, line: Line) -> None:
 
 def gather_plans(rank: int, line: Line) -> None:
     exchange = PlanExchange((0, 1, 2), rank, 30, voter_of(None))
-    exchange.make("plans")
+    exchange.connect("plans")
 
     def plan_of(number: int) -> SavePlan:
         # The last rank's is much longer than the others'.

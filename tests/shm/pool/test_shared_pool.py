@@ -250,7 +250,7 @@ def test_the_traceback_of_a_task_begins_with_what_the_user_wrote(item: Any, shar
         error = pool.submit(item).exception(20)
     assert isinstance(error, ZeroDivisionError)
     frames = [line for line in str(error.__cause__).splitlines() if line.startswith("  File ")]
-    assert len(frames) == 1 and "test_pool.py" in frames[0]
+    assert len(frames) == 1 and "test_shared_pool.py" in frames[0]
 
 
 @each_method
