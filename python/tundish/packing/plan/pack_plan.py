@@ -222,8 +222,8 @@ class PackPlan:
         except MemoryError as error:
             needed = 8 * sum(map(len, self._columns))
             raise OutOfMemoryError(
-                f"the columns as int64 take {needed} bytes, more memory than there is; the plan's attributes "
-                f"({', '.join(FIELDS)}) are the columns without a copy"
+                f"the columns as int64 need {needed} bytes of memory, which the system does not have; use the plan's "
+                f"attributes ({', '.join(FIELDS)}), which are the columns without a copy"
             ) from error
 
     def stats(self) -> dict[str, int | float]:

@@ -147,7 +147,8 @@ impl<'r, P: PlanInteger> StreamPacker<'r, P> {
                 }
                 stream.note(&chunk.samples);
                 chunk.cutter.begin(P::truncate(filled));
-                filled = (filled + chunk.samples.tokens) % max_length.widen();
+                // Lengths that change meanwhile may have any sum, so the sum is reduced before it is added.
+                filled = (filled + chunk.samples.tokens % max_length.widen()) % max_length.widen();
             }
             // The output has room for the tokens that the first pass found.
             if stream.tokens > scan.tokens {
