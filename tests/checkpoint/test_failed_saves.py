@@ -82,7 +82,7 @@ def test_a_log_that_cannot_be_written_ends_no_save_but_the_failed_one(root: Path
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
-def test_whoever_waits_for_the_copy_of_one_save_waits_for_no_other(
+def test_anyone_who_waits_for_the_copy_of_one_save_waits_for_no_other(
     root: Path, kind: str, is_lazy: bool
 ) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))

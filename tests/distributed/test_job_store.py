@@ -82,7 +82,7 @@ def test_a_connection_that_breaks_is_nobodys_who_comes_after(base: Any) -> None:
     assert second.read("key") == "value"
 
 
-def test_a_host_that_does_not_answer_whoever_connects_holds_up_nobody_with_another_store(
+def test_a_host_that_does_not_answer_anyone_who_connects_holds_up_nobody_with_another_store(
     base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch import distributed

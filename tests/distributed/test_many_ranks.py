@@ -181,7 +181,7 @@ def test_a_long_text_that_is_the_same_on_all_ranks_is_not_sent_by_each(crowd: Cr
     assert "39001 characters" in str(outcomes[1][0])
 
 
-def test_a_verdict_about_ten_thousand_ranks_can_be_read() -> None:
+def test_a_outcome_about_ten_thousand_ranks_can_be_read() -> None:
     failures = [RankFailure(rank=rank, text="failed with OSError: no room") for rank in range(10_000)]
     about = {"present_count": 10_000, "flagged": False, "seconds": 1.0}
     failed = VoteResult.bounded(complete=True, failures=failures, failed_count=10_000, silent=[], **about)

@@ -41,7 +41,7 @@ def test_who_does_not_get_in_for_strangers_waits_for_nothing_and_takes_nobody_fo
         assert time.monotonic() - began < watch._CONNECT_SECONDS
         assert other.vanished() == own.vanished() == frozenset()
         peer.close()
-        # Whoever was in before them sees it.
+        # Anyone who was in before them sees it.
         own.wait(30)
         assert own.vanished() == {1}
         assert other.vanished() == frozenset()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, on_nodes, outcome
 
-from tundish._native import BallotBox
+from tundish._native import SharedVotes
 from tundish.distributed import Voter
 from tundish.distributed.job_store import JobStore
 
@@ -166,7 +166,7 @@ def votes_where_a_box_is_out_of_reach(rank: int, line: Line) -> None:
 
         import tundish.distributed.same_node_vote as same_node_vote
 
-        same_node_vote.BallotBox = type("NoBox", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
+        same_node_vote.SharedVotes = type("NoBox", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
     voter = Voter._without_first_vote(None, f"node {rank // 2}") if why == "nodes" else Voter()
     with voter:
         settle(voter)
@@ -281,9 +281,9 @@ def test_a_box_takes_no_descriptors_once_all_have_found_it(tmp_path: Path) -> No
 
 
 def test_a_box_is_found_by_its_address_and_says_what_is_wrong() -> None:
-    made = BallotBox(2)
+    made = SharedVotes(2)
     assert made.address is not None
-    other = BallotBox.open(made.address, 2)
+    other = SharedVotes.open(made.address, 2)
     assert other.address is None
     made.join(0)
     assert not other.are_all_there

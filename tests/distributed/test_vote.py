@@ -42,7 +42,7 @@ def statuses(rank: int, line: Line) -> None:
         line.say(*outcome(lambda: vote(own, what="a pair's bad step", group=pair)))
     else:
         line.say(*outcome(lambda: vote(what="not ours", group=distributed.GroupMember.NON_GROUP_MEMBER)))
-    # The last vote of a job: whoever hosts the store may be gone right after it.
+    # The last vote of a job: anyone who hosts the store may be gone right after it.
     vote(what="the end")
 
 

@@ -170,7 +170,7 @@ def keep_every_batch(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_whoever_keeps_every_batch_sees_each_unchanged(far: bool, tmp_path: Path) -> None:
+def test_anyone_who_keeps_every_batch_sees_each_unchanged(far: bool, tmp_path: Path) -> None:
     with Job(keep_every_batch, 2, tmp_path) as job:
         job.tell(0, far)
         job.tell(1, far)
@@ -196,7 +196,7 @@ def keep_every_shared_batch(rank: int, line: Line) -> None:
     assert "gloo" not in found["transports"]
 
 
-def test_whoever_keeps_every_batch_that_several_get_sees_each_unchanged(tmp_path: Path) -> None:
+def test_anyone_who_keeps_every_batch_that_several_get_sees_each_unchanged(tmp_path: Path) -> None:
     with Job(keep_every_shared_batch, 3, tmp_path) as job:
         job.expect_end()
 

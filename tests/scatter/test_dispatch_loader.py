@@ -107,7 +107,7 @@ def kept_batches(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [3, 2])
-def test_whoever_keeps_every_batch_sees_each_unchanged(node: int, tmp_path: Path) -> None:
+def test_anyone_who_keeps_every_batch_sees_each_unchanged(node: int, tmp_path: Path) -> None:
     with Job(kept_batches, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, node)

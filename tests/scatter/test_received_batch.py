@@ -34,17 +34,17 @@ class Line:
 
     def __init__(self) -> None:
         self.arena = _native.SegmentArena(1 << 24)
-        self.parcels = _native.BufferReceiver()
+        self.receiver = _native.BufferReceiver()
 
     def sent(self, batch: Any) -> ReceivedBatch:
         tensors, schema = td.tree.flatten(batch)
-        parcel = self.arena.take(schema.layout.total)
-        buffer = torch.frombuffer(parcel, dtype=torch.uint8)
+        taken = self.arena.take(schema.layout.total)
+        buffer = torch.frombuffer(taken, dtype=torch.uint8)
         for place, tensor in zip(schema.layout.tensors_in(buffer), tensors, strict=True):
             place.view(torch.uint8).copy_(tensor.view(torch.uint8)) if tensor.dim() else place.copy_(tensor)
         del buffer, place
-        came = self.parcels.open(parcel.reference())
-        parcel.release()
+        came = self.receiver.open(taken.reference())
+        taken.release()
         return ReceivedBatch(schema, bytes_of(came))
 
 
@@ -88,19 +88,19 @@ def test_what_has_no_values_or_no_dimension(line: Line) -> None:
 
 def test_memory_is_kept_as_long_as_any_tensor_over_it(line: Line) -> None:
     back = line.sent(many()).build(None)
-    assert line.parcels.views == 1
+    assert line.receiver.views == 1
     last = back[17].view(-1)[2:]
     del back
     gc.collect()
-    assert line.parcels.views == 1 and last[0] == 17
+    assert line.receiver.views == 1 and last[0] == 17
     others = line.sent(many()).build(None)
-    assert line.parcels.views == 2
+    assert line.receiver.views == 2
     del last
-    assert line.parcels.views == 1
+    assert line.receiver.views == 1
     thread = threading.Thread(target=others.clear)
     thread.start()
     thread.join()
-    assert line.parcels.views == 0
+    assert line.receiver.views == 0
 
 
 def test_torch_may_let_go_of_the_last_one(line: Line) -> None:
@@ -110,12 +110,12 @@ def test_torch_may_let_go_of_the_last_one(line: Line) -> None:
     loss = sum(((one @ weight) * one).sum() for one in back)
     del back
     gc.collect()
-    assert line.parcels.views == 1
+    assert line.receiver.views == 1
     loss.backward()
     del loss
     assert weight.grad is not None and weight.grad[0, 0] == 90
     gc.collect()
-    assert line.parcels.views == 0
+    assert line.receiver.views == 0
 
 
 def test_each_has_a_storage_of_its_own(line: Line) -> None:
@@ -131,7 +131,7 @@ def test_each_has_a_storage_of_its_own(line: Line) -> None:
     with pytest.raises(RuntimeError, match="resiz"):
         back[2].untyped_storage().resize_(1 << 20)
     back[5].set_(torch.ones(4).untyped_storage())
-    assert line.parcels.views == 1 and torch.equal(back[6], many()[6])
+    assert line.receiver.views == 1 and torch.equal(back[6], many()[6])
 
 
 def test_memory_that_does_not_fit_is_refused() -> None:

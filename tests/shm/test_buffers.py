@@ -23,7 +23,7 @@ def packed(arena: SegmentArena, contents: bytes) -> Any:
     return buffer
 
 
-def test_a_parcel_arrives_and_is_its_receivers_to_write() -> None:
+def test_a_buffer_arrives_and_is_its_receivers_to_write() -> None:
     arena, buffers = SegmentArena(), BufferReceiver()
     buffer = packed(arena, b"hello")
     assert len(buffer) == 5
@@ -70,7 +70,7 @@ def test_what_was_not_sent_is_used_again_at_once() -> None:
     assert len(inodes) == 1
 
 
-def test_who_comes_for_a_revoked_parcel_is_refused() -> None:
+def test_who_comes_for_a_revoked_buffer_is_refused() -> None:
     arena, buffers = SegmentArena(), BufferReceiver()
     buffer = packed(arena, b"x")
     reference = buffer.reference()
@@ -85,7 +85,7 @@ def test_who_comes_for_a_revoked_parcel_is_refused() -> None:
         memoryview(buffer)
 
 
-def test_a_revoked_parcel_that_was_received_stays_with_its_receiver() -> None:
+def test_a_revoked_buffer_that_was_received_stays_with_its_receiver() -> None:
     arena, buffers = SegmentArena(), BufferReceiver()
     buffer = packed(arena, b"mine")
     view = buffers.open(buffer.reference())
@@ -209,7 +209,7 @@ def die(line: Connection) -> None:
     os.kill(os.getpid(), 9)
 
 
-def test_a_parcel_outlives_its_sender_where_the_descriptor_came_before() -> None:
+def test_a_buffer_outlives_its_sender_where_the_descriptor_came_before() -> None:
     import socket
 
     context = multiprocessing.get_context("fork")

@@ -321,7 +321,7 @@ def readers_workers(rank: int, line: Line) -> None:
     tokens: Any = td.shm.node_shared(np.arange(MIB))
     inode = pages_of(tokens)["inode"]
     if rank == 0:
-        # Whoever brought it may let go of it before the others start workers.
+        # Anyone who brought it may let go of it before the others start workers.
         del tokens
         gc.collect()
     td.distributed.vote(what="the builder has let go")

@@ -75,7 +75,7 @@ class Attributes(dict[str, Any]):
         self.__dict__ = self
 
 
-class Tally(Counter[str]):
+class StepCounts(Counter[str]):
     pass
 
 
@@ -239,7 +239,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "defaultdict without factory": lambda: defaultdict(None, {"a": numbers()}),
     "defaultdict subclass": lambda: with_attributes(Groups(dict, {"a": numbers()}), note=1),
     "counter": lambda: with_attributes(Counter("banana"), note=numbers()),
-    "counter subclass": lambda: with_attributes(Tally("banana"), note=2),
+    "counter subclass": lambda: with_attributes(StepCounts("banana"), note=2),
     "dict that chooses its state": lambda: {"guarded": [Guarded({"a": numbers()})]}["guarded"][0].name,
     "userdict": lambda: with_attributes(Wrapped(a=numbers(), b=[1]), note="n"),
     "userlist": lambda: UserList([numbers(), 1]),

@@ -1,6 +1,6 @@
 """Ways to give every rank its batch.
 
-What always holds: each takes the list of all batches on rank 0, and None elsewhere, and returns this rank's; whoever
+What always holds: each takes the list of all batches on rank 0, and None elsewhere, and returns this rank's; anyone who
 gets one may write to it.
 """
 

@@ -6,7 +6,7 @@ is, though a scatter cannot count on it: the bytes of a batch lie one after the 
 memory that they come to, and no other batch comes there.
 
 Or, with `torchs_part`, its receiver has new tensors each time, which it makes before the bytes come; and rank 0 has
-asked torch about each tensor before it gives any rank anything, as whoever refuses what cannot be carried must.
+asked torch about each tensor before it gives any rank anything, as anyone who refuses what cannot be carried must.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Least", "LeastFar"]
 
 # Bytes: of which a tensor begins at a multiple, and between what one rank and another look at.
 _LINE = 64
-# What a round is: one as before, or, as whoever is told so has to get ready, with batches of another kind.
+# What a round is: one as before, or, as anyone who is told so has to get ready, with batches of another kind.
 _AGAIN, _NEW = 1, 2
 # Bytes. Larger batches are sooner copied past the caches and by several threads, as tundish does, than by a plain copy.
 _LARGE = 1 << 25
@@ -81,14 +81,14 @@ class Least:
                     os.mkfifo(folder / str(rank))
             dist.barrier()
             ranks = [self._rank] if self._rank else range(1, world)
-            # For both directions, so that nobody waits for whoever has the other.
+            # For both directions, so that nobody waits for anyone who has the other.
             self._pipes = {rank: os.open(folder / str(rank), os.O_RDWR) for rank in ranks}
             dist.barrier()
         self._seen = 0
         self._batches: list[Any] | None = None
         # Of each receiver, what writes its batch.
         self._copies: dict[int, Callable[[], None]] = {}
-        self._arena, self._parcels = _native.SegmentArena(1 << 30), _native.BufferReceiver()
+        self._arena, self._receiver = _native.SegmentArena(1 << 30), _native.BufferReceiver()
         self._mine: list[torch.Tensor] = []
         self._memory: NDArray[np.uint8] | None = None
 
@@ -145,7 +145,7 @@ class Least:
                     memory = _shared(folder / str(rank), size) if rank in self._pipes else None
                     copy = partial(np.copyto, memory)
                 else:
-                    memory, copy = self._parcel(rank, size)
+                    memory, copy = self._buffer(rank, size)
                 if batches is not None:
                     self._copies[rank] = partial(copy, _contents(batches[rank], size, places))
                     self._copies[rank]()
@@ -155,17 +155,17 @@ class Least:
                         self._torch.prepare(places)
             dist.barrier()
 
-    def _parcel(
+    def _buffer(
         self, rank: int, size: int
     ) -> tuple[NDArray[np.uint8] | None, Callable[[NDArray[np.uint8]], None]]:
         """Collective: what the receiver, this rank, reads; and on rank 0 what copies a batch there."""
-        parcel = self._arena.take(size) if self._rank == 0 else None
-        reference = _agreed(None if parcel is None else parcel.reference())
-        view = self._parcels.open(reference) if rank == self._rank else None
+        buffer = self._arena.take(size) if self._rank == 0 else None
+        reference = _agreed(None if buffer is None else buffer.reference())
+        view = self._receiver.open(reference) if rank == self._rank else None
 
         def copy(contents: NDArray[np.uint8]) -> None:
             address, length, start = (np.int64(word).tobytes() for word in (contents.ctypes.data, size, 0))
-            parcel.fill(address, length, start, 0, _THREADS)
+            buffer.fill(address, length, start, 0, _THREADS)
 
         return None if view is None else np.frombuffer(view, np.uint8), copy
 

@@ -6,7 +6,7 @@ was killed or is late. A vote takes 0.1 ms instead of 1 ms so, and a lazy save o
 
 Invariants:
 
-1. A member that holds a vote in another way gives it up here: else the others would wait for its ballot.
+1. A member that holds a vote in another way gives it up here: else the others would wait for its shared vote.
 2. After `decide`, or after an exception out of it, the vote is not open any more.
 """
 
@@ -16,7 +16,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 
-from tundish._native import BallotBox
+from tundish._native import SharedVotes
 from tundish.errors import TundishError
 
 __all__ = ["SameNodeVote"]
@@ -36,15 +36,15 @@ class SameNodeVote:
     def __init__(self, index: int, size: int) -> None:
         self._index = index
         self._size = size
-        self._offered: BallotBox | None = None
-        self._box: BallotBox | None = None
+        self._offered: SharedVotes | None = None
+        self._box: SharedVotes | None = None
 
     def offer(self) -> tuple[int, int, int] | None:
         """Create the memory; returns its address for the other ranks, None where there can be none."""
         if self._size > _MAX_RANKS:
             return None
         try:
-            self._offered = BallotBox(self._size)
+            self._offered = SharedVotes(self._size)
         except (TundishError, OSError):
             return None
         return self._offered.address
@@ -56,7 +56,7 @@ class SameNodeVote:
                 self._box = self._offered
             elif address is not None:
                 process, descriptor, identity = address
-                self._box = BallotBox.open((process, descriptor, identity), self._size)
+                self._box = SharedVotes.open((process, descriptor, identity), self._size)
         except (TundishError, OSError):
             return
         if self._box is not None:

@@ -5,7 +5,7 @@ chooses these tensors; `BufferLayout.leaves` makes the leaves of them again.
 
 Invariants:
 
-1. Tensors that travel are plain, and no two overlap. Whoever copies one with gaps writes its values contiguously.
+1. Tensors that travel are plain, and no two overlap. Anyone who copies one with gaps writes its values contiguously.
 2. A layout depends on dtypes, shapes and, for views, on how they lie in memory; never on values.
 """
 

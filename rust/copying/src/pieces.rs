@@ -15,7 +15,7 @@ pub struct Copy {
     pub length: usize,
 }
 
-// SAFETY: only addresses; whoever calls `copy` answers for what is there.
+// SAFETY: only addresses; anyone who calls `copy` answers for what is there.
 unsafe impl Send for Copy {}
 // SAFETY: as above.
 unsafe impl Sync for Copy {}
@@ -23,7 +23,7 @@ unsafe impl Sync for Copy {}
 /// All copies, counted through one after the other and cut into pieces, which threads take in turn.
 #[derive(Debug)]
 pub(crate) struct Pieces {
-    /// Its own, as threads may look at them when whoever handed them in is gone.
+    /// Its own, as threads may look at them when anyone who handed them in is gone.
     pub(crate) copies: Vec<Copy>,
     /// Where each copy ends.
     pub(crate) ends: Vec<usize>,

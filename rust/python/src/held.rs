@@ -1,4 +1,4 @@
-//! The GIL, for whoever is called by another library's code, at any time and in any thread.
+//! The GIL, for anyone who is called by another library's code, at any time and in any thread.
 //!
 //! What always holds: it is asked of Python. PyO3 counts its own calls instead, and takes the GIL for held in the
 //! middle of one of them, though torch gives it up while it frees a tensor.

@@ -76,7 +76,7 @@ mod _native {
     #[pymodule_export]
     use super::shm::task_queue::{TaskQueue, available_processors, exit_with_parent};
     #[pymodule_export]
-    use super::shm::votes::BallotBox;
+    use super::shm::votes::SharedVotes;
     #[pymodule_export]
     use super::store::dtypes::stored_dtypes;
     #[pymodule_export]
@@ -90,7 +90,7 @@ mod _native {
     #[pymodule_export]
     use super::store::wire::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]
-    use super::tensors::{TensorLook, TensorReader};
+    use super::tensors::TensorReader;
     #[pymodule_export]
     use super::tree::build::QuickProgram;
     #[pymodule_export]

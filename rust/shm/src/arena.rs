@@ -117,7 +117,7 @@ struct State {
 impl Arena {
     /// An arena that keeps up to `limit` bytes.
     pub fn new(purpose: Use, limit: usize) -> Self {
-        // Bytes that others still look at count against the limits of whoever has slabs: none of those is forgotten.
+        // Bytes that others still look at count against the limits of anyone who has slabs: none of those is forgotten.
         let forgets_escaped = purpose != Use::Slabs;
         let state = State { limit, forgets_escaped, ..State::default() };
         Arena { purpose, process: process::id(), state: Mutex::new(state) }

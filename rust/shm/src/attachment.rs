@@ -186,7 +186,7 @@ fn lease(file: BorrowedFd<'_>, meant: Option<&Address>, name: &str) -> Result<(F
         |reason: &str| Refusal::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
     let size = usize::try_from(memory_file::status(file).map_err(Refusal::Other)?.st_size).unwrap_or(0);
     let read = || Facts::read(file, size, name).map_err(Refusal::Other);
-    // Before its lock is asked for: whoever has that of another segment says nothing about this one.
+    // Before its lock is asked for: anyone who has that of another segment says nothing about this one.
     let identity = read()?.identity;
     if meant.is_some_and(|meant| meant.identity != identity) {
         let reason = "another segment has taken its place".to_owned();

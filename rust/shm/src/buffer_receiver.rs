@@ -340,7 +340,7 @@ mod tests {
 
         /// Whatever a file says of itself, it is refused or lies within its bytes.
         #[test]
-        fn any_bytes_are_no_parcel_or_one_within_its_file(
+        fn any_bytes_are_no_buffer_or_one_within_its_file(
             words in prop::collection::vec(any::<u64>(), 0..20), magic: bool, pages in 0usize..4,
         ) {
             let file = memory_file::create(false).unwrap();

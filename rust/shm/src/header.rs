@@ -42,7 +42,7 @@ pub struct Facts {
     pub data_len: usize,
     /// Who made it.
     pub owner: Owner,
-    /// What the data are, in words of whoever made it.
+    /// What the data are, in words of anyone who made it.
     pub layout: Vec<u8>,
 }
 

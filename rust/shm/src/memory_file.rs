@@ -47,7 +47,7 @@ pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
 pub(crate) enum Writers {
     /// Who has mapped it for writing before: it is written once, as a rule.
     Present,
-    /// Whoever maps it for writing: it is used again and again.
+    /// Anyone who maps it for writing: it is used again and again.
     All,
 }
 
@@ -170,7 +170,7 @@ fn is_patient_after(took: Duration, pages: usize, (wait, most): (&AtomicI64, i64
     before.is_ok_and(|before| before.saturating_add(earned) > 0)
 }
 
-/// Gives the memory of `file` from byte `start` to `end` back to the system, whoever has it mapped; left out where a
+/// Gives the memory of `file` from byte `start` to `end` back to the system, anyone who has it mapped; left out where a
 /// seal or the system does not allow it.
 pub(crate) fn empty(file: BorrowedFd<'_>, start: usize, end: usize) {
     #[cfg(target_os = "linux")]

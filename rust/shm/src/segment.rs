@@ -256,7 +256,7 @@ impl Segment {
     /// As of [`fill`](Segment::fill), with `len` bytes at `start`.
     unsafe fn copy_to(&mut self, source: *const u8, len: usize, start: usize) -> usize {
         self.populate(start + len);
-        // SAFETY: both ranges are the caller's promise, and a segment's memory is nobody's source: whoever reads it has
+        // SAFETY: both ranges are the caller's promise, and a segment's memory is nobody's source: anyone who reads it has
         // a lease, and then its owner does not use it again.
         unsafe { std::ptr::copy(source, self.data().add(start), len) };
         len

@@ -16,7 +16,7 @@ enum Step {
     /// Of the tasks that are taken, the one of this number from the oldest on.
     Finish(usize, usize),
     Revoke(usize),
-    Bury(u16),
+    Reap(u16),
     Collect,
 }
 
@@ -26,7 +26,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         4 => (0u16..3).prop_map(Step::Take),
         3 => (0usize..4, 0..=CAPACITY).prop_map(|(which, length)| Step::Finish(which, length)),
         3 => (0usize..6).prop_map(Step::Revoke),
-        1 => (0u16..3).prop_map(Step::Bury),
+        1 => (0u16..3).prop_map(Step::Reap),
         2 => Just(Step::Collect),
     ];
     prop::collection::vec(step, 0..200)
@@ -101,7 +101,7 @@ proptest! {
                     let gap = oracle.queue.iter_mut().find(|entry| entry.as_ref().is_some_and(|(of, _)| *of == ticket));
                     *gap.unwrap() = None;
                 }
-                Step::Bury(number) => {
+                Step::Reap(number) => {
                     let mut lost = queue.reap(number).unwrap();
                     lost.sort_unstable();
                     let mut expected: Vec<_> =

@@ -1,4 +1,4 @@
-//! The rounds of a ballot box under a model checker: all orders of their steps, and all values that their orderings
+//! The rounds of a shared votes under a model checker: all orders of their steps, and all values that their orderings
 //! allow, up to a number of times that a thread is held up in favour of another.
 //!
 //! The protocol's own source is compiled here over the checker's words.
@@ -17,17 +17,17 @@ use std::sync::Arc;
 use loom::thread;
 
 use atomic::AtomicU64;
-use protocol::{BALLOT_WORDS, Standing, Words, cast, give_up, look};
+use protocol::{Standing, VOTE_WORDS, Words, cast, give_up, look};
 
 struct Memory {
     newest: AtomicU64,
     last_well: AtomicU64,
-    ballots: Vec<[AtomicU64; BALLOT_WORDS]>,
+    shared_votes: Vec<[AtomicU64; VOTE_WORDS]>,
 }
 
 impl Words for Memory {
     fn members(&self) -> usize {
-        self.ballots.len()
+        self.shared_votes.len()
     }
 
     fn newest(&self) -> &AtomicU64 {
@@ -38,8 +38,8 @@ impl Words for Memory {
         &self.last_well
     }
 
-    fn ballot(&self, member: usize) -> &[AtomicU64; BALLOT_WORDS] {
-        &self.ballots[member]
+    fn shared_vote(&self, member: usize) -> &[AtomicU64; VOTE_WORDS] {
+        &self.shared_votes[member]
     }
 
     fn ring(&self) {}
@@ -55,7 +55,7 @@ fn run(plans: [[Does; 2]; 2], check: fn([[Standing; 2]; 2])) {
     builder.check(move || {
         let word = || AtomicU64::new(0);
         let words = || core::array::from_fn(|_| word());
-        let memory = Arc::new(Memory { newest: word(), last_well: word(), ballots: vec![words(), words()] });
+        let memory = Arc::new(Memory { newest: word(), last_well: word(), shared_votes: vec![words(), words()] });
         let both = [0, 1].map(|member| {
             let memory = Arc::clone(&memory);
             let [first, second] = plans[member];
@@ -66,7 +66,7 @@ fn run(plans: [[Does; 2]; 2], check: fn([[Standing; 2]; 2])) {
 }
 
 fn patient(memory: &Memory, member: usize, round: u64) -> Standing {
-    let mut standing = cast(memory, member, round, &[round; BALLOT_WORDS]);
+    let mut standing = cast(memory, member, round, &[round; VOTE_WORDS]);
     while standing == Standing::Open {
         thread::yield_now();
         standing = look(memory, round);
@@ -75,7 +75,7 @@ fn patient(memory: &Memory, member: usize, round: u64) -> Standing {
 }
 
 fn hasty(memory: &Memory, member: usize, round: u64) -> Standing {
-    cast(memory, member, round, &[round; BALLOT_WORDS]);
+    cast(memory, member, round, &[round; VOTE_WORDS]);
     give_up(memory, round)
 }
 
@@ -89,7 +89,7 @@ fn unheard(_memory: &Memory, _member: usize, _round: u64) -> Standing {
 }
 
 fn apart(memory: &Memory, member: usize, round: u64) -> Standing {
-    cast(memory, member, round, &[7 + member as u64; BALLOT_WORDS]);
+    cast(memory, member, round, &[7 + member as u64; VOTE_WORDS]);
     give_up(memory, round)
 }
 

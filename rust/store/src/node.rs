@@ -36,7 +36,7 @@ pub struct Node {
     /// Addresses that this node's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
-    /// To whoever fetches on this node.
+    /// To anyone who fetches on this node.
     handover: AdaptiveCopy,
 }
 
@@ -46,13 +46,13 @@ const WORTH_A_LOOK: usize = 128 << 10;
 /// Threads of one such copy: more do not make memory faster.
 const MOST_THREADS: usize = 4;
 
-/// How long whoever clears a node waits for what is freed in the background.
+/// How long anyone who clears a node waits for what is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
 
 /// How long who ends a step waits for who keeps something of its shards to hear of that: some turns of an interpreter.
 const HEARING: Duration = Duration::from_millis(200);
 
-/// Whoever keeps something of shards beside the nodes of this process.
+/// Anyone who keeps something of shards beside the nodes of this process.
 static LISTENER: OnceLock<fn()> = OnceLock::new();
 
 static OF_PROCESS: PerProcess<Arc<Node>> = PerProcess::new(|| Node::new(Limits::default()));
@@ -191,8 +191,8 @@ impl Node {
     fn flush_buffer(&self) -> Dropped {
         let fetched = self.buffer.flush();
         // The part of no step is the oldest.
-        let kept = fetched.first().map_or(0, |part| part.tally.num_entries);
-        let entries = fetched.iter().map(|part| part.tally.num_entries).sum();
+        let kept = fetched.first().map_or(0, |part| part.step_counts.num_entries);
+        let entries = fetched.iter().map(|part| part.step_counts.num_entries).sum();
         self.drop_thread.drop_later(fetched, entries);
         Dropped { entries, kept }
     }
@@ -207,17 +207,17 @@ impl Node {
         let mut ledger = EpochLedger { epoch, ..EpochLedger::default() };
         let stored = self.storage.state.lock().parts.standing(epoch);
         let fetched = self.buffer.state.lock().parts.standing(epoch);
-        ledger.stored_bytes = stored.as_ref().map_or(0, |standing| standing.tally.brought_bytes);
-        ledger.fetched_bytes = fetched.as_ref().map_or(0, |standing| standing.tally.brought_bytes);
+        ledger.stored_bytes = stored.as_ref().map_or(0, |standing| standing.step_counts.brought_bytes);
+        ledger.fetched_bytes = fetched.as_ref().map_or(0, |standing| standing.step_counts.brought_bytes);
         if stored.is_none() && fetched.is_none() {
             return None;
         }
         for standing in [stored, fetched].into_iter().flatten() {
             ledger.has_ended |= standing.has_ended;
-            ledger.held_bytes += standing.tally.held_bytes;
-            ledger.freed_bytes += standing.tally.freed_bytes;
-            ledger.num_entries += standing.tally.num_entries;
-            ledger.late_inserts_refused += standing.tally.late;
+            ledger.held_bytes += standing.step_counts.held_bytes;
+            ledger.freed_bytes += standing.step_counts.freed_bytes;
+            ledger.num_entries += standing.step_counts.num_entries;
+            ledger.late_inserts_refused += standing.step_counts.late;
             ledger.viewed_bytes += standing.viewed_bytes;
         }
         ledger.escaped_bytes = if ledger.has_ended { ledger.viewed_bytes } else { 0 };
@@ -234,7 +234,7 @@ impl Node {
         let oldest_unclaimed_seconds = self.storage.oldest_unclaimed_seconds();
         let mut state = self.storage.state.lock();
         let (total_bytes, num_entries) = state.parts.held();
-        let unclaimed = state.parts.unclaimed().tally;
+        let unclaimed = state.parts.unclaimed().step_counts;
         StorageStats {
             num_entries,
             total_bytes,
@@ -250,9 +250,9 @@ impl Node {
         let memory = self.buffer_pool.account();
         let mut state = self.buffer.state.lock();
         let (total_bytes, num_entries) = state.parts.held();
-        let kept = state.parts.unclaimed().tally;
-        let current = state.current_part().tally;
-        let holding = state.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.tally.num_entries > 0);
+        let kept = state.parts.unclaimed().step_counts;
+        let current = state.current_part().step_counts;
+        let holding = state.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.step_counts.num_entries > 0);
         BufferStats {
             num_entries,
             total_bytes,
@@ -374,8 +374,10 @@ impl Service for Node {
         let stored = self.storage.end(epoch);
         let fetched = self.buffer.end(epoch);
         let entries = |count: Option<u64>| count.unwrap_or_default();
-        let (claims, fetches) =
-            (stored.as_ref().map(|part| part.tally.num_entries), fetched.as_ref().map(|part| part.tally.num_entries));
+        let (claims, fetches) = (
+            stored.as_ref().map(|part| part.step_counts.num_entries),
+            fetched.as_ref().map(|part| part.step_counts.num_entries),
+        );
         self.drop_thread.drop_later(stored, entries(claims));
         self.drop_thread.drop_later(fetched, entries(fetches));
         self.tell_of_drain();

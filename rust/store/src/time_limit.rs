@@ -10,7 +10,7 @@ pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), StoreError>;
 /// The longest time between two looks at whether to go on.
 const TURN: Duration = Duration::from_millis(50);
 
-/// A deadline, and whoever may call it all off before.
+/// A deadline, and anyone who may call it all off before.
 pub struct TimeLimit<'a> {
     deadline: Instant,
     go_on: GoOn<'a>,

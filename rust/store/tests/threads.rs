@@ -194,7 +194,7 @@ fn who_waits_for_rows_does_not_fail_for_rows_that_are_not_there() {
     assert_eq!([&outcomes[0], &outcomes[2]].map(|told| told.as_ref().unwrap()), [&pattern(1, 100)[..10]; 2]);
     assert!(matches!(&outcomes[1], Err(StoreError::Invalid(why)) if why.contains("0 to 101")), "{outcomes:?}");
     assert_eq!(requests, 2);
-    // Of a batch all that it asked for fails; whoever waits for other shards of it, or other rows, has them.
+    // Of a batch all that it asked for fails; anyone who waits for other shards of it, or other rows, has them.
     let other = [whole(OWNER, &ids[1], 50)];
     let mut wrong = common::rows(OWNER, &ids[0], 90..100);
     wrong.meta = Meta::new(Dtype::from_name("int8").unwrap(), [10].as_slice()).unwrap();

@@ -1,4 +1,4 @@
-"""Checkpoints without checksums: whoever verifies or loads one is told that only sizes were compared."""
+"""Checkpoints without checksums: anyone who verifies or loads one is told that only sizes were compared."""
 
 from __future__ import annotations
 

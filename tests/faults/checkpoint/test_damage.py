@@ -122,7 +122,7 @@ def test_a_wrong_byte_in_the_newest_means_the_one_before_and_is_told(
                 checkpointer.load_dcp(state, step)
             assert torch.equal(state["w"], torch.full((5000,), step - 1.0))
         assert f"step {step} cannot be loaded, the one before is tried: " in caplog.text
-        # It is still there, for whoever wants to look at it.
+        # It is still there, for anyone who wants to look at it.
         assert path.exists()
 
 

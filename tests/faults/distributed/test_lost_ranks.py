@@ -425,7 +425,7 @@ def test_a_voter_stays_with_its_process(tmp_path: Path) -> None:
 def vote_and_end(rank: int, line: Line) -> None:
     with Voter(timeout=30) as voter:
         if rank == 2:
-            # Its thread has voted, and does not come to read the verdict.
+            # Its thread has voted, and does not come to read the outcome.
             _await = voter._thread._protocol._wait  # type: ignore[union-attr]
 
             def late(current: Any) -> Any:
@@ -443,7 +443,7 @@ def test_the_host_of_the_store_counts_nobody_twice(tmp_path: Path) -> None:
     with Job(vote_and_end, 3, tmp_path, host=RANK0) as job:
         assert job.hear(2) == ("voted",)
         job.tell(0)
-        # One has read the verdict and ended, which the host sees; another has yet to read it.
+        # One has read the outcome and ended, which the host sees; another has yet to read it.
         assert job.hear(1) == (("", "", None),)
         job.expect_end(1)
         time.sleep(0.5)

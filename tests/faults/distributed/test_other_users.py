@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tundish._native import BallotBox
+from tundish._native import SharedVotes
 from tundish.distributed import PeerWatch
 
 NOBODY = 65534
@@ -39,12 +39,12 @@ def as_nobody(attempt: Callable[[], None]) -> str:
 
 
 def test_the_memory_in_which_ranks_vote_is_closed_to_another_user() -> None:
-    box = BallotBox(2)
+    box = SharedVotes(2)
     address = box.address
     assert address is not None
-    assert as_nobody(lambda: BallotBox.open(address, 2) and None) != ""
+    assert as_nobody(lambda: SharedVotes.open(address, 2) and None) != ""
     # Its own user opens it.
-    assert BallotBox.open(address, 2) is not None
+    assert SharedVotes.open(address, 2) is not None
 
 
 def test_another_user_that_connects_to_a_watch_makes_nobody_look_gone() -> None:

@@ -358,7 +358,7 @@ def test_packing_works_in_a_forked_child() -> None:
 
 
 def test_inputs_that_change_meanwhile_never_crash() -> None:
-    """The arrays are read without the GIL; whoever writes to them gets an error or a wrong plan, no more."""
+    """The arrays are read without the GIL; anyone who writes to them gets an error or a wrong plan, no more."""
     code = """
 import threading, numpy as np, tundish as td
 lengths = np.random.default_rng(0).integers(0, 2000, 300_000)

@@ -358,7 +358,7 @@ def killed_replica(rank: int, line: Line) -> None:
     if rank == 2:
         line.hear()
         return
-    # Whoever was given a batch when it came out hears of it in a later round.
+    # Anyone who was given a batch when it came out hears of it in a later round.
     while (told := timed(a_grid_round))[0] != "PeerFailedError":
         pass
     line.say(*told)

@@ -46,7 +46,7 @@ def keep_every_batch(rank: int, line: Line) -> None:
     [(700, [5000]), (300, [50_000]), (300, [10] * 100)],
     ids=["small", "large", "many"],
 )
-def test_whoever_keeps_every_batch_has_them_all_and_does_not_run_out_of_descriptors(
+def test_anyone_who_keeps_every_batch_has_them_all_and_does_not_run_out_of_descriptors(
     node: int, rounds: int, shapes: list[int], tmp_path: Path
 ) -> None:
     with Job(keep_every_batch, 2, tmp_path) as job:

@@ -65,7 +65,7 @@ def size_in_mib() -> float:
     return pages * mmap.PAGESIZE / MIB
 
 
-def test_whoever_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path) -> None:
+def test_anyone_who_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path) -> None:
     with Job(small_ones_kept, 2, tmp_path) as job:
         source, receiver = (size for (size,) in job.hear_all())
         job.expect_end()

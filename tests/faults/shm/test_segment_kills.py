@@ -118,7 +118,7 @@ def holders(file: os.stat_result) -> set[int]:
 
 
 def holds(process: Path, file: os.stat_result) -> bool:
-    # Whoever ends meanwhile, or is another user's, has nothing.
+    # Anyone who ends meanwhile, or is another user's, has nothing.
     with contextlib.suppress(OSError):
         for mapped in (process / "maps").read_text().splitlines():
             _, _, _, device, inode, *_ = mapped.split()

@@ -26,7 +26,7 @@ def one_after_the_other(rank: int, line: Line) -> None:
     for number in range(20):
         with td.DispatchLoader(range(10) if rank == 0 else None) as loader:
             assert list(loader) == list(range(rank, 10, 2)), number
-    # One for the votes, and one for whoever leaves early.
+    # One for the votes, and one for anyone who leaves early.
     assert opened <= 2
 
 

@@ -66,7 +66,7 @@ class Program:
             self._process = context.Process(target=_run, args=(*about, mounts, start_new_session, streams))
             self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
-        # Whoever kills its group finds it.
+        # Anyone who kills its group finds it.
         with contextlib.suppress(ProcessLookupError):
             while start_new_session and os.getpgid(self.pid) != self.pid:
                 time.sleep(0.001)

@@ -161,12 +161,12 @@ def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _
     """Pack the error of a task and its traceback, as `MessagePacker.pack`; whatever it is."""
     packed = describe_error(error)
     try:
-        flag, payload, parcel = packer.pack(packed)
+        flag, payload, buffer = packer.pack(packed)
     except Exception:  # noqa: BLE001 (every error is answered)
         # There is no memory for all of it; the end of a traceback says most.
         _, summary, text = packed
-        flag, payload, parcel = packer.pack((None, summary[:1000], text[-4000:]))
-    return ERROR | flag, payload, parcel
+        flag, payload, buffer = packer.pack((None, summary[:1000], text[-4000:]))
+    return ERROR | flag, payload, buffer
 
 
 def describe_error(error: BaseException) -> tuple[bytes | None, str, str]:

@@ -136,8 +136,8 @@ impl PlanFolder {
         let size = file.metadata().map_err(|source| PackError::Io { path: path.clone(), source })?.len();
         let needed = header.file_bytes();
         if u128::from(size) != needed {
-            let verdict = if u128::from(size) < needed { "is truncated" } else { "is too long" };
-            return Err(wrong(format!("{verdict}: {size} bytes instead of {needed}; make the plan again")));
+            let outcome = if u128::from(size) < needed { "is truncated" } else { "is too long" };
+            return Err(wrong(format!("{outcome}: {size} bytes instead of {needed}; make the plan again")));
         }
         Ok(ColumnFile { path, file, header })
     }

@@ -141,7 +141,7 @@ impl SendBuffer {
         Ok((process, descriptor, identity, generation, reference.len))
     }
 
-    /// The descriptor of its memory, for whoever sends that along so that the buffer outlives this process.
+    /// The descriptor of its memory, for anyone who sends that along so that the buffer outlives this process.
     #[getter]
     fn descriptor(&self) -> PyResult<i32> {
         Ok(self.lock().buffer()?.descriptor())
@@ -201,7 +201,7 @@ impl SendBuffer {
         let copier = &slf.get().copier;
         enter(slf.py(), None, move |door| {
             // SAFETY: targets lie in the buffer, which is exported and therefore stays, one after the other; sources
-            // in memory that the caller holds. Whoever frees that meanwhile would have torch's own copy read it, too.
+            // in memory that the caller holds. Anyone who frees that meanwhile would have torch's own copy read it, too.
             Ok(unsafe { copier.copy(&copies, threads, |_| look(door)) }?)
         })
     }
@@ -223,7 +223,7 @@ impl SendBuffer {
             Ok(buffer) => (buffer.data(), buffer.len()),
             Err(error) => return Err(PyBufferError::new_err(error.to_string())),
         };
-        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by whoever
+        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by anyone who
         // has one.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), data.cast(), len.cast_signed(), 0, flags) };
         if filled != 0 {
@@ -246,7 +246,7 @@ impl SendBuffer {
 
 /// A buffer that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
 ///
-/// Whoever gives it to one of them holds on to it until that one has looked at the message: it has it by then, or never
+/// Anyone who gives it to one of them holds on to it until that one has looked at the message: it has it by then, or never
 /// will. When nobody does any more the buffer is used again, as soon as nothing of it is left.
 ///
 /// Not in Python, where Ctrl-C may come as it is freed, and is lost.

@@ -131,7 +131,7 @@ impl TaskQueue {
         Ok(results)
     }
 
-    /// Wait up to `timeout` seconds for results; whether there are any, which whoever is told so collects.
+    /// Wait up to `timeout` seconds for results; whether there are any, which anyone who is told so collects.
     ///
     /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the queue
     /// is wait_ended, or another caller collects what there was.

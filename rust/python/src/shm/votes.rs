@@ -1,6 +1,6 @@
-//! Binds the ballot boxes of `tundish-shm`.
+//! Binds the shared votes of `tundish-shm`.
 //!
-//! What always holds: whoever waits does so without the GIL; every call is over by itself after the time that it is given,
+//! What always holds: anyone who waits does so without the GIL; every call is over by itself after the time that it is given,
 //! so that its caller hears of signals between two of them.
 
 use std::time::Duration;
@@ -13,26 +13,26 @@ use crate::error::BindingError;
 
 /// Where processes of one node agree in some microseconds, as long as all is well.
 ///
-/// `BallotBox(members)` makes one, `BallotBox.open(address, members)` is another member's. Whatever says how a round
+/// `SharedVotes(members)` makes one, `SharedVotes.open(address, members)` is another member's. Whatever says how a round
 /// stands says True where it went well, False where it is to be decided elsewhere, None as long as it is open.
 #[pyclass(frozen, module = "tundish._native")]
-pub(crate) struct BallotBox {
-    inner: votes::BallotBox,
+pub(crate) struct SharedVotes {
+    inner: votes::SharedVotes,
     members: usize,
 }
 
 #[pymethods]
-impl BallotBox {
+impl SharedVotes {
     #[new]
     fn new(members: usize) -> PyResult<Self> {
-        let inner = votes::BallotBox::create(members).map_err(BindingError::from)?;
+        let inner = votes::SharedVotes::create(members).map_err(BindingError::from)?;
         Ok(Self { inner, members })
     }
 
     /// The box at another one's `address`.
     #[staticmethod]
     fn open(address: BoxAddress, members: usize) -> PyResult<Self> {
-        let inner = votes::BallotBox::open(address, members).map_err(BindingError::from)?;
+        let inner = votes::SharedVotes::open(address, members).map_err(BindingError::from)?;
         Ok(Self { inner, members })
     }
 
@@ -54,16 +54,16 @@ impl BallotBox {
         Ok(())
     }
 
-    /// Cast the 32 bytes of a ballot in round `number`, once: the round goes well where those of all are equal.
-    fn cast(&self, member: usize, number: u64, ballot: &[u8]) -> PyResult<Option<bool>> {
+    /// Cast the 32 bytes of a shared vote in round `number`, once: the round goes well where those of all are equal.
+    fn cast(&self, member: usize, number: u64, shared_vote: &[u8]) -> PyResult<Option<bool>> {
         let member = self.checked(member)?;
-        let parts = ballot.chunks_exact(8).map(|part| u64::from_ne_bytes(part.try_into().unwrap_or_default()));
+        let parts = shared_vote.chunks_exact(8).map(|part| u64::from_ne_bytes(part.try_into().unwrap_or_default()));
         let parts: Vec<u64> = parts.collect();
-        let ballot = parts.try_into().map_err(|_| PyValueError::new_err("a ballot has 32 bytes"))?;
-        Ok(is_well(self.inner.cast(member, number, ballot)))
+        let shared_vote = parts.try_into().map_err(|_| PyValueError::new_err("a shared_vote has 32 bytes"))?;
+        Ok(is_well(self.inner.cast(member, number, shared_vote)))
     }
 
-    /// How a round stands in which this member cast its ballot; waits up to `seconds` for it to be decided.
+    /// How a round stands in which this member cast its shared vote; waits up to `seconds` for it to be decided.
     fn wait(&self, py: Python<'_>, number: u64, seconds: f64) -> PyResult<Option<bool>> {
         let longest = Duration::try_from_secs_f64(seconds).map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(is_well(py.detach(|| self.inner.wait(number, longest))))
@@ -75,7 +75,7 @@ impl BallotBox {
     }
 }
 
-impl BallotBox {
+impl SharedVotes {
     fn checked(&self, member: usize) -> PyResult<usize> {
         if member < self.members {
             return Ok(member);

@@ -97,7 +97,7 @@ impl<'a> Probe<'a> {
     pub(crate) fn is_held(&self) -> Result<bool, ShmError> {
         let is_free = memory_file::lock_exclusive(self.file.as_fd())?;
         if is_free {
-            // Whoever attaches next is to find no lock but holds.
+            // Anyone who attaches next is to find no lock but holds.
             memory_file::unlock(self.file.as_fd())?;
         }
         Ok(!is_free)

@@ -110,7 +110,7 @@ impl ParentQueue {
         self.parent.collect(each);
     }
 
-    /// Wait for results. Callers are told before the background thread is; whoever is told collects.
+    /// Wait for results. Callers are told before the background thread is; anyone who is told collects.
     pub fn wait(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
         self.parent.wait(role, wait)
     }

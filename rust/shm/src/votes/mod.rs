@@ -1,6 +1,6 @@
-//! Ballot boxes: where processes of one node agree in some microseconds, as long as all is well.
+//! shared votes: where processes of one node agree in some microseconds, as long as all is well.
 //!
-//! A [`BallotBox`] is sealed memory without a name that all members map. In each round every member casts a ballot;
+//! A [`SharedVotes`] is sealed memory without a name that all members map. In each round every member casts a shared vote;
 //! once all are there and equal the round went well, for all of them. Where anything else happens (somebody gives up
 //! waiting, or brings something else) it is to be decided elsewhere, which all of them see, too. The rules are in
 //! `protocol`.
@@ -17,7 +17,7 @@ use std::time::Duration;
 use rustix::fs::OFlags;
 
 pub use self::protocol::Standing;
-use self::protocol::{BALLOT_WORDS, MOST_MEMBERS, Words};
+use self::protocol::{MOST_MEMBERS, VOTE_WORDS, Words};
 use crate::error::ShmError;
 use crate::mapping::{Access, Mapping};
 use crate::memory_file::{self, Writers};
@@ -35,7 +35,7 @@ const AT_NEWEST: usize = 64;
 const AT_LAST_WELL: usize = 72;
 const AT_BELL: usize = 80;
 const AT_SLOTS: usize = 128;
-/// Of a member: whether it is there, then its ballot.
+/// Of a member: whether it is there, then its shared vote.
 const SLOT: usize = 64;
 const BALLOT_IN_SLOT: usize = 8;
 
@@ -44,17 +44,17 @@ pub type BoxAddress = (u32, i32, u64);
 
 /// A box, as one member has it.
 #[derive(Debug)]
-pub struct BallotBox {
+pub struct SharedVotes {
     map: Mapping,
     members: usize,
     identity: u64,
-    /// Of whoever made it, until all have found it.
+    /// Of anyone who made it, until all have found it.
     memory: Mutex<Option<OwnedFd>>,
     are_all_there: AtomicBool,
     spin: Spin,
 }
 
-impl BallotBox {
+impl SharedVotes {
     /// A new box for so many members.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ impl BallotBox {
         let memory = memory_file::create(false)?;
         memory_file::reserve(memory.as_fd(), size, Writers::All, &mut || Ok(()))?;
         memory_file::seal(memory.as_fd(), Writers::All)?;
-        let identity = header::draw_identity("a ballot box")?;
+        let identity = header::draw_identity("a shared_votes")?;
         let map = Mapping::new(&memory, size, Access::Write)?;
         map.word(AT_IDENTITY).store(identity, Ordering::Relaxed);
         map.word(AT_MEMBERS).store(members as u64, Ordering::Relaxed);
@@ -81,7 +81,7 @@ impl BallotBox {
         let size = size_for(members)?;
         let memory = memory_file::open_of(maker, descriptor, OFlags::RDWR)?;
         let refuse = |reason: &str| ShmError::NotASegment {
-            segment: format!("the ballot box of process {maker}"),
+            segment: format!("the shared_votes of process {maker}"),
             reason: reason.to_owned(),
         };
         if !memory_file::keeps_its_length(memory.as_fd()) || memory_file::status(memory.as_fd())?.st_size != size as i64
@@ -97,7 +97,7 @@ impl BallotBox {
     }
 
     fn over(map: Mapping, members: usize, identity: u64, memory: Option<OwnedFd>) -> Self {
-        BallotBox {
+        SharedVotes {
             map,
             members,
             identity,
@@ -134,13 +134,13 @@ impl BallotBox {
         true
     }
 
-    /// Cast the ballot of `member` in round `number`, counted from zero; once.
-    pub fn cast(&self, member: usize, number: u64, ballot: [u64; BALLOT_WORDS]) -> Standing {
-        protocol::cast(self, member, number + 1, &ballot)
+    /// Cast the shared vote of `member` in round `number`, counted from zero; once.
+    pub fn cast(&self, member: usize, number: u64, shared_vote: [u64; VOTE_WORDS]) -> Standing {
+        protocol::cast(self, member, number + 1, &shared_vote)
     }
 
-    /// Wait until round `number`, in which this member cast its ballot, is decided, or for `longest`, some tens of
-    /// milliseconds: whoever decides it may be killed before it can wake anybody, and one that others have left behind
+    /// Wait until round `number`, in which this member cast its shared vote, is decided, or for `longest`, some tens of
+    /// milliseconds: anyone who decides it may be killed before it can wake anybody, and one that others have left behind
     /// wakes nobody.
     pub fn wait(&self, number: u64, longest: Duration) -> Standing {
         let mut goes_on = || true;
@@ -179,7 +179,7 @@ impl BallotBox {
     }
 }
 
-impl Words for BallotBox {
+impl Words for SharedVotes {
     fn members(&self) -> usize {
         self.members
     }
@@ -192,7 +192,7 @@ impl Words for BallotBox {
         self.map.word(AT_LAST_WELL)
     }
 
-    fn ballot(&self, member: usize) -> &[AtomicU64; BALLOT_WORDS] {
+    fn shared_vote(&self, member: usize) -> &[AtomicU64; VOTE_WORDS] {
         let start = self.slot(member) + BALLOT_IN_SLOT;
         // SAFETY: within the slot, aligned, and every access to these words, in whichever process, is atomic.
         unsafe { &*self.map.start().add(start).cast() }
@@ -206,7 +206,7 @@ impl Words for BallotBox {
 
 fn size_for(members: usize) -> Result<usize, ShmError> {
     if members == 0 || members > MOST_MEMBERS {
-        return Err(ShmError::Invalid(format!("a ballot box has 1 to {MOST_MEMBERS} members, not {members}")));
+        return Err(ShmError::Invalid(format!("a shared_votes has 1 to {MOST_MEMBERS} members, not {members}")));
     }
     Ok((AT_SLOTS + members * SLOT).next_multiple_of(rustix::param::page_size()))
 }
@@ -218,18 +218,18 @@ mod tests {
 
     use super::*;
 
-    const BALLOT: [u64; 4] = [1, 2, 3, 4];
+    const VOTE: [u64; 4] = [1, 2, 3, 4];
     const LONG: Duration = Duration::from_secs(20);
 
     /// A box as each of its members has it.
-    fn box_of(members: usize) -> Vec<BallotBox> {
-        let first = BallotBox::create(members).unwrap();
+    fn box_of(members: usize) -> Vec<SharedVotes> {
+        let first = SharedVotes::create(members).unwrap();
         let address = first.address().unwrap();
-        let others: Vec<_> = (1..members).map(|_| BallotBox::open(address, members).unwrap()).collect();
+        let others: Vec<_> = (1..members).map(|_| SharedVotes::open(address, members).unwrap()).collect();
         let boxes: Vec<_> = std::iter::once(first).chain(others).collect();
         assert!(!boxes[0].are_all_there());
         boxes.iter().enumerate().for_each(|(member, each)| each.join(member));
-        assert!(boxes.iter().all(BallotBox::are_all_there));
+        assert!(boxes.iter().all(SharedVotes::are_all_there));
         assert_eq!(boxes[0].address(), None);
         boxes
     }
@@ -248,8 +248,8 @@ mod tests {
                         let standing = if kind == 4 && is_odd_one {
                             mine.give_up(number)
                         } else {
-                            let ballot = if kind == 7 && is_odd_one { [0; 4] } else { BALLOT };
-                            match mine.cast(member, number, ballot) {
+                            let shared_vote = if kind == 7 && is_odd_one { [0; 4] } else { VOTE };
+                            match mine.cast(member, number, shared_vote) {
                                 Standing::Open => mine.wait(number, LONG),
                                 decided => decided,
                             }
@@ -268,33 +268,33 @@ mod tests {
     #[test]
     fn who_comes_late_hears_what_became_of_a_round() {
         let boxes = box_of(2);
-        assert_eq!(boxes[0].cast(0, 0, BALLOT), Standing::Open);
-        assert_eq!(boxes[1].cast(1, 0, BALLOT), Standing::Well);
+        assert_eq!(boxes[0].cast(0, 0, VOTE), Standing::Open);
+        assert_eq!(boxes[1].cast(1, 0, VOTE), Standing::Well);
         // The other one goes on alone, and the first has not looked since.
         for number in 1..5 {
-            assert_eq!(boxes[1].cast(1, number, BALLOT), Standing::Open);
+            assert_eq!(boxes[1].cast(1, number, VOTE), Standing::Open);
             assert_eq!(boxes[1].wait(number, Duration::from_millis(1)), Standing::Open);
             assert_eq!(boxes[1].give_up(number), Standing::Elsewhere);
         }
         assert_eq!(boxes[0].give_up(0), Standing::Well);
         for number in 1..5 {
-            assert_eq!(boxes[0].cast(0, number, BALLOT), Standing::Elsewhere);
+            assert_eq!(boxes[0].cast(0, number, VOTE), Standing::Elsewhere);
         }
         // Numbers that nobody used.
-        assert_eq!(boxes[0].cast(0, 9, BALLOT), Standing::Open);
-        assert_eq!(boxes[1].cast(1, 9, BALLOT), Standing::Well);
+        assert_eq!(boxes[0].cast(0, 9, VOTE), Standing::Open);
+        assert_eq!(boxes[1].cast(1, 9, VOTE), Standing::Well);
         assert_eq!(boxes[0].wait(9, LONG), Standing::Well);
     }
 
     #[test]
     fn nothing_else_is_taken_for_a_box() {
-        let made = BallotBox::create(2).unwrap();
+        let made = SharedVotes::create(2).unwrap();
         let (process, descriptor, identity) = made.address().unwrap();
         for address in [(process, descriptor, identity ^ 1), (process, 0, identity), (process, i32::MAX, identity)] {
-            BallotBox::open(address, 2).unwrap_err();
+            SharedVotes::open(address, 2).unwrap_err();
         }
-        BallotBox::open((process, descriptor, identity), 3).unwrap_err();
-        BallotBox::create(0).unwrap_err();
-        BallotBox::create(MOST_MEMBERS + 1).unwrap_err();
+        SharedVotes::open((process, descriptor, identity), 3).unwrap_err();
+        SharedVotes::create(0).unwrap_err();
+        SharedVotes::create(MOST_MEMBERS + 1).unwrap_err();
     }
 }

@@ -1,9 +1,9 @@
-//! The rounds of a ballot box, as steps on its words. A model checks them (`tests/votes_model.rs`).
+//! The rounds of a shared votes, as steps on its words. A model checks them (`tests/votes_model.rs`).
 //!
 //! What always holds:
 //!
-//! 1. A round has one end: whoever moves its word on from "open" decides for all, and nobody undoes that.
-//! 2. It goes well only where every member cast its ballot in it, and all of these are equal: a member that gave up or
+//! 1. A round has one end: anyone who moves its word on from "open" decides for all, and nobody undoes that.
+//! 2. It goes well only where every member cast its shared vote in it, and all of these are equal: a member that gave up or
 //!    never came is not among them. So while a member has not heard of a round that went well, no later one goes
 //!    well.
 //! 3. A step is whole or was not made: who is killed between two of them leaves nothing half done but a wake_word that is
@@ -11,11 +11,11 @@
 
 use super::atomic::{AcqRel, Acquire, AtomicU64, Relaxed};
 
-/// Words of a ballot.
-pub(crate) const BALLOT_WORDS: usize = 4;
+/// Words of a shared vote.
+pub(crate) const VOTE_WORDS: usize = 4;
 
 /// What is cast: equal ones agree.
-pub(crate) type Ballot = [u64; BALLOT_WORDS];
+pub(crate) type SharedVote = [u64; VOTE_WORDS];
 
 /// Members that a box has room for: as many can be counted in its word.
 pub(crate) const MOST_MEMBERS: usize = (1 << COUNT_BITS) - 1;
@@ -25,7 +25,7 @@ const PHASE_BITS: u32 = 2;
 /// How a round stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// Not all have cast their ballots.
+    /// Not all have cast their shared votes.
     Open,
     /// All have, and agree.
     Well,
@@ -36,11 +36,11 @@ pub enum Standing {
 /// The words of a box, all zero at first.
 pub(crate) trait Words {
     fn members(&self) -> usize;
-    /// The newest round, how many cast their ballots in it, and its standing.
+    /// The newest round, how many cast their shared votes in it, and its standing.
     fn newest(&self) -> &AtomicU64;
     /// The newest round that went well of those before the newest one.
     fn last_well(&self) -> &AtomicU64;
-    fn ballot(&self, member: usize) -> &[AtomicU64; BALLOT_WORDS];
+    fn shared_vote(&self, member: usize) -> &[AtomicU64; VOTE_WORDS];
     /// Wake all who sleep until a round is decided.
     fn ring(&self);
 }
@@ -74,10 +74,10 @@ impl Newest {
     }
 }
 
-/// Cast the `ballot` of `member` in a round, once.
-pub(crate) fn cast(words: &impl Words, member: usize, round: u64, ballot: &Ballot) -> Standing {
-    // The round before is decided for this member, so whoever still looks at its old ballot decides nothing by it.
-    for (word, part) in words.ballot(member).iter().zip(ballot) {
+/// Cast the `shared vote` of `member` in a round, once.
+pub(crate) fn cast(words: &impl Words, member: usize, round: u64, shared_vote: &SharedVote) -> Standing {
+    // The round before is decided for this member, so anyone who still looks at its old shared vote decides nothing by it.
+    for (word, part) in words.shared_vote(member).iter().zip(shared_vote) {
         word.store(*part, Relaxed);
     }
     loop {
@@ -89,7 +89,9 @@ pub(crate) fn cast(words: &impl Words, member: usize, round: u64, ballot: &Ballo
         let count = if newest.round == round { newest.count + 1 } else { 1 };
         let standing = match count < words.members() as u64 {
             true => Standing::Open,
-            false if (0..words.members()).all(|other| is_equal(words.ballot(other), ballot)) => Standing::Well,
+            false if (0..words.members()).all(|other| is_equal(words.shared_vote(other), shared_vote)) => {
+                Standing::Well
+            }
             false => Standing::Elsewhere,
         };
         if let Some(standing) = step(words, seen, Newest { round, count, standing }) {
@@ -139,6 +141,6 @@ fn step(words: &impl Words, seen: u64, next: Newest) -> Option<Standing> {
     Some(next.standing)
 }
 
-fn is_equal(cast: &[AtomicU64; BALLOT_WORDS], ballot: &Ballot) -> bool {
-    cast.iter().zip(ballot).all(|(word, part)| word.load(Relaxed) == *part)
+fn is_equal(cast: &[AtomicU64; VOTE_WORDS], shared_vote: &SharedVote) -> bool {
+    cast.iter().zip(shared_vote).all(|(word, part)| word.load(Relaxed) == *part)
 }

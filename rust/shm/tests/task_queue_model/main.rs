@@ -262,7 +262,7 @@ fn a_death_costs_one_task_at_most() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, of a worker that owes the parent a result, or the wake_word for one. Whoever notices a death buries the dead
+/// As above, of a worker that owes the parent a result, or the wake_word for one. Anyone who notices a death buries the dead
 /// and then pokes, as a pool does.
 #[test]
 fn a_parent_does_not_wait_for_the_dead() {
@@ -343,9 +343,9 @@ fn a_worker_does_not_sleep_for_the_dead() {
     assert!(steps > 20, "a life of {steps} steps");
 }
 
-/// The one that was searching_bit dies before the task is put that is left to it, and is buried afterwards.
+/// The one that was searching_bit dies before the task is put that is left to it, and is reaped afterwards.
 #[test]
-fn a_burial_wakes_whoever_sleeps_beside_a_task() {
+fn a_burial_wakes_anyone_who_sleeps_beside_a_task() {
     let steps = live_and_die(1, |steps| {
         let memory = Memory::new(1);
         let parent = parent(&memory);

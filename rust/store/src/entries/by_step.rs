@@ -29,7 +29,7 @@ const TOLD: usize = 8;
 
 /// Bytes and entries of a part since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tally {
+pub(crate) struct StepCounts {
     pub(crate) brought_bytes: u64,
     pub(crate) freed_bytes: u64,
     pub(crate) held_bytes: u64,
@@ -37,7 +37,7 @@ pub(crate) struct Tally {
     pub(crate) late: u64,
 }
 
-impl Tally {
+impl StepCounts {
     pub(crate) fn bring(&mut self, bytes: u64) {
         self.brought_bytes += bytes;
         self.held_bytes += bytes;
@@ -61,7 +61,7 @@ pub(crate) struct StepEntries<V> {
     /// The older, the smaller; as its token at first, which is another one when it was flushed.
     pub(crate) age: u64,
     pub(crate) claimant: Option<Claimant>,
-    pub(crate) tally: Tally,
+    pub(crate) step_counts: StepCounts,
     pub(crate) viewed: Viewed,
     /// Whether its step is about to end, so that nobody is given anything of it any more.
     pub(crate) is_closed: bool,
@@ -71,8 +71,8 @@ pub(crate) struct StepEntries<V> {
 
 impl<V> StepEntries<V> {
     fn new(token: u64, claimant: Option<Claimant>) -> Self {
-        let (tally, viewed) = (Tally::default(), Viewed::default());
-        StepEntries { token, age: token, claimant, tally, viewed, is_closed: false, tables: Vec::new() }
+        let (step_counts, viewed) = (StepCounts::default(), Viewed::default());
+        StepEntries { token, age: token, claimant, step_counts, viewed, is_closed: false, tables: Vec::new() }
     }
 
     pub(crate) fn get(&self, id: &ShardId) -> Option<&V> {
@@ -101,9 +101,9 @@ impl<V> StepEntries<V> {
         let mut empty = StepEntries::new(token, self.claimant);
         empty.age = self.age;
         empty.is_closed = self.is_closed;
-        empty.tally = self.tally;
-        empty.tally.freed_bytes += std::mem::take(&mut empty.tally.held_bytes);
-        empty.tally.num_entries = 0;
+        empty.step_counts = self.step_counts;
+        empty.step_counts.freed_bytes += std::mem::take(&mut empty.step_counts.held_bytes);
+        empty.step_counts.num_entries = 0;
         empty.viewed = Arc::clone(&self.viewed);
         std::mem::replace(self, empty)
     }
@@ -129,13 +129,13 @@ pub(crate) struct Past {
     pub(crate) epoch: Epoch,
     /// Of its part, where it had one.
     token: Option<u64>,
-    pub(crate) tally: Tally,
+    pub(crate) step_counts: StepCounts,
     pub(crate) viewed: Viewed,
 }
 
 /// How a step stands.
 pub(crate) struct Standing {
-    pub(crate) tally: Tally,
+    pub(crate) step_counts: StepCounts,
     pub(crate) viewed_bytes: u64,
     pub(crate) has_ended: bool,
 }
@@ -181,11 +181,11 @@ impl<V> EntriesByStep<V> {
     pub(crate) fn end(&mut self, epoch: Epoch) -> Option<StepEntries<V>> {
         let part = self.parts.remove(&Some(epoch));
         if self.past(epoch).is_none() {
-            let (mut tally, viewed) =
-                part.as_ref().map_or_else(Default::default, |part| (part.tally, Arc::clone(&part.viewed)));
-            tally.freed_bytes += std::mem::take(&mut tally.held_bytes);
+            let (mut step_counts, viewed) =
+                part.as_ref().map_or_else(Default::default, |part| (part.step_counts, Arc::clone(&part.viewed)));
+            step_counts.freed_bytes += std::mem::take(&mut step_counts.held_bytes);
             let token = part.as_ref().map(|part| part.token);
-            self.past.push_back(Past { epoch, token, tally, viewed });
+            self.past.push_back(Past { epoch, token, step_counts, viewed });
             if self.past.len() > REMEMBERED {
                 self.past.pop_front();
             }
@@ -267,11 +267,11 @@ impl<V> EntriesByStep<V> {
 
     /// How a step stands; `None` where it never began, or ended too long ago.
     pub(crate) fn standing(&self, epoch: Epoch) -> Option<Standing> {
-        let (tally, viewed, has_ended) = match self.get(Some(epoch)) {
-            Some(part) => (part.tally, &part.viewed, false),
-            None => self.past(epoch).map(|past| (past.tally, &past.viewed, true))?,
+        let (step_counts, viewed, has_ended) = match self.get(Some(epoch)) {
+            Some(part) => (part.step_counts, &part.viewed, false),
+            None => self.past(epoch).map(|past| (past.step_counts, &past.viewed, true))?,
         };
-        Some(Standing { tally, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
+        Some(Standing { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
     }
 
     /// The last steps that have ended, and those that have not, the newest last.
@@ -299,7 +299,7 @@ impl<V> EntriesByStep<V> {
     /// Bytes and entries of all.
     pub(crate) fn held(&self) -> (u64, u64) {
         self.iter().fold((0, 0), |(bytes, entries), (_, part)| {
-            (bytes + part.tally.held_bytes, entries + part.tally.num_entries)
+            (bytes + part.step_counts.held_bytes, entries + part.step_counts.num_entries)
         })
     }
 

@@ -153,7 +153,7 @@ impl<P: Clone> Buffer<P> {
         };
         let InFlight { owner, rows, .. } = &**flight;
         let held = Held { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
-        part.tally.bring(bytes);
+        part.step_counts.bring(bytes);
         part.table(&flight.id).entry(flight.id.clone()).or_default().push(held);
         state.parts.saw_peak();
         drop(state);
@@ -294,12 +294,12 @@ impl<P: Clone> State<P> {
         self.counts.late += 1;
         let mut ended = flight.epoch.filter(|epoch| self.parts.get(Some(*epoch)).is_none());
         if let Some(part) = self.parts.with_token_mut(flight.token) {
-            part.tally.late += 1;
+            part.step_counts.late += 1;
         } else if let Some(past) = self.parts.past_mut(flight.token, flight.epoch) {
-            past.tally.late += 1;
+            past.step_counts.late += 1;
             ended = Some(past.epoch);
         } else if let Some(part) = self.parts.get_mut(flight.epoch) {
-            part.tally.late += 1;
+            part.step_counts.late += 1;
         }
         match ended {
             Some(epoch) => {
@@ -369,11 +369,11 @@ impl<P: Clone> State<P> {
 
 fn take<P>(part: &mut StepEntries<Entries<P>>, id: &ShardId) -> Option<Entries<P>> {
     let entries = part.take(id)?;
-    entries.iter().for_each(|held| part.tally.free(held.bytes));
+    entries.iter().for_each(|held| part.step_counts.free(held.bytes));
     Some(entries)
 }
 
 fn bring<P>(part: &mut StepEntries<Entries<P>>, id: &ShardId, entries: Entries<P>) {
-    entries.iter().for_each(|held| part.tally.bring(held.bytes));
+    entries.iter().for_each(|held| part.step_counts.bring(held.bytes));
     part.table(id).entry(id.clone()).or_default().extend(entries);
 }

@@ -18,14 +18,14 @@ pub(crate) enum Outcome<P> {
     Landed(P, Option<Rows>),
     /// It failed in a way that would be everybody's.
     Failed(StoreError),
-    /// It failed for what its fetcher declared the rows to be, and would for whoever declares the same of them; everybody
+    /// It failed for what its fetcher declared the rows to be, and would for anyone who declares the same of them; everybody
     /// else has to ask anew.
     Refuted(StoreError, Meta),
-    /// It failed in a way that was the fetcher's own: whoever waits has to ask anew.
+    /// It failed in a way that was the fetcher's own: anyone who waits has to ask anew.
     Again,
 }
 
-/// A fetch of a shard, or of some of its rows, by whoever asked first.
+/// A fetch of a shard, or of some of its rows, by anyone who asked first.
 #[derive(Debug)]
 pub(crate) struct InFlight<P> {
     pub(crate) id: ShardId,

@@ -192,7 +192,7 @@ impl<P: Clone> Storage<P> {
         self.state.turns_until_done(|state| {
             let part = state.parts.get(Some(epoch))?;
             let some = part.some_ids(&mut cursor, TURN);
-            if part.tally.num_entries == 0 {
+            if part.step_counts.num_entries == 0 {
                 // With the same lock: what somebody keeps later is not the step's any more.
                 state.parts.keeps.forget_step(epoch);
                 return None;
@@ -249,7 +249,7 @@ impl<P> State<P> {
     fn insert(&mut self, id: &ShardId, stored: Stored<P>) {
         *self.seconds.entry(stored.second).or_default() += 1;
         let unclaimed = self.parts.unclaimed();
-        unclaimed.tally.bring(stored.bytes);
+        unclaimed.step_counts.bring(stored.bytes);
         unclaimed.table(id).insert(id.clone(), stored);
     }
 
@@ -257,7 +257,7 @@ impl<P> State<P> {
     fn take_unclaimed(&mut self, id: &ShardId) -> Option<Stored<P>> {
         let unclaimed = self.parts.unclaimed();
         let stored = unclaimed.take(id)?;
-        unclaimed.tally.free(stored.bytes);
+        unclaimed.step_counts.free(stored.bytes);
         self.parts.keeps.forget(id);
         if let Some(count) = self.seconds.get_mut(&stored.second) {
             *count -= 1;
@@ -272,7 +272,7 @@ impl<P> State<P> {
     fn take_claimed(&mut self, id: &ShardId) -> Option<Stored<P>> {
         self.parts.iter_mut().find_map(|(epoch, part)| {
             let stored = epoch.and_then(|_| part.take(id))?;
-            part.tally.free(stored.bytes);
+            part.step_counts.free(stored.bytes);
             Some(stored)
         })
     }
@@ -301,7 +301,7 @@ impl<P> State<P> {
         let stored = self.take_unclaimed(id)?;
         match self.parts.get_mut(Some(epoch)) {
             Some(part) => {
-                part.tally.bring(stored.bytes);
+                part.step_counts.bring(stored.bytes);
                 part.table(id).insert(id.clone(), stored);
                 None
             }
@@ -315,7 +315,7 @@ impl<P> State<P> {
             claimed.total_bytes += stored.bytes;
             claimed.kept.extend(stored.was_kept.then(|| id.clone()));
             let part = self.parts.get_mut(Some(epoch)).expect("looked at with this lock");
-            part.tally.bring(stored.bytes);
+            part.step_counts.bring(stored.bytes);
             part.table(id).insert(id.clone(), stored);
             return;
         }

@@ -180,7 +180,7 @@ fn outcome_for(error: &StoreError, wanted: &Wanted, is_alone: bool) -> Outcome<T
         StoreError::Invalid(_) | StoreError::Refused { status: 400 | 413, .. } if is_alone => {
             Outcome::Refuted(error.clone(), wanted.meta.clone())
         }
-        // Another shard's, or of whoever fetched.
+        // Another shard's, or of anyone who fetched.
         StoreError::Corrupt { id, .. } | StoreError::Drained { id } if *id != wanted.id => Outcome::Again,
         StoreError::Mismatch { .. }
         | StoreError::Invalid(_)

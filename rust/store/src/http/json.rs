@@ -1,7 +1,7 @@
 //! Shards as JSON, for who has no better way: `{"type": "tensor", "dtype", "shape", "data"}`, the bytes in base64.
 //!
 //! It is the form of AReaL's clients, and as there the elements of a bfloat16 tensor travel as float32, which has all
-//! their values; whoever stores one may send either. What is sent is made piece by piece, so that no shard is ever
+//! their values; anyone who stores one may send either. What is sent is made piece by piece, so that no shard is ever
 //! whole in base64. What is read of a list is bounded: no list names more than [`MOST_IDS`] shards.
 
 use std::fmt;

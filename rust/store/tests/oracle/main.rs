@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use side::{NEXT, Piece, Side, Tally};
+use side::{NEXT, Piece, Side, StepCounts};
 use tundish_store::{Kept, Node, Removed, Selection, Service, ShardId, StoreError, View};
 
 #[derive(Clone, Debug)]
@@ -199,7 +199,7 @@ impl World {
                 let stored = self.stored.open_steps_of(claimant);
                 let claimed = |of: Option<u64>| of.is_some_and(|of| stored.contains(&of));
                 let ids: Vec<_> = self.shards.iter().flat_map(|(id, _)| self.stored.of(id, claimed)).collect();
-                // These are unclaimed again, whoever keeps them; what was fetched of them is nobody's but who keeps it.
+                // These are unclaimed again, anyone who keeps them; what was fetched of them is nobody's but who keeps it.
                 self.stored.keeps.retain(|_, epoch| !stored.contains(epoch));
                 self.stored.give_up_kept(claimant);
                 self.fetched.give_up_kept(claimant);
@@ -314,14 +314,14 @@ impl World {
         assert_eq!((buffer.hits, buffer.misses, buffer.in_flight), (self.hits, self.misses, 0));
         assert_eq!(buffer.late_inserts_refused, 0);
         assert_eq!(self.consumer.current_epoch(), self.begun.last().copied());
-        for (node, tallies, is_owner) in
-            [(&self.owner, &self.stored.tallies, true), (&self.consumer, &self.fetched.tallies, false)]
+        for (node, all_counts, is_owner) in
+            [(&self.owner, &self.stored.all_counts, true), (&self.consumer, &self.fetched.all_counts, false)]
         {
-            for (epoch, tally) in tallies {
+            for (epoch, step_counts) in all_counts {
                 let ledger = node.ledger(*epoch).unwrap();
                 let brought = if is_owner { ledger.stored_bytes } else { ledger.fetched_bytes };
-                let told = Tally { brought, held: ledger.held_bytes, has_ended: ledger.has_ended };
-                assert_eq!(told, *tally, "step {epoch}");
+                let told = StepCounts { brought, held: ledger.held_bytes, has_ended: ledger.has_ended };
+                assert_eq!(told, *step_counts, "step {epoch}");
                 assert_eq!(ledger.stored_bytes + ledger.fetched_bytes, ledger.held_bytes + ledger.freed_bytes);
             }
         }

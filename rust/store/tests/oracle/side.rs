@@ -9,7 +9,7 @@ pub(crate) const NEXT: u64 = u64::MAX;
 
 /// Of a step, on one node.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Tally {
+pub(crate) struct StepCounts {
     pub(crate) brought: u64,
     pub(crate) held: u64,
     pub(crate) has_ended: bool,
@@ -18,19 +18,24 @@ pub(crate) struct Tally {
 /// What is known of a node's entries: in which step each is.
 pub(crate) struct Side<K> {
     pub(crate) entries: BTreeMap<K, (Option<u64>, u64)>,
-    pub(crate) tallies: BTreeMap<u64, Tally>,
-    pub(crate) next: Tally,
+    pub(crate) all_counts: BTreeMap<u64, StepCounts>,
+    pub(crate) next: StepCounts,
     /// What claimants keep of others' steps, and of which.
     pub(crate) keeps: BTreeMap<(u64, ShardId), u64>,
 }
 
 impl<K: Ord + Clone + Named> Side<K> {
     pub(crate) fn new() -> Self {
-        Side { entries: BTreeMap::new(), tallies: BTreeMap::new(), next: Tally::default(), keeps: BTreeMap::new() }
+        Side {
+            entries: BTreeMap::new(),
+            all_counts: BTreeMap::new(),
+            next: StepCounts::default(),
+            keeps: BTreeMap::new(),
+        }
     }
 
     pub(crate) fn is_open(&self, epoch: u64) -> bool {
-        self.tallies.get(&epoch).is_some_and(|tally| !tally.has_ended)
+        self.all_counts.get(&epoch).is_some_and(|step_counts| !step_counts.has_ended)
     }
 
     pub(crate) fn of(&self, id: &ShardId, is_wanted: impl Fn(Option<u64>) -> bool) -> Vec<K> {
@@ -73,7 +78,7 @@ impl<K: Ord + Clone + Named> Side<K> {
     }
 
     pub(crate) fn open_steps_of(&self, claimant: u64) -> Vec<u64> {
-        self.tallies.keys().copied().filter(|epoch| epoch % 2 == claimant && self.is_open(*epoch)).collect()
+        self.all_counts.keys().copied().filter(|epoch| epoch % 2 == claimant && self.is_open(*epoch)).collect()
     }
 
     pub(crate) fn give_up_kept(&mut self, claimant: u64) {
@@ -95,9 +100,9 @@ impl<K: Ord + Clone + Named> Side<K> {
 
     pub(crate) fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {
         if let Some(epoch) = epoch {
-            let tally = if epoch == NEXT { &mut self.next } else { self.tallies.get_mut(&epoch).unwrap() };
-            tally.brought += brought;
-            tally.held = tally.held + brought - freed;
+            let step_counts = if epoch == NEXT { &mut self.next } else { self.all_counts.get_mut(&epoch).unwrap() };
+            step_counts.brought += brought;
+            step_counts.held = step_counts.held + brought - freed;
         }
     }
 
@@ -113,19 +118,19 @@ impl<K: Ord + Clone + Named> Side<K> {
     }
 
     pub(crate) fn begin(&mut self, epoch: u64) -> bool {
-        if let Some(tally) = self.tallies.get(&epoch) {
-            return !tally.has_ended;
+        if let Some(step_counts) = self.all_counts.get(&epoch) {
+            return !step_counts.has_ended;
         }
         let next = self.entries.values_mut().filter(|(of, _)| *of == Some(NEXT));
         next.for_each(|(of, _)| *of = Some(epoch));
-        self.tallies.insert(epoch, std::mem::take(&mut self.next));
+        self.all_counts.insert(epoch, std::mem::take(&mut self.next));
         true
     }
 
     pub(crate) fn end(&mut self, epoch: u64) {
         self.entries.retain(|_, (of, _)| *of != Some(epoch));
-        let tally = self.tallies.entry(epoch).or_default();
-        (tally.has_ended, tally.held) = (true, 0);
+        let step_counts = self.all_counts.entry(epoch).or_default();
+        (step_counts.has_ended, step_counts.held) = (true, 0);
     }
 
     pub(crate) fn held(&self) -> (u64, u64) {

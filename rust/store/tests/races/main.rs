@@ -112,7 +112,7 @@ fn get_declared(buffer: &Buffer<Payload>, ticket: &Ticket, rows: u64) -> Result<
 fn standing(buffer: &Buffer<Payload>) -> ((u64, u64), u64, u64) {
     let state = buffer.state.lock();
     for (_, part) in state.parts.iter() {
-        assert_eq!(part.tally.brought_bytes, part.tally.freed_bytes + part.tally.held_bytes);
+        assert_eq!(part.step_counts.brought_bytes, part.step_counts.freed_bytes + part.step_counts.held_bytes);
     }
     (state.parts.held(), state.counts.in_flight, state.counts.late)
 }
@@ -126,7 +126,7 @@ fn what_lands_while_its_step_is_drained_is_drained_or_refused() {
         let flight = lead(&buffer, &ticket);
         let drain = thread::spawn({
             let buffer = Arc::clone(&buffer);
-            move || buffer.end(7).map_or(0, |part| part.tally.num_entries)
+            move || buffer.end(7).map_or(0, |part| part.step_counts.num_entries)
         });
         let landed = buffer.land(&flight, 5, BYTES);
         let drained = drain.join().unwrap();
@@ -134,7 +134,7 @@ fn what_lands_while_its_step_is_drained_is_drained_or_refused() {
             Ok(()) => assert_eq!((drained, standing(&buffer)), (1, ((0, 0), 0, 0))),
             Err(StoreError::StepEnded { epoch: 7 }) => {
                 assert_eq!((drained, standing(&buffer)), (0, ((0, 0), 0, 1)));
-                assert_eq!(buffer.state.lock().parts.past(7).unwrap().tally.late, 1);
+                assert_eq!(buffer.state.lock().parts.past(7).unwrap().step_counts.late, 1);
             }
             Err(other) => panic!("{other}"),
         }
@@ -152,7 +152,7 @@ fn what_lands_while_it_is_removed_by_its_id_or_all_is_flushed_is_removed_or_refu
             let remover = thread::spawn({
                 let buffer = Arc::clone(&buffer);
                 move || match all {
-                    true => buffer.flush().iter().map(|part| part.tally.num_entries).sum(),
+                    true => buffer.flush().iter().map(|part| part.step_counts.num_entries).sum(),
                     false => buffer.remove(&[key().id]).0.entries,
                 }
             });
@@ -382,7 +382,7 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
         storage.claim(3, 0, &ids[..1]).unwrap();
         let ending = thread::spawn({
             let storage = Arc::clone(&storage);
-            move || storage.end(3).map_or(0, |part| part.tally.num_entries)
+            move || storage.end(3).map_or(0, |part| part.step_counts.num_entries)
         });
         let claimed = storage.claim(3, 0, &ids[1..]);
         let ended = ending.join().unwrap();
@@ -393,7 +393,7 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
             Err(other) => panic!("{other}"),
         }
         assert!(storage.get(&ids[..1]).unwrap_err()[0].was_removed);
-        assert_eq!(storage.state.lock().parts.past(3).unwrap().tally.held_bytes, 0);
+        assert_eq!(storage.state.lock().parts.past(3).unwrap().step_counts.held_bytes, 0);
     });
 }
 
@@ -411,7 +411,7 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
         });
         assert_eq!(storage.get(&ids).unwrap(), [1]);
         claiming.join().unwrap();
-        assert_eq!(storage.state.lock().parts.unclaimed().tally.held_bytes, BYTES);
+        assert_eq!(storage.state.lock().parts.unclaimed().step_counts.held_bytes, BYTES);
     });
 }
 
@@ -427,7 +427,7 @@ fn what_is_under_way_when_a_step_begins_ends_with_it() {
         buffer.land(&flight, 5, BYTES).unwrap();
         step.join().unwrap();
         assert_eq!(standing(&buffer).0, (BYTES, 1));
-        assert_eq!(buffer.end(1).map(|part| part.tally.num_entries), Some(1));
+        assert_eq!(buffer.end(1).map(|part| part.step_counts.num_entries), Some(1));
         assert_eq!(standing(&buffer), ((0, 0), 0, 0));
     });
 }
@@ -446,7 +446,7 @@ fn what_somebody_keeps_of_a_step_ends_with_both_in_whichever_order() {
                 (kept, ended as u64)
             }
         });
-        let ended = storage.end(7).map_or(0, |part| part.tally.num_entries);
+        let ended = storage.end(7).map_or(0, |part| part.step_counts.num_entries);
         let (kept, given_up) = keeper.join().unwrap();
         assert_eq!(ended + given_up, 1, "{kept} kept");
         assert!(!storage.has(&id));

@@ -131,7 +131,7 @@ fn what_is_kept_from_afar_outlives_its_step() {
         held.end_epoch(1, time_limit).unwrap();
     });
     assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
-    // Whoever kept it: its end is nobody's loss.
+    // Anyone who kept it: its end is nobody's loss.
     drop(held);
     within(20.0, |time_limit| {
         let claimed = Controller::new(&owner.address()).claim(2, &ids(&["a"]), time_limit).unwrap();

@@ -1,6 +1,6 @@
 """Ranks that leave a loop over a loader in rare moments, brought about here: before they are in it, and several.
 
-Whoever goes on gets the rounds that all have gone through, and then a `PeerStoppedError`.
+Anyone who goes on gets the rounds that all have gone through, and then a `PeerStoppedError`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 import tundish as td
 from tundish.scatter.loader.bounded_queue import BoundedQueue
 
-# The promise: whoever leaves is known within so many seconds.
+# The promise: anyone who leaves is known within so many seconds.
 KNOWN = 1.0
 
 
@@ -101,7 +101,7 @@ def leaving_after_the_last_round(rank: int, line: Line) -> None:
 
     def slow_wait(self: BoundedQueue[Any], seconds: float) -> bool:
         found = wait_until_empty(self, seconds)
-        # As long as whoever took the last one needs to leave.
+        # As long as anyone who took the last one needs to leave.
         time.sleep(0.3 * found)
         return found
 
@@ -111,7 +111,7 @@ def leaving_after_the_last_round(rank: int, line: Line) -> None:
         batches = iter(loader)
         came = [next(batches) for _ in range(3)]
         if rank == 0:
-            # Whoever makes the rounds has seen that there are no more.
+            # Anyone who makes the rounds has seen that there are no more.
             assert loader._epoch is not None
             while not loader._epoch._is_end_read:  # type: ignore[attr-defined]
                 time.sleep(0.01)
@@ -168,7 +168,7 @@ def leaving_before_the_end_is_read(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [3, 1])
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("is_sized", [True, False])
-def test_whoever_leaves_after_the_last_round_has_left_nothing_out_where_the_length_is_known(
+def test_anyone_who_leaves_after_the_last_round_has_left_nothing_out_where_the_length_is_known(
     is_sized: bool, leaver: int, node: int, tmp_path: Path
 ) -> None:
     with Job(leaving_before_the_end_is_read, 3, tmp_path) as job:

@@ -63,7 +63,7 @@ def loader_breaks(rank: int, line: Line) -> None:
     node, prefetch = line.hear()
     on_nodes(rank, node)
     with td.DispatchLoader(batches(9, breaks_in=5) if rank == 0 else None, prefetch=prefetch) as loader:
-        # Whoever is late to the loop is late to its end.
+        # Anyone who is late to the loop is late to its end.
         dist.barrier()
         line.say(*rounds_until_it_fails(rank, loader))
         line.hear()

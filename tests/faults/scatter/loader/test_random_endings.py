@@ -23,7 +23,7 @@ from support.distributed.rank_processes import Job, Line, on_nodes
 import tundish as td
 
 ENDINGS = 200 if IS_SOAK else 8
-# The promise: whoever is killed or leaves is known within so many seconds.
+# The promise: anyone who is killed or leaves is known within so many seconds.
 KNOWN = 1.0
 # One batch is small, one is announced before it is written, one is written past the caches.
 SIZES = (100, 100_000, 1_200_000)
@@ -55,7 +55,7 @@ def in_the_loop(rank: int, line: Line) -> None:
         def begun() -> Iterator[torch.Tensor]:
             iterator = iter(loader)
             line.say("begun")
-            # Whoever keeps it has not left.
+            # Anyone who keeps it has not left.
             return iterator
 
         try:
@@ -89,7 +89,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("node", "prefetch", "victim", "is_killed", "seconds"), cases())
-def test_whoever_ends_when_the_others_hear_of_it(
+def test_anyone_who_ends_when_the_others_hear_of_it(
     node: int, prefetch: int, victim: int, is_killed: bool, seconds: float, tmp_path: Path
 ) -> None:
     with Job(in_the_loop, 3, tmp_path) as job:

@@ -29,7 +29,7 @@ def _interrupt() -> NoReturn:
 
 
 class Exits:
-    """Ends whoever unpickles it."""
+    """Ends anyone who unpickles it."""
 
     def __reduce__(self) -> Any:
         return _exit, ()

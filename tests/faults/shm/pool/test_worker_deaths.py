@@ -123,7 +123,7 @@ def test_a_result_that_was_finished_is_there_though_its_worker_died_before_it_wa
         future = pool.submit(9)
         until(lambda: bool(pids_of(pool)))
         (pid,) = pids_of(pool)
-        # Whoever would collect it waits for this lock.
+        # Anyone who would collect it waits for this lock.
         with pool._dispatcher._lock:
             until(lambda: not lives(pid))
         assert (future.result(20) == 9).all()

@@ -15,11 +15,11 @@ use super::{Role, Words, idle_workers, results, ring};
 /// What a wait for results came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waited {
-    /// There are results; whoever is told so collects them.
+    /// There are results; anyone who is told so collects them.
     Ready,
     /// The time was over, the queue was wait_ended, or another thread collected what there was.
     Nothing,
-    /// Whoever looked around wants to leave.
+    /// Anyone who looked around wants to leave.
     Interrupted,
 }
 

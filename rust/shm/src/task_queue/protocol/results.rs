@@ -61,7 +61,7 @@ pub(super) fn ring_anew(words: &impl Words) {
 fn ring_armed(words: &impl Words, role: Role) {
     let result_word = words.result_word(role);
     let seen = result_word.load(Relaxed);
-    // Whoever fails was forestalled by another who rang.
+    // Anyone who fails was forestalled by another who rang.
     let is_ringing =
         seen & ARMED != 0 && result_word.compare_exchange(seen, seen.wrapping_add(1), AcqRel, Relaxed).is_ok();
     if is_ringing {

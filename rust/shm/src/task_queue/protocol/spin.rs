@@ -11,7 +11,7 @@ use super::wait::Wait;
 
 /// A wait that is over sooner is spent awake, where nobody says another time.
 const LONGEST: Duration = Duration::from_micros(50);
-/// Looks between two times that the processor is offered to others: whoever is waited for may need this one.
+/// Looks between two times that the processor is offered to others: anyone who is waited for may need this one.
 const LOOKS: usize = 32;
 /// So many long waits in a row are taken for a habit.
 const HABIT: u32 = 2;

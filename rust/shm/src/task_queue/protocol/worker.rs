@@ -17,7 +17,7 @@ pub enum Taken<T> {
     Stop,
     /// The time was over.
     Nothing,
-    /// Whoever looked around wants to leave.
+    /// Anyone who looked around wants to leave.
     Interrupted,
 }
 

@@ -22,7 +22,7 @@ static FREE: Semaphore = Semaphore::const_new(MOST);
 pub(super) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Refusal> {
     let _one = FREE.acquire().await;
     let (sender, receiver) = oneshot::channel();
-    // A thread that does not start drops what it was given: the work stays here for whoever comes first.
+    // A thread that does not start drops what it was given: the work stays here for anyone who comes first.
     let work = Arc::new(Mutex::new(Some(work)));
     let take = |work: &Mutex<Option<_>>| work.lock().unwrap_or_else(PoisonError::into_inner).take();
     let shared = Arc::clone(&work);
