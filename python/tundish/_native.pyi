@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
-    "SharedVotes",
     "BufferLease",
     "BufferReceiver",
     "CheckpointReadLock",
@@ -28,6 +27,7 @@ __all__ = [
     "ShardView",
     "ShardWriter",
     "SharedSegment",
+    "SharedVotes",
     "TaskQueue",
     "TensorCopy",
     "TensorExchange",
