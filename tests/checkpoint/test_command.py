@@ -224,7 +224,7 @@ def test_a_folder_that_is_not_there_is_not_made(
     error = answer(capsys, "checkpoint", verb, tmp_path / "nowhere", *words, code=3)["error"]
     assert (error["kind"], "nowhere: no such folder" in error["message"]) == ("NotFoundError", True)
     error = answer(capsys, "checkpoint", verb, "", *words, code=2)["error"]
-    assert "it is empty" in error["message"]
+    assert "the path is empty" in error["message"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.checkpoint.adapter_models import TWO, adapted, assert_same_adapters, files, take_any_peft
+from support.checkpoint.custom_model_code import CODE
 from support.checkpoint.exports import bits, export
 from support.checkpoint.sharded_models import SMALL
 from torch import nn
@@ -214,8 +215,6 @@ def test_a_model_of_transformers_saves_the_adapter_that_is_active(base: Path, tm
 
 def test_code_of_a_model_of_ones_own_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
-
-    from test_hf_models import CODE
 
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "modeling_adapted_tundish.py").write_text(CODE)

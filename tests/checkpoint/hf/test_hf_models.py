@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from support.checkpoint.custom_model_code import CODE
 from support.checkpoint.exports import assert_same_export, bits, export
 from support.checkpoint.sharded_models import SMALL
 from torch import nn
@@ -190,23 +191,6 @@ def test_models_by_prefix(tmp_path: Path) -> None:
             assert bits(found.pop(f"{prefix}.{name}")) == bits(tensor)
     assert found == {}
     assert (tmp_path / "ours" / "config.json").exists()
-
-
-CODE = """
-from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
-
-class OwnConfig(PretrainedConfig):
-    model_type = "own"
-
-class OwnModel(PreTrainedModel):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layer = nn.Linear(3, 2)
-        self.post_init()
-"""
 
 
 def test_code_of_a_model_of_ones_own_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

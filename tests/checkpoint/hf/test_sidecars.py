@@ -97,7 +97,7 @@ COPIED = {
 def test_a_source_folder_is_copied_without_its_weights(source: Path, tmp_path: Path) -> None:
     facts = export(tmp_path / "hf", WEIGHTS, source_dir=source)
     plan = make_hf_stager(WEIGHTS, source_dir=source)
-    assert plan.written_bytes == sum(fact.size for fact in facts)
+    assert plan.checkpoint_bytes == sum(fact.size for fact in facts)
     plan.release()
     assert files(tmp_path / "hf") == COPIED
     assert sorted(fact.name for fact in facts) == sorted([*COPIED, "model.safetensors"])

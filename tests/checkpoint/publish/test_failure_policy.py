@@ -16,16 +16,16 @@ from tundish.errors import InvalidInputError
 
 PROGRAM = """
     import os, signal, sys, threading, time
-    from tundish.checkpoint import failure
+    from tundish.checkpoint.publish import failure_policy
 
     if sys.argv[1] == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        failure.GRACE_SECONDS = 0.5
+        failure_policy.GRACE_SECONDS = 0.5
     if sys.argv[1] == "child":
         if os.fork() == 0:
             time.sleep(60)
             os._exit(0)
-    policy = failure.FailurePolicy("terminate", 3)
+    policy = failure_policy.FailurePolicy("terminate", 3)
     print(time.time(), flush=True)
     threading.Thread(target=policy.act, args=(OSError(28, "full"), "save_hf of step 7")).start()
     time.sleep(60)
