@@ -20,7 +20,7 @@ from tundish.checkpoint.publish.finalizer import QueuedSave
 from tundish.checkpoint.publish.read_only_root import Kind, check_step
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import Stager
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 __all__ = ["Request", "submit"]
 
@@ -152,30 +152,39 @@ def submit(root: OpenRoot, request: Request) -> Save:
         reservation.release()
         raise
     try:
-        if stager.prepare(root.voter.last_vote, any_needs=any_needs):
-            stager.release()
-            reservation.take_memory(stager)
-            queued.save.set_total(stager.file_bytes)
-        queued.staged = stager.stage()
-        queued.save.set_staged_save(queued.staged)
-    except BaseException as caught:
-        # The finalizer's next vote tells the other ranks.
-        queued.staged, queued.is_caller_told = caught, True
-        stager.release()
-        # The frames hold views of what was staged.
-        traceback.clear_frames(caught.__traceback__)
-        raise
-    finally:
-        queue.submit(queued)
-    if request.blocking:
         try:
-            queued.save.result()
-        except BaseException:
-            if not queued.save.done():
-                # Ctrl-C ended the wait: the failure policy has to act on a failure.
-                queued.is_caller_told = False
+            if stager.prepare(root.voter.last_vote, any_needs=any_needs):
+                stager.release()
+                reservation.take_memory(stager)
+                queued.save.set_total(stager.file_bytes)
+            queued.staged = stager.stage()
+            queued.save.set_staged_save(queued.staged)
+        except BaseException as caught:
+            # The finalizer's next vote tells the other ranks.
+            queued.staged, queued.is_caller_told = caught, True
+            stager.release()
+            # The frames hold views of what was staged.
+            traceback.clear_frames(caught.__traceback__)
             raise
+        finally:
+            queue.submit(queued)
+        if request.blocking:
+            queued.save.result()
+    except BaseException as caught:
+        if request.blocking and caught is not queued.staged:
+            _act_where_untold(root, queued, caught)
+        raise
     return queued.save
+
+
+def _act_where_untold(root: OpenRoot, queued: QueuedSave, raised: BaseException) -> None:
+    """Have the failure policy act on a failure that the caller does not hear of, as Ctrl-C ended the wait for it."""
+    if not queued.save.done():
+        queued.is_caller_told = False
+        return
+    error = queued.save.exception()
+    if error is not None and error is not raised and not isinstance(error, CallbackError):
+        root.failure.act(error, queued.what)
 
 
 def _queued_save(root: OpenRoot, request: Request, stager: Stager, reservation: _Reservation) -> QueuedSave:
