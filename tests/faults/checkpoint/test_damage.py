@@ -165,7 +165,7 @@ def test_facts_that_no_save_gives_are_in_nobodys_way(root: Path, extra: str) -> 
     (root / "dcp-3" / "tundish.json").write_text(add_manifest_checksum(text))
     with Checkpointer(root, on_failure="raise", keep_last=2) as checkpointer:
         assert [dict(one.extra) for one in checkpointer.list("dcp")] == [{"step": 1}, {"step": 2}, {}]
-        with pytest.raises(CorruptCheckpointError, match="holds as extra what no save gives it"):
+        with pytest.raises(CorruptCheckpointError, match="has an extra that no save writes"):
             checkpointer.load_dcp({})
         assert checkpointer.load_dcp({}, 2)[0] == {"step": 2}
         checkpointer.save_dcp(4, {"w": torch.ones(3)}, blocking=True)

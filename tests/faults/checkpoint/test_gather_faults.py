@@ -19,13 +19,13 @@ def gathering(rank: int, line: Line) -> None:
     from support.checkpoint.sharded_models import spread
 
     from tundish import _native
-    from tundish.checkpoint.hf.gather import exchange as gather
+    from tundish.checkpoint.hf.gather import schedule
     from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
-    # A turn for each tensor, so that there are turns to come.
-    gather.TURN_BYTES = 1
+    # A round for each tensor, so that there are rounds to come.
+    schedule.ROUND_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
     background = PrivateGroup(tuple(range(size)), 60, voter_of(None))
@@ -44,8 +44,7 @@ def gathering(rank: int, line: Line) -> None:
     plan = make_hf_stager(model, to_hf=stop, shard_bytes=300, exchange_group=background, **arguments)
 
     def save() -> None:
-        through = (folder, 300) if kind == "through" else None
-        with staged(plan, through=through) as staging:
+        with staged(plan) as staging:
             write(staging, folder, is_first=rank == 0)
 
     line.say(*outcome(save))
@@ -56,7 +55,7 @@ def gathering(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["eager", "lazy", "through"])
+@pytest.mark.parametrize("kind", ["eager", "lazy"])
 def test_a_rank_that_dies_is_noticed(kind: str, size: int, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     folder.mkdir()

@@ -72,12 +72,12 @@ def test_a_failing_writer_thread_fails_the_save(
     kind: str, tmp_path: Path, limit_files: Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two writer threads, DCP's own writer reports success where one of them fails."""
-    module, name = {"hf": (hf_writer, "open_writer"), "dcp": (staged_state, "open_shard")}[kind]
+    module, name = {"hf": (hf_writer, "ShardWriter"), "dcp": (staged_state, "open_shard")}[kind]
     opened = getattr(module, name)
 
-    def open_and_fail(*arguments: Any) -> ShardWriter:
+    def open_and_fail(*arguments: Any, **options: Any) -> ShardWriter:
         # Everything has its place on the disk; what lies behind the first page cannot be written.
-        writer: ShardWriter = opened(*arguments)
+        writer: ShardWriter = opened(*arguments, **options)
         limit_files(4096)
         return writer
 

@@ -24,7 +24,7 @@ FINE = ("", "", None)
 class Breaking:
     """A rank that saves, and fails as it is told."""
 
-    def __init__(self, line: Line, root: Path, limit_bytes: int | None) -> None:
+    def __init__(self, line: Line, root: Path) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         from tundish.checkpoint import Checkpointer
@@ -32,9 +32,7 @@ class Breaking:
         self._line = line
         self._mesh = init_device_mesh("cpu", (2,))
         self._failures: list[BaseException] = []
-        self._checkpointer = Checkpointer(
-            root, on_failure=self._failures.append, timeout=PATIENCE / 2, staging_limit_bytes=limit_bytes
-        )
+        self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=PATIENCE / 2)
 
     def save(self, kind: str, step: int, staging: str, trouble: str) -> tuple[Any, Any, Any]:
         """What the call came to, then the future, and what the failure policy was told."""
@@ -168,22 +166,18 @@ def assert_told(said: list[Any], failing: int, trouble: str) -> None:
     assert raised[1 - failing][2] == failing
 
 
-@pytest.mark.parametrize("limit_bytes", [None, 10 * MIB])
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(
-    kind: str, failing: int, limit_bytes: int | None, path_in_memory: Path
+    kind: str, failing: int, path_in_memory: Path
 ) -> None:
     root = path_in_memory / "root"
     with Job(breaking, 2, path_in_memory) as job:
         for rank in (0, 1):
-            job.tell(rank, (root, limit_bytes))
+            job.tell(rank, (root,))
         published: list[str] = []
         step = 0
         for staging, trouble in itertools.product(("eager", "lazy"), TROUBLES):
-            if trouble == "no memory" and kind == "hf" and limit_bytes is not None:
-                # What others send it has to be received, for which there is no memory either.
-                continue
             step += 1
             said = save(job, failing, kind, step, staging, trouble)
             assert_told(said, failing, trouble)
@@ -203,7 +197,7 @@ def test_steps_that_ranks_do_not_agree_on_are_not_set_aside(path_in_memory: Path
     root = path_in_memory / "root"
     with Job(breaking, 2, path_in_memory) as job:
         for rank in (0, 1):
-            job.tell(rank, (root, None))
+            job.tell(rank, (root,))
         for step in (1, 2, 3):
             assert save(job, 0, "dcp", step, "eager", "") == [(FINE, FINE, [])] * 2
         for rank, step in enumerate((1, 2)):
