@@ -140,7 +140,7 @@ def test_a_handle_leads_by_the_name_too(folder: Path) -> None:
         assert ran.stdout == b"499500 tokens\n"
     # Another one under the name is not the one that is meant.
     other = SharedArray.from_array(np.zeros(1000), name="tokens")
-    with other, pytest.raises(td.errors.SegmentGoneError, match="its owner has given it back"):
+    with other, pytest.raises(td.errors.SegmentGoneError, match="another segment has taken its place"):
         SharedArray.attach(pickle.loads(handle))
 
 

@@ -269,34 +269,6 @@ def test_a_masked_array_is_refused_and_not_stripped_of_its_mask(is_filed: bool, 
         td.shm.node_shared(masked, path=tmp_path if is_filed else None)
 
 
-def not_to_be_looked_at(rank: int, line: Line) -> None:
-    # What it needs is imported before: what root installed is perhaps not for others to read.
-    share = td.shm.node_shared
-    line.say("ready")
-    line.hear()
-    # Others of this user may not look into /proc of a process that has changed its user.
-    os.setuid(65534)
-    line.say(is_hidden(int(os.getppid())), int(share(np.arange(1000), key="numbers").sum()))
-
-
-def is_hidden(process: int) -> bool:
-    try:
-        os.listdir(f"/proc/{process}/fd")
-    except PermissionError:
-        return True
-    return False
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_ranks_that_may_not_look_at_each_other_share_all_the_same(tmp_path: Path) -> None:
-    with Job(not_to_be_looked_at, 2, tmp_path) as job:
-        assert job.hear_all() == [("ready",)] * 2
-        for rank in range(2):
-            job.tell(rank)
-        assert job.hear_all() == [(True, 499500)] * 2
-        job.expect_end()
-
-
 @pytest.mark.parametrize("is_filed", [False, True])
 # Each spawned worker imports torch anew.
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])

@@ -18,7 +18,6 @@ from support.shm.array_tasks import METHODS, Child
 from support.shm.leftovers import mapped
 
 import tundish as td
-from tundish import _native
 from tundish.shm import SharedArray, set_cache_limit
 
 NUMBERS = np.arange(50_000)
@@ -205,13 +204,6 @@ os.wait()
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert ran.stdout.split() == ["1", "0"], ran.stderr
-
-
-def test_a_spawned_child_is_passed_what_its_owner_never_looked_at() -> None:
-    shared = SharedArray.from_array(NUMBERS)
-    held = _native.held_descriptor(shared._open().address)
-    assert held is not None
-    assert os.fstat(held).st_ino == inode(shared)
 
 
 def test_siblings_find_each_other_and_go_on_without_the_owner(context: Any) -> None:

