@@ -250,13 +250,13 @@ def failing(rank: int, line: Line) -> None:
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     from tundish import _native
-    from tundish.checkpoint.hf.gather import exchange as gather
+    from tundish.checkpoint.hf.gather import schedule
     from tundish.checkpoint.hf.stager import make_hf_stager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
-    # A turn for each tensor, so that one fails in the middle.
-    gather.TURN_BYTES = 1
+    # A round for each tensor, so that one fails in the middle.
+    schedule.ROUND_BYTES = 1
     folder = line.hear()
     background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.connect("background")
