@@ -20,7 +20,9 @@ _WAIT_SECONDS = 30.0
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate for 127.0.0.1 and its key, in PEM."""
+    """A certificate for 127.0.0.1 and its key, in PEM. This process does not serve."""
+    # That of an earlier test, which nobody had to close.
+    rtensor.serve().close()
     return _certificate(tmp_path, "node")
 
 
