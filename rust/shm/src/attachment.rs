@@ -130,7 +130,8 @@ impl Attachment {
 /// already, or by the descriptor of a process of this user.
 ///
 /// # Errors
-/// [`ShmError::Gone`] where the segment was given back, else [`ShmError::Unreached`] with all that was tried.
+/// [`ShmError::Gone`] where the segment was given back, [`ShmError::Io`] where the process may open or map no more, else
+/// [`ShmError::Unreached`] with all that was tried.
 pub fn attach(address: &Address) -> Result<Arc<Attachment>, ShmError> {
     if let Some(attachment) = find(address)? {
         return Ok(attachment);
@@ -150,6 +151,8 @@ pub fn attach_unregistered(address: &Address) -> Result<Attachment, ShmError> {
         match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
             Ok(attached) => return Ok(attached),
             Err(Refusal::GivenBack(error)) => return Err(error),
+            // Says nothing about the segment, and no other way is open then.
+            Err(Refusal::Other(error)) if error.is_shortage() => return Err(error),
             Err(Refusal::Other(error)) => tried.push(error.to_string()),
         }
     }

@@ -108,4 +108,12 @@ impl ShmError {
     pub fn io(operation: &'static str, object: impl Into<String>, errno: Errno) -> Self {
         ShmError::Io { operation, object: object.into(), source: errno.into() }
     }
+
+    /// Whether the process, or the system, has no descriptors or addresses left, which passes.
+    pub fn is_shortage(&self) -> bool {
+        const SHORTAGES: [Errno; 3] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM];
+
+        let ShmError::Io { source, .. } = self else { return false };
+        SHORTAGES.iter().any(|errno| source.raw_os_error() == Some(errno.raw_os_error()))
+    }
 }

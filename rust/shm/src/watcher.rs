@@ -51,7 +51,8 @@ fn exit() -> ! {
 fn process(pid: i32) -> Result<Option<OwnedFd>, ShmError> {
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-    let number = Pid::from_raw(pid).filter(|_| pid > 0);
+    // Of a number below zero it panics.
+    let number = if pid > 0 { Pid::from_raw(pid) } else { None };
     let number = number.ok_or_else(|| ShmError::Invalid(format!("{pid} is not the number of a process")))?;
     match pidfd_open(number, PidfdFlags::empty()) {
         Ok(process) => Ok(Some(process)),

@@ -7,7 +7,6 @@
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 
-use rustix::io::Errno;
 use tundish_shm::ShmError;
 
 use super::Client;
@@ -181,13 +180,7 @@ impl Batch<'_> {
 /// Whether memory of an owner cannot be reached at all. A segment that was given back meanwhile says nothing about the
 /// others; that this process has no descriptors or addresses left, passes.
 fn is_for_good(error: &ShmError) -> bool {
-    const PASSES: [Errno; 3] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM];
-
-    match error {
-        ShmError::Gone { .. } => false,
-        ShmError::Io { source, .. } => PASSES.iter().all(|errno| source.raw_os_error() != Some(errno.raw_os_error())),
-        _ => true,
-    }
+    !matches!(error, ShmError::Gone { .. }) && !error.is_shortage()
 }
 
 /// The shards that an answer says are missing.
