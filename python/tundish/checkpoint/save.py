@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 from tundish.checkpoint.stager import StagedSave
 from tundish.errors import InvalidInputError, TimedOutError
 
 __all__ = ["Save"]
+
+_LONGEST_WAIT_SECONDS = 0.25
 
 
 class Save(Future[Path]):
@@ -47,12 +51,23 @@ class Save(Future[Path]):
             Exception: what the save failed with, the same on every rank.
         """
         self._refuse_deadlock("result")
-        return super().result(timeout)
+        self._wait(timeout)
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the error of the save; None where it was published. Raises as `result`."""
         self._refuse_deadlock("exception")
-        return super().exception(timeout)
+        self._wait(timeout)
+        return super().exception(0)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait until the save is over or `timeout` seconds have passed.
+
+        The wait is cut into short ones: a signal that another thread receives does not end a wait of the main thread.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and (left := deadline - time.monotonic()) > 0:
+            wait([self], min(left, _LONGEST_WAIT_SECONDS))
 
     def staged(self, timeout: float | None = None) -> None:
         """Wait until host memory holds everything that this rank saves, whether or not an earlier save is over.

@@ -85,7 +85,7 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
     let length = |sample: usize| (sample * 37 % 101) as u8;
     let lengths: Vec<u8> = (0..samples).map(length).collect();
     // Coprime, so that all samples are named.
-    let sample = |place: usize| place * 670_417 % samples;
+    let sample = |place: usize| place * 670_421 % samples;
     let mut order: Vec<i32> = (0..samples).map(|place| sample(place) as i32).collect();
     let ordered: Vec<u8> = (0..samples).map(|place| length(sample(place))).collect();
     let plan = |request| HardPacker::new(request, &mut NoProgress).unwrap().pack(&mut NoProgress);
@@ -131,7 +131,7 @@ fn a_plan_that_is_computed_again_is_the_same() {
     for (samples, longest) in [((1usize << 20) + 12_345, 60_000usize), (300_000, 70_000)] {
         let length = |sample: usize| if sample == 3 { longest } else { sample * 37 % 2001 };
         let lengths: Vec<i32> = (0..samples).map(|sample| length(sample) as i32).collect();
-        let sample = |place: usize| place * 670_417 % samples;
+        let sample = |place: usize| place * 670_421 % samples;
         let order: Vec<i32> = (0..samples).map(|place| sample(place) as i32).collect();
         let ordered: Vec<i32> = (0..samples).map(|place| lengths[sample(place)]).collect();
         let natural = request(&ordered, SampleOrder::Natural, 2);
