@@ -29,7 +29,9 @@ fn good() -> &'static [Vec<u8>] {
     GOOD.get_or_init(|| {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        HardPacker::new(request(), &mut NoProgress).and_then(|plan| plan.write(&target, &mut NoProgress)).expect("a plan");
+        HardPacker::new(request(), &mut NoProgress)
+            .and_then(|plan| plan.write(&target, &mut NoProgress))
+            .expect("a plan");
         names().iter().map(|name| fs::read(target.join(name)).expect("a file")).collect()
     })
 }

@@ -160,7 +160,7 @@ class TensorCopy:
 
 @final
 class TensorSpans:
-    def __new__(cls, places: Sequence[tuple[int, int, Any] | tuple[int, int, Any, Any]]) -> TensorSpans: ...
+    def __new__(cls, ranges: Sequence[tuple[int, int, Any] | tuple[int, int, Any, Any]]) -> TensorSpans: ...
 
 @type_check_only
 class StagingStats(TypedDict):
@@ -579,6 +579,7 @@ class ShardServer:
     def port(self) -> int: ...
     def close(self) -> None: ...
 
+@final
 class WorkerClient:
     def __new__(cls, addr: str, token: str | None = None, *, tls: bytes | None = None) -> WorkerClient: ...
     def request(
