@@ -6,7 +6,7 @@ is, though a scatter cannot count on it: the bytes of a batch lie one after the 
 memory that they come to, and no other batch comes there.
 
 Or, with `torchs_part`, its receiver has new tensors each time, which it makes before the bytes come; and rank 0 has
-asked torch about each tensor before it gives any rank anything, as anyone who refuses what cannot be carried must.
+asked torch about each tensor before it gives any rank anything, because each tensor must be checked before it is sent.
 """
 
 from __future__ import annotations

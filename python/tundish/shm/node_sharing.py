@@ -65,7 +65,7 @@ def node_shared(
     Returns:
         The array. Pickled as a whole it is a few hundred bytes, and a worker that unpickles it has the same pages;
         slices are pickled by value. In memory it lives as long as any process of the node holds it or a view of it,
-        and leaves nothing behind, anyone who is killed and when.
+        and leaves nothing behind, whichever process is killed.
 
     Raises:
         What the builder raised, on that rank, and `PeerFailedError` with it on all others; also within 1 s when it is

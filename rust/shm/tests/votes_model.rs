@@ -1,4 +1,4 @@
-//! The rounds of a shared votes under a model checker: all orders of their steps, and all values that their orderings
+//! The rounds of shared votes under a model checker: all orders of their steps, and all values that their orderings
 //! allow, up to a number of times that a thread is held up in favour of another.
 //!
 //! The protocol's own source is compiled here over the checker's words.

@@ -1,4 +1,4 @@
-"""Puts tasks on the queue of a pool and hands their answers to anyone who waits for them.
+"""Puts tasks on the queue of a pool and returns their results to the waiting callers.
 
 A thread that waits for a result collects answers itself, for everybody: that saves the switch to another thread. A
 background thread of the pool collects what nobody waits for.

@@ -1,4 +1,4 @@
-//! The rounds of a shared votes, as steps on its words. A model checks them (`tests/votes_model.rs`).
+//! The rounds of shared votes, as steps on its words. A model checks them (`tests/votes_model.rs`).
 //!
 //! What always holds:
 //!
