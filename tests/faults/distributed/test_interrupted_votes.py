@@ -28,13 +28,13 @@ def interrupted(rank: int, line: Line) -> None:
             while not kind:
                 kind, text, named = outcome(lambda: voter.vote(what="a step", flag=in_store, timeout=60))  # noqa: B023 (called here)
         except KeyboardInterrupt:
-            # It came between two votes.
-            voter.close()
+            pass
         failed = time.monotonic()
         if rank == 0:
             kind, text, named = outcome(lambda: voter.vote(what="the next step", timeout=60))  # noqa: B023
             if not kind:
-                # It came between two votes.
+                # Ctrl-C came between two votes. A rank of another node learns of that only from a vote.
+                outcome(lambda: voter.vote(KeyboardInterrupt(), what="a step", timeout=60))  # noqa: B023
                 voter.close()
                 kind, text, named = outcome(lambda: voter.vote(what="the next step", timeout=60))  # noqa: B023
         line.say(kind, text, named, failed)

@@ -32,8 +32,15 @@ def tell(obj: Any, line: Connection) -> None:
 
 
 def hear(line: Connection) -> Any:
-    """What `tell` sent at the other end."""
-    schema = Schema.decode(line.recv_bytes())
+    """What `tell` sent at the other end.
+
+    Raises:
+        EOFError: the other end closed.
+    """
+    encoded = line.recv_bytes()
+    if not encoded:
+        raise EOFError("the other end closed")
+    schema = Schema.decode(encoded)
     received = line.recv_bytes()
     buffer = torch.zeros(max(len(received), 1), dtype=torch.uint8)
     if received:
@@ -59,9 +66,11 @@ class Elsewhere:
         return hear(self._line)
 
     def close(self) -> None:
-        self._line.close()
+        # An empty schema is the end. A child that another test forked may hold the connection open.
+        self._line.send_bytes(b"")
         self._process.join(30)
-        assert self._process.exitcode == 0
+        assert self._process.exitcode == 0, f"the process ended with {self._process.exitcode}"
+        self._line.close()
 
 
 def _answer(line: Connection) -> None:
