@@ -90,6 +90,8 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # peft asks transformers for it.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+# torch says so whenever its `load` is used in a job of one process.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_page(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "__page__"}
