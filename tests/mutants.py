@@ -93,14 +93,14 @@ MUTANTS = [
     Mutant(
         "a drain that skips one rank",
         "python/tundish/rtensor/controller/controller.py",
-        "for worker in self._registry.workers if worker.addr not in ending]",
-        "for worker in self._registry.workers[:-1] if worker.addr not in ending]",
+        "for worker in self._workers.values() if worker.addr not in ending]",
+        "for worker in self.workers[:-1] if worker.addr not in ending]",
         ("tests/rtensor/controller/test_steps.py",),
     ),
     Mutant(
-        "a step that does not drain a worker that lost its connection",
+        "a step that leaves the shards of an owner that lost its connection",
         "python/tundish/rtensor/controller/controller.py",
-        "            self._drain_reconnected(step)\n",
+        "            or self._was_lost(step, one.worker)\n",
         "",
         ("tests/rtensor/controller/test_claims.py",),
     ),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.distributed.rank_processes import Job, Line
+from support.rtensor import peer_functions
+from support.rtensor.peers import Peer
 
-from tundish import rtensor
+from tundish import cli, rtensor
 from tundish._native import WorkerClient
-from tundish.errors import InvalidInputError, TransferError
+from tundish.errors import DrainError, InvalidInputError, TransferError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -36,16 +40,72 @@ def _certificate(folder: Path, name: str) -> tuple[Path, Path]:
     return certificate, key
 
 
-def test_a_controller_drains_a_server_that_speaks_tls(files: tuple[Path, Path]) -> None:
-    with rtensor.serve(token="s3cret", tls=files) as server:
-        rtensor.trust(server.addr, token="s3cret", tls=files[0])
-        with rtensor.Controller([rtensor.Worker(server.addr)], token="s3cret") as controller:
-            handle = rtensor.remotize(torch.arange(10))
-            assert server.addr in str(controller.stats())
-            with controller.step(claim=handle):
-                pass
-            assert rtensor.storage_stats()["num_tensors"] == 0
-        rtensor.trust(server.addr, token=None)
+def _step_of_all(workers: list[rtensor.Worker], handles: Any) -> list[int]:
+    """In the process of a trainer: a step that fetches over TLS, and drains all workers over TLS."""
+    rtensor.set_backend(rtensor.HttpBackend(shared_memory=False))
+    with rtensor.Controller(workers) as controller:
+        with controller.step(claim=handles):
+            sums = [int(tensor.sum()) for tensor in rtensor.localize(handles)]
+        left = [
+            answer["storage"]["num_entries"] if isinstance(answer, dict) else answer
+            for answer in controller.stats().values()
+        ]
+    assert left == [0] * len(workers)
+    return sums
+
+
+def test_processes_of_a_job_serve_fetch_and_drain_over_tls(files: tuple[Path, Path]) -> None:
+    with Peer(token="s3cret", tls=files) as rollout, Peer(token="s3cret", tls=files) as trainer:
+        workers = [rtensor.Worker(rollout.addr), rtensor.Worker(trainer.addr)]
+        handles = rollout.call(peer_functions.make, 3, 1000)
+        assert trainer.call(_step_of_all, workers, handles) == [0, 1000, 2000]
+        # This process serves nothing: it is told whom to trust.
+        handles = rollout.call(peer_functions.make, 1, 10)
+        with rtensor.Controller(workers) as stranger, pytest.raises(DrainError), stranger.step(claim=handles):
+            pass
+        rtensor.trust(rollout.addr, trainer.addr, token="s3cret", tls=files[0])
+        with rtensor.Controller(workers) as controller, controller.step(claim=handles):
+            assert rtensor.localize(handles)[0].tolist() == [0] * 10
+        assert rollout.call(peer_functions.stats)[0]["num_tensors"] == 0
+
+
+def _rank_over_tls(rank: int, line: Line) -> None:
+    from tundish import rtensor
+
+    certificate, key = line.hear()
+    rtensor.serve(token="s3cret", tls=(certificate, key))
+    rtensor.set_backend(rtensor.HttpBackend(shared_memory=False))
+    with rtensor.Controller.from_group() as controller:
+        line.say(rtensor.dumps(rtensor.remotize(torch.full((8,), rank))))
+        tensors = rtensor.localize([rtensor.loads(one) for one in line.hear()])
+        line.say([int(tensor.sum()) for tensor in tensors], len(controller.workers))
+        line.hear()
+
+
+def test_ranks_of_a_group_trust_each_other_as_their_own_server(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with Job(_rank_over_tls, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, tuple(map(str, files)))
+        handles = [said[0] for said in job.hear_all()]
+        for rank in range(2):
+            job.tell(rank, handles)
+        assert job.hear_all() == [([0, 8], 2)] * 2
+        for rank in range(2):
+            job.tell(rank)
+        job.expect_end()
+
+
+def test_the_command_shows_servers_that_speak_tls(
+    files: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    with Peer(token="s3cret", tls=files) as peer:
+        words = ["rtensor", "stats", peer.addr, "--token-file", str(tmp_path / "token")]
+        assert cli.main(words) == 1
+        assert cli.main([*words, "--certificate", str(files[0])]) == 0
+        assert peer.addr in capsys.readouterr().out
 
 
 def test_a_client_that_trusts_nothing_or_another_certificate_is_refused(

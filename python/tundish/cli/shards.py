@@ -8,7 +8,7 @@ from typing import Any
 
 from tundish.cli.arguments import add_command, path_of
 from tundish.cli.output import printable
-from tundish.errors import NotAuthorizedError, TransferError
+from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
 
 __all__ = ["add_rtensor_commands"]
 
@@ -45,14 +45,22 @@ def add_rtensor_commands(commands: Any) -> None:
         metavar="FILE",
         help="file whose first line is the token they were served with",
     )
+    stats.add_argument(
+        "--certificate",
+        type=path_of,
+        metavar="FILE",
+        help="PEM file of the certificates to trust, if they serve over TLS",
+    )
     stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.process_stats")
 
 
 def run_stats(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish rtensor stats`."""
-    from tundish.rtensor import process_stats
+    from tundish.rtensor import process_stats, trust
 
-    answers = process_stats(options.addresses, token_file=options.token_file)
+    token = None if options.token_file is None else _read_token(options.token_file)
+    trust(*options.addresses, token=token, tls=options.certificate)
+    answers = process_stats(options.addresses)
     failed: dict[str, str] = {}
     for addr, answer in answers.items():
         if isinstance(answer, NotAuthorizedError):
@@ -88,6 +96,20 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         "text": "\n".join(line.rstrip() for line in text),
         "exit_code": 1 if failed else 0,
     }
+
+
+def _read_token(path: Path) -> str:
+    """The first line of a file. Raises `InvalidInputError`, and names the file."""
+    from tundish.rtensor.arguments import check_token
+
+    try:
+        token = path.read_bytes().partition(b"\n")[0].decode().strip()
+        check_token(token)
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path}: its first line is no text, and so no token") from error
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{path}: {error}") from error
+    return token
 
 
 def _token_hint(path: Path | None) -> str:

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, MappingView, Set
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, Final
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "check_claim_of_handles",
-    "check_container",
-    "check_iterator",
-    "check_names",
-    "check_owners",
-    "check_seconds",
-    "check_token",
-    "split_address",
-]
+__all__ = ["DEFAULT_TIMEOUT", "check_names", "check_owners", "check_seconds", "check_token", "split_address"]
 
 # Seconds.
 DEFAULT_TIMEOUT: Final = 60.0
-# A tree walk does not look into these.
-_PASSED_OVER = (Iterator, MappingView, Set)
-# The form of an id that `remotize` gives.
-_GENERATED_ID = re.compile(r"[0-9a-f]{16}-[0-9]+")
 
 
 def split_address(addr: str) -> tuple[str, int]:
@@ -42,9 +27,11 @@ def split_address(addr: str) -> tuple[str, int]:
 
 def check_token(token: Any) -> None:
     """Raises `InvalidInputError` for anything but a token or None."""
-    if token is not None and (not isinstance(token, str) or not token.isascii() or not token.isprintable()):
+    if token is None:
+        return
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
         raise InvalidInputError("token has to be a string of printable ASCII characters")
-    if token is not None and (not token or " " in token or len(token) > 1024):
+    if not token or " " in token or len(token) > 1024:
         raise InvalidInputError("token has 1 to 1024 characters, and no spaces")
 
 
@@ -71,22 +58,6 @@ def check_names(names: Any, function: str) -> None:
         )
 
 
-def check_claim_of_handles(targets: Any, function: str) -> None:
-    """Raises `InvalidTypeError` for shard ids in place of handles, and as `check_container`.
-
-    Only ids that `remotize` gives are recognized; other strings are part of a batch.
-    """
-    strings = [targets] if isinstance(targets, str) else targets
-    if isinstance(strings, (list, tuple, set, frozenset)) and any(
-        isinstance(one, str) and _GENERATED_ID.fullmatch(one) for one in strings
-    ):
-        raise InvalidTypeError(
-            f"{function} takes handles, and these are names of shards, which do not say who owns them: give the "
-            "handles, or remove(names) on their owner and clear_fetch_buffer(names) where they were fetched"
-        )
-    check_container(targets, function)
-
-
 def check_owners(addresses: Iterable[str]) -> None:
     """Raises `InvalidInputError` for owners that no controller reaches."""
     for addr in addresses:
@@ -96,18 +67,3 @@ def check_owners(addresses: Iterable[str]) -> None:
                 "rtensor.step() or rtensor.drain()"
             )
         split_address(addr)
-
-
-def check_iterator(obj: Any) -> None:
-    """Raises `InvalidTypeError` for an iterator, which a search would use up."""
-    if isinstance(obj, Iterator):
-        raise InvalidTypeError(f"a search would use up a {type(obj).__qualname__}: give list(…) of it")
-
-
-def check_container(obj: Any, function: str) -> None:
-    """Raises `InvalidTypeError` for a container in which no handles are found."""
-    if isinstance(obj, _PASSED_OVER):
-        raise InvalidTypeError(
-            f"{function} finds handles in dicts, lists and tuples, and not in a {type(obj).__qualname__}: give "
-            "list(…) of it"
-        )

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, MappingView, Set
+from typing import Any, NamedTuple
 
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.arguments import check_claim_of_handles, check_container, check_iterator
 from tundish.tree import find_all, map_only
 
 __all__ = [
-    "OPAQUE",
     "RTensor",
     "TensorShardInfo",
     "by_owner",
-    "claimed",
     "collect_shards",
     "dumps",
-    "elements_of",
     "flatten_shard_ids",
     "handles_of",
     "loads",
     "replace_handles",
-    "suggestion",
 ]
 
 
@@ -74,55 +68,14 @@ def restore(data: bytes, ref: Any) -> RTensor:
     return handle if ref is None else handle.with_ref(ref)
 
 
-# The tree finds nothing in these containers.
-OPAQUE: Final[tuple[type[Any], ...]] = (
-    set,
-    frozenset,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-    MappingProxyType,
-)
-
-
 def handles_of(obj: Any) -> list[RTensor]:
     """The handles in nested containers, with repetitions.
 
-    Raises:
-        InvalidTypeError: handles are in a set or a view of a dict, in which none would be found; or it is an iterator.
+    The tree does not search sets, iterators and views of dicts; as the outermost container, they are searched.
     """
-    found = find_all((RTensor, *OPAQUE), obj)
-    handles = [part for part in found if isinstance(part, RTensor)]
-    if len(handles) < len(found):
-        for part in found:
-            if isinstance(part, OPAQUE) and handles_of(elements_of(part)):
-                raise InvalidTypeError(
-                    f"handles are found in dicts, lists and tuples, and not in {suggestion(part)}"
-                )
-    if not handles:
-        check_iterator(obj)
+    is_passed_over = isinstance(obj, (Set, MappingView, Iterator))
+    handles: list[RTensor] = find_all(RTensor, list(obj) if is_passed_over else obj)
     return handles
-
-
-def elements_of(opaque: Any) -> list[Any]:
-    """The elements of an `OPAQUE` container."""
-    return list(opaque.values()) if isinstance(opaque, MappingProxyType) else list(opaque)
-
-
-def suggestion(opaque: Any) -> str:
-    """The type of an `OPAQUE` container, and what to give in its place."""
-    kind = "dict" if isinstance(opaque, MappingProxyType) else "list"
-    return f"a {type(opaque).__qualname__}: give {kind}(…) of it"
-
-
-def claimed(obj: Any, function: str) -> list[RTensor]:
-    """The handles in the argument of `function`, which claims, keeps or drains them.
-
-    Raises:
-        InvalidTypeError: it has ids of shards instead of handles; or as `handles_of`.
-    """
-    check_claim_of_handles(obj, function)
-    return handles_of(obj)
 
 
 def replace_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
@@ -137,20 +90,16 @@ def flatten_shard_ids(obj: Any) -> list[str]:
 
     Args:
         obj: nested containers of handles.
-
-    Raises:
-        InvalidTypeError: it is a set, an iterator or a view of a dict, in which no handles are found.
     """
-    check_container(obj, "flatten_shard_ids")
     return shard_ids(handles_of(obj))
 
 
 def collect_shards(obj: Any) -> dict[str, list[str]]:
     """The ids of all shards of the handles in `obj`, each once, by the address of their owner.
 
-    Raises as `flatten_shard_ids`.
+    Args:
+        obj: nested containers of handles.
     """
-    check_container(obj, "collect_shards")
     return by_owner(handles_of(obj))
 
 

@@ -1,4 +1,4 @@
-"""The state of rtensor in one process: its server, its backend, its step, and the tokens that it sends.
+"""The state of rtensor in one process: its server, its backend, its step, and whom it trusts.
 
 Invariants:
     A child made by `fork` starts with a new state: it serves nothing, is in no step, and has no tokens.
@@ -11,9 +11,21 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["State", "next_step_number", "state"]
+__all__ = ["State", "Trust", "next_step_number", "state"]
+
+
+class Trust(NamedTuple):
+    """How this process speaks to a server.
+
+    Attributes:
+        token: the token to send, or None.
+        certificates: the certificates to trust (PEM); None speaks no TLS.
+    """
+
+    token: str | None = None
+    certificates: bytes | None = None
 
 
 @dataclass
@@ -28,8 +40,7 @@ class State:
         last_step: the number of the last step that began here or on a controller here.
         in_step: whether a step of this process alone is under way.
         kept: ids of other processes' shards that this process keeps beyond the end of a step.
-        tokens: the token to send, by address.
-        certificates: the certificates to trust (PEM), by address; to these addresses it speaks TLS.
+        trusted: the token to send and the certificates to trust, by address.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -42,8 +53,7 @@ class State:
     last_step: int = 0
     in_step: bool = False
     kept: set[str] = field(default_factory=set)
-    tokens: dict[str, str] = field(default_factory=dict)
-    certificates: dict[str, bytes] = field(default_factory=dict)
+    trusted: dict[str, Trust] = field(default_factory=dict)
 
 
 _state = State()

@@ -13,20 +13,35 @@ import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.arguments import check_token, split_address
-from tundish.rtensor.process import state
+from tundish.rtensor.process import Trust, state
 
-__all__ = ["Server", "serve", "server_address", "trust"]
+__all__ = ["Server", "serve", "server_address", "trust", "trust_workers"]
 
 _LOOPBACK = "127.0.0.1"
 # A documentation address (RFC 5737). Connecting a datagram socket to it sends nothing, and tells which of this
 # machine's addresses leads outside.
 _OUTSIDE = "192.0.2.1", 9
+
+
+# Paths of the PEM files of a certificate and its private key.
+_Tls = tuple[str | os.PathLike[str], str | os.PathLike[str]]
+
+
+class _Options(NamedTuple):
+    """What a server was started with."""
+
+    host: str
+    port: int
+    token: str | None
+    limit_bytes: int | None
+    buffer_limit_bytes: int | None
+    tls: _Tls | None
+    open_metrics: bool
 
 
 class Server:
@@ -35,13 +50,13 @@ class Server:
     Attributes:
         addr: its address for other processes, `"host:port"`, as handles name it.
         token: the token that a request has to carry, or None.
+        certificate: path of the PEM file with its certificate, or None without TLS.
     """
 
-    def __init__(
-        self, addr: str, token: str | None, native: _native.ShardServer, options: tuple[object, ...]
-    ) -> None:
+    def __init__(self, addr: str, native: _native.ShardServer, options: _Options) -> None:
         self.addr = addr
-        self.token = token
+        self.token = options.token
+        self.certificate = None if options.tls is None else options.tls[0]
         self._native = native
         self._options = options
 
@@ -56,9 +71,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -73,7 +86,7 @@ def serve(
     *,
     buffer_limit_bytes: int | None = None,
     peers: Iterable[str] = (),
-    tls: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None,
+    tls: _Tls | None = None,
     open_metrics: bool = False,
 ) -> Server:
     """Serves what this process stores. Call it once in every process that stores or fetches.
@@ -88,49 +101,58 @@ def serve(
             are answered. Without `tls` it travels in the clear.
         limit_bytes: memory limit of stored shards, in bytes; by default a quarter of what the process can have.
         buffer_limit_bytes: memory limit of the fetch buffer, in bytes; the same default.
-        peers: addresses of other processes to which this one sends the token, over TLS if it serves so. `trust` adds
-            more.
+        peers: addresses of other processes to which this one sends the token, over TLS if it serves over TLS. `trust`
+            adds more. A `Controller` adds its workers.
         tls: paths of two PEM files, the certificate and its private key: serve over TLS. The first may hold further
-            certificates, such as that of the authority; peers are trusted by all of them.
+            certificates, such as that of the authority. This process trusts peers that show one of them, or one that
+            an authority among them signed.
         open_metrics: answer `/metrics` and `/health` to everybody who reaches the port.
 
     Raises:
         InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
         StorageError: the port is taken (an `OSError` with its `errno`).
     """
-    options = (host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
-    _check(host, port, token, limit_bytes, buffer_limit_bytes)
-    others = _addresses(peers)
+    options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
+    _check(options)
+    _check(options)
+    if isinstance(peers, str) or not isinstance(peers, Iterable):
+        raise InvalidTypeError(f"peers is {peers!r}, not a list of addresses")
+    others = list(peers)
+    for one in others:
+        split_address(one)
     mine = state()
     with mine.lock:
         if mine.server is None:
-            default = 4 * _native.default_arena_limit()
-            native = _native.ShardServer(
-                host.removeprefix("[").removesuffix("]"),
-                port,
-                token,
-                tls=None if tls is None else (_read(tls[0]), _read(tls[1])),
-                open_metrics=open_metrics,
-            )
-            # After the server started: a failure leaves the limits as they were.
-            _native.ShardStore.set_limits(
-                default if limit_bytes is None else limit_bytes,
-                default if buffer_limit_bytes is None else buffer_limit_bytes,
-            )
-            addr = f"{_reachable(host)}:{native.port}"
-            _native.ShardStore.announce(addr)
-            mine.server = Server(addr, token, native, options)
+            mine.server = _start(options)
         elif mine.server._options != options:
             raise InvalidInputError(
                 f"this process serves at {mine.server.addr} already, with other arguments: close that server first"
             )
-        trust(*others, token=token, tls=None if tls is None else tls[0])
         server: Server = mine.server
+        trust(*others, token=token, tls=server.certificate)
         return server
 
 
+def _start(options: _Options) -> Server:
+    host, tls = options.host, options.tls
+    native = _native.ShardServer(
+        host.removeprefix("[").removesuffix("]"),
+        options.port,
+        options.token,
+        tls=None if tls is None else (_read(tls[0]), _read(tls[1])),
+        open_metrics=options.open_metrics,
+    )
+    # After the server started: a failure leaves the limits as they were.
+    default = 4 * _native.default_arena_limit()
+    limits = (options.limit_bytes, options.buffer_limit_bytes)
+    _native.ShardStore.set_limits(*(default if limit is None else limit for limit in limits))
+    addr = f"{_reachable(host)}:{native.port}"
+    _native.ShardStore.announce(addr)
+    return Server(addr, native, options)
+
+
 def trust(*addresses: str, token: str | None, tls: str | os.PathLike[str] | None = None) -> None:
-    """Sends `token` with every request to these addresses; other addresses get none.
+    """Sends `token` with every request to these addresses, over TLS with `tls`; other addresses get no token.
 
     Args:
         addresses: `"host:port"` of other processes' servers.
@@ -139,23 +161,23 @@ def trust(*addresses: str, token: str | None, tls: str | os.PathLike[str] | None
             these addresses, and only with servers that prove to have one of these. None speaks no TLS.
 
     Raises:
-        InvalidInputError: an address or the token is invalid.
+        InvalidInputError: an address or the token is invalid, or the file cannot be read.
     """
     check_token(token)
     for one in addresses:
         split_address(one)
-    trusted = None if tls is None else _read(tls)
-    tokens, certificates = state().tokens, state().certificates
+    certificates = None if tls is None else _read(tls)
     for one in addresses:
-        _native.trust_owner(one, token, tls=trusted)
-        if trusted is None:
-            certificates.pop(one, None)
-        else:
-            certificates[one] = trusted
-        if token is None:
-            tokens.pop(one, None)
-        else:
-            tokens[one] = token
+        _native.trust_owner(one, token, tls=certificates)
+        state().trusted[one] = Trust(token, certificates)
+
+
+def trust_workers(addresses: Iterable[str]) -> None:
+    """Trusts addresses as this process's own server is trusted, if `trust` was not called with them."""
+    mine = state()
+    if mine.server is not None and (mine.server.token or mine.server.certificate):
+        unknown = [one for one in addresses if one not in mine.trusted]
+        trust(*unknown, token=mine.server.token, tls=mine.server.certificate)
 
 
 def server_address() -> str:
@@ -164,20 +186,16 @@ def server_address() -> str:
     return serve().addr if server is None else server.addr
 
 
-def _check(host: str, port: int, token: str | None, *limits: int | None) -> None:
+def _check(options: _Options) -> None:
+    host = options.host
     if not isinstance(host, str) or not host:
         raise InvalidTypeError(f"host is {host!r}, not a name or an address")
-    if not _is_integer(port, 0, 2**16 - 1):
-        raise InvalidInputError(f"port is {port!r}, not 0 to 65535")
-    check_token(token)
-    for limit in limits:
+    if not _is_integer(options.port, 0, 2**16 - 1):
+        raise InvalidInputError(f"port is {options.port!r}, not 0 to 65535")
+    check_token(options.token)
+    for limit in (options.limit_bytes, options.buffer_limit_bytes):
         if limit is not None and not _is_integer(limit, 1, 2**63 - 1):
             raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0 and below 2**63")
-    if token is None and not _is_loopback(host):
-        raise InvalidInputError(
-            f"other machines reach {host}, so a token is needed: serve({host!r}, token=…), the same for all processes "
-            "of the job"
-        )
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
@@ -192,15 +210,6 @@ def _is_integer(value: Any, least: int, most: int) -> bool:
     try:
         return not isinstance(value, bool) and least <= operator.index(value) <= most
     except TypeError:
-        return False
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
         return False
 
 
@@ -219,12 +228,3 @@ def _reachable(host: str) -> str:
                 return _LOOPBACK
             return str(probe.getsockname()[0])
     return f"[{numbers}]" if numbers.version == 6 else str(numbers)
-
-
-def _addresses(peers: Iterable[str]) -> list[str]:
-    if isinstance(peers, str) or not isinstance(peers, Iterable):
-        raise InvalidTypeError(f"peers is {peers!r}, not a list of addresses")
-    found = list(peers)
-    for one in found:
-        split_address(one)
-    return found

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.rtensor import peer_functions
 from support.rtensor.fake_worker import FakeWorker
-from support.rtensor.peers import Peer
+from support.rtensor.peers import Peer, PeerError
 from support.rtensor.workers import entries
 
 from tundish.errors import (
@@ -21,8 +21,8 @@ from tundish.errors import (
     InvalidTypeError,
     NotAuthorizedError,
 )
-from tundish.rtensor import Controller, RTensor, TensorShardInfo, Worker
-from tundish.rtensor.workers.connections import Request, WorkerConnections
+from tundish.rtensor import Controller, RTensor, TensorShardInfo, Worker, trust
+from tundish.rtensor.workers.connections import WorkerConnections
 
 pytestmark = pytest.mark.usefixtures("emptied")
 
@@ -174,20 +174,26 @@ def test_a_job_with_a_token_is_drained() -> None:
         ):
             pass
         assert isinstance(raised.value.__cause__, NotAuthorizedError)
-        # Whom only a handle names is not shown it.
-        with (
-            Controller(workers[1:], token="of-the-job") as narrow,
-            pytest.raises(DrainError, match=r"wants the token .* none was sent"),
-            narrow.step(claim=handles),
-        ):
-            pass
-        with Controller(workers, token="of-the-job") as controller, controller.step(claim=handles):
-            pass
+        assert "call trust" in str(raised.value)
+        with Peer(token="of-the-job") as leader:
+            # Whom only a handle names is not shown its token.
+            with pytest.raises(PeerError, match="wants the token"):
+                leader.call(drain_step, workers[1:], handles)
+            leader.call(drain_step, workers, handles)
+        assert guarded.call(peer_functions.stats)[0]["num_tensors"] == 0
+        handles = guarded.call(peer_functions.make, 2, 10)
+        trust(guarded.addr, token="of-the-job")
+        drain_step(workers, handles)
         assert guarded.call(peer_functions.stats)[0]["num_tensors"] == 0
 
 
+def drain_step(workers: list[Worker], handles: Any) -> None:
+    with Controller(workers) as controller, controller.step(claim=handles):
+        pass
+
+
 def test_invalid_workers_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="two workers serve at"):
+    with pytest.raises(InvalidInputError, match="two workers serve at one address"):
         Controller([Worker("a:1", "x", 0), Worker("a:1", "y", 1)])
     with pytest.raises(InvalidInputError, match="no address"):
         Controller([Worker("http://a/", "x", 0)])
@@ -313,15 +319,8 @@ def test_a_step_does_not_look_through_all_workers_for_each_of_them(monkeypatch: 
         "kept_entries": 0,
         "kept_bytes": 0,
     }
-    monkeypatch.setattr(
-        WorkerConnections, "send_all", lambda self, wanted: [asked(self, *one) for one in wanted]
-    )
-
-    def asked(lines: WorkerConnections, worker: Worker, _: Request) -> dict[str, Any]:
-        assert lines._token_for(worker.addr) == "token"
-        return counts
-
-    with Controller(workers, token="token") as controller:
+    monkeypatch.setattr(WorkerConnections, "send_all", lambda _, wanted: [counts for _ in wanted])
+    with Controller(workers) as controller:
         CountedAddress.compared = 0
         with controller.step(claim=claim):
             pass

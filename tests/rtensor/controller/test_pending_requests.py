@@ -25,31 +25,28 @@ class FakeConnections:
         return [self.answers[addr] for addr in self.asked[-1]]
 
 
+def batch(*addresses: str) -> list[WorkerRequest]:
+    return [WorkerRequest(Worker(addr), Request("DELETE", "/buffer/clear"), []) for addr in addresses]
+
+
 def test_within_a_drain_a_worker_that_gave_no_answer_is_not_asked_again() -> None:
     connections: Any = FakeConnections(
         {"well:1": {}, "refusing:1": TransferError("it refuses"), "silent:1": NoAnswerError("no answer")}
     )
     requests = PendingRequests(connections, DrainFunctions(30.0))
-
-    def send() -> None:
-        requests.send((Worker(addr), Request("GET", "/stats")) for addr in connections.answers)
-
-    send()
-    with requests.skip_silent_workers():
-        send()
-        send()
-    send()
     everybody = list(connections.answers)
-    assert connections.asked == [everybody, everybody, everybody[:-1], everybody]
+    answers = requests.send_until_done(batch(*everybody))
+    again = requests.send_until_done(batch(*everybody), after=answers)
+    assert "was not asked" in str(again[Worker("silent:1")])
+    with pytest.raises(DrainError):
+        requests.repeat_failed()
+    assert connections.asked == [everybody, everybody[:-1], everybody[1:], ["refusing:1"]]
 
 
 def test_failed_requests_are_repeated_batch_by_batch_until_they_succeed() -> None:
     failure = TransferError("it refuses")
     connections: Any = FakeConnections({"owner:1": failure, "consumer:1": failure, "well:1": {}})
     requests = PendingRequests(connections, DrainFunctions(30.0))
-
-    def batch(*addresses: str) -> list[WorkerRequest]:
-        return [WorkerRequest(Worker(addr), Request("DELETE", "/buffer/clear"), []) for addr in addresses]
 
     requests.send_until_done(batch("consumer:1", "well:1"))
     requests.send_until_done(batch("owner:1"))

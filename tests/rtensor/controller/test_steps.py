@@ -214,27 +214,6 @@ def test_fetches_while_a_step_is_drained_belong_to_the_next_one(
     assert entries(consumers) == [(0, 0)] * 3
 
 
-def test_claimed_shards_cannot_be_fetched_while_they_are_drained(
-    owners: list[Peer], consumers: list[Peer], controller: Controller
-) -> None:
-    """Fetched for the next step, it would stay until the end of that one."""
-    handles = owners[0].call(peer_functions.make, 2, 10)
-    refused = []
-
-    def fetch(_: list[str]) -> None:
-        # The consumers that serve have ended the step already, and its owner has not.
-        for consumer in consumers:
-            with pytest.raises(PeerError, match="ShardGoneError"):
-                consumer.call(peer_functions.sums, handles)
-            refused.append(consumer)
-
-    controller.update([*controller.workers, Worker("inference", "server", 3, fetch)])
-    with controller.step(claim=handles):
-        fetch_everywhere(handles, consumers)
-    assert len(refused) == 3
-    assert entries(consumers) == [(0, 0)] * 3
-
-
 def test_fetches_of_other_threads_at_the_end_of_a_step_belong_to_the_next_one(
     owners: list[Peer],
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_drain_function_that_does_not_end_has_failed() -> None:
         with Controller([worker], timeout=_TIMEOUT) as controller:
             with controller.step():
                 pass
-            with pytest.raises(DrainError, match=r"server 0 at inference.*not ended within 0\.2 s"):
+            with pytest.raises(DrainError, match=r"server 0 at inference.*still runs"):
                 controller.step().__enter__()
             assert time.monotonic() - began < _SOON
             # It is not called again as long as it is at it.

@@ -193,13 +193,13 @@ def test_a_controller_of_a_group_takes_as_many_votes_however_many_ranks_there_ar
 
 def one_cannot_serve(rank: int, line: Line) -> None:
     from tundish import rtensor
-    from tundish.rtensor.controller import group_workers
+    from tundish.rtensor.controller import controller
 
     def address() -> str:
         raise OSError(24, "too many open files")
 
     if rank == 1:
-        group_workers.server_address = address
+        controller.server_address = address
     line.say(*outcome(rtensor.Controller.from_group))
 
 

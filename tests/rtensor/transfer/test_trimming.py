@@ -48,30 +48,16 @@ def test_columns_that_no_row_uses_are_left_out() -> None:
     assert rtensor.remotize({"attention_mask": torch.zeros(3), "x": torch.rand(3, 3)})["x"].shape == (3, 3)
 
 
-INFINITY = float("inf")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])
+def test_masks_of_integers_cut(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]]).to(dtype)
+    assert rtensor.remotize({"attention_mask": mask, "x": torch.rand(2, 3)})["x"].shape == (2, 2)
 
 
-@pytest.mark.parametrize(
-    ("mask", "width"),
-    [
-        (torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]), 2),
-        (torch.tensor([[-0.0, 1.0, -0.0], [1.0, 0.0, -0.0]], dtype=torch.bfloat16)[:, None, None], 2),
-        (torch.tensor([[-INFINITY, 0.0, 0.0], [0.0, 0.0, 0.0]])[:, None, None], 3),
-        (torch.tensor([[torch.finfo(torch.float16).min, 0.0, 0.0]] * 2, dtype=torch.float16), 3),
-        (torch.zeros(2, 1, 1, 3), 3),
-        # Weights, and what is no number.
-        (torch.tensor([[1.0, 0.5, 0.0], [1.0, 0.0, 0.0]]), 3),
-        (torch.tensor([[1.0, float("nan"), 0.0], [1.0, 0.0, 0.0]]), 3),
-        (torch.tensor([[1, 0, 0], [-1, 0, 0]]), 1),
-    ],
-    ids=["float", "bfloat16", "-inf", "finite", "all attended", "weights", "nan", "integers"],
-)
-def test_a_floating_point_mask_cuts_only_if_it_is_zeros_and_ones(mask: torch.Tensor, width: int) -> None:
-    ids = torch.arange(6).view(2, 3)
-    back = rtensor.localize(rtensor.remotize({"attention_mask": mask, "input_ids": ids}))
-    assert torch.equal(back["input_ids"], ids[:, :width])
-    assert back["attention_mask"].dtype is mask.dtype
-    assert torch.equal(back["attention_mask"].nan_to_num(7.0), mask[..., :width].nan_to_num(7.0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_floating_point_mask_cuts_nothing(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]]).to(dtype)
+    assert rtensor.remotize({"attention_mask": mask, "x": torch.rand(2, 3)})["x"].shape == (2, 3)
 
 
 def fake() -> torch.Tensor:

@@ -9,36 +9,29 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
+from tundish.distributed import compress_list, decompress_list, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.rtensor.arguments import check_owners, check_seconds, check_token
+from tundish.rtensor.arguments import check_owners, check_seconds
 from tundish.rtensor.controller.drain_functions import DrainFunctions
 from tundish.rtensor.controller.drained import Drained
-from tundish.rtensor.controller.group_workers import group_workers
-from tundish.rtensor.controller.kept_shards import KeptShards
 from tundish.rtensor.controller.pending_requests import PendingRequests, WorkerRequest
-from tundish.rtensor.controller.responses import (
-    check_claim,
-    entries_left,
-    failures_of,
-    names_in,
-    raise_failures,
-    total,
-    warn_of_ledger,
-)
-from tundish.rtensor.handles import RTensor, by_owner, claimed
+from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
+from tundish.rtensor.handles import RTensor, by_owner, handles_of
 from tundish.rtensor.process import next_step_number, state
+from tundish.rtensor.server import server_address, trust_workers
+from tundish.rtensor.steps.leftovers import entries_left, warn_of_escaped
 from tundish.rtensor.steps.step import Step
 from tundish.rtensor.workers.connections import Request, WorkerConnections
-from tundish.rtensor.workers.registry import WorkerRegistry
-from tundish.rtensor.workers.worker import Worker
+from tundish.rtensor.workers.worker import Worker, as_worker
 
 __all__ = ["Controller"]
 
@@ -54,14 +47,16 @@ class _OpenStep(NamedTuple):
         number: its number.
         handles: the handles that it claims.
         owners: the ids of their shards, by owner.
-        kept_earlier: names of these that an earlier step kept: consumers hold them beyond the end of any step.
+        kept: shards that `keep` carries over, by owner and id.
+        kept_by_some: ids that some workers keep though they may end with the step.
         connections: the number of the connection to each worker.
     """
 
     number: int
     handles: list[RTensor]
     owners: dict[str, list[str]]
-    kept_earlier: set[str]
+    kept: set[tuple[str, str]]
+    kept_by_some: set[str]
     connections: dict[str, int | None]
 
 
@@ -72,9 +67,11 @@ class Controller:
     they fetched in its step, and what it claimed is unclaimed again. Ctrl-C in the middle of a step, of a drain or of
     any other call closes it.
 
+    The workers are sent the token of this process's own server, over TLS if that serves over TLS. For other tokens and
+    certificates, or without a server in this process, call `trust` before.
+
     Args:
         workers: a `Worker(addr, role, rank)` for each process.
-        token: the token that they serve with. It is sent to them only.
         timeout: seconds within which a worker has to answer, and its `drain` function to end.
 
     Raises:
@@ -96,60 +93,79 @@ class Controller:
         >>> server.close()
     """
 
-    def __init__(self, workers: Iterable[Worker], *, token: str | None = None, timeout: float = 30.0) -> None:
-        check_token(token)
+    def __init__(self, workers: Iterable[Worker], *, timeout: float = 30.0) -> None:
         timeout = check_seconds(timeout, may_be_zero=False)
         # Why it is closed, once it is.
         self._closed: str | None = None
         self._process = os.getpid()
-        self._registry = WorkerRegistry()
-        self._connections = WorkerConnections(lambda addr: token if addr in self._registry else None, timeout)
+        self._workers: dict[str, Worker] = {}
+        self._connections = WorkerConnections(timeout)
         self._requests = PendingRequests(self._connections, DrainFunctions(timeout))
-        self._kept = KeptShards()
         # Its own process knows its steps by this number, other workers by the connection.
         self._claimant = secrets.randbits(63)
-        self._step: int | None = None
+        self._step: _OpenStep | None = None
         self.update(workers)
 
     @classmethod
-    def from_group(
-        cls, group: Any = None, *, role: str = "worker", token: str | None = None, timeout: float = 30.0
-    ) -> Controller:
+    def from_group(cls, group: Any = None, *, role: str = "worker", timeout: float = 30.0) -> Controller:
         """Collective: makes a controller of all ranks of a process group, to be used on one of them.
+
+        A rank that does not serve begins to, at its default address. All ranks trust each other as their own server:
+        they serve with the same token and certificates.
 
         Args:
             group: the process group; None is all ranks.
             role: the role of the calling rank.
-            token: the token that the ranks serve with; by default that of this rank's server.
             timeout: as of the constructor.
-
-        A rank that serves already goes on; one that does not begins to serve at its default address.
         """
-        workers = group_workers(group, role)
-        return cls(workers, token=token or state().server.token, timeout=timeout)
+        voter = voter_of(group)
+        own = ""
+        error: BaseException | None = None
+        try:
+            own = json.dumps([server_address(), role])
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        what = "collect the addresses of the ranks"
+        gathered = voter.gather(own, error, what=what)
+        together = compress_list([json.loads(one) for one in gathered]) if gathered else None
+        collected = decompress_list(voter.broadcast(together, source=voter.ranks[0], what=what))
+        workers = [
+            Worker(addr, role, rank) for rank, (addr, role) in zip(voter.ranks, collected, strict=True)
+        ]
+        return cls(workers, timeout=timeout)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All workers."""
-        return self._registry.workers
+        """All workers, in the order in which they were given."""
+        return tuple(self._workers.values())
 
     def update(self, workers: Iterable[Worker]) -> None:
         """Replaces the workers, when processes were started or have ended.
 
         What could not be drained on workers that are left out is given up. New workers join the step under way.
+
+        Args:
+            workers: a `Worker(addr, role, rank)` for each process.
         """
         self._check_open()
         if not isinstance(workers, Iterable):
             raise InvalidTypeError(
                 f"workers is a {type(workers).__qualname__}: give a list of Worker(addr, role, rank)"
             )
+        given = [as_worker(one) for one in workers]
+        by_address = {worker.addr: worker for worker in given}
+        if len(by_address) < len(given):
+            raise InvalidInputError(
+                "two workers serve at one address: every process has an address of its own"
+            )
+        trust_workers(worker.addr for worker in given if worker.drain is None)
         with self._closed_if_interrupted():
-            new = self._registry.replace(workers)
-            self._connections.keep_only(self._registry.addresses())
-            self._requests.keep_only(self._registry.addresses())
+            known, self._workers = self._workers.keys(), by_address
+            self._connections.keep_only(by_address.keys())
+            self._requests.keep_only(by_address.keys())
             if self._step is not None:
-                begin = Request("POST", f"/epoch/{self._step}/begin")
-                self._requests.send((worker, begin) for worker in new)
+                begin = Request("POST", f"/epoch/{self._step.number}/begin")
+                self._requests.send((one, begin) for one in self._with_server() if one.addr not in known)
 
     def clear_batches(self, *targets: Any) -> Drained:
         """Drains all shards of the handles in `targets`: from every fetch buffer, then from their owners.
@@ -163,9 +179,9 @@ class Controller:
             DrainError: a worker has failed now and in the step or drain before.
         """
         self._check_open()
-        handles = [handle for target in targets for handle in claimed(target, "clear_batches")]
+        handles = [handle for target in targets for handle in handles_of(target)]
         owners = self._owners_of(handles)
-        with self._closed_if_interrupted(), self._requests.skip_silent_workers():
+        with self._closed_if_interrupted():
             self._requests.repeat_failed()
             ids = shard_ids(handles)
             if not ids:
@@ -173,18 +189,18 @@ class Controller:
             ShardStore.clear_buffer(ids)
             drop = Request("DELETE", "/buffer/clear", ids)
             dropped = self._requests.send_until_done(
-                WorkerRequest(worker, drop, ids) for worker in self._registry.workers
+                WorkerRequest(worker, drop, ids) for worker in self._workers.values()
             )
-            removed = self._requests.send_until_done(self._removals(owners))
-            self._kept.discard(owners)
+            removed = self._requests.send_until_done(self._removals(owners), after=dropped)
             for handle in handles:
                 handle.forget()
+            failures = {**failures_of(dropped), **failures_of(removed)}
             return Drained(
                 total(dropped, "cleared_count"),
                 total(removed, "cleared_count"),
                 total(removed, "freed_bytes"),
-                {**failures_of(dropped), **failures_of(removed)},
-                self._entries_left(is_step_over=False),
+                failures,
+                self._entries_left(failures, is_step_over=False),
             )
 
     @contextlib.contextmanager
@@ -201,10 +217,10 @@ class Controller:
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
         """
         self._check_open()
-        handles = claimed(claim, "step")
+        handles = handles_of(claim)
         owners = self._owners_of(handles)
         if self._step is not None:
-            raise InvalidInputError(f"this controller is in step {self._step}: end that one first")
+            raise InvalidInputError(f"this controller is in step {self._step.number}: end that one first")
         with self._closed_if_interrupted():
             self._requests.repeat_failed()
             step = self._begin(handles, owners)
@@ -219,8 +235,6 @@ class Controller:
         """Carries over the shards of handles in `obj`: they do not end with the current step.
 
         They are unclaimed again, and stay with everybody who fetched them until a later step claims or drains them.
-        Shards that another controller's step claimed, or workers fetched in it, stay while this controller is open
-        and end with both.
 
         Args:
             obj: nested containers of handles.
@@ -232,31 +246,31 @@ class Controller:
             DrainError: a worker does not answer. The shards end with the current step after all.
         """
         self._check_open()
-        handles = claimed(obj, "keep")
+        handles = handles_of(obj)
         owners = self._owners_of(handles)
         ids = shard_ids(handles)
         keep = Request("POST", "/keep", ids)
-        requests = [(worker, keep) for worker in self._registry.with_server()]
+        requests = [(worker, keep) for worker in self._with_server()]
         requests += [
-            (self._registry.at(owner), Request("POST", "/keep", own))
+            (self._at(owner), Request("POST", "/keep", own))
             for owner, own in owners.items()
-            if owner not in self._registry
+            if owner not in self._workers
         ]
         with self._closed_if_interrupted():
-            self._kept.begin_keep(ids)
+            if self._step is not None:
+                self._step.kept_by_some.update(ids)
             answers = self._requests.send(requests)
             kept = ShardStore.keep(self._claimant, ids)
             raise_failures("could not be told what to keep", answers)
-            self._kept.finish_keep(owners)
+            if self._step is not None:
+                self._step.kept.update((owner, one) for owner, some in owners.items() for one in some)
         return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
         """The `/stats` of every worker with a server, or its failure."""
         self._check_open()
         with self._closed_if_interrupted():
-            return self._requests.send(
-                (worker, Request("GET", "/stats")) for worker in self._registry.with_server()
-            )
+            return self._requests.send((worker, Request("GET", "/stats")) for worker in self._with_server())
 
     def close(self) -> None:
         """Disconnects from the workers, which drop the step and the claims of this controller. Idempotent."""
@@ -301,26 +315,23 @@ class Controller:
         number = next_step_number()
         try:
             server = state().server
-            if server is None or server.addr not in self._registry:
+            if server is None or server.addr not in self._workers:
                 ShardStore.begin_epoch(number, self._claimant)
             begin = Request("POST", f"/epoch/{number}/begin")
-            answers = self._requests.send((worker, begin) for worker in self._registry.with_server())
+            answers = self._requests.send((worker, begin) for worker in self._with_server())
             raise_failures(f"did not begin step {number}", answers)
             claims = self._claim(number, owners)
         except Exception:
             self._give_up()
             raise
-        self._step = number
-        # A later step than those that kept these.
-        self._kept.discard(owners)
         kept_earlier = {one for answer in claims.values() for one in names_in(answer, "kept_shard_ids")}
-        return _OpenStep(number, handles, owners, kept_earlier, self._connections.numbers())
+        self._step = _OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
+        return self._step
 
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
         """Claims shards; waits a moment for owners that have not noticed the end of an earlier controller."""
         requests = [
-            (self._registry.at(owner), Request("POST", f"/epoch/{number}/claim", ids))
-            for owner, ids in owners.items()
+            (self._at(owner), Request("POST", f"/epoch/{number}/claim", ids)) for owner, ids in owners.items()
         ]
         deadline = time.monotonic() + _NOTICE_SECONDS
         while True:
@@ -330,8 +341,7 @@ class Controller:
             if not is_taken or time.monotonic() > deadline:
                 break
             time.sleep(_RETRY_SECONDS)
-        for worker, answer in claims.items():
-            check_claim(worker, answer)
+        check_claims(claims)
         return claims
 
     def _end(self, step: _OpenStep) -> None:
@@ -340,78 +350,71 @@ class Controller:
             # It was given up; or it is the parent's; or no thread is left that could send anything.
             return
         self._step = None
-        ending, kept_wrongly = self._kept.end_step(step.owners)
+        ending = {
+            owner: [one for one in ids if (owner, one) not in step.kept] for owner, ids in step.owners.items()
+        }
         ids = [one for some in ending.values() for one in some]
-        by_name = sorted(kept_wrongly | step.kept_earlier.intersection(ids))
-        owners = [self._registry.at(owner) for owner in ending]
-        consumers = [worker for worker in self._registry.workers if worker.addr not in ending]
+        by_name = sorted(step.kept_by_some - {one for _, one in step.kept})
+        consumers = [worker for worker in self._workers.values() if worker.addr not in ending]
         end = Request("POST", f"/epoch/{step.number}/end")
         send = self._requests.send_until_done
-        with self._requests.skip_silent_workers():
-            # Owners refuse fetches of these from here on: a late one would belong to the next step.
-            close = Request("POST", f"/epoch/{step.number}/close")
-            closed = self._requests.send(
-                (one, close) for one in owners if one.drain is None and ending[one.addr]
-            )
-            ShardStore.clear_buffer([*ids, *by_name])
-            ShardStore.end_epoch(step.number)
-            answers = send(WorkerRequest(worker, end, ids) for worker in consumers)
-            # Before the end frees their names.
-            unclaimed = self._reconnected(step) | failures_of(closed).keys()
-            send(
-                one
-                for one in self._removals(ending)
-                if one.worker in unclaimed or kept_wrongly.intersection(one.shard_ids)
-            )
-            answers |= send(WorkerRequest(owner, end, ids) for owner in owners)
-            if by_name:
-                drop = Request("DELETE", "/buffer/clear", by_name)
-                holders = dict.fromkeys([*self._registry.with_server(), *owners])
-                send(WorkerRequest(worker, drop, by_name) for worker in holders if worker.drain is None)
-            self._drain_reconnected(step)
-            for worker, answer in answers.items():
-                if isinstance(answer, dict):
-                    warn_of_ledger(worker, step.number, answer)
-            self._entries_left(is_step_over=True)
+        ShardStore.clear_buffer([*ids, *by_name])
+        ShardStore.end_epoch(step.number)
+        ledgers = send(WorkerRequest(worker, end, ids) for worker in consumers)
+        ledgers |= send(WorkerRequest(self._at(owner), end, ids) for owner in ending)
+        answers = dict(ledgers)
+        if by_name:
+            drop = Request("DELETE", "/buffer/clear", by_name)
+            answers |= send((WorkerRequest(one, drop, by_name) for one in self._with_server()), after=answers)
+        # Owners that did not hold all for the step: they unclaimed when the connection was lost, or to keep.
+        unclaimed = [
+            one
+            for one in self._removals(ending)
+            if isinstance(ledgers[one.worker], Exception)
+            or self._was_lost(step, one.worker)
+            or not step.kept_by_some.isdisjoint(one.shard_ids)
+        ]
+        answers |= send(unclaimed, after=answers)
+        for worker, ledger in ledgers.items():
+            if isinstance(ledger, dict):
+                warn_of_escaped(str(worker), step.number, ledger)
+        self._entries_left(failures_of(answers), is_step_over=True)
         ended = set(ids)
         for handle in step.handles:
             if handle.shard_id in ended:
                 handle.forget()
 
-    def _reconnected(self, step: _OpenStep) -> set[Worker]:
-        """Workers whose connection was lost since the step began: they have ended it, and unclaimed its shards."""
-        return {
-            self._registry.at(addr)
-            for addr, number in self._connections.numbers().items()
-            if number != step.connections.get(addr, number)
-        }
+    def _was_lost(self, step: _OpenStep, worker: Worker) -> bool:
+        """Whether the connection to a worker was lost since the step began."""
+        number = self._connections.numbers().get(worker.addr)
+        return number != step.connections.get(worker.addr, number)
 
-    def _drain_reconnected(self, step: _OpenStep) -> None:
-        """Drains what workers fetched after they lost the connection, which belongs to the next step there."""
-        workers = [one for one in self._reconnected(step) if one.addr in self._registry]
-        number = next_step_number()
-        for action in ("begin", "end"):
-            request = Request("POST", f"/epoch/{number}/{action}")
-            self._requests.send((worker, request) for worker in workers)
-
-    def _entries_left(self, *, is_step_over: bool) -> dict[Worker, int]:
+    def _entries_left(self, failed: Mapping[Worker, Any], *, is_step_over: bool) -> dict[Worker, int]:
         """Entries left in the fetch buffers, which are warned of, by worker."""
         request = Request("GET", "/buffer/stats")
-        answers = self._requests.send((worker, request) for worker in self._registry.with_server())
+        answers = self._requests.send((one, request) for one in self._with_server() if one not in failed)
         left = {
-            worker: entries_left(worker, answer, is_step_over=is_step_over)
+            worker: entries_left(str(worker), answer, is_step_over=is_step_over)
             for worker, answer in answers.items()
         }
         return {worker: entries for worker, entries in left.items() if entries}
 
+    def _with_server(self) -> list[Worker]:
+        """The workers that are drained by requests, not by a function."""
+        return [worker for worker in self._workers.values() if worker.drain is None]
+
+    def _at(self, addr: str) -> Worker:
+        """The worker at an address; an owner that is no worker gets the role "owner"."""
+        return self._workers.get(addr) or Worker(addr, "owner")
+
     def _owners_of(self, handles: Iterable[RTensor]) -> dict[str, list[str]]:
         """Shard ids by owner. Raises `InvalidInputError` for owners that no request reaches."""
         owners = by_owner(handles)
-        check_owners(owners.keys() - self._registry.addresses())
+        check_owners(owners.keys() - self._workers.keys())
         return owners
 
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[WorkerRequest]:
         for owner, ids in owners.items():
-            worker = self._registry.at(owner)
+            worker = self._at(owner)
             if ids and worker.drain is None:
                 yield WorkerRequest(worker, Request("DELETE", "/data/clear", ids), ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from typing import Any
@@ -26,24 +25,26 @@ class DrainFunctions:
 
     def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
         """Calls all functions at once; returns `{}` or the failure of each."""
-        deadline = time.monotonic() + self._timeout
-        ids_of: dict[Worker, list[str]] = {}
-        for worker, ids in calls:
-            ids_of.setdefault(worker, []).extend(ids)
-        earlier = [self._running[worker] for worker in ids_of if worker in self._running]
-        wait(earlier, max(0.0, deadline - time.monotonic()))
+        answers: dict[Worker, dict[str, Any] | Exception] = {}
+        begun: dict[Worker, Future[None]] = {}
+        ids_of = dict(calls)
+        wait([self._running[worker] for worker in ids_of if worker in self._running], self._timeout)
         for worker, ids in ids_of.items():
-            if worker not in self._running or self._running[worker].done():
-                self._running[worker] = _start(worker, ids)
-        wait([self._running[worker] for worker in ids_of], max(0.0, deadline - time.monotonic()))
-        return {worker: self._answer(worker) for worker in ids_of}
+            if worker in self._running and not self._running[worker].done():
+                answers[worker] = TransferError(f"{worker} fails: an earlier call of its drain still runs")
+            else:
+                begun[worker] = self._running[worker] = _start(worker, ids)
+        wait(begun.values(), self._timeout)
+        for worker, future in begun.items():
+            answers[worker] = self._answer(worker, future)
+        return answers
 
-    def _answer(self, worker: Worker) -> dict[str, Any] | Exception:
-        if not self._running[worker].done():
+    def _answer(self, worker: Worker, future: Future[None]) -> dict[str, Any] | Exception:
+        if not future.done():
             return TransferError(
                 f"{worker} fails: its drain function has not ended within {self._timeout:g} s"
             )
-        error = self._running.pop(worker).exception()
+        error = future.exception()
         if error is None:
             return {}
         failure = TransferError(f"{worker} fails: {type(error).__name__}: {error}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from tundish.errors import TransferError
@@ -34,47 +33,40 @@ class PendingRequests:
         consumers are drained before owners.
     """
 
-    def __init__(self, client: WorkerConnections, drain_functions: DrainFunctions) -> None:
-        self._connections = client
+    def __init__(self, connections: WorkerConnections, drain_functions: DrainFunctions) -> None:
+        self._connections = connections
         self._drain_functions = drain_functions
         self._failed: list[list[WorkerRequest]] = []
-        # Within a drain, the workers that gave no answer.
-        self._silent: set[Worker] | None = None
-
-    @contextlib.contextmanager
-    def skip_silent_workers(self) -> Iterator[None]:
-        """Within the block, a worker that gave no answer is not asked again: each timeout is waited for once."""
-        self._silent = set()
-        try:
-            yield
-        finally:
-            self._silent = None
 
     def send(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
         """Sends requests to all workers at once; returns the answer or the failure of each."""
-        silent = self._silent
-        answers: dict[Worker, Any] = {}
-        asked: list[tuple[Worker, Request]] = []
-        for worker, request in requests:
-            if silent is not None and worker in silent:
-                answers[worker] = TransferError(f"{worker} was not asked: it gave no answer before")
-            else:
-                asked.append((worker, request))
-        answers |= zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True)
-        if silent is not None:
-            silent |= {worker for worker, answer in answers.items() if isinstance(answer, NoAnswerError)}
-        return answers
+        asked = list(requests)
+        return dict(zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True))
 
-    def send_until_done(self, requests: Iterable[WorkerRequest]) -> dict[Worker, Any]:
-        """Sends as `send` does, and calls drain functions. A failure is logged, and repeated by `repeat_failed`."""
+    def send_until_done(
+        self, requests: Iterable[WorkerRequest], *, after: Mapping[Worker, Any] | None = None
+    ) -> dict[Worker, Any]:
+        """Sends as `send` does, and calls drain functions. A failure is logged, and repeated by `repeat_failed`.
+
+        Args:
+            requests: the requests.
+            after: answers of the same drain. Workers that gave none are not waited for again, and have failed.
+        """
         batch = list(requests)
-        answers = self.send((one.worker, one.request) for one in batch if one.worker.drain is None)
+        answers: dict[Worker, Any] = {
+            one.worker: TransferError(f"{one.worker} was not asked: it gave no answer before")
+            for one in batch
+            if isinstance((after or {}).get(one.worker), NoAnswerError)
+        }
+        asked = [one for one in batch if one.worker not in answers]
+        answers |= self.send((one.worker, one.request) for one in asked if one.worker.drain is None)
         answers |= self._drain_functions.call(
-            (one.worker, one.shard_ids) for one in batch if one.worker.drain is not None
+            (one.worker, one.shard_ids) for one in asked if one.worker.drain is not None
         )
-        for failure in failures_of(answers).values():
+        failures = failures_of(answers)
+        for failure in failures.values():
             _log.warning("a worker could not be drained, which is tried again: %s", failure)
-        failed = [one for one in batch if isinstance(answers[one.worker], Exception)]
+        failed = [one for one in batch if one.worker in failures]
         if failed:
             self._failed.append(failed)
         return answers
@@ -86,11 +78,11 @@ class PendingRequests:
             DrainError: some failed again. They stay pending.
         """
         failed, self._failed = self._failed, []
-        failures: dict[Worker, Exception] = {}
+        answers: dict[Worker, Any] = {}
         for batch in failed:
-            failures |= failures_of(self.send_until_done(batch))
+            answers |= failures_of(self.send_until_done(batch, after=answers))
         raise_failures(
-            "could not be drained, now and before (leave out with update() what is gone)", failures
+            "could not be drained, now and before (leave out with update() those that are gone)", answers
         )
 
     def keep_only(self, addresses: Set[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from tundish._native import ShardStore
 from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError
-from tundish.rtensor.handles import by_owner, claimed
+from tundish.rtensor.handles import by_owner, handles_of
 from tundish.rtensor.process import State, state
 from tundish.rtensor.steps.step import drop_fetched
 from tundish.rtensor.workers.connections import Request, WorkerConnections
@@ -48,7 +48,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
             raise InvalidInputError(
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
-        claims = by_owner(claimed(claim, "drain"))
+        claims = by_owner(handles_of(claim))
         drop_fetched([one for ids in claims.values() for one in ids])
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
@@ -88,8 +88,7 @@ def remove_claimed(claims: dict[str, list[str]]) -> None:
     requests = [
         (Worker(owner, "owner"), Request("DELETE", "/data/clear", ids)) for owner, ids in claims.items()
     ]
-    # Handles may name any host: the token goes to trusted addresses only.
-    with contextlib.closing(WorkerConnections(state().tokens.get, _TIMEOUT_SECONDS)) as connections:
+    with contextlib.closing(WorkerConnections(_TIMEOUT_SECONDS)) as connections:
         for answer in connections.send_all(requests):
             if isinstance(answer, Exception):
                 raise answer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import time
 
@@ -14,44 +13,39 @@ __all__ = ["LeakCheck", "leak_check"]
 
 _log = logging.getLogger("tundish.rtensor")
 # A job may fetch for long before its first step.
-_FIRST_SECONDS = 60.0
+_SECONDS = 60.0
 
 
 class LeakCheck:
-    """Looks at the fetch buffer after a minute of fetches, and then in growing intervals, until a step begins."""
+    """Looks at the fetch buffer once, a minute after the first fetch."""
 
     def __init__(self) -> None:
-        self._began: float | None = None
-        self._next_look = -math.inf
+        self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self._began, self._next_look = None, -math.inf
+        self._due: float | None = None
+        self._is_done = False
 
     def after_fetch(self) -> None:
-        """Warns if this process has fetched for long and no step ever began in it. Cheap."""
+        """Warns if this process has fetched for a minute and no step ever began in it. Cheap."""
+        if self._is_done:
+            return
         now = time.monotonic()
-        if now < self._next_look:
+        if self._due is None:
+            self._due = now + _SECONDS
+        if now < self._due:
             return
-        if self._began is None:
-            self._began, self._next_look = now, now + _FIRST_SECONDS
-            return
+        self._is_done = True
         stats = json.loads(ShardStore.stats())
         # A step that fetched nothing here claimed shards only: this process is no worker of that controller.
-        if stats["current_epoch"] is not None or any(step["fetched_bytes"] for step in stats["epochs"]):
-            self._next_look = math.inf
-            return
-        seconds = now - self._began
-        self._next_look = now + max(seconds, _FIRST_SECONDS)
-        buffer = stats["buffer"]
-        if buffer["num_entries"]:
+        if stats["current_epoch"] is None and not any(step["fetched_bytes"] for step in stats["epochs"]):
             _log.warning(
-                "this process has fetched for %.0f s, and no step ever began in it: %d entries (%d bytes) are in its "
+                "this process has fetched for a minute, and no step ever began in it: %d entries (%d bytes) are in its "
                 "fetch buffer, and stay until it is full. Call serve() and name this process among the workers of "
                 "the Controller, or fetch within step(), or call drain() once a step",
-                seconds,
-                buffer["num_entries"],
-                buffer["total_bytes"],
+                stats["buffer"]["num_entries"],
+                stats["buffer"]["total_bytes"],
             )
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError
-from tundish.rtensor.handles import by_owner, claimed
+from tundish.rtensor.handles import by_owner, handles_of
 from tundish.rtensor.process import State, next_step_number, state
+from tundish.rtensor.steps.leftovers import entries_left, warn_of_escaped
 
 __all__ = ["Step", "drop_fetched", "keep", "step"]
 
-_log = logging.getLogger("tundish.rtensor")
+_HERE = "this process"
 _SHOWN_NAMES = 8
 
 
@@ -48,7 +48,7 @@ def step(claim: Any = None) -> Iterator[Step]:
         InvalidInputError: this process is in a step already.
     """
     mine = state()
-    ids = shard_ids(claimed(claim, "step"))
+    ids = shard_ids(handles_of(claim))
     with mine.lock:
         if mine.in_step:
             raise InvalidInputError("this process is in a step already: end that one first")
@@ -83,7 +83,7 @@ def keep(obj: Any) -> int:
     Returns:
         The number of shards and fetched entries that are kept.
     """
-    handles = claimed(obj, "keep")
+    handles = handles_of(obj)
     mine = state()
     here = {"local", mine.server.addr if mine.server is not None else "local"}
     others = {one for owner, ids in by_owner(handles).items() if owner not in here for one in ids}
@@ -118,24 +118,8 @@ def _claim(number: int, mine: State, ids: list[str]) -> None:
 
 
 def _end(number: int, mine: State) -> None:
-    ledger = json.loads(ShardStore.end_epoch(number))
-    if ledger["escaped_bytes"]:
-        _log.warning(
-            "%d bytes of step %d escaped: tensors that were handed out in the step are still in use",
-            ledger["escaped_bytes"],
-            number,
-        )
+    warn_of_escaped(_HERE, number, json.loads(ShardStore.end_epoch(number)))
     left = json.loads(ShardStore.stats())["buffer"]
     if not left["kept_entries"]:
         mine.kept.clear()
-    entries = left["num_entries"] - left["current_entries"] - left["kept_entries"]
-    if entries:
-        _log.warning(
-            "%d entries (%d bytes) are still in the fetch buffer after the end of step %d, the oldest of step %s",
-            entries,
-            left["total_bytes"] - left["current_bytes"] - left["kept_bytes"],
-            number,
-            left["oldest_epoch"],
-        )
-    else:
-        _log.debug("step %d is drained", number)
+    entries_left(_HERE, left, is_step_over=True)

@@ -11,10 +11,11 @@ from torch import Tensor
 from tundish._native import RTensor
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
 from tundish.rtensor.backends.http import current_backend
-from tundish.rtensor.handles import handles_of, replace_handles
+from tundish.rtensor.handles import replace_handles
 from tundish.rtensor.steps.leak_check import leak_check
 from tundish.rtensor.transfer.dense_tensors import tensors_over
-from tundish.rtensor.transfer.output_buffers import output_buffers
+from tundish.rtensor.transfer.output_buffers import is_direct, output_buffers
+from tundish.tree import find_all
 
 __all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]
 
@@ -33,12 +34,10 @@ def localize(
         obj: a handle, or nested containers of handles. Everything else stays as it is.
         out: output buffers: a tensor for a handle, else as many tensors as `obj` has handles, in their order, with
             their shapes and dtypes. They come in place of the handles, and the fetch buffer keeps nothing. Bytes go
-            directly into contiguous tensors in host memory. They may be interleaved views of one tensor, such as its
-            columns, but share no memory.
+            directly into contiguous tensors in host memory, which must not overlap; others are copied into.
         timeout: seconds until everything has arrived.
 
     Raises:
-        InvalidTypeError: handles are in a set or a view of a dict, in which none is found.
         ShardGoneError: a shard was removed, or drained with its step, or the step ended meanwhile.
         TransferError: an owner does not answer, or sent damaged bytes; the message has its address.
         NotAuthorizedError: an owner wants a token; see `serve`.
@@ -47,7 +46,7 @@ def localize(
         TimedOutError: it took too long.
     """
     timeout = check_seconds(timeout)
-    handles = handles_of(obj)
+    handles: list[RTensor] = find_all(RTensor, obj)
     buffers = None if out is None else output_buffers(out, handles)
     if not handles:
         return obj
@@ -63,20 +62,16 @@ def localize(
 
 
 def _fetch_into(handles: list[RTensor], buffers: list[Tensor], timeout: float) -> None:
-    direct = [
-        one.is_cpu and one.is_contiguous() and not one.is_conj() and not one.is_neg() for one in buffers
-    ]
     targets = [
-        buffer if is_direct else torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-        for buffer, is_direct in zip(buffers, direct, strict=True)
+        buffer if is_direct(buffer) else torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        for buffer in buffers
     ]
     try:
         current_backend().fetch_into(handles, targets, timeout)
     finally:
         # Autograd has to notice that the values changed.
-        for buffer, is_direct in zip(buffers, direct, strict=True):
-            if is_direct:
-                torch.autograd.graph.increment_version(buffer)
+        for target in targets:
+            torch.autograd.graph.increment_version(target)
     for buffer, target in zip(buffers, targets, strict=True):
         if target is not buffer:
             buffer.copy_(target)

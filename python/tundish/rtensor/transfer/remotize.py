@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 
-from tundish.errors import InvalidTypeError
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_iterator, check_seconds
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds
 from tundish.rtensor.backends.http import current_backend
-from tundish.rtensor.handles import OPAQUE, elements_of, suggestion
-from tundish.rtensor.transfer.dense_tensors import STORED_DTYPES, dense, is_whole
-from tundish.tree import Refusal, find_all, map_only
+from tundish.rtensor.transfer.dense_tensors import dense, is_whole
+from tundish.tree import map_only
 
 __all__ = ["remotize"]
 
 _MASK: Final = "attention_mask"
+# A floating-point mask may be additive, and cuts nothing.
+_MASK_DTYPES: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -> Any:
@@ -31,69 +31,47 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     Args:
         obj: nested containers of tensors, of the types that `td.tree` knows. Everything but tensors stays as it is.
         trim: whether to cut trailing columns that no row uses, by the `attention_mask` of a dict: of the mask (two
-            or more dimensions), and of all tensors in the dict with its rows and columns. Nonzero means used. A
-            floating-point mask counts only if it holds nothing but 0 and 1, and not only 0: an additive mask (0 and
-            -inf) cuts nothing.
+            or more dimensions, bool or integer, nonzero means used), and of all tensors in the dict with its rows and
+            columns.
         timeout: seconds to wait for memory where the storage is at its limit.
 
     Raises:
         StoreFullError: the storage stayed at its limit.
-        InvalidTypeError: a tensor is sparse, quantized or otherwise more than values in memory; its dtype cannot be
-            sent; or it is in a set or a view of a dict. The message has the path.
+        InvalidTypeError: a tensor is sparse, quantized or otherwise more than values in memory, or its dtype cannot be
+            sent. The message has the path.
     """
     timeout = check_seconds(timeout)
     found: list[Tensor] = []
+    places: list[int] = []
+    place_of: dict[Any, int] = {}
     # Keeps every tensor alive, so that no other one takes its address meanwhile.
     alive: list[Tensor] = []
-    numbers_at: dict[Any, list[int]] = {}
-    order: list[int] = []
 
-    def collect(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor):
-            if find_all(Tensor, elements_of(tensor)):
-                raise Refusal(
-                    InvalidTypeError,
-                    f"has tensors, which are found in dicts, lists and tuples, and is {suggestion(tensor)}",
-                )
-            return tensor
-        here = numbers_at.setdefault(_identity(tensor), [])
-        for number in here:
-            if alive[number] is tensor or _shows_same(alive[number], tensor):
-                break
-        else:
-            number = len(found)
+    def collect(tensor: Tensor) -> Tensor:
+        alive.append(tensor)
+        place = place_of.setdefault(_identity(tensor), len(found))
+        if place == len(found):
             found.append(dense(tensor))
-            alive.append(tensor)
-            here.append(number)
-        order.append(number)
+        places.append(place)
         return tensor
 
-    map_only((Tensor, *OPAQUE), collect, obj, enter=_trimmed if trim else None)
+    map_only(Tensor, collect, obj, enter=_trimmed if trim else None)
     if not found:
-        check_iterator(obj)
         return obj
     handles = current_backend().store(found, timeout)
-    numbers = iter(order)
-    return map_only(Tensor, lambda _: handles[next(numbers)], obj)
+    following = iter(places)
+    return map_only(Tensor, lambda _: handles[next(following)], obj)
 
 
 def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that may show the same values."""
+    """Equal for tensors that show the same values in the same memory."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        # It has no address; `dense` refuses it.
+    # Tensors inside a transformation have no address, and those without memory may stand for zeros.
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.data_ptr():
         return id(tensor)
-    # Tensors without memory may stand for zeros, or have lost their storage.
-    return tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape
-
-
-def _shows_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one identity show the same values: what is too slow to ask of every tensor."""
-    first, second = (
-        (tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg()) for tensor in (one, other)
-    )
-    return first == second
+    form = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, tensor.is_conj(), tensor.is_neg())
+    return tensor.data_ptr(), form
 
 
 def _trimmed(container: Any) -> Any:
@@ -101,44 +79,25 @@ def _trimmed(container: Any) -> Any:
     if not isinstance(container, (dict, UserDict)):
         return container
     mask = container.get(_MASK)
-    if (
-        not isinstance(mask, Tensor)
-        or mask.layout is not torch.strided
-        or mask.is_nested
-        or mask.is_meta
-        or mask.dtype not in STORED_DTYPES
-        or not is_whole(mask)
-    ):
-        # `dense` refuses it.
-        return container
-    if mask.ndim < 2 or not mask.numel():
+    if not _is_dense_table(mask) or mask.dtype not in _MASK_DTYPES or not mask.numel() or not is_whole(mask):
         return container
     rows, columns = mask.shape[0], mask.shape[-1]
-    values = mask.detach()
-    try:
-        is_used = values.ne(0)
-    except RuntimeError:
-        # torch does not compare values of this dtype.
-        return container
-    if (mask.is_floating_point() or mask.is_complex()) and not _is_zeros_and_ones(values, is_used):
-        return container
-    used = is_used.reshape(-1, columns).any(0).nonzero()
+    used = mask.detach().ne(0).reshape(-1, columns).any(0).nonzero()
     width = int(used[-1]) + 1 if len(used) else 0
     if width == columns:
         return container
     trimmed = copy.copy(container)
     for key, value in container.items():
-        if (
-            isinstance(value, Tensor)
-            and value.layout is torch.strided
-            and not value.is_nested
-            and value.ndim >= 2
-            and (value.shape[0], value.shape[-1]) == (rows, columns)
-        ):
+        if _is_dense_table(value) and (value.shape[0], value.shape[-1]) == (rows, columns):
             trimmed[key] = value[..., :width]
     return trimmed
 
 
-def _is_zeros_and_ones(values: Tensor, is_used: Tensor) -> bool:
-    """Whether a floating-point mask holds only 0 and 1, and some 1. All 0 may be an additive mask."""
-    return bool(((values.eq(1) == is_used).all() & is_used.any()).item())
+def _is_dense_table(value: Any) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and not value.is_meta
+        and value.ndim >= 2
+    )

@@ -2,20 +2,20 @@
 
 Invariants:
     A connection stays open as long as its `WorkerConnections`: a worker gives up what was claimed on it when it ends.
-    A token goes to the addresses that it is meant for, not to others that handles name.
+    A token goes only to the addresses that this process trusts with it, not to others that handles name.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from tundish._native import WorkerClient
 from tundish.errors import InvalidInputError, NotAuthorizedError, TimedOutError, TransferError
-from tundish.rtensor.process import state
+from tundish.rtensor.process import Trust, state
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["NoAnswerError", "Request", "WorkerConnections"]
@@ -59,15 +59,13 @@ class WorkerConnections:
     """One connection to each worker.
 
     Args:
-        token_for: the token to send to an address, or None.
         timeout: seconds within which a worker has to answer a request.
     """
 
-    def __init__(self, token_for: Callable[[str], str | None], timeout: float) -> None:
-        self._token_for = token_for
+    def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._clients: dict[tuple[str, str | None], WorkerClient] = {}
+        self._clients: dict[str, WorkerClient] = {}
         self._threads: ThreadPoolExecutor | None = None
 
     def send_all(self, requests: Iterable[tuple[Worker, Request]]) -> list[Any]:
@@ -90,8 +88,6 @@ class WorkerConnections:
             while wait(futures, _WAIT_SECONDS).not_done:
                 pass
         except BaseException:
-            for future in futures:
-                future.cancel()
             self.close()
             raise
         return [future.exception() or future.result() for future in futures]
@@ -99,37 +95,30 @@ class WorkerConnections:
     def numbers(self) -> dict[str, int | None]:
         """A number of each connection, by address. It changes when the connection was lost and made again."""
         with self._lock:
-            return {addr: client.connection_number for (addr, _), client in self._clients.items()}
+            return {addr: client.connection_number for addr, client in self._clients.items()}
 
-    def disconnect(self, addresses: Iterable[str]) -> None:
-        """Closes the connections to these addresses; requests under way on them fail."""
-        gone = set(addresses)
+    def keep_only(self, addresses: Set[str]) -> None:
+        """Closes the connections to all other addresses; requests under way on them fail."""
         with self._lock:
-            closing = [self._clients.pop(key) for key in list(self._clients) if key[0] in gone]
+            closing = [self._clients.pop(addr) for addr in self._clients.keys() - addresses]
         for client in closing:
             client.close()
 
-    def keep_only(self, addresses: Set[str]) -> None:
-        """Closes the connections to all other addresses."""
-        with self._lock:
-            others = {addr for addr, _ in self._clients} - addresses
-        self.disconnect(others)
-
     def close(self) -> None:
         """Closes all connections. The next request opens new ones."""
-        with self._lock:
-            addresses = [addr for addr, _ in self._clients]
-        self.disconnect(addresses)
+        self.keep_only(frozenset())
         threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, worker: Worker, request: Request) -> Any:
-        key = worker.addr, self._token_for(worker.addr)
+        trust = state().trusted.get(worker.addr, Trust())
         with self._lock:
-            client = self._clients.get(key)
+            client = self._clients.get(worker.addr)
             if client is None:
-                client = self._clients[key] = WorkerClient(*key, tls=state().certificates.get(worker.addr))
+                client = self._clients[worker.addr] = WorkerClient(
+                    worker.addr, trust.token, tls=trust.certificates
+                )
         answers = []
         for body in request.bodies:
             try:
@@ -139,7 +128,9 @@ class WorkerConnections:
                     f"{worker} does not answer ({request.method} {request.path}): {error}"
                 ) from error
             if status in (_UNAUTHORIZED, _FORBIDDEN):
-                none = "; none was sent: only workers get it, by their addresses" if key[1] is None else ""
+                none = (
+                    "; this process was given none to send there: call trust" if trust.token is None else ""
+                )
                 raise NotAuthorizedError(
                     f"{worker} refuses {request.method} {request.path}: it wants the token of its server{none}"
                 )
@@ -171,7 +162,7 @@ def _decode(worker: Worker, request: Request, status: int, text: bytes) -> dict[
         # A proxy, say, that accepts everything has drained nothing.
         shown = text.decode(errors="replace")[:_LONGEST_SHOWN]
         raise TransferError(
-            f"{worker} answers {request.method} {request.path} with {status} {shown!r}: what serves there is no "
+            f"{worker} answers {request.method} {request.path} with {status} {shown!r}: the server there is no "
             "process of tundish"
         )
     return answer
