@@ -100,11 +100,12 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
 
 def _read_token(path: Path) -> str:
     """The first line of a file. Raises `InvalidInputError`, and names the file."""
-    from tundish.rtensor.arguments import check_token
+    from tundish.rtensor import trust
 
     try:
         token = path.read_bytes().partition(b"\n")[0].decode().strip()
-        check_token(token)
+        # For no address: it checks the token.
+        trust(token=token)
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{path}: its first line is no text, and so no token") from error
     except InvalidInputError as error:
