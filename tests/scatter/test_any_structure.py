@@ -1,4 +1,4 @@
-"""Random nested structures, scattered: every rank gets its own, of the same types, over both ways."""
+"""Random nested structures reach every rank with the same types, through shared memory and over gloo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor(dtype: torch.dtype, shape: tuple[int, ...], first: int, kind: str) ->
     made = ((torch.arange(count) + first) % 7).to(dtype).view(shape)
     if kind == "turned" and made.dim() > 1:
         return made.transpose(0, -1)
-    # Of others torch itself loads none with a gradient.
+    # torch loads no others with a gradient.
     if kind == "gradient" and dtype in (torch.float32, torch.bfloat16):
         return made.requires_grad_()
     if kind == "array" and dtype in (torch.float32, torch.int64):
@@ -35,7 +35,7 @@ SHAPES = some.lists(some.integers(0, 3), max_size=3).map(tuple)
 TENSORS = some.builds(
     tensor,
     some.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]),
-    # Such as are announced before they are written, and such as are sent by themselves.
+    # Small tensors, and some that are larger than a message.
     SHAPES | SHAPES | some.sampled_from([(50_000,), (3, 400_000)]),
     some.integers(0, 6),
     some.sampled_from(["plain", "turned", "gradient", "array"]),
@@ -68,7 +68,7 @@ def as_told(rank: int, line: Line) -> None:
     while (told := line.hear()) is not None:
         one, other = torch.load(io.BytesIO(told), weights_only=False)
         failures = []
-        # A batch of each rank's own, then one that two receivers have together.
+        # One batch for each rank, then one batch for two receivers.
         for batches in ([one, other, one], [other, one, one]):
             try:
                 mine = td.scatter_batch(batches if rank == 0 else None)
@@ -81,13 +81,13 @@ def as_told(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_any_structure_comes_to_each_rank_as_it_was(far: bool, tmp_path: Path) -> None:
+def test_any_structure_arrives_unchanged(far: bool, tmp_path: Path) -> None:
     with Job(as_told, 3, tmp_path) as job:
 
         @settings(max_examples=25, deadline=None)
         @given(STRUCTURES, STRUCTURES)
         def check(one: Any, other: Any) -> None:
-            # By bytes: the ranks are not to share the memory of the test.
+            # As bytes, because the ranks must not share the memory of the test.
             told = io.BytesIO()
             torch.save((one, other), told)
             for rank in range(3):

@@ -1,4 +1,4 @@
-"""Every rank gets its own batch: every kind, worlds of 1 to 4, over shared memory and over the network."""
+"""`scatter_batch`: batches of every kind on 1 to 4 ranks, through shared memory and over gloo."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from support.scatter.batches import KINDS, same
 import tundish as td
 
 
-def rounds_of_all_kinds(rank: int, line: Line) -> None:
+def steps_of_all_kinds(rank: int, line: Line) -> None:
     node = line.hear()
     if node:
         on_nodes(rank, node)
     world = dist.get_world_size()
     for src in {0, world - 1}:
         for number, (kind, make) in enumerate(KINDS.items()):
-            # Equal schemas in a row, and others between.
+            # Equal schemas follow each other, with others in between.
             for seed in (number, number + 100):
                 given = [make(seed + 10 * other) for other in range(world)] if rank == src else None
                 mine = td.scatter_batch(given, src=src)
@@ -34,8 +34,8 @@ def rounds_of_all_kinds(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize(("world", "node"), [(1, 0), (2, 0), (3, 0), (4, 0), (2, 1), (4, 2)])
-def test_every_kind_of_batch_comes_as_it_was(world: int, node: int, tmp_path: Path) -> None:
-    with Job(rounds_of_all_kinds, world, tmp_path) as job:
+def test_every_kind_of_batch_arrives_unchanged(world: int, node: int, tmp_path: Path) -> None:
+    with Job(steps_of_all_kinds, world, tmp_path) as job:
         for rank in range(world):
             job.tell(rank, node)
         told = job.hear_all()
@@ -55,7 +55,7 @@ def test_every_kind_of_batch_comes_as_it_was(world: int, node: int, tmp_path: Pa
             assert found == expected, (rank, src)
 
 
-def rounds_with_gaps(rank: int, line: Line) -> None:
+def steps_with_gaps(rank: int, line: Line) -> None:
     world = dist.get_world_size()
     for left_out in (*range(world), None):
         given = [
@@ -67,19 +67,19 @@ def rounds_with_gaps(rank: int, line: Line) -> None:
         else:
             assert mine["x"].tolist() == [rank] * 3
     assert td.scatter_batch(None) is None
-    # A generator is run in the call.
+    # The call runs a generator.
     assert td.scatter_batch((10 * other for other in range(world)) if rank == 0 else None) == 10 * rank
 
 
 @pytest.mark.parametrize("node", [3, 1])
 def test_a_rank_without_a_batch_gets_none(node: int, tmp_path: Path) -> None:
-    with Job(rounds_with_gaps if node == 3 else rounds_with_gaps_on_nodes, 3, tmp_path) as job:
+    with Job(steps_with_gaps if node == 3 else steps_with_gaps_on_nodes, 3, tmp_path) as job:
         job.expect_end()
 
 
-def rounds_with_gaps_on_nodes(rank: int, line: Line) -> None:
+def steps_with_gaps_on_nodes(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
-    rounds_with_gaps(rank, line)
+    steps_with_gaps(rank, line)
 
 
 def numbers_of_other_kinds(rank: int, line: Line) -> None:
@@ -89,7 +89,7 @@ def numbers_of_other_kinds(rank: int, line: Line) -> None:
     assert [one["steps"] for one in td.scatter.stats()] == [5]
 
 
-def test_the_source_may_be_named_by_any_integer(tmp_path: Path) -> None:
+def test_src_may_be_any_kind_of_integer(tmp_path: Path) -> None:
     with Job(numbers_of_other_kinds, 2, tmp_path) as job:
         job.expect_end()
 
@@ -134,7 +134,7 @@ def test_a_dimension_of_a_mesh_is_a_group(tmp_path: Path) -> None:
 def on_a_mesh_in_another_order(rank: int, line: Line) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    # Of its second column the ranks are the first and the second of their rows.
+    # The ranks of its second column have different positions in their rows.
     mesh = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("tensor", "data"))
     kind, text, _ = outcome(
         lambda: td.scatter_batch([1, 2] if rank == 0 else None, group=mesh["data"], replicate=mesh["tensor"])
@@ -143,7 +143,7 @@ def on_a_mesh_in_another_order(rank: int, line: Line) -> None:
     assert "rise along both dimensions" in text, text
 
 
-def test_a_mesh_whose_groups_order_its_ranks_otherwise_is_refused_on_all(tmp_path: Path) -> None:
+def test_a_mesh_with_ranks_in_another_order_is_refused_on_all(tmp_path: Path) -> None:
     with Job(on_a_mesh_in_another_order, 4, tmp_path) as job:
         job.expect_end()
 
@@ -157,7 +157,7 @@ def keep_every_batch(rank: int, line: Line) -> None:
         given = [{"x": torch.full((size,), float(number + other)), "n": number} for other in range(2)]
         mine = td.scatter_batch(given if rank == 0 else None)
         if number % 3 == 0:
-            # A batch is its receiver's to write.
+            # The receiver may write to its batch.
             mine["x"] += 0.5
         kept.append(mine)
         if number % 2:
@@ -170,7 +170,7 @@ def keep_every_batch(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_anyone_who_keeps_every_batch_sees_each_unchanged(far: bool, tmp_path: Path) -> None:
+def test_batches_that_are_kept_do_not_change(far: bool, tmp_path: Path) -> None:
     with Job(keep_every_batch, 2, tmp_path) as job:
         job.tell(0, far)
         job.tell(1, far)
@@ -181,11 +181,11 @@ def keep_every_shared_batch(rank: int, line: Line) -> None:
     kept: list[Any] = []
     for number in range(300):
         size = 5000 * (number % 7)
-        # Of one object all get the same memory.
+        # All ranks get the same object.
         given = [{"x": torch.full((size,), float(number)), "n": number}] * 3 if rank == 0 else None
         mine = td.scatter_batch(given)
         if (number + rank) % 3 == 0:
-            # Its own, though others have the same.
+            # Other ranks have their own copies.
             mine["x"] += rank + 0.5
         kept.append(mine)
     dist.barrier()
@@ -196,7 +196,7 @@ def keep_every_shared_batch(rank: int, line: Line) -> None:
     assert "gloo" not in found["transports"]
 
 
-def test_anyone_who_keeps_every_batch_that_several_get_sees_each_unchanged(tmp_path: Path) -> None:
+def test_shared_batches_that_are_kept_do_not_change(tmp_path: Path) -> None:
     with Job(keep_every_shared_batch, 3, tmp_path) as job:
         job.expect_end()
 
@@ -207,14 +207,14 @@ def tensors_apart(rank: int, line: Line) -> None:
     if rank == 1:
         weight = torch.ones(300, requires_grad=True)
         loss = (weight * mine["x"]).sum()
-        # Counts as no change of x, which is needed to go backward.
+        # For autograd this is no change of x, which the backward pass needs.
         mine["y"].add_(1)
         loss.backward()
         assert mine["x"].untyped_storage().nbytes() == 1200
         assert not mine["x"]._is_view()
 
 
-def test_tensors_of_a_batch_are_apart(tmp_path: Path) -> None:
+def test_tensors_of_a_batch_are_independent(tmp_path: Path) -> None:
     with Job(tensors_apart, 2, tmp_path) as job:
         job.expect_end()
 
@@ -227,7 +227,7 @@ def warm_memory(rank: int, line: Line) -> None:
     assert found["steps"] == 30 and found["batches"] == (30)
     if rank == 0:
         assert found["sent_bytes"] >= 30 << 20
-        # One on its way and one that its receiver still looks at: warm, not made anew.
+        # One batch is on its way, and the receiver has another.
         assert 0 < sum(found["memory"].values()) <= 4 * (1 << 20) + (1 << 18)
 
 
@@ -238,13 +238,13 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
 
 def schemas_told(rank: int, line: Line) -> None:
     def make(number: int) -> Any:
-        # More shapes than a receiver keeps schemas of, in an order in which they come again.
+        # Many shapes, which come again in another order.
         return {"x": torch.full((number % 90,), number), "at": f"step {number}"}
 
     for number in range(300):
         mine = td.scatter_batch([make(number)] * 2 if rank == 0 else None)
         assert same(mine, make(number))
-    # Longer than a message on the board.
+    # Longer than a message of the queue.
     long = {"text": "x" * 100_000, "x": torch.ones(3)}
     assert same(td.scatter_batch([long] * 2 if rank == 0 else None), long)
     words = {"text": "x" * 100_000}
@@ -271,7 +271,7 @@ def forms_that_come_again(rank: int, line: Line) -> None:
         return {"tensors": tensors, "at": number // 2, "said": [], "mean": np.full(2, number)}
 
     kept = []
-    # Another form between two of one, none at all, few tensors, no tensors' bytes, and a source that fails.
+    # Another structure between two equal ones, no batch, few tensors, empty tensors, and a source that fails.
     for number, parts in enumerate(
         [100] * 5 + [101] + [100] * 4 + [None] + [100] * 3 + [4, 4, 4, 100, 0, 0, 100, -1, 100]
     ):
@@ -300,7 +300,7 @@ def batches_of_tens_of_megabytes(rank: int, line: Line) -> None:
         assert same(mine, make(first + rank))
 
 
-def test_large_batches_of_several_ranks_are_whole(tmp_path: Path) -> None:
+def test_large_batches_of_several_ranks_arrive_whole(tmp_path: Path) -> None:
     with Job(batches_of_tens_of_megabytes, 3, tmp_path) as job:
         job.expect_end()
 
@@ -311,7 +311,7 @@ def raising(error: Exception) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_what_was_made_ready_beforehand_is_what_comes(far: bool, tmp_path: Path) -> None:
+def test_structures_that_alternate_arrive_unchanged(far: bool, tmp_path: Path) -> None:
     with Job(forms_that_come_again, 2, tmp_path) as job:
         job.tell(0, far)
         job.tell(1, far)
@@ -342,11 +342,11 @@ def test_alone_without_a_process_group() -> None:
 def sources_differ(rank: int, line: Line) -> None:
     kind, text, _ = outcome(lambda: td.scatter_batch([1, 2], src=rank))
     assert kind in ("PeerFailedError", "InvalidInputError"), (kind, text)
-    # The next call that agrees works.
+    # The next call with the same source works.
     assert td.scatter_batch([5, 6] if rank == 1 else None, src=1) == 5 + rank
 
 
-def test_ranks_that_name_different_sources_are_told(tmp_path: Path) -> None:
+def test_different_sources_are_refused_on_all_ranks(tmp_path: Path) -> None:
     with Job(sources_differ, 2, tmp_path) as job:
         job.expect_end()
 
@@ -364,7 +364,7 @@ def replicas(rank: int, line: Line) -> None:
             given = [
                 {"x": torch.full((70_000,), 10 * number + other), "n": number} for other in range(shape[0])
             ]
-            # Nothing for a row, no tensors, and a schema longer than a message, in rounds of their own.
+            # Steps without a batch, without tensors, and with a schema longer than a message.
             given[0] = None if number == 2 else given[0]
             given[-1] = {"n": number} if number == 3 else given[-1]
             given[-1] = {"text": "x" * 100_000, "x": torch.ones(9)} if number == 4 else given[-1]
@@ -377,7 +377,7 @@ def replicas(rank: int, line: Line) -> None:
             assert mine["text"] == "x" * 100_000 and mine["x"].tolist() == [1] * 9
         else:
             assert mine["n"] == number and (mine["x"] == 10 * number + row).all()
-            # Its own, though others on the node have the same.
+            # Other ranks of the node have their own copies.
             mine["x"] += rank + 1
             dist.barrier()
             assert (mine["x"] == 10 * number + row + rank + 1).all()
@@ -401,7 +401,7 @@ def test_ranks_of_another_dimension_get_the_same_batch(tmp_path: Path) -> None:
         {"shared memory": [2, 1, 3]},
         *[{"shared memory": [0]}] * 3,
     ]
-    # Of 5 and 4 rounds with tensors; both ranks of a row have the same memory.
+    # 5 and 4 steps have tensors; each batch is sent to a node once.
     assert told[0][1] < 11 * 70_000 * 8
 
 

@@ -1,4 +1,4 @@
-"""One loader feeds every rank: rounds, tails, states, meshes, over shared memory and over the network."""
+"""`DispatchLoader`: steps, tails, states and meshes, through shared memory and over gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(number: int) -> dict[str, Any]:
 
 
 class Numbered:
-    """Batches 0 to count - 1, each told by its number."""
+    """Batches that hold their numbers, 0 to count - 1."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -39,25 +39,21 @@ def number_of(mine: dict[str, Any]) -> int:
     return int(mine["n"])
 
 
-def expected(count: int, world: int, tail: str, rank: int, src: int = 0) -> list[tuple[int | None, bool]]:
+def expected(count: int, world: int, tail: str, rank: int) -> list[tuple[int | None, bool]]:
     """Number of each batch that a rank gets, and whether it is padding."""
-    rounds: list[tuple[int | None, bool]] = [
+    steps: list[tuple[int | None, bool]] = [
         (first + rank, False) for first in range(0, count - world + 1, world)
     ]
     rest = count % world
     if rest and tail != "drop":
         first = count - rest
         if rank < rest:
-            rounds.append((first + rank, False))
+            steps.append((first + rank, False))
         elif tail == "short":
-            rounds.append((None, False))
-        elif rounds:
-            # The source's own of the round before is what it made of it.
-            repeated = rounds[-1][0] if rank != src else rounds[-1][0] - rank + (0 if src else 1)  # type: ignore[operator]
-            rounds.append((repeated, True))
+            steps.append((None, False))
         else:
-            rounds.append(((rank - rest) % rest, True))
-    return rounds
+            steps.append((first + (rank - rest) % rest, True))
+    return steps
 
 
 def every_tail(rank: int, line: Line) -> None:
@@ -74,7 +70,7 @@ def every_tail(rank: int, line: Line) -> None:
         src, tail, count, prefetch = case
         inner = Numbered(count) if rank == src else None
         with td.DispatchLoader(inner, src=src, tail=tail, prefetch=prefetch) as loader:  # type: ignore[arg-type]
-            wanted = expected(count, world, tail, rank, src)
+            wanted = expected(count, world, tail, rank)
             assert len(loader) == len(wanted), case
             for _ in range(2):
                 found = [(None if mine is None else number_of(mine), loader.is_padding) for mine in loader]
@@ -93,21 +89,21 @@ def kept_batches(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     world = dist.get_world_size()
     kinds = list(KINDS.values())
-    rounds = 2 * len(kinds)
+    steps = 2 * len(kinds)
 
     def given() -> Iterator[Any]:
-        for number in range(rounds * world):
+        for number in range(steps * world):
             yield kinds[number // world % len(kinds)](number)
 
     with td.DispatchLoader(given() if rank == 0 else None, prefetch=2) as loader:
         kept = list(loader)
-        assert len(kept) == rounds
+        assert len(kept) == steps
         for number, mine in enumerate(kept):
             assert same(mine, kinds[number % len(kinds)](number * world + rank)), number
 
 
 @pytest.mark.parametrize("node", [3, 2])
-def test_anyone_who_keeps_every_batch_sees_each_unchanged(node: int, tmp_path: Path) -> None:
+def test_batches_that_are_kept_do_not_change(node: int, tmp_path: Path) -> None:
     with Job(kept_batches, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, node)
@@ -115,7 +111,7 @@ def test_anyone_who_keeps_every_batch_sees_each_unchanged(node: int, tmp_path: P
 
 
 class Stateful:
-    """A loader with a state of its own, which counts what is asked of it."""
+    """A loader with a state of its own, which counts the batches that were read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -149,11 +145,11 @@ def loader_for(kind: str, rank: int) -> td.DispatchLoader[Any]:
 
 
 def stopped_in_the_middle(rank: int, line: Line) -> None:
-    kind, rounds = line.hear()
+    kind, steps = line.hear()
     found = []
     with loader_for(kind, rank) as loader:
         batches = iter(loader)
-        found.extend(number_of(next(batches)) for _ in range(rounds))
+        found.extend(number_of(next(batches)) for _ in range(steps))
         line.say(found, loader.state_dict())
         line.hear()
 
@@ -164,7 +160,7 @@ def resumed(rank: int, line: Line) -> None:
         loader.load_state_dict(state)
         line.say([None if mine is None else number_of(mine) for mine in loader])
         if kind == "stateful" and rank == 0 and state["loader"] is not None:
-            # It went on from its own state, and nothing was read in vain.
+            # It resumed from its own state, so no batch was read to be left out.
             assert loader._loader.read == 17 - state["batches"]  # type: ignore[union-attr]
 
 
@@ -174,28 +170,28 @@ def test_a_resumed_epoch_has_exactly_the_remaining_batches(
     kind: str, before: int, after: int, tmp_path: Path
 ) -> None:
     order = [number_of(one) for one in shuffled(17)] if kind == "shuffled" else list(range(17))
-    rounds = 3
+    steps = 3
     (tmp_path / "before").mkdir()
     with Job(stopped_in_the_middle, before, tmp_path / "before") as job:
         for rank in range(before):
-            job.tell(rank, (kind, rounds))
+            job.tell(rank, (kind, steps))
         told = job.hear_all()
         for rank in range(before):
             job.tell(rank)
         job.expect_end()
     assert [numbers for numbers, _ in told] == [
-        order[rank : before * rounds : before] for rank in range(before)
+        order[rank : before * steps : before] for rank in range(before)
     ]
     states = [state for _, state in told]
-    assert {state["batches"] for state in states} == {before * rounds}
-    # Any rank's state will do.
+    assert {state["batches"] for state in states} == {before * steps}
+    # The state of any rank resumes all.
     for state in states:
         with Job(resumed, after, tmp_path) as job:
             for rank in range(after):
                 job.tell(rank, (kind, state))
             left = job.hear_all()
             job.expect_end()
-        rest = order[before * rounds :]
+        rest = order[before * steps :]
         rest += [None] * (-len(rest) % after)
         assert [numbers for (numbers,) in left] == [rest[rank::after] for rank in range(after)]
         if kind != "stateful":
@@ -245,7 +241,7 @@ def on_a_mesh(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [4, 2, 1])
-def test_ranks_along_another_dimension_get_the_same(node: int, tmp_path: Path) -> None:
+def test_ranks_along_another_dimension_get_the_same_batches(node: int, tmp_path: Path) -> None:
     with Job(on_a_mesh, 4, tmp_path) as job:
         for rank in range(4):
             job.tell(rank, node)
@@ -266,7 +262,7 @@ def source_closes_first(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("is_replicated", [True, False])
-def test_what_was_given_is_there_though_the_source_has_closed(is_replicated: bool, tmp_path: Path) -> None:
+def test_batches_arrive_although_the_source_has_closed(is_replicated: bool, tmp_path: Path) -> None:
     with Job(source_closes_first, 4, tmp_path) as job:
         for rank in range(4):
             job.tell(rank, is_replicated)
@@ -292,16 +288,16 @@ def what_is_refused(rank: int, line: Line) -> None:
     ):
         kind, text, _ = made(inner)
         assert said in text, text
-        # A dimension of a mesh that stands alone has several sources.
+        # Without `replicate`, each group of a mesh has its own source.
         assert inner is not None or "replicate=" in text
         wanted = "InvalidTypeError" if inner is None else "InvalidInputError"
         assert kind == (wanted if rank == 0 else "PeerFailedError")
-    # A bad argument on one rank is told to all.
+    # All ranks hear of a bad argument on one.
     assert "prefetch is -1" in made([1], prefetch=-1 if rank == 1 else 1)[1]
     assert "only the source has a loader" in outcome(lambda: td.DispatchLoader([1]))[1]
     kinds = outcome(lambda: td.DispatchLoader([1] if rank == 0 else None, tail="pad" if rank else "drop"))
     assert "tail" in kinds[1]
-    # The source would wait, while all are elsewhere, for one that may have less ahead.
+    # The source would wait without end for a rank that prefetches less.
     unlike = outcome(lambda: td.DispatchLoader([1] if rank == 0 else None, prefetch_bytes=1 << rank))
     assert "prefetch_bytes=" in unlike[1]
     # And the next one works.
@@ -316,7 +312,7 @@ def what_is_refused(rank: int, line: Line) -> None:
             assert outcome(lambda: list(loader))[0] in ("PeerStoppedError", "")
 
 
-def test_what_cannot_work_is_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_bad_arguments_are_refused_on_all_ranks(tmp_path: Path) -> None:
     with Job(what_is_refused, 2, tmp_path) as job:
         job.expect_end()
 
@@ -342,7 +338,7 @@ def prepared_by_accelerate(rank: int, line: Line) -> None:
         assert [number_of(mine) for mine in loader] == list(range(rank, 8, 2))
 
 
-def test_what_accelerate_shards_is_not_sharded_again(tmp_path: Path) -> None:
+def test_accelerate_does_not_shard_a_dispatch_loader(tmp_path: Path) -> None:
     with Job(prepared_by_accelerate, 2, tmp_path) as job:
         job.expect_end()
 

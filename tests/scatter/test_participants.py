@@ -1,4 +1,4 @@
-"""Who takes part in a scatter, where it is thousands of ranks that do not fit."""
+"""`Participants`, also with thousands of ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tundish.scatter.participants import Participants, replicated_participants
 
 
 class Mates:
-    """In the place of the votes of those who get the same: says of them what it was given."""
+    """A voter that broadcasts a given text."""
 
     def __init__(self, heard: list[Any]) -> None:
         self.ranks = tuple(range(0, 8000, 2))
@@ -47,8 +47,8 @@ def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str)
     assert len(str(raised.value)) < 500
 
 
-def test_whose_batch_is_whose_is_known_without_a_search() -> None:
-    # A source asks for every rank in every round.
+def test_the_batch_of_a_rank_is_found_without_a_search() -> None:
+    # The source looks up every rank in every step.
     ranks = tuple(range(0, 60_000, 3))
     place = Participants(ranks=ranks, batch_of=tuple(range(len(ranks))), rank=3, source=0)
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Tensors over memory that is not torch's: each has a storage of its own, which keeps the memory."""
+"""Tensors over received memory: each has a storage of its own, which keeps the memory alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = sorted(
 
 
 class Line:
-    """Memory as a receiver has it, and how much of it is in use there."""
+    """A receiver's memory, and how much of it is in use."""
 
     def __init__(self) -> None:
         self.arena = _native.SegmentArena(1 << 24)
@@ -63,7 +63,7 @@ def many(count: int = 40) -> list[torch.Tensor]:
 def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DLPACK_EXCHANGE is not None
     if not together:
-        # As before torch 2.10.
+        # As in torch before 2.10.
         monkeypatch.setattr(arrival, "DLPACK_EXCHANGE", None)
     arrival._plan.cache_clear()
     raw = torch.arange(1, 49, dtype=torch.uint8)
@@ -79,7 +79,7 @@ def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch
         assert other.untyped_storage().nbytes() == one.nbytes and other.storage_offset() == 0
 
 
-def test_what_has_no_values_or_no_dimension(line: Line) -> None:
+def test_tensors_without_values_or_dimensions(line: Line) -> None:
     batch = [torch.ones(0, 3), torch.tensor(2.5), torch.ones(2), torch.ones(1, 0)]
     back = line.sent(batch).build(None)
     assert [(one.shape, one.tolist()) for one in back] == [(one.shape, one.tolist()) for one in batch]
@@ -103,8 +103,8 @@ def test_memory_is_kept_as_long_as_any_tensor_over_it(line: Line) -> None:
     assert line.receiver.views == 0
 
 
-def test_torch_may_let_go_of_the_last_one(line: Line) -> None:
-    """Where it does so nobody holds the interpreter."""
+def test_torch_may_free_the_last_tensor(line: Line) -> None:
+    """It does so without the GIL."""
     weight = torch.ones(3, 3, requires_grad=True)
     back = line.sent([torch.full((3, 3), float(number)) for number in range(5)]).build(None)
     loss = sum(((one @ weight) * one).sum() for one in back)
@@ -118,14 +118,14 @@ def test_torch_may_let_go_of_the_last_one(line: Line) -> None:
     assert line.receiver.views == 0
 
 
-def test_each_has_a_storage_of_its_own(line: Line) -> None:
+def test_each_tensor_has_a_storage_of_its_own(line: Line) -> None:
     back = line.sent(many()).build(None)
     saved = io.BytesIO()
     torch.save(back[3], saved)
     assert len(saved.getvalue()) < 3000
     weight = torch.ones(3, 1, requires_grad=True)
     loss = (weight * back[0]).sum()
-    # Counts as no change of the first.
+    # For autograd this is no change of the first tensor.
     back[1].add_(1)
     loss.backward()
     with pytest.raises(RuntimeError, match="resiz"):
@@ -146,13 +146,13 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     for place in ((2, 32, [1 << 40, 1 << 40], 0), (2, 32, [-1], 0), (2, 32, [4], 2**64 - 1), (2, 32, [0], 0)):
         with pytest.raises(InvalidInputError, match="place 1, of shape"):
             DLPACK_EXCHANGE.plan([(2, 32, [1], 0), place])
-    # Not what torch has.
+    # A capsule that is not torch's.
     with pytest.raises(RuntimeError, match="Unsupported"):
         DLPACK_EXCHANGE.plan([(2, 24, [1], 0)]).tensors(np.zeros(64, np.uint8))
 
 
-def test_the_end_of_the_interpreter() -> None:
-    """Tensors that are there until then, in a module and in a thread that still runs."""
+def test_tensors_may_live_until_the_interpreter_ends() -> None:
+    """In a module, and in a thread that still runs."""
     program = """
 import threading, time, numpy, torch, tundish
 from tundish.tree import DLPACK_EXCHANGE
@@ -160,7 +160,7 @@ plan = DLPACK_EXCHANGE.plan([(2, 32, [4], 64 * number) for number in range(8)])
 kept = plan.tensors(numpy.zeros(512, numpy.uint8))
 torch.kept = plan.tensors(numpy.zeros(512, numpy.uint8))
 def hold(tensors):
-    # Not at work in torch, which ends the process with an abort where it is when the interpreter ends.
+    # Outside torch: a thread that is in torch when the interpreter ends aborts the process.
     while tensors:
         time.sleep(0.001)
 threading.Thread(target=hold, args=(plan.tensors(numpy.zeros(512, numpy.uint8)),), daemon=True).start()

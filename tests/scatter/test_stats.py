@@ -1,4 +1,4 @@
-"""What `stats()` of a scatter and of a loader say on two ranks: counts, bytes, the transport by its name."""
+"""`stats()` of a scatter and of a loader on two ranks: counts, bytes and transports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
 
-# Of a batch, in whole pages, so that there is nothing in between.
+# Values of a batch, which fill whole pages.
 NUMBERS = 1 << 16
 BYTES = 4 * NUMBERS
 SCATTER = {
@@ -35,11 +35,11 @@ def batch(number: int) -> dict[str, Any]:
     return {"x": torch.full((NUMBERS,), number, dtype=torch.int32), "n": number}
 
 
-def a_few_rounds(rank: int, line: Line) -> None:
+def a_few_steps(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     assert td.scatter.stats() == []
     kept = [td.scatter_batch([batch(number)] * 2 if rank == 0 else None) for number in range(5)]
-    # Rounds in which nobody gets anything, or one gets nothing, or something without a tensor.
+    # Steps without a batch, without one for a rank, and without tensors.
     td.scatter_batch(None)
     td.scatter_batch([batch(0), None] if rank == 0 else None)
     td.scatter_batch(["a", "b"] if rank == 0 else None)
@@ -54,15 +54,15 @@ def a_few_rounds(rank: int, line: Line) -> None:
     [found] = td.scatter.stats()
     line.say(found, found["waiting_seconds"] - before["waiting_seconds"], seconds)
     assert [mine["n"] for mine in kept] == list(range(5))
-    # Whatever was looked at changes nothing.
+    # The caller may change the result.
     del found["transports"], found["ranks"][0]
     assert td.scatter.stats()[0]["ranks"] == [0, 1]
     line.hear()
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_a_scatter_counts_rounds_batches_and_bytes(node: int, tmp_path: Path) -> None:
-    with Job(a_few_rounds, 2, tmp_path) as job:
+def test_a_scatter_counts_steps_batches_and_bytes(node: int, tmp_path: Path) -> None:
+    with Job(a_few_steps, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, node)
         assert job.hear(1) == ("waits",)
@@ -73,7 +73,7 @@ def test_a_scatter_counts_rounds_batches_and_bytes(node: int, tmp_path: Path) ->
             assert (found["source"], found["ranks"]) == (0, [0, 1])
             assert found["transports"] == {TRANSPORTS[node]: [1 - rank]}
             assert found["steps"] == 9
-            # Its own batch is not sent to the source.
+            # The source's own batch is not sent.
             assert found["batches"] == 6
             assert found["sent_bytes"] == (5 * BYTES if rank == 0 else 0)
             held = found["memory"]
@@ -83,7 +83,7 @@ def test_a_scatter_counts_rounds_batches_and_bytes(node: int, tmp_path: Path) ->
                 assert 5 * BYTES <= sum(held.values()) < 10 * BYTES
             else:
                 assert sum(held.values()) == 0
-            # Who waits for a message counts that, and nothing else.
+            # Only the wait for a message counts.
             assert 0 <= waited <= seconds
             assert rank == 0 or waited > 0
         for rank in range(2):
@@ -91,7 +91,7 @@ def test_a_scatter_counts_rounds_batches_and_bytes(node: int, tmp_path: Path) ->
         job.expect_end()
 
 
-# Of each batch of a loader that is slow.
+# Seconds that a slow loader takes for a batch.
 READING = 0.002
 
 
@@ -106,9 +106,9 @@ def a_loader_ahead(rank: int, line: Line) -> None:
 
     with td.DispatchLoader(given() if rank == 0 else None, prefetch=prefetch) as loader:
         line.say(loader.stats())
-        rounds = iter(loader)
+        steps = iter(loader)
         for number in range(3):
-            assert next(rounds)["n"] == 2 * number + rank
+            assert next(steps)["n"] == 2 * number + rank
         deadline = time.monotonic() + 60
         while loader.stats()["ready_steps"] < prefetch:
             assert time.monotonic() < deadline
@@ -116,13 +116,13 @@ def a_loader_ahead(rank: int, line: Line) -> None:
         dist.barrier()
         line.say(loader.stats())
         line.hear()
-        assert [mine["n"] for mine in rounds] == list(range(6 + rank, 16, 2))
+        assert [mine["n"] for mine in steps] == list(range(6 + rank, 16, 2))
         line.say(loader.stats())
         line.hear()
 
 
 @pytest.mark.parametrize(("node", "prefetch"), [(2, 0), (2, 2), (1, 1)])
-def test_a_loader_tells_what_is_handed_out_and_what_is_ahead(
+def test_a_loader_counts_steps_that_are_handed_out_and_prefetched(
     node: int, prefetch: int, tmp_path: Path
 ) -> None:
     with Job(a_loader_ahead, 2, tmp_path) as job:
@@ -164,22 +164,22 @@ def a_loader_bounded(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     given = [batch(number) for number in range(40)] if rank == 0 else None
     with td.DispatchLoader(given, prefetch=15, prefetch_bytes=3 * BYTES) as loader:
-        rounds = iter(loader)
+        steps = iter(loader)
         for number in range(2):
-            assert next(rounds)["n"] == 2 * number + rank
+            assert next(steps)["n"] == 2 * number + rank
         deadline = time.monotonic() + 60
         while loader.stats()["ready_bytes"] < 3 * BYTES:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        # It would have gone on by now.
+        # Time in which more would be prefetched.
         time.sleep(0.05)
         line.say(loader.stats())
         line.hear()
-        assert [mine["n"] for mine in rounds] == list(range(4 + rank, 40, 2))
+        assert [mine["n"] for mine in steps] == list(range(4 + rank, 40, 2))
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_what_is_ahead_is_bounded_in_bytes_on_every_rank(node: int, tmp_path: Path) -> None:
+def test_prefetched_bytes_are_bounded_on_every_rank(node: int, tmp_path: Path) -> None:
     with Job(a_loader_bounded, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, node)

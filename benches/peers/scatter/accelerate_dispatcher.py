@@ -1,7 +1,7 @@
-"""Accelerate's way: `dispatch_batches=True`.
+"""Accelerate's `dispatch_batches=True`.
 
-Rank 0 reads for all, broadcasts all batches as one, and each rank keeps its slice. What always holds: the loader never
-ends, and its batches lie in memory, so that reading takes no time.
+Rank 0 reads for all, broadcasts all batches as one, and each rank keeps its slice. The loader is endless and its
+batches are in memory, so reading takes no time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def only(batches: list[Any]) -> Any:
 
 
 class Dispatcher:
-    """A prepared loader over the batches of the first call. All are dicts of tensors with a dimension for samples.
+    """A prepared loader over the batches of the first call, which are dicts of tensors with a dimension for samples.
 
     `split_batches`: the loader reads one batch for all ranks; else one for each, which Accelerate puts together.
     """
@@ -54,5 +54,5 @@ class Dispatcher:
         if not self._split:
             return DataLoader(Endless(batches), batch_size=None)
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in (batches or [{}])[0]}
-        # Without a batch size Accelerate does not split; what is read is a batch already.
+        # Without a batch size Accelerate does not split.
         return DataLoader(Endless([whole]), batch_size=1, collate_fn=only)

@@ -1,7 +1,6 @@
-"""What is scattered: the kinds of batches of the measures.
+"""The kinds of batches that are scattered.
 
-What always holds: a kind has the same sizes on every rank and in every round; the total of a batch tells it from that
-of any other rank.
+A kind has the same sizes on every rank and in every round. The batches of two ranks differ in their total.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def text(rank: int) -> Any:
 def vlm(rank: int, pixels: int = 3_312_500) -> Any:
     """8 samples: 106 MB of float pixels and 40 small tensors.
 
-    The first dimension of each tensor is the sample's, as Accelerate wants it.
+    The first dimension of each tensor counts the samples, as Accelerate requires.
     """
     small = {f"small {number}": torch.full((8,), rank + number) for number in range(40)}
     return {"pixel_values": torch.full((8, pixels), 1.0 / (rank + 1)), **small}

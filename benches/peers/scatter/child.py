@@ -2,9 +2,8 @@
 
     python benches/peers/scatter/child.py REQUEST
 
-Owns nothing but its reply: takes a JSON request (made in `cases`) and prints one line of JSON. What always holds: a
-scatter begins on all ranks together and is over when the last receiver has read every byte of its batch; each batch is
-checked.
+It takes a JSON request, which `cases` makes, and prints one line of JSON. All ranks begin a scatter together. It ends
+when the last receiver has read and checked every byte of its batch.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import torch.distributed as dist
 from measure import OutputsDiffer
 
 from scatter.batches import KINDS, total
-from scatter.contestants import WAYS, Scatter
+from scatter.contestants import METHODS, Scatter
 
-# A rank, between the last one's coming and the start.
+# For each rank, from the barrier to the common start.
 _LEAD_SECONDS = 0.0005
 
 
@@ -35,8 +34,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    ways = {name: WAYS[name]() for name in request["ways"]}
-    # To look through all of torch in each round would take longer than the rounds.
+    methods = {name: METHODS[name]() for name in request["methods"]}
+    # Else each collection would go through all objects of torch.
     gc.collect()
     gc.freeze()
     reply: dict[str, dict[str, float]] = {}
@@ -44,14 +43,11 @@ def main() -> None:
         make = KINDS[kind]
         batches = [make(other) for other in range(world)] if rank == 0 else None
         expected = total(make(rank))
-        for scatter in ways.values():
-            if (prepare := getattr(scatter, "prepare", None)) is not None:
-                prepare(batches)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
         for _ in range(rounds):
-            for name, scatter in ways.items():
+            for name, scatter in methods.items():
                 gc.collect()
-                # The first has everything warm.
+                # The first one only warms up.
                 for number in range(request["repeats"][name] + 1):
                     spent = timed(scatter, batches, expected)
                     if number:
@@ -67,7 +63,7 @@ def timed(scatter: Scatter, batches: list[Any] | None, expected: float) -> float
     """Seconds until the last receiver has read its batch."""
     begin = common_start()
     mine = scatter(batches)
-    # What the source has did not travel.
+    # The source's own batch was not sent.
     found = total(mine) if batches is None else None
     end = time.perf_counter()
     if found not in (None, expected):
@@ -76,10 +72,10 @@ def timed(scatter: Scatter, batches: list[Any] | None, expected: float) -> float
 
 
 def common_start() -> float:
-    """The time, on the clock that all ranks of a machine share, at which they all begin: now.
+    """Wait for the time at which all ranks begin, and return it, in seconds of the machine's shared clock.
 
-    They leave a barrier one after the other, by more than a small scatter takes: the batch of who comes late is there
-    already, and on his own watch it came in no time.
+    A barrier would not do: ranks leave it further apart than a small scatter takes. The batch of a late rank would be
+    there before that rank starts its clock.
     """
     begin = latest(time.perf_counter() + _LEAD_SECONDS * dist.get_world_size())
     while time.perf_counter() < begin:
@@ -89,7 +85,7 @@ def common_start() -> float:
 
 
 def latest(seconds: float) -> float:
-    """The latest of the times of all ranks."""
+    """The maximum over all ranks."""
     found = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

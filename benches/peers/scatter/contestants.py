@@ -1,7 +1,7 @@
-"""Ways to give every rank its batch.
+"""The scatter methods that are compared.
 
-What always holds: each takes the list of all batches on rank 0, and None elsewhere, and returns this rank's; anyone who
-gets one may write to it.
+Each is a function that takes the list of all batches on rank 0, and None on the other ranks. It returns this rank's
+batch, which the caller may write to.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.source import ScatterSource
 
-__all__ = ["WAYS", "Scatter", "apart", "seed", "together"]
+__all__ = ["METHODS", "Scatter", "apart", "seed", "together"]
 
 Scatter = Callable[[list[Any] | None], Any]
 
 
 def ours(shared_memory: bool) -> Scatter:
+    """A tundish scatter from rank 0."""
     with Voter() as voter:
         kind = ScatterReceiver if voter.rank else ScatterSource
         session = kind(
@@ -42,7 +43,7 @@ def ours(shared_memory: bool) -> Scatter:
 
 
 def apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
-    """The batch with dtype and shape in place of each tensor, which goes to `tensors`."""
+    """The batch with dtype and shape in place of each tensor. Appends the tensors to `tensors`."""
     if isinstance(batch, torch.Tensor):
         tensors.append(batch)
         return ("tensor", batch.dtype, batch.shape)
@@ -52,7 +53,7 @@ def apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def together(schema: Any, tensors: list[torch.Tensor]) -> Any:
-    """The batch that `apart` took apart, with new tensors, which go to `tensors` too."""
+    """The batch that `apart` took apart, with new tensors. Appends them to `tensors`."""
     kind, *rest = schema
     if kind == "tensor":
         dtype, shape = rest
@@ -65,7 +66,7 @@ def together(schema: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def seed(batches: list[Any] | None) -> Any:
-    """Schemas by scatter_object_list, one isend a tensor, fresh memory on the receiver."""
+    """Schemas by scatter_object_list, one isend for each tensor, new memory on the receiver."""
     got: list[Any] = [None]
     if batches is None:
         dist.scatter_object_list(got, None, src=0)
@@ -84,49 +85,42 @@ def seed(batches: list[Any] | None) -> Any:
 
 
 def objects(batches: list[Any] | None) -> Any:
-    """torch's own: all of it pickled."""
+    """torch's scatter_object_list, which pickles whole batches."""
     got: list[Any] = [None]
     dist.scatter_object_list(got, batches, src=0)
     return got[0]
 
 
-def least(torchs_part: bool) -> Scatter:
-    # Imported where it is asked for, as it is of one node only.
-    from scatter.least import Least
-
-    return Least(torchs_part)
-
-
-def least_far(torchs_part: bool) -> Scatter:
-    from scatter.least import LeastFar
-
-    return LeastFar(torchs_part)
-
-
 def dispatcher(split_batches: bool) -> Scatter:
-    # Imported where it is asked for: not every environment has it.
+    """Accelerate's DataLoaderDispatcher."""
+    # Not every environment has it.
     from scatter.accelerate_dispatcher import Dispatcher
 
     return Dispatcher(split_batches)
 
 
-def initialising() -> Scatter:
-    from scatter.tensordict_remote import remote
+def init_remote() -> Scatter:
+    """tensordict's init_remote, to one rank after the other."""
+    # Not every environment has it.
+    from tensordict import TensorDict
 
-    return remote
+    def scatter(batches: list[Any] | None) -> Any:
+        if batches is None:
+            return TensorDict.from_remote_init(src=0)
+        for rank in range(1, dist.get_world_size()):
+            TensorDict(batches[rank]).init_remote(dst=rank)
+        return batches[0]
+
+    return scatter
 
 
-# Made in each process, in this order on all ranks.
-WAYS: dict[str, Callable[[], Scatter]] = {
+# By name, functions that all ranks call in the same order.
+METHODS: dict[str, Callable[[], Scatter]] = {
     "ours": lambda: ours(shared_memory=True),
     "network": lambda: ours(shared_memory=False),
     "seed": lambda: seed,
     "objects": lambda: objects,
-    "least": lambda: least(torchs_part=False),
-    "least, torch": lambda: least(torchs_part=True),
-    "least far": lambda: least_far(torchs_part=False),
-    "least far, torch": lambda: least_far(torchs_part=True),
     "accelerate": lambda: dispatcher(split_batches=False),
     "accelerate split": lambda: dispatcher(split_batches=True),
-    "tensordict": initialising,
+    "tensordict": init_remote,
 }

@@ -1,7 +1,9 @@
-"""Two nodes on one machine: network namespaces, joined by a link of a given rate.
+"""Two nodes on one machine: network namespaces that a link of a given rate joins.
 
-Owns the namespaces. What always holds: when the context is left, nothing of them is there; what a bench that was
-killed left goes when the next one begins. They are named by its process, and their link is in no namespace of others.
+Invariants:
+- The namespaces are removed when the context ends. If a bench is killed, the next one removes them, by the process id
+  in their names.
+- The link is in no namespace of others.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from pathlib import Path
 __all__ = ["NoNodes", "environments_of", "least_seconds", "prefix_of", "setting_up", "two_nodes"]
 
 _RATE = "1gbit"
-# A second, headers and all.
+# Bytes a second, with headers.
 _LINK_BYTES = 125_000_000
-# What the link lets through at once after a silence: a packet of TCP as the kernel hands it on, in 64 KiB.
+# Bytes that the link passes at once after a pause: one TCP packet as the kernel hands it on, in 64 KiB.
 _BURST_BYTES = 72 * 1024
 _PREFIX = "tundish-bench-"
 _DEVICE = "wire"
@@ -28,7 +30,7 @@ _PORT = "29500"
 
 
 class NoNodes(Exception):
-    """There can be no such nodes here; the message says why."""
+    """This machine cannot make the nodes; the message says why."""
 
 
 @contextlib.contextmanager
@@ -46,13 +48,13 @@ def two_nodes() -> Iterator[tuple[str, str]]:
             _run(command)
         yield names
     finally:
-        # What failed may have made one of them.
+        # A failure may leave one of them.
         for name in sorted({*names} & {*_listed()}):
             _run(["ip", "netns", "delete", name])
 
 
 def setting_up(first: str, second: str) -> list[list[str]]:
-    """The commands that make two namespaces and what joins them."""
+    """The commands that make two namespaces and the link between them."""
     names = first, second
     veth = "type", "veth", "peer", "name", _DEVICE, "netns", second
     shape = "tbf", "rate", _RATE, "burst", str(_BURST_BYTES), "latency", "50ms"
@@ -64,7 +66,7 @@ def setting_up(first: str, second: str) -> list[list[str]]:
         inside = ["ip", "-n", name]
         commands += [
             [*inside, "address", "add", f"{address}/30", "dev", _DEVICE],
-            # Ranks of one node reach each other by it.
+            # Ranks of one node reach each other through it.
             [*inside, "link", "set", "dev", "lo", "up"],
             [*inside, "link", "set", "dev", _DEVICE, "up"],
             ["tc", "-n", name, "qdisc", "add", "dev", _DEVICE, "root", *shape],
@@ -73,12 +75,12 @@ def setting_up(first: str, second: str) -> list[list[str]]:
 
 
 def prefix_of(name: str) -> list[str]:
-    """What a command in a namespace begins with."""
+    """The words before a command that runs it in a namespace."""
     return ["ip", "netns", "exec", name]
 
 
 def environments_of(ranks_a_node: int) -> list[dict[str, str]]:
-    """What torchrun gives the ranks of two nodes."""
+    """The environment variables that torchrun sets for the ranks of two nodes."""
     return [
         {
             "RANK": str(node * ranks_a_node + local),
@@ -98,7 +100,7 @@ def environments_of(ranks_a_node: int) -> list[dict[str, str]]:
 
 
 def least_seconds(count_of_bytes: int) -> float:
-    """What the link takes for so many bytes, without headers, at the least."""
+    """The least time in which the link passes so many bytes, without headers."""
     return max(0, count_of_bytes - _BURST_BYTES) / _LINK_BYTES
 
 

@@ -1,7 +1,7 @@
-"""Two nodes with a slow link between them: what scatter takes there, beside what the link allows.
+"""Scatters between two nodes with a slow link, compared with the time that the link needs.
 
-What always holds: the source and as many ranks as on the other node share the first one, so that half of the batches
-go over the link. Where there can be no such nodes the section says why.
+Each node has half of the ranks, so half of the batches go over the link. If this machine cannot make such nodes, the
+section says why.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import sys
 from report import Row, Section, duration
 
 from scatter.batches import KINDS, size
-from scatter.cases import Plan, compare, scatter_by
+from scatter.cases import Plan, compare, measure_methods
 from scatter.network import NoNodes, environments_of, least_seconds, prefix_of, two_nodes
 
 __all__ = ["nodes"]
 
-_WAYS = ("ours", "seed", "objects")
+_METHODS = ("ours", "seed", "objects")
 
 
 def nodes(plan: Plan) -> Section:
     """Two nodes with half of each world."""
     section = Section(
         title="Two nodes, with a link of 1 Gbit/s",
-        note="Each node is a network namespace; a veth pair joins them, held to 1 Gbit/s both ways by tbf. Half of the "
-        "ranks are on each; rank 0 has the data. The link's limit is the bytes of the second node's batches by "
-        "125 MB/s (but 72 KiB, which go at once), and its figure how much of that is reached: headers of TCP and IP "
-        "take a twentieth.",
+        note="Each node is a network namespace with half of the ranks. A veth pair joins them, which tbf holds to "
+        "1 Gbit/s both ways. Rank 0 has the data. The link's limit is the time that the second node's batches take at "
+        "125 MB/s, without the first 72 KiB. Its figure is the share of that speed that is reached; headers of TCP and "
+        "IP take a twentieth.",
     )
     try:
         with two_nodes() as names:
@@ -42,7 +42,7 @@ def _rows(plan: Plan, world: int, names: tuple[str, str]) -> list[Row]:
     half = world // 2
     prefixes = [prefix_of(name) for name in names for _ in range(half)]
     rows = []
-    for kind, seconds in scatter_by(_WAYS, plan, environments_of(half), prefixes).items():
+    for kind, seconds in measure_methods(_METHODS, plan, environments_of(half), prefixes).items():
         case, ours = f"{kind}, 2 × {half} ranks", seconds["ours"]
         rows += compare(case, "ours", seconds, {})
         least = least_seconds(half * size(KINDS[kind](0)))

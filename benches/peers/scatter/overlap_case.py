@@ -1,7 +1,7 @@
-"""What a training loop waits for its batches, where they are read and sent while it computes.
+"""How long a training loop waits for its batches while they are read and sent beside its computation.
 
-Owns the target. What always holds: a step is matrix products as long as ten scatters of the same batches in the same
-processes; the share is that of the rank that waits longest.
+A step is matrix products that take as long as ten scatters of the same batches in the same processes. The share is that
+of the rank that waits longest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scatter.cases import Plan
 
 __all__ = ["overlap"]
 
-# Of a step.
+# The target: the wait as a share of the step.
 _SHARE = 0.05
 
 
@@ -23,10 +23,10 @@ def overlap(plan: Plan) -> Section:
     """The waits of each kind and world."""
     section = Section(
         title="Beside a step of computing",
-        note="A step is matrix products that take as long as ten scatters, alone on all ranks at once; then a barrier, "
-        "as for gradients. The wait is that for the next batch, of the rank that waits longest, by step; all batches "
-        "are read. td.DispatchLoader has prefetch=1; the seed's method is called where the loop wants its batch. The "
-        "products beside the loader: how long they take while it reads and sends, against alone.",
+        note="A step is matrix products that take as long as ten scatters, and then a barrier, as for gradients. The "
+        "wait is the mean time that the slowest rank waits for its next batch. td.DispatchLoader has prefetch=1; the "
+        "seed's method runs when the loop needs a batch. The rows of the products compare their time beside the loader "
+        "with their time alone.",
     )
     for world in plan.worlds:
         request = {"rounds": plan.rounds, "steps": plan.repeats}
@@ -35,8 +35,8 @@ def overlap(plan: Plan) -> Section:
             step = of_first["step"]
             ranks = [reply[kind] for reply in replies]
             wait = {
-                way: min(max(waits) for waits in zip(*(rank[way]["wait"] for rank in ranks), strict=True))
-                for way in ("loader", "seed")
+                name: min(max(waits) for waits in zip(*(rank[name]["wait"] for rank in ranks), strict=True))
+                for name in ("loader", "seed")
             }
             products = min(
                 max(times) for times in zip(*(rank["loader"]["products"] for rank in ranks), strict=True)

@@ -2,8 +2,8 @@
 
     python benches/peers/scatter/overlap_child.py REQUEST
 
-Owns nothing but its reply: takes a JSON request (made in `overlap_case`) and prints one line of JSON. What always
-holds: all ranks do the same products in each step and end it together; every byte of each batch is read, and checked.
+It takes a JSON request, which `overlap_case` makes, and prints one line of JSON. In each step all ranks compute the
+same products, and end with a barrier. Every byte of each batch is read and checked.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from measure import OutputsDiffer
 import tundish as td
 from scatter.batches import KINDS, total
 from scatter.child import timed
-from scatter.contestants import WAYS, seed
+from scatter.contestants import METHODS, seed
 
 _SCATTERS_A_STEP = 10
-# Of which the least is taken as one.
+# The fastest of them gives the length of a step.
 _SCATTERS = 20
-# Steps before those that count.
+# Steps at the beginning that are not counted.
 _WARM = 3
 _SIDE = 128
 
@@ -38,7 +38,7 @@ Feed = Callable[["list[Any] | None", int], Iterator[Any]]
 
 
 class Products:
-    """Matrix products that take so many seconds, alone on all ranks at once."""
+    """Matrix products that take `seconds` while all ranks compute them and do nothing else."""
 
     def __init__(self, seconds: float) -> None:
         self._left = torch.rand(_SIDE, _SIDE)
@@ -50,7 +50,7 @@ class Products:
         self.seconds = min(slowest(self.run) for _ in range(5))
 
     def run(self) -> float:
-        """Seconds that they took now."""
+        """Compute them. Returns how many seconds it took."""
         begin = time.perf_counter()
         for _ in range(self._count):
             torch.mm(self._left, self._right, out=self._out)
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    scatter = WAYS["ours"]()
+    scatter = METHODS["ours"]()
     gc.collect()
     gc.freeze()
     reply: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def by_seed(batches: list[Any] | None, steps: int) -> Iterator[Any]:
 
 
 def loop(feed: Iterator[Any], products: Products, expected: float) -> tuple[float, float]:
-    """Seconds of a step in which this rank waits, and which the products take: means."""
+    """The mean seconds of a step that this rank waits for its batch, and that its products take."""
     waits, times = [], []
     while True:
         begin = time.perf_counter()
@@ -111,17 +111,17 @@ def loop(feed: Iterator[Any], products: Products, expected: float) -> tuple[floa
         found = total(batch)
         if found != expected:
             raise OutputsDiffer(f"a rank's batch sums to {found} and not to {expected}")
-        # Whose memory is used again has let go of it.
+        # Its memory is used again.
         del batch
         times.append(products.run())
         dist.barrier()
-    # The last one is the end.
+    # The last wait is that for the end.
     counted = slice(_WARM, -1)
     return sum(waits[counted]) / len(waits[counted]), sum(times[_WARM:]) / len(times[_WARM:])
 
 
 def slowest(run: Callable[[], float]) -> float:
-    """Seconds of the slowest rank, of all at once."""
+    """The seconds that the slowest rank takes for `run`, which all ranks call at once."""
     dist.barrier()
     spent = torch.tensor([run()])
     dist.all_reduce(spent, dist.ReduceOp.MAX)

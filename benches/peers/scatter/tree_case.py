@@ -1,7 +1,7 @@
-"""A batch taken apart and described, beside the seed's recursive walk.
+"""Flattening a batch, compared with the seed's recursive walk.
 
-Owns the target. What always holds: both sides end with the tensors and with the schema in bytes, of which the batch
-could be put together elsewhere; one process, which does each in turn.
+Both sides end with the tensors and the pickled schema, from which another process can rebuild the batch. One process
+does each in turn.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from scatter.cases import Plan
 
 __all__ = ["tree"]
 
-# Of the walk and pickle.
+# The target: the walk's time over ours.
 _TIMES = 4.0
-_STATES = {"known": "as batches before", "new": "of a form never seen"}
+_STATES = {"known": "a structure seen before", "new": "a new structure"}
 
 
 def tree(plan: Plan) -> Section:
-    """One batch of each kind, of which others like it came before, or not."""
+    """One batch of each kind, with a structure that was seen before and with a new one."""
     section = Section(
-        title="A batch taken apart",
-        note="td.tree.flatten and pickle.dumps of the schema, against a recursive walk that puts dtype and shape in "
-        "the place of each tensor, and pickle.dumps of what that makes, as the seed's method has it. deep: 500 tensors "
-        "of 1 KB, five in each of 100 dicts of dicts and lists; many: as many in one list. Of a form never seen: with "
-        "a key and a shape that no batch before had.",
+        title="Flattening a batch",
+        note="td.tree.flatten and pickle.dumps of the schema, against the seed's recursive walk, which puts dtype and "
+        "shape in the place of each tensor, and pickle.dumps of its result. deep: 500 tensors of 1 KB, five in each of "
+        "100 dicts of dicts and lists; many: 500 tensors in one list. A new structure has a key and a shape that no "
+        "batch before had.",
     )
     request = {"rounds": plan.rounds, "repeats": plan.repeats}
     [reply] = run_program(Path(__file__).parent / "tree_child.py", request, [{"OMP_NUM_THREADS": "1"}])

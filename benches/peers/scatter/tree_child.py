@@ -1,9 +1,9 @@
-"""Batches taken apart, in a process of its own.
+"""Flattens batches in a process of its own.
 
     python benches/peers/scatter/tree_child.py REQUEST
 
-Owns nothing but its reply: takes a JSON request (made in `tree_case`) and prints one line of JSON. What always holds:
-what came of each call is put together again, and compared.
+It takes a JSON request, which `tree_case` makes, and prints one line of JSON. The result of each call is rebuilt and
+compared with the batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def seed_together(parts: Parts) -> Any:
     return batch
 
 
-WAYS: dict[str, tuple[Callable[[Any], Parts], Callable[[Parts], Any]]] = {
+METHODS: dict[str, tuple[Callable[[Any], Parts], Callable[[Parts], Any]]] = {
     "ours": (ours, ours_together),
     "seed": (seed, seed_together),
 }
@@ -68,13 +68,13 @@ def main() -> None:
     forms = 0
     for kind, rounds in request["rounds"].items():
         seconds: dict[str, dict[str, list[float]]] = {
-            state: {name: [] for name in WAYS} for state in ("known", "new")
+            state: {name: [] for name in METHODS} for state in ("known", "new")
         }
         batch = KINDS[kind](0)
         for _ in range(rounds):
-            for name in WAYS:
+            for name in METHODS:
                 gc.collect()
-                # The first has everything warm, where something can be.
+                # The first one only warms up.
                 for number in range(request["repeats"] + 1):
                     forms += 1
                     new = {f"form {forms}": batch, "more": torch.ones(forms)}
@@ -83,14 +83,14 @@ def main() -> None:
                         if number:
                             seconds[state][name].append(spent)
         reply[kind] = {
-            state: {name: min(times) for name, times in ways.items()} for state, ways in seconds.items()
+            state: {name: min(times) for name, times in methods.items()} for state, methods in seconds.items()
         }
     print(json.dumps(reply), flush=True)
 
 
 def timed(name: str, batch: Any) -> float:
-    """Seconds until a batch is taken apart."""
-    take_apart, put_together = WAYS[name]
+    """The seconds that flattening a batch takes."""
+    take_apart, put_together = METHODS[name]
     begin = time.perf_counter()
     parts = take_apart(batch)
     spent = time.perf_counter() - begin

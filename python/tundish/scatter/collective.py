@@ -1,10 +1,10 @@
 """`scatter_batch`: one collective call that hands every rank its own batch.
 
-A scatter is opened with the first call of a group with a source, and lives as long as the group.
+The first call of a group with a source opens a scatter, which lives as long as the group.
 
 Invariants:
 - All ranks of a group that call with the same source make the same step.
-- A call that is refused before its scatter is known closes all scatters on this rank that may be meant.
+- A call that is refused before its scatter is known closes all scatters on this rank that it may be a step of.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def scatter_batch(
     A batch belongs to its receiver: it may be written to, and never changes otherwise.
 
     Args:
-        batches: on the source an iterable of one batch for each rank, None for a rank that gets nothing, or None in
-            place of the iterable; None on all other ranks. A batch is any nest of containers that
-            `tundish.tree.flatten` takes.
+        batches: on the source an iterable of one batch for each rank. None stands for a rank that gets nothing, and in
+            place of the iterable for a step without batches. None on all other ranks. A batch is any nest of
+            containers that `tundish.tree.flatten` takes.
         src: the source's rank within the group.
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks). All members make the call, one
             thread at a time, in the same order.
-        replicate: a process group, or a dimension of the mesh that `group` is one of, whose ranks get the same batch;
-            several dimensions as one, `mesh["pipeline", "tensor"]._flatten()`. Then the ranks of all their groups make
-            the call, and the source is rank `src` of the group of the first ranks of `replicate`.
+        replicate: another dimension of the mesh, or a process group, whose ranks get the same batch. Give several
+            dimensions as one, `mesh["pipeline", "tensor"]._flatten()`. All ranks of the mesh make the call, and the
+            source is rank `src` of the group of the first ranks of `replicate`.
         device: where the tensors go (None: host memory).
 
     Returns:
-        This rank's batch, or None; on the source the very object.
+        This rank's batch, or None. On the source it is the object that was given.
 
     Raises:
         PeerFailedError: the source failed in this step, with its traceback in the message; or a rank was killed, ended
@@ -90,7 +90,7 @@ def scatter_batch(
 
 
 def stats(group: Any = None) -> list[ScatterStats]:
-    """What the scatters of `group` did on this rank, one entry for each source; see `ScatterStats`.
+    """Counts of the scatters of `group` on this rank, one entry for each source; see `ScatterStats`.
 
     Args:
         group: as for `scatter_batch`.
@@ -118,7 +118,7 @@ def open_session(group: Any, src: Any, replicate: Any = None, *, shared_memory: 
 
 
 def _session_of(group: Any, src: Any, replicate: Any) -> _Session:
-    """The scatter that a call is a step of, opened if it is the first one."""
+    """The scatter that a call is a step of. The first call opens it."""
     distributed = torch_distributed()
     known: dict[_Key, _Session] | None = None
     try:
@@ -148,11 +148,11 @@ def _session_of(group: Any, src: Any, replicate: Any) -> _Session:
 
 
 def _close(known: dict[_Key, _Session] | None) -> None:
-    """Close the scatters that a refused call may have been a step of; None: all."""
+    """Close the scatters that a refused call may be a step of; None: all."""
     with _lock:
         all_sessions = [session for of_group in _sessions.values() for session in of_group.values()]
     for session in all_sessions if known is None else list(known.values()):
         session.end(
-            "made a call that was refused for its group, src or replicate, so that nobody knows of which scatter it "
-            "was a step: all ranks make a new group for the steps that follow"
+            "made a call that was refused for its group, src or replicate, which may have been a step of this "
+            "scatter: make a new group on all ranks for the steps that follow"
         )

@@ -13,9 +13,8 @@ import functools
 import json
 import os
 import secrets
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
@@ -29,14 +28,15 @@ from tundish.errors import (
     TimedOutError,
 )
 from tundish.progress import ProgressLine
-from tundish.scatter.loader.batch_reader import BatchReader, Tail, length_of, set_epoch_of_all, steps_of
+from tundish.scatter.loader.batch_reader import Tail, steps_of
 from tundish.scatter.loader.early_exit import EarlyExits
+from tundish.scatter.loader.epoch import Epoch, Step
 from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
 from tundish.scatter.loader.epoch_receiver import EpochReceiver
-from tundish.scatter.loader.epoch_source import Epoch, EpochSource, EpochStart
+from tundish.scatter.loader.epoch_source import EpochSource
 from tundish.scatter.loader.loader_state import LoaderState, as_count
-from tundish.scatter.loader.prefetch import Inline, Prefetcher, Steps
-from tundish.scatter.loader.sharding_check import refuse_sharded
+from tundish.scatter.loader.prefetch import InlineSteps, PrefetchedSteps
+from tundish.scatter.loader.source_loader import length_of, refuse_sharded, set_epoch
 from tundish.scatter.participants import process_group
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.rendezvous import agree_on_participants, memory_limit
@@ -49,15 +49,15 @@ __all__ = ["DispatchLoader", "LoaderStats"]
 T_co = TypeVar("T_co", covariant=True)
 
 _TAILS = ("drop", "pad", "short")
-# The number of an iteration stands above these bits in the number of each of its steps.
+# The number of a step holds the number of its iteration above these bits.
 _STEP_BITS = 32
-# Steps that a receiver prefetches beyond `prefetch`, so that it hears early of what ends the iteration.
+# Steps that a receiver prefetches beyond `prefetch`, so that it hears early of the end of the iteration.
 _MORE_STEPS = 2
 _FAREWELL_SECONDS = 1.0
 
 
 class LoaderStats(ScatterStats):
-    """What a loader did on this rank; its `steps` are those that were handed out."""
+    """Counts of a loader on this rank; its `steps` are those that were handed out."""
 
     reading_seconds: float
     """On the source: seconds spent in its loader."""
@@ -66,7 +66,7 @@ class LoaderStats(ScatterStats):
     ready_steps: int
     """Steps that are prefetched."""
     ready_bytes: int
-    """Bytes of their batches; on the source counted only where more than one may be prefetched."""
+    """Bytes of their batches; on the source for each step those of the largest batch."""
 
 
 class DispatchLoader(Generic[T_co]):
@@ -87,14 +87,13 @@ class DispatchLoader(Generic[T_co]):
             caller's thread, as a cursor of sqlite requires.
         prefetch_bytes: how many bytes the prefetched batches may have on each rank (None: an eighth of the memory, for
             all ranks of a node together). One step may have more.
-        tail: what becomes of the last batches where they are fewer than the ranks. `"drop"`: no rank gets them.
-            `"pad"`: the other ranks get a batch of the step before once more, and `is_padding` says so; where there is
-            no step before, or a loader with a state of its own resumes after it, one of the last batches. `"short"`:
-            the other ranks get None.
+        tail: how the last step is completed if the batches are fewer than the ranks. `"drop"`: no rank gets them.
+            `"pad"`: the other ranks get one of the last batches too, and `is_padding` is true there. `"short"`: the
+            other ranks get None.
         progress: whether standard error shows how many batches are left out (None: on a terminal).
 
     Attributes:
-        is_padding: whether this rank's last batch was handed out before.
+        is_padding: whether this rank's last batch only fills up the last step.
 
     Raises:
         InvalidInputError, InvalidTypeError: an argument cannot be used, also a loader that reads only one rank's part
@@ -120,7 +119,7 @@ class DispatchLoader(Generic[T_co]):
         >>> loader.close()
     """
 
-    # Until the constructor is through.
+    # Until the constructor has succeeded.
     _is_closed = True
 
     def __init__(
@@ -138,8 +137,7 @@ class DispatchLoader(Generic[T_co]):
         progress: bool | None = None,
     ) -> None:
         self._process = os.getpid()
-        self._steps: Steps | None = None
-        self._epoch: Epoch | None = None
+        self._steps: InlineSteps | None = None
         self._iterator: weakref.ref[EpochIterator[T_co]] | None = None
         self._iterations = 0
         self._handed_out = 0
@@ -196,10 +194,8 @@ class DispatchLoader(Generic[T_co]):
             self._end_iteration()
             self._iterations += 1
             self._session.skip_to(self._iterations << _STEP_BITS)
-            self._epoch, self._steps = self._begin_epoch(self._iterations)
-            iterator: EpochIterator[T_co] = EpochIterator(
-                functools.partial(self._take, self._epoch, self._steps), self._steps
-            )
+            steps = self._steps = self._begin_epoch(self._iterations)
+            iterator = EpochIterator[T_co](steps, functools.partial(self._hand_out, steps.epoch))
             self._iterator = weakref.ref(iterator)
             return iterator
         except Exception:
@@ -213,7 +209,7 @@ class DispatchLoader(Generic[T_co]):
         """Steps of a whole epoch. Raises `InvalidTypeError` where the source's loader does not know its length."""
         batches = length_of(self._loader) if self._session.is_source else self._length
         if batches is None:
-            raise InvalidTypeError("nobody knows how many batches the source's loader has: it has no len()")
+            raise InvalidTypeError("the number of batches is not known: the source's loader has no len()")
         return self._steps_in(batches)
 
     @property
@@ -244,7 +240,7 @@ class DispatchLoader(Generic[T_co]):
         self._leave("set_epoch was called since")
         self._state.set_epoch(epoch)
         if self._session.is_source:
-            set_epoch_of_all(self._loader, epoch)
+            set_epoch(self._loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was handed out, in batches of the source's loader.
@@ -267,12 +263,12 @@ class DispatchLoader(Generic[T_co]):
         self._state.load_state_dict(state)
         self._leave("load_state_dict was called since")
         if self._session.is_source and self._state.told_epoch is not None:
-            set_epoch_of_all(self._loader, self._state.told_epoch)
+            set_epoch(self._loader, self._state.told_epoch)
 
     def stats(self) -> LoaderStats:
         """Bytes, batches, memory and seconds of this rank so far; see `LoaderStats`."""
         steps, ready_bytes = (0, 0) if self._steps is None else self._steps.ready
-        reading = self._epoch.reading_seconds if self._epoch is not None else 0.0
+        reading = 0.0 if self._steps is None else self._steps.epoch.reading_seconds
         return LoaderStats(
             **{**self._session.stats(), "steps": self._handed_out},  # type: ignore[typeddict-item]
             reading_seconds=self._reading_seconds + reading,
@@ -314,7 +310,8 @@ class DispatchLoader(Generic[T_co]):
         else:
             # Not through the iterator, which may be garbage as well. The thread tells the other ranks before it closes.
             self._steps.leave()
-            self._steps.close_when_over(self._session)
+            session = self._session
+            self._steps.over.add_done_callback(lambda _: session.close())
 
     def __reduce__(self) -> NoReturn:
         # `copy.copy` would close the original's channels with the copy.
@@ -322,7 +319,7 @@ class DispatchLoader(Generic[T_co]):
 
     @property
     def dataset(self) -> NoReturn:
-        """Raises `AttributeError`: a loader made over the dataset would give each rank a part of it."""
+        """Raises `AttributeError`: another loader over the dataset would give each rank only a part of it."""
         raise NoDatasetError(
             "a DispatchLoader has no dataset to make another loader over: it gives each rank its own batches already. "
             "Do not give it to accelerator.prepare_data_loader or skip_first_batches: iterate over it as it is, and "
@@ -339,8 +336,8 @@ class DispatchLoader(Generic[T_co]):
             return None
         if not isinstance(dataloader, Iterable):
             raise InvalidTypeError(
-                f"the source's loader is {dataloader!r}: give an iterable of batches, a DataLoader say. Each group has "
-                "a source of its own; ranks that are to get what those of another group get are named by replicate="
+                f"the source's loader is {dataloader!r}: give an iterable of batches, for example a DataLoader. Each "
+                "group has its own source; name ranks that get the same batches as those of another group by replicate="
             )
         # A source of each node may read a part of the data.
         if is_whole_job:
@@ -354,82 +351,54 @@ class DispatchLoader(Generic[T_co]):
     def _steps_in(self, batches: int) -> int:
         return steps_of(max(0, batches), self._session.participants.batches, self._tail)
 
-    def _begin_epoch(self, iteration: int) -> tuple[Epoch, Steps]:
-        """A new iteration over an epoch, and its steps."""
-        session, state = self._session, self._state
+    def _begin_epoch(self, iteration: int) -> InlineSteps:
+        """The steps of a new iteration."""
+        session, exits, state = self._session, self._exits, self._state
         if isinstance(session, ScatterReceiver):
-            if self._exits is None:
+            if exits is None:
                 raise InvalidInputError("torch.distributed was taken down since this loader was made")
-            epoch = EpochReceiver(session, self._exits, iteration, self._device)
+            epoch: Epoch = EpochReceiver(session, exits, iteration, self._device)
             state.begin()
-            return epoch, self._prefetcher(epoch, self._prefetch + _MORE_STEPS, self._timeout)
-        counts_bytes = self._prefetch > 1 and session.participants.batches == 1
-        source = EpochSource(
-            session, self._exits, iteration, self._device, tail=self._tail, counts_bytes=counts_bytes
-        )
-        skip, loader_state = state.begin()
-        source.begin(
-            lambda: EpochStart(state.epoch, skip, length_of(self._loader)),
-            functools.partial(self._read, skip, loader_state),
-        )
-        if not self._prefetch:
-            return source, Inline(source)
-        return source, self._prefetcher(source, self._prefetch, None)
-
-    def _prefetcher(self, epoch: Epoch, max_steps: int, timeout: float | None) -> Prefetcher:
-        return Prefetcher(
-            epoch,
-            max_steps=max_steps,
-            max_bytes=self._prefetch_bytes,
-            timeout=timeout,
-            source=self._session.participants.source,
-        )
-
-    def _read(self, skip: int, state: Any, say_alive: Callable[[], None]) -> BatchReader:
-        with ProgressLine("dispatch", self._progress) as line:
-
-            def show(done: int, of: int) -> None:
-                line.update("leaving out batches", done, of)
-                say_alive()
-
-            participants = self._session.participants
-            return BatchReader(
-                () if self._loader is None else self._loader,
-                width=participants.batches,
+            max_steps, timeout = self._prefetch + _MORE_STEPS, self._timeout
+        else:
+            source = EpochSource(
+                session,
+                exits,
+                iteration,
+                self._device,
+                loader=self._loader,
                 tail=self._tail,
-                kept=participants.batch(participants.rank),
-                skip=skip,
-                state=state,
-                show=show,
+                progress=self._progress,
+                # At least one step may be ready, whatever its size.
+                counts_bytes=self._prefetch > 1,
             )
+            skip, loader_state = state.begin()
+            source.begin(state.epoch, skip, loader_state)
+            if not self._prefetch:
+                return InlineSteps(source)
+            epoch, max_steps, timeout = source, self._prefetch, None
+        return PrefetchedSteps(epoch, max_steps=max_steps, max_bytes=self._prefetch_bytes, timeout=timeout)
 
     def _end_iteration(self) -> None:
         """Leave the iteration before, where one is under way, and wait until it is over on this rank."""
         self._leave("another one was begun since, and a DispatchLoader has one at a time")
-        if self._steps is not None and not self._steps.join(self._timeout):
+        if self._steps is None:
+            return
+        if not self._steps.join(self._timeout):
             raise TimedOutError(
                 f"the loop before was left, and another rank is still in it after {self._timeout:.4g} s"
             )
-        if self._epoch is not None:
-            self._reading_seconds += self._epoch.reading_seconds
-        self._epoch = self._steps = None
+        self._reading_seconds += self._steps.epoch.reading_seconds
+        self._steps = None
 
     def _leave(self, why: str) -> None:
         iterator = None if self._iterator is None else self._iterator()
         if iterator is not None:
             iterator.close(why)
 
-    def _take(self, epoch: Epoch, steps: Steps, check: Callable[[], None]) -> tuple[Any] | None:
-        """The batch of the next step, in a tuple; None at the end. `check` raises where the loop was left meanwhile."""
-        begin = time.monotonic()
-        try:
-            step = steps.next_step()
-        except Exception:
-            check()
-            raise
-        finally:
-            self._next_seconds += time.monotonic() - begin
-        check()
+    def _hand_out(self, epoch: Epoch, step: Step | None, waited: float) -> T_co:
+        """The batch of a step; called with None at the end."""
+        self._next_seconds += waited
         state, start = self._state, epoch.start
         if start is not None and not self._session.is_source:
             if state.loaded not in (None, (start.epoch, start.done)):
@@ -440,15 +409,15 @@ class DispatchLoader(Generic[T_co]):
             state.epoch, self._length = start.epoch, start.length
         if step is None:
             state.end()
-            return None
+            return None  # type: ignore[return-value]
         # Bringing it to a device may fail: then it was not handed out.
-        batch = None if step.batch is None else step.batch()
+        batch: T_co = step.make()
         length = None if start is None else start.length
         is_last = length is not None and not self._steps_in(length - step.done)
         state.advance(step.done, step.state, is_last=is_last)
         self._handed_out += 1
         self.is_padding = step.is_padding
-        return (batch,)
+        return batch
 
 
 _open_loaders: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()

@@ -1,4 +1,4 @@
-"""A batch on its way out: taken apart into tensors and a schema, and written into one buffer."""
+"""A batch to send: flattened into tensors and a schema, and written into one buffer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tundish.tree import flatten_with_addresses
 
 __all__ = ["OutgoingBatch", "copy_threads"]
 
-# Integers that stand for all dtypes of this width: torch cannot copy some of the others.
+# Integers by their bytes. They replace dtypes of the same width, some of which torch cannot copy.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # More threads do not make a copy faster.
 _MAX_THREADS = 4
 
 
 class OutgoingBatch:
-    """A batch that is taken apart before anything is sent, so that a bad one is refused in time.
+    """A flattened batch.
 
     Attributes:
-        schema: what the receiver needs beside the tensors.
+        schema: the batch without its tensors.
         tensors: the tensors that travel.
         size: bytes of the tensors in one buffer, as the schema's layout places them.
         is_contiguous: whether all tensors are contiguous and in host memory.
@@ -55,5 +55,5 @@ class OutgoingBatch:
 
 
 def copy_threads(receivers: int) -> int:
-    """How many threads copy a batch while so many ranks of this node have work of their own."""
+    """How many threads copy a batch on a node with so many receivers."""
     return max(1, min(_MAX_THREADS, _native.available_processors() // max(1, receivers)))

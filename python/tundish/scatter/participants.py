@@ -1,4 +1,4 @@
-"""The ranks of a scatter, and which batch each of them gets.
+"""The ranks of a scatter, and the batch of each.
 
 Invariants:
 - `src` is a rank within the group. All other ranks are those of the job.
@@ -56,7 +56,7 @@ class Participants:
 
     @functools.cached_property
     def _batch_by_rank(self) -> dict[int, int]:
-        # Looked up for every rank in every step.
+        # Each step looks up every rank.
         return dict(zip(self.ranks, self.batch_of, strict=True))
 
 
@@ -116,18 +116,18 @@ def replicated_participants(
         same_group: the voter of `group`; None where that is no group.
         timeout: how long this rank waits for the others.
     """
-    what = "finding who gets the same batch"
+    what = "finding the ranks that get the same batch"
     participants: Participants | None = None
     error: Exception | None = None
     try:
         participants = _replicated(same_batch, group, src, what=what, timeout=timeout)
-    except Exception as caught:  # noqa: BLE001 (raised once the others know)
+    except Exception as caught:  # noqa: BLE001 (raised by the last vote)
         error = caught
-    # Over both dimensions, so that every rank of the grid hears of it.
+    # Along both dimensions, so that every rank of the grid hears of an error.
     if same_group is not None:
         try:
             same_group.vote(error, what=what, timeout=timeout)
-        except Exception as of_group:  # noqa: BLE001 (raised once the others know)
+        except Exception as of_group:  # noqa: BLE001 (raised by the next vote)
             error = error or of_group
     same_batch.vote(error, what=what, timeout=timeout)
     assert participants is not None  # noqa: S101 (for the type checker)
@@ -160,9 +160,8 @@ def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timed
         )
     if len(set(positions)) > 1:
         raise InvalidInputError(
-            f"{ranks_named(voter.ranks)}, which are to get the same batch, are at the places {listed(positions)} of "
-            f"the groups {_shown(groups)}, which are in the order of ranks: give a mesh whose ranks rise along both "
-            "dimensions"
+            f"{ranks_named(voter.ranks)}, which are to get the same batch, have the positions {listed(positions)} in "
+            f"the groups {_shown(groups)}: give a mesh whose ranks rise along both dimensions"
         )
     return Participants(
         ranks=ranks,

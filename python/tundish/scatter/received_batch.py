@@ -43,7 +43,7 @@ class ReceivedBatch(NamedTuple):
     """A batch as it was received.
 
     Attributes:
-        schema: what the batch is made of.
+        schema: the batch without its tensors.
         memory: the bytes of its tensors, shape (size,), uint8; None where it has none or they are on a device.
         device_buffer: the same bytes on a device, where they travelled from device to device.
     """
@@ -53,7 +53,7 @@ class ReceivedBatch(NamedTuple):
     device_buffer: Tensor | None = None
 
     def pinned(self, device: torch.device) -> ReceivedBatch:
-        """The same batch in pinned memory, where `device` can read that by itself."""
+        """The same batch in pinned memory, if `device` can read that by itself."""
         if device.type != "cuda" or self.memory is None:
             return self
         return self._replace(memory=pinned_copy(torch.from_numpy(self.memory)).numpy())
@@ -116,7 +116,7 @@ def _tensor(
 
 @lru_cache(256)
 def _plan(layout: BufferLayout) -> tuple[_Places, _native.TensorPlan | None]:
-    """Where the tensors of a layout lie, and what makes all of them in one compiled call where they allow it."""
+    """The places of a layout's tensors, and a plan that makes them in one call; None if no plan can."""
     places = [
         (shape, NUMPY_DTYPES.get(dtype), offset, dtype, shape.numel())
         for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)

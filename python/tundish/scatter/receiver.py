@@ -13,13 +13,13 @@ from tundish.scatter.session import GONE, Session
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import GlooReceiver
 from tundish.scatter.transport.message_header import DEVICE, Kind
-from tundish.scatter.transport.shared_memory import ConnectionLostError, ReceivedMessage
+from tundish.scatter.transport.shared_memory import ReceivedMessage
 
 __all__ = ["Note", "ScatterReceiver"]
 
 
 class Note(NamedTuple):
-    """What the source tells all receivers in place of batches."""
+    """A text for all receivers in place of batches."""
 
     text: str
 
@@ -28,7 +28,7 @@ class ScatterReceiver(Session):
     """The session of a receiver. `receive` as often as the source sends."""
 
     def receive(self, device: torch.device | None = None) -> ReceivedBatch | Note | None:
-        """The next step: what the source sent this rank; None if nothing.
+        """The next step: returns the batch or the note that the source sent; None if this rank gets nothing.
 
         Args:
             device: where the batch is to go.
@@ -138,8 +138,8 @@ class ScatterReceiver(Session):
                     sender.send_text(header.step, header.kind, str(message.content), wait)
                 else:
                     sender.send(header.step, header.size, header.text_bytes, lease, wait, is_shared=True)
-            except ConnectionLostError as error:
-                raise self._lose(error.rank, GONE) from error
+            except ConnectionError as error:
+                raise self._lose(sender.rank, GONE) from error
 
     def _tell_own_receivers(self, error: PeerFailedError) -> None:
         """Tell the ranks that get their batches from this one which rank was lost, and leave."""

@@ -4,8 +4,8 @@ Ranks of the source's node get their batches through shared memory. On another n
 batch, the first receives it over gloo and passes it on.
 
 Invariants:
-- Ranks wait for each other in votes only, so every rank names the one that fails or dies. After a failure nothing is
-  left of the rendezvous.
+- Ranks wait for each other in votes only, so all name a rank that fails or dies.
+- After a failure all sockets are closed.
 - Every user of the machine can find a socket in the abstract namespace. Both ends check that the other process belongs
   to the same user.
 """
@@ -65,7 +65,7 @@ def agree_on_participants(
 
     `group` and `replicate` are process groups. The voter may end with the block.
 
-    Raises on all ranks what is wrong with `src` or `replicate` on one of them.
+    If `src` or `replicate` is wrong on one rank, all ranks raise an error.
     """
     timeout = timeout_of(group)
     if replicate is None:
@@ -78,7 +78,7 @@ def agree_on_participants(
         yield voter, participants, timeout
         return
     same_batch, same_group = voter_of(replicate), None
-    # Where `group` is none, the ranks that get the same batch are told by this rank.
+    # A rank with a bad `group` still votes with the ranks that get the same batch.
     with contextlib.suppress(InvalidInputError, InvalidTypeError):
         same_group = voter_of(group)
     participants = replicated_participants(group, src, same_batch, same_group, timeout=timeout)
@@ -103,12 +103,12 @@ def timeout_of(group: Any) -> timedelta:
     return distributed.distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
 
 
-def memory_limit(shares: int) -> int:
-    """Bytes of batches on their way for each of so many channels of a node, and as many kept for the next batches.
+def memory_limit(ranks: int) -> int:
+    """Bytes of batches on their way for each of so many ranks of a node, and as many kept for the next batches.
 
-    All shares together are an eighth of the memory that this process can have, which may be less than the machine's.
+    All ranks together have an eighth of the memory that this process can have, which may be less than the machine's.
     """
-    return 2 * _native.default_arena_limit() // max(1, shares)
+    return 2 * _native.default_arena_limit() // max(1, ranks)
 
 
 def senders_of(nodes: list[tuple[int, ...]], participants: Participants) -> dict[int, int]:
@@ -146,45 +146,36 @@ def connect(
     Raises what `Voter.vote` raises.
     """
     with contextlib.ExitStack() as temporary, contextlib.ExitStack() as on_failure:
-        # What is equal on all ranks, without the thousands of ranks that there may be.
+        # A digest, as there may be thousands of ranks.
         ranks = hashlib.sha256(repr((participants.ranks, participants.batch_of)).encode()).hexdigest()[:16]
         same = f"source {participants.source}, {len(participants.ranks)} ranks with the digest {ranks}"
-        meeting = _Rendezvous(voter, participants, timeout, temporary)
+        rendezvous = _Rendezvous(voter, participants, timeout, temporary)
         with voter.agreed(_WHAT, same=same, timeout=timeout):
             watch = PeerWatch()
             on_failure.callback(watch.close)
-            meeting.listen(watch)
+            rendezvous.listen(watch)
         nodes = nodes_of(voter, timeout=timeout) if shared_memory and watch.address else []
         senders = senders_of(nodes, participants)
         channels = Channels(watch, senders.get(participants.rank, participants.source))
         on_failure.callback(channels.close)
-        meeting.exchange_addresses(senders, channels.sender_rank)
+        rendezvous.exchange_addresses(senders, channels.sender_rank)
         # A connection waits in the backlog of its listener, with what was sent on it, until that accepts.
         with voter.agreed(_WHAT, timeout=timeout):
-            channels.arena_limit = memory_limit(_memory_shares(nodes, participants, senders))
-            meeting.call(channels)
+            own_node = next((node for node in nodes if participants.rank in node), None)
+            channels.arena_limit = memory_limit(
+                len(own_node) if own_node else env_integer("LOCAL_WORLD_SIZE", 1) or 1
+            )
+            rendezvous.call(channels)
         with voter.agreed(_WHAT, timeout=timeout):
-            meeting.accept(channels)
+            rendezvous.accept(channels)
         with voter.agreed(_WHAT, timeout=timeout):
-            meeting.open(channels, device_backend)
+            rendezvous.open(channels, device_backend)
         on_failure.pop_all()
         return channels
 
 
-def _memory_shares(nodes: list[tuple[int, ...]], participants: Participants, senders: dict[int, int]) -> int:
-    """Among how many channels the memory of this rank's node is shared out."""
-    others = [rank for rank in participants.ranks if rank not in senders and rank != participants.source]
-    if participants.rank == participants.source:
-        own = sum(sender == participants.source for sender in senders.values())
-        return own + bool(others)
-    if not nodes:
-        return env_integer("LOCAL_WORLD_SIZE", 1) or 1
-    (node,) = (node for node in nodes if participants.rank in node)
-    return len(set(node) & set(others))
-
-
 class _Rendezvous:
-    """The steps of `connect`, each between two votes. `temporary` closes what nobody needs afterwards."""
+    """The steps of `connect`, each between two votes. `temporary` holds what is closed afterwards."""
 
     def __init__(
         self, voter: Voter, participants: Participants, timeout: timedelta, temporary: contextlib.ExitStack

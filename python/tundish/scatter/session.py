@@ -1,7 +1,7 @@
-"""What the source and the receivers of a scatter share: counting steps, waiting for other ranks, and losing them.
+"""The common part of a scatter's source and receivers: counts steps, waits for other ranks, and notices their loss.
 
 Invariants:
-- Every call is the next step on its rank, whatever came of the step before. All messages carry their step.
+- Every call is the next step on its rank, also after a failed one. All messages carry their step.
 - A lost rank ends the scatter on all ranks, with an error that names it.
 - One thread at a time calls a session. It may be a background thread, as no step is a collective of the job's groups.
 """
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 __all__ = ["GONE", "ScatterStats", "Session"]
 
-# What a closed connection says about the other rank.
+# Of a rank whose connection was closed, in messages.
 GONE: Final = "was killed, has ended, or has left the scatter"
 
 # How often a rank that waits looks for ranks that are gone.
 _POLL_SECONDS = 0.1
-# How much longer receivers wait than the source, which then tells them for which rank it waited.
+# How much longer receivers wait than the source, so that they hear which rank it waited for.
 _GRACE_SECONDS = 1.0
-# How long messages of a rank of another node may be on their way after it was killed, or after it left.
+# How long messages may be on their way after a rank of another node was killed, or after it left.
 _AFTER_DEATH_SECONDS = 0.5
 _AFTER_LEAVING_SECONDS = 5.0
 
 
 class ScatterStats(TypedDict):
-    """What one scatter did on this rank."""
+    """Counts of one scatter on this rank."""
 
     source: int
     """The global rank of the source."""
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def lost(self) -> PeerFailedError | None:
-        """Why no step follows; None as long as steps may follow."""
+        """The error that ended the scatter; None as long as steps may follow."""
         return self._lost
 
     def skip_to(self, step: int) -> None:
@@ -119,7 +119,7 @@ class Session:
         self._step = max(self._step, step - 1)
 
     def end(self, why: str) -> None:
-        """Let no step follow, because of this rank. The others notice that it leaves."""
+        """End the scatter because of this rank. The others notice that it leaves."""
         if self._lost is None:
             self._lose(self.participants.rank, why)
             if self._channels is not None:
@@ -206,7 +206,7 @@ class Session:
 
         Args:
             is_ready: waits for so many seconds, and returns whether the event came.
-            rank: the rank, or what tells it once it is known.
+            rank: the rank, or a function that returns it once it is known.
             seconds: for how long, in place of the session's timeout.
         """
         if is_ready(0.0):

@@ -1,7 +1,7 @@
 """`ScatterSource`: the steps of a scatter on the rank that has the data.
 
 Invariants:
-- All batches of a step are taken apart before any is sent, so that a bad one is refused in time.
+- All batches of a step are flattened before any is sent, so that a bad one is refused in time.
 - A source that fails tells all ranks that have no batch of the step yet, before it raises.
 - A source that is interrupted tells all ranks, and closes the scatter.
 """
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,25 +33,18 @@ from tundish.scatter.transport.gloo import (
     text_messages,
 )
 from tundish.scatter.transport.message_header import Kind
-from tundish.scatter.transport.shared_memory import ConnectionLostError, SharedMemorySender
+from tundish.scatter.transport.shared_memory import SharedMemorySender
 from tundish.tree import flatten_with_addresses
 
 __all__ = ["ScatterSource"]
 
-# How long a source that is interrupted, or has waited in vain, waits for ranks of other nodes to hear why.
+# How long a source that was interrupted or timed out waits until ranks of other nodes have the reason.
 _FAREWELL_SECONDS = 0.5
 _LONGEST_TEXT = 16_000
 
-# What a receiver is sent in a step: a batch, or the kind and the text of a message without one.
+# Content of a message: a batch, or the kind and the text of a message without one.
 _Content = OutgoingBatch | tuple[Kind, str]
 _Senders = dict[int, "SharedMemorySender | GlooSender"]
-
-
-class _DeviceBuffers(NamedTuple):
-    """Batches on the source's device, by rank."""
-
-    device: torch.device
-    by_rank: dict[int, Tensor]
 
 
 class ScatterSource(Session):
@@ -64,15 +57,13 @@ class ScatterSource(Session):
     largest_batch = 0
     # The messages to other nodes that were posted last, and the wait for them.
     _outgoing: tuple[OutgoingMessages, Future[None]] | None = None
-    # The error that the receivers were told last, by identity: the error itself would keep its frames alive.
-    _reported = 0
 
     def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
         """The next step: send every rank its batch.
 
         Args:
             batches: one for each rank that gets its own, None for a rank that gets nothing; None: no rank gets any.
-            device: from which batches for other nodes may be sent, and where this rank's own is to go.
+            device: the device from which batches for other nodes may be sent.
 
         Returns this rank's batch, the very object.
 
@@ -88,20 +79,20 @@ class ScatterSource(Session):
             if device is not None:
                 # Refused before any rank has been sent anything.
                 flatten_with_addresses(own, f"rank {self.participants.rank}'s batch")
-            contents = self._taken_apart(listed, waiting)
+            contents = self._flattened(listed, waiting)
             self.largest_batch = max(
                 (one.size for one in contents.values() if isinstance(one, OutgoingBatch)), default=0
             )
-            self._send(contents, waiting, self._on_device(contents, device))
+            self._send(contents, waiting, device)
         return own
 
     def send_note(self, text: str) -> None:
         """The next step: send all receivers a text."""
         with self._reported_step() as waiting:
-            self._send(dict.fromkeys(waiting, (Kind.NOTE, text)), waiting, None)
+            self._send(dict.fromkeys(waiting, (Kind.NOTE, text)), waiting)
 
     def check_peers(self) -> None:
-        """Between steps: raise `PeerFailedError` where a rank was lost, once the others were told."""
+        """Between steps: if a rank was lost, tell the others and raise `PeerFailedError`."""
         if self._lost is not None or (self._channels is not None and self._channels.watch.vanished()):
             self.send_note("")
 
@@ -111,15 +102,8 @@ class ScatterSource(Session):
             with self._reported_step():
                 raise error
         finally:
-            # A loader may raise the same error again.
-            self._reported = 0
             # Else the error keeps the frames that it is raised from.
             del error
-
-    def was_reported(self, error: BaseException) -> bool:
-        """Whether `error` was reported to the receivers, which was just raised. Ask once."""
-        reported, self._reported = self._reported, 0
-        return reported == id(error)
 
     @contextlib.contextmanager
     def _reported_step(self) -> Iterator[_Senders]:
@@ -156,8 +140,8 @@ class ScatterSource(Session):
             )
         return listed
 
-    def _taken_apart(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, _Content]:
-        """By rank what it is sent. A batch that several ranks get is taken apart once."""
+    def _flattened(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, _Content]:
+        """The contents by rank. A batch for several ranks is flattened once."""
         channels = self._channels
         threads = copy_threads(0 if channels is None else len(channels.to_node))
         made: dict[int, _Content] = {id(None): (Kind.NOTHING, "")}
@@ -169,39 +153,33 @@ class ScatterSource(Session):
             contents[rank] = made[id(batch)]
         return contents
 
-    def _on_device(self, contents: dict[int, _Content], device: torch.device | None) -> _DeviceBuffers | None:
-        """The batches for other nodes on the source's device, where they go from device to device."""
-        channels = self._channels
-        if (
-            channels is None
-            or channels.device is None
-            or device is None
-            or device.type != channels.device.kind
-        ):
-            return None
-        buffers = {}
-        for sender in channels.to_other_nodes:
-            batch = contents[sender.rank]
-            if isinstance(batch, OutgoingBatch):
-                buffers[sender.rank] = channels.device.load(batch, device)
-        return _DeviceBuffers(device, buffers)
-
     def _send(
-        self, contents: dict[int, _Content], waiting: _Senders, on_device: _DeviceBuffers | None
+        self, contents: dict[int, _Content], waiting: _Senders, device: torch.device | None = None
     ) -> None:
         channels = self._channels
         if channels is None:
             return
+        direct = channels.device
+        if direct is None or device is None or device.type != direct.kind:
+            direct = None
+        # Before anything is sent, because it may fail.
+        on_device = {
+            sender.rank: direct.load(content, device)
+            for sender in channels.to_other_nodes
+            if direct is not None
+            and device is not None
+            and isinstance(content := contents[sender.rank], OutgoingBatch)
+        }
         try:
             if channels.to_other_nodes:
-                self._post(channels, contents, waiting, is_on_device=on_device is not None)
+                self._post(channels, contents, waiting, is_on_device=direct is not None)
             self._send_on_node(channels.to_node, contents, waiting)
             if channels.to_other_nodes:
                 self._wait_until_sent()
-            if on_device is not None and channels.device is not None:
-                channels.device.send(on_device.by_rank, on_device.device)
+            if direct is not None and device is not None:
+                direct.send(on_device, device)
         except BaseException:
-            if on_device is not None and any(one.rank not in waiting for one in channels.to_other_nodes):
+            if direct is not None and any(one.rank not in waiting for one in channels.to_other_nodes):
                 # They would take the tensors of the next step for those of this one.
                 self.end("could not send an earlier batch")
             raise
@@ -212,32 +190,32 @@ class ScatterSource(Session):
     ) -> None:
         readers = Counter(id(contents[sender.rank]) for sender in senders)
         leases: dict[int, BufferLease] = {}
-        try:
-            for sender in senders:
-                content, wait = contents[sender.rank], self._waiter(sender.rank)
-                if isinstance(content, tuple):
-                    sender.send_text(self._step, *content, wait)
-                else:
-                    is_shared = readers[id(content)] > 1
-                    lease = leases.get(id(content))
-                    if lease is None:
-                        lease = sender.write(content, wait)
-                        self._sent_bytes += content.size
-                    if is_shared:
-                        leases[id(content)] = lease
-                    schema_bytes = len(content.encoded_schema)
+        for sender in senders:
+            content, wait = contents[sender.rank], self._waiter(sender.rank)
+            if isinstance(content, tuple):
+                sender.send_text(self._step, *content, wait)
+            else:
+                is_shared = readers[id(content)] > 1
+                lease = leases.get(id(content))
+                if lease is None:
+                    lease = sender.write(content, wait)
+                    self._sent_bytes += content.size
+                if is_shared:
+                    leases[id(content)] = lease
+                schema_bytes = len(content.encoded_schema)
+                try:
                     sender.send(self._step, content.size, schema_bytes, lease, wait, is_shared=is_shared)
-                del waiting[sender.rank]
-        except ConnectionLostError as error:
-            raise self._lose(error.rank, GONE) from error
+                except ConnectionError as error:
+                    raise self._lose(sender.rank, GONE) from error
+            del waiting[sender.rank]
 
     def _post(
         self, channels: Channels, contents: dict[int, _Content], waiting: _Senders, *, is_on_device: bool
     ) -> None:
-        """Begin to send ranks of other nodes their messages; at most so many bytes at once as the memory limit."""
+        """Begin to send messages to ranks of other nodes, at once at most as many bytes as the memory limit."""
         payloads: dict[int, Tensor | None] = {}
         copied_bytes = 0
-        outgoing = self._begin_outgoing(channels)
+        outgoing = OutgoingMessages()
         try:
             for sender in channels.to_other_nodes:
                 content = contents[sender.rank]
@@ -246,9 +224,9 @@ class ScatterSource(Session):
                 else:
                     if id(content) not in payloads and not is_on_device:
                         if copied_bytes and copied_bytes + content.size > channels.arena_limit:
-                            outgoing.complete()
+                            self._finish_in_thread(channels, outgoing)
                             self._wait_until_sent()
-                            outgoing, payloads, copied_bytes = self._begin_outgoing(channels), {}, 0
+                            outgoing, payloads, copied_bytes = OutgoingMessages(), {}, 0
                         copied_bytes += content.size
                         payloads[id(content)] = copied(content, channels.arena)
                     payload = payloads.get(id(content))
@@ -257,17 +235,16 @@ class ScatterSource(Session):
                 del waiting[sender.rank]
                 outgoing.post(sender, messages)
         finally:
-            outgoing.complete()
+            self._finish_in_thread(channels, outgoing)
 
-    def _begin_outgoing(self, channels: Channels) -> OutgoingMessages:
-        """Messages to other nodes, which follow all messages before them."""
+    def _finish_in_thread(self, channels: Channels, outgoing: OutgoingMessages) -> Future[None]:
+        """Have a thread wait until messages to other nodes are sent."""
         thread = channels.thread
         if thread is None or (self._outgoing is not None and not self._outgoing[1].done()):
             # The thread waits for a rank that is late, perhaps for ever.
             thread = channels.replace_thread()
-        outgoing = OutgoingMessages()
         self._outgoing = outgoing, thread.submit(outgoing.wait)
-        return outgoing
+        return self._outgoing[1]
 
     def _wait_until_sent(self) -> None:
         """Wait until the messages that were posted last are sent. Raises for a rank that they could not be sent to."""
@@ -282,7 +259,6 @@ class ScatterSource(Session):
     def _tell(self, error: BaseException, waiting: _Senders) -> None:
         """Tell the ranks that wait for this step why it fails, and all ranks where no step follows."""
         channels = self._channels
-        self._reported = id(error)
         if channels is None:
             return
         is_interrupt = not isinstance(error, Exception)
@@ -298,7 +274,7 @@ class ScatterSource(Session):
             kind, text = Kind.FAILED, f"{self.participants.source}\n{_described(error)}"
         seconds = _FAREWELL_SECONDS if is_interrupt else None
         to_all = is_lost or self._in_loop
-        outgoing: OutgoingMessages | None = None
+        outgoing, tells_other_nodes = OutgoingMessages(), False
         gone = channels.watch.vanished()
         for sender in channels.senders:
             if not (to_all or sender.rank in waiting) or sender.rank in gone:
@@ -306,20 +282,18 @@ class ScatterSource(Session):
             # A rank that has its batch of this step hears of it in the next.
             step = self._step + (sender.rank not in waiting)
             if isinstance(sender, GlooSender):
-                outgoing = outgoing or self._begin_outgoing(channels)
                 outgoing.post(sender, text_messages(step, kind, text))
+                tells_other_nodes = True
                 continue
             try:
                 sender.send_text(step, kind, text, self._waiter(sender.rank, seconds))
             except Exception as another:  # noqa: BLE001 (the first one is raised)
                 error.add_note(f"rank {sender.rank} could not be told of it: {another}")
-        if outgoing is not None:
-            outgoing.complete()
-            if is_lost or isinstance(error, TimedOutError):
-                # A rank that did not come until now takes this no sooner.
-                seconds = _FAREWELL_SECONDS
-            if self._outgoing is not None:
-                is_done(self._outgoing[1], self._timeout if seconds is None else seconds)
+        if tells_other_nodes:
+            told = self._finish_in_thread(channels, outgoing)
+            # A rank that did not come until now takes this no sooner.
+            is_short = is_lost or isinstance(error, TimedOutError)
+            is_done(told, _FAREWELL_SECONDS if is_short else self._timeout)
         if is_interrupt:
             channels.watch.close()
 

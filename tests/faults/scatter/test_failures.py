@@ -20,7 +20,7 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 
-# The promise: a failure, or a rank that was killed, is known within so many seconds.
+# The promise: seconds until all ranks know of a failure or a killed rank.
 KNOWN = 1.0
 
 
@@ -32,7 +32,7 @@ def batches(number: int) -> list[Any]:
     return [{"x": torch.full((1000,), number + other)} for other in range(dist.get_world_size())]
 
 
-def a_round(rank: int, number: int) -> None:
+def a_step(rank: int, number: int) -> None:
     mine = td.scatter_batch(batches(number) if rank == 0 else None)
     assert mine["x"].tolist() == [number + rank] * 1000
 
@@ -40,12 +40,12 @@ def a_round(rank: int, number: int) -> None:
 def killed_receiver(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     for number in range(3):
-        a_round(rank, number)
+        a_step(rank, number)
     line.say("ready")
     if rank in (0, 2):
         line.hear()
-    line.say(*timed(lambda: a_round(rank, 3)))
-    line.say(*timed(lambda: a_round(rank, 4)))
+    line.say(*timed(lambda: a_step(rank, 3)))
+    line.say(*timed(lambda: a_step(rank, 4)))
 
 
 @pytest.mark.parametrize("node", [4, 2, 1])
@@ -58,7 +58,7 @@ def test_a_killed_receiver_is_named_by_all(node: int, tmp_path: Path) -> None:
         assert job.exit_code(2) == -signal.SIGKILL
         begin = time.monotonic()
         job.tell(0)
-        # Those whom the source had given a batch when it found out hear of it in the next round.
+        # Ranks that had their batch already hear of it in the next step.
         for rank in (0, 1, 3):
             heard = [job.hear(rank), job.hear(rank)]
             named = [one for one in heard if one[0] == "PeerFailedError"]
@@ -72,11 +72,11 @@ def test_a_killed_receiver_is_named_by_all(node: int, tmp_path: Path) -> None:
 def killed_source(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     for number in range(3):
-        a_round(rank, number)
+        a_step(rank, number)
     line.say("ready")
     if rank == 0:
         line.hear()
-    line.say(*timed(lambda: a_round(rank, 3)))
+    line.say(*timed(lambda: a_step(rank, 3)))
 
 
 @pytest.mark.parametrize("node", [3, 1])
@@ -96,21 +96,21 @@ def test_a_killed_source_is_named_by_all(node: int, tmp_path: Path) -> None:
 
 def source_ends_early(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 0:
         for number in (1, 2):
-            a_round(0, number)
+            a_step(0, number)
         line.say("gave all")
-        # As a process does that is at its end; nothing of it is left.
+        # The process ends without cleaning up.
         os._exit(0)
     line.hear()
     for number in (1, 2):
-        a_round(rank, number)
-    kind, _, lost = outcome(lambda: a_round(rank, 3))
+        a_step(rank, number)
+    kind, _, lost = outcome(lambda: a_step(rank, 3))
     assert (kind, lost) == ("PeerFailedError", 0)
 
 
-def test_what_was_given_is_there_though_the_source_has_ended(tmp_path: Path) -> None:
+def test_batches_arrive_although_the_source_has_ended(tmp_path: Path) -> None:
     with Job(source_ends_early, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, 3)
@@ -134,7 +134,7 @@ def failing_source(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
     begin = time.monotonic()
     for number in range(2):
-        a_round(rank, number)
+        a_step(rank, number)
     for given, kind, text in (
         (failing_loader, "LoaderBroke", "the shard is damaged"),
         (lambda: batches(0)[:2], "InvalidInputError", "one batch for each rank, 3 in all, and 2 came"),
@@ -151,13 +151,13 @@ def failing_source(rank: int, line: Line) -> None:
         "in failing_loader" in outcome(lambda: td.scatter_batch(failing_loader() if rank == 0 else None))[1]
         or rank == 0
     )
-    # At its own round and no other.
-    a_round(rank, 7)
+    # In its own step.
+    a_step(rank, 7)
     assert time.monotonic() - begin < 10 * KNOWN
 
 
 @pytest.mark.parametrize("node", [3, 1])
-def test_what_the_source_fails_with_is_raised_by_all_in_its_round(node: int, tmp_path: Path) -> None:
+def test_all_ranks_raise_an_error_of_the_source_in_its_step(node: int, tmp_path: Path) -> None:
     with Job(failing_source, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, node)
@@ -165,22 +165,22 @@ def test_what_the_source_fails_with_is_raised_by_all_in_its_round(node: int, tmp
 
 
 def failure_while_behind(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 0:
         for number in (1, 2):
-            a_round(0, number)
+            a_step(0, number)
         assert outcome(lambda: td.scatter_batch([]))[0] == "InvalidInputError"
         line.say("failed")
     else:
         line.hear()
         for number in (1, 2):
-            a_round(1, number)
+            a_step(1, number)
         kind, _, lost = outcome(lambda: td.scatter_batch(None))
         assert (kind, lost) == ("PeerFailedError", 0)
-    a_round(rank, 3)
+    a_step(rank, 3)
 
 
-def test_a_receiver_that_is_behind_gets_what_came_before_the_failure(tmp_path: Path) -> None:
+def test_a_late_receiver_gets_the_steps_before_the_failure(tmp_path: Path) -> None:
     with Job(failure_while_behind, 2, tmp_path) as job:
         assert job.hear(0) == ("failed",)
         job.tell(1)
@@ -189,18 +189,18 @@ def test_a_receiver_that_is_behind_gets_what_came_before_the_failure(tmp_path: P
 
 def bad_arguments(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    a_round(rank, 0)
+    a_step(rank, 0)
     kind, text, _ = outcome(lambda: td.scatter_batch(batches(1)))
     assert kind == ("" if rank == 0 else "InvalidInputError"), text
-    a_round(rank, 2)
+    a_step(rank, 2)
     device = "no such device" if rank == 0 else None
     kind, text, _ = outcome(lambda: td.scatter_batch(batches(3) if rank == 0 else None, device=device))
     assert kind == ("InvalidInputError" if rank == 0 else "PeerFailedError"), text
-    a_round(rank, 4)
+    a_step(rank, 4)
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_a_call_that_is_refused_is_a_round_all_the_same(node: int, tmp_path: Path) -> None:
+def test_a_refused_call_counts_as_a_step(node: int, tmp_path: Path) -> None:
     with Job(bad_arguments, 2, tmp_path) as job:
         job.tell(0, node)
         job.tell(1, node)
@@ -208,14 +208,14 @@ def test_a_call_that_is_refused_is_a_round_all_the_same(node: int, tmp_path: Pat
 
 
 def is_closed(rank: int, number: int, by: int) -> None:
-    """The scatter was closed by a rank that was interrupted, and says so."""
-    kind, text, lost = outcome(lambda: a_round(rank, number))
+    """Check that the scatter says which interrupted rank closed it."""
+    kind, text, lost = outcome(lambda: a_step(rank, number))
     assert (kind, lost) == ("PeerFailedError", by), text
 
 
 def interrupted_receiver(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
@@ -246,19 +246,19 @@ def test_ctrl_c_ends_the_wait_of_a_receiver_and_closes_the_scatter(node: int, tm
 
 def interrupted_source(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 0:
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        # Rank 1 takes nothing: the source waits for room, or for its network.
-        while (kind := outcome(lambda: a_round(0, 1))[0]) == "":
+        # Rank 1 reads nothing, so the source waits for room or for gloo.
+        while (kind := outcome(lambda: a_step(0, 1))[0]) == "":
             pass
         assert kind == "KeyboardInterrupt"
-        kind, text, lost = outcome(lambda: a_round(0, 2))
+        kind, text, lost = outcome(lambda: a_step(0, 2))
         assert (kind, lost) == ("PeerFailedError", 0) and "was interrupted" in text, text
     elif rank == 1:
         line.hear()
     if rank != 0:
-        while (found := outcome(lambda: a_round(rank, 1)))[0] == "":
+        while (found := outcome(lambda: a_step(rank, 1)))[0] == "":
             pass
         assert (found[0], found[2]) == ("PeerFailedError", 0), found
         is_closed(rank, 2, by=0)
@@ -284,15 +284,15 @@ def test_ctrl_c_ends_the_wait_of_a_source_and_all_ranks_hear_who_closed_the_scat
 
 
 def silent_source(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         kind, text, _ = outcome(lambda: td.scatter_batch(None))
         assert kind == "TimedOutError" and "rank 0 did not come within 2 s" in text, text
         line.say("gave up")
     else:
         line.hear()
-        a_round(0, 1)
-    a_round(rank, 2)
+        a_step(0, 1)
+    a_step(rank, 2)
 
 
 def test_a_source_that_does_not_come_is_named_after_the_timeout_of_the_group(tmp_path: Path) -> None:
@@ -303,13 +303,13 @@ def test_a_source_that_does_not_come_is_named_after_the_timeout_of_the_group(tmp
 
 
 def slow_receiver(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 0:
-        # Nobody takes anything; the source is held up before it fills the memory.
+        # No rank reads, so the source waits before it fills the memory.
         ahead = 0
         kind = ""
         while not kind and ahead < 100:
-            kind, text, _ = outcome(lambda: a_round(0, 1))
+            kind, text, _ = outcome(lambda: a_step(0, 1))
             ahead += 1
         assert kind == "TimedOutError" and "rank 1" in text, text
         assert 2 <= ahead <= 10
@@ -326,16 +326,16 @@ def test_a_source_is_not_far_ahead_of_a_slow_receiver(tmp_path: Path) -> None:
 
 
 def forked(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     child = os.fork()
     if child == 0:
         kind, text, _ = outcome(lambda: td.scatter_batch(None))
         os._exit(0 if kind == "InvalidInputError" and "before a fork" in text else 1)
     assert os.waitpid(child, 0)[1] == 0
-    a_round(rank, 1)
+    a_step(rank, 1)
 
 
-def test_a_child_takes_no_part(tmp_path: Path) -> None:
+def test_a_forked_child_cannot_use_the_scatter(tmp_path: Path) -> None:
     with Job(forked, 2, tmp_path) as job:
         job.expect_end()
 
@@ -346,26 +346,26 @@ def killed_replica(rank: int, line: Line) -> None:
     on_nodes(rank, 2)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
-    def a_grid_round() -> None:
+    def a_grid_step() -> None:
         given = [{"x": torch.ones(1000)}] * 2 if rank == 0 else None
         td.scatter_batch(given, group=mesh["data"], replicate=mesh["tensor"])
 
-    a_grid_round()
+    a_grid_step()
     line.say("ready")
     if rank in (0, 3):
         line.hear()
-    line.say(*timed(a_grid_round))
+    line.say(*timed(a_grid_step))
     if rank == 2:
         line.hear()
         return
-    # Anyone who was given a batch when it came out hears of it in a later round.
-    while (told := timed(a_grid_round))[0] != "PeerFailedError":
+    # Ranks that had their batch already hear of it in a later step.
+    while (told := timed(a_grid_step))[0] != "PeerFailedError":
         pass
     line.say(*told)
 
 
-def test_a_killed_rank_that_another_one_feeds_is_named_by_all(tmp_path: Path) -> None:
-    # Rank 2 gets the batch of rank 3 too, over the network, and hands it on; and it lives on when it has failed.
+def test_a_killed_rank_that_gets_its_batches_from_another_is_named_by_all(tmp_path: Path) -> None:
+    # Rank 2 receives the batch of rank 3 over gloo and passes it on. It lives on after its error.
     with Job(killed_replica, 4, tmp_path) as job:
         assert job.hear_all() == [("ready",)] * 4
         job.signal(3, signal.SIGKILL)
@@ -381,7 +381,7 @@ def test_a_killed_rank_that_another_one_feeds_is_named_by_all(tmp_path: Path) ->
         job.expect_end(0, 1, 2)
 
 
-def test_a_killed_rank_that_feeds_another_one_is_named_by_all(tmp_path: Path) -> None:
+def test_a_killed_rank_that_passes_batches_on_is_named_by_all(tmp_path: Path) -> None:
     with Job(killed_replica, 4, tmp_path) as job:
         assert job.hear_all() == [("ready",)] * 4
         job.signal(2, signal.SIGKILL)

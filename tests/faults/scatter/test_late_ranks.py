@@ -1,4 +1,4 @@
-"""Scatters in which a rank is slow, stopped or interrupted: who hears of it, when, and whose name is in it.
+"""Scatters in which a rank is slow, stopped or interrupted: all ranks get an error in time that names it.
 
 Times are taken on the machine's monotonic clock, which all processes share.
 """
@@ -21,24 +21,24 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 
-# The promise: a failure is known within so many seconds.
+# The promise: seconds until all ranks know of a failure.
 KNOWN = 1.0
-# Rounds that a source may be ahead of a rank of its node.
+# How many steps a source may be ahead of a rank of its node.
 AHEAD = 4
 
 
-def a_round(rank: int, number: int) -> None:
+def a_step(rank: int, number: int) -> None:
     given = [{"x": torch.full((1000,), number + other)} for other in range(dist.get_world_size())]
     mine = td.scatter_batch(given if rank == 0 else None)
     assert mine["x"].tolist() == [number + rank] * 1000
 
 
 def stopped_receiver(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     line.say("ready")
     if rank == 0:
         line.hear()
-    while not (found := outcome(lambda: a_round(rank, 1)) if rank == 0 else outcome(lambda: take(rank)))[0]:
+    while not (found := outcome(lambda: a_step(rank, 1)) if rank == 0 else outcome(lambda: take(rank)))[0]:
         pass
     line.say(*found)
 
@@ -63,12 +63,12 @@ def test_a_stopped_receiver_is_named_by_all_after_the_timeout(tmp_path: Path) ->
 
 
 def failure_beside_a_slow_one(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         line.say("busy")
         line.hear()
     for number in range(1, AHEAD + 1):
-        a_round(rank, number)
+        a_step(rank, number)
     if rank == 0:
         line.hear()
     for number in range(2):
@@ -76,10 +76,10 @@ def failure_beside_a_slow_one(rank: int, line: Line) -> None:
         line.say(kind, time.monotonic())
         if number == 0 and rank == 0:
             line.hear()
-    a_round(rank, 9)
+    a_step(rank, 9)
 
 
-def test_what_the_source_fails_with_is_known_though_a_rank_is_far_behind(tmp_path: Path) -> None:
+def test_an_error_of_the_source_arrives_although_a_rank_is_far_behind(tmp_path: Path) -> None:
     with Job(failure_beside_a_slow_one, 3, tmp_path) as job:
         assert job.hear(1) == ("busy",)
         begin = time.monotonic()
@@ -91,20 +91,20 @@ def test_what_the_source_fails_with_is_known_though_a_rank_is_far_behind(tmp_pat
         job.tell(0)
         assert job.hear(0)[0] == "InvalidInputError"
         job.tell(1)
-        # The one that was behind hears of both in their rounds.
+        # The late rank hears of both errors in their steps.
         assert [job.hear(1)[0], job.hear(1)[0]] == ["PeerFailedError"] * 2
         assert job.hear(2)[0] == "PeerFailedError"
         job.expect_end()
 
 
 def source_that_leaves(rank: int, line: Line) -> None:
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         line.hear()
     for number in range(1, AHEAD + 1):
-        a_round(rank, number)
+        a_step(rank, number)
     if rank == 0:
-        # Nothing more can be said to rank 1, which has taken none of them.
+        # The queue to rank 1, which has read nothing, is full.
         for _ in range(2):
             assert outcome(lambda: td.scatter_batch([]))[0] == "InvalidInputError"
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -119,7 +119,7 @@ def source_that_leaves(rank: int, line: Line) -> None:
     line.hear()
 
 
-def test_a_receiver_that_is_late_gets_what_came_before_the_source_was_interrupted(tmp_path: Path) -> None:
+def test_a_late_receiver_gets_the_steps_before_the_source_was_interrupted(tmp_path: Path) -> None:
     with Job(source_that_leaves, 2, tmp_path) as job:
         assert job.hear(0) == ("left",)
         job.tell(1)
@@ -131,7 +131,7 @@ def test_a_receiver_that_is_late_gets_what_came_before_the_source_was_interrupte
 
 def silent_source(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         for _ in range(2):
             kind, text, _ = outcome(lambda: td.scatter_batch(None))
@@ -140,8 +140,8 @@ def silent_source(rank: int, line: Line) -> None:
     else:
         line.hear()
         for number in (1, 2):
-            a_round(0, number)
-    a_round(rank, 3)
+            a_step(0, number)
+    a_step(rank, 3)
 
 
 def test_a_source_of_another_node_may_come_after_the_timeout(tmp_path: Path) -> None:
@@ -153,15 +153,15 @@ def test_a_source_of_another_node_may_come_after_the_timeout(tmp_path: Path) -> 
 
 def slow_receiver(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 0:
-        kind, text, _ = outcome(lambda: a_round(0, 1))
+        kind, text, _ = outcome(lambda: a_step(0, 1))
         assert kind == "TimedOutError" and "rank 1 did not come within 2 s" in text, text
         line.say("gave up")
     elif rank == 1:
         line.hear()
     for number in (1, 2) if rank else (2,):
-        a_round(rank, number)
+        a_step(rank, number)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -176,25 +176,25 @@ def test_a_receiver_of_another_node_is_named_and_may_come_after_the_timeout(
 
 def news_before_the_timeout(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         line.hear()
     elif rank == 0:
         line.say("giving")
-        assert outcome(lambda: a_round(0, 1))[0] == "KeyboardInterrupt"
+        assert outcome(lambda: a_step(0, 1))[0] == "KeyboardInterrupt"
     if rank != 0:
-        a_round(rank, 1)
+        a_step(rank, 1)
         line.say("has its batch")
     kind, _, _ = outcome(lambda: td.scatter_batch([] if rank == 0 else None))
     line.say(kind)
     line.hear()
 
 
-def test_what_the_source_fails_with_does_not_wait_behind_a_batch_for_a_late_rank(tmp_path: Path) -> None:
+def test_an_error_of_the_source_does_not_wait_for_a_late_rank(tmp_path: Path) -> None:
     with Job(news_before_the_timeout, 3, tmp_path) as job:
         assert job.hear(0) == ("giving",)
         assert job.hear(2) == ("has its batch",)
-        # Now the source waits for rank 1, which is far from its timeout.
+        # The source waits for rank 1, long before the timeout.
         begin = time.monotonic()
         job.signal(0, signal.SIGINT)
         assert job.hear(2) == ("PeerFailedError",)
@@ -210,20 +210,20 @@ def test_what_the_source_fails_with_does_not_wait_behind_a_batch_for_a_late_rank
 
 def news_beside_a_late_one(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         line.hear()
     elif rank == 0:
-        kind, text, _ = outcome(lambda: a_round(0, 1))
+        kind, text, _ = outcome(lambda: a_step(0, 1))
         assert kind == "TimedOutError" and "rank 1 did not come within 2 s" in text, text
     if rank != 0:
-        a_round(rank, 1)
+        a_step(rank, 1)
     kind, _, _ = outcome(lambda: td.scatter_batch([] if rank == 0 else None))
     line.say(kind)
-    a_round(rank, 3)
+    a_step(rank, 3)
 
 
-def test_what_the_source_fails_with_is_known_though_a_rank_of_another_node_is_late(tmp_path: Path) -> None:
+def test_an_error_of_the_source_arrives_although_a_rank_of_another_node_is_late(tmp_path: Path) -> None:
     with Job(news_beside_a_late_one, 3, tmp_path, seconds=2.0) as job:
         assert job.hear(2) == ("PeerFailedError",)
         job.tell(1)
@@ -240,14 +240,14 @@ def interrupted(error: type[BaseException]) -> Iterator[Any]:
 def source_that_is_to_end(rank: int, line: Line) -> None:
     node, name = line.hear()
     on_nodes(rank, node)
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         line.hear()
     is_near = node > 1
     for number in range(1, 1 + AHEAD * is_near):
-        a_round(rank, number)
+        a_step(rank, number)
     for _ in range(2 * is_near):
-        # With them there is no room for more.
+        # They fill the queue.
         assert outcome(lambda: td.scatter_batch([] if rank == 0 else None))[0]
     begin = time.monotonic()
     given = interrupted(getattr(builtins, name)) if rank == 0 else None
@@ -258,7 +258,7 @@ def source_that_is_to_end(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [1, 2], ids=["two nodes", "one node"])
 @pytest.mark.parametrize("name", ["KeyboardInterrupt", "SystemExit"])
-def test_a_source_that_is_to_end_does_not_wait_for_a_late_rank(name: str, node: int, tmp_path: Path) -> None:
+def test_ending_a_source_does_not_wait_for_a_late_rank(name: str, node: int, tmp_path: Path) -> None:
     with Job(source_that_is_to_end, 2, tmp_path) as job:
         job.tell(0, (node, name))
         job.tell(1, (node, name))

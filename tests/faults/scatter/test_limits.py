@@ -1,4 +1,4 @@
-"""Scatters at the limits of what a process may have: descriptors, memory."""
+"""Scatters without enough descriptors or memory."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ import tundish as td
 
 
 def keep_every_batch(rank: int, line: Line) -> None:
-    import tundish.scatter.session as member
 
-    node, rounds, shapes = line.hear()
+    node, steps, shapes = line.hear()
     on_nodes(rank, node)
-    # As where there is a processor for each of them.
-    member.available_processors = lambda: 64  # type: ignore[attr-defined]
+
     td.scatter_batch([None, None] if rank == 0 else None)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))
     kept = []
-    for number in range(rounds):
+    for number in range(steps):
         given = [None, {"x": [torch.full((size,), number) for size in shapes], "n": number}]
         kept.append(td.scatter_batch(given if rank == 0 else None))
     for number, batch in enumerate(kept if rank == 1 else []):
@@ -41,23 +39,22 @@ def keep_every_batch(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [2, 1])
 @pytest.mark.parametrize(
-    ("rounds", "shapes"),
-    # Of which the last two are announced before they are written.
+    ("steps", "shapes"),
     [(700, [5000]), (300, [50_000]), (300, [10] * 100)],
     ids=["small", "large", "many"],
 )
-def test_anyone_who_keeps_every_batch_has_them_all_and_does_not_run_out_of_descriptors(
-    node: int, rounds: int, shapes: list[int], tmp_path: Path
+def test_a_receiver_that_keeps_every_batch_does_not_run_out_of_descriptors(
+    node: int, steps: int, shapes: list[int], tmp_path: Path
 ) -> None:
     with Job(keep_every_batch, 2, tmp_path) as job:
         for rank in range(2):
-            job.tell(rank, (node, rounds, shapes))
+            job.tell(rank, (node, steps, shapes))
         job.expect_end()
 
 
 @contextlib.contextmanager
 def out_of_descriptors() -> Iterator[None]:
-    """A block in which this process opens nothing."""
+    """A block in which this process can open no file."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -77,7 +74,7 @@ def out_of_descriptors() -> Iterator[None]:
 def meets_without_descriptors(rank: int, line: Line) -> None:
     node, victim = line.hear()
     on_nodes(rank, node)
-    # What it takes to vote is there, and all that is imported.
+    # Opens what votes need, and imports all modules.
     td.scatter_batch([None] * 3 if rank == 2 else None, src=2)
     with out_of_descriptors() if rank == victim else contextlib.nullcontext():
         begin = time.monotonic()
@@ -88,7 +85,7 @@ def meets_without_descriptors(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [3, 1])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_without_descriptors_to_meet_the_others_tells_them(
+def test_a_rank_without_descriptors_for_the_rendezvous_is_named_by_all(
     node: int, victim: int, tmp_path: Path
 ) -> None:
     with Job(meets_without_descriptors, 3, tmp_path) as job:
@@ -102,7 +99,7 @@ def test_a_rank_without_descriptors_to_meet_the_others_tells_them(
 
 @contextlib.contextmanager
 def out_of_addresses() -> Iterator[None]:
-    """A block in which this process maps hardly anything."""
+    """A block in which this process can map hardly any memory."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
@@ -115,8 +112,8 @@ def out_of_addresses() -> Iterator[None]:
 def shared_without_room(rank: int, line: Line) -> None:
     lack = {"descriptors": out_of_descriptors, "addresses": out_of_addresses}[line.hear()]
 
-    def a_round(number: int) -> None:
-        # Of one object the ranks of a node get the same memory.
+    def a_step(number: int) -> None:
+        # The ranks of a node read one object from the same memory.
         given = [{"x": torch.full(((1 << 25) + number,), number)}] * 3 if rank == 0 else None
         mine = td.scatter_batch(given)
         assert len(mine["x"]) == (1 << 25) + number and (mine["x"] == number).all()
@@ -124,16 +121,16 @@ def shared_without_room(rank: int, line: Line) -> None:
     td.scatter_batch([None] * 3 if rank == 0 else None)
     dist.barrier()
     with lack() if rank == 1 else contextlib.nullcontext():
-        line.say(*outcome(lambda: a_round(1)))
-    # Only now is there another message.
+        line.say(*outcome(lambda: a_step(1)))
+    # The next message comes only now.
     line.hear()
-    a_round(2)
+    a_step(2)
 
 
 @pytest.mark.parametrize(
     ("lack", "said"), [("descriptors", "Too many open files"), ("addresses", "Cannot allocate memory")]
 )
-def test_a_receiver_without_room_for_what_several_get_says_so_in_its_round(
+def test_a_receiver_without_memory_for_a_shared_batch_says_so_in_its_step(
     lack: str, said: str, tmp_path: Path
 ) -> None:
     with Job(shared_without_room, 3, tmp_path) as job:
@@ -148,8 +145,8 @@ def test_a_receiver_without_room_for_what_several_get_says_so_in_its_round(
 
 
 def larger_than_memory() -> Any:
-    """Every other byte of more memory than there is, none of which is touched."""
-    # Python has a name for it from 3.13 on only.
+    """Every other byte of more memory than the machine has. Nothing touches it."""
+    # MAP_NORESERVE, which Python names since 3.13.
     no_reserve = 0x4000
     promised = mmap.mmap(-1, 1 << 42, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     return torch.frombuffer(promised, dtype=torch.uint8)[::2]
@@ -172,7 +169,7 @@ def too_large(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [3, 1])
-def test_a_batch_for_which_there_is_no_memory_is_the_source_s_failure(node: int, tmp_path: Path) -> None:
+def test_a_batch_larger_than_memory_fails_on_the_source(node: int, tmp_path: Path) -> None:
     with Job(too_large, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, node)
@@ -191,20 +188,20 @@ def without_room_for_it(rank: int, line: Line) -> None:
     line.hear()
 
 
-def test_a_receiver_without_room_for_a_batch_does_not_take_it_for_the_next_one(tmp_path: Path) -> None:
+def test_a_receiver_without_memory_for_a_batch_over_gloo_closes_the_scatter(tmp_path: Path) -> None:
     with Job(without_room_for_it, 2, tmp_path, seconds=PATIENCE * 2) as job:
         job.tell(0, 1)
         job.tell(1, 1)
         assert job.hear(1)[0] in ("OutOfMemoryError", "StorageError")
         kind, text, lost = job.hear(1)
         assert (kind, lost) == ("PeerFailedError", 1) and "could not read an earlier batch" in text, text
-        # Nor does the source wait for it.
+        # The source does not wait for it.
         for _ in range(2):
             kind, text, lost = job.hear(0)
             assert (kind, lost) == ("PeerFailedError", 1), text
 
 
-def test_a_receiver_of_the_node_that_has_no_room_for_a_batch_gets_the_next_one(tmp_path: Path) -> None:
+def test_a_receiver_without_memory_for_a_batch_of_its_node_gets_the_next_one(tmp_path: Path) -> None:
     with Job(without_room_for_it, 2, tmp_path) as job:
         job.tell(0, 2)
         job.tell(1, 2)
@@ -216,40 +213,40 @@ def opens_nothing(rank: int, line: Line) -> None:
     size = line.hear()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
-    def a_round(number: int) -> Any:
+    def a_step(number: int) -> Any:
         return td.scatter_batch([None, torch.full((size,), number)] if rank == 0 else None)
 
     def held() -> int:
         [found] = td.scatter.stats()
         return sum(found["memory"].values())
 
-    a_round(0)
+    a_step(0)
     dist.barrier()
     if rank == 1:
-        # The next one would be the first beyond.
+        # The next descriptor would be the first beyond the limit.
         with open("/dev/null", "rb") as probe:
             resource.setrlimit(resource.RLIMIT_NOFILE, (probe.fileno(), limits[1]))
     found = []
     for number in range(1, 41):
-        kind, text, _ = outcome(lambda number=number: a_round(number))  # type: ignore[misc]
+        kind, text, _ = outcome(lambda number=number: a_step(number))  # type: ignore[misc]
         assert not kind if rank == 0 else kind == "StorageError", text
         dist.barrier()
         found.append(held())
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert (a_round(41) == 41).all()
+        assert (a_step(41) == 41).all()
     else:
-        a_round(41)
+        a_step(41)
         line.say(found[9], found[-1])
 
 
 @pytest.mark.parametrize("size", [10_000, 100_000])
-def test_memory_that_its_receiver_never_opened_is_used_again(size: int, tmp_path: Path) -> None:
+def test_memory_that_the_receiver_could_not_open_is_used_again(size: int, tmp_path: Path) -> None:
     with Job(opens_nothing, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, size)
         before, after = job.hear(0)
-        # Thirty more of them.
+        # Thirty more batches.
         assert after - before < 4 * 8 * size
         job.expect_end()
 
@@ -259,7 +256,7 @@ def shared_with_one_that_stays_away(rank: int, line: Line) -> None:
     data = [dist.new_group([column, column + 2], timeout=limit) for column in range(2)][rank % 2]
     tensor = [dist.new_group([row, row + 1], timeout=limit) for row in (0, 2)][rank // 2]
 
-    def a_grid_round() -> None:
+    def a_grid_step() -> None:
         given = [{"x": torch.ones(1 << 18)}] * 2 if rank == 0 else None
         td.scatter_batch(given, group=data, replicate=tensor)
 
@@ -267,23 +264,23 @@ def shared_with_one_that_stays_away(rank: int, line: Line) -> None:
         [found] = td.scatter.stats(data)
         return sum(found["memory"].values())
 
-    a_grid_round()
+    a_grid_step()
     if rank == 3:
         line.hear()
     elif rank == 0:
-        while not outcome(a_grid_round)[0]:
+        while not outcome(a_grid_step)[0]:
             pass
         found = []
         for _ in range(3):
-            assert outcome(a_grid_round)[0] == "TimedOutError"
+            assert outcome(a_grid_step)[0] == "TimedOutError"
             found.append(held())
         line.say(found[-1] - found[0])
     else:
-        while outcome(a_grid_round)[0] != "PeerFailedError":
+        while outcome(a_grid_step)[0] != "PeerFailedError":
             pass
 
 
-def test_memory_that_several_get_does_not_wait_for_one_that_was_not_given_it(tmp_path: Path) -> None:
+def test_the_memory_of_a_shared_batch_does_not_wait_for_a_rank_that_stays_away(tmp_path: Path) -> None:
     with Job(shared_with_one_that_stays_away, 4, tmp_path) as job:
         (grown,) = job.hear(0)
         assert grown < 1 << 20
@@ -306,12 +303,12 @@ def shares_of_a_node(rank: int, line: Line) -> None:
     line.say(shares)
 
 
-@pytest.mark.parametrize(("node", "expected"), [(4, [3]), (2, [2]), (1, [1])])
+@pytest.mark.parametrize(("node", "expected"), [(4, [4]), (2, [2]), (1, [1])])
 def test_the_ranks_of_a_node_share_its_memory(node: int, expected: list[int], tmp_path: Path) -> None:
     with Job(shares_of_a_node, 4, tmp_path) as job:
         for rank in range(4):
             job.tell(rank, node)
-        # The others of the source's node have none.
+        # The other ranks of the source's node send nothing.
         for rank in (0, *range(node, 4)):
             assert job.hear(rank) == (expected,), rank
         job.expect_end(0, *range(node, 4))

@@ -1,6 +1,6 @@
-"""Rounds by the thousand: what a rank has of memory, descriptors and mappings stays as it was after the first ones.
+"""Thousands of steps take no more memory, descriptors and mappings than the first ones.
 
-A few seconds in every run, 10,000 rounds under `make soak`.
+A few seconds in every run; 10,000 steps under `make soak`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td
 
-ROUNDS = 10_000 if IS_SOAK else 1_200
-# Rounds between two looks. After so many a rank is warm.
+STEPS = 10_000 if IS_SOAK else 1_200
+# Steps between two measurements.
 EVERY = 300
-# Numbers of batches whose schemas and sizes are different ones; more than schemas are kept.
+# Batches with different schemas and sizes; more than a cache holds.
 KINDS = 75
-# Of what Python and the allocator keep one time more and one time less, and of torch's records of the last barriers.
+# Python and the allocator keep more or less memory, and torch keeps records of the last barriers.
 SLACK_BYTES = 3 << 20
 LATER_SLACK_BYTES = 1 << 20
 SLACK_DESCRIPTORS = 4
@@ -32,7 +32,7 @@ SLACK_MAPPINGS = 8
 
 
 class Held(NamedTuple):
-    """What a process has: bytes in memory, open descriptors, mappings."""
+    """Bytes in memory, open descriptors and mappings of a process."""
 
     resident: int
     descriptors: int
@@ -41,7 +41,7 @@ class Held(NamedTuple):
 
 def held() -> Held:
     gc.collect()
-    # What the allocator has of batches that are gone, it has now and then.
+    # The allocator gives back the memory of freed batches.
     ctypes.CDLL(None).malloc_trim(0)
     facts = Path("/proc/self/status").read_text().splitlines()
     resident = sum(int(line.split()[1]) << 10 for line in facts if line.startswith(("RssAnon:", "RssShmem:")))
@@ -52,26 +52,26 @@ def held() -> Held:
 def batch(number: int) -> dict[str, Any]:
     kind = number % KINDS
     return {
-        # From a few bytes to what is announced and, over the network, sent by itself.
+        # From a few bytes to more than a message holds.
         "x": torch.full((50 * kind * kind + 1_300_000 * (kind % 25 == 24),), number % 128, dtype=torch.uint8),
         **{f"small {i}": torch.full((i,), number) for i in range(kind % 5)},
         "n": number,
     }
 
 
-def a_round(rank: int, number: int) -> None:
-    # One for both, and one for each, in turns.
+def a_step(rank: int, number: int) -> None:
+    # In turns one batch for both ranks, and one for each.
     apart = number % 2
     given = [batch(number), batch(number + apart)] if rank == 0 else None
     assert td.scatter_batch(given)["n"] == number + apart * rank
-    # As steps have it: nobody runs ahead, and how much is on its way does not depend on the machine.
+    # So that the batches on their way do not depend on the machine's speed.
     dist.barrier()
 
 
-def many_rounds(rank: int, line: Line) -> None:
+def many_steps(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    for number in range(ROUNDS):
-        a_round(rank, number)
+    for number in range(STEPS):
+        a_step(rank, number)
         if number % EVERY == 0:
             line.say(*held())
     line.say(*held())
@@ -81,12 +81,12 @@ def many_rounds(rank: int, line: Line) -> None:
 
 @pytest.mark.timeout(1200 if IS_SOAK else 120)
 @pytest.mark.parametrize("node", [2, 1])
-def test_thousands_of_rounds_hold_no_more_than_the_first_ones(node: int, tmp_path: Path) -> None:
-    with Job(many_rounds, 2, tmp_path, seconds=60.0) as job:
+def test_thousands_of_steps_take_no_more_memory_than_the_first_ones(node: int, tmp_path: Path) -> None:
+    with Job(many_steps, 2, tmp_path, seconds=60.0) as job:
         for rank in range(2):
             job.tell(rank, node)
         looks: list[list[Held]] = [[], []]
-        for _ in range(0, ROUNDS + EVERY, EVERY):
+        for _ in range(0, STEPS + EVERY, EVERY):
             for rank in range(2):
                 looks[rank].append(Held(*job.hear(rank)))
         for rank, (_, warm, *later) in enumerate(looks):
@@ -97,6 +97,6 @@ def test_thousands_of_rounds_hold_no_more_than_the_first_ones(node: int, tmp_pat
                 assert look.mappings - warm.mappings <= SLACK_MAPPINGS, looks[rank]
             assert end.resident - half.resident < LATER_SLACK_BYTES, looks[rank]
             (kept,) = job.hear(rank)
-            # Of a batch or two.
+            # The mappings of one or two batches.
             assert kept < 32 << 20
         job.expect_end()

@@ -1,4 +1,4 @@
-"""Scatters between nodes, interrupted anywhere on the way, and with batches of all sizes in a row."""
+"""Scatters between nodes: batches of all sizes, interrupts, and batches that change after the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def batch_of(number: int, rank: int) -> Any:
-    """Of a form that came before or not, of a size that has room behind a head or not."""
+    """A batch of a random structure and size, by its number and rank."""
     random.seed(1000 * number + rank)
     sizes = random.choice(
         [[8] * random.randint(1, 70), [MIB // 8 - 1, 8], [MIB // 8], [random.randrange(100)], [], [0, 3]]
@@ -28,7 +28,7 @@ def batch_of(number: int, rank: int) -> Any:
     return {"number": number, "tensors": tensors, "said": "x" * random.choice([0, 10, 5000])}
 
 
-def a_round(rank: int, number: int) -> None:
+def a_step(rank: int, number: int) -> None:
     given = [batch_of(number, other) for other in range(3)] if rank == 0 else None
     mine = td.scatter_batch(given)
     assert same(mine, batch_of(number, rank)), number
@@ -37,10 +37,10 @@ def a_round(rank: int, number: int) -> None:
 def batches_of_all_sizes(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
     for number in range(200):
-        a_round(rank, number)
+        a_step(rank, number)
 
 
-def test_batches_of_all_sizes_come_whole_in_any_order(tmp_path: Path) -> None:
+def test_batches_of_all_sizes_arrive_whole_in_any_order(tmp_path: Path) -> None:
     with Job(batches_of_all_sizes, 3, tmp_path) as job:
         job.expect_end()
 
@@ -49,7 +49,7 @@ def small_ones_kept(rank: int, line: Line) -> None:
     on_nodes(rank, 1)
     kept = []
     for number in range(60):
-        # What comes before it leaves a lot of room for each.
+        # A large batch before each small one leaves a large buffer.
         large = {"x": [torch.full((MIB // 16,), number + part) for part in range(16)]}
         for batch in (large, {"x": torch.full((3,), number)}):
             mine = td.scatter_batch([batch] * 2 if rank == 0 else None)
@@ -60,12 +60,12 @@ def small_ones_kept(rank: int, line: Line) -> None:
 
 
 def size_in_mib() -> float:
-    """The addresses that this process has taken for memory of files and the like."""
+    """The size of this process's address space."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     return pages * mmap.PAGESIZE / MIB
 
 
-def test_anyone_who_keeps_small_batches_keeps_no_room_of_large_ones(tmp_path: Path) -> None:
+def test_small_batches_that_are_kept_hold_no_buffers_of_large_ones(tmp_path: Path) -> None:
     with Job(small_ones_kept, 2, tmp_path) as job:
         source, receiver = (size for (size,) in job.hear_all())
         job.expect_end()
@@ -79,7 +79,7 @@ def changed_on_its_way(rank: int, line: Line) -> None:
     assert same(td.scatter_batch([given] * 3 if rank == 0 else None), given)
     line.say("ready")
     if rank != 0:
-        # Longer than the source waits.
+        # Until after the source's timeout.
         line.hear()
     kind, text, lost = outcome(
         lambda: line.say("came", td.scatter_batch([given] * 3 if rank == 0 else None)["x"].sum().item())
@@ -89,7 +89,7 @@ def changed_on_its_way(rank: int, line: Line) -> None:
     line.say(kind, text, lost)
 
 
-def test_a_batch_that_the_source_changes_after_its_timeout_comes_as_it_was(tmp_path: Path) -> None:
+def test_a_batch_that_the_source_changes_after_its_timeout_arrives_unchanged(tmp_path: Path) -> None:
     with Job(changed_on_its_way, 3, tmp_path, seconds=2.0) as job:
         assert job.hear_all() == [("ready",)] * 3
         kind, text, _ = job.hear(0)
@@ -101,10 +101,10 @@ def test_a_batch_that_the_source_changes_after_its_timeout_comes_as_it_was(tmp_p
         job.expect_end()
 
 
-def test_a_batch_that_an_interrupted_source_changes_is_not_taken_for_what_was_given(tmp_path: Path) -> None:
+def test_a_batch_that_an_interrupted_source_changes_does_not_arrive_changed(tmp_path: Path) -> None:
     with Job(changed_on_its_way, 3, tmp_path) as job:
         assert job.hear_all() == [("ready",)] * 3
-        # As it waits for rank 1.
+        # While it waits for rank 1.
         time.sleep(0.3)
         job.signal(0, signal.SIGINT)
         kind, text, _ = job.hear(0)
@@ -112,7 +112,7 @@ def test_a_batch_that_an_interrupted_source_changes_is_not_taken_for_what_was_gi
         for rank in (1, 2):
             job.tell(rank)
             came = job.hear(rank)
-            # It was sent whole before, or the source says that it left.
+            # Either it was sent whole before, or the source says that it left.
             if came[0] == "came":
                 assert came == ("came", 0.0)
                 came = job.hear(rank)

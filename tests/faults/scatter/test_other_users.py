@@ -1,6 +1,6 @@
-"""Processes of other users that find a scatter's sockets, whose names everybody on the machine can read.
+"""Processes of other users cannot receive or send batches.
 
-They get nothing of a batch, and give none.
+The names of a scatter's sockets can be read by every user of the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GOT_NOTHING, GOT_SOMETHING, WAS_REFUSED = 0, 1, 2
 
 
 def as_nobody(act: Callable[[], int]) -> int:
-    """Start a child that is another user's and ends with what `act` returns."""
+    """Start a child of another user whose exit code is the result of `act`."""
     child = os.fork()
     if child == 0:
         code = WAS_REFUSED
@@ -41,7 +41,7 @@ def what_comes(line: socket.socket) -> int:
     try:
         said, descriptors, _, _ = socket.recv_fds(line, 4096, 8)
     except ConnectionResetError:
-        # Nobody has even read what it said.
+        # The other end has not even read the message.
         return GOT_NOTHING
     return GOT_SOMETHING if said or descriptors else GOT_NOTHING
 
@@ -60,14 +60,14 @@ def stranger_calls_first(rank: int, line: Line) -> None:
         def claim() -> int:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
                 stranger.connect(f"\0{own._address[0]}")
-                # As the rank whose batch it would have.
+                # With the number of the rank whose batch it wants.
                 stranger.sendall(rendezvous._HELLO.pack(rank) + channels.watch.address.encode())
                 os.write(begun, b".")
                 return what_comes(stranger)
 
         children.append(as_nobody(claim))
         os.close(begun)
-        # It is the first in the queue.
+        # It is the first in the backlog.
         assert os.read(began, 1) == b"."
         os.close(began)
         call(own, channels)
@@ -81,7 +81,7 @@ def stranger_calls_first(rank: int, line: Line) -> None:
         line.say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
-def test_another_user_who_claims_to_be_a_rank_gets_nothing_and_the_rank_its_batches(tmp_path: Path) -> None:
+def test_another_user_s_process_that_claims_to_be_a_rank_gets_nothing(tmp_path: Path) -> None:
     with Job(stranger_calls_first, 2, tmp_path) as job:
         assert job.hear(1) == (GOT_NOTHING,)
         job.expect_end()
@@ -125,7 +125,7 @@ def stranger_answers(rank: int, line: Line) -> None:
     assert td.scatter_batch([1, 2] if rank == 0 else None) == 1 + rank
 
 
-def test_another_user_who_answers_in_place_of_the_source_is_refused_by_all(tmp_path: Path) -> None:
+def test_another_user_s_process_that_answers_for_the_source_is_refused_by_all(tmp_path: Path) -> None:
     with Job(stranger_answers, 2, tmp_path) as job:
         for kind, text, lost, seconds in job.hear_all():
             assert kind == "PeerFailedError" and "another user's process" in text, text

@@ -1,7 +1,7 @@
-"""Rounds of every kind in random order, with Ctrl-C at random steps on every rank, which keeps what it got.
+"""Steps of every kind in random order. Ranks keep some of their batches.
 
-With fixed seeds; more and longer ones under `make soak`. Whatever came before: each rank is in step, has in each round
-the batch that was given in it or an error of that round, and what it keeps stays as it came.
+Each rank gets in each step the batch of that step or its error, and batches that are kept do not change. The seeds are
+fixed; `make soak` runs more and longer cases.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.scatter.batches import same
 import tundish as td
 
 WORLD = 3
-SEEDS, ROUNDS = (20, 400) if IS_SOAK else (3, 120)
+SEEDS, STEPS = (20, 400) if IS_SOAK else (3, 120)
 
 
 def large(number: int, rank: int) -> Any:
@@ -53,7 +53,7 @@ def without_tensors(number: int, rank: int) -> Any:
     return {"number": 10 * number + rank}
 
 
-# Those of the first ones that follow each other are announced.
+# Some come more often.
 FORMS = [
     large,
     large,
@@ -68,10 +68,16 @@ FORMS = [
 ]
 
 
-class Round(NamedTuple):
-    """One round, as all ranks know it beforehand.
+class StepCase(NamedTuple):
+    """One step, which all ranks know beforehand.
 
-    `absent`: ranks that get nothing. `fails`: what is wrong with what the source gives. `pauses`: by rank, seconds.
+    Attributes:
+        form: makes a batch by its number and rank.
+        absent: ranks that get nothing.
+        is_shared: whether all ranks get the same batch.
+        fails: what is wrong with the source's batches.
+        is_together: whether a barrier comes before it.
+        pauses: by rank, seconds before it.
     """
 
     form: Any
@@ -97,10 +103,10 @@ class Round(NamedTuple):
         return batches
 
 
-def rounds_of(seed: int) -> list[Round]:
+def steps_of(seed: int) -> list[StepCase]:
     draw = random.Random(seed)
-    form, rounds = FORMS[0], list[Round]()
-    for _ in range(ROUNDS):
+    form, steps = FORMS[0], list[StepCase]()
+    for _ in range(STEPS):
         if draw.random() < 0.25:
             form = draw.choice(FORMS)
         kind = draw.choices(
@@ -108,7 +114,7 @@ def rounds_of(seed: int) -> list[Round]:
             [80, 6, 2, 4, 2, 2, 4],
         )[0]
         some = {rank for rank in range(WORLD) if draw.random() < 0.6} if kind == "some" else set()
-        one = Round(
+        one = StepCase(
             form,
             frozenset(range(WORLD) if kind == "none" else some),
             is_shared=kind == "one for all",
@@ -116,21 +122,21 @@ def rounds_of(seed: int) -> list[Round]:
             is_together=draw.random() < 0.1,
             pauses={rank: 0.02 * draw.random() for rank in range(WORLD) if draw.random() < 0.1},
         )
-        rounds.append(one)
-    return rounds
+        steps.append(one)
+    return steps
 
 
-def rounds(rank: int, line: Line) -> None:
+def all_steps(rank: int, line: Line) -> None:
     import tundish.scatter.transport.gloo as gloo
     import tundish.scatter.transport.shared_memory as shared_memory
 
     seed, node = line.hear()
     on_nodes(rank, node)
-    # Few of the batches that are kept lie where they came to.
+    # Most batches that are kept are copies.
     shared_memory.MAX_LEASES = gloo.MAX_LEASES = 8  # type: ignore[misc]
     kept: list[tuple[int, Any, Any]] = []
     draw = random.Random(rank)
-    for number, this in enumerate(rounds_of(seed)):
+    for number, this in enumerate(steps_of(seed)):
         time.sleep(this.pauses.get(rank, 0.0))
         if this.is_together:
             dist.barrier()
@@ -155,8 +161,8 @@ def rounds(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("node", [3, 2, 1], ids=["one node", "two nodes", "a node each"])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_rounds_of_every_kind_come_as_they_were_given(seed: int, node: int, tmp_path: Path) -> None:
-    with Job(rounds, WORLD, tmp_path, seconds=20.0) as job:
+def test_steps_of_every_kind_arrive_unchanged(seed: int, node: int, tmp_path: Path) -> None:
+    with Job(all_steps, WORLD, tmp_path, seconds=20.0) as job:
         for rank in range(WORLD):
             job.tell(rank, (seed, node))
         job.expect_end()

@@ -1,4 +1,4 @@
-"""A call that is refused on one rank: no rank gets another round's batch for its own afterwards."""
+"""A call that is refused on one rank. Afterwards no rank gets the batch of another step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import tundish as td
 
 
 def given(rank: int, number: int) -> list[str] | None:
-    return [f"round {number} for {other}" for other in range(dist.get_world_size())] if rank == 0 else None
+    return [f"step {number} for {other}" for other in range(dist.get_world_size())] if rank == 0 else None
 
 
-def a_round(rank: int, number: int) -> None:
-    assert td.scatter_batch(given(rank, number)) == f"round {number} for {rank}"
+def a_step(rank: int, number: int) -> None:
+    assert td.scatter_batch(given(rank, number)) == f"step {number} for {rank}"
 
 
 def refused_in_the_first_call(rank: int, line: Line) -> None:
-    # The first call of a group is a vote, which tells all ranks.
+    # The first call of a group votes, so all ranks hear of it.
     for src in (0.0, 7):
         options = {"src": src} if rank == 1 else {}
         kind, text, _ = outcome(lambda: td.scatter_batch(given(rank, 0), **options))  # noqa: B023
@@ -32,7 +32,7 @@ def refused_in_the_first_call(rank: int, line: Line) -> None:
             assert kind in ("InvalidInputError", "InvalidTypeError"), text
         else:
             assert kind == "PeerFailedError" and "rank 1" in text, text
-    a_round(rank, 1)
+    a_step(rank, 1)
 
 
 def test_a_source_that_is_refused_in_the_first_call_is_known_to_all(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def refused_later(rank: int, line: Line) -> None:
     wrong: dict[str, Any] = {"src": {"src": 7}, "group": {"group": mesh}, "replicate": {"replicate": mesh}}[
         argument
     ]
-    a_round(rank, 0)
+    a_step(rank, 0)
     if rank == 1:
         kind, text, _ = outcome(lambda: td.scatter_batch(None, **wrong))
         assert kind == "InvalidInputError", text
@@ -56,16 +56,14 @@ def refused_later(rank: int, line: Line) -> None:
         line.say("refused")
     else:
         line.hear()
-        # It may be far ahead of a receiver, but hears that this one takes part no longer.
+        # It hears that rank 1 left, although it may be ahead of it.
         assert outcome(lambda: td.scatter_batch(given(rank, 1)))[::2] == ("PeerFailedError", 1)
     group = dist.new_group([0, 1])
-    assert td.scatter_batch(given(rank, 4), group=group) == f"round 4 for {rank}"
+    assert td.scatter_batch(given(rank, 4), group=group) == f"step 4 for {rank}"
 
 
 @pytest.mark.parametrize("argument", ["src", "group", "replicate"])
-def test_after_a_call_that_is_refused_nobody_gets_another_round_s_batch(
-    argument: str, tmp_path: Path
-) -> None:
+def test_after_a_refused_call_no_rank_gets_another_step_s_batch(argument: str, tmp_path: Path) -> None:
     with Job(refused_later, 2, tmp_path) as job:
         job.tell(0, argument)
         job.tell(1, argument)
@@ -100,7 +98,7 @@ def test_a_source_that_is_refused_on_one_rank_of_a_grid_is_known_to_all(tmp_path
         job.expect_end()
 
 
-# Beyond the timeout.
+# Seconds after the timeout.
 KNOWN = 1.0
 
 
@@ -124,9 +122,7 @@ def with_a_group_that_nobody_can_tell(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["another group", "not a member"])
-def test_who_waits_for_a_rank_that_is_elsewhere_names_it_after_the_timeout(
-    wrong: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_called_with_another_group_is_named_after_the_timeout(wrong: str, tmp_path: Path) -> None:
     with Job(with_a_group_that_nobody_can_tell, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, wrong)

@@ -1,4 +1,4 @@
-"""What the source reads: every batch once and in order, in rounds, with what is left at the end as it was asked for."""
+"""`BatchReader`: every batch once and in order, in steps, and the last batches by `tail`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail
 
 
 class Squares(Dataset[int]):
-    """Counts which items were asked for."""
+    """Squares of the indices. Notes which were read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -40,7 +40,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Stateful:
-    """A loader that knows where it stands, and whose state changes as it goes."""
+    """A loader with a state of its own, which changes in place."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -60,52 +60,42 @@ class Stateful:
 
 
 def drawn(reading: BatchReader) -> list[StepBatches]:
-    rounds = list(iter(reading.draw, None))
-    # The end stays the end.
+    steps = list(iter(reading.draw, None))
+    # It stays at the end.
     assert reading.draw() is None
-    return rounds
+    return steps
 
 
 @given(
     count=st.integers(0, 30),
     width=st.integers(1, 7),
     skip=st.integers(0, 30),
-    kept=st.integers(0, 6),
     tail=st.sampled_from(["drop", "pad", "short"]),
     has_length=st.booleans(),
 )
-def test_rounds_are_the_loaders_batches_in_order(
-    count: int, width: int, skip: int, kept: int, tail: Tail, has_length: bool
+def test_steps_are_the_loaders_batches_in_order(
+    count: int, width: int, skip: int, tail: Tail, has_length: bool
 ) -> None:
-    kept %= width
     if skip > count:
         with pytest.raises(InvalidInputError, match=rf"first {skip} .* has {count}"):
             BatchReader(list(range(count)), width=width, tail=tail, skip=skip)
         return
     data = range(count) if has_length else iter(range(count))
-    rounds = drawn(BatchReader(data, width=width, tail=tail, kept=kept, skip=skip))
+    steps = drawn(BatchReader(data, width=width, tail=tail, skip=skip))
     left = list(range(skip, count))
     whole = len(left) // width
-    for number, one in enumerate(rounds[:whole]):
+    for number, one in enumerate(steps[:whole]):
         assert one == (left[number * width : (number + 1) * width], width, None)
     rest = left[whole * width :]
     if tail == "drop" or not rest:
-        assert len(rounds) == whole
+        assert len(steps) == whole
         return
-    (last,) = rounds[whole:]
-    first = skip + whole * width
+    (last,) = steps[whole:]
     assert last.new == len(rest)
     assert last.batches[: last.new] == rest
     for position in range(last.new, width):
         if tail == "short":
             assert last.batches[position] is None
-        elif first >= width:
-            # What the same rank had a round before, also of those left out, unless that rank has it to itself.
-            before = list(range(first - width, first))
-            if position == kept:
-                assert last.batches[position] in before[:kept] + before[kept + 1 :]
-            else:
-                assert last.batches[position] == before[position]
         else:
             assert last.batches[position] == rest[(position - last.new) % len(rest)]
 
@@ -128,10 +118,10 @@ def test_batches_that_a_sampler_leaves_out_are_not_read() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [Squares(9), Numbers(9)])
-def test_what_comes_after_those_left_out_is_the_same_with_workers(data: Any, workers: int) -> None:
+def test_workers_read_the_same_after_batches_are_left_out(data: Any, workers: int) -> None:
     loader = DataLoader(data, batch_size=None if isinstance(data, Numbers) else 1, num_workers=workers)
     if workers and isinstance(data, Numbers):
-        # Each worker reads all of it.
+        # Each worker reads the whole stream.
         expected = [int(batch) for batch in loader]
     else:
         expected = [int(batch) for batch in DataLoader(data, batch_size=loader.batch_size)]
@@ -139,9 +129,9 @@ def test_what_comes_after_those_left_out_is_the_same_with_workers(data: Any, wor
     assert [int(batch) for one in drawn(reading) for batch in one.batches[: one.new]] == expected[3:]
 
 
-def test_a_loader_goes_on_from_its_own_state_as_of_each_round() -> None:
+def test_a_loader_resumes_from_its_own_state_after_each_step() -> None:
     whole = drawn(BatchReader(Stateful(11), width=2, tail="short"))
-    # That of its end would be one of a new beginning.
+    # At its end the state would be that of a new epoch.
     assert [one.state for one in whole] == [*({"next": n} for n in (2, 4, 6, 8, 10)), None]
     for number in range(6):
         again = BatchReader(
@@ -154,8 +144,8 @@ def test_a_loader_goes_on_from_its_own_state_as_of_each_round() -> None:
         assert [one.batches for one in drawn(again)] == [one.batches for one in whole[number + 1 :]]
 
 
-def test_the_order_of_a_shuffling_sampler_is_drawn_where_the_pass_begins() -> None:
-    """Else its seed would depend on what else takes from torch's generator meanwhile."""
+def test_the_order_of_a_shuffling_sampler_is_drawn_at_the_beginning() -> None:
+    """Else its seed would depend on other draws from torch's generator."""
     loader = DataLoader(Squares(50), batch_size=1, shuffle=True)
     torch.manual_seed(7)
     expected = [int(batch) for batch in loader]
@@ -172,7 +162,7 @@ def test_a_sampler_of_packs_is_resumed_by_counting() -> None:
     every = list(loader)
     reading = BatchReader(loader, width=2, tail="short", skip=3)
     assert [batch for one in drawn(reading) for batch in one.batches[: one.new]] == every[3:]
-    # Which leaves out the same ones when it is resumed itself.
+    # The sampler leaves out the same batches when it is resumed itself.
     sampler.load_state_dict(sampler.state_dict() | {"step": 3})
     with pytest.raises(InvalidInputError, match="was resumed by itself, at step 3"):
         BatchReader(loader, width=2, tail="short", skip=3)
@@ -180,7 +170,7 @@ def test_a_sampler_of_packs_is_resumed_by_counting() -> None:
     assert [batch for one in drawn(reading) for batch in one.batches[: one.new]] == every[3:]
 
 
-def test_an_error_of_the_loader_comes_out_in_its_round() -> None:
+def test_an_error_of_the_loader_is_raised_in_its_step() -> None:
     def breaking() -> Iterator[int]:
         yield from range(5)
         raise OSError("damaged")

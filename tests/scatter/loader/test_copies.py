@@ -1,4 +1,4 @@
-"""A DispatchLoader that somebody copies, as what takes any object may do."""
+"""A `DispatchLoader` cannot be copied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tundish.errors import NotPicklableError
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_loader_has_no_copies(copied: Any) -> None:
-    """A copy would close the loader when it goes."""
+    """A copy would close the loader when it is freed."""
     with td.DispatchLoader(range(4)) as loader:
         iterator = iter(loader)
         next(iterator)

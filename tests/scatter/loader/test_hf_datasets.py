@@ -1,4 +1,4 @@
-"""The streams of Hugging Face's datasets as loaders: batches, states, and parts that are one node's."""
+"""Streams of Hugging Face's datasets as loaders: batches, states and shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.sharding_check import refuse_sharded
+from tundish.scatter.loader.source_loader import refuse_sharded
 
 BATCHES = 6
 
@@ -45,7 +45,7 @@ def test_epochs_after_a_resumed_one_have_every_batch(handed_out: int) -> None:
     loader.close()
 
 
-def test_a_resumed_pass_that_is_left_begins_anew() -> None:
+def test_a_resumed_epoch_that_is_left_begins_anew() -> None:
     loader = loader_of(stream())
     next(iter(loader))
     state = loader.state_dict()
@@ -55,7 +55,7 @@ def test_a_resumed_pass_that_is_left_begins_anew() -> None:
     loader.close()
 
 
-def test_what_was_split_by_node_is_refused() -> None:
+def test_a_dataset_split_by_node_is_refused() -> None:
     part = split_dataset_by_node(stream(), rank=0, world_size=2)
     for loader in (part, part.batch(2).with_format("torch"), DataLoader(part, batch_size=2)):  # type: ignore[arg-type]
         with pytest.raises(InvalidInputError, match=r"one of 2 parts of the data .*DistributedConfig"):

@@ -1,4 +1,4 @@
-"""What one loader after the other costs the job's store, and what ranks are told when one is made or resumed."""
+"""Several loaders and iterations in a row: connections to the store, bad devices, resumed padding, StopIteration."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def one_after_the_other(rank: int, line: Line) -> None:
     for number in range(20):
         with td.DispatchLoader(range(10) if rank == 0 else None) as loader:
             assert list(loader) == list(range(rank, 10, 2)), number
-    # One for the votes, and one for anyone who leaves early.
+    # One for the votes, and one for early exits.
     assert opened <= 2
 
 
 @pytest.mark.skipif(not hasattr(dist.PrefixStore, "clone"), reason="this torch opens them in another way")
-def test_loaders_use_the_connections_to_the_store_that_are_there(tmp_path: Path) -> None:
+def test_loaders_share_connections_to_the_store(tmp_path: Path) -> None:
     with Job(one_after_the_other, 2, tmp_path) as job:
         job.expect_end()
 
@@ -43,31 +43,31 @@ def no_such_device(rank: int, line: Line) -> None:
     assert "device is 'nowhere', which is none" in text
 
 
-def test_a_device_that_is_none_is_known_when_the_loader_is_made(tmp_path: Path) -> None:
+def test_a_bad_device_is_refused_when_the_loader_is_made(tmp_path: Path) -> None:
     with Job(no_such_device, 2, tmp_path) as job:
         job.expect_end()
 
 
 def resumed_padding(rank: int, line: Line) -> None:
-    def rounds(loader: Any) -> list[tuple[int, bool]]:
+    def steps_of(loader: Any) -> list[tuple[int, bool]]:
         return [(batch, loader.is_padding) for batch in loader]
 
     def made(**options: Any) -> Any:
         return td.DispatchLoader(range(11) if rank == 0 else None, tail="pad", **options)
 
     with made() as loader:
-        whole = rounds(loader)
-        assert whole[-1] == ((10, False) if rank == 0 else (9, True))
+        whole = steps_of(loader)
+        assert whole[-1] == ((10, False) if rank == 0 else (10, True))
         states = [loader.state_dict() for _ in loader]
     for done, state in enumerate(states[:-1], 1):
         with made() as resumed:
             resumed.load_state_dict(state)
-            assert rounds(resumed) == whole[done:], done
+            assert steps_of(resumed) == whole[done:], done
         with made(skip_batches=done) as shorter:
-            assert rounds(shorter) == whole[done:], done
+            assert steps_of(shorter) == whole[done:], done
 
 
-def test_the_padding_of_the_last_round_is_the_same_after_resuming(tmp_path: Path) -> None:
+def test_the_padding_of_the_last_step_is_the_same_after_resuming(tmp_path: Path) -> None:
     with Job(resumed_padding, 2, tmp_path) as job:
         job.expect_end()
 
@@ -84,7 +84,7 @@ def ends_for_no_reason(rank: int, line: Line) -> None:
     td.tree.register(Fraction, apart, together)
     for prefetch in (0, 1):
         for failing in (0, 1):
-            # The source fails to take the second one apart, or a receiver to put it together.
+            # The source fails to flatten the second batch, or a receiver to rebuild it.
             batches = [1, 2, 3, Fraction(failing), 5, 6]
             with td.DispatchLoader(batches if rank == 0 else None, prefetch=prefetch) as loader:
                 kind, text, _ = outcome(lambda: list(loader))
@@ -98,6 +98,6 @@ def ends_for_no_reason(rank: int, line: Line) -> None:
             dist.barrier()
 
 
-def test_an_error_that_is_called_stop_iteration_is_no_end_of_the_data(tmp_path: Path) -> None:
+def test_a_stop_iteration_from_a_batch_does_not_end_the_data(tmp_path: Path) -> None:
     with Job(ends_for_no_reason, 2, tmp_path) as job:
         job.expect_end()

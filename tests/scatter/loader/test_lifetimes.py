@@ -1,4 +1,4 @@
-"""How long a DispatchLoader, its batches and what its errors hold live: no longer than somebody has them."""
+"""A `DispatchLoader`, its batches and its errors are freed when nobody uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import tundish as td
 
 
-def test_a_batch_is_let_go_of_with_the_loop() -> None:
+def test_batches_are_freed_after_the_loop() -> None:
     class Batch:
         pass
 
@@ -37,7 +37,7 @@ def test_a_batch_is_let_go_of_with_the_loop() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_error_holds_on_to_nothing_once_it_is_caught(prefetch: int) -> None:
+def test_a_caught_error_keeps_nothing_alive(prefetch: int) -> None:
     class Large:
         pass
 
@@ -62,7 +62,7 @@ def test_an_error_holds_on_to_nothing_once_it_is_caught(prefetch: int) -> None:
         gc.enable()
 
 
-def test_nobody_has_to_close_it() -> None:
+def test_a_loader_that_is_not_closed_frees_its_thread() -> None:
     before = threading.active_count()
     loader = td.DispatchLoader([{"n": number} for number in range(1000)])
     gone = weakref.ref(loader)
@@ -77,7 +77,7 @@ def test_nobody_has_to_close_it() -> None:
     assert threading.active_count() == before
 
 
-def test_an_iterator_keeps_its_loader() -> None:
+def test_an_iterator_keeps_its_loader_alive() -> None:
     batches = iter(td.DispatchLoader([{"n": number} for number in range(4)]))
     gc.collect()
     assert [batch["n"] for batch in batches] == [0, 1, 2, 3]

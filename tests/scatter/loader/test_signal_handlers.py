@@ -1,4 +1,4 @@
-"""A handler of a signal ends a pass while its loop waits for a batch."""
+"""A signal handler ends the iteration while its loop waits for a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tundish.errors import InvalidInputError
 
 
 class Gated:
-    """Six numbers, the fourth of which comes when it is let through."""
+    """Six numbers. The fourth waits for an event."""
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
@@ -26,7 +26,7 @@ class Gated:
 
 
 @pytest.mark.parametrize("way", ["close", "set_epoch", "load_state_dict"])
-def test_what_a_signal_s_handler_ends_is_no_end_of_the_data(way: str) -> None:
+def test_an_iteration_that_a_signal_handler_ends_raises(way: str) -> None:
     gated = Gated()
     with td.DispatchLoader(gated) as loader:
         batches = iter(loader)

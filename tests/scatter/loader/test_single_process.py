@@ -1,4 +1,4 @@
-"""A DispatchLoader in one process, without torch.distributed: the same semantics."""
+"""`DispatchLoader` in one process, without torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchErr
 
 
 class Counting:
-    """A loader that knows how many batches were read of it, and on which threads."""
+    """A loader that notes how many batches were read, and on which threads."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -56,7 +56,7 @@ def test_every_epoch_has_every_batch(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_it_reads_as_far_ahead_as_it_is_told(prefetch: int) -> None:
+def test_it_prefetches_as_many_steps_as_asked(prefetch: int) -> None:
     counting = Counting(20)
     with td.DispatchLoader(counting, prefetch=prefetch) as loader:
         batches = iter(loader)
@@ -65,20 +65,20 @@ def test_it_reads_as_far_ahead_as_it_is_told(prefetch: int) -> None:
             deadline = time.monotonic() + 10
             while counting.read < number + prefetch and time.monotonic() < deadline:
                 time.sleep(0.001)
-            # It would have gone on by now.
+            # Time in which more would be prefetched.
             time.sleep(0.02)
             assert counting.read == number + prefetch
         assert loader.stats()["ready_steps"] == prefetch
 
 
-def test_bytes_bound_what_is_ahead() -> None:
+def test_prefetched_bytes_are_bounded() -> None:
     def batches() -> Iterator[torch.Tensor]:
         for _ in range(20):
             yield torch.zeros(1 << 20, dtype=torch.uint8)
 
     with td.DispatchLoader(batches(), prefetch=10, prefetch_bytes=3 << 20) as loader:
-        rounds = iter(loader)
-        next(rounds)
+        steps = iter(loader)
+        next(steps)
         deadline = time.monotonic() + 10
         while loader.stats()["ready_steps"] < 3 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -87,7 +87,7 @@ def test_bytes_bound_what_is_ahead() -> None:
         assert (stats["ready_steps"], stats["ready_bytes"]) == (3, 3 << 20)
 
 
-def test_what_belongs_to_a_thread_is_read_on_it() -> None:
+def test_without_prefetch_the_loader_is_read_on_the_caller_s_thread() -> None:
     connection = sqlite3.connect(":memory:")
     connection.execute("create table samples (tokens integer)")
     connection.executemany("insert into samples values (?)", [(number,) for number in range(5)])
@@ -102,14 +102,14 @@ def test_what_belongs_to_a_thread_is_read_on_it() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_a_state_is_of_the_last_round_that_was_handed_out(prefetch: int) -> None:
+def test_the_state_is_that_of_the_last_step_handed_out(prefetch: int) -> None:
     with td.DispatchLoader(Counting(9), prefetch=prefetch) as loader:
         assert loader.state_dict()["batches"] == 0
         states = []
         for batch in loader:
             states.append(loader.state_dict())
             assert states[-1]["batches"] == batch["n"] + 1
-        # The epoch is through.
+        # The epoch is complete.
         assert (loader.state_dict()["epoch"], loader.state_dict()["batches"]) == (1, 0)
     for done, state in enumerate(states, 1):
         with td.DispatchLoader(Counting(9), prefetch=prefetch) as again:
@@ -140,7 +140,7 @@ class Stateful:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_the_state_of_a_loader_with_one_of_its_own_is_of_the_same_round(prefetch: int) -> None:
+def test_the_loader_s_own_state_is_that_of_the_same_step(prefetch: int) -> None:
     with td.DispatchLoader(Stateful(), prefetch=prefetch) as loader:
         for number in loader:
             assert loader.state_dict()["loader"] == {"at": number + 1}
@@ -150,14 +150,14 @@ def test_the_state_of_a_loader_with_one_of_its_own_is_of_the_same_round(prefetch
     with td.DispatchLoader(Stateful(), prefetch=prefetch) as loader:
         loader.load_state_dict(state)
         assert list(loader) == [5, 6, 7, 8]
-        # What a pass before came to says nothing of the next one.
+        # The next epoch starts without a state.
         assert loader.state_dict()["loader"] is None
         again = iter(loader)
         assert (loader.state_dict()["batches"], loader.state_dict()["loader"]) == (0, None)
         assert next(again) == 0
 
 
-def test_breaking_off_begins_the_epoch_anew() -> None:
+def test_after_a_break_the_epoch_begins_anew() -> None:
     with td.DispatchLoader(Counting(9), prefetch=2) as loader:
         for batch in loader:
             if batch["n"] == 3:
@@ -168,14 +168,14 @@ def test_breaking_off_begins_the_epoch_anew() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_the_epoch_is_counted_on_though_nobody_asks_for_its_end(prefetch: int) -> None:
-    """As the Trainer of transformers does not, which counts the batches."""
+def test_the_epoch_advances_without_a_request_for_its_end(prefetch: int) -> None:
+    """The Trainer of transformers counts batches and does not ask for the end."""
     with td.DispatchLoader(Counting(3), prefetch=prefetch) as loader:
         for epoch in range(3):
             iterator = iter(loader)
             assert [next(iterator)["n"] for _ in range(len(loader))] == [0, 1, 2]
             assert (loader.epoch, loader.state_dict()["batches"]) == (epoch, 3)
-        # Who says which one it is has it so.
+        # set_epoch goes back to an earlier epoch.
         loader.set_epoch(2)
         assert next(iter(loader))["n"] == 0 and loader.epoch == 2
         state = loader.state_dict()
@@ -186,13 +186,13 @@ def test_the_epoch_is_counted_on_though_nobody_asks_for_its_end(prefetch: int) -
         assert loader.epoch == 3
 
 
-def test_rounds_are_left_out_once() -> None:
+def test_skip_batches_applies_to_the_first_iteration_only() -> None:
     with td.DispatchLoader(Counting(6), skip_batches=4, progress=True) as loader:
         assert loader.state_dict()["batches"] == 4
         assert numbers(loader) == [4, 5]
         assert numbers(loader) == list(range(6))
     with td.DispatchLoader(Counting(6), skip_batches=4) as loader:
-        # The epoch in which the run goes on.
+        # The epoch in which the run resumes.
         loader.set_epoch(3)
         assert numbers(loader) == [4, 5]
     loader = td.DispatchLoader(Counting(6), skip_batches=7)
@@ -200,7 +200,7 @@ def test_rounds_are_left_out_once() -> None:
         iter(loader)
 
 
-def test_leaving_out_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_shows_batches_that_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     with td.DispatchLoader(Counting(6), skip_batches=4, progress=True) as loader:
         numbers(loader)
     assert "leaving out batches" in capsys.readouterr().err
@@ -242,7 +242,7 @@ class ToldBatches(Told):
         return 3
 
 
-def test_an_epoch_is_told_to_all_parts_of_the_loader_once() -> None:
+def test_set_epoch_reaches_all_parts_of_the_loader_once() -> None:
     data, sampler = ToldData(), ToldSampler()
     batches = ToldBatches(sampler)
     inner = DataLoader(data, batch_sampler=batches)  # type: ignore[arg-type]
@@ -257,12 +257,12 @@ def test_an_epoch_is_told_to_all_parts_of_the_loader_once() -> None:
         loader.load_state_dict(state)
         assert sampler.epochs == [4, 4] and data.epochs == [4, 4]
         assert loader.epoch == 4
-        # As a loop does that begins with the epoch of the state.
+        # A resumed loop begins with the epoch of the state.
         loader.set_epoch(4)
         assert len(list(loader)) == 6
 
 
-def test_the_epoch_of_a_state_goes_on_where_it_was_and_another_begins_anew() -> None:
+def test_the_epoch_of_a_state_resumes_and_another_begins_anew() -> None:
     with td.DispatchLoader(Counting(5)) as loader:
         loader.set_epoch(2)
         for batch in loader:
@@ -289,7 +289,7 @@ def test_the_epoch_of_a_state_goes_on_where_it_was_and_another_begins_anew() -> 
         ({"epoch": None}, "epoch is None"),
     ],
 )
-def test_a_state_that_is_none_is_refused_whole(change: dict[str, Any], said: str) -> None:
+def test_a_damaged_state_is_refused_whole(change: dict[str, Any], said: str) -> None:
     with td.DispatchLoader(Counting(5)) as loader:
         good = loader.state_dict()
         with pytest.raises(StateMismatchError, match=said):
@@ -327,14 +327,14 @@ def test_bad_arguments_are_refused(options: dict[str, Any], said: str) -> None:
         td.DispatchLoader(**{"dataloader": [1, 2], **options})
 
 
-def test_a_wrong_call_is_that_and_nothing_else(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_wrong_keyword_leaves_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     with pytest.raises(TypeError, match="batches"):
         td.DispatchLoader(batches=[1])  # type: ignore[call-arg]
     gc.collect()
     assert not recwarn.list
 
 
-def test_going_elsewhere_leaves_a_pass() -> None:
+def test_set_epoch_and_load_state_dict_end_the_iteration() -> None:
     with td.DispatchLoader(Counting(9), prefetch=3) as loader:
         batches = iter(loader)
         next(batches)
@@ -354,7 +354,7 @@ def test_going_elsewhere_leaves_a_pass() -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_second_iterator_does_not_pass_for_the_end_of_the_first(prefetch: int) -> None:
+def test_a_second_iterator_ends_the_first_with_an_error(prefetch: int) -> None:
     with td.DispatchLoader(Counting(3), prefetch=prefetch) as loader:
         pairs = ((outer["n"], inner["n"]) for outer in loader for inner in loader)
         assert [next(pairs) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
@@ -364,7 +364,7 @@ def test_a_second_iterator_does_not_pass_for_the_end_of_the_first(prefetch: int)
             list(zip(loader, loader, strict=True))
         first = iter(loader)
         assert len(list(first)) == 3
-        # Its own end stays its end, whatever comes after it.
+        # A complete iterator stays at its end.
         assert numbers(loader) == [0, 1, 2] and list(first) == []
         first = iter(loader)
         next(first)
@@ -384,13 +384,13 @@ def test_a_loader_without_a_length_has_none() -> None:
         assert list(loader) == [0, 1, 2]
 
 
-def test_it_has_no_dataset_to_be_sharded_again() -> None:
+def test_it_has_no_dataset_attribute() -> None:
     from accelerate import Accelerator, skip_first_batches
 
     with td.DispatchLoader(DataLoader(list(range(4)))) as loader:
         assert getattr(loader, "dataset", None) is None
         accelerator = Accelerator(cpu=True)
-        # What it does not know it leaves alone.
+        # Accelerate leaves objects alone that it does not know.
         assert accelerator.prepare(loader) is loader
         with pytest.raises(AttributeError, match="gives each rank its own batches already"):
             accelerator.prepare_data_loader(loader)
@@ -398,14 +398,14 @@ def test_it_has_no_dataset_to_be_sharded_again() -> None:
             skip_first_batches(loader, 2)
 
 
-def test_in_one_process_a_loader_of_one_part_is_the_whole() -> None:
+def test_in_one_process_the_only_shard_is_accepted() -> None:
     data = list(range(4))
     with td.DispatchLoader(DataLoader(data, sampler=DistributedSampler(data, 1, 0, shuffle=False))) as loader:  # type: ignore[arg-type]
         assert len(list(loader)) == 4
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_an_error_of_the_loader_is_raised_in_its_round_and_the_next_pass_works(prefetch: int) -> None:
+def test_after_an_error_of_the_loader_the_next_iteration_works(prefetch: int) -> None:
     class Breaks(Counting):
         broken = True
 

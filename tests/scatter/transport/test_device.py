@@ -87,7 +87,7 @@ def under_a_default_device(rank: int, line: Line) -> None:
     assert {one.device.type for one in mine.values()} == {"cpu"}
 
 
-def test_the_default_device_is_no_device_that_was_asked_for(tmp_path: Path) -> None:
+def test_torch_s_default_device_is_ignored(tmp_path: Path) -> None:
     with Job(under_a_default_device, 2, tmp_path) as job:
         job.expect_end()
 
@@ -115,7 +115,7 @@ def test_a_batch_goes_to_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.needs_gpu
 def test_a_source_does_not_wait_for_the_device() -> None:
-    # The first time there is something to be set up.
+    # The first time sets up the device.
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -140,7 +140,7 @@ def test_a_loader_is_read_on_the_device_of_its_caller() -> None:
 
 
 def open_between_devices(rank: int) -> Any:
-    """A scatter whose batches go between devices that are host memory: all but the backend is the same."""
+    """A scatter from device to device, with the CPU as the device and gloo as its backend."""
     with td.distributed.Voter() as voter:
         kind = ScatterReceiver if rank else ScatterSource
         return kind(
@@ -152,8 +152,8 @@ def open_between_devices(rank: int) -> Any:
         )
 
 
-def one_round_goes_wrong(rank: int, line: Line) -> None:
-    """Between devices, as below; `whose` of the two calls of a round fails as it begins, or `post`, when it is done."""
+def one_step_goes_wrong(rank: int, line: Line) -> None:
+    """From device to device: `whose` call fails, at its beginning or, with `post`, at its end."""
     whose = line.hear()
     session = open_between_devices(rank)
 
@@ -180,7 +180,7 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
                 patch.setattr(OutgoingMessages if whose == "post" else DeviceChannel, whose, fail)
             else:
                 patch.undo()
-            # All of one form and size.
+            # All batches have one structure and size.
             given = [make(number), make(number)]
             kind, _, _ = outcome(lambda: go_through(number, given))  # noqa: B023
             line.say(kind)
@@ -188,10 +188,8 @@ def one_round_goes_wrong(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("whose", ["receive", "send", "post"])
-def test_tensors_of_a_round_that_went_wrong_are_not_taken_for_the_next_ones(
-    whose: str, tmp_path: Path
-) -> None:
-    with Job(one_round_goes_wrong, 2, tmp_path) as job:
+def test_tensors_of_a_failed_step_are_not_taken_for_the_next_ones(whose: str, tmp_path: Path) -> None:
+    with Job(one_step_goes_wrong, 2, tmp_path) as job:
         for rank in (0, 1):
             job.tell(rank, whose)
         assert job.hear_all() == [("",), ("",)]
@@ -204,23 +202,23 @@ def test_tensors_of_a_round_that_went_wrong_are_not_taken_for_the_next_ones(
         for _ in range(2):
             assert job.hear(fails) == ("PeerFailedError",)
             job.tell(fails)
-        # Not when the other has waited for tensors until its timeout.
+        # Before the other rank's timeout.
         assert time.monotonic() - begin < 5
 
 
 def from_device_to_device(rank: int, line: Line) -> None:
-    """The path between devices, with memory of the host for theirs: all but the backend is the same."""
+    """Batches from device to device, with the CPU as the device."""
     world = dist.get_world_size()
     session = open_between_devices(rank)
     host = torch.device("cpu")
     for number in range(6):
-        # A rank without a batch in the first round too; then batches without bytes, and others than before.
+        # Steps in which a rank has no batch, one without bytes, and one with another structure.
         given: list[Any] = [make(number + 100 * other) for other in range(world)]
         if number in (0, 3):
             given[1] = None
         if number == 4:
             given = [{"n": other, "none": torch.empty(0, 3)} for other in range(world)]
-        # Some rounds go the other way.
+        # In one step the tensors travel over gloo.
         way = None if number == 2 else host
         if rank == 0:
             session.send(given, way)
@@ -237,7 +235,7 @@ def from_device_to_device(rank: int, line: Line) -> None:
         else:
             check(mine, number + 100 * rank, "cpu")
             mine["pixels"].zero_()
-    # What fails on the source is told all the same.
+    # The receivers hear of an error on the source.
     kind, text, _ = outcome(
         lambda: session.send([1, threading.Lock(), 3], host) if rank == 0 else session.receive()
     )
@@ -252,7 +250,7 @@ def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
 
 
 def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
-    """As above, where the receiver takes the second GPU for its own and says so in the call alone."""
+    """As above, with a receiver that names the second GPU in its call and nowhere else."""
     session = open_between_devices(rank)
     host, made_on = torch.device("cpu"), []
     empty, zeros = torch.empty, torch.zeros
@@ -272,7 +270,7 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr(torch, "empty", noted(empty))
             patch.setattr(torch, "zeros", noted(zeros))
-        # Where it wants to have a batch later on is another matter: between the two there is one communicator.
+        # The channel keeps its first device, because another would need a new communicator.
         for number, wanted in enumerate(["cuda:1", "cuda:1", None, "cuda:0"]):
             if rank == 0:
                 session.send([None, make(number)], host)
@@ -284,13 +282,13 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
     session.close()
 
 
-def test_what_comes_from_device_to_device_goes_to_the_one_that_the_call_names(tmp_path: Path) -> None:
+def test_a_batch_from_device_to_device_goes_to_the_device_of_the_call(tmp_path: Path) -> None:
     with Job(to_another_device_than_the_current_one, 2, tmp_path) as job:
         job.expect_end()
 
 
 @pytest.mark.parametrize("wanted", [None, "cpu", "cuda"])
-def test_a_call_that_names_no_device_gets_it_on_the_current_one(
+def test_a_call_without_a_device_uses_the_current_one(
     wanted: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_transport, "new_subgroup", lambda *_: None)
@@ -328,7 +326,7 @@ def over_nccl_without_a_current_device(rank: int, line: Line) -> None:
         assert mine["pixels"].device == device
     assert torch.cuda.current_device() == 0
     assert rank == 0 or torch.cuda.memory_reserved(0) == 0
-    # Where a batch is wanted on another one it is copied there: between the two ranks nothing changes.
+    # For another device the batch is copied there; the channel stays the same.
     mine = td.scatter_batch([make(7), make(8)] if rank == 0 else None, group=group, device="cuda:0")
     check(mine, 7 + rank, "cuda")
     assert mine["pixels"].device == torch.device("cuda", 0)

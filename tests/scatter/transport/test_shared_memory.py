@@ -67,7 +67,7 @@ class Failing:
         return getattr(self._memory, name)
 
 
-def test_a_message_that_cannot_be_read_takes_no_other_along(channel: Channel) -> None:
+def test_the_message_after_an_unreadable_one_can_be_read(channel: Channel) -> None:
     sender, receiver = channel
     receiver._memory = Failing(receiver._memory)  # type: ignore[assignment]
     for number in range(3):
@@ -95,7 +95,7 @@ def test_a_receiver_without_descriptors_says_so_and_gets_the_next_batch(channel:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_batch_stays_as_it_is_while_its_receiver_keeps_it(channel: Channel, is_shared: bool) -> None:
+def test_a_batch_that_is_kept_does_not_change(channel: Channel, is_shared: bool) -> None:
     sender, receiver = channel
     kept = []
     for number in range(20):
@@ -126,7 +126,7 @@ def test_memory_is_used_again(channel: Channel) -> None:
     assert len(sender._known_segments) <= 4
 
 
-def test_a_schema_of_any_length_comes_with_its_batch(channel: Channel) -> None:
+def test_a_schema_may_have_any_length(channel: Channel) -> None:
     sender, receiver = channel
     for number, length in enumerate([0, 10, 100_000, 10]):
         for tensors in ([], [torch.arange(5)]):
@@ -135,7 +135,7 @@ def test_a_schema_of_any_length_comes_with_its_batch(channel: Channel) -> None:
             assert mine["text"] == "x" * length and len(mine["tensors"]) == len(tensors)
 
 
-def test_a_sender_waits_for_room_and_errors_have_room_even_then(channel: Channel) -> None:
+def test_a_sender_waits_for_room_except_with_errors(channel: Channel) -> None:
     sender, receiver = channel
     for number in range(4):
         send(sender, number, [number])
@@ -155,7 +155,7 @@ def test_a_sender_waits_for_room_and_errors_have_room_even_then(channel: Channel
     assert set("".join(texts)) == {"é"} and len(texts[0]) > 10_000
 
 
-def test_bytes_that_are_no_schema_are_refused(channel: Channel) -> None:
+def test_a_damaged_schema_is_refused(channel: Channel) -> None:
     sender, receiver = channel
     batch = OutgoingBatch([torch.arange(3)], 1, 1)
     lease = sender.write(batch, never)

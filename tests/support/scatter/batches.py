@@ -1,6 +1,6 @@
-"""Batches of every kind, made alike on every rank, and whether two are the same.
+"""Batches of every kind, the same on every rank, and a comparison of two batches.
 
-Owns its own idea of equality, which shares no code with what takes batches apart.
+The comparison shares no code with `tundish.tree`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sample:
 
 
 class Opaque:
-    """What nobody knows."""
+    """A class that `td.tree` does not know."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -156,7 +156,7 @@ def sharing(seed: int) -> Any:
 
 
 def one(seed: int) -> Any:
-    """A value that lies alone, cut out of others: torch calls it contiguous."""
+    """One value of a larger tensor, which torch calls contiguous."""
     return _ramp(seed, 1, 2)[:, 1]
 
 
@@ -231,13 +231,13 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
             one, other = one.to_dense(), other.to_dense()
         if one.is_complex():
             one, other = torch.view_as_real(one.clone()), torch.view_as_real(other.clone())
-        # By their bits: of some dtypes torch knows no more than how wide they are.
+        # By their bits, because torch cannot compare values of some dtypes.
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
         return torch.equal(one.view(width), other.view(width))
 
 
 class Summed:
-    """Looks at its tensor when it is made, and refuses a negative one on all ranks but the first."""
+    """Refuses a negative tensor when it is made, on all ranks but the first."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values, self.copy = values, values.clone()

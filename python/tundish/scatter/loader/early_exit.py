@@ -1,4 +1,4 @@
-"""How the source learns that a rank left a loop early: a key in the job's store, read before each step."""
+"""Early exits of ranks from a loop: a key in the job's store, which the source reads before each step."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class EarlyExits:
 
     def __init__(self, store: Any, name: str, rank: int) -> None:
         self._store = JobStore(store, "tundish-dispatch")
+        self._store.connect()
         self._name = name
         self._rank = rank
         self._lock = threading.Lock()
 
     def report(self, iteration: int, steps: int) -> None:
-        """Say that this rank left an iteration after so many steps. The first rank that leaves is the one named."""
-        # A store whose host is stopped does not answer: then nobody waits for it.
+        """Report that this rank left an iteration after so many steps. Errors name the first rank that left."""
+        # In a thread, because a store whose host is stopped does not answer.
         with contextlib.suppress(RuntimeError):
             thread = threading.Thread(target=self._write, args=(iteration, steps), daemon=True)
             thread.start()
             thread.join(_REPORT_SECONDS)
 
     def find(self, iteration: int) -> tuple[int, int] | None:
-        """The rank that left an iteration, and after how many steps; None where none is known to have left."""
+        """The rank that left an iteration and its number of steps; None if none is known to have left."""
         found = None
         # Without the store the job ends, and other errors say so.
         with contextlib.suppress(Exception), self._lock:
-            self._store.connect()
             found = self._store.read(self._key(iteration))
         if found is None:
             return None
@@ -50,14 +50,12 @@ class EarlyExits:
         return rank, steps
 
     def forget(self, iteration: int) -> None:
-        """Delete what the store has of an iteration."""
+        """Delete the key of an iteration."""
         with contextlib.suppress(Exception), self._lock:
-            self._store.connect()
             self._store.delete(self._key(iteration))
 
     def _write(self, iteration: int, steps: int) -> None:
         with contextlib.suppress(Exception), self._lock:
-            self._store.connect()
             self._store.write_once(self._key(iteration), f"{self._rank} {steps}")
 
     def _key(self, iteration: int) -> str:

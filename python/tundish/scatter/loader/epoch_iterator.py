@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.prefetch import Steps
+from tundish.scatter.loader.epoch import Step
+from tundish.scatter.loader.prefetch import InlineSteps
 
 __all__ = ["FORKED", "EpochIterator"]
 
@@ -20,14 +22,14 @@ class EpochIterator(Iterator[T_co]):
     """Iterates over this rank's batches of one epoch. Dropping it leaves the loop.
 
     Args:
-        take: returns the batch of the next step in a tuple, None at the end. It is called with a function that raises
-            where the loop was left meanwhile, by a signal's handler for example.
         steps: the steps of the iteration.
+        hand_out: returns the batch of a step; called with None at the end. Its second argument is how many seconds the
+            loop waited for the step.
     """
 
-    def __init__(self, take: Callable[[Callable[[], None]], tuple[Any] | None], steps: Steps) -> None:
-        self._take = take
+    def __init__(self, steps: InlineSteps, hand_out: Callable[[Step | None, float], T_co]) -> None:
         self._steps = steps
+        self._hand_out = hand_out
         self._process = os.getpid()
         self._is_over = False
         self._left_because: str | None = None
@@ -41,8 +43,16 @@ class EpochIterator(Iterator[T_co]):
             raise StopIteration
         if os.getpid() != self._process:
             raise InvalidInputError(FORKED)
+        begin = time.monotonic()
         try:
-            taken = self._take(self._raise_if_left)
+            try:
+                step = self._steps.next_step()
+            except Exception:
+                self._raise_if_left()
+                raise
+            # A signal's handler may have left the loop meanwhile.
+            self._raise_if_left()
+            batch = self._hand_out(step, time.monotonic() - begin)
         except StopIteration as error:
             self.close()
             # A loop would take it for the end of the data.
@@ -52,10 +62,10 @@ class EpochIterator(Iterator[T_co]):
         except BaseException:
             self.close()
             raise
-        if taken is not None:
-            return taken[0]  # type: ignore[no-any-return]
-        self._is_over = True
-        raise StopIteration
+        if step is None:
+            self._is_over = True
+            raise StopIteration
+        return batch
 
     def close(self, why: str | None = None) -> None:
         """Leave the loop, where it is not over. `why`: where it is not the caller that leaves it."""

@@ -1,4 +1,4 @@
-"""How far a rank is in the data, and the state to resume from.
+"""The progress of a rank in the data, and the state to resume from.
 
 Invariants:
 - Batches are counted as the source's loader gives them, so a state holds for any number of ranks.
@@ -29,7 +29,7 @@ class LoaderState:
         epoch: the epoch of the iteration under way, or of the next one.
         done: how many batches of that epoch were handed out or left out, over all ranks.
         loader_state: the state of the source's loader after them; None on other ranks and where it has none.
-        told_epoch: what `set_epoch` was called with last; None where it was not.
+        told_epoch: the last argument of `set_epoch`; None before its first call.
         loaded: epoch and batches of a state that was loaded, until a step after it is handed out.
     """
 
@@ -44,7 +44,7 @@ class LoaderState:
         self._is_complete = False
 
     def begin(self) -> tuple[int, Any]:
-        """An iteration begins. Returns how many batches it leaves out, and the loader's state that stands for them."""
+        """Begin an iteration. Returns how many batches it leaves out, and the loader's state after them."""
         if self._is_complete:
             self.end()
         skip, state = self._skip, None
@@ -54,7 +54,7 @@ class LoaderState:
         return skip, state
 
     def advance(self, done: int, state: Any, *, is_last: bool) -> None:
-        """A step was handed out. `is_last`: whether it is known to be the last of its epoch."""
+        """Count a step that was handed out. `is_last`: whether it is known to be the last of its epoch."""
         self.done, self.loader_state, self._is_complete = done, state, is_last
         self._skip, self.loaded = 0, None
 

@@ -7,193 +7,195 @@ Invariants:
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 import time
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 
 from tundish.devices import on_this_device
 from tundish.errors import TimedOutError
-from tundish.scatter.loader.bounded_queue import BoundedQueue
-from tundish.scatter.loader.epoch_source import Epoch, Step
-from tundish.scatter.session import Session
+from tundish.scatter.loader.epoch import Epoch, Step
 
-__all__ = ["Inline", "Prefetcher", "Steps"]
+__all__ = ["InlineSteps", "PrefetchedSteps"]
 
 # How often a thread that is far enough ahead looks for ranks that are gone, and a caller for signals.
 _POLL_SECONDS = 0.1
 # How much longer a caller waits than the source, which may name another rank to all.
 _GRACE_SECONDS = 1.0
 
+# Steps that other ranks take part in. They tell those that this rank leaves, so their sockets must not be collected
+# together with the loader.
+_under_way: set[InlineSteps] = set()
 
-class Steps(Protocol):
-    """The steps of one iteration, for its caller."""
 
-    def next_step(self) -> Step | None:
-        """The next step; None at the end."""
+class InlineSteps:
+    """Steps that the caller's thread makes when it asks for them, on the source.
 
-    def leave(self) -> None:
-        """No more steps are wanted. Tells the other ranks; does not wait for them."""
+    Attributes:
+        epoch: makes the steps.
+        over: done when no thread uses the epoch any more.
+    """
 
-    def join(self, seconds: float, /) -> bool:
-        """Whether the iteration is over on this rank within so many seconds."""
-
-    def close_when_over(self, session: Session) -> None:
-        """Close the session, once no thread uses it."""
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.over: Future[None] = Future()
+        self.over.set_result(None)
+        self._taken = 0
+        self._is_left = False
+        _under_way.add(self)
 
     @property
     def ready(self) -> tuple[int, int]:
         """How many steps are prefetched, and their bytes."""
-
-
-# Where a loader and its iterator are garbage together, the sockets behind them have to outlive them, as they tell the
-# other ranks that this one left. A prefetching thread keeps them alive by itself.
-_under_way: set[Inline] = set()
-
-
-class Inline:
-    """Steps that the caller's thread makes, on the source."""
-
-    ready = (0, 0)
-
-    def __init__(self, epoch: Epoch) -> None:
-        self._epoch = epoch
-        self._taken = 0
-        self._is_over = False
-        _under_way.add(self)
+        return 0, 0
 
     def next_step(self) -> Step | None:
+        """The next step; None at the end."""
         try:
-            step = self._epoch.next_step()
+            step = self.epoch.next_step()
             if step is None:
-                self._epoch.finish()
+                self.epoch.finish()
         except BaseException:
             self.leave()
             raise
         if step is None:
-            self._is_over = True
             _under_way.discard(self)
         else:
             self._taken += 1
         return step
 
     def leave(self) -> None:
-        if not self._is_over:
-            self._is_over = True
+        """No more steps are wanted. Tells the other ranks; does not wait for them."""
+        if not self._is_left:
+            self._is_left = True
             with contextlib.suppress(Exception):
-                self._epoch.leave(self._taken)
+                self.epoch.leave(self._taken)
             _under_way.discard(self)
 
-    def join(self, _: float, /) -> bool:
-        return True
+    def join(self, seconds: float) -> bool:
+        """Whether `over` is done within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not self.over.done() and time.monotonic() < deadline:
+            concurrent.futures.wait([self.over], _POLL_SECONDS)
+        return self.over.done()
 
-    def close_when_over(self, session: Session) -> None:
-        session.close()
 
-
-class Prefetcher:
-    """Steps that a thread makes, `max_steps` and `max_bytes` ahead of the caller.
+class PrefetchedSteps(InlineSteps):
+    """Steps that a thread makes, `max_steps` and `max_bytes` ahead of the caller; one step may be larger than that.
 
     Args:
         epoch: makes the steps, on the thread.
+        max_steps: how many steps may be ready.
+        max_bytes: how many bytes they may have.
         timeout: for how many seconds a caller waits without a sign of the source; None without end.
-        source: the source's rank, for the error.
     """
 
-    def __init__(
-        self, epoch: Epoch, *, max_steps: int, max_bytes: int, timeout: float | None, source: int
-    ) -> None:
-        self._epoch = epoch
+    def __init__(self, epoch: Epoch, *, max_steps: int, max_bytes: int, timeout: float | None) -> None:
+        super().__init__(epoch)
+        self.over = Future()
+        self._max_steps = max_steps
+        self._max_bytes = max_bytes
         self._timeout = timeout
-        self._source = source
-        self._queue = BoundedQueue[Step](max_steps, max_bytes)
-        self._cleanup = _Cleanup()
+        self._changed = threading.Condition()
+        self._steps: deque[Step] = deque()
+        self._bytes = 0
+        self._is_ended = False
+        self._error: BaseException | None = None
         # The device on which the source's loader is read is the caller's.
-        make = on_this_device(_make_steps)
-        self._thread = threading.Thread(
-            target=make, args=(epoch, self._queue, self._cleanup), name="tundish-dispatch", daemon=True
-        )
-        self._thread.start()
+        threading.Thread(target=on_this_device(self._run), name="tundish-dispatch", daemon=True).start()
 
     @property
     def ready(self) -> tuple[int, int]:
-        return self._queue.contents
+        return len(self._steps), self._bytes
 
     def next_step(self) -> Step | None:
-        queue, begin = self._queue, time.monotonic()
-        while not queue.wait(_POLL_SECONDS):
-            waited = time.monotonic() - max(begin, self._epoch.last_heard)
+        begin = time.monotonic()
+        while not self._wait_for(lambda: bool(self._steps) or self._is_ended):
+            waited = time.monotonic() - max(begin, self.epoch.last_heard)
             if self._timeout is not None and waited > self._timeout + _GRACE_SECONDS:
                 raise TimedOutError(
-                    f"the source, rank {self._source}, gave nothing within {self._timeout:.4g} s: hung, stopped, "
-                    "reading, or elsewhere in the program"
+                    f"the source, rank {self.epoch.session.participants.source}, gave nothing within "
+                    f"{self._timeout:.4g} s: hung, stopped, reading, or elsewhere in the program"
                 )
-        return queue.get()
+        with self._changed:
+            if self._steps:
+                step = self._steps.popleft()
+                self._bytes -= step.size
+                self._taken += 1
+                self._changed.notify_all()
+                return step
+            error, self._error = self._error, None
+        if error is None:
+            return None
+        try:
+            raise error
+        finally:
+            # Else the error keeps the caller's frames, and with them the batch.
+            del error
 
     def leave(self) -> None:
-        if not self._queue.is_closed():
-            self._queue.close()
-            self._epoch.report_exit(self._queue.taken)
+        with self._changed:
+            was_left, self._is_left, self._error = self._is_left, True, None
+            self._steps.clear()
+            self._bytes = 0
+            self._changed.notify_all()
+        if not was_left:
+            self.epoch.report_exit(self._taken)
 
-    def join(self, seconds: float, /) -> bool:
-        deadline = time.monotonic() + seconds
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self._thread.join(_POLL_SECONDS)
-        return not self._thread.is_alive()
-
-    def close_when_over(self, session: Session) -> None:
-        self._cleanup.set(session)
-
-
-class _Cleanup:
-    """A session that is closed when a thread is over with it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_over = False
-        self._session: Session | None = None
-
-    def set(self, session: Session) -> None:
-        with self._lock:
-            self._session = session
-            if not self._is_over:
-                return
-        session.close()
-
-    def thread_is_over(self) -> None:
-        with self._lock:
-            self._is_over = True
-        if self._session is not None:
-            self._session.close()
-
-
-def _make_steps(epoch: Epoch, queue: BoundedQueue[Step], cleanup: _Cleanup) -> None:
-    try:
+    def _run(self) -> None:
         try:
-            _fill(epoch, queue)
-            queue.end()
-        except BaseException as error:  # noqa: BLE001 (raised where steps are taken)
-            epoch.report_exit(queue.end(error, after=epoch.steps_before(error)))
-        with contextlib.suppress(BaseException):
-            epoch.leave(queue.taken)
-    finally:
-        cleanup.thread_is_over()
+            try:
+                self._make_steps()
+                self._end()
+            except BaseException as error:  # noqa: BLE001 (raised where steps are taken)
+                self.epoch.report_exit(self._end(error))
+            with contextlib.suppress(BaseException):
+                self.epoch.leave(self._taken)
+        finally:
+            _under_way.discard(self)
+            self.over.set_result(None)
 
+    def _make_steps(self) -> None:
+        while True:
+            while not self._wait_for(self._has_room):
+                self.epoch.check_peers()
+            if self._is_left:
+                return
+            step = self.epoch.next_step()
+            if step is None:
+                # Until all steps are taken, this rank or another one may leave early.
+                while not self._wait_for(lambda: not self._steps):
+                    self.epoch.check_peers()
+                if not self._is_left:
+                    self.epoch.finish()
+                return
+            with self._changed:
+                if not self._is_left:
+                    self._steps.append(step)
+                    self._bytes += step.size
+                    self._changed.notify_all()
+            # Else the batch would live until the next one is made.
+            del step
 
-def _fill(epoch: Epoch, queue: BoundedQueue[Step]) -> None:
-    while not queue.is_closed():
-        while not queue.wait_for_room(_POLL_SECONDS):
-            epoch.check_peers()
-        if queue.is_closed():
-            return
-        step = epoch.next_step()
-        if step is None:
-            # Until all steps are taken, this rank or another one may leave early.
-            while not queue.wait_until_empty(_POLL_SECONDS):
-                epoch.check_peers()
-            if not queue.is_closed():
-                epoch.finish()
-            return
-        queue.put(step, step.size)
-        # Else the batch would live until the next one is made.
-        del step
+    def _end(self, error: BaseException | None = None) -> int:
+        """Make no more steps. Returns how many the caller gets in all, before `error` is raised."""
+        most = None if error is None else self.epoch.steps_before(error)
+        with self._changed:
+            self._is_ended = True
+            # An error that nobody takes would keep the frames that it was raised in.
+            self._error = None if self._is_left else error
+            while most is not None and self._steps and self._taken + len(self._steps) > most:
+                self._bytes -= self._steps.pop().size
+            self._changed.notify_all()
+            return self._taken + len(self._steps)
+
+    def _has_room(self) -> bool:
+        return not self._steps or (len(self._steps) < self._max_steps and self._bytes < self._max_bytes)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Whether `condition` comes true soon, or the caller has left."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_left or condition(), _POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""All channels of one rank in a scatter: where its batches come from, and where it sends batches to."""
+"""All channels of one rank in a scatter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Channels:
 
     Attributes:
         watch: notices when a rank on the other end of a channel is gone.
-        sender_rank: the rank that this rank's batches come from: the source, or a rank of this node.
+        sender_rank: the rank that sends this one its batches: the source, or a rank of this node.
         to_node: on the source, to ranks of its node; else to ranks of this node that get the same batch as this one.
         to_other_nodes: on the source, to ranks of other nodes.
         receiver: on all ranks but the source, for the batches that come.

@@ -2,7 +2,7 @@
 
 Invariants:
 - Only the caller's thread uses the channel, as NCCL and HCCL require.
-- The header of a batch travels over gloo before; everything on the source that may fail is done by then.
+- The header of a batch travels over gloo first. The source does all work that may fail before.
 - A rank keeps one device for the channel's life: another would need a new communicator, which is collective.
 """
 
@@ -83,14 +83,14 @@ class DeviceChannel:
         return buffer
 
     def send(self, buffers: Mapping[int, Tensor], wanted: torch.device) -> None:
-        """Send what `load` made, by rank, to all ranks that got a header."""
+        """Send the buffers that `load` made, by rank."""
         self.connect(wanted)
         distributed = torch_distributed()
         self._exchange([(distributed.isend, buffer, rank) for rank, buffer in buffers.items()])
         self._last_sent = list(buffers.values())
 
     def receive(self, size: int, wanted: torch.device | None) -> Tensor:
-        """What the source sends this rank, shape (size,), uint8."""
+        """The bytes that the source sends this rank, shape (size,), uint8."""
         self.connect(wanted)
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device_for(wanted))
         self._exchange([(torch_distributed().irecv, buffer, self._source)])

@@ -5,7 +5,7 @@ A batch is two messages, or three where its schema is long: header and schema, t
 Invariants:
 - gloo never ends a wait by itself, as that would end the connection too. Sessions have timeouts of their own, and a
   rank that comes late still finds what was sent.
-- Everything of a step is posted before anything of it is waited for. Tensors are sent from a copy, so the caller may
+- All messages of a step are posted before any of them is waited for. Tensors are sent from a copy, so the caller may
   change a batch as soon as the call returns or fails.
 - gloo's waits cannot be interrupted: only a `WaitThread` is in one.
 """
@@ -16,6 +16,7 @@ import concurrent.futures
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 _FOREVER = timedelta(days=365)
-# The header with what of the text fits behind it: gloo takes hardly longer for it than for one byte.
+# The first message: the header, and the text if it fits. gloo takes hardly longer for it than for one byte.
 _FIRST_BYTES = 4096
 _TAG = 0
 
@@ -54,7 +55,7 @@ T = TypeVar("T")
 
 
 class WaitThread:
-    """A thread that does one call after the other, and waits in gloo for its session.
+    """A thread that runs calls in order, and waits in gloo for its session.
 
     It ends with this object, or when it is closed.
     """
@@ -66,7 +67,7 @@ class WaitThread:
         threading.Thread(target=_run, args=(self._calls,), name="tundish-scatter", daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have `call` done after all calls before it."""
+        """Run `call` after all calls before it."""
         future: Future[T] = Future()
         self._calls.put((future, call))
         return future
@@ -92,7 +93,7 @@ def is_done(future: Future[Any], seconds: float) -> bool:
 
 
 def text_messages(step: int, kind: Kind, text: str, *, on_device: bool = False) -> list[Tensor]:
-    """The messages of a step without a batch. `on_device`: other ranks get theirs from device to device."""
+    """The messages of a step without a batch. `on_device`: batches of the step travel from device to device."""
     return _first_messages(Header(step, kind, DEVICE * on_device), text.encode(errors="replace"))
 
 
@@ -152,7 +153,7 @@ class GlooSender:
 
 
 class OutgoingMessages:
-    """Messages of one step that gloo is sending. `post` all of them, then `complete`; a `WaitThread` is in `wait`.
+    """Messages that gloo is sending. `post` all of them, then have a `WaitThread` `wait` for them.
 
     Attributes:
         waiting_for: the rank whose messages `wait` is waiting for.
@@ -164,23 +165,19 @@ class OutgoingMessages:
         self.waiting_for: int | None = None
         self.errors: dict[int, Exception] = {}
         self.sent_bytes = 0
-        self._posted: queue.SimpleQueue[tuple[int, list[Any], list[Tensor]] | None] = queue.SimpleQueue()
+        self._posted: deque[tuple[int, list[Any], list[Tensor]]] = deque()
 
     def post(self, sender: GlooSender, messages: list[Tensor]) -> None:
         """Begin to send messages to one receiver."""
         try:
-            self._posted.put((sender.rank, sender.post(messages), messages))
+            self._posted.append((sender.rank, sender.post(messages), messages))
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
             self.errors[sender.rank] = error
 
-    def complete(self) -> None:
-        """No more messages follow."""
-        self._posted.put(None)
-
     def wait(self) -> None:
-        """Wait until all messages are sent, also those that are still to be posted."""
-        while (posted := self._posted.get()) is not None:
-            self.waiting_for, works, messages = posted
+        """Wait until all messages are sent, and drop them."""
+        while self._posted:
+            self.waiting_for, works, messages = self._posted.popleft()
             try:
                 for work in works:
                     work.wait(_FOREVER)
@@ -207,7 +204,7 @@ class GlooReceiver:
         self._arena = arena
         self._passes_on = passes_on
         self._coming: Future[ReceivedMessage] | None = None
-        # Memory of the arena that batches of this rank lie in.
+        # Memory of the arena that holds batches of this rank.
         self._held: list[weakref.ref[Any]] = []
 
     def wait(self, seconds: float) -> bool:
@@ -249,7 +246,7 @@ class GlooReceiver:
             try:
                 return ReceivedMessage(header, ReceivedBatch(Schema.decode(text), memory), buffer)
             except NotPicklableError as error:
-                # The others may know the type.
+                # The other ranks may know the type.
                 return ReceivedMessage(header, error, buffer)
         on_host = header.size and not header.flags & DEVICE
         memory = self._get(self._memory_for(header.size)) if on_host else None
@@ -261,7 +258,7 @@ class GlooReceiver:
             return np.empty(size, np.uint8)
         buffer = self._arena.take(size)
         everything = bytes_of(buffer)
-        # Used again when nothing of the batch is left.
+        # It is used again when the batch is freed.
         buffer.release()
         self._held.append(weakref.ref(everything.base))
         return everything[:size]

@@ -14,7 +14,7 @@ __all__ = ["DEVICE", "HEADER_BYTES", "NEW_MEMORY", "NO_MEMORY", "SHARED", "Heade
 
 
 class Kind(IntEnum):
-    """What a message tells its receiver."""
+    """The kinds of messages."""
 
     BATCH = 1
     """A batch follows."""
@@ -28,14 +28,14 @@ class Kind(IntEnum):
     """A text for all receivers in place of batches."""
 
 
-# The receiver has not got the descriptor of this memory before: it is on the socket.
+# The memory is new to the receiver: its descriptor is on the socket.
 NEW_MEMORY: Final = 1
 # Other receivers read the same memory: the receiver copies the batch out of it.
 SHARED: Final = 2
 # The tensors travel from device to device.
 DEVICE: Final = 4
 
-_HEADER = struct.Struct("<QHHIQiQQQQ")
+_HEADER = struct.Struct("<QHHIQQiQQQ")
 HEADER_BYTES: Final = _HEADER.size
 
 # Process, descriptor in it, identity of the segment, generation, bytes: as the compiled module takes it.
@@ -48,11 +48,11 @@ class Header(NamedTuple):
 
     Attributes:
         step: number of the step.
-        kind: what the message is.
+        kind: the kind of the message.
         flags: `NEW_MEMORY`, `SHARED` and `DEVICE`.
         text_bytes: bytes of the text that belongs to the message.
         size: bytes of the batch's tensors.
-        memory: the shared memory in which they lie.
+        memory: the shared memory with the tensors.
     """
 
     step: int
@@ -64,26 +64,10 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """The header in `HEADER_BYTES` bytes."""
-        process, descriptor, identity, generation, room = self.memory
-        return _HEADER.pack(
-            self.step,
-            self.kind,
-            self.flags,
-            self.text_bytes,
-            self.size,
-            descriptor,
-            process,
-            identity,
-            generation,
-            room,
-        )
+        return _HEADER.pack(*self[:-1], *self.memory)
 
     @classmethod
     def unpack(cls, message: bytes | bytearray) -> Header:
         """The header at the beginning of `message`."""
-        step, kind, flags, text_bytes, size, descriptor, process, identity, generation, room = (
-            _HEADER.unpack_from(message)
-        )
-        return cls(
-            step, Kind(kind), flags, text_bytes, size, (process, descriptor, identity, generation, room)
-        )
+        step, kind, flags, text_bytes, size, *memory = _HEADER.unpack_from(message)
+        return cls(step, Kind(kind), flags, text_bytes, size, tuple(memory))

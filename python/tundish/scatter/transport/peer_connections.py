@@ -1,11 +1,11 @@
-"""TCP connections between the source and ranks of other nodes, by which each notices that the other is gone.
+"""TCP connections between the source and ranks of other nodes, through which each notices the end of the other.
 
 gloo does not always say so: a rank in the middle of a message may wait for a dead peer without end. Nothing travels on
 these connections after the handshake.
 
 Invariants:
 - A connection is kept only where both ends showed the secrets that the source sent through the job's store.
-- Where no connection can be made, because of a firewall for example, nobody fails: timeouts have to do.
+- If no connection can be made, because of a firewall for example, only timeouts tell.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BACKLOG = 4096
 _CONNECT_SECONDS = 2.0
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sq")
-# An address of no machine (RFC 5737): from which of its own addresses this machine would send there.
+# An address that no machine has (RFC 5737), to find the address from which this machine sends to others.
 _ELSEWHERE = "192.0.2.1"
 # A machine that vanished is asked after 10 s of silence, three times, every 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -48,7 +48,7 @@ class PeerListener:
         self.invitation: Invitation = _own_addresses(store), port, receivers_secret, own_secret
 
     def accept(self) -> dict[int, socket.socket]:
-        """By rank, the connections of all that have connected by now."""
+        """The connections that ranks have made by now."""
         found: dict[int, socket.socket] = {}
         self._listener.settimeout(0)
         with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ class PeerListener:
 
 
 def connect_to_source(invitation: Invitation, rank: int) -> socket.socket | None:
-    """A connection to the source, on which this rank has said which it is; None where it cannot be reached."""
+    """A connection to the source, on which this rank has sent its number; None if the source cannot be reached."""
     hosts, port, receivers_secret, _ = invitation
     for host in hosts:
         with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ def _own_addresses(store: Any) -> list[str]:
 
 
 def _address_towards(target: tuple[str, int] | None) -> str | None:
-    """From which address this machine sends to `target`. Nothing is sent."""
+    """The address from which this machine would send to `target`. Nothing is sent."""
     if target is None:
         return None
     with contextlib.suppress(OSError):

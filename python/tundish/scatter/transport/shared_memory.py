@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_LEASES",
-    "ConnectionLostError",
     "ReceivedMessage",
     "SharedMemoryReceiver",
     "SharedMemorySender",
@@ -52,25 +51,17 @@ __all__ = [
 MAX_LEASES: Final = 128
 # Segments whose descriptors a receiver is known to have.
 _MAX_KNOWN_SEGMENTS = 128
-# Messages that a sender may be ahead, and how many more say why a step failed.
+# Messages that a sender may be ahead, and how many more may carry errors.
 _MAX_MESSAGES = 4
 _ERROR_MESSAGES = 2
-# Of a message with a text; a longer text is cut.
+# Size of a message with a text; a longer text is cut.
 _MESSAGE_BYTES = 32 * 1024
-# What goes along with a descriptor, as a stream carries no descriptor without a byte.
+# Goes along with a descriptor, because a stream carries none without a byte.
 _MARK = b"d"
 
-# Takes a function that waits for so many seconds and says whether its event came. Returns when it came; raises where
-# the wait has no sense any more.
+# Waits for an event. The argument is a function that waits for so many seconds, and returns whether the event came.
+# Raises when the event cannot come any more.
 Waiter = Callable[[Callable[[float], bool]], None]
-
-
-class ConnectionLostError(Exception):
-    """The receiver has closed its socket."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(rank)
-        self.rank = rank
 
 
 class ReceivedMessage(NamedTuple):
@@ -78,8 +69,8 @@ class ReceivedMessage(NamedTuple):
 
     Attributes:
         header: the header.
-        content: the batch, the text of a message without one, or why the batch cannot be put together here.
-        buffer: the shared memory of the batch, where this rank passes it on to others.
+        content: the batch, the text of a message without one, or the error of a batch with an unknown type.
+        buffer: the shared memory of the batch, if this rank passes it on to others.
     """
 
     header: Header
@@ -127,17 +118,17 @@ class SharedMemorySender:
     def send(
         self, step: int, size: int, schema_bytes: int, lease: BufferLease, wait: Waiter, *, is_shared: bool
     ) -> None:
-        """Send a batch that lies in shared memory: `size` bytes of tensors, then the schema."""
+        """Send a batch that lies in shared memory: `size` bytes of tensors, then the schema.
+
+        Raises `ConnectionError` where the receiver has closed its socket.
+        """
         self._wait_for_room(wait, size=size)
         header = Header(step, Kind.BATCH, SHARED * is_shared, schema_bytes, size, lease.reference)
         identity = lease.reference[2]
         if identity not in self._known_segments:
             if len(self._known_segments) >= _MAX_KNOWN_SEGMENTS:
                 del self._known_segments[next(iter(self._known_segments))]
-            try:
-                socket.send_fds(self._connection, [_MARK], [lease.buffer.descriptor])
-            except ConnectionError as error:
-                raise ConnectionLostError(self.rank) from error
+            socket.send_fds(self._connection, [_MARK], [lease.buffer.descriptor])
             self._known_segments[identity] = None
             header = header._replace(flags=header.flags | NEW_MEMORY)
         self._put(header.pack(), size, lease)

@@ -1,12 +1,13 @@
-"""Ranks that leave a loop over a loader in rare moments, brought about here: before they are in it, and several.
+"""Ranks that leave a loop at rare moments: as it begins, as it ends, and while the end is read.
 
-Anyone who goes on gets the rounds that all have gone through, and then a `PeerStoppedError`.
+The other ranks get the steps that all ranks had, and then a `PeerStoppedError`.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +16,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 import tundish as td
-from tundish.scatter.loader.bounded_queue import BoundedQueue
 
-# The promise: anyone who leaves is known within so many seconds.
+# The promise: seconds until all ranks know that one left.
 KNOWN = 1.0
 
 
 class Numbered:
-    """Epochs of so many rounds, batches told by their numbers."""
+    """Epochs of so many steps. The batches hold their numbers."""
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor([number]) for number in range(self.rounds * dist.get_world_size()))
+        return (torch.tensor([number]) for number in range(self.steps * dist.get_world_size()))
 
 
 def check(rank: int, came: int, mine: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ def check(rank: int, came: int, mine: torch.Tensor) -> None:
 
 
 def go_through(rank: int, loader: td.DispatchLoader[Any]) -> tuple[str, Any, float]:
-    """A pass to its end: the kind of what ended it, whom that names, and when."""
+    """Iterate to the end. Returns the kind of the error, the rank that it names, and its time."""
 
     def loop() -> None:
         for came, mine in enumerate(loader):
@@ -95,27 +95,23 @@ def test_ctrl_c_as_a_loop_begins_closes_the_loader_and_is_known_to_all(
         job.expect_end()
 
 
-def leaving_after_the_last_round(rank: int, line: Line) -> None:
+def leaving_after_the_last_step(rank: int, line: Line) -> None:
     on_nodes(rank, line.hear())
-    wait_until_empty = BoundedQueue.wait_until_empty
+    all_were_read, has_left = threading.Event(), threading.Event()
 
-    def slow_wait(self: BoundedQueue[Any], seconds: float) -> bool:
-        found = wait_until_empty(self, seconds)
-        # As long as anyone who took the last one needs to leave.
-        time.sleep(0.3 * found)
-        return found
+    def numbers() -> Iterator[int]:
+        yield from range(6)
+        all_were_read.set()
+        # The source's caller leaves before the loader knows of the end.
+        assert has_left.wait(PATIENCE)
 
-    with pytest.MonkeyPatch.context() as patch, td.DispatchLoader(range(6) if rank == 0 else None) as loader:
-        if rank == 0:
-            patch.setattr(BoundedQueue, "wait_until_empty", slow_wait)
+    with td.DispatchLoader(numbers() if rank == 0 else None) as loader:
         batches = iter(loader)
         came = [next(batches) for _ in range(3)]
         if rank == 0:
-            # Anyone who makes the rounds has seen that there are no more.
-            assert loader._epoch is not None
-            while not loader._epoch._is_end_read:  # type: ignore[attr-defined]
-                time.sleep(0.01)
+            assert all_were_read.wait(PATIENCE)
             del batches
+            has_left.set()
             line.say("", came)
         else:
             kind, _, _ = outcome(lambda: next(batches))
@@ -124,10 +120,8 @@ def leaving_after_the_last_round(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_a_source_that_leaves_when_it_knows_that_all_was_read_ends_the_data(
-    node: int, tmp_path: Path
-) -> None:
-    with Job(leaving_after_the_last_round, 2, tmp_path) as job:
+def test_a_source_that_leaves_while_the_end_is_read_ends_the_data(node: int, tmp_path: Path) -> None:
+    with Job(leaving_after_the_last_step, 2, tmp_path) as job:
         job.tell(0, node)
         job.tell(1, node)
         assert job.hear_all() == [("", [0, 2, 4]), ("StopIteration", [1, 3, 5])]
@@ -137,17 +131,17 @@ def test_a_source_that_leaves_when_it_knows_that_all_was_read_ends_the_data(
 
 
 class Sized(Numbered):
-    """The same, where one knows how many batches there are."""
+    """The same with a length."""
 
     def __len__(self) -> int:
-        return self.rounds * dist.get_world_size()
+        return self.steps * dist.get_world_size()
 
 
 def leaving_before_the_end_is_read(rank: int, line: Line) -> None:
     node, leaver, is_sized = line.hear()
     on_nodes(rank, node)
     data = (Sized if is_sized else Numbered)(3)
-    # Then the end is read when a round after the last one is asked for.
+    # Without prefetch, the end is read when a step after the last one is asked for.
     with td.DispatchLoader(data if rank == 0 else None, prefetch=0) as loader:
         batches = iter(loader)
         for came in range(3):
@@ -168,26 +162,27 @@ def leaving_before_the_end_is_read(rank: int, line: Line) -> None:
 @pytest.mark.parametrize("node", [3, 1])
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("is_sized", [True, False])
-def test_anyone_who_leaves_after_the_last_round_has_left_nothing_out_where_the_length_is_known(
+def test_a_rank_may_leave_after_the_last_step_where_the_length_is_known(
     is_sized: bool, leaver: int, node: int, tmp_path: Path
 ) -> None:
     with Job(leaving_before_the_end_is_read, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, (node, leaver, is_sized))
         assert job.hear(leaver) == ("left",)
-        # As long as it takes to be known everywhere.
+        # Time in which all ranks hear of it.
         time.sleep(KNOWN / 2)
         others = [rank for rank in range(3) if rank != leaver]
         for rank in others:
             job.tell(rank)
         for kind, text, whom in job.hear_all(*others):
-            expected = ("StopIteration", None) if is_sized else ("PeerStoppedError", leaver)
+            # A source that is asked for more finds the end; one that leaves does not look for it.
+            expected = ("StopIteration", None) if is_sized or leaver else ("PeerStoppedError", 0)
             assert (kind, whom) == expected, text
         job.expect_end()
 
 
 class Broken:
-    """Raises one and the same error in each pass."""
+    """Raises the same error object in each iteration."""
 
     def __init__(self) -> None:
         self.error = OSError("the shard is damaged")
@@ -208,7 +203,7 @@ def failing_alike(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_an_error_that_comes_again_is_told_again(node: int, tmp_path: Path) -> None:
+def test_an_error_that_is_raised_again_is_reported_again(node: int, tmp_path: Path) -> None:
     with Job(failing_alike, 2, tmp_path) as job:
         job.tell(0, node)
         job.tell(1, node)

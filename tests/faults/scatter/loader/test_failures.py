@@ -1,4 +1,4 @@
-"""A DispatchLoader while ranks are killed, leave, fail, are interrupted, or come late."""
+"""`DispatchLoader` while ranks are killed, leave, fail, are interrupted or come late."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.distributed.programs import PIPE, Program
-from support.distributed.rank_processes import Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, outcome
 
 import tundish as td
 
-# The promise: a failure, or a rank that was killed, is known within so many seconds.
+# The promise: seconds until all ranks know of a failure or a killed rank.
 KNOWN = 1.0
 
 
-def batches(rounds: int, breaks_in: int | None = None, slow: float = 0.0) -> Iterator[dict[str, Any]]:
+def batches(steps: int, breaks_in: int | None = None, slow: float = 0.0) -> Iterator[dict[str, Any]]:
     world = dist.get_world_size()
-    for number in range(rounds * world):
+    for number in range(steps * world):
         if breaks_in is not None and number == breaks_in * world:
             raise OSError("the shard is damaged")
         time.sleep(slow)
@@ -34,7 +34,7 @@ def batches(rounds: int, breaks_in: int | None = None, slow: float = 0.0) -> Ite
 
 
 class Endless:
-    """Epochs of many rounds."""
+    """Epochs of many steps."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return batches(10_000)
@@ -45,8 +45,8 @@ def check(rank: int, number: int, mine: dict[str, Any]) -> None:
     assert mine["x"].tolist() == [mine["n"]] * 1000
 
 
-def rounds_until_it_fails(rank: int, loader: td.DispatchLoader[Any]) -> tuple[int, str, str, Any, float]:
-    """How many rounds came, and what then, with the time."""
+def steps_until_it_fails(rank: int, loader: td.DispatchLoader[Any]) -> tuple[int, str, str, Any, float]:
+    """How many steps came, the error after them, and its time."""
     came = 0
 
     def loop() -> None:
@@ -63,14 +63,16 @@ def loader_breaks(rank: int, line: Line) -> None:
     node, prefetch = line.hear()
     on_nodes(rank, node)
     with td.DispatchLoader(batches(9, breaks_in=5) if rank == 0 else None, prefetch=prefetch) as loader:
-        # Anyone who is late to the loop is late to its end.
+        # So that no rank is late at the end of the loop.
         dist.barrier()
-        line.say(*rounds_until_it_fails(rank, loader))
+        line.say(*steps_until_it_fails(rank, loader))
         line.hear()
 
 
 @pytest.mark.parametrize(("node", "prefetch"), [(3, 0), (3, 2), (1, 2)])
-def test_a_loader_that_breaks_fails_all_in_its_round(node: int, prefetch: int, tmp_path: Path) -> None:
+def test_an_error_of_the_loader_is_raised_by_all_in_its_step(
+    node: int, prefetch: int, tmp_path: Path
+) -> None:
     with Job(loader_breaks, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, (node, prefetch))
@@ -90,15 +92,15 @@ def test_a_loader_that_breaks_fails_all_in_its_round(node: int, prefetch: int, t
 def another_loop_stopped(rank: int, line: Line) -> None:
     def given() -> Iterator[dict[str, Any]]:
         yield from batches(3)
-        # As the loader does over which this one reads.
+        # An inner DispatchLoader may raise this.
         raise td.errors.PeerStoppedError("a rank of another loop left it", 7)
 
     with td.DispatchLoader(given() if rank == 0 else None, prefetch=3) as loader:
-        line.say(*rounds_until_it_fails(rank, loader))
+        line.say(*steps_until_it_fails(rank, loader))
         line.hear()
 
 
-def test_a_loader_over_another_one_may_fail_as_that_does(tmp_path: Path) -> None:
+def test_a_loader_may_raise_the_errors_of_another_loader(tmp_path: Path) -> None:
     with Job(another_loop_stopped, 2, tmp_path) as job:
         for rank, (came, kind, text, lost, _) in enumerate(job.hear_all()):
             assert came == 3 and "another loop" in text
@@ -145,7 +147,7 @@ def killed(rank: int, line: Line) -> None:
         line.say("ready")
         if rank != victim:
             line.hear()
-        # All steps take a while, as training does.
+        # Each step takes some time.
         came = 3
         while True:
             kind, text, lost = outcome(lambda number=came: check(rank, number, next(iterator)))
@@ -188,11 +190,11 @@ def one_leaves(rank: int, line: Line) -> None:
                     check(rank, came, mine)
                     came += 1
                     if came == 4:
-                        # Everybody has it by now.
+                        # All ranks have the step.
                         dist.barrier()
                         if rank == leaver:
                             return
-                        # A step in which the others hear of it.
+                        # Time in which the others hear of it.
                         time.sleep(KNOWN)
 
             kind, text, lost = outcome(loop)
@@ -213,10 +215,10 @@ def test_a_rank_that_leaves_early_stops_the_others(
     with Job(one_leaves, 3, tmp_path) as job:
         for rank in range(3):
             job.tell(rank, (node, prefetch, leaver))
-        # And the loader is as good as new: again.
+        # The same again with the same loader.
         for _ in range(2):
             for rank, (came,) in enumerate(job.hear_all()):
-                # The others hear of a receiver that leaves when the source makes its next step.
+                # The source finds out that a receiver left in its next step.
                 most = 4 if 0 in (leaver, prefetch) or rank == leaver else 4 + prefetch + 2
                 assert 4 <= came <= most, (rank, came)
             for rank in range(3):
@@ -225,16 +227,24 @@ def test_a_rank_that_leaves_early_stops_the_others(
 
 
 def one_leaves_near_the_end(rank: int, line: Line) -> None:
-    leaver, rounds = line.hear()
+    leaver, steps = line.hear()
     came = 0
-    with td.DispatchLoader(batches(10) if rank == 0 else None, prefetch=5) as loader:
+    all_were_read = threading.Event()
+
+    def given() -> Iterator[dict[str, Any]]:
+        yield from batches(10)
+        all_were_read.set()
+
+    with td.DispatchLoader(given() if rank == 0 else None, prefetch=5) as loader:
 
         def loop() -> None:
             nonlocal came
             for mine in loader:
                 check(rank, came, mine)
                 came += 1
-                if came == rounds:
+                if came == steps:
+                    # Where the source has not read the end, it does not know which step is the last.
+                    assert rank != 0 or all_were_read.wait(PATIENCE)
                     dist.barrier()
                     if rank == leaver:
                         return
@@ -246,19 +256,19 @@ def one_leaves_near_the_end(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-@pytest.mark.parametrize("rounds", [8, 10])
+@pytest.mark.parametrize("steps", [8, 10])
 def test_a_rank_that_leaves_when_all_was_read_is_named_unless_it_took_the_last_step(
-    leaver: int, rounds: int, tmp_path: Path
+    leaver: int, steps: int, tmp_path: Path
 ) -> None:
     with Job(one_leaves_near_the_end, 2, tmp_path) as job:
         for rank in range(2):
-            job.tell(rank, (leaver, rounds))
+            job.tell(rank, (leaver, steps))
         told = job.hear_all()
-        assert told[leaver] == (rounds, "", None)
+        assert told[leaver] == (steps, "", None)
         came, *how = told[1 - leaver]
-        assert how == (["PeerStoppedError", leaver] if rounds == 8 else ["", None])
-        # The source hears of a receiver that leaves at the end of the data.
-        assert came == rounds or (leaver == 1 and rounds <= came <= 10)
+        assert how == (["PeerStoppedError", leaver] if steps == 8 else ["", None])
+        # The source finds out at the end of the data that a receiver left.
+        assert came == steps or (leaver == 1 and steps <= came <= 10)
         for rank in range(2):
             job.tell(rank)
         job.expect_end()
@@ -273,7 +283,7 @@ def all_leave(rank: int, line: Line) -> None:
                 check(rank, came, mine)
                 if came == epoch:
                     break
-                # Ranks are not together all the time.
+                # The ranks are not in lockstep.
                 time.sleep(0.002 * ((rank + epoch) % 3))
             assert loader.state_dict()["batches"] == (epoch + 1) * dist.get_world_size()
         dist.barrier()
@@ -287,12 +297,12 @@ def test_all_may_leave_alike_and_begin_again(node: int, prefetch: int, tmp_path:
         job.expect_end()
 
 
-# Of the group, in tests that wait for it.
+# Timeout of the group, in tests that wait for it.
 TIMEOUT = 4.0
 
 
 def impatient_group() -> Any:
-    # Of its own: a busy machine may take longer to start the ranks.
+    # The job's group has a longer timeout, because ranks may start slowly.
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     dist.barrier()
@@ -327,7 +337,7 @@ def all_are_elsewhere(rank: int, line: Line) -> None:
     with td.DispatchLoader(Endless() if rank == 0 else None, group=impatient_group(), prefetch=2) as loader:
         iterator = iter(loader)
         check(rank, 0, next(iterator))
-        # Longer than the group's timeout, as an evaluation is; nobody is at fault.
+        # Longer than the group's timeout, as an evaluation may take.
         time.sleep(TIMEOUT + 1.5)
         for number in range(1, 20):
             check(rank, number, next(iterator))
@@ -336,8 +346,8 @@ def all_are_elsewhere(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_what_is_read_ahead_waits_longer_than_the_timeout_of_the_group(node: int, tmp_path: Path) -> None:
-    """While all evaluate, say: nobody waits for anybody."""
+def test_prefetched_steps_may_wait_longer_than_the_timeout_of_the_group(node: int, tmp_path: Path) -> None:
+    """All ranks may be elsewhere, in an evaluation for example."""
     with Job(all_are_elsewhere, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, node)
@@ -419,7 +429,7 @@ loader = td.DispatchLoader(given, prefetch=2)
 for came, _ in enumerate(loader):
     if came == 3:
         dist.barrier()
-        # As a script does that is through: with a loop under way, and threads at work.
+        # With a loop under way and threads at work.
         sys.exit(0)
 """
 

@@ -1,7 +1,7 @@
-"""Ranks in a loop over a loader are killed or interrupted at random moments, again and again.
+"""Ranks in a loop over a loader are killed or interrupted at random moments.
 
-With a fixed seed; 200 times under `make soak`. Whatever ended when: every batch that came is the right one, the others
-hear of it in time, and after Ctrl-C the same loader feeds all again.
+Every batch is the right one, the others hear of it in time, and after Ctrl-C the same loader works again. The seed is
+fixed; `make soak` has 200 cases.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from support.distributed.rank_processes import Job, Line, on_nodes
 import tundish as td
 
 ENDINGS = 200 if IS_SOAK else 8
-# The promise: anyone who is killed or leaves is known within so many seconds.
+# The promise: seconds until all ranks know that one was killed or left.
 KNOWN = 1.0
-# One batch is small, one is announced before it is written, one is written past the caches.
+# Values of a small batch, of a larger one, and of one that is written past the caches.
 SIZES = (100, 100_000, 1_200_000)
 
 
 class Endless:
-    """Batches told by their numbers."""
+    """Batches that hold their numbers."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         number = 0
@@ -55,7 +55,7 @@ def in_the_loop(rank: int, line: Line) -> None:
         def begun() -> Iterator[torch.Tensor]:
             iterator = iter(loader)
             line.say("begun")
-            # Anyone who keeps it has not left.
+            # While the iterator lives, the rank has not left.
             return iterator
 
         try:
@@ -70,7 +70,7 @@ def in_the_loop(rank: int, line: Line) -> None:
                 check(rank, came, mine)
         dist_is_whole = line.hear()
     if not dist_is_whole:
-        # As a job does that another rank's death ends.
+        # Without the group's teardown, which would wait for the killed rank.
         os._exit(0)
 
 
@@ -89,7 +89,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("node", "prefetch", "victim", "is_killed", "seconds"), cases())
-def test_anyone_who_ends_when_the_others_hear_of_it(
+def test_a_rank_that_ends_at_any_moment_is_named_by_the_others(
     node: int, prefetch: int, victim: int, is_killed: bool, seconds: float, tmp_path: Path
 ) -> None:
     with Job(in_the_loop, 3, tmp_path) as job:
@@ -104,7 +104,7 @@ def test_anyone_who_ends_when_the_others_hear_of_it(
         for ended, at in job.hear_all(*left):
             assert ended == victim
             assert at - begin < KNOWN
-        # A source that is interrupted as it sends, on the caller's thread, closes the loader.
+        # Without prefetch, a source that is interrupted while it sends closes the loader.
         goes_on = not is_killed and (victim > 0 or prefetch > 0)
         for rank in left:
             job.tell(rank, goes_on)

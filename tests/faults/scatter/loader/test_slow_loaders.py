@@ -1,4 +1,4 @@
-"""The source leaves the loop while its loader is slow: the others hear of it at once."""
+"""The source leaves the loop while its loader is slow: the others hear of it once the loader has read on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.distributed.rank_processes import PATIENCE, Job, Line, on_nodes, ou
 
 import tundish as td
 
-# The promise is about a tenth of a second; the rest is for a busy machine.
+# The promise is a tenth of a second; a busy machine takes longer.
 KNOWN = 1.0
 
 
 class Slow:
-    """Ten batches, the fifth of which comes when it is let go of."""
+    """Ten batches. The fifth waits for an event."""
 
     def __init__(self) -> None:
         self.is_reading = threading.Event()
@@ -62,7 +62,7 @@ def leaving_a_slow_loader(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_a_source_that_leaves_while_it_reads_is_known_to_have_left(node: int, tmp_path: Path) -> None:
+def test_a_source_that_leaves_while_it_reads_is_named_by_all(node: int, tmp_path: Path) -> None:
     with Job(leaving_a_slow_loader, 2, tmp_path, seconds=5.0) as job:
         job.tell(0, node)
         job.tell(1, node)

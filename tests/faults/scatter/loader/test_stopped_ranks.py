@@ -1,4 +1,4 @@
-"""A DispatchLoader while a receiver is stopped: who hears of it, when, and whose name is in it."""
+"""`DispatchLoader` while a receiver is stopped: all ranks get an error in time that names it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 
-# The promise: a failure is known within so many seconds.
+# The promise: seconds until all ranks know of a failure.
 KNOWN = 1.0
 TIMEOUT = 3.0
 STOPPED = 1
 
 
 def batches() -> Iterator[torch.Tensor]:
-    # Large ones: what fits between two nodes by itself is sent although nobody takes it.
+    # Larger than the socket buffers, which take messages that nobody reads.
     for number in range(30_000):
         yield torch.full((500_000,), number)
 
@@ -30,7 +30,7 @@ def batches() -> Iterator[torch.Tensor]:
 def loop_to_the_end(rank: int, line: Line) -> None:
     node, prefetch = line.hear()
     on_nodes(rank, node)
-    # Of its own: a busy machine may take longer to start the ranks.
+    # The job's group has a longer timeout, because ranks may start slowly.
     dist.barrier()
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     dist.barrier()
@@ -60,7 +60,7 @@ def test_a_stopped_receiver_is_named_by_all_after_the_timeout(
             kind, text, end = job.hear(rank)
             assert kind == ("TimedOutError" if rank == 0 else "PeerFailedError"), text
             assert f"rank {STOPPED} did not come within {TIMEOUT:g} s" in text, text
-            # The source goes on until nothing more fits between it and the one that is stopped.
+            # The source goes on until the queue to the stopped rank is full.
             assert end - begin < TIMEOUT + 2 * KNOWN, end - begin
             job.tell(rank)
         job.expect_end(0, 2)

@@ -1,4 +1,4 @@
-"""Loaders that nobody closes: the ranks end, and nothing of them stays."""
+"""Loaders that are not closed: ranks end without an error and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 
 
-def loader(rounds, **options):
-    given = [{"x": torch.full((50_000,), number)} for number in range(2 * rounds)]
+def loader(steps, **options):
+    given = [{"x": torch.full((50_000,), number)} for number in range(2 * steps)]
     return td.DispatchLoader(given if rank == 0 else None, **options)
 
 
@@ -39,14 +39,14 @@ never_begun = loader(5)
 through = loader(5)
 assert [int(batch["x"][0]) for batch in through] == list(range(rank, 10, 2))
 in_the_middle = loader(50, prefetch=3)
-rounds = iter(in_the_middle)
-kept = [next(rounds), next(rounds)]
+steps = iter(in_the_middle)
+kept = [next(steps), next(steps)]
 read_here = loader(50, prefetch=0)
-rounds_read_here = iter(read_here)
-kept.append(next(rounds_read_here))
+steps_read_here = iter(read_here)
+kept.append(next(steps_read_here))
 in_a_cycle = Holder()
-in_a_cycle.itself, in_a_cycle.rounds = in_a_cycle, iter(loader(50))
-next(in_a_cycle.rounds)
+in_a_cycle.itself, in_a_cycle.steps = in_a_cycle, iter(loader(50))
+next(in_a_cycle.steps)
 del in_a_cycle
 dropped = iter(loader(50))
 next(dropped)
@@ -59,7 +59,7 @@ print("done")
 
 
 @pytest.mark.parametrize("how", ["with the group", "without the group"])
-def test_ranks_whose_loaders_nobody_closes_end_and_leave_nothing(how: str) -> None:
+def test_ranks_that_do_not_close_their_loaders_end_and_leave_nothing(how: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -94,7 +94,7 @@ def test_ranks_whose_loaders_nobody_closes_end_and_leave_nothing(how: str) -> No
 
 
 def threads() -> list[str]:
-    """Those of loaders; that of the votes is the group's."""
+    """The threads of loaders, without the group's thread for votes."""
     ours = "tundish-dispatch", "tundish-scatter"
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(ours)]
 
@@ -116,14 +116,14 @@ def dropped(rank: int, line: Line) -> None:
     counts = []
     for number in range(12):
         use((0, 1, 3)[number % 3])
-        # One rank alone collects its own; the next loader is made by all.
+        # Each rank collects its loader before all make the next one.
         gc.collect()
         dist.barrier()
         deadline = time.monotonic() + PATIENCE / 4
         while (threads() or (counts and descriptors() > counts[0])) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert threads() == [], (number, threads())
-        # What a first one brings along stays.
+        # The first loaders open descriptors that stay.
         if number >= 3:
             counts.append(descriptors())
     assert max(counts) == counts[0], counts
@@ -132,7 +132,7 @@ def dropped(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("node", [2, 1])
-def test_loaders_that_are_dropped_take_their_threads_and_descriptors_along(node: int, tmp_path: Path) -> None:
+def test_loaders_that_are_dropped_free_their_threads_and_descriptors(node: int, tmp_path: Path) -> None:
     with Job(dropped, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, node)
@@ -146,16 +146,16 @@ def garbage(rank: int, line: Line) -> None:
     prefetch = line.hear()
     given = [torch.full((2,), number) for number in range(1000)]
     loader = td.DispatchLoader(given if rank == 0 else None, prefetch=prefetch)
-    rounds = iter(loader)
-    next(rounds)
+    steps = iter(loader)
+    next(steps)
     if rank == 0:
-        cycle: list[Any] = [loader, rounds]
+        cycle: list[Any] = [loader, steps]
         cycle.append(cycle)
-        del cycle, loader, rounds
+        del cycle, loader, steps
         gc.collect()
         line.say("collected")
     else:
-        line.say(outcome(lambda: [time.sleep(0.01) for _ in rounds])[0])
+        line.say(outcome(lambda: [time.sleep(0.01) for _ in steps])[0])
     line.hear()
 
 

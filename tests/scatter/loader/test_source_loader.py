@@ -1,4 +1,4 @@
-"""What is one rank's part of the data, and what only looks like it."""
+"""`refuse_sharded`: loaders that read one rank's part of the data, and others that only look like it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.sharding_check import refuse_sharded
+from tundish.scatter.loader.source_loader import refuse_sharded
 
 ROWS: Any = torch.arange(8.0).view(8, 1)
 
 
 class Rows(list[int]):
-    """Data that so many processes prepare."""
+    """Data that four processes prepare."""
 
     num_processes = 4
 
@@ -43,11 +43,11 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_reads_a_part_is_refused(name: str) -> None:
+def test_loaders_that_read_one_part_are_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="one of 2 parts of the data"):
         refuse_sharded(PARTS[name]())
 
 
-def test_a_number_of_processes_makes_no_part() -> None:
+def test_a_number_of_processes_alone_is_no_shard() -> None:
     for loader in (DataLoader(Rows(range(4))), DataLoader(Stream(3)), Rows(range(4)), Stream(3)):
         refuse_sharded(loader)
