@@ -25,7 +25,7 @@ from tundish.scatter.target_device import resolve_device, with_tensors_on
 from tundish.scatter.transport.device import device_backend
 from tundish.tree import flatten_with_addresses
 
-__all__ = ["open_session", "scatter_batch", "stats"]
+__all__ = ["scatter_batch", "stats"]
 
 _Session = ScatterSource | ScatterReceiver
 # The source's rank in the group, and the name of the group of ranks that get the same batch.
@@ -64,7 +64,7 @@ def scatter_batch(
         InvalidInputError: the number of batches is wrong, a rank that is not the source gave some, or the scatter is
             closed.
         InvalidTypeError, NotPicklableError: on the source, a batch cannot be sent; the message has its path.
-        Whatever the iteration over `batches` raised, on the source.
+        Errors of the iteration over `batches`, on the source.
 
     Example:
         >>> import torch
@@ -104,19 +104,6 @@ def stats(group: Any = None) -> list[ScatterStats]:
     return [session.stats() for session in found]
 
 
-def open_session(group: Any, src: Any, replicate: Any = None, *, shared_memory: bool = True) -> _Session:
-    """Collective over all participants: a scatter from rank `src` of `group`."""
-    with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
-        kind = ScatterSource if participants.rank == participants.source else ScatterReceiver
-        return kind(
-            voter,
-            participants,
-            timeout=timeout,
-            shared_memory=shared_memory,
-            device_backend=device_backend(group),
-        )
-
-
 def _session_of(group: Any, src: Any, replicate: Any) -> _Session:
     """The scatter that a call is a step of. The first call opens it."""
     distributed = torch_distributed()
@@ -138,7 +125,9 @@ def _session_of(group: Any, src: Any, replicate: Any) -> _Session:
     except Exception:
         _close(known)
         raise
-    session = open_session(group, src, replicate)
+    with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
+        kind = ScatterSource if participants.rank == participants.source else ScatterReceiver
+        session = kind(voter, participants, timeout=timeout, device_backend=device_backend(group))
     if key is None:
         return session
     with _lock:

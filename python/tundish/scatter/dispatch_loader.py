@@ -1,8 +1,8 @@
 """`DispatchLoader`: a data loader that reads on one rank and hands every rank its own batches.
 
 Invariants:
-- All ranks go through the same steps: what ends an iteration for one rank ends it for all.
-- A state is that of the last step that was handed out, whatever was prefetched after it.
+- All ranks go through the same steps: an error or early exit of one rank ends the iteration for all.
+- A state is that of the last step that was handed out. Prefetched steps do not count.
 - An iteration begins when the one before is over on this rank.
 """
 
@@ -144,11 +144,10 @@ class DispatchLoader(Generic[T_co]):
         self._reading_seconds = self._next_seconds = 0.0
         self.is_padding = False
         group, replicate = process_group(group), process_group(replicate, "replicate")
-        what = "making a DispatchLoader"
         with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
             is_source = participants.rank == participants.source
             job = group_info(None)
-            error = None
+            error, length = None, None
             try:
                 self._loader = self._checked(
                     dataloader,
@@ -174,9 +173,15 @@ class DispatchLoader(Generic[T_co]):
                 error = caught
             # Receivers would wait without end for a source that may prefetch more than they do.
             same = f"tail={tail!r}, prefetch={prefetch!r} and prefetch_bytes={prefetch_bytes!r}"
-            voter.vote(error, what=what, same=same, timeout=timeout)
             text = json.dumps((length, secrets.token_hex(16))) if is_source else None
-            text = voter.broadcast(text, source=participants.source, what=what, timeout=timeout)
+            text = voter.broadcast(
+                text,
+                error,
+                source=participants.source,
+                what="making a DispatchLoader",
+                same=same,
+                timeout=timeout,
+            )
             self._length, name = json.loads(text)
             kind = ScatterSource if is_source else ScatterReceiver
             self._session = kind(voter, participants, timeout=timeout, in_loop=True)
@@ -186,7 +191,7 @@ class DispatchLoader(Generic[T_co]):
         _open_loaders.add(self)
 
     def __iter__(self) -> Iterator[T_co]:
-        """Collective: iterates over what is left of the epoch; later iterations go through whole epochs."""
+        """Collective: iterates over the rest of the epoch; later iterations go through whole epochs."""
         self._raise_if_closed()
         if os.getpid() != self._process:
             raise InvalidInputError(FORKED)
@@ -206,7 +211,7 @@ class DispatchLoader(Generic[T_co]):
             raise
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. Raises `InvalidTypeError` where the source's loader does not know its length."""
+        """Steps of a whole epoch. Raises `InvalidTypeError` if the source's loader has no length."""
         batches = length_of(self._loader) if self._session.is_source else self._length
         if batches is None:
             raise InvalidTypeError("the number of batches is not known: the source's loader has no len()")
@@ -224,17 +229,16 @@ class DispatchLoader(Generic[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Go to an epoch: call it on every rank before iterating, as with torch's `DistributedSampler`.
 
-        On the source it calls `set_epoch` of the loader, its dataset, its sampler and its batch sampler, where they
-        have one. Another epoch starts at its first batch; the epoch under way goes on where it is, so a loop may call
-        this right after `load_state_dict`. It ends an iteration that is under way: its iterator raises
-        `InvalidInputError`.
+        On the source it calls `set_epoch` of the loader, its dataset, its sampler and its batch sampler, if they have
+        one. Another epoch starts at its first batch. The epoch under way keeps its position, so a loop may call this
+        right after `load_state_dict`. It ends an iteration that is under way: its iterator raises `InvalidInputError`.
 
         Args:
             epoch: the number of the epoch, from 0 on.
 
         Raises:
-            InvalidInputError, InvalidTypeError: `epoch` is no such number.
-            Whatever a `set_epoch` raises, on the source.
+            InvalidInputError, InvalidTypeError: `epoch` is not a number from 0 on.
+            The errors of the loader's `set_epoch`, on the source.
         """
         epoch = as_count(epoch, "epoch")
         self._leave("set_epoch was called since")
@@ -245,20 +249,20 @@ class DispatchLoader(Generic[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step that was handed out, in batches of the source's loader.
 
-        Any rank's state resumes all ranks, on any number of ranks. Only the source's has the state of its loader, where
-        that has a `state_dict`.
+        The state of any rank resumes all ranks, on any number of ranks. If the source's loader has a `state_dict`, the
+        source's state holds the state of its loader too.
         """
         return self._state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state with the next iteration: call it on every rank, with the state of any.
 
-        The source's loader resumes from its own state where `state` has one; else the batches that were handed out are
-        left out. Where a batch sampler makes them they are not even read. It ends an iteration that is under way, as
-        `set_epoch` does.
+        If `state` holds a state of the source's loader, the loader resumes from it. Else the batches that were handed
+        out are left out; if a batch sampler makes them, they are not even read. It ends an iteration that is under way,
+        as `set_epoch` does.
 
         Raises:
-            StateMismatchError: it is no such state, or damaged; nothing changes.
+            StateMismatchError: it is not the state of a loader, or damaged; nothing changes.
         """
         self._state.load_state_dict(state)
         self._leave("load_state_dict was called since")
@@ -280,8 +284,8 @@ class DispatchLoader(Generic[T_co]):
     def close(self) -> None:
         """End an iteration that is under way, and free threads and memory; not collective.
 
-        Batches stay. Ranks that go on with their loop get a `PeerStoppedError`, or a `PeerFailedError` where they begin
-        another.
+        Batches stay valid. Ranks that go on with their loop get a `PeerStoppedError`, or a `PeerFailedError` if they
+        begin another.
         """
         if self._is_closed or os.getpid() != self._process:
             return

@@ -112,8 +112,8 @@ def replicated_participants(
     Args:
         group: this rank's group.
         src: the source's rank in the first of the groups.
-        same_batch: the voter of the ranks that get the same batch as this one, each of which has another `group`.
-        same_group: the voter of `group`; None where that is no group.
+        same_batch: the voter of the ranks that get the same batch as this one. Each has another `group`.
+        same_group: the voter of `group`; None if that is not a group.
         timeout: how long this rank waits for the others.
     """
     what = "finding the ranks that get the same batch"

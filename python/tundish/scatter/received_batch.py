@@ -84,8 +84,7 @@ class ReceivedBatch(NamedTuple):
 def bytes_of(memory: _native.SendBuffer | _native.ReceivedBuffer) -> NDArray[np.uint8]:
     """The bytes of a buffer, which lives as long as any array or tensor over them.
 
-    torch, and numpy where it makes an array of another shape, keep what is behind a `memoryview`, not the view. So the
-    view is put below an array first.
+    torch and numpy may keep the object behind a `memoryview` instead of the view, so an array holds the view.
     """
     return np.frombuffer(memoryview(memory), np.uint8)
 

@@ -30,14 +30,7 @@ class ScatterReceiver(Session):
     def receive(self, device: torch.device | None = None) -> ReceivedBatch | Note | None:
         """The next step: returns the batch or the note that the source sent; None if this rank gets nothing.
 
-        Args:
-            device: where the batch is to go.
-
-        Raises:
-            PeerFailedError: the source failed in this step, with its traceback in the message; or a rank was lost.
-            TimedOutError: the source sent nothing in time.
-            SegmentGoneError: the memory of the batch cannot be reached.
-            NotPicklableError: a type of the batch is not found here.
+        It raises errors as `scatter_batch` does. A batch from device to device goes to `device`.
         """
         self._begin_step()
         try:
@@ -154,5 +147,5 @@ class ScatterReceiver(Session):
                     sender.send_text(self._step, Kind.CLOSED, text, self._waiter(sender.rank))
                 except Exception as another:  # noqa: BLE001 (the first one is raised)
                     error.add_note(f"rank {sender.rank} could not be told of it: {another}")
-        # The source does not know these ranks: it sees this one leave, and because of which rank.
+        # The source has no connection to these ranks. It sees this one leave, with the number of the lost rank.
         channels.watch.close(because_of=error.rank)

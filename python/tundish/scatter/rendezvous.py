@@ -134,16 +134,9 @@ def connect(
     timeout: timedelta,
     device_backend: tuple[str, str] | None,
 ) -> Channels:
-    """Collective over the members of `voter`: the channels of this rank.
+    """Collective over the members of `voter`: the channels of this rank. The arguments are those of `Session`.
 
-    Args:
-        voter: of all participants.
-        participants: the ranks of the scatter.
-        shared_memory: whether ranks of one node use shared memory; else all use gloo.
-        timeout: how long this rank waits for the others.
-        device_backend: the kind of device and the backend for batches between devices of different nodes.
-
-    Raises what `Voter.vote` raises.
+    Raises the errors of `Voter.vote`.
     """
     with contextlib.ExitStack() as temporary, contextlib.ExitStack() as on_failure:
         # A digest, as there may be thousands of ranks.
@@ -159,7 +152,7 @@ def connect(
         channels = Channels(watch, senders.get(participants.rank, participants.source))
         on_failure.callback(channels.close)
         rendezvous.exchange_addresses(senders, channels.sender_rank)
-        # A connection waits in the backlog of its listener, with what was sent on it, until that accepts.
+        # A connection and its first message wait in the backlog of the listener.
         with voter.agreed(_WHAT, timeout=timeout):
             own_node = next((node for node in nodes if participants.rank in node), None)
             channels.arena_limit = memory_limit(
@@ -185,20 +178,16 @@ class _Rendezvous:
         self._timeout = timeout
         self._temporary = temporary
         self._is_source = participants.rank == participants.source
+        # Of this rank, for ranks of its node and of other nodes.
         self._listener: socket.socket | None = None
         self._peer_listener: PeerListener | None = None
         # Addresses of this rank's listener and watch, and its process id; then those of its sender.
         self._address: tuple[str, str, int] | None = None
         self._invitation: Any = None
-        self._to_sender: socket.socket | None = None
         self._to_source: socket.socket | None = None
+        # By receiver of a node its sender, and the ranks that receive over gloo.
         self._senders: dict[int, int] = {}
         self._others: list[int] = []
-
-    @property
-    def _own_receivers(self) -> list[int]:
-        """Ranks of this node that get their batches from this rank."""
-        return [rank for rank, sender in self._senders.items() if sender == self._participants.rank]
 
     def listen(self, watch: PeerWatch) -> None:
         """Open the listener for ranks of this node, where the system has abstract sockets."""
@@ -233,9 +222,9 @@ class _Rendezvous:
         """Connect to this rank's sender."""
         rank = self._participants.rank
         if rank in self._senders and self._address is not None:
-            address, watch_address, _ = self._address
-            connection = self._to_sender = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._temporary.callback(self._close_unused)
+            address, watch_address, process = self._address
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            channels.receiver = SharedMemoryReceiver(connection, process)
             connection.connect(f"\0{address}")
             if not _is_same_user(connection):
                 raise PeerFailedError(
@@ -250,7 +239,8 @@ class _Rendezvous:
 
     def accept(self, channels: Channels) -> None:
         """Accept the ranks that get their batches from this one."""
-        receivers, connections = self._own_receivers, dict[int, socket.socket]()
+        receivers = [rank for rank, sender in self._senders.items() if sender == self._participants.rank]
+        connections: dict[int, socket.socket] = {}
         if self._listener is not None:
             self._listener.settimeout(0)
         try:
@@ -284,11 +274,10 @@ class _Rendezvous:
             channels.watch.adopt(rank, connection)
 
     def open(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
-        """Open what this rank receives from, and the groups of the ranks of different nodes."""
+        """Receive the sender's queue, and make the groups of the ranks of different nodes."""
         participants, others = self._participants, self._others
-        if self._to_sender is not None and self._address is not None:
-            channels.receiver = SharedMemoryReceiver(self._to_sender, self._address[2])
-            self._to_sender = None
+        if isinstance(channels.receiver, SharedMemoryReceiver):
+            channels.receiver.receive_queue()
         if self._to_source is not None and is_source(self._to_source, self._invitation):
             channels.watch.adopt(participants.source, self._to_source)
         if not others or not (self._is_source or participants.rank in others):
@@ -311,10 +300,6 @@ class _Rendezvous:
             channels.receiver = GlooReceiver(
                 gloo, channels.thread, channels.arena, passes_on=bool(channels.to_node)
             )
-
-    def _close_unused(self) -> None:
-        if self._to_sender is not None:
-            self._to_sender.close()
 
 
 def _is_same_user(connection: socket.socket) -> bool:

@@ -188,7 +188,7 @@ class Session:
         return self._lost
 
     def _lose_gone(self, rank: int) -> PeerFailedError:
-        """Lose a rank that is gone, or the rank because of which it left."""
+        """Lose a rank that is gone, or the rank that made it leave."""
         because_of = None if self._channels is None else self._channels.watch.departed().get(rank)
         return self._lose(rank if because_of is None else because_of, GONE)
 

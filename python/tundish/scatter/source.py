@@ -59,19 +59,9 @@ class ScatterSource(Session):
     _outgoing: tuple[OutgoingMessages, Future[None]] | None = None
 
     def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
-        """The next step: send every rank its batch.
+        """The next step: send every rank its batch. Returns this rank's, the very object.
 
-        Args:
-            batches: one for each rank that gets its own, None for a rank that gets nothing; None: no rank gets any.
-            device: the device from which batches for other nodes may be sent.
-
-        Returns this rank's batch, the very object.
-
-        Raises:
-            PeerFailedError: a rank was lost.
-            TimedOutError: a rank did not come in time.
-            InvalidInputError, InvalidTypeError, NotPicklableError: `batches` cannot be sent.
-            Whatever the iteration over `batches` raised.
+        It takes `batches` and raises errors as `scatter_batch` does. Batches for other nodes may be sent from `device`.
         """
         with self._reported_step() as waiting:
             listed = self._listed(batches)
@@ -107,7 +97,7 @@ class ScatterSource(Session):
 
     @contextlib.contextmanager
     def _reported_step(self) -> Iterator[_Senders]:
-        """A step whose error is reported to all ranks that have not been sent theirs; yields those."""
+        """A step whose error is reported to the ranks that still wait for their batch; yields those."""
         self._begin_step()
         channels = self._channels
         waiting: _Senders = {} if channels is None else {one.rank: one for one in channels.senders}
@@ -225,8 +215,8 @@ class ScatterSource(Session):
                     if id(content) not in payloads and not is_on_device:
                         if copied_bytes and copied_bytes + content.size > channels.arena_limit:
                             self._finish_in_thread(channels, outgoing)
-                            self._wait_until_sent()
                             outgoing, payloads, copied_bytes = OutgoingMessages(), {}, 0
+                            self._wait_until_sent()
                         copied_bytes += content.size
                         payloads[id(content)] = copied(content, channels.arena)
                     payload = payloads.get(id(content))
@@ -247,7 +237,7 @@ class ScatterSource(Session):
         return self._outgoing[1]
 
     def _wait_until_sent(self) -> None:
-        """Wait until the messages that were posted last are sent. Raises for a rank that they could not be sent to."""
+        """Wait until the messages that were posted last are sent. Raises if one could not be sent."""
         if self._outgoing is None:
             return
         outgoing, future = self._outgoing

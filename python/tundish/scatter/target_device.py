@@ -21,7 +21,7 @@ def resolve_device(device: Any) -> torch.device | None:
 
     Raises:
         InvalidTypeError: `device` is neither a device nor the name of one.
-        InvalidInputError: there is no such device, or this process cannot use it.
+        InvalidInputError: the device does not exist, or this process cannot use it.
     """
     if device is None:
         return None

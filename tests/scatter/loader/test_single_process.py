@@ -280,7 +280,7 @@ def test_the_epoch_of_a_state_resumes_and_another_begins_anew() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"kind": "PackedBatchSampler"}, "no state of a DispatchLoader"),
+        ({"kind": "PackedBatchSampler"}, "not the state of a DispatchLoader"),
         ({"version": 7}, "version 7"),
         ({"version": True}, "version True"),
         ({"batches": -1}, "batches is -1"),
@@ -296,7 +296,7 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], said: str) -> 
             loader.load_state_dict({**good, "batches": 2, **change})
         with pytest.raises(StateMismatchError, match="lacks batches"):
             loader.load_state_dict({name: value for name, value in good.items() if name != "batches"})
-        with pytest.raises(StateMismatchError, match="no state"):
+        with pytest.raises(StateMismatchError, match="not the state"):
             loader.load_state_dict([1])  # type: ignore[arg-type]
         assert loader.state_dict() == good
         assert numbers(loader) == list(range(5))

@@ -28,6 +28,7 @@ def channel() -> Iterator[Channel]:
     sender = SharedMemorySender(1, one, 1 << 30)
     sender.send_queue()
     receiver = SharedMemoryReceiver(other, os.getpid())
+    receiver.receive_queue()
     yield sender, receiver
     receiver.close()
     sender.close()

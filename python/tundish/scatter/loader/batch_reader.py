@@ -50,7 +50,7 @@ class BatchReader:
 
     Raises:
         InvalidInputError: the loader has fewer than `skip` batches, or its sampler leaves some out already.
-        Whatever the loader raises.
+        Errors of the loader.
     """
 
     def __init__(

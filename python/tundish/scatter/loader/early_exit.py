@@ -25,7 +25,6 @@ class EarlyExits:
 
     def __init__(self, store: Any, name: str, rank: int) -> None:
         self._store = JobStore(store, "tundish-dispatch")
-        self._store.connect()
         self._name = name
         self._rank = rank
         self._lock = threading.Lock()
@@ -43,6 +42,7 @@ class EarlyExits:
         found = None
         # Without the store the job ends, and other errors say so.
         with contextlib.suppress(Exception), self._lock:
+            self._store.connect()
             found = self._store.read(self._key(iteration))
         if found is None:
             return None
@@ -52,10 +52,12 @@ class EarlyExits:
     def forget(self, iteration: int) -> None:
         """Delete the key of an iteration."""
         with contextlib.suppress(Exception), self._lock:
+            self._store.connect()
             self._store.delete(self._key(iteration))
 
     def _write(self, iteration: int, steps: int) -> None:
         with contextlib.suppress(Exception), self._lock:
+            self._store.connect()
             self._store.write_once(self._key(iteration), f"{self._rank} {steps}")
 
     def _key(self, iteration: int) -> str:

@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class EpochIterator(Iterator[T_co]):
-    """Iterates over this rank's batches of one epoch. Dropping it leaves the loop.
+    """Iterates over this rank's batches of one epoch. Deleting it leaves the loop.
 
     Args:
         steps: the steps of the iteration.

@@ -1,4 +1,4 @@
-"""One iteration over an epoch on a receiver: it receives what an `EpochSource` sends."""
+"""One iteration over an epoch on a receiver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tundish.scatter.receiver import Note, ScatterReceiver
 
 __all__ = ["EpochReceiver"]
 
-# After so many errors in a row a receiver whose caller left reads no further.
+# A receiver whose caller left stops reading after so many errors in a row.
 _MAX_ERRORS = 8
 
 
@@ -57,12 +57,12 @@ class EpochReceiver(Epoch):
                 errors += 1
 
     def _receive(self) -> ReceivedBatch | Note | None:
-        """The next message. A note is acted on."""
+        """The next message. Handles notes."""
         try:
             received = self.session.receive()
             self.last_heard = time.monotonic()
             if isinstance(received, Note):
-                self._act_on(*json.loads(received.text))
+                self._handle_note(*json.loads(received.text))
             else:
                 self._done += self.session.participants.batches if self._new is None else self._new
                 self._steps += 1
@@ -71,7 +71,7 @@ class EpochReceiver(Epoch):
             raise
         return received
 
-    def _act_on(self, kind: str, *values: Any) -> None:
+    def _handle_note(self, kind: str, *values: Any) -> None:
         if kind == NoteKind.BEGIN:
             self.start = EpochStart(*values)
             self._done = self.start.done

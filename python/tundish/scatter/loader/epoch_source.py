@@ -31,9 +31,9 @@ class EpochSource(Epoch):
     Args:
         session, exits, iteration, device: as for `Epoch`.
         loader: the source's loader.
-        tail: what becomes of the last batches.
+        tail: how the last step is completed.
         progress: whether standard error shows how many batches are left out.
-        counts_bytes: whether the bytes of a batch count that is not sent.
+        counts_bytes: whether steps have the size of this rank's batch, if no batch is sent.
     """
 
     session: ScatterSource
@@ -157,7 +157,7 @@ class EpochSource(Epoch):
 
     @contextlib.contextmanager
     def _reported_reading(self) -> Iterator[None]:
-        """A block that uses the loader. All ranks are told of its error."""
+        """A block that uses the loader. Its error is reported to all ranks."""
         begin = time.monotonic()
         try:
             yield
@@ -170,7 +170,7 @@ class EpochSource(Epoch):
 
     @contextlib.contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
-        """A block whose error ends the iteration. The other ranks are told by then."""
+        """A block whose error ends the iteration. The other ranks know of the error already."""
         try:
             yield
         except BaseException as error:

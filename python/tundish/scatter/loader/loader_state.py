@@ -83,8 +83,8 @@ class LoaderState:
     def load_state_dict(self, state: Any) -> None:
         """Take over a state. Raises `StateMismatchError`, and changes nothing, where it is damaged."""
         if not isinstance(state, Mapping) or state.get("kind") != _KIND:
-            what = repr(state.get("kind")) if isinstance(state, Mapping) else type(state).__name__
-            raise StateMismatchError(f"this is no state of a DispatchLoader: {what}")
+            found = repr(state.get("kind")) if isinstance(state, Mapping) else type(state).__name__
+            raise StateMismatchError(f"this is not the state of a DispatchLoader: {found}")
         version = state.get("version")
         # True equals 1.
         if isinstance(version, bool) or version != _VERSION:

@@ -84,7 +84,7 @@ class InlineSteps:
 
 
 class PrefetchedSteps(InlineSteps):
-    """Steps that a thread makes, `max_steps` and `max_bytes` ahead of the caller; one step may be larger than that.
+    """Steps that a thread makes, `max_steps` and `max_bytes` ahead of the caller. One step may have more bytes.
 
     Args:
         epoch: makes the steps, on the thread.

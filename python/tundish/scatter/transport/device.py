@@ -1,4 +1,4 @@
-"""Batches from device to device, for ranks of other nodes whose group has NCCL or HCCL.
+"""Batches from device to device between nodes, if the group has NCCL or HCCL.
 
 Invariants:
 - Only the caller's thread uses the channel, as NCCL and HCCL require.
@@ -20,7 +20,7 @@ from tundish.scatter.outgoing_batch import OutgoingBatch
 
 __all__ = ["DeviceChannel", "device_backend"]
 
-# Backends between devices, whose collectives belong to the caller's thread.
+# Backends between devices. Only the caller's thread may use their collectives.
 _BACKENDS = ("nccl", "hccl", "xccl")
 
 
@@ -55,7 +55,7 @@ class DeviceChannel:
         self._source = members[0]
         self._has_communicator = False
         self._device: torch.device | None = None
-        # The device may still read what was sent last.
+        # The device may still read the buffers that were sent last.
         self._last_sent: list[Tensor] = []
 
     def device_for(self, wanted: torch.device | None) -> torch.device:

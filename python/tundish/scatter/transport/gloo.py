@@ -4,7 +4,7 @@ A batch is two messages, or three where its schema is long: header and schema, t
 
 Invariants:
 - gloo never ends a wait by itself, as that would end the connection too. Sessions have timeouts of their own, and a
-  rank that comes late still finds what was sent.
+  late rank still finds the messages.
 - All messages of a step are posted before any of them is waited for. Tensors are sent from a copy, so the caller may
   change a batch as soon as the call returns or fails.
 - gloo's waits cannot be interrupted: only a `WaitThread` is in one.

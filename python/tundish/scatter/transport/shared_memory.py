@@ -47,9 +47,9 @@ __all__ = [
     "Waiter",
 ]
 
-# Batches in leased memory, each of which takes a descriptor. A receiver that keeps more gets copies.
+# Batches in leased memory. Each takes a descriptor, so a receiver that keeps more gets copies.
 MAX_LEASES: Final = 128
-# Segments whose descriptors a receiver is known to have.
+# How many segments a sender remembers whose descriptors it has sent.
 _MAX_KNOWN_SEGMENTS = 128
 # Messages that a sender may be ahead, and how many more may carry errors.
 _MAX_MESSAGES = 4
@@ -146,7 +146,7 @@ class SharedMemorySender:
         return self._arena.stats()
 
     def close(self) -> None:
-        """Close the socket. The receiver can still read what was sent."""
+        """Close the socket. The receiver can still read the messages that were sent."""
         for _, lease in self._unread.values():
             if lease is not None:
                 lease.buffer.release()
@@ -176,22 +176,28 @@ class SharedMemoryReceiver:
     """Receives from one sender of this node.
 
     Args:
-        connection: a unix socket to the sender, on which the descriptor of its queue is. The receiver closes it.
+        connection: a unix socket to the sender. The receiver closes it.
         sender_process: the sender's process id.
-
-    Raises `StorageError` where this process can open no more files.
     """
+
+    _queue: _native.TaskQueue
 
     def __init__(self, connection: socket.socket, sender_process: int) -> None:
         self._connection = connection
         self._sender_process = sender_process
         self._memory = _native.BufferReceiver()
+        self._message: Any = None
+
+    def receive_queue(self) -> None:
+        """Receive the queue. Call it once, after the sender's `send_queue`.
+
+        Raises `StorageError` where this process can open no more files.
+        """
         descriptor = self._receive_descriptor()
         try:
             self._queue = _native.TaskQueue.open(descriptor)
         finally:
             os.close(descriptor)
-        self._message: Any = None
 
     def wait(self, seconds: float) -> bool:
         """Whether a message came within so many seconds."""
