@@ -9,7 +9,7 @@ use tundish_shm::arena::{Arena, Use};
 
 const SIZES: [(&str, usize); 3] = [("400 KiB", 400 << 10), ("16 MiB", 16 << 20), ("256 MiB", 256 << 20)];
 
-/// Shared pages that nobody has used.
+/// Fresh shared pages.
 struct Pages(*mut u8, usize);
 
 impl Pages {
@@ -23,21 +23,21 @@ impl Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, and nobody has it any more.
+        // SAFETY: mapped by `new`, and not used any more.
         unsafe { munmap(self.0.cast(), self.1) }.expect("a mapping");
     }
 }
 
 fn fill(target: *mut u8, source: &[u8]) {
-    // SAFETY: every target here has room for as many bytes and is nobody else's.
+    // SAFETY: every target here has room for as many bytes and no other user.
     unsafe { target.copy_from_nonoverlapping(source.as_ptr(), source.len()) };
 }
 
 fn take(arena: &Arena, len: usize) -> Segment {
-    arena.take(len, false, &mut || Ok(())).expect("memory for a segment")
+    arena.take(len, &mut || Ok(())).expect("memory for a segment")
 }
 
-/// The time of `work`, and not of letting go of what it gives back.
+/// The time of `work`, without the drop of its result.
 fn timed<T>(rounds: u64, mut work: impl FnMut() -> T, mut end: impl FnMut(T)) -> Duration {
     (0..rounds)
         .map(|_| {

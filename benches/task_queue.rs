@@ -28,7 +28,7 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // SAFETY: a child that nobody has waited for.
+        // SAFETY: a child that was not waited for.
         unsafe {
             libc::kill(self.0, libc::SIGKILL);
             libc::waitpid(self.0, core::ptr::null_mut(), 0);
@@ -48,7 +48,7 @@ fn worker(queue: &ParentQueue) -> Child {
     })
 }
 
-/// Put batches, collect what has come, until `rounds` results are there.
+/// Puts batches and collects results until `rounds` results have come.
 fn stream(queue: &ParentQueue, rounds: u64) {
     let (mut put, mut collected) = (0, 0);
     while collected < rounds {

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypedDict, final, type_check_only
+from typing import Any, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,6 @@ __all__ = [
     "hard_pack_to_folder",
     "hard_plan_fingerprint",
     "is_plain",
-    "is_segment_retired",
     "load_handles",
     "open_checkpoints_readonly",
     "open_plan",
@@ -286,13 +285,13 @@ _Content = bytes | None | bool | int | float | complex | str
 class TaskQueue:
     def __new__(cls, slots: int, slot_bytes: int) -> TaskQueue: ...
     @staticmethod
-    def open(fd: int, awake: float | None = None) -> TaskQueue: ...
+    def open(fd: int) -> TaskQueue: ...
     @property
     def fd(self) -> int: ...
     @property
     def capacity(self) -> int: ...
     def put(self, kind: int, content: _Content) -> int | None: ...
-    def put_many(self, kind: int, contents: Sequence[_Content], start: int) -> list[int]: ...
+    def put_many(self, kind: int, contents: Sequence[_Content]) -> list[int]: ...
     def is_ready(self) -> bool: ...
     def collect(self) -> list[tuple[int, int, _Content]]: ...
     def wait(self, timeout: float, caller: bool) -> bool: ...
@@ -331,16 +330,12 @@ _Reference = tuple[int, int, int, int, int]
 @final
 class SharedSegment:
     @staticmethod
-    def copy_of(
-        data: NDArray[np.uint8], layout: bytes, huge_pages: bool, name: str | None = None
-    ) -> SharedSegment: ...
+    def copy_of(data: NDArray[np.uint8], layout: bytes, name: str | None = None) -> SharedSegment: ...
     @staticmethod
-    def make(
-        size: int, layout: bytes, huge_pages: bool, clear: bool, name: str | None = None
-    ) -> SharedSegment: ...
+    def make(size: int, layout: bytes, clear: bool, name: str | None = None) -> SharedSegment: ...
     def appear(self) -> None: ...
     @staticmethod
-    def attach(address: _Address, inherited: int | None = None, name: str | None = None) -> SharedSegment: ...
+    def attach(address: _Address, name: str | None = None) -> SharedSegment: ...
     @staticmethod
     def attach_named(name: str) -> SharedSegment: ...
     @property
@@ -359,14 +354,7 @@ class SharedSegment:
 class SegmentView:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-@type_check_only
-class SharedStats(TypedDict):
-    mapped: int
-    cached: int
-    escaped: int
-    peak: int
-
-def shared_stats() -> SharedStats: ...
+def shared_stats() -> dict[str, int]: ...
 def set_shared_cache_limit(limit_bytes: int) -> None: ...
 
 @type_check_only
@@ -374,10 +362,7 @@ class NamedSegment(TypedDict):
     name: str
     path: Path
     size: int
-    state: Literal["held", "mapped", "dead"]
-    mapped_by: list[int]
     made_by: int
-    maker_lives: bool
 
 @type_check_only
 class NamedSegments(TypedDict):
@@ -395,7 +380,6 @@ class ArenaStats(TypedDict):
     peak: int
 
 def default_arena_limit() -> int: ...
-def is_segment_retired(fd: int) -> bool: ...
 
 @final
 class SegmentArena:

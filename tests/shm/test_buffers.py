@@ -42,11 +42,11 @@ def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
     reference = first.reference()
     first.release()
     first.release()
-    # On its way: nobody may overwrite it.
+    # Sent and not received: it may not be overwritten.
     second = packed(arena, b"2" * 1000)
     assert second.reference()[2] != reference[2]
     view = buffers.open(reference)
-    # Received: nobody may overwrite it.
+    # Received: it may not be overwritten.
     third = packed(arena, b"3" * 1000)
     assert third.reference()[2] not in (reference[2], second.reference()[2])
     assert bytes(view) == b"1" * 1000
@@ -60,7 +60,7 @@ def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
     assert bytes(buffers.open(again)) == b"4" * 1000
 
 
-def test_what_was_not_sent_is_used_again_at_once() -> None:
+def test_a_buffer_that_was_not_sent_is_used_again_at_once() -> None:
     arena = SegmentArena()
     inodes = set()
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_what_was_not_sent_is_used_again_at_once() -> None:
     assert len(inodes) == 1
 
 
-def test_who_comes_for_a_revoked_buffer_is_refused() -> None:
+def test_a_receiver_of_a_revoked_buffer_is_refused() -> None:
     arena, buffers = SegmentArena(), BufferReceiver()
     buffer = packed(arena, b"x")
     reference = buffer.reference()
@@ -132,7 +132,7 @@ def test_the_arena_keeps_no_more_than_its_limit() -> None:
     assert nothing.stats()["cached"] == 0
 
 
-def test_a_receiver_lets_go_of_what_its_sender_has_let_go_of() -> None:
+def test_a_receiver_drops_segments_that_their_sender_dropped() -> None:
     arena, buffers = SegmentArena(0), BufferReceiver()
     before = len(descriptors())
     for _ in range(20):
@@ -159,7 +159,7 @@ def test_a_reference_that_leads_elsewhere_is_refused() -> None:
 
 
 def answer(line: Connection) -> None:
-    """Sends back what comes, each byte plus one, keeping nothing."""
+    """Sends each buffer back with every byte plus one, and keeps nothing."""
     arena, buffers = SegmentArena(), BufferReceiver()
     while (reference := line.recv()) is not None:
         received = np.frombuffer(buffers.open(reference), np.uint8)
@@ -253,7 +253,7 @@ def test_a_child_made_by_fork_uses_its_own() -> None:
     assert arena.stats()["in_use"] == 0
 
 
-def test_what_a_sender_left_is_there_for_its_receiver_until_it_was_opened() -> None:
+def test_buffers_of_a_dead_sender_can_be_opened() -> None:
     arena, buffers = SegmentArena(), BufferReceiver()
     references, sent = [], []
     for number in range(3):

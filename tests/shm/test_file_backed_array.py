@@ -1,4 +1,4 @@
-"""`node_shared(path=…)`: an array in a file, published whole, found again by what it holds."""
+"""`node_shared(path=…)`: an array in a file, published whole and found again by its content."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tundish.errors import (
     StorageError,
 )
 from tundish.shm import file_backed_array
+from tundish.shm.array_input import input_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,10 +70,10 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
 ) -> None:
     publish = file_backed_array._publish
 
-    def late(array: np.ndarray, target: Path) -> None:
+    def late(array: np.ndarray, layout: Any, target: Path) -> None:
         # As by another job.
-        publish(np.arange(5), target)
-        publish(array, target)
+        publish(*input_of(np.arange(5)), target)
+        publish(array, layout, target)
 
     monkeypatch.setattr(file_backed_array, "_publish", late)
     with pytest.raises(
@@ -92,11 +93,13 @@ def test_arrays_of_many_pieces(
         array = array[:, ::2]
     assert np.array_equal(td.shm.node_shared(array, path=tmp_path), array)
     # However it is cut, and however it lies, it has the same name.
-    content = file_backed_array._content_of(array)
-    assert file_backed_array._content_of(array.copy()) == content
+    before = files(tmp_path)
+    td.shm.node_shared(array.copy(), path=tmp_path)
+    assert files(tmp_path) == before
     array = array.copy()
     array[69, 450] += 1
-    assert file_backed_array._content_of(array) != content
+    td.shm.node_shared(array, path=tmp_path)
+    assert len(files(tmp_path)) == 2
 
 
 def test_a_map_of_a_file_is_kept_without_its_copy_in_memory(tmp_path: Path) -> None:
@@ -116,15 +119,13 @@ def headed(descr: str, shape: str, data: int = 40) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no plain file"),
-        # What it holds would be taken for addresses of objects.
-        (lambda path: path.write_bytes(headed("'|O'", "(5,)")), "its dtype is object"),
-        (lambda path: path.write_bytes(headed("[('a', '|O')]", "(5,)")), "holds Python objects"),
+        # Its bytes would be taken for addresses of objects.
+        (lambda path: path.write_bytes(headed("'|O'", "(5,)")), "Python objects"),
+        (lambda path: path.write_bytes(headed("[('a', '|O')]", "(5,)")), "Python objects"),
         (lambda path: path.write_bytes(headed("'<i8'", "(-1, -5)")), "is damaged"),
         (lambda path: path.write_bytes(headed("'<i8'", "(0, -5)", 0)), "is damaged"),
         (lambda path: path.write_bytes(headed("'<i8'", f"(0, {10**30})", 0)), "is damaged"),
         (lambda path: os.truncate(path, 60), "is damaged"),
-        (lambda path: os.truncate(path, 200), "asks for 168 bytes and it has 200"),
         (lambda path: path.write_bytes(b"not numpy's"), "is damaged"),
         (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\x05\x00{'de}"), "is damaged"),
     ],
@@ -140,16 +141,16 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Any, reas
 
 def test_places_that_are_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(AlreadyExistsError, match="is not a folder"):
+    with pytest.raises(StorageError, match="cannot be made"):
         td.shm.node_shared(np.arange(5), path=tmp_path / "file")
     td.shm.node_shared(np.arange(5), key="five", path=tmp_path)
     (path,) = tmp_path.rglob("array.npy")
     path.rename(path.with_name("elsewhere"))
-    with pytest.raises(AlreadyExistsError, match=r"holds no array\.npy"):
+    with pytest.raises(AlreadyExistsError):
         td.shm.node_shared(np.arange(5), key="five", path=tmp_path)
 
 
-def test_what_cannot_be_kept(tmp_path: Path) -> None:
+def test_arrays_and_paths_that_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(InvalidTypeError, match="holds Python objects"):
         td.shm.node_shared(np.array([{}, 1]), path=tmp_path / "arrays")
     assert not (tmp_path / "arrays").exists()
@@ -159,7 +160,7 @@ def test_what_cannot_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [None, "rows"])
-def test_fields_out_of_order_are_refused_with_what_to_bring(key: str | None, tmp_path: Path) -> None:
+def test_fields_out_of_order_are_refused_with_a_hint(key: str | None, tmp_path: Path) -> None:
     rows = np.array([(1, 2.5), (3, 4.5)], dtype=[("a", "i4"), ("b", "f8")])[["b", "a"]]
     with pytest.raises(InvalidInputError, match="repack_fields"):
         td.shm.node_shared(rows, path=tmp_path, key=key)
@@ -181,7 +182,7 @@ def test_a_file_that_went_or_was_replaced_is_not_taken_for_it(tmp_path: Path) ->
     np.save(path, np.arange(5))
     with pytest.raises(StorageError, match="was replaced"):
         pickle.loads(message)
-    # What is mapped stays.
+    # The mapped array stays.
     assert array.tolist() == [0, 1, 2, 3, 4]
 
 

@@ -1,14 +1,15 @@
-"""Files that claim to be segments, and handles that cannot be: refused, whatever they say."""
+"""Files that claim to be segments are refused, whatever they say."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
+import numpy as np
 import pytest
 
 import tundish as td
 from tundish.shm import Handle, SharedArray
+from tundish.shm.array_layout import ArrayLayout
 
 
 def forge(header: bytes, size: int, *, seal: bool = True) -> tuple[int, Handle]:
@@ -20,7 +21,7 @@ def forge(header: bytes, size: int, *, seal: bool = True) -> tuple[int, Handle]:
     os.pwrite(descriptor, header, 0)
     if seal:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    return descriptor, Handle((os.getpid(), descriptor, 77, 1))
+    return descriptor, Handle(os.getpid(), descriptor, 77, 1)
 
 
 def header(
@@ -39,7 +40,7 @@ def header(
     return page.ljust(1024, b"\0") + layout
 
 
-ONE_BYTE = b'{"shape":[1],"order":"C","dtype":"|u1"}'
+ONE_BYTE = ArrayLayout(shape=(1,), order="C", dtype=np.dtype("u1")).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -50,17 +51,19 @@ ONE_BYTE = b'{"shape":[1],"order":"C","dtype":"|u1"}'
         (header(data=4097, layout=ONE_BYTE), 8192, "claims 4097 bytes and it has 4096"),
         (header(data=2**64 - 1, layout=ONE_BYTE), 8192, "and it has 4096"),
         (header(data=1, claims=3073), 8192, "a description of 3073 bytes"),
-        (header(data=8, layout=b'{"shape":[1],"order":"C","dtype":"|O"}'), 8192, "cannot be read"),
-        (header(data=1, layout=b"not json"), 8192, "cannot be read"),
+        (header(data=8, layout=ONE_BYTE.replace(b"|u1", b"|O")), 8192, "cannot be read"),
+        (header(data=8, layout=ONE_BYTE.replace(b"'|u1'", b"[('a', '|O')]")), 8192, "cannot be read"),
+        (header(data=1, layout=b"no layout"), 8192, "cannot be read"),
         (header(data=1, layout=b"[]"), 8192, "cannot be read"),
         (header(data=1, layout=b"[" * 2500), 8192, "cannot be read"),
-        (header(data=1, layout=ONE_BYTE.replace(b"[1]", b"[1e400]")), 8192, "cannot be read"),
-        (header(data=1, layout=ONE_BYTE.replace(b"[1]", b"[" + b"1," * 64 + b"1]")), 8192, "cannot be read"),
+        (header(data=1, layout=ONE_BYTE.replace(b"(1,)", b"(1.5,)")), 8192, "cannot be read"),
+        (header(data=1, layout=ONE_BYTE.replace(b"'C'", b"'K'")), 8192, "cannot be read"),
+        (header(data=1, layout=ONE_BYTE.replace(b"None", b"3")), 8192, "cannot be read"),
         (header(data=8, layout=ONE_BYTE), 8192, "holds 8 bytes, and its layout says"),
-        (header(data=1, layout=ONE_BYTE.replace(b"[1]", b"[-1]")), 8192, "its layout"),
+        (header(data=1, layout=ONE_BYTE.replace(b"(1,)", b"(-1,)")), 8192, "cannot be read"),
     ],
 )
-def test_what_only_claims_to_be_a_segment_is_refused(page: bytes, size: int, says: str) -> None:
+def test_forged_segments_are_refused(page: bytes, size: int, says: str) -> None:
     descriptor, handle = forge(page, size)
     try:
         with pytest.raises((ValueError, TypeError, FileNotFoundError), match=says) as caught:
@@ -71,36 +74,12 @@ def test_what_only_claims_to_be_a_segment_is_refused(page: bytes, size: int, say
 
 
 def test_a_dtype_of_torch_that_is_none_is_refused() -> None:
-    descriptor, handle = forge(header(data=1, layout=ONE_BYTE[:-1] + b',"torch":"load"}'), 8192)
+    descriptor, handle = forge(header(data=1, layout=ONE_BYTE.replace(b"None", b"'load'")), 8192)
     try:
         with pytest.raises(td.errors.InvalidTypeError, match="torch has no dtype 'load'"):
             SharedArray.attach(handle).tensor()
     finally:
         os.close(descriptor)
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (-1, 3, 5, 1, None),
-        (1 << 40, 3, 5, 1, None),
-        (1, 1 << 40, 5, 1, None),
-        (1, 3, 1 << 64, 1, None),
-        (1, 3, 5, 1.5, None),
-        (1, 3, None, 1, None),
-        ("a", 3, 5, 1, None),
-        (True, 3, 5, 1, None),
-        (1, 3, 5, 1, 7),
-        (1, 3, 5, 1, b"name"),
-        (1, 3, 5, 1, "\ud800"),
-        (1, 3, 5),
-    ],
-)
-def test_a_handle_that_cannot_be_one_is_refused(parts: tuple[Any, ...]) -> None:
-    with pytest.raises(td.errors.InvalidInputError, match="handle"):
-        Handle.from_json(list(parts))
-    with pytest.raises(td.errors.InvalidInputError, match="handle"):
-        Handle(parts[:4], *parts[4:])
 
 
 def test_a_file_that_could_become_shorter_is_refused() -> None:
@@ -120,7 +99,7 @@ def test_a_pipe_behind_a_handle_is_not_opened() -> None:
     reading, writing = os.pipe()
     try:
         with pytest.raises(td.errors.SegmentGoneError, match="it is not a plain file"):
-            SharedArray.attach(Handle((os.getpid(), reading, 1, 1)))
+            SharedArray.attach(Handle(os.getpid(), reading, 1, 1))
     finally:
         os.close(reading)
         os.close(writing)

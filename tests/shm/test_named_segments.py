@@ -66,7 +66,7 @@ def test_tensors(folder: Path) -> None:
     assert not path_of(folder, "halves").exists()
 
 
-def test_what_its_owner_writes_others_see(folder: Path) -> None:
+def test_readers_see_the_writes_of_the_owner(folder: Path) -> None:
     shared = SharedArray.create((2, 3), np.int32, name="counts", order="F")
     with shared, SharedArray.attach("counts") as read:
         shared.array[1, 2] = 5
@@ -158,9 +158,7 @@ def test_a_name_that_is_taken_is_refused_until_it_is_free(folder: Path) -> None:
         assert read.array.tolist() == [0] * 20
 
 
-def test_there_is_nothing_under_a_name_until_it_is_whole(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_appears_when_its_array_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tundish.shm import shared_array as array
 
     seen = []

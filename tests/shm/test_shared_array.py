@@ -1,8 +1,7 @@
-"""Shared arrays within one process: what they hold, who may write, what is refused, what is used again."""
+"""Shared arrays within one process: contents, write access, refused inputs, and memory that is used again."""
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import pickle
@@ -63,7 +62,6 @@ def test_a_copy_is_equal_in_shape_order_dtype_and_every_byte(array: np.ndarray[A
         for copy in (shared.array, attached.array):
             assert copy.shape == array.shape
             assert copy.dtype == array.dtype
-            assert copy.dtype.isalignedstruct == array.dtype.isalignedstruct
             assert copy.flags.c_contiguous or array.flags.f_contiguous
             assert copy.flags.f_contiguous or not array.flags.f_contiguous
             # Bytes between fields have no value, and some of the others are no number.
@@ -74,7 +72,7 @@ def test_a_copy_is_equal_in_shape_order_dtype_and_every_byte(array: np.ndarray[A
 
 
 @given(dtype=DTYPES, shape=SHAPES, order=st.sampled_from(["C", "F"]))
-def test_what_is_created_is_zero_and_its_owner_writes_while_others_read(
+def test_a_created_array_is_zero_and_its_owner_writes_while_others_read(
     dtype: np.dtype[Any], shape: tuple[int, ...], order: Any
 ) -> None:
     with (
@@ -94,8 +92,7 @@ def test_what_is_created_is_zero_and_its_owner_writes_while_others_read(
 @pytest.mark.parametrize(
     "dtype",
     [
-        np.dtype({"names": ["a", "b"], "formats": ["i4", "f8"], "offsets": [8, 0], "itemsize": 40}),
-        np.dtype({"names": ["a", "b"], "formats": ["u4", "u2"], "offsets": [0, 2]}),
+        np.dtype({"names": ["a", "b"], "formats": ["i4", "f8"], "offsets": [8, 16], "itemsize": 40}),
         np.dtype([("a", "i1"), ("b", "f8", (2, 3))], align=True),
         np.dtype([(("A title", "a"), ">i4"), ("b", [("c", "V3"), ("d", "m8[ms]")])]),
         np.dtype([("", "i4"), ("größe", "U3")]),
@@ -110,7 +107,6 @@ def test_dtypes_that_are_laid_out_by_hand_come_back(dtype: np.dtype[Any]) -> Non
     with SharedArray.from_array(array) as shared, SharedArray.attach(shared.handle) as attached:
         assert attached.array.dtype == array.dtype
         assert attached.array.dtype.fields == array.dtype.fields
-        assert attached.array.dtype.isalignedstruct == array.dtype.isalignedstruct
 
 
 def test_large_arrays_are_copied_whole() -> None:
@@ -125,21 +121,22 @@ def test_large_arrays_are_copied_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "says"),
     [
-        (np.array([None]), TypeError, "the dtype holds Python objects"),
-        (np.zeros(2, [("a", "i4"), ("b", [("c", object)])]), TypeError, "field 'b.c' of the dtype"),
-        (np.zeros(2, [("a", object, (2,))]), TypeError, "field 'a' of the dtype"),
+        (np.array([None]), TypeError, "holds Python objects"),
+        (np.zeros(2, [("a", "i4"), ("b", [("c", object)])]), TypeError, "holds Python objects"),
+        (np.zeros(2, [("a", object, (2,))]), TypeError, "holds Python objects"),
+        (np.zeros(2, [("a", "i4"), ("b", "f8")])[["b", "a"]], ValueError, "repack_fields"),
         (np.ma.masked_array([1, 2], [True, False]), TypeError, "a masked array cannot be shared"),
         ([1, 2], TypeError, "cannot share list"),
-        (np.array(["a"], np.dtypes.StringDType()), TypeError, "the dtype holds Python objects"),
+        (np.array(["a"], np.dtypes.StringDType()), TypeError, "holds Python objects"),
         (
             np.zeros(1, [(f"field{number}", "i4") for number in range(300)]),
             ValueError,
             "share its fields one by one",
         ),
     ],
-    ids=["objects", "nested", "subarray", "masked", "list", "strings", "many fields"],
+    ids=["objects", "nested", "subarray", "order", "masked", "list", "strings", "many fields"],
 )
-def test_what_cannot_be_shared_is_refused(given: Any, kind: type[Exception], says: str) -> None:
+def test_arrays_that_cannot_be_shared_are_refused(given: Any, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says) as caught:
         SharedArray.from_array(given)
     assert isinstance(caught.value, td.TundishError)
@@ -159,7 +156,7 @@ def test_what_cannot_be_shared_is_refused(given: Any, kind: type[Exception], say
         (((1,) * 65, "i1"), ValueError),
     ],
 )
-def test_what_cannot_be_created_is_refused(arguments: tuple[Any, Any], kind: type[Exception]) -> None:
+def test_arrays_that_cannot_be_created_are_refused(arguments: tuple[Any, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught:
         SharedArray.create(*arguments)
     assert isinstance(caught.value, td.TundishError)
@@ -188,8 +185,7 @@ def test_readers_and_the_owner_of_a_copy_cannot_write() -> None:
 
 def test_a_segment_is_sealed() -> None:
     with SharedArray.create(1000, np.uint8) as shared:
-        _, descriptor, *_ = shared.handle.to_json()
-        path = f"/proc/self/fd/{descriptor}"
+        path = f"/proc/self/fd/{shared.handle.descriptor}"
         for change in (lambda: os.truncate(path, 0), lambda: os.truncate(path, 1 << 20)):
             with pytest.raises(PermissionError):
                 change()
@@ -249,19 +245,17 @@ def test_a_pickled_array_is_attached_where_it_is_unpickled() -> None:
         assert repr(copy) == "<SharedArray (5,) int32, reader>"
 
 
-def test_a_handle_is_small_whatever_it_leads_to() -> None:
+def test_a_handle_is_small_for_every_dtype() -> None:
     dtype = [(f"field{number}", "f8", (3, 3)) for number in range(60)]
     with SharedArray.create((1000, 10), dtype) as shared:
         assert len(pickle.dumps(shared.handle)) < 300
         assert len(pickle.dumps(shared)) < 300
         again = pickle.loads(pickle.dumps(shared.handle))
-        assert again == shared.handle and hash(again) == hash(shared.handle) and again != 3
-        assert Handle.from_json(json.loads(json.dumps(again.to_json()))) == again
-        assert "descriptor" in repr(again)
+        assert again == shared.handle
 
 
 def inode(handle: Handle) -> int:
-    return os.stat(f"/proc/self/fd/{handle.to_json()[1]}").st_ino
+    return os.stat(f"/proc/self/fd/{handle.descriptor}").st_ino
 
 
 def test_memory_is_used_again_and_handles_of_before_lead_nowhere() -> None:
@@ -294,7 +288,7 @@ def test_memory_is_not_used_again_while_a_view_of_this_process_lives() -> None:
             assert inode(again.handle) == first
 
 
-def test_stats_tell_bytes_mapped_cached_escaped_and_the_peak() -> None:
+def test_stats_count_mapped_cached_and_escaped_bytes_and_their_peak() -> None:
     set_cache_limit(0)
     set_cache_limit(1 << 30)
     before = td.shm.stats()
@@ -329,16 +323,6 @@ def test_many_small_arrays_do_not_keep_all_their_descriptors() -> None:
     for one in made:
         one.close()
     assert len(descriptors()) - before <= 128
-
-
-def test_huge_pages_are_taken_where_there_are_some_and_missed_where_there_are_none() -> None:
-    array = np.arange(1_000_000)
-    for _ in range(2):
-        with SharedArray.from_array(array, huge_pages=True) as shared:
-            assert np.array_equal(shared.array, array)
-            assert np.array_equal(SharedArray.attach(shared.handle).array, array)
-        with SharedArray.create(array.shape, array.dtype, huge_pages=True) as shared:
-            assert not shared.array.any()
 
 
 def test_threads_share_and_let_go_at_once() -> None:

@@ -30,7 +30,7 @@ def context(request: pytest.FixtureRequest) -> Any:
 
 
 def inode(shared: SharedArray) -> int:
-    return os.stat(f"/proc/self/fd/{shared.handle.to_json()[1]}").st_ino
+    return os.stat(f"/proc/self/fd/{shared.handle.descriptor}").st_ino
 
 
 def test_a_child_attaches_to_a_handle_and_maps_it_once(context: Any) -> None:
@@ -53,13 +53,13 @@ def test_an_array_is_passed_to_a_child_as_its_argument(context: Any) -> None:
         shared.array[:] = NUMBERS
         total, writable = child.ask("look_at_given")
         assert total == SUM
-        # Who inherits by fork what the owner may write, may write it.
+        # A child that inherits the owner by fork may write too.
         assert writable == (context.get_start_method() == "fork")
         shared.array[0] = 1
         assert child.ask("sums") == [SUM + 1]
 
 
-def test_a_spawned_child_is_told_that_the_owner_closed_and_keeps_nothing() -> None:
+def test_a_spawned_child_cannot_attach_after_the_owner_closed() -> None:
     for method in ("spawn", "forkserver"):
         context = multiprocessing.get_context(method)
         shared = SharedArray.from_array(NUMBERS)
@@ -67,7 +67,7 @@ def test_a_spawned_child_is_told_that_the_owner_closed_and_keeps_nothing() -> No
         with Child(context, shared.handle, shared.handle) as child:
             child.ask("pid")
             shared.close()
-            # Nobody has a lease: it is used again, and the child is told so.
+            # No process has a lease: the memory is used again, and the child gets an error.
             with pytest.raises(td.errors.SegmentGoneError, match="its owner has given it back"):
                 child.ask("attach_given")
             child.ask("let_go")
@@ -77,7 +77,7 @@ def test_a_spawned_child_is_told_that_the_owner_closed_and_keeps_nothing() -> No
 
 
 def test_a_descriptor_that_was_used_is_closed_once(tmp_path: Path) -> None:
-    """The number may be somebody else's by the time the next handle of the segment is unpickled."""
+    """The descriptor number may belong to another file when the next handle of the segment is unpickled."""
     for method in ("spawn", "forkserver"):
         shared = SharedArray.from_array(NUMBERS)
         with Child(multiprocessing.get_context(method), shared, shared.handle, shared) as child:
@@ -163,7 +163,7 @@ def test_views_that_a_child_inherited_keep_the_memory(of_owner: bool) -> None:
     assert td.shm.stats()["escaped"] == 0
 
 
-def test_what_a_child_inherited_it_neither_recycles_nor_gives_back() -> None:
+def test_a_child_neither_recycles_nor_frees_inherited_segments() -> None:
     set_cache_limit(1 << 30)
     kept = SharedArray.from_array(NUMBERS)
     idle = SharedArray.from_array(NUMBERS)
@@ -183,7 +183,7 @@ def test_what_a_child_inherited_it_neither_recycles_nor_gives_back() -> None:
     kept.close()
 
 
-def test_a_child_keeps_nothing_alive_whatever_its_parent_used_before_the_fork() -> None:
+def test_a_forked_child_keeps_no_memory_of_its_parent_alive() -> None:
     # In an interpreter of its own, which asks for no statistics and sets no limit.
     script = """
 import os, time
@@ -264,7 +264,7 @@ def test_private_pages_are_taken_only_where_a_tensor_is_written() -> None:
         tensor[: 1 << 20] = 2
         assert private_kibibytes() == 1024
         assert shared.array.max() == 1
-        # What was not written is still shared.
+        # Pages that were not written are still shared.
         shared.array[2 << 20] = 9
         assert tensor[2 << 20] == 9
 

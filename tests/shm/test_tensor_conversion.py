@@ -45,7 +45,7 @@ def test_a_tensor_comes_back_in_dtype_shape_and_every_bit(dtype: torch.dtype, sh
 
 
 @pytest.mark.parametrize("dtype", ONLY_TORCH, ids=str)
-def test_what_numpy_has_no_dtype_for_is_had_through_tensor(dtype: torch.dtype) -> None:
+def test_dtypes_that_numpy_lacks_come_back_through_tensor(dtype: torch.dtype) -> None:
     with SharedArray.from_array(filled((4, 2), dtype)) as shared:
         with pytest.raises(TypeError, match=r"ask for tensor\(\) instead of array") as caught:
             _ = shared.array
@@ -58,7 +58,7 @@ def test_what_numpy_has_no_dtype_for_is_had_through_tensor(dtype: torch.dtype) -
         assert bits(attached.tensor()) == bits(values)
 
 
-def test_what_torch_has_no_dtype_for_is_had_through_array() -> None:
+def test_dtypes_that_torch_lacks_come_back_through_array() -> None:
     for dtype in ([("a", "i4")], "U3", ">f4", "longdouble"):
         with (
             SharedArray.create(3, dtype) as shared,

@@ -1,4 +1,4 @@
-"""What a worker of the standard pools holds: the task and its array, put there by the pool's initializer.
+"""The task and array of a worker of the standard pools, put there by the pool's initializer.
 
 Each form of a peer has its way in and its way out. What always holds: an array that came through shared memory stays
 attached for as long as the worker lives.
@@ -66,7 +66,7 @@ def bind_block(task: Task, placed: Placed) -> None:
 
 
 def call_placing(item: int) -> Any:
-    """An array goes back through a block of its own, of which the caller is told the name."""
+    """Return an array through a block of its own; the caller gets its name."""
     result = call(item)
     if not isinstance(result, np.ndarray):
         return result
@@ -76,7 +76,7 @@ def call_placing(item: int) -> Any:
 
 
 def take(placed: Placed) -> np.ndarray:
-    """The array out of a block, which is removed: as a copy, since nothing else tells when a view of it is gone."""
+    """A copy of the array in a block, which is removed: the end of a view of it could not be seen."""
     name, shape, dtype = placed
     block = SharedMemory(name)
     array = np.ndarray(shape, dtype, block.buf).copy()

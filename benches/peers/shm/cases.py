@@ -1,4 +1,4 @@
-"""The measures of pools: who does what, how often, and which ratio is asked for.
+"""The measurements of pools: contestants, repeats, and required ratios.
 
 Owns the targets. What always holds: in each round every pool runs in a process of its own, one after the other, so that
 a drift of the machine meets all alike; a row takes the least of all rounds on both sides, of memory the most; results
@@ -28,7 +28,7 @@ _EACH_OVER = {QUEUES: 8.0}
 _ONE_OVER = {QUEUES: 1.3, EXECUTOR: 2.0}
 _RESULT_OVER = {QUEUES: 4.0}
 _CHUNKED_RATE = 2e6
-# What the pool of two queues has to be over ProcessPoolExecutor, to be worth a comparison.
+# The pool of two queues has to be so much faster than ProcessPoolExecutor to be worth a comparison.
 _QUEUES_OVER_EXECUTOR = 2.0
 _FORK_SECONDS = 0.020
 _SPAWN_COPIES = 1.5
@@ -59,7 +59,7 @@ class Plan:
     judges: bool = True
 
 
-# Of one way, by what was measured: all that was found.
+# All values of one contestant, by measurement.
 Found = dict[str, list[float]]
 
 
@@ -71,7 +71,7 @@ def measure(name: str, plan: Plan) -> list[Section]:
 def _gather(
     plan: Plan, measure: str, ways: Sequence[str], rounds: int, **more: Any
 ) -> dict[tuple[str, str], Found]:
-    """What each way says in all rounds, by way and start method; the floors among them."""
+    """The values of each contestant in all rounds, by contestant and start method; the floors among them."""
     found: dict[tuple[str, str], Found] = {}
     methods = more.pop("methods", ("fork",))
     for _ in range(rounds):

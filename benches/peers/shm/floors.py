@@ -1,4 +1,4 @@
-"""What no pool can go below, taken in the same run: copies, the tasks without a pool, a byte there and back.
+"""Lower bounds of any pool, measured in the same run: copies, tasks without a pool, a byte there and back.
 
 Owns its segments and processes, which are gone when a function returns.
 """
@@ -21,7 +21,7 @@ _TRIPS = 2_000
 
 
 def copy_to_fresh_pages(array: np.ndarray) -> float:
-    """Seconds of one copy, by one thread, into shared pages that nobody used before."""
+    """Seconds of one copy, by one thread, into fresh shared pages."""
     descriptor = os.memfd_create("bench")
     try:
         os.ftruncate(descriptor, array.nbytes)
@@ -68,7 +68,7 @@ def _calls(array: np.ndarray) -> float:
 
 
 def _trips() -> float:
-    """A byte through a pipe to another process and one back, both of which sleep while they wait."""
+    """Seconds of a byte through a pipe to another process and one back; both processes sleep while they wait."""
     (their_end, our_end), (back, answer) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:

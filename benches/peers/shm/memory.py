@@ -1,4 +1,4 @@
-"""What workers that read one array weigh.
+"""The memory of workers that read one array.
 
 Owns the scales: the proportional set size (PSS, `/proc/<pid>/smaps_rollup`), in which a page counts once however many
 processes have it. What always holds: every worker has read the whole array and is still there when it is weighed, and
@@ -37,7 +37,7 @@ def _weight(process: int) -> int:
 
 
 def readers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[int]]:
-    """Bytes that a pool holds above what its parent held before, once all its workers have read the array."""
+    """Bytes that a pool holds, beyond those of its parent before, once all its workers have read the array."""
     open_pool = WAYS[request["way"]].load()
     total = int(array.sum())
     before = family_weight()

@@ -19,7 +19,7 @@ from shm.processes import run_ranks
 __all__ = ["node"]
 
 _COPIES = 2.0
-# One copy, and what ranks hold more after any work.
+# One copy, and the memory that ranks take for any work.
 _ARRAY_SHARE = 1.03
 _FORMS = {"ours": "td.shm.node_shared", "file": "np.save to memory, barrier, np.load(mmap_mode)"}
 # Where a file takes no disk.

@@ -36,7 +36,7 @@ def through_tundish(source: np.ndarray | None, place: Path) -> np.ndarray:
 
 
 def through_a_file(source: np.ndarray | None, place: Path) -> np.ndarray:
-    """What people do today: a file in memory that one rank writes and all map."""
+    """The usual way: one rank writes a file in memory, and all map it."""
     if source is not None:
         np.save(place, source)
     dist.barrier()
@@ -65,7 +65,7 @@ def main() -> None:
             place.unlink(missing_ok=True)
         dist.barrier()
     dist.destroy_process_group()
-    # A thread of torch's gloo frees what was gathered once it gets hold of the interpreter; where that ends before,
+    # A thread of torch's gloo frees the gathered data once it gets the GIL; if the interpreter ends before,
     # it takes the process along ("terminate called without an active exception").
     time.sleep(0.1)
     print(json.dumps(reply), flush=True)

@@ -22,12 +22,12 @@ from typing import Any
 __all__ = ["rank_environments", "run_pool", "run_program", "run_ranks"]
 
 _HERE = Path(__file__).parent
-# What takes longer hangs.
+# A longer run hangs.
 _LONGEST_SECONDS = 300.0
 
 
 def run_pool(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The reply of child.py; RuntimeError, with the end of what was said, where it fails."""
+    """The reply of child.py; raises RuntimeError with the end of its output if it fails."""
     [reply] = run_program(_HERE / "child.py", request, [{}])
     return reply
 
@@ -38,7 +38,7 @@ def run_ranks(request: Mapping[str, Any], *, ranks: int) -> list[dict[str, Any]]
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:
-    """What torchrun gives so many ranks of one node."""
+    """The environment that torchrun gives so many ranks of one node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,7 +64,7 @@ def run_program(
     environments: list[dict[str, str]],
     prefixes: Sequence[Sequence[str]] = (),
 ) -> list[dict[str, Any]]:
-    """The replies of so many processes of one program; RuntimeError, with the end of what was said, where one fails.
+    """The replies of so many processes of one program; raises RuntimeError with the end of its output if one fails.
 
     `prefixes`: what the command of each begins with: a program that becomes it, as `nice` does.
     """
@@ -79,7 +79,7 @@ def run_program(
                 stdin=subprocess.DEVNULL,
                 stdout=reply,
                 stderr=said,
-                # What it leaves behind when it fails is of its group.
+                # Its children are of its process group.
                 start_new_session=True,
                 env={**os.environ, **environment},
             )

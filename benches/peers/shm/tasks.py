@@ -1,4 +1,4 @@
-"""What workers are given to do.
+"""Tasks for workers.
 
 Owns the tasks and how a result says who made it. What always holds: a task takes its item and the bound array; its
 result carries the item and the worker's process id, and is known beforehand but for that id. Imports nothing but
@@ -52,7 +52,7 @@ def worker_of(stamp: int) -> int:
 
 
 def empty(item: int, array: np.ndarray) -> int:
-    """Nothing but to say who was asked for what."""
+    """Return a stamp of the item and the worker."""
     return item << _PROCESS_BITS | os.getpid()
 
 

@@ -1,8 +1,7 @@
-"""The clocks of one pool: an empty task, results that are arrays, binding.
+"""Times one pool: empty tasks, results that are arrays, and binding.
 
-Owns what is in the clock and what is checked. What always holds: each result is checked, item by item and in order,
-and was made by a process of the pool; the clock stops when the caller has the results, and of an array when it has
-looked at every page of it.
+Invariants: each result is checked, item by item and in order, and was made by a process of the pool. The clock stops
+when the caller has the results, and has read every page of an array.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def empty_tasks(request: Request, array: np.ndarray) -> dict[str, list[float]]:
 
 
 def _warm(pool: Pool, workers: int) -> set[int]:
-    """The process ids of all workers, each of which has done something."""
+    """The process ids of all workers, after each has done a task."""
     own = set(family(os.getpid()))
     found: set[int] = set()
     for more in range(_ATTEMPTS):

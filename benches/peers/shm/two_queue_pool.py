@@ -1,6 +1,6 @@
 """A pool of two queues, as a project writes it that has outgrown ProcessPoolExecutor.
 
-What tundish's pool is measured against, not a pool to use: nobody notices a worker's death, and nothing is bounded.
+Tundish's pool is measured against it. It is not a pool to use: a worker's death goes unnoticed, and nothing is bounded.
 The function is bound once; an array lies in multiprocessing.shared_memory and workers attach it by name; a queue takes
 tasks, a queue brings results, and a thread resolves the futures. The queues are the ones without a feeding thread,
 which is the faster form of such a pool.
@@ -102,6 +102,6 @@ def _work(
         number, item = message
         try:
             reply = number, function(item, **shared), None
-        except Exception as error:  # noqa: BLE001 (whatever it is, it is the caller's)
+        except Exception as error:  # noqa: BLE001 (the caller's)
             reply = number, None, error
         results.put(reply)

@@ -35,8 +35,7 @@ def add_shm_commands(commands: Any) -> None:
         "sweep",
         summary="remove what killed processes left",
         description="Remove the named segments of this user that no process has any more, and the marks of checkpoint "
-        "writers that were killed. What a process holds or "
-        "maps, what another user made and what is no segment of tundish is left alone.",
+        "writers that were killed. Segments that a process holds, files of other users and other files are left alone.",
     )
     sweep.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     sweep.set_defaults(run=run_sweep, needs="tundish.shm.named_segments")
@@ -47,14 +46,16 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
     from tundish.shm import sweep
 
     report = sweep(dry_run=True)
-    segments = sorted((*report.removed, *report.live), key=lambda segment: segment.name)
+    segments = [_described(one, "dead") for one in report.removed]
+    segments += [_described(one, "held") for one in report.live]
+    segments.sort(key=lambda segment: segment["name"])
     lines = [
-        f"{one.name:<20} {readable('bytes', one.size):<32}{_made_by(one):<24}{_had_by(one)}"
+        f"{one['name']:<20} {readable('bytes', one['bytes']):<32}made by {one['made_by']:<12}{one['state']}"
         for one in segments
     ]
     lines += [f"could not be looked at: {printable(reason)}" for reason in report.failed]
     return {
-        "json": {"segments": [_described(one) for one in segments], "failed": list(report.failed)},
+        "json": {"segments": segments, "failed": list(report.failed)},
         "text": "\n".join(lines) or "no named segments",
     }
 
@@ -71,8 +72,8 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "json": {
             "dry_run": options.dry_run,
-            "removed": [_described(one) for one in report.removed],
-            "live": [_described(one) for one in report.live],
+            "removed": [_described(one, "dead") for one in report.removed],
+            "live": [_described(one, "held") for one in report.live],
             "failed": list(report.failed),
             "writer_slots": [str(path) for path in report.writer_slots],
         },
@@ -80,23 +81,11 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _made_by(segment: NamedSegment) -> str:
-    return f"made by {segment.made_by}{'' if segment.maker_lives else ' (ended)'}"
-
-
-def _had_by(segment: NamedSegment) -> str:
-    if segment.state == "mapped":
-        return f"mapped by {', '.join(map(str, segment.mapped_by))}"
-    return segment.state
-
-
-def _described(segment: NamedSegment) -> dict[str, Any]:
+def _described(segment: NamedSegment, state: str) -> dict[str, Any]:
     return {
         "name": segment.name,
         "path": str(segment.path),
         "bytes": segment.size,
-        "state": segment.state,
-        "mapped_by": list(segment.mapped_by),
+        "state": state,
         "made_by": segment.made_by,
-        "maker_lives": segment.maker_lives,
     }

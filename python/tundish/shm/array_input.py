@@ -1,9 +1,8 @@
-"""Views what a caller wants to share, an array or a tensor in host memory, as a numpy array with a layout."""
+"""Views an array or a tensor that a caller wants to share as a numpy array with a layout."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,33 +11,17 @@ from numpy.typing import NDArray
 from tundish.errors import InvalidTypeError
 from tundish.shm.array_layout import ArrayLayout, Order
 
-__all__ = ["ArrayInput", "input_of"]
+__all__ = ["input_of"]
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayInput:
-    """An array, and its layout in shared memory."""
-
-    array: NDArray[Any]
-    layout: ArrayLayout
-
-    def flat(self) -> NDArray[np.uint8] | None:
-        """Return its bytes in the order of the layout; None where they lie in another order."""
-        array = self.array.T if self.layout.order == "F" else self.array
-        if not array.flags.c_contiguous:
-            return None
-        if array.nbytes == 0:
-            return np.empty(0, np.uint8)
-        return array.reshape(-1).view(np.uint8)
-
-
-def input_of(given: Any) -> ArrayInput:
-    """View `given`, a numpy array or a torch tensor.
+def input_of(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
+    """Return the values of `given`, a numpy array or a tensor in host memory, and their layout in shared memory.
 
     Raises:
-        InvalidTypeError: it cannot be shared.
+        InvalidTypeError: `given` cannot be shared.
     """
     torch = sys.modules.get("torch")
+    torch_dtype = None
     if torch is not None and isinstance(given, torch.Tensor):
         from tundish.shm.tensor_conversion import numpy_view_of
 
@@ -46,12 +29,10 @@ def input_of(given: Any) -> ArrayInput:
     elif isinstance(given, np.ma.MaskedArray):
         raise InvalidTypeError("a masked array cannot be shared: share its data and its mask")
     elif isinstance(given, np.ndarray):
-        array, torch_dtype = given.view(np.ndarray), None
+        array = given.view(np.ndarray)
     else:
         raise InvalidTypeError(
             f"cannot share {type(given).__name__}: give an array of numpy or a tensor in host memory"
         )
     order: Order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-    return ArrayInput(
-        array, ArrayLayout(shape=array.shape, order=order, dtype=array.dtype, torch_dtype=torch_dtype)
-    )
+    return array, ArrayLayout(shape=array.shape, order=order, dtype=array.dtype, torch_dtype=torch_dtype)

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, shown
 
 __all__ = ["set_cache_limit", "stats"]
 
 
-class SharedMemoryStats(TypedDict):
-    """Bytes of the segments of this process."""
+def stats() -> dict[str, int]:
+    """Return the bytes of shared memory of this process.
 
-    mapped: int
-    """In use: its own, and those of other processes that it is attached to."""
-    cached: int
-    """Its own that were given back, kept for the next ones."""
-    escaped: int
-    """Its own that were given back while a view of them lived in some process, kept until that ends."""
-    peak: int
-    """The most that its own ever were together."""
-
-
-def stats() -> SharedMemoryStats:
-    """Return the bytes of shared memory of this process: `mapped`, `cached`, `escaped`, `peak`.
-
-    A segment that was given back with a view alive elsewhere is kept only within the cache's limit. Beyond that it
-    belongs to the processes that have the views, and is counted there.
+    Returns:
+        `mapped`: arrays in use, its own and those of other processes that it is attached to. `cached`: its own segments
+        without a user, kept for its next arrays. `escaped`: its own segments that were given back while a process still
+        has a view of them. `peak`: the most bytes that its own segments ever had together.
     """
-    counted = _native.shared_stats()
-    return SharedMemoryStats(
-        mapped=counted["mapped"], cached=counted["cached"], escaped=counted["escaped"], peak=counted["peak"]
-    )
+    return _native.shared_stats()
 
 
 def set_cache_limit(limit_bytes: int) -> None:
@@ -42,10 +26,11 @@ def set_cache_limit(limit_bytes: int) -> None:
     ones.
 
     Args:
-        limit_bytes: 0 keeps none.
+        limit_bytes: bytes to keep; 0 keeps none.
 
     Raises:
-        InvalidTypeError, InvalidInputError: it is no number of bytes.
+        InvalidTypeError: `limit_bytes` is no integer.
+        InvalidInputError: `limit_bytes` is negative or larger than any memory.
     """
     if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int):
         raise InvalidTypeError(f"limit_bytes is {limit_bytes!r}: give a number of bytes")

@@ -1,40 +1,35 @@
-"""`NodeArray`: the array that `node_shared` returns.
-
-It is read-only. Pickled as a whole it is its place, some hundred bytes, so a worker that unpickles it has the same
-pages. An array that is made from it, a slice or a sum, is pickled by its values, as every numpy array.
-"""
+"""`NodeArray`: the read-only array that `node_shared` returns."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NodeArray", "Origin"]
+if TYPE_CHECKING:
+    from tundish.shm.file_backed_array import FileBackedArray
+    from tundish.shm.shared_array import SharedArray
 
-
-class Origin(Protocol):
-    """The place of a shared array; picklable and small."""
-
-    def mapped(self) -> NDArray[Any]:
-        """Return the array, read-only."""
-        ...
+__all__ = ["NodeArray"]
 
 
 class NodeArray(np.ndarray[Any, np.dtype[Any]]):
-    """A read-only numpy array whose pages all processes of a node share; see `node_shared`."""
+    """A read-only numpy array whose pages all processes of a node share; see `node_shared`.
+
+    It is pickled as its place, some hundred bytes, so a worker that unpickles it has the same pages. Slices and results
+    are pickled by their values, as every numpy array.
+    """
 
     # None on every array that numpy makes of this one.
-    _origin: Origin | None = None
+    _origin: SharedArray | FileBackedArray | None = None
     # Shape, strides and dtype at that place: numpy lets an array be given others.
     _form: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, origin: Origin) -> Self:
+    def of(cls, origin: SharedArray | FileBackedArray) -> Self:
         """Return the array at `origin`, which lives as long as the array."""
-        array = origin.mapped().view(cls)
-        array.flags.writeable = False
+        array = origin.read_only().view(cls)
         array._origin, array._form = origin, array._form_now()
         return array
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from tundish.distributed import nodes_of, voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, SegmentGoneError
+from tundish.errors import InvalidTypeError, PeerFailedError, SegmentGoneError
 from tundish.shm.array_input import input_of
 from tundish.shm.file_backed_array import FileBackedArray, find_by_key, keep
 from tundish.shm.handle import Handle
@@ -42,7 +42,7 @@ def node_shared(
     group: Any = None,
     path: str | os.PathLike[str] | None = None,
 ) -> NodeArray:
-    """Collective: an array of which all ranks of a node have the same physical pages, read-only.
+    """Collective: share one array, read-only, among all ranks of a node, in the same physical pages.
 
     One rank a node brings it, local rank 0 (the first of the node in `group`; `tundish.distributed.node_group` says
     what a node is). The others may pass None: their argument is not looked at. Without torch.distributed the process
@@ -59,8 +59,8 @@ def node_shared(
             is, and nothing is built or hashed.
         group: the process group that shares; by default all ranks.
         path: keep the array in this folder, as a file that all ranks map: for arrays larger than memory, and to find
-            them again. The file is named by `key`, or by a hash of the array; one that is there already is not
-            written again. It is published whole and durable, and never changed.
+            them again. The file is named by `key`, or by a hash of the array, which takes about a second a GB. A file
+            that is there already is not written again. It is published whole and durable, and never changed.
 
     Returns:
         The array. Pickled as a whole it is a few hundred bytes, and a worker that unpickles it has the same pages;
@@ -70,9 +70,8 @@ def node_shared(
     Raises:
         What the builder raised, on that rank, and `PeerFailedError` with it on all others; also within 1 s when it is
             killed, from the first vote in `group` or of all ranks on, in whatever call that was.
-        InvalidTypeError: an array of objects, or a key or path that is none.
-        InvalidInputError: a key that is empty or cannot be encoded; a key in `path` that stands for an array of
-            another dtype or shape.
+        InvalidTypeError: the array holds objects, or `key` or `path` cannot be used.
+        InvalidInputError: `key` stands in `path` for an array of another dtype or shape.
         OutOfMemoryError: there is no room for the array.
         StorageError: the file system refused, or the file that is there is damaged.
 
@@ -112,52 +111,15 @@ def node_shared(
 
 
 def _wrong(key: Any, path: Any) -> Exception | None:
-    if key is not None and not isinstance(key, str):
-        return InvalidTypeError(f"key must be a text, not {key!r}")
-    if key == "":
-        return InvalidInputError("an empty text was given as key; say what the array is")
-    if isinstance(key, str) and not _is_encodable(key):
-        return InvalidInputError(f"key is {key!a}, which holds half of a character: it cannot be encoded")
-    if path is None:
-        return None
+    if key is not None and not (isinstance(key, str) and key):
+        return InvalidTypeError(f"key is {key!r}: give a text that says what the array is, or None")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(text, str) or not text:
-        return InvalidTypeError(f"path must be the path of a folder, not {path!r}")
-    if "\0" in text or not _is_path(text):
-        return InvalidInputError(
-            f"path is {text!a}; no path holds a null character, or one that cannot be encoded"
-        )
+    if path is not None and (not isinstance(text, str) or not text or "\0" in text):
+        return InvalidTypeError(f"path is {path!r}: give the path of a folder, or None")
     return None
 
 
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_path(text: str) -> bool:
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """An array that lies in shared memory."""
-
-    shared: SharedArray
-
-    def mapped(self) -> NDArray[Any]:
-        """The array, read-only also where this process is the owner and may write to it."""
-        return SharedArray.attach(self.shared.handle).array
-
-
-def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Segment | FileBackedArray:
+def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> SharedArray | FileBackedArray:
     """The array of the rank that brings it, in shared memory or in a file."""
     if folder is not None and key is not None and callable(array_or_callable):
         found = find_by_key(folder, key)
@@ -166,40 +128,30 @@ def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Se
     brought = array_or_callable() if callable(array_or_callable) else array_or_callable
     if brought is None or isinstance(brought, Mapping | Set | Iterator):
         # Numpy makes one object of each.
-        what = "None" if brought is None else f"a {type(brought).__name__}"
         raise InvalidTypeError(
-            f"{what} came in place of an array: the first rank of a node brings it, or a function that returns it; "
-            "several arrays take a call each"
+            f"a {type(brought).__name__} came in place of an array: the first rank of a node brings it, or a function "
+            "that returns it; several arrays take a call each"
         )
-    if folder is not None:
-        return keep(brought.array if isinstance(brought, SharedArray) else _as_array(brought), folder, key)
-    return Segment(
-        brought if isinstance(brought, SharedArray) else SharedArray.from_array(_as_array(brought))
-    )
-
-
-def _as_array(brought: Any) -> NDArray[Any]:
-    if type(brought).__module__.partition(".")[0] != "torch":
-        # A masked array, say, has more than its values.
-        return input_of(brought if isinstance(brought, np.ndarray) else np.asarray(brought)).array
-    try:
-        array: NDArray[Any] = brought.detach().numpy()
-    except (AttributeError, RuntimeError, TypeError) as error:
+    if folder is None and isinstance(brought, SharedArray):
+        return brought
+    if isinstance(brought, SharedArray):
+        brought = brought.array
+    is_of_torch = type(brought).__module__.partition(".")[0] == "torch"
+    array, layout = input_of(brought if is_of_torch else np.asanyarray(brought))
+    if layout.torch_dtype is not None:
         raise InvalidTypeError(
-            f"a torch object was brought that numpy cannot read ({error}): bring a tensor on the CPU, and one of a "
-            "dtype that numpy lacks as tensor.view(torch.uint8) or torch.uint16"
-        ) from error
-    return array
+            f"a tensor of {layout.torch_dtype}, which numpy lacks, was brought: bring tensor.view(torch.uint8), or of "
+            "another integer dtype"
+        )
+    return SharedArray.from_array(array) if folder is None else keep(array, layout, folder, key)
 
 
-def _place_of(origin: Segment | FileBackedArray) -> dict[str, Any]:
+def _place_of(origin: SharedArray | FileBackedArray) -> dict[str, Any]:
     """The place of an array, for JSON."""
-    if isinstance(origin, FileBackedArray):
-        return {"path": origin.path, "inode": origin.inode}
-    return {"handle": origin.shared.handle.to_json()}
+    return asdict(origin if isinstance(origin, FileBackedArray) else origin.handle)
 
 
-def _origin_at(place: dict[str, Any]) -> Segment | FileBackedArray:
+def _origin_at(place: dict[str, Any]) -> SharedArray | FileBackedArray:
     if "path" in place:
-        return FileBackedArray(place["path"], place["inode"])
-    return Segment(SharedArray.attach(Handle.from_json(place["handle"])))
+        return FileBackedArray(**place)
+    return SharedArray.attach(Handle(**place))

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.shm.array_input import ArrayInput, input_of
+from tundish.shm.array_input import input_of
 from tundish.shm.array_layout import ArrayLayout, Order
 from tundish.shm.handle import Handle
 
@@ -41,46 +41,38 @@ class SharedArray:
         self._array: NDArray[Any] | None = None
 
     @classmethod
-    def from_array(
-        cls, array: NDArray[Any] | torch.Tensor, *, name: str | None = None, huge_pages: bool = False
-    ) -> SharedArray:
-        """Copy `array` to shared memory that nobody can write to any more.
+    def from_array(cls, array: NDArray[Any] | torch.Tensor, *, name: str | None = None) -> SharedArray:
+        """Copy `array` to shared memory, which no process can write to any more.
 
         Args:
-            array: a numpy array, or a tensor in host memory, of any shape. Its dtype and order (C or Fortran) are kept.
+            array: numpy array, or tensor in host memory, of any shape. Its dtype and order (C or Fortran) are kept.
             name: 1 to 200 of `A-Z a-z 0-9 . _ -`. Processes of this user, on this machine or in this container, can
-                attach by it once the copy is whole. The name goes with the last process that has the array; `sweep`
+                attach by it once the copy is whole. The name goes with the last process that has the array. `sweep`
                 removes the names that killed processes leave, and so does the first named segment of a process.
-            huge_pages: ask for huge pages that the system has set aside, or else those that the kernel makes.
 
         Raises:
             InvalidTypeError: the dtype holds Python objects.
+            InvalidInputError: the fields of the dtype are not in the order of their bytes.
             OutOfMemoryError: the copy does not fit in the memory that is left. Another process may still take that at
                 the same time; then the system's limits decide.
             AlreadyExistsError: a process has an array of this name.
-            StorageError: `/dev/shm` has no room for a named one (ENOSPC).
+            StorageError: `/dev/shm` has no room for a named array (ENOSPC).
         """
-        source = input_of(array)
-        text = source.layout.to_bytes()
-        flat = source.flat()
-        if flat is not None:
-            segment = _native.SharedSegment.copy_of(flat, text, huge_pages, _checked(name))
+        values, layout = input_of(array)
+        text = layout.to_bytes()
+        stored = values.T if layout.order == "F" else values
+        if stored.flags.c_contiguous:
+            flat = stored.reshape(-1).view(np.uint8) if layout.nbytes else np.empty(0, np.uint8)
+            segment = _native.SharedSegment.copy_of(flat, text, _checked(name))
         else:
-            nbytes = source.layout.nbytes
-            segment = _native.SharedSegment.make(nbytes, text, huge_pages, clear=False, name=_checked(name))
-            _copy(source, source.layout.array(segment.writable()))
+            segment = _native.SharedSegment.make(layout.nbytes, text, clear=False, name=_checked(name))
+            _copy(values, layout.array(segment.writable()))
             segment.appear()
-        return cls(segment, source.layout, writable=False, name=name)
+        return cls(segment, layout, writable=False, name=name)
 
     @classmethod
     def create(
-        cls,
-        shape: int | tuple[int, ...],
-        dtype: DTypeLike,
-        *,
-        name: str | None = None,
-        order: Order = "C",
-        huge_pages: bool = False,
+        cls, shape: int | tuple[int, ...], dtype: DTypeLike, *, name: str | None = None, order: Order = "C"
     ) -> SharedArray:
         """Make an array of zeros that its owner writes to while others read.
 
@@ -88,17 +80,16 @@ class SharedArray:
 
         Args:
             shape: lengths of the dimensions.
-            dtype: of numpy or torch.
+            dtype: dtype of numpy or torch.
             name: see `from_array`.
-            order: `"C"` or `"F"`, of the entries in memory.
-            huge_pages: see `from_array`.
+            order: `"C"` or `"F"`, order of the entries in memory.
 
         Raises:
             See `from_array`.
         """
         layout = _layout_of(shape, dtype, order)
         segment = _native.SharedSegment.make(
-            layout.nbytes, layout.to_bytes(), huge_pages, clear=True, name=_checked(name)
+            layout.nbytes, layout.to_bytes(), clear=True, name=_checked(name)
         )
         segment.appear()
         return cls(segment, layout, writable=True, name=name)
@@ -110,30 +101,31 @@ class SharedArray:
         Raises:
             SegmentGoneError: its owner closed it or is dead, or this process may not look at that one.
             NotFoundError: no process has an array of this name.
+            InvalidInputError: the segment holds no array, or the name cannot be one.
         """
         if isinstance(handle, str):
-            return cls._reader_of(_native.SharedSegment.attach_named(_checked(handle)), handle)
-        if not isinstance(handle, Handle):
+            segment = _native.SharedSegment.attach_named(_checked(handle))
+        elif isinstance(handle, Handle):
+            segment = handle.attach()
+        else:
             raise InvalidTypeError(
                 f"cannot attach to {type(handle).__name__}: give the handle of a SharedArray, or its name"
             )
-        return cls._reader_of(handle.attach(), handle.name)
-
-    @classmethod
-    def _reader_of(cls, segment: _native.SharedSegment, name: str | None) -> SharedArray:
-        return cls(segment, ArrayLayout.from_bytes(segment.layout, segment.nbytes), writable=False, name=name)
+        layout = ArrayLayout.from_bytes(segment.layout, segment.nbytes)
+        name = handle if isinstance(handle, str) else handle.name
+        return cls(segment, layout, writable=False, name=name)
 
     @property
     def array(self) -> NDArray[Any]:
         """The array, read-only unless this is the owner of one that was made by `create`."""
-        segment = self._open()
-        if self._layout.torch_dtype is not None:
-            raise InvalidTypeError(
-                f"numpy has no {self._layout.torch_dtype}: ask for tensor() instead of array"
-            )
         if self._array is None:
-            self._array = self._layout.array(segment.writable() if self._writable else segment.readonly())
+            segment = self._open()
+            self._array = self._numpy_array(segment.writable() if self._writable else segment.readonly())
         return self._array
+
+    def read_only(self) -> NDArray[Any]:
+        """Return the array, read-only also for the owner of one that was made by `create`."""
+        return self._numpy_array(self._open().readonly())
 
     def tensor(self) -> torch.Tensor:
         """Return the array as a tensor.
@@ -150,7 +142,7 @@ class SharedArray:
     @property
     def handle(self) -> Handle:
         """Leads other processes to the array as long as this is open."""
-        return Handle(self._open().address, self._name)
+        return Handle(*self._open().address, self._name)
 
     @property
     def name(self) -> str | None:
@@ -172,6 +164,13 @@ class SharedArray:
         self._segment = None
         self._array = None
 
+    def _numpy_array(self, memory: _native.SegmentView) -> NDArray[Any]:
+        if self._layout.torch_dtype is not None:
+            raise InvalidTypeError(
+                f"numpy has no {self._layout.torch_dtype}: ask for tensor() instead of array"
+            )
+        return self._layout.array(memory)
+
     def _open(self) -> _native.SharedSegment:
         if self._segment is None:
             raise InvalidInputError("the SharedArray is closed: attach to it again, or keep it open")
@@ -186,7 +185,7 @@ class SharedArray:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_attached, (self.handle,))
+        return SharedArray.attach, (self.handle,)
 
     def __repr__(self) -> str:
         if self._segment is None:
@@ -200,13 +199,8 @@ def _checked(name: Any) -> Any:
     if name is not None and not isinstance(name, str):
         raise InvalidTypeError(f"name is {name!r}: give a str, or None for an array without a name")
     if name is not None and not name.isascii():
-        # Of these some cannot even be handed on.
         raise InvalidInputError(f"{name!a} cannot name a segment: give 1 to 200 of A-Z a-z 0-9 . _ -")
     return name
-
-
-def _attached(handle: Handle) -> SharedArray:
-    return SharedArray.attach(handle)
 
 
 def _layout_of(shape: int | tuple[int, ...], dtype: Any, order: Order) -> ArrayLayout:
@@ -222,18 +216,13 @@ def _layout_of(shape: int | tuple[int, ...], dtype: Any, order: Order) -> ArrayL
             numpy_dtype, torch_name = np.dtype(dtype), None
         except TypeError as error:
             raise InvalidTypeError(f"dtype is {dtype!r}, which is none: {error}") from error
-    lengths = (shape,) if not isinstance(shape, tuple | list) else tuple(shape)
-    for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int | np.integer):
-            raise InvalidTypeError(f"shape is {shape!r}: give integers")
-        if length < 0:
-            raise InvalidInputError(f"shape is {shape!r}: lengths start at 0")
+    lengths = shape if isinstance(shape, tuple | list) else (shape,)
+    if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in lengths):
+        raise InvalidTypeError(f"shape is {shape!r}: give integers")
     return ArrayLayout(shape=tuple(map(int, lengths)), order=order, dtype=numpy_dtype, torch_dtype=torch_name)
 
 
-def _copy(source: ArrayInput, target: NDArray[Any]) -> None:
-    rows = max(1, _COPIED_AT_ONCE * len(target) // max(1, target.nbytes)) if target.ndim else 1
-    if not target.ndim:
-        np.copyto(target, source.array)
-    for start in range(0, len(target) if target.ndim else 0, rows):
-        np.copyto(target[start : start + rows], source.array[start : start + rows])
+def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
+    rows = max(1, _COPIED_AT_ONCE * len(target) // target.nbytes)
+    for start in range(0, len(target), rows):
+        np.copyto(target[start : start + rows], values[start : start + rows])

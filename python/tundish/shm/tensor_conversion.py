@@ -16,23 +16,14 @@ from tundish.shm.array_layout import ArrayLayout
 
 __all__ = ["dumps_with_tensors", "numpy_dtype_of", "numpy_view_of", "tensor_in"]
 
-# By bytes an element: what stands for a dtype that numpy has not.
-_NUMPY_INTEGERS: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.int16),
-    4: np.dtype(np.int32),
-    8: np.dtype(np.int64),
-}
-# As far as this torch has them.
-_QUANTIZED = frozenset(
-    getattr(torch, name, None) for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
-)
-_TORCH_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# By bytes an element: the integers that stand for a dtype that numpy lacks.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
-    """Numpy's dtype for one of torch's; where it has none an integer of its width, and the name of torch's."""
-    if dtype in _QUANTIZED:
+    """Return numpy's dtype for one of torch's, or an integer of its width and the name of torch's dtype."""
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith("q"):
         raise InvalidTypeError(
             f"tensors of {dtype} cannot be shared, as their scales are no part of their values: share one's "
             "int_repr(), and its scales beside that"
@@ -40,14 +31,13 @@ def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, None
     except TypeError:
-        name = str(dtype).removeprefix("torch.")
-        if dtype.itemsize not in _NUMPY_INTEGERS or getattr(torch, name, None) is not dtype:
+        if dtype.itemsize not in _INTEGERS:
             raise InvalidTypeError(f"tensors of {dtype} cannot be shared") from None
-        return _NUMPY_INTEGERS[dtype.itemsize], name
+        return torch.empty(0, dtype=_INTEGERS[dtype.itemsize]).numpy().dtype, name
 
 
 def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
-    """The values of a tensor in host memory, without a copy where they lie there as they are."""
+    """Return the values of a tensor in host memory, and the name of torch's dtype if numpy lacks it."""
     if tensor.device.type != "cpu":
         raise InvalidTypeError(f"a tensor on {tensor.device} cannot be shared: move it to the CPU first")
     if tensor.layout is not torch.strided:
@@ -57,12 +47,12 @@ def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
         raise InvalidTypeError(f"a {type(tensor).__name__} cannot be shared: share the tensor in it")
     numpy_dtype, name = numpy_dtype_of(values.dtype)
     if name is not None:
-        values = values.view(_TORCH_INTEGERS[numpy_dtype.itemsize])
+        values = values.view(_INTEGERS[numpy_dtype.itemsize])
     return values.numpy(), name
 
 
 def tensor_in(layout: ArrayLayout, memory: Any) -> torch.Tensor:
-    """The tensor that lies in `memory`, a writable buffer which it keeps."""
+    """Return the tensor in `memory`, a writable buffer that the tensor keeps alive."""
     array = layout.array(memory)
     torch_dtype = layout.torch_dtype and getattr(torch, layout.torch_dtype, None)
     if torch_dtype and (not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != array.itemsize):

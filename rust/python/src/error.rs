@@ -143,7 +143,6 @@ fn shm_error(error: &ShmError) -> PyErr {
         ShmError::Io { object, source, .. } => {
             raise_os("StorageError", source.raw_os_error().unwrap_or(EIO), &message, Path::new(object))
         }
-        ShmError::Unsupported { .. } => raise("UnsupportedError", &message),
         ShmError::TimedOut { .. } => raise("TimedOutError", &message),
         _ => raise("InvalidInputError", &message),
     }

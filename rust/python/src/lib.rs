@@ -65,7 +65,7 @@ mod _native {
     };
     #[pymodule_export]
     use super::shm::buffers::{
-        BufferLease, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit, is_segment_retired,
+        BufferLease, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit,
     };
     #[pymodule_export]
     use super::shm::named::sweep_segments;

@@ -1,4 +1,4 @@
-//! The one error of this crate. Every variant names what it is about.
+//! The error of this crate. Every variant names its segment, file or process.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,9 +12,9 @@ pub enum ShmError {
     /// A system call failed.
     #[error("cannot {operation} {object}: {source}")]
     Io {
-        /// What was tried, a verb phrase such as `"map"`.
+        /// A verb phrase such as `"map"`.
         operation: &'static str,
-        /// What it was tried on: a path, or words such as `a segment of 4096 bytes`.
+        /// The object of the verb: a path, or words such as `a segment of 4096 bytes`.
         object: String,
         /// The operating system's answer.
         source: io::Error,
@@ -29,7 +29,7 @@ pub enum ShmError {
         asked: u64,
         /// The bytes that are left.
         available: u64,
-        /// What bounds them, such as `on this machine`.
+        /// The limit, such as `on this machine`.
         bound: String,
     },
     /// The file system of named segments is full.
@@ -50,15 +50,15 @@ pub enum ShmError {
     Gone {
         /// Which segment.
         segment: String,
-        /// What became of it.
+        /// Why it is gone.
         reason: String,
     },
-    /// No way leads to the segment behind a handle.
+    /// The segment behind a handle cannot be opened.
     #[error("cannot reach {segment}; its owner has to live and to keep it open. Tried: {}", tried.join("; "))]
     Unreached {
         /// Which segment.
         segment: String,
-        /// What was tried, and what came of it.
+        /// The error of each attempt.
         tried: Vec<String>,
     },
     /// No segment has this name.
@@ -72,44 +72,38 @@ pub enum ShmError {
     Exists {
         /// The segment's file.
         path: PathBuf,
-        /// Who it is.
+        /// The process that holds it.
         holder: String,
     },
-    /// What was found is no segment of this library and version.
+    /// The file is no segment of this library and version.
     #[error("{segment} cannot be used: {reason}")]
     NotASegment {
-        /// What was looked at.
+        /// The file or segment.
         segment: String,
-        /// What is wrong with it.
+        /// The reason.
         reason: String,
     },
     /// An argument that cannot be used.
     #[error("{0}")]
     Invalid(String),
-    /// The caller gave up.
+    /// The caller interrupted the work.
     #[error("interrupted")]
     Interrupted,
-    /// The time was over.
+    /// The timeout ended.
     #[error("waited in vain for {what}: the time that was given is over")]
     TimedOut {
-        /// What was waited for.
-        what: &'static str,
-    },
-    /// This system cannot do it.
-    #[error("{what} is not supported on this system")]
-    Unsupported {
-        /// What was asked for.
+        /// The awaited thing.
         what: &'static str,
     },
 }
 
 impl ShmError {
-    /// A system call that failed: what was tried, on what, and the answer.
+    /// Returns the error of a failed system call.
     pub fn io(operation: &'static str, object: impl Into<String>, errno: Errno) -> Self {
         ShmError::Io { operation, object: object.into(), source: errno.into() }
     }
 
-    /// Whether the process, or the system, has no descriptors or addresses left, which passes.
+    /// Returns whether the process or the system has no descriptors or addresses left, which is temporary.
     pub fn is_shortage(&self) -> bool {
         const SHORTAGES: [Errno; 3] = [Errno::MFILE, Errno::NFILE, Errno::NOMEM];
 

@@ -15,35 +15,22 @@
 #![deny(unsafe_code)]
 
 pub mod arena;
-pub mod attachment;
-mod buffer_receiver;
+mod buffers;
 mod error;
-mod futex;
-mod header;
-mod lease;
-pub mod mapping;
-mod memory_file;
-mod memory_limits;
-#[cfg(target_os = "linux")]
+mod memory;
 pub mod named;
-pub mod owner;
-mod per_process;
-mod private_copy;
+mod process;
 mod segment;
-mod send_buffer;
-#[cfg(target_os = "linux")]
-pub mod sweep;
 pub mod task_queue;
 pub mod votes;
-mod watcher;
 
-pub use buffer_receiver::{BufferReceiver, ReceivedBuffer};
+pub use buffers::{BufferReceiver, ReceivedBuffer, Reference, SendBuffer};
 pub use error::ShmError;
-pub use header::{Facts, LAYOUT_ROOM, is_retired_behind};
-pub use lease::Lease;
-pub use memory_file::{DATA_START, GoOn};
-pub use per_process::PerProcess;
-pub use private_copy::PrivateCopy;
+pub use memory::mapping;
+pub use memory::memory_file::{DATA_START, GoOn};
+pub use process::{PerProcess, exit_with_parent, without_signals};
+pub use segment::attachment;
+pub use segment::header::{Facts, LAYOUT_ROOM};
+pub use segment::lease::Lease;
+pub use segment::private_copy::PrivateCopy;
 pub use segment::{Address, Segment};
-pub use send_buffer::{Reference, SendBuffer};
-pub use watcher::{exit_with_parent, without_signals};

@@ -1,4 +1,4 @@
-//! Leases in children made by `fork`; alone in a process, as a child has what all threads have at the fork.
+//! Leases in children made by `fork`. Alone in a process, since a child inherits the leases of all threads.
 #![cfg(unix)]
 #![allow(unsafe_code)]
 
@@ -8,7 +8,7 @@ use tundish_shm::arena::{Arena, Use};
 fn a_lease_that_a_child_inherited_lives_until_the_child_ends_or_lets_go() {
     for lets_go in [false, true] {
         let arena = Arena::new(Use::Arrays, 1 << 20);
-        let mut segment = arena.take(1000, false, &mut || Ok(())).unwrap();
+        let mut segment = arena.take(1000, &mut || Ok(())).unwrap();
         segment.publish(1000, &[]).unwrap();
         let mut lease = Some(segment.lease().unwrap());
         let (mut told, mut tell) = ([0; 2], [0; 2]);

@@ -32,7 +32,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 0..200)
 }
 
-/// What is on a queue: its queue with a gap for each task that was revoked, what workers have, what they have done.
+/// The model of a queue: its tasks with a gap for each revoked one, the taken tasks, and the finished tasks.
 struct Oracle {
     slots: usize,
     queue: VecDeque<Option<(Ticket, Vec<u8>)>>,
@@ -126,7 +126,7 @@ proptest! {
 }
 
 #[test]
-fn a_wait_without_time_tells_what_is_there() {
+fn a_wait_without_time_reports_present_results() {
     let queue = ParentQueue::create(2, 4096).unwrap();
     let worker = WorkerQueue::open(queue.descriptor()).unwrap();
     let wait = |role| queue.wait(role, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));

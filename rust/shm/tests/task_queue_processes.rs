@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::fd::AsFd;
 use tundish_shm::task_queue::{ParentQueue, Role, Taken, Ticket, Wait, Waited, WorkerQueue};
 
-/// Far longer than anything here takes: who waits so long waits for what never comes.
+/// Far longer than anything here takes.
 const STUCK: Duration = Duration::from_secs(20);
 
 /// A child process, killed at the end at the latest.
@@ -33,7 +33,7 @@ impl Child {
     /// Wait for its own end; its status.
     fn join(self) -> i32 {
         let mut status = 0;
-        // SAFETY: a child of this process that nobody else waits for.
+        // SAFETY: a child of this process that no other thread waits for.
         assert_eq!(unsafe { libc::waitpid(self.0, &raw mut status, 0) }, self.0);
         core::mem::forget(self);
         status

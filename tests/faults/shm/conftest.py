@@ -1,4 +1,4 @@
-"""What the tests of faults of shared memory share. Each leaves its process as it found it: see `leftovers.py`."""
+"""Fixtures of the fault tests of shared memory. Each test leaves nothing in its process: see `leftovers.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.shm.private_shm import folder as folder
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    # What a test's first job starts stays.
+    # Helpers that a test's first job starts stay.
     rank_processes.settle()
     with watched():
         yield

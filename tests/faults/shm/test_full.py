@@ -1,4 +1,4 @@
-"""A full `/dev/shm`: an error when a segment is made, with what was asked and what is free, and never a signal."""
+"""A full `/dev/shm` is an error when a segment is made, with the sizes asked and free, and never a signal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free(folder: Path) -> int:
     return facts.f_bavail * facts.f_frsize
 
 
-def test_what_does_not_fit_is_refused_with_the_size_asked_and_the_size_free(small: Path) -> None:
+def test_an_array_that_does_not_fit_is_refused_with_the_size_asked_and_the_size_free(small: Path) -> None:
     with SharedArray.create(3 << 20, np.uint8, name="first") as first:
         left = free(small)
         makes = (
@@ -48,13 +48,13 @@ def test_what_does_not_fit_is_refused_with_the_size_asked_and_the_size_free(smal
             assert numbers == [(6 << 20) + PAGE, left]
             assert free(small) == left, "nothing of it is kept"
         first.array[:] = 1
-        # What is left can be had to the last page.
+        # The free space can be used to the last page.
         with SharedArray.create(left - PAGE, np.uint8, name="second") as second:
             assert free(small) == 0
             second.array[:] = 2
 
 
-def test_what_a_dead_one_takes_is_room_for_the_next(small: Path) -> None:
+def test_the_room_of_a_dead_segment_is_free_for_the_next(small: Path) -> None:
     with Actor() as actor:
         actor.does("held = SharedArray.create(6 << 20, np.uint8, name='large')")
         actor.kill()

@@ -16,7 +16,7 @@ from support.distributed.rank_processes import Job, Line, outcome
 
 import tundish as td
 
-# The promise: a failing or killed builder is told to all within this many seconds.
+# All ranks raise within so many seconds if the builder fails or is killed.
 NOTICED = 1.0
 MIB = 1 << 20
 
@@ -73,7 +73,7 @@ def interrupted(rank: int, line: Line) -> None:
     line.say(td.shm.node_shared(np.arange(3)).tolist())
 
 
-def test_ctrl_c_in_the_builder_is_told(tmp_path: Path) -> None:
+def test_ctrl_c_in_the_builder_is_raised_on_all_ranks(tmp_path: Path) -> None:
     with Job(interrupted, 2, tmp_path) as job:
         assert job.hear(0) == ("building",)
         before = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_builder_killed_at_any_moment_is_noticed_within_a_second(moment: float
             assert kind in ("PeerFailedError", "NotFoundError", "StorageError"), text
             assert at - killed < NOTICED
         job.expect_end(1, 2)
-    # What was published is whole, and the next one removes what was not.
+    # A published file is whole, and the next call removes an unfinished one.
     td.shm.node_shared(np.arange(3), key="after", path=folder)
     assert not list(folder.glob(".*"))
     for path in folder.rglob("*.npy"):
@@ -194,7 +194,7 @@ if __name__ == "__main__":
 
 
 def test_all_ranks_killed_at_once_leave_nothing_behind(tmp_path: Path) -> None:
-    """In a mount namespace of its own, with a /dev/shm that nobody else uses."""
+    """In a mount namespace of its own, with a private /dev/shm."""
     script = tmp_path / "script.py"
     here = Path(__file__).parent
     script.write_text(

@@ -20,7 +20,7 @@ from tundish.shm import sweep
 KILLS = 200 if IS_SOAK else 40
 ACTORS = 3
 
-# Works until it is told to stop. Every segment holds one number, over and over; what else is met is a fault.
+# Works until it is stopped. Every segment holds one number, over and over; any other content is a fault.
 WORK = (
     PROLOGUE
     + """
@@ -58,7 +58,7 @@ while not select.select([sys.stdin], [], [], 0)[0]:
 
 
 @pytest.mark.timeout(120 + 5 * KILLS)
-def test_whatever_is_killed_nothing_living_is_lost_and_nothing_dead_stays(folder: Path) -> None:
+def test_random_kills_lose_no_living_segment_and_leave_no_dead_one(folder: Path) -> None:
     draw = random.Random(20261121)
     before = os.statvfs(folder).f_bfree
     left = 0

@@ -37,7 +37,7 @@ def look():
 
 
 def reads(handle: Any, value: int) -> str:
-    return f"held[{value}] = SharedArray.attach(Handle.from_json({handle.to_json()})).array; look()"
+    return f"held[{value}] = SharedArray.attach({handle!r}).array; look()"
 
 
 @pytest.mark.timeout(120 + 2 * KILLS)
@@ -75,10 +75,10 @@ def test_readers_are_killed_while_memory_is_used_again() -> None:
 @pytest.mark.parametrize("everybody", [False, True], ids=["owner", "all at once"])
 def test_the_owner_is_killed_while_others_map(everybody: bool) -> None:
     with Actor(READ) as owner, Actor(READ) as reader, Actor(READ) as late:
-        numbers = owner.does(
-            "shared = SharedArray.from_array(np.full(100_000, 7)); answer = shared.handle.to_json()"
+        handle = owner.does(
+            "shared = SharedArray.from_array(np.full(100_000, 7)); answer = repr(shared.handle)"
         )
-        read = f"held[7] = SharedArray.attach(Handle.from_json({numbers})).array; look()"
+        read = f"held[7] = SharedArray.attach({handle}).array; look()"
         reader.does(read)
         owner.kill()
         if everybody:
@@ -94,12 +94,12 @@ def test_the_owner_is_killed_while_others_map(everybody: bool) -> None:
 
 def test_memory_of_the_killed_is_free_at_once() -> None:
     with Actor(READ) as owner, Actor(READ) as reader:
-        numbers = owner.does(
-            "shared = SharedArray.from_array(np.full(1 << 20, 1)); answer = shared.handle.to_json()"
+        handle, descriptor = owner.does(
+            "shared = SharedArray.from_array(np.full(1 << 20, 1))\n"
+            "answer = [repr(shared.handle), shared.handle.descriptor]"
         )
-        process, descriptor, *_ = numbers
-        file = os.stat(f"/proc/{process}/fd/{descriptor}")
-        reader.does(f"held[1] = SharedArray.attach(Handle.from_json({numbers})).array; look()")
+        file = os.stat(f"/proc/{owner.pid}/fd/{descriptor}")
+        reader.does(f"held[1] = SharedArray.attach({handle}).array; look()")
         assert holders(file) == {owner.pid, reader.pid}
         owner.kill()
         end = time.monotonic() + 1
@@ -118,7 +118,7 @@ def holders(file: os.stat_result) -> set[int]:
 
 
 def holds(process: Path, file: os.stat_result) -> bool:
-    # Anyone who ends meanwhile, or is another user's, has nothing.
+    # Processes that end meanwhile, or are another user's, hold nothing.
     with contextlib.suppress(OSError):
         for mapped in (process / "maps").read_text().splitlines():
             _, _, _, device, inode, *_ = mapped.split()

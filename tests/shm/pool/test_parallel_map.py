@@ -62,7 +62,7 @@ def test_a_slow_iterator_does_not_hold_results_back() -> None:
 
 
 @each_method
-def test_a_map_that_is_left_in_the_middle_takes_back_what_is_not_begun(method: str, tmp_path: Path) -> None:
+def test_a_map_that_ends_early_takes_back_items_that_are_not_begun(method: str, tmp_path: Path) -> None:
     with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
         items = [(str(tmp_path / str(number)), 0.1) for number in range(100)]
         for place, _ in enumerate(pool.map(items, chunksize=1)):
@@ -93,19 +93,11 @@ def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize:
 
 
 @pytest.mark.parametrize(("seconds", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
-def test_auto_chunks_grow_to_what_is_worth_it_and_leave_every_worker_several(
-    seconds: float, nbytes: int
-) -> None:
-    workers, room, items = 3, ROOM, 100_000
-    pace = Pacing(workers, None, items)
-    sizes, left = [], items
-    while left:
-        size = pace.next_size()
-        assert 1 <= size <= max(1, left // (4 * workers))
-        assert size * seconds < 2e-3 or size == 1
-        assert size * nbytes < room
-        pace.sent(size)
-        pace.learn(size, size * seconds, size * nbytes)
-        sizes.append(size)
-        left -= size
-    assert sizes[0] == 1 and max(sizes) >= min(1e-3 / seconds, 0.7 * room / nbytes, items / 13) * 0.5
+def test_auto_chunks_grow_to_a_millisecond_of_work_or_a_full_message(seconds: float, nbytes: int) -> None:
+    pacing = Pacing(3, None)
+    assert pacing.size == 1
+    for _ in range(12):
+        assert pacing.size * seconds < 2e-3 or pacing.size == 1
+        assert pacing.size * nbytes < ROOM
+        pacing.learn(pacing.size, pacing.size * seconds, pacing.size * nbytes)
+    assert pacing.size >= min(1e-3 / seconds, 0.7 * ROOM / nbytes) * 0.9 or pacing.size == 1

@@ -1,18 +1,17 @@
-"""What `SharedPool` promises where nothing goes wrong, for every way to start a process."""
+"""`SharedPool` without failures, for every start method."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import copy
 import functools
 import itertools
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ def test_arrays_are_placed_once_and_read_only_and_all_else_is_as_it_was(method: 
         for name, array in arrays.items()
     }
     with td.shm.SharedPool(tasks.describe, shared, 2, method) as pool:
-        # Written after they were bound: nobody sees it.
+        # Written after they were bound: no worker sees it.
         for array in arrays.values():
             array[...] = np.zeros((), array.dtype)
         seen = list(pool.map([None] * 20, chunksize=1))
@@ -64,7 +63,7 @@ def test_arrays_are_placed_once_and_read_only_and_all_else_is_as_it_was(method: 
 
 
 @each_method
-def test_what_is_no_array_is_pickled_once_a_worker(method: str, tmp_path: Path) -> None:
+def test_other_values_than_arrays_are_pickled_once_a_worker(method: str, tmp_path: Path) -> None:
     with td.shm.SharedPool(tasks.pid_with, {"counted": tasks.Counted(str(tmp_path))}, 2, method) as pool:
         pids = set(pool.map(range(40), chunksize=1))
         until(lambda: method == "fork" or len(list(tmp_path.iterdir())) == 2)
@@ -102,7 +101,7 @@ def test_under_fork_a_function_need_not_be_importable_and_sees_the_moment_of_bin
         tasks.Called().method,
     ],
 )
-def test_shared_arguments_go_by_their_names_whatever_is_called(function: Callable[..., Any]) -> None:
+def test_shared_arguments_are_passed_by_name(function: Callable[..., Any]) -> None:
     with td.shm.SharedPool(function, {"a": "A", "b": "B"}, 1) as pool:
         assert pool.submit(5).result(20) == (5, "A", "B")
 
@@ -112,7 +111,7 @@ class _Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_tensor_is_shared_and_what_a_worker_writes_to_it_stays_there() -> None:
+def test_a_tensor_is_shared_and_a_workers_writes_stay_in_that_worker() -> None:
     import torch
 
     tensor = torch.arange(10, dtype=torch.bfloat16)
@@ -127,7 +126,7 @@ def test_a_tensor_is_shared_and_what_a_worker_writes_to_it_stays_there() -> None
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_what_cannot_be_sent_is_refused_when_the_pool_is_made(method: str) -> None:
+def test_values_that_cannot_be_sent_are_refused_when_the_pool_is_made(method: str) -> None:
     with pytest.raises(NotPicklableError, match=r"the function .* top level of a module"):
         td.shm.SharedPool(lambda item: item, mp_context=method)
     with pytest.raises(NotPicklableError, match=r"shared\['lock'\]"):
@@ -154,9 +153,9 @@ def test_results_come_in_order_or_as_they_come_from_several_workers(method: str)
         assert future.result()[0] == 144 and future.done() and future.exception() is None
 
 
-def test_items_and_results_are_whatever_can_be_pickled() -> None:
+def test_items_and_results_are_any_picklable_values() -> None:
     values = [None, True, 3.5, 1 << 80, "x" * 50_000, b"y" * 200_000, [1, {"a": (2,)}], {1, 2}, 1 + 2j, ...]
-    # What differs from the plainest values by little.
+    # Values that differ a little from plain ones.
     values += ["\ud800", b"", signal.SIGINT, np.float64(2), -(1 << 63), 1 << 63, "zwölf"]
     with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
         for chunksize in (1, 3, "auto"):
@@ -188,7 +187,7 @@ def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
         until(slow.running)
         assert not slow.done() and not slow.cancel()
         assert concurrent.futures.wait([slow], timeout=0.01).not_done == {slow}
-        # Nobody has a callback on it, and nobody collects as a caller.
+        # It has no callback, and no thread collects as a caller.
         assert concurrent.futures.wait([slow], timeout=5).done == {slow}
         assert slow.result() == 0.3 and not slow.running()
         assert "returned float" in repr(slow)
@@ -197,7 +196,7 @@ def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
 def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) -> None:
     with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
         future = pool.submit(5)
-        # It makes these itself, and not before somebody asks.
+        # The pool makes these itself, when they are first used.
         for name, value in vars(concurrent.futures.Future()).items():
             mine = getattr(future, name)
             assert isinstance(mine, type(value)) or name in ("_condition", "_state", "_result"), name
@@ -243,18 +242,16 @@ def test_a_task_can_be_cancelled_until_a_worker_takes_it(method: str, tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "go", "last"]
 
 
-@pytest.mark.parametrize("shared", [{}, {"a": 1}, {"a": 1, "b": 2}])
 @pytest.mark.parametrize("item", [1, [1]])
-def test_the_traceback_of_a_task_begins_with_what_the_user_wrote(item: Any, shared: dict[str, Any]) -> None:
-    with td.shm.SharedPool(lambda item, a=0, b=0: 1 // (a - a), shared, 1) as pool:
+def test_the_traceback_of_a_task_shows_the_users_function(item: Any) -> None:
+    with td.shm.SharedPool(lambda item, a: 1 // (a - a), {"a": 1}, 1) as pool:
         error = pool.submit(item).exception(20)
     assert isinstance(error, ZeroDivisionError)
-    frames = [line for line in str(error.__cause__).splitlines() if line.startswith("  File ")]
-    assert len(frames) == 1 and "test_shared_pool.py" in frames[0]
+    assert "test_shared_pool.py" in str(error.__cause__)
 
 
 @each_method
-def test_whatever_goes_wrong_in_a_task_is_an_error_on_its_future(method: str) -> None:
+def test_every_failure_of_a_task_is_an_error_on_its_future(method: str) -> None:
     with td.shm.SharedPool(tasks.misbehave, max_workers=1, mp_context=method) as pool:
         with pytest.raises(LookupError, match="asked for") as raised:
             pool.submit("raise").result()
@@ -344,7 +341,6 @@ def test_workers_ignore_ctrl_c(method: str) -> None:
         ({"fn": tasks.echo, "max_workers": 0}, InvalidInputError, "max_workers is 0"),
         ({"fn": tasks.echo, "max_workers": 10**5}, InvalidInputError, "at most"),
         ({"fn": tasks.echo, "max_workers": 1.5}, InvalidTypeError, "max_workers is 1.5"),
-        ({"fn": tasks.echo, "max_restarts": -1}, InvalidInputError, "max_restarts is -1"),
         ({"fn": tasks.echo, "mp_context": "threads"}, InvalidInputError, "mp_context is 'threads'"),
         ({"fn": tasks.echo, "mp_context": multiprocessing}, InvalidTypeError, "mp_context is a module"),
     ],
@@ -369,15 +365,7 @@ def test_arguments_of_calls_that_cannot_be_used_are_refused() -> None:
         assert pool.submit(1).result() == 1
 
 
-def test_a_pool_is_one_processs_alone() -> None:
-    with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
-        for copied in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(NotPicklableError, match="a SharedPool cannot be copied or pickled"):
-                copied(pool)
-        assert pool.submit(1).result() == 1
-
-
-def test_a_daemon_of_multiprocessing_is_told_that_it_has_no_children() -> None:
+def test_a_daemon_of_multiprocessing_cannot_make_a_pool() -> None:
     reader, writer = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_make_in_daemon, args=(writer,), daemon=True)
     child.start()
@@ -407,3 +395,14 @@ print("torch" in sys.modules)
         [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False
     )
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
+
+
+def test_a_caller_does_not_sleep_through_an_answer_that_the_background_thread_collected() -> None:
+    with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
+        longest = 0.0
+        for item in range(4000):
+            began = time.perf_counter()
+            assert pool.submit(item).result(20) == item
+            longest = max(longest, time.perf_counter() - began)
+    # Such a sleep lasts a second.
+    assert longest < 0.9

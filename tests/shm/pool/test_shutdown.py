@@ -76,7 +76,7 @@ def test_after_shutdown_nothing_is_taken_and_nothing_is_lost(method: str) -> Non
     assert [future.result(0) for future in futures] == [0.01] * 20
 
 
-def test_shutdown_cancels_what_is_not_begun_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_shutdown_with_cancel_cancels_tasks_that_are_not_begun(tmp_path: Path) -> None:
     pool = td.shm.SharedPool(tasks.touch_and_wait, max_workers=1)
     futures = [pool.submit((str(tmp_path / str(number)), 0.1)) for number in range(600)]
     until((tmp_path / "0").exists)
@@ -93,8 +93,8 @@ def test_shutdown_does_not_wait_for_workers_that_only_start(tmp_path: Path) -> N
     assert time.monotonic() - began < 20
 
 
-def test_many_workers_are_told_to_start_and_to_end() -> None:
-    # More messages than a socket has room for. In a program of its own, of which copies are small.
+def test_many_workers_start_and_end() -> None:
+    # More messages than a socket has room for. In a small program, which is cheap to fork.
     script = """
 import operator, tundish as td
 pool = td.shm.SharedPool(operator.neg, max_workers=400, mp_context="fork")
@@ -124,7 +124,7 @@ def test_shutdown_without_waiting_returns_at_once_and_ends_in_the_background() -
     pool.shutdown()
 
 
-def test_an_exception_in_the_block_drops_what_is_not_begun(tmp_path: Path) -> None:
+def test_an_exception_in_the_block_drops_tasks_that_are_not_begun(tmp_path: Path) -> None:
     futures: list[Any] = []
 
     def fail() -> None:
@@ -146,7 +146,7 @@ def test_a_pool_that_is_dropped_finishes_its_tasks_and_ends() -> None:
     until(lambda: not _lives(pids[0]))
 
 
-def test_the_end_of_the_program_finishes_what_was_submitted(tmp_path: Path) -> None:
+def test_the_end_of_the_program_finishes_submitted_tasks(tmp_path: Path) -> None:
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -175,7 +175,7 @@ def test_a_done_callback_may_submit_and_shut_down() -> None:
     pool.shutdown()
 
 
-def test_a_forked_child_is_told_that_the_pool_is_not_its_own() -> None:
+def test_a_forked_child_cannot_use_its_parents_pool() -> None:
     with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
         future = pool.submit(0.2)
         reader, writer = multiprocessing.Pipe()

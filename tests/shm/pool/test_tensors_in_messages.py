@@ -1,4 +1,4 @@
-"""Tensors as items and results of a pool: what they are when they arrive, and where they lie."""
+"""Tensors as items and results of a pool: their type and memory on arrival."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Marked(torch.Tensor):
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_what_a_tensor_is_more_than_its_values_is_bound_too(method: str) -> None:
+def test_gradients_and_attributes_of_a_bound_tensor_are_kept(method: str) -> None:
     quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
     marked = torch.ones(3).as_subclass(Marked)
     marked.mark = "m"

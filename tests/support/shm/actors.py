@@ -1,4 +1,4 @@
-"""Processes that do as a test tells them, and can be killed at any moment."""
+"""Processes that run scripts for a test, and can be killed at any moment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 from types import TracebackType
 from typing import Any
 
-# Each line of input is run; the answer is what it left in `answer`, or the exception.
+# Runs each line of input; answers with the variable `answer`, or the exception.
 STAGE = """
 import json, sys
 replies, sys.stdout = sys.stdout, sys.stderr
-# Unbuffered: what is told later stays in the pipe, where a script that waits for it looks.
+# Unbuffered: later input stays in the pipe, where a waiting script looks for it.
 for line in open(0, "rb", buffering=0, closefd=False):
     answer = None
     try:
@@ -62,7 +62,7 @@ class Actor:
         self.process.stdin.flush()
 
     def hear(self) -> Any:
-        """Wait for what was told: its `answer`. Raises `Refused` with its exception."""
+        """Wait for the end of the script; returns its `answer`. Raises `Refused` with its exception."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -73,7 +73,7 @@ class Actor:
         return reply["answer"]
 
     def does(self, script: str) -> Any:
-        """Have `script` run; what it leaves in `answer`."""
+        """Run `script`; returns its `answer`."""
         self.tell(script)
         return self.hear()
 
@@ -97,6 +97,6 @@ class Actor:
             self.kill()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                # What was still to be written leads nowhere.
+                # Unwritten input is lost.
                 with contextlib.suppress(BrokenPipeError):
                     stream.close()

@@ -1,4 +1,4 @@
-"""What children of the tests do with shared arrays; a module of its own, so that spawned ones find it."""
+"""Calls on shared arrays that children of the tests make. A module of its own, so that spawned children import it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = ["fork", "forkserver", "spawn"]
 
 
 class Child:
-    """A child that does what it is told, one call after the other, and keeps what it attached to."""
+    """A child that makes the calls it is asked for, and keeps the arrays that it attached to."""
 
     def __init__(self, context: BaseContext, *arrays: Any) -> None:
         self.line, theirs = context.Pipe()
@@ -30,7 +30,7 @@ class Child:
         theirs.close()
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """What the function `what` of `Kept` returns in the child."""
+        """Call method `what` of `Kept` in the child; returns its result."""
         self.line.send((what, arguments))
         assert self.line.poll(60), "the child does not answer"
         answer, error = self.line.recv()
@@ -74,7 +74,7 @@ def serve(line: Connection, *arrays: Any) -> None:
 
 
 class Kept:
-    """What the child has."""
+    """The arrays of the child."""
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.given = list(given)
@@ -129,7 +129,7 @@ class Kept:
         return shared.handle
 
     def handle(self) -> Handle:
-        """A handle of what was attached to last, which leads through this process."""
+        """A handle of the last attached array, through this process."""
         return self.shared[-1].handle
 
     def let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""What a test could leave: names in /dev/shm, descriptors, children.
+"""Checks that a test leaves no names in /dev/shm, descriptors or children.
 
 What always holds: only names of this user that begin with `PREFIX` are looked at, since others may share memory at the
 same time; what the interpreter and the library start once a process is there before the first look.
@@ -25,13 +25,13 @@ from tundish.shm import set_cache_limit
 # Of the names that tests give to segments; no other run has it.
 PREFIX = f"test-{os.getpid()}-"
 
-# What ends a moment after a test: a process that was killed, a thread that closes a connection.
+# Some things end a moment after a test: a process that was killed, a thread that closes a connection.
 PATIENCE = 5.0
 
 # Names, descriptors, children, maps.
 _State: TypeAlias = tuple[set[str], list[str], set[int], list[str]]
 
-# As large as what the tests share, so that it is kept.
+# As large as the arrays of the tests, so that it is kept.
 _KEPT = 1 << 30
 
 
@@ -68,14 +68,14 @@ def mapped(name: str = "memfd:tundish") -> list[str]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Fails if what runs inside leaves anything."""
+    """Fails if the block leaves anything."""
     forkserver.ensure_running()
     resource_tracker.ensure_running()
     with td.shm.SharedArray.from_array(np.zeros(1)) as first:
         pickle.dumps(first.handle)
-    # What was stored in this process waits a minute for its next use, and would go in the middle of the test.
+    # Memory of earlier tests is kept for a minute, and would be freed in the middle of this test.
     td.rtensor.clear_node()
-    # What is there now is not of this test, and to look through all of it again and again takes minutes.
+    # Present objects are not of this test, and collecting them again and again takes minutes.
     gc.collect()
     gc.freeze()
     before = _settled()
@@ -94,7 +94,7 @@ def watched() -> Iterator[None]:
 
 
 def _settled() -> _State:
-    """What is there once what an earlier test left to end has ended."""
+    """The present state, after the processes and threads of earlier tests have ended."""
     end = time.monotonic() + PATIENCE
     before = _state()
     while time.monotonic() < end:
@@ -111,5 +111,5 @@ def _state() -> _State:
     multiprocessing.active_children()
     gc.collect()
     set_cache_limit(0)
-    # Which number a descriptor has is nobody's business.
+    # The numbers of descriptors do not matter.
     return names(), sorted(descriptors().values()), children(), mapped()

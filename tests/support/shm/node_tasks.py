@@ -1,4 +1,4 @@
-"""What workers of the tests of `node_shared` import."""
+"""Functions for workers of the tests of `node_shared`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def pages_of(array: np.ndarray) -> dict[str, int]:
-    """What the kernel says of the map that `array` lies in: its inode, and bytes of Rss and Pss."""
+    """The mapping of `array` in `/proc/self/smaps`: its inode, and bytes of Rss and Pss."""
     address, found, inside = array.ctypes.data, {}, False
     with open("/proc/self/smaps", encoding="ascii") as maps:
         for line in maps:

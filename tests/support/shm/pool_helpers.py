@@ -1,4 +1,4 @@
-"""What tests of pools have in common."""
+"""Helpers of the pool tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers of the tests of pools run: in a module of its own, light to import where they are spawned."""
+"""Functions that workers of the pool tests run. A module of its own, light to import in spawned workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def touch_and_wait(item: tuple[str, float]) -> int:
 
 
 def describe(_item: Any, **shared: Any) -> dict[str, Any]:
-    """What a worker sees of its shared arguments, and what writing to them comes to."""
+    """A worker's view of its shared arguments, and the outcome of writing to them."""
     seen: dict[str, Any] = {"pid": os.getpid()}
     for name, value in shared.items():
         if not isinstance(value, np.ndarray):
@@ -130,7 +130,7 @@ def die(item: Any) -> Any:
     if item == "exit":
         os._exit(7)
     if item == "segfault":
-        # What pytest has set up would print all stacks.
+        # The handler of pytest would print all stacks.
         faulthandler.disable()
         os.kill(os.getpid(), signal.SIGSEGV)
     if item == "mid-result":
@@ -184,7 +184,7 @@ def naps(seconds: float) -> float:
 
 
 class Called:
-    """What is called and is no function."""
+    """A callable object."""
 
     def __call__(self, item: Any, a: Any, b: Any) -> Any:
         return item, a, b

@@ -1,4 +1,4 @@
-"""A `/dev/shm` of a test's own: nobody else sees what it leaves there, and it can be full."""
+"""A private `/dev/shm` for a test, which can be full and is seen by no other process."""
 
 from __future__ import annotations
 

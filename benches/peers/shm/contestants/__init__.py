@@ -19,7 +19,7 @@ __all__ = ["LOKY", "PACKAGES", "WAYS", "Pool", "Task", "Way"]
 Task = Callable[[int, np.ndarray], Any]
 # How loky starts its workers, always.
 LOKY = "loky"
-# What is imported in other processes.
+# The folder from which other processes import.
 PACKAGES = ("joblib", "loky", "torch")
 
 
@@ -34,7 +34,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What a pool is called, where it lies, and how it can start its workers."""
+    """The name of a pool, its module, and its start methods."""
 
     name: str
     module: str
@@ -42,7 +42,7 @@ class Way:
     methods: tuple[str, ...] = ("fork", "spawn")
 
     def load(self) -> Callable[[Task, np.ndarray, int, str], Pool]:
-        """Import it; what is returned opens a pool for a task, an array, so many workers, a start method."""
+        """Import the pool; returns its constructor, for a task, an array, a number of workers and a start method."""
         return getattr(importlib.import_module(f"shm.contestants.{self.module}"), self.pool)
 
 

@@ -13,7 +13,7 @@ from shm.two_queue_pool import TwoQueuePool
 
 
 class TwoQueues:
-    """What tundish's pool is judged against."""
+    """The pool that tundish is compared with."""
 
     def __init__(self, task: Task, array: np.ndarray, workers: int, method: str) -> None:
         self._pool = TwoQueuePool(task, {"array": array}, workers, multiprocessing.get_context(method))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import operator
-import os
 from collections.abc import Callable, Mapping
 from multiprocessing.context import BaseContext
 from typing import Any, Final
 
+from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, shown
 
 __all__ = [
@@ -52,8 +52,6 @@ def checked_shared(fn: Callable[..., Any], shared: Mapping[str, Any] | None) -> 
 
 
 def checked_count(value: Any, name: str, *, least: int) -> int:
-    if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} is {value}; it is a number")
     try:
         count = operator.index(value)
     except TypeError as error:
@@ -65,7 +63,7 @@ def checked_count(value: Any, name: str, *, least: int) -> int:
 
 def checked_workers(value: int | None) -> int:
     if value is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return _native.available_processors()
     count = checked_count(value, "max_workers", least=1)
     if count > _MOST_WORKERS:
         raise InvalidInputError(f"max_workers is {shown(count)}; a pool has at most {_MOST_WORKERS}")
@@ -85,7 +83,7 @@ def checked_seconds(value: Any) -> float:
 def checked_context(value: str | BaseContext | None) -> BaseContext:
     methods = multiprocessing.get_all_start_methods()
     if value is None:
-        context: BaseContext = multiprocessing.get_context("fork" if "fork" in methods else None)
+        context: BaseContext = multiprocessing.get_context("fork")
     elif isinstance(value, str):
         if value not in methods:
             raise InvalidInputError(f"mp_context is {value!r}; this system has {', '.join(methods)}")

@@ -6,6 +6,7 @@ everything else is pickled once, when the pool is made: an argument that cannot 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,34 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from tundish.errors import NotPicklableError
+from tundish.errors import InvalidTypeError, NotPicklableError
 from tundish.shm.pool.messages import PROTOCOL, dumps, loads
 from tundish.shm.shared_array import SharedArray
 
 __all__ = ["PlacedFunction", "bind_inherited"]
-
-
-def _bind(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """A function of the item alone."""
-    if not shared:
-        return function
-    values = _in_order(function, shared)
-    if values is None:
-        return partial(function, **shared)
-    # Keyword arguments take longer than an empty task.
-    if len(values) == 1:
-        [only] = values
-        return lambda item: function(item, only)
-    return lambda item: function(item, *values)
-
-
-def _in_order(function: Callable[..., Any], shared: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """The shared values in the order in which a plain function takes them; None where it does not."""
-    if type(function) is not FunctionType:
-        return None
-    code = function.__code__
-    names = code.co_varnames[1 : min(code.co_argcount, 1 + len(shared))]
-    return tuple(shared[name] for name in names) if shared.keys() == set(names) else None
 
 
 def bind_inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -53,63 +31,13 @@ def bind_inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> C
     return _bind(function, {name: _read_only(value) for name, value in shared.items()})
 
 
-class PlacedFunction:
-    """A function with its shared arguments, ready to be sent to any number of workers.
-
-    Raises:
-        NotPicklableError: one of them, or the function, cannot be pickled.
-        OutOfMemoryError: there is no room for the arrays.
-    """
-
-    def __init__(self, function: Callable[..., Any], shared: Mapping[str, Any]) -> None:
-        self._arrays: dict[str, SharedArray] = {}
-        self._tensors: dict[str, SharedArray] = {}
-        self._function = _sent(function, "the function")
-        self._rest = {
-            name: _sent(value, f"shared[{name!r}]")
-            for name, value in shared.items()
-            if not (_is_array(value) or _is_tensor(value))
-        }
-        try:
-            for name, value in shared.items():
-                if _is_array(value):
-                    self._arrays[name] = SharedArray.from_array(value)
-                elif _is_tensor(value):
-                    self._tensors[name] = SharedArray.from_array(value)
-        except BaseException:
-            self.close()
-            raise
-
-    def load(self) -> Callable[[Any], Any]:
-        """Return the function as a worker calls it."""
-        shared: dict[str, Any] = {
-            name: _received(stream, f"shared[{name!r}]") for name, stream in self._rest.items()
-        }
-        shared.update((name, placed.array) for name, placed in self._arrays.items())
-        shared.update((name, placed.tensor()) for name, placed in self._tensors.items())
-        return _bind(_received(self._function, "the function"), shared)
-
-    def close(self) -> None:
-        """Close the segments; they live on as long as a worker has them."""
-        for placed in (*self._arrays.values(), *self._tensors.values()):
-            placed.close()
-
-
-def _is_array(value: object) -> bool:
-    return type(value) in (np.ndarray, np.memmap) and not value.dtype.hasobject  # type: ignore[attr-defined]
-
-
-def _is_tensor(value: object) -> bool:
-    # There is no tensor where torch is not imported.
-    torch = sys.modules.get("torch")
-    # A subclass or a quantized tensor has more than its values.
-    return (
-        torch is not None
-        and type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.device.type == "cpu"  # type: ignore[attr-defined]
-        and value.layout == torch.strided  # type: ignore[attr-defined]
-        and not value.is_quantized  # type: ignore[attr-defined]
-    )
+def _bind(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and code.co_varnames[1 : min(1 + len(shared), code.co_argcount)] == tuple(shared):
+        values = tuple(shared.values())
+        # An empty task takes half the time that it takes with keyword arguments.
+        return lambda item: function(item, *values)
+    return partial(function, **shared)
 
 
 def _read_only(value: Any) -> Any:
@@ -120,6 +48,39 @@ def _read_only(value: Any) -> Any:
     view = value.view()
     view.flags.writeable = False
     return view
+
+
+class PlacedFunction:
+    """A function with its shared arguments, ready to be sent to any number of workers.
+
+    Raises:
+        NotPicklableError: one of them, or the function, cannot be pickled.
+        OutOfMemoryError: there is no room for the arrays.
+    """
+
+    def __init__(self, function: Callable[..., Any], shared: Mapping[str, Any]) -> None:
+        self._function = _sent(function, "the function")
+        self._shared = {name: _place(name, value) for name, value in shared.items()}
+        self._tensors = {name for name, value in shared.items() if not isinstance(value, np.ndarray)}
+
+    def load(self) -> Callable[[Any], Any]:
+        """Return the function as a worker calls it."""
+        shared: dict[str, Any] = {}
+        for name, placed in self._shared.items():
+            if isinstance(placed, bytes):
+                shared[name] = _received(placed, f"shared[{name!r}]")
+            else:
+                shared[name] = placed.tensor() if name in self._tensors else placed.array
+        return _bind(_received(self._function, "the function"), shared)
+
+
+def _place(name: str, value: Any) -> SharedArray | bytes:
+    torch = sys.modules.get("torch")
+    # A subclass of numpy's arrays has more than its values.
+    if type(value) in (np.ndarray, np.memmap) or (torch is not None and isinstance(value, torch.Tensor)):
+        with contextlib.suppress(InvalidTypeError):
+            return SharedArray.from_array(value)
+    return _sent(value, f"shared[{name!r}]")
 
 
 def _sent(value: Any, what: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The socket on which workers of a pool tell their parent more than results, and by which they see it end.
+"""The socket for messages of workers other than results. By it, workers also see their parent end.
 
 All workers share one end of it. A worker says when it is ready, why it cannot start, and in which memory its results
 lie: it sends the descriptor, so that a finished result can be opened though its worker is dead. When the parent's end
@@ -45,16 +45,15 @@ class WorkerMessage(NamedTuple):
 def send_to_parent(
     control: int, what: str, worker: int, text: str = "", descriptors: Sequence[int] = ()
 ) -> None:
-    """Send a message on the workers' end, whose number is `control`."""
+    """Send a message on the workers' end, whose descriptor is `control`."""
     text = text.encode(errors="replace")[-_LONGEST_TEXT:].decode(errors="replace")
-    # Where the parent is gone, the watcher ends this process.
+    message = pickle.dumps(tuple(WorkerMessage(what, worker, os.getpid(), text)))
+    # If the parent is gone, the watcher ends this process.
     with (
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
         socket.socket(fileno=os.dup(control)) as end,
     ):
-        socket.send_fds(
-            end, [pickle.dumps(tuple(WorkerMessage(what, worker, os.getpid(), text)))], list(descriptors)
-        )
+        socket.send_fds(end, [message], list(descriptors))
 
 
 class ControlSocket:
@@ -64,8 +63,8 @@ class ControlSocket:
         self._parents_end, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._packer = packer
         self._lock = threading.Lock()
-        _sockets.add(self)
         self._received: list[WorkerMessage] = []
+        _sockets.add(self)
 
     @property
     def workers_end(self) -> int:
@@ -73,11 +72,11 @@ class ControlSocket:
         return self._workers_end.fileno()
 
     def fileno(self) -> int:
-        """The descriptor that becomes readable when a worker has sent something."""
+        """Return the descriptor that becomes readable when a worker has sent something."""
         return self._parents_end.fileno()
 
     def messages(self) -> list[WorkerMessage]:
-        """Return what workers have sent since the last call."""
+        """Return the messages that workers have sent since the last call."""
         self._receive()
         with self._lock:
             received, self._received = self._received, []
@@ -88,7 +87,7 @@ class ControlSocket:
         try:
             message = self._packer.open(payload)
         except OSError:
-            # Its worker is dead, and what it sent may not have been received yet.
+            # Its worker is dead, and its last messages may not have been received yet.
             self._receive()
             message = self._packer.open(payload)
         return message.copied() if self._packer.receiver.views > _MOST_SHARED_RESULTS else message
@@ -104,7 +103,6 @@ class ControlSocket:
 
     def disown(self) -> None:
         """In a child made by `fork`, workers among them: hold nothing that keeps workers or memory alive."""
-        self._lock = threading.Lock()
         self._parents_end.close()
         self._packer.disown()
 
@@ -132,7 +130,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _receive(end: socket.socket) -> tuple[WorkerMessage, list[int]] | None:
-    """The next message and its descriptors; None where there is none."""
+    """The next message and its descriptors; None if there is none."""
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     descriptors = array("i")
     try:

@@ -1,20 +1,15 @@
 """Packs items, results and exceptions into messages of the task queue, and unpacks them.
 
 A message has a kind and a payload. A plain value (a number, a short text) is its own payload. Other values are pickled
-with protocol 5, with buffers beside the pickle (PEP 574). Where the pickle is larger than a message, or a buffer has
+with protocol 5, with buffers beside the pickle (PEP 574). If the pickle is larger than a message, or a buffer has
 `LARGE_BYTES` or more, all of it goes to shared memory, and the payload refers to that: an array is copied once.
 The pickles never leave a pool's own processes.
-
-Invariants:
-
-- Whatever a task returns or raises can be answered. A value that cannot be pickled becomes an error that says so.
 """
 
 from __future__ import annotations
 
 import pickle
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pickle import dumps, loads
@@ -27,16 +22,15 @@ __all__ = [
     "CHUNK",
     "ERROR",
     "IN_BUFFER",
-    "ITEM",
     "LOST",
     "PROTOCOL",
     "ROOM",
+    "SINGLE",
     "SLOTS",
     "SLOT_BYTES",
-    "VALUE",
-    "VALUES",
     "BufferMessage",
     "MessagePacker",
+    "PackedError",
     "RemoteTraceback",
     "check_picklable",
     "describe_error",
@@ -47,17 +41,16 @@ __all__ = [
     "unpack_error",
 ]
 
-# Kinds of tasks, and of answers. `IN_BUFFER` is added where the payload refers to shared memory.
-ITEM: Final = 0
+# Kinds of tasks and of their answers: one item or result, or a list of them.
+SINGLE: Final = 0
 CHUNK: Final = 2
-VALUE: Final = 0
-VALUES: Final = 2
-ERROR: Final = 4
+# Added to a kind: the payload refers to shared memory; the answer is an error.
 IN_BUFFER: Final = 1
+ERROR: Final = 4
 # Never on the queue: the answer is an exception of the parent's own.
 LOST: Final = 8
 
-# Slots of the task queue: for the messages of many workers, and warm in the processor's cache where few are used.
+# Slots of the task queue: for the messages of many workers, and warm in the processor's cache if few are used.
 SLOTS: Final = 512
 SLOT_BYTES: Final = 16 * 1024
 # The longest payload.
@@ -67,8 +60,9 @@ PROTOCOL: Final = 5
 LARGE_BYTES: Final = 64 * 1024
 
 _ALIGNMENT = 64
-# The modules whose frames come before those of the function.
-_CALLERS: Final = frozenset({"tundish.shm.pool.worker", "tundish.shm.pool.bound_function"})
+
+# The pickle of an exception, if there is one, a line about it, and its traceback.
+PackedError = tuple[bytes | None, str, str]
 
 
 class RemoteTraceback(Exception):
@@ -113,11 +107,12 @@ class MessagePacker:
         self._announced: set[int] = set()
         self._arena: _native.SegmentArena | None = None
 
-    def pack(self, value: Any) -> tuple[int, Any, _native.SendBuffer | None]:
+    def pack(self, value: Any) -> tuple[int, Any, _native.BufferLease | None]:
         """Pack `value`.
 
         Returns:
-            `IN_BUFFER` or 0, the payload, and the buffer, which the caller gives back.
+            `IN_BUFFER` or 0, the payload, and the lease of the buffer that the payload refers to. The buffer is revoked
+            when the lease is dropped.
 
         Raises:
             NotPicklableError: `value` cannot be pickled.
@@ -139,12 +134,12 @@ class MessagePacker:
             room[: len(table)] = table
             for start, one in zip(starts, large, strict=True):
                 room[start : start + one.nbytes] = one
-        reference = buffer.reference()
-        identity = reference[2]
+        lease = _native.BufferLease(buffer)
+        identity = lease.reference[2]
         if self._announce is not None and identity not in self._announced:
             self._announce(buffer)
             self._announced.add(identity)
-        return IN_BUFFER, dumps((reference, len(table)), PROTOCOL), buffer
+        return IN_BUFFER, dumps((lease.reference, len(table)), PROTOCOL), lease
 
     def open(self, payload: bytes) -> BufferMessage:
         """Open the buffer that `payload` refers to; once."""
@@ -157,34 +152,33 @@ class MessagePacker:
         self.receiver = _native.BufferReceiver()
 
 
-def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _native.SendBuffer | None]:
-    """Pack the error of a task and its traceback, as `MessagePacker.pack`; whatever it is."""
+def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _native.BufferLease | None]:
+    """Pack the error of a task and its traceback, as `MessagePacker.pack`."""
     packed = describe_error(error)
     try:
-        flag, payload, buffer = packer.pack(packed)
+        flag, payload, lease = packer.pack(packed)
     except Exception:  # noqa: BLE001 (every error is answered)
         # There is no memory for all of it; the end of a traceback says most.
         _, summary, text = packed
-        flag, payload, buffer = packer.pack((None, summary[:1000], text[-4000:]))
-    return ERROR | flag, payload, buffer
+        flag, payload, lease = packer.pack((None, summary[:1000], text[-4000:]))
+    return ERROR | flag, payload, lease
 
 
-def describe_error(error: BaseException) -> tuple[bytes | None, str, str]:
-    """Return the pickle of `error`, if there can be one, a line about it, and its traceback."""
+def describe_error(error: BaseException) -> PackedError:
+    """Pack an exception for `unpack_error` in another process."""
     summary = _summary_of(error)
     try:
         stream: bytes | None = dumps(error, PROTOCOL)
-    except BaseException as failure:  # noqa: BLE001 (code of users)
-        _let_interrupt_pass(failure)
+    except Exception as failure:  # noqa: BLE001 (code of users)
         stream, summary = None, f"{summary} ({_summary_of(failure)})"
-    return stream, summary, _traceback_of(error)
+    return stream, summary, "".join(traceback.format_exception(error))
 
 
 def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
     """Unpack an answer.
 
     Args:
-        kind: `VALUE`, `VALUES` or `ERROR`, with `IN_BUFFER` or not, or `LOST`.
+        kind: kind of the answer, with its flags, or `LOST`.
         payload: bytes or a plain value, with `IN_BUFFER` a `BufferMessage`, with `LOST` the exception itself.
 
     Returns:
@@ -192,12 +186,11 @@ def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
     """
     if kind == LOST:
         return None, payload
-    if kind == VALUE and type(payload) is not bytes:
+    if kind == SINGLE and type(payload) is not bytes:
         return payload, None
     try:
         value = payload.value() if kind & IN_BUFFER else loads(payload)
-    except BaseException as error:  # noqa: BLE001 (code of users)
-        _let_interrupt_pass(error)
+    except Exception as error:  # noqa: BLE001 (code of users)
         failure = NotPicklableError(f"a result came but cannot be unpickled here: {_summary_of(error)}")
         failure.__cause__ = error
         return None, failure
@@ -206,27 +199,28 @@ def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
     return value, None
 
 
-def unpack_error(packed: tuple[bytes | None, str, str]) -> BaseException:
+def unpack_error(packed: PackedError) -> BaseException:
     """Return the exception that `describe_error` packed; its cause is the worker's traceback."""
     stream, summary, text = packed
-    loaded: Any = None
+    error: Any = None
     if stream is not None:
         try:
-            loaded = loads(stream)
-        except BaseException as failure:  # noqa: BLE001 (code of users)
-            _let_interrupt_pass(failure)
+            error = loads(stream)
+        except Exception as failure:  # noqa: BLE001 (code of users)
             summary = f"{summary} ({_summary_of(failure)})"
-    error = (
-        loaded
-        if isinstance(loaded, BaseException)
-        else NotPicklableError(
+    if not isinstance(error, BaseException):
+        error = NotPicklableError(
             f"a task raised an exception that cannot be sent between processes: {summary}; "
             "its traceback in the worker is shown as this error's cause"
         )
-    )
-    # Also where its class lets no attribute be set.
+    # Also if its class lets no attribute be set.
     BaseException.__setattr__(error, "__cause__", RemoteTraceback(text))
-    return error
+    return error  # type: ignore[no-any-return]  # an exception, as was looked at
+
+
+def check_picklable(value: Any) -> None:
+    """Raise `NotPicklableError` unless `value` can be sent."""
+    _pickled(value, [])
 
 
 def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
@@ -243,7 +237,7 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         return False
 
     try:
-        # There is no tensor where torch is not imported.
+        # There is no tensor if torch is not imported.
         if "torch" in sys.modules:
             from tundish.shm.tensor_conversion import dumps_with_tensors
 
@@ -251,16 +245,10 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         return dumps(value, PROTOCOL, buffer_callback=is_small)
     except MemoryError:
         raise
-    except BaseException as error:
-        _let_interrupt_pass(error)
+    except Exception as error:
         raise NotPicklableError(
             f"a {type(value).__qualname__} cannot be sent between processes: {_summary_of(error)}"
         ) from error
-
-
-def check_picklable(value: Any) -> None:
-    """Raise `NotPicklableError` unless `value` can be sent."""
-    _pickled(value, [])
 
 
 def _layout(table_bytes: int, lengths: list[int]) -> tuple[list[int], int]:
@@ -273,29 +261,6 @@ def _layout(table_bytes: int, lengths: list[int]) -> tuple[list[int], int]:
     return starts, end
 
 
-def _traceback_of(error: BaseException) -> str:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _CALLERS:
-        trace = trace.tb_next
-    return _or_else(lambda: "".join(traceback.format_exception(type(error), error, trace)), "(no traceback)")
-
-
 def _summary_of(error: BaseException) -> str:
-    text = _or_else(lambda: str(error), "(its message cannot be shown)")
-    name = type(error).__qualname__
-    return f"{name}: {text}" if text else name
-
-
-def _or_else(show: Callable[[], str], otherwise: str) -> str:
-    """The text that `show` makes, in which code of users may raise anything."""
-    try:
-        return show()
-    except BaseException as error:  # noqa: BLE001 (code of users)
-        _let_interrupt_pass(error)
-        return otherwise
-
-
-def _let_interrupt_pass(error: BaseException) -> None:
-    """Raise Ctrl-C again, which comes to the main thread alone; code of users may raise anything else."""
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-        raise error
+    # It copes with messages that cannot be shown.
+    return "".join(traceback.format_exception_only(error)).strip()

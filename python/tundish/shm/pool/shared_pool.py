@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from tundish import _native
-from tundish.errors import InvalidTypeError, NotPicklableError, PoolError, TundishError
+from tundish.errors import InvalidTypeError, PoolError, TundishError
 from tundish.shm.pool.arguments import (
     MAIN_GUARD,
     checked_context,
@@ -24,9 +25,9 @@ from tundish.shm.pool.bound_function import PlacedFunction, bind_inherited
 from tundish.shm.pool.control_socket import ControlSocket
 from tundish.shm.pool.dispatcher import Dispatcher, TaskFuture
 from tundish.shm.pool.fork_server import ForkServer
-from tundish.shm.pool.messages import ITEM, SLOT_BYTES, SLOTS, MessagePacker
+from tundish.shm.pool.messages import SINGLE, SLOT_BYTES, SLOTS, MessagePacker
 from tundish.shm.pool.parallel_map import Pacing, ParallelMap
-from tundish.shm.pool.processes import SpawnedWorkers, Workers
+from tundish.shm.pool.processes import SpawnedWorkers
 from tundish.shm.pool.supervisor import STUCK_TIMEOUT_SECONDS, Supervisor
 from tundish.shm.pool.worker import WorkerLink, serve
 
@@ -53,6 +54,7 @@ class SharedPool:
     forked again, so threads that it starts later do no harm.
 
     A worker that dies fails the task it was running with `WorkerDiedError`, which is not tried again, and is replaced.
+    The pool is broken when a worker dies three times in a row before it can work.
     When the process that made the pool ends, even by SIGKILL, the workers end within a second. Ctrl-C reaches this
     process alone; leaving the `with` block by it ends the workers at once.
 
@@ -66,8 +68,6 @@ class SharedPool:
         max_workers: processes; as many as there are processors for this one, if None.
         mp_context: "fork", "forkserver", "spawn", or such a context of `multiprocessing`; None for fork where the
             system has it.
-        max_restarts: how many dead workers are replaced in the pool's life; None for all. The pool is broken when no
-            worker is left, or when one dies three times in a row before it can work.
 
     Raises:
         InvalidInputError, InvalidTypeError: an argument cannot be used, or `fn` does not take these shared arguments.
@@ -83,40 +83,33 @@ class SharedPool:
         shared: Mapping[str, Any] | None = None,
         max_workers: int | None = None,
         mp_context: str | BaseContext | None = None,
-        *,
-        max_restarts: int | None = None,
     ) -> None:
         shared = checked_shared(fn, shared)
         self._workers = checked_workers(max_workers)
-        if max_restarts is not None:
-            max_restarts = checked_count(max_restarts, "max_restarts", least=0)
         context = checked_context(mp_context)
         self._numbers = itertools.count()
         self._packer = MessagePacker()
         try:
-            self._begin(fn, shared, context, max_restarts)
+            self._begin(fn, shared, context)
         except (OSError, RuntimeError) as error:
             if isinstance(error, TundishError):
                 raise
             raise PoolError(f"a pool cannot be started: {error}") from error
 
-    def _begin(
-        self,
-        fn: Callable[..., Any],
-        shared: Mapping[str, Any],
-        context: BaseContext,
-        max_restarts: int | None,
-    ) -> None:
+    def _begin(self, fn: Callable[..., Any], shared: Mapping[str, Any], context: BaseContext) -> None:
         queue = _native.TaskQueue(SLOTS, SLOT_BYTES)
-        control = ControlSocket(self._packer)
-        workers: Workers | None = None
-        is_forked = context.get_start_method() == "fork"
-        try:
+        with contextlib.ExitStack() as undo:
+            control = ControlSocket(self._packer)
+            undo.callback(control.close)
             link = WorkerLink(queue=queue.fd, control=control.workers_end, parent=os.getpid())
-            if is_forked:
+            workers: SpawnedWorkers | ForkServer
+            if context.get_start_method() == "fork":
                 workers = ForkServer(lambda worker: serve(link, worker, lambda: bind_inherited(fn, shared)))
+                hint = ""
             else:
                 workers = SpawnedWorkers(context, PlacedFunction(fn, shared), link)
+                hint = MAIN_GUARD
+            undo.callback(workers.close)
             self._dispatcher = Dispatcher(queue, control.open_buffer)
             self._supervisor = Supervisor(
                 queue,
@@ -124,20 +117,11 @@ class SharedPool:
                 control,
                 workers,
                 count=self._workers,
-                max_restarts=max_restarts,
-                is_staged=not is_forked,
-                hint="" if is_forked else MAIN_GUARD,
+                hint=hint,
             )
-            weakref.finalize(self, self._dispatcher.drop).atexit = False
-            self._supervisor.start()
-        except BaseException:
-            if hasattr(self, "_supervisor"):
-                self._supervisor.give_up()
-            else:
-                if workers is not None:
-                    workers.close()
-                control.close()
-            raise
+            undo.pop_all()
+        weakref.finalize(self, self._dispatcher.drop).atexit = False
+        self._supervisor.start()
 
     def submit(self, item: Any) -> TaskFuture:
         """Have `fn(item, **shared)` run in a worker.
@@ -151,11 +135,10 @@ class SharedPool:
             NotPicklableError: the item cannot be sent.
             PoolError: the pool is shut down or broken, or another process made it.
         """
-        self._dispatcher.check_same_process()
         self._dispatcher.check_open()
-        flag, payload, buffer = self._packer.pack(item)
-        future = TaskFuture(self._dispatcher, next(self._numbers))
-        self._dispatcher.submit(future, ITEM | flag, payload, buffer)
+        flag, payload, lease = self._packer.pack(item)
+        future = TaskFuture(self._dispatcher, next(self._numbers), lease)
+        self._dispatcher.submit(future, SINGLE | flag, payload)
         return future
 
     def map(
@@ -170,8 +153,7 @@ class SharedPool:
             items: any iterable; it is read on the thread that consumes the results.
             ordered: results in the order of the items; else as they come.
             chunksize: items a worker gets at once. "auto" begins with one and grows to about a millisecond of work, or
-                what fits a message, and leaves every worker several chunks where `items` has a length. A worker that
-                dies fails the chunk it has.
+                what fits a message. A worker that dies fails the chunk it has.
 
         Returns:
             A generator. An exception of a task is raised where its result would be, and ends the map, as an error of
@@ -182,7 +164,6 @@ class SharedPool:
             InvalidInputError, InvalidTypeError: an argument cannot be used.
             PoolError: the pool is shut down or broken, or another process made it.
         """
-        self._dispatcher.check_same_process()
         self._dispatcher.check_open()
         if chunksize != "auto":
             chunksize = checked_count(chunksize, "chunksize", least=1)
@@ -193,12 +174,11 @@ class SharedPool:
                 f"items are a {type(items).__name__}, which cannot be iterated over"
             ) from error
         size = None if chunksize == "auto" else int(chunksize)
-        pacing = Pacing(self._workers, size, _length(items))
         mapping = ParallelMap(
             self._dispatcher,
             self._packer,
             iterator,
-            pacing,
+            Pacing(self._workers, size),
             is_ordered=ordered,
             is_chunked=size != 1,
             pool=self,
@@ -245,16 +225,3 @@ class SharedPool:
             self.shutdown(cancel=True)
         else:
             self.shutdown(timeout=None)
-
-    def __reduce__(self) -> NoReturn:
-        # As part of a dataset, say, that goes to a loader's workers; a copy would be a second owner of one engine.
-        raise NotPicklableError(
-            "a SharedPool cannot be copied or pickled: its workers are those of one process"
-        )
-
-
-def _length(items: Any) -> int | None:
-    try:
-        return len(items)
-    except (TypeError, OverflowError):
-        return None

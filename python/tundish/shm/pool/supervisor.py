@@ -14,57 +14,44 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
 import weakref
-from collections import defaultdict
+from collections import Counter
 from multiprocessing import util
 from typing import Final
 
 from tundish import _native
 from tundish.errors import WorkerDiedError
-from tundish.shm.pool.control_socket import FAILED, READY, ControlSocket, WorkerMessage
+from tundish.shm.pool.control_socket import FAILED, READY, ControlSocket
 from tundish.shm.pool.dispatcher import Dispatcher
 from tundish.shm.pool.fork_server import ForkServer
-from tundish.shm.pool.processes import Death, Workers, WorkersLostError
+from tundish.shm.pool.processes import Death, SpawnedWorkers, WorkersLostError
 
 __all__ = ["STUCK_TIMEOUT_SECONDS", "Supervisor"]
 
 STUCK_TIMEOUT_SECONDS: Final = 30.0
 
-# So many starts in a row may fail; more where something kills the workers, which may pass.
-_FAILED_STARTS: Final = 3
-_KILLED_STARTS: Final = 30
-# A little less than all of it: thirds are rounded.
-_ENOUGH: Final = 0.99
+# A start that fails costs 10 points, one that is killed 1: that may pass. Of 30 in a row the pool breaks.
+_FAILED_START: Final = 10
+_KILLED_START: Final = 1
+_MOST_POINTS: Final = 30
 _ENDING_SECONDS: Final = 30.0
 
 
 class Supervisor:
-    """The threads and workers of one pool.
-
-    Args:
-        queue: the pool's task queue.
-        dispatcher: the pool's tasks.
-        control: the workers' messages.
-        workers: starts and kills processes.
-        count: how many workers there are to be.
-        max_restarts: how many dead workers are replaced; None for all.
-        is_staged: start the others when the first is ready.
-        hint: what may be wrong where workers do not start.
-    """
+    """The threads and workers of one pool. `hint` is the likely reason if workers do not start."""
 
     def __init__(
         self,
         queue: _native.TaskQueue,
         dispatcher: Dispatcher,
         control: ControlSocket,
-        workers: Workers,
+        workers: SpawnedWorkers | ForkServer,
         *,
         count: int,
-        max_restarts: int | None,
-        is_staged: bool,
         hint: str,
     ) -> None:
         self._queue = queue
@@ -72,25 +59,21 @@ class Supervisor:
         self._control = control
         self._workers = workers
         self._count = count
-        self._restarts_left = max_restarts
-        self._hint = hint
-        self._waiting = set(range(1, count)) if is_staged else set()
+        self._reason = hint
         self._starting: set[int] = set()
         self._ready: set[int] = set()
         self._killed: set[int] = set()
-        # Of each number, the share of what is tolerated that its workers used up before they were ready.
-        self._failed_starts: defaultdict[int, float] = defaultdict(float)
-        self._reason = ""
+        self._failed_starts: Counter[int] = Counter()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Time at which the workers that are left are killed; None as long as the pool runs.
         self._deadline: float | None = None
         self._is_forced = False
-        # Taken by `_run`, or by the thread that gives the beginning up: whichever is first.
+        # Taken by the call of `_run` that does the work.
         self._claim = threading.Lock()
         self._runner = threading.Thread(target=self._run, name="tundish-pool-results", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="tundish-pool-workers", daemon=True)
         # Before `multiprocessing` waits for its children at the end of the interpreter, or of a worker.
         self._at_exit = util.Finalize(None, _end_at_exit, (weakref.ref(self),), exitpriority=100)
-        _supervisors.add(self)
 
     def start(self) -> None:
         """Start the threads, and by them the workers.
@@ -98,7 +81,11 @@ class Supervisor:
         Raises:
             RuntimeError: the system has no thread left.
         """
-        self._runner.start()
+        try:
+            self._runner.start()
+        except BaseException:
+            self.end()
+            raise
 
     def join(self) -> None:
         """Wait until the pool is over. A callback, which a thread of the pool runs, does not wait."""
@@ -106,7 +93,7 @@ class Supervisor:
             try:
                 self._runner.join()
             except BaseException:
-                # Ctrl-C: nobody wants the rest any more.
+                # Ctrl-C: the rest of the tasks is not wanted any more.
                 self.end()
                 raise
 
@@ -115,21 +102,10 @@ class Supervisor:
         self._dispatcher.close(cancel=True, stuck_timeout=0, is_forced=True)
         self._force()
         if threading.current_thread() not in (self._runner, self._watcher):
-            self._runner.join()
-
-    def give_up(self) -> None:
-        """End what `start` began, where it was interrupted or refused."""
-        if self._claim.acquire(blocking=False):
-            self._workers.close()
-            self._close()
-        else:
-            self.end()
-
-    def _close(self) -> None:
-        self._at_exit.cancel()
-        _supervisors.discard(self)
-        self._control.close()
-        os.close(self._wake)
+            # If the thread was not started.
+            self._run()
+            if self._runner.ident is not None:
+                self._runner.join()
 
     # ---- The thread that runs the dispatcher ----
 
@@ -140,31 +116,30 @@ class Supervisor:
         try:
             self._watcher.start()
             is_over = self._dispatcher.run()
-        except Exception as error:  # noqa: BLE001 (told to everybody who waits for the pool)
+        except BaseException as error:  # noqa: BLE001 (raised in everybody who waits for the pool)
             self._dispatcher.break_down(f"the pool is broken: {error!r}")
+        self._queue.stop()
         if is_over:
             timeout = self._dispatcher.stuck_timeout
-            self._deadline = time.monotonic() + (
-                _ENDING_SECONDS if timeout is None else min(timeout, _ENDING_SECONDS)
-            )
-            self._queue.stop()
-            self._nudge()
+            patience = _ENDING_SECONDS if timeout is None else min(timeout, _ENDING_SECONDS)
+            self._end_by(time.monotonic() + patience)
         else:
-            self._queue.stop()
             self._force()
         if self._watcher.ident is not None:
             self._watcher.join()
         else:
             self._workers.close()
-        self._close()
+        self._at_exit.cancel()
+        self._control.close()
+        os.close(self._wake)
         self._dispatcher.finish()
 
     def _force(self) -> None:
         self._is_forced = True
-        self._deadline = time.monotonic()
-        self._nudge()
+        self._end_by(time.monotonic())
 
-    def _nudge(self) -> None:
+    def _end_by(self, deadline: float) -> None:
+        self._deadline = deadline
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
@@ -173,25 +148,24 @@ class Supervisor:
     def _watch(self) -> None:
         try:
             for worker in range(self._count):
-                if worker not in self._waiting:
-                    self._start(worker)
-            while self._alive() or self._deadline is None:
+                self._start(worker)
+            while self._starting or self._ready or self._deadline is None:
                 if self._deadline is not None:
-                    self._kill_starting()
+                    # Workers that are not ready have no task, and may import for seconds. One that has a task has said
+                    # before that it is ready.
+                    self._read_messages()
+                    self._kill(self._starting)
                 self._wait()
                 if self._deadline is not None and time.monotonic() >= self._deadline:
-                    self._kill(self._alive())
+                    self._kill(self._starting | self._ready)
         except WorkersLostError as error:
             # Nothing is left to kill workers: they end when this is closed.
             self._control.close()
             self._break_down(str(error))
-        except Exception as error:  # noqa: BLE001 (told to everybody who waits for a task)
+        except Exception as error:  # noqa: BLE001 (raised in everybody who waits for a task)
             self._break_down(f"its workers cannot be watched any more: {error!r}")
         finally:
             self._workers.close()
-
-    def _alive(self) -> set[int]:
-        return self._starting | self._ready
 
     def _start(self, worker: int) -> None:
         try:
@@ -199,12 +173,6 @@ class Supervisor:
         except Exception as error:
             raise WorkersLostError(f"a worker cannot be started: {error}") from error
         self._starting.add(worker)
-
-    def _kill_starting(self) -> None:
-        """Kill workers that are not ready: they have no task, and may import for seconds."""
-        # A worker that has a task has said before that it is ready.
-        self._read_messages()
-        self._kill(self._starting)
 
     def _kill(self, workers: set[int]) -> None:
         for worker in workers - self._killed:
@@ -219,24 +187,19 @@ class Supervisor:
         poll.poll(None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) * 1000 + 1)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        # First what workers said, then who died.
+        # A worker's messages come before its death.
         self._read_messages()
         for death in self._workers.deaths():
             self._reap(death)
 
     def _read_messages(self) -> None:
         for message in self._control.messages():
-            self._read(message)
-
-    def _read(self, message: WorkerMessage) -> None:
-        if message.what == FAILED:
-            self._reason = message.text
-        elif message.what == READY and message.worker in self._starting:
-            self._starting.discard(message.worker)
-            self._ready.add(message.worker)
-            self._failed_starts.pop(message.worker, None)
-            while self._waiting and self._deadline is None:
-                self._start(self._waiting.pop())
+            if message.what == FAILED:
+                self._reason = message.text
+            elif message.what == READY and message.worker in self._starting:
+                self._starting.discard(message.worker)
+                self._ready.add(message.worker)
+                del self._failed_starts[message.worker]
 
     def _reap(self, death: Death) -> None:
         was_ready = death.worker in self._ready
@@ -248,15 +211,11 @@ class Supervisor:
         if self._deadline is not None:
             return
         if not was_ready:
-            self._failed_starts[death.worker] += 1 / (_KILLED_STARTS if death.is_by_kill else _FAILED_STARTS)
-        if self._failed_starts[death.worker] >= _ENOUGH:
-            self._break_down(f"workers do not start: the last one {death}. {self._reason or self._hint}")
-        elif self._restarts_left == 0:
-            if not self._alive():
-                self._break_down(f"its last worker {death}, and no more are restarted (max_restarts)")
+            is_killed = death.pid != 0 and death.status == -signal.SIGKILL
+            self._failed_starts[death.worker] += _KILLED_START if is_killed else _FAILED_START
+        if self._failed_starts[death.worker] >= _MOST_POINTS:
+            self._break_down(f"workers do not start: the last one {death}. {self._reason}".rstrip())
         else:
-            if self._restarts_left is not None:
-                self._restarts_left -= 1
             self._start(death.worker)
 
     def _error(self, task: str, death: Death) -> Exception:
@@ -272,33 +231,13 @@ class Supervisor:
         self._force()
         self._dispatcher.break_down(f"the pool is broken: {reason}")
 
-    # ---- The end of the interpreter, and a fork ----
-
     def end_at_exit(self) -> None:
-        """Finish all tasks; after Ctrl-C, end at once."""
+        """Finish all tasks at the end of the interpreter; after Ctrl-C, end at once."""
         if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
             self.end()
         else:
             self._dispatcher.close(cancel=False, stuck_timeout=STUCK_TIMEOUT_SECONDS)
             self.join()
-
-    def disown(self) -> None:
-        """In a child made by `fork`: keep nothing of the parent's pool alive."""
-        self._at_exit.cancel()
-        self._dispatcher.disown()
-        if isinstance(self._workers, ForkServer):
-            self._workers.disown()
-
-
-_supervisors: weakref.WeakSet[Supervisor] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for supervisor in list(_supervisors):
-        supervisor.disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)
 
 
 def _end_at_exit(known: weakref.ref[Supervisor]) -> None:

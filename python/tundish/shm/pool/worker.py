@@ -6,6 +6,7 @@ Invariants:
 - The process ends when its pool's parent does, even in the middle of a task: a thread of the compiled module watches,
   which needs no GIL.
 - Workers ignore Ctrl-C: it is for the parent.
+- While it waits for a task, a worker keeps nothing of the one before.
 """
 
 from __future__ import annotations
@@ -20,18 +21,16 @@ from tundish import _native
 from tundish.errors import NotPicklableError
 from tundish.shm.pool import messages
 from tundish.shm.pool.control_socket import FAILED, MEMORY, READY, send_to_parent
-from tundish.shm.pool.messages import CHUNK, IN_BUFFER, ITEM, VALUE, VALUES, MessagePacker, loads
+from tundish.shm.pool.messages import CHUNK, IN_BUFFER, SINGLE, MessagePacker, PackedError, loads
 
 __all__ = ["WorkerLink", "serve"]
 
 Call = Callable[[Any], Any]
-# Kind, payload, and the buffer that the payload refers to.
-_Answer = tuple[int, Any, _native.SendBuffer | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLink:
-    """What a worker has of its parent: descriptors of queue and control socket, and the process id."""
+    """A worker's link to its parent: descriptors of queue and control socket, and the parent's process id."""
 
     queue: int
     control: int
@@ -45,7 +44,7 @@ def serve(link: WorkerLink, worker: int, load: Callable[[], Call]) -> None:
     _native.exit_with_parent(link.control, link.parent)
     try:
         call = load()
-    except Exception as error:  # noqa: BLE001 (told to the parent)
+    except Exception as error:  # noqa: BLE001 (sent to the parent)
         _, summary, text = messages.describe_error(error)
         send_to_parent(link.control, FAILED, worker, f"{summary}\n{text}")
         raise SystemExit(1) from None
@@ -56,55 +55,42 @@ def serve(link: WorkerLink, worker: int, load: Callable[[], Call]) -> None:
 
     packer = MessagePacker(announce)
     send_to_parent(link.control, READY, worker)
-    _work(call, queue, worker, packer)
+    while (task := queue.take(worker, None)) is not None:
+        _run(call, queue, packer, *task)
+        del task
 
 
-def _work(call: Call, queue: _native.TaskQueue, worker: int, packer: MessagePacker) -> None:
-    take, finish_plain = queue.take, queue.finish_plain
-    while (task := take(worker, None)) is not None:
-        ticket, kind, payload = task
-        if kind == ITEM and type(payload) is not bytes:
-            # Most tasks where there are many: plain values are not pickled, and sent with one call.
-            try:
-                value = call(payload)
-            except BaseException as error:  # noqa: BLE001 (the task's)
-                answer, content, buffer = messages.pack_error(error, packer)
-            else:
-                if finish_plain(ticket, VALUE, value):
-                    continue
-                answer, content, buffer = _packed(value, packer)
-                del value
-        else:
-            answer, content, buffer = _answer(call, kind, payload, packer)
-        queue.finish(ticket, answer, content)
-        if buffer is not None:
-            buffer.release()
-        # While it waits, a worker keeps nothing of what it worked on.
-        del task, payload, content, buffer
-
-
-def _answer(call: Call, kind: int, payload: Any, packer: MessagePacker) -> _Answer:
+def _run(
+    call: Call, queue: _native.TaskQueue, packer: MessagePacker, ticket: int, kind: int, payload: Any
+) -> None:
     try:
-        content = packer.open(payload).copied().value() if kind & IN_BUFFER else loads(payload)
+        item = payload
+        if kind & IN_BUFFER:
+            item = packer.open(payload).copied().value()
+        elif type(payload) is bytes:
+            item = loads(payload)
         if kind & CHUNK:
-            return _run_chunk(call, content, packer)
-        value = call(content)
+            flag, content, lease = _run_chunk(call, item, packer)
+        else:
+            result = call(item)
+            # Most results if there are many: plain values take one call.
+            if queue.finish_plain(ticket, SINGLE, result):
+                return
+            flag, content, lease = packer.pack(result)
     except BaseException as error:  # noqa: BLE001 (the task's)
-        return messages.pack_error(error, packer)
-    return _packed(value, packer)
+        flag, content, lease = messages.pack_error(error, packer)
+    queue.finish(ticket, kind & CHUNK | flag, content)
+    if lease is not None:
+        # The memory is used again when the parent has let go of it.
+        lease.buffer.release()
 
 
-def _packed(value: Any, packer: MessagePacker) -> _Answer:
-    try:
-        flag, payload, buffer = packer.pack(value)
-    except BaseException as error:  # noqa: BLE001 (the task's)
-        return messages.pack_error(error, packer)
-    return VALUE | flag, payload, buffer
-
-
-def _run_chunk(call: Call, items: list[Any], packer: MessagePacker) -> _Answer:
+def _run_chunk(
+    call: Call, items: list[Any], packer: MessagePacker
+) -> tuple[int, Any, _native.BufferLease | None]:
+    """The packed seconds, results before the first error, and that error or None."""
     results: list[Any] = []
-    failure = None
+    failure: PackedError | None = None
     began = time.perf_counter()
     try:
         for item in items:
@@ -113,18 +99,11 @@ def _run_chunk(call: Call, items: list[Any], packer: MessagePacker) -> _Answer:
         failure = messages.describe_error(error)
     seconds = time.perf_counter() - began
     try:
-        flag, stream, buffer = packer.pack((seconds, results, failure))
+        return packer.pack((seconds, results, failure))
     except NotPicklableError:
-        results, failure = _sendable(results)
-        flag, stream, buffer = packer.pack((seconds, results, failure))
-    return VALUES | flag, stream, buffer
-
-
-def _sendable(results: list[Any]) -> tuple[list[Any], tuple[bytes | None, str, str] | None]:
-    """The results before the first that cannot be pickled, and the error for that one."""
-    for place, result in enumerate(results):
-        try:
-            messages.check_picklable(result)
-        except NotPicklableError as error:
-            return results[:place], messages.describe_error(error)
-    return results, None
+        for place, result in enumerate(results):
+            try:
+                messages.check_picklable(result)
+            except NotPicklableError as error:
+                return packer.pack((seconds, results[:place], messages.describe_error(error)))
+        raise

@@ -1,11 +1,11 @@
 //! Binds buffers: memory that one process writes and another receives without a copy.
 //!
-//! Invariants: a buffer is given back only when no export of it is in use in its sender. A received one is its
-//! receiver's as long as the object that exported it.
+//! Invariants: a buffer is given back only when no export of it is in use in its sender. A received buffer stays as long
+//! as the object that exported it.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::buffer::PyBuffer;
@@ -18,22 +18,22 @@ use tundish_shm::arena::{Arena, Use, default_limit};
 use tundish_shm::{self as shm, Reference};
 
 use super::drop_without_gil::DropWithoutGil;
-use super::{as_address, as_tuple, descriptor, look};
+use super::{as_address, as_tuple, look};
 use crate::enter::enter;
 use crate::error::BindingError;
 use crate::held::is_over;
 
-/// Less is copied sooner than the GIL is let go of and taken again.
+/// Copying fewer bytes takes less time than releasing the GIL.
 const WORTH_LETTING_GO: usize = 128 << 10;
 
 /// A buffer's reference as Python has it: process, descriptor, identity, generation, bytes.
 type ReferenceTuple = (u32, i32, u64, u64, usize);
 
-/// Memory that buffers are sent in, kept for the next ones up to `limit_bytes`; by default a sixteenth of the memory.
+/// Memory for sent buffers. It keeps up to `limit_bytes` for the next ones; by default a sixteenth of the memory.
 #[pyclass(frozen)]
 pub(crate) struct SegmentArena {
     arena: DropWithoutGil<Arc<Arena>>,
-    /// Of all its buffers: their receivers are alike.
+    /// Shared by all its buffers: their receivers are alike.
     copier: Arc<AdaptiveCopy>,
 }
 
@@ -46,7 +46,7 @@ impl SegmentArena {
         SegmentArena { arena: DropWithoutGil::new(Arc::new(Arena::new(Use::Messages, limit))), copier: Arc::default() }
     }
 
-    /// A buffer of `nbytes`, to be written. What lies in it is not defined.
+    /// Returns a writable buffer of `nbytes`, whose contents are not defined.
     fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<SendBuffer> {
         let arena = &*self.arena;
         let buffer = enter(py, None, move |door| Ok(shm::SendBuffer::take(arena, nbytes, &mut || look(door))?))?;
@@ -54,7 +54,7 @@ impl SegmentArena {
         Ok(SendBuffer { state: Mutex::new(state), copier: Arc::clone(&self.copier) })
     }
 
-    /// Bytes in use or on their way, kept idle, kept while their receiver still has them, and the most there ever were.
+    /// Returns the bytes in use, kept idle, kept while their receiver still has them, and their peak.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.detach(|| self.arena.stats());
         let dict = PyDict::new(py);
@@ -66,16 +66,10 @@ impl SegmentArena {
     }
 }
 
-/// What an arena keeps where nobody says another number: a sixteenth of the memory that this process can have.
+/// Returns the default limit of an arena: a sixteenth of the memory that this process can have.
 #[pyfunction]
 pub(crate) fn default_arena_limit() -> usize {
     default_limit()
-}
-
-/// Whether the owner of the segment behind `fd` will send nothing in it any more, nor is anything of it on its way.
-#[pyfunction]
-pub(crate) fn is_segment_retired(fd: RawFd) -> PyResult<bool> {
-    Ok(shm::is_retired_behind(descriptor::borrow(fd)?).map_err(BindingError::from)?)
 }
 
 /// How a buffer is given back.
@@ -92,7 +86,7 @@ struct State {
     end: Option<End>,
 }
 
-/// Bytes to be sent, as a writable buffer.
+/// A writable buffer that is to be sent.
 #[pyclass(frozen)]
 pub(crate) struct SendBuffer {
     state: Mutex<State>,
@@ -114,7 +108,7 @@ impl SendBuffer {
 }
 
 impl State {
-    /// What is to be dropped now that nobody uses it; without the lock.
+    /// Returns the buffer if it is given back and no export is in use. Drop it without the lock.
     fn take_if_over(&mut self) -> Option<DropWithoutGil<shm::SendBuffer>> {
         let end = self.end.filter(|_| self.exports == 0)?;
         let mut buffer = self.buffer.take()?;
@@ -134,33 +128,33 @@ impl State {
 
 #[pymethods]
 impl SendBuffer {
-    /// What `BufferReceiver.open` of the one receiver takes. From here on the buffer counts as sent.
+    /// Returns the reference for `BufferReceiver.open` of the one receiver. From here on the buffer counts as sent.
     fn reference(&self) -> PyResult<ReferenceTuple> {
         let reference = self.lock().buffer()?.reference().map_err(BindingError::from)?;
         let (process, descriptor, identity, generation) = as_tuple(&reference.address);
         Ok((process, descriptor, identity, generation, reference.len))
     }
 
-    /// The descriptor of its memory, for anyone who sends that along so that the buffer outlives this process.
+    /// The descriptor of its memory. A receiver that has a copy can open the buffer after this process's death.
     #[getter]
     fn descriptor(&self) -> PyResult<i32> {
         Ok(self.lock().buffer()?.descriptor())
     }
 
-    /// Done with it: used again when the receiver came and let go of it, or at once if it was not sent. While buffers
-    /// of it are in use here, that waits for them. Done twice is done once.
+    /// Gives the buffer back. It is used again when its receiver has opened and dropped it, or at once if it was not
+    /// sent; never before its exports in this process end. A second call does nothing.
     fn release(&self) {
         self.end(End::Released);
     }
 
-    /// Done with it, and no receiver is to come: who comes later is refused.
+    /// Gives the buffer back and revokes it: a receiver that opens it later is refused.
     fn revoke(&self) {
         self.end(End::Revoked);
     }
 
-    /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to where
-    /// `offsets[i] + shift` is, all of them native 64-bit integers. Places are in order and do not overlap; the memory
-    /// at the addresses is the caller's, who holds it until this returns.
+    /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to offset
+    /// `offsets[i] + shift`, all of them native 64-bit integers. Places are in order and do not overlap. The caller keeps
+    /// the memory at the addresses until this returns.
     fn fill(
         slf: &Bound<'_, Self>,
         addresses: &[u8],
@@ -169,7 +163,7 @@ impl SendBuffer {
         shift: isize,
         threads: usize,
     ) -> PyResult<()> {
-        // An export, so that nobody gives the buffer back meanwhile.
+        // An export, so that the buffer is not given back meanwhile.
         let target = PyBuffer::<u8>::get(slf.as_any())?;
         let (addresses, sizes, offsets) = (words(addresses), words(sizes), words(offsets));
         if addresses.len() != sizes.len() || addresses.len() != offsets.len() {
@@ -201,7 +195,7 @@ impl SendBuffer {
         let copier = &slf.get().copier;
         enter(slf.py(), None, move |door| {
             // SAFETY: targets lie in the buffer, which is exported and therefore stays, one after the other; sources
-            // in memory that the caller holds. Anyone who frees that meanwhile would have torch's own copy read it, too.
+            // in memory that the caller keeps.
             Ok(unsafe { copier.copy(&copies, threads, |_| look(door)) }?)
         })
     }
@@ -210,21 +204,20 @@ impl SendBuffer {
         Ok(self.lock().buffer()?.len())
     }
 
-    /// What Python has of itself from 3.12 on (PEP 688).
+    /// Python has this method of its own from 3.12 on (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
 
     /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
+    /// Called by Python alone, with a `view` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let mut state = slf.get().lock();
         let (data, len) = match state.buffer() {
             Ok(buffer) => (buffer.data(), buffer.len()),
             Err(error) => return Err(PyBufferError::new_err(error.to_string())),
         };
-        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends, and may be written by anyone who
-        // has one.
+        // SAFETY: `view` is Python's; the bytes are mapped until the last export ends.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), data.cast(), len.cast_signed(), 0, flags) };
         if filled != 0 {
             return Err(PyErr::fetch(slf.py()));
@@ -234,7 +227,7 @@ impl SendBuffer {
     }
 
     /// # Safety
-    /// Called by Python alone, once for each buffer that it got.
+    /// Called by Python alone, once for each export.
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
         let mut state = self.lock();
         state.exports -= 1;
@@ -244,12 +237,10 @@ impl SendBuffer {
     }
 }
 
-/// A buffer that was sent, to one receiver or to several, each with pages of its own as soon as it writes.
+/// A lease of a buffer that was sent. Keep it until the receivers have opened the buffer, or never will: when it is
+/// dropped, the buffer is revoked, and used again when no view of it is left.
 ///
-/// Anyone who gives it to one of them holds on to it until that one has looked at the message: it has it by then, or never
-/// will. When nobody does any more the buffer is used again, as soon as nothing of it is left.
-///
-/// Not in Python, where Ctrl-C may come as it is freed, and is lost.
+/// It is written in Rust since Ctrl-C would be lost in a `__del__` of Python.
 #[pyclass(frozen)]
 pub(crate) struct BufferLease {
     #[pyo3(get)]
@@ -260,7 +251,7 @@ pub(crate) struct BufferLease {
 
 #[pymethods]
 impl BufferLease {
-    /// From here on `buffer` counts as sent.
+    /// Marks `buffer` as sent.
     #[new]
     fn new(buffer: Bound<'_, SendBuffer>) -> PyResult<Self> {
         let reference = buffer.get().reference()?;
@@ -270,19 +261,19 @@ impl BufferLease {
 
 impl Drop for BufferLease {
     fn drop(&mut self) {
-        // What was given is there for its receivers though the interpreter comes to its end.
+        // At the end of the interpreter, receivers may still open the buffer.
         if !is_over() {
             self.buffer.get().revoke();
         }
     }
 }
 
-/// Native 64-bit integers; a rest that is none is left out.
+/// Reads native 64-bit integers; an incomplete one at the end is left out.
 fn words(bytes: &[u8]) -> impl ExactSizeIterator<Item = usize> {
     bytes.as_chunks().0.iter().map(|word| u64::from_ne_bytes(*word) as usize)
 }
 
-/// Where a process receives buffers. Mappings are kept for the next ones, bounded in bytes and number.
+/// Receives buffers. It keeps mappings for the next ones, bounded in bytes and number.
 #[pyclass(frozen)]
 pub(crate) struct BufferReceiver {
     buffers: DropWithoutGil<shm::BufferReceiver>,
@@ -295,7 +286,7 @@ impl BufferReceiver {
         BufferReceiver { buffers: DropWithoutGil::new(shm::BufferReceiver::default()) }
     }
 
-    /// Receive the buffer that `reference` leads to, once; its sender is told that it came.
+    /// Opens the buffer of `reference`, once, and acknowledges it to its sender.
     fn open(&self, py: Python<'_>, reference: ReferenceTuple) -> PyResult<ReceivedBuffer> {
         let (process, descriptor, identity, generation, len) = reference;
         let reference = Reference { address: as_address((process, descriptor, identity, generation)), len };
@@ -303,23 +294,23 @@ impl BufferReceiver {
         Ok(ReceivedBuffer { view: DropWithoutGil::new(view) })
     }
 
-    /// How many buffers were opened and are still in use.
+    /// The number of opened buffers that are still in use.
     #[getter]
     fn views(&self) -> usize {
         self.buffers.views()
     }
 
-    /// Take over `descriptor`, which `sender` sent for its buffers' memory: they are found even when that has died.
+    /// Takes over `descriptor`, which `sender` sent for its buffers' memory: they can be opened even if that has died.
     fn adopt(&self, py: Python<'_>, descriptor: i32, sender: u32) -> PyResult<()> {
         if descriptor < 0 {
             return Err(BindingError::Value(format!("{descriptor} is no descriptor")).into());
         }
-        // SAFETY: the caller's, who hands it over.
+        // SAFETY: the caller hands the descriptor over.
         let file = unsafe { OwnedFd::from_raw_fd(descriptor) };
         enter(py, None, move |_| Ok(self.buffers.adopt(file, sender)?))
     }
 
-    /// Let go of what is kept for buffers of `sender`, which has died. What is open stays.
+    /// Drops the mappings that are kept for `sender`, which has died. Open buffers stay.
     fn forget(&self, py: Python<'_>, sender: u32) {
         py.detach(|| self.buffers.forget(sender));
     }
@@ -337,17 +328,17 @@ impl ReceivedBuffer {
         self.view.len()
     }
 
-    /// What Python has of itself from 3.12 on (PEP 688).
+    /// Python has this method of its own from 3.12 on (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
 
     /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
+    /// Called by Python alone, with a `view` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let buffer = &slf.get().view;
-        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf`, of which the view takes a reference, and
-        // are its receiver's to write.
+        // SAFETY: `view` is Python's; the bytes are mapped as long as `slf` lives, of which the view takes a reference,
+        // and only their receiver writes them.
         let filled = unsafe {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), buffer.data().cast(), buffer.len().cast_signed(), 0, flags)
         };

@@ -1,4 +1,4 @@
-//! The name of a segment of this process: claimed first, and taken when the segment is whole.
+//! The name of a segment of this process: claimed first, and given to the segment when that is whole.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,36 +10,35 @@ use tundish_shm::{GoOn, Segment, ShmError};
 use super::look;
 use crate::enter::Door;
 
-/// A segment's name, before it has it and afterwards.
+/// A segment's name, before and after the segment has it.
 pub(super) struct ClaimedName(Mutex<State>);
 
 enum State {
     Claimed(Claim),
-    /// Kept by every view of this process, too: the last one of them has it taken away.
+    /// Also kept by every view of this process: the last one removes the name.
     Held(Arc<Hold>),
-    /// It could not be taken.
+    /// The name went to another segment.
     Lost,
 }
 
-/// A segment for `len` bytes: of the arena, or where there is a name one that is to have it.
+/// Makes a segment for `len` bytes: from the arena, or a new one for `name`.
 pub(super) fn take(
     len: usize,
-    huge: bool,
     name: Option<&str>,
     door: &mut Door,
 ) -> Result<(Segment, Option<ClaimedName>), ShmError> {
     let mut go_on = || look(door);
     let Some(name) = name else {
-        return Ok((Arena::of_arrays().take(len, huge, &mut go_on)?, None));
+        return Ok((Arena::of_arrays().take(len, &mut go_on)?, None));
     };
     let directory = Arc::new(Directory::standard()?);
     let claim = Claim::new(directory, SegmentName::new(name)?, &mut go_on)?;
-    let segment = claim.make_segment(len, huge, &mut go_on)?;
+    let segment = claim.make_segment(len, &mut go_on)?;
     Ok((segment, Some(ClaimedName(Mutex::new(State::Claimed(claim))))))
 }
 
 impl ClaimedName {
-    /// Gives the name to the segment that it was claimed for. Done twice is done once.
+    /// Gives the name to the segment. A second call does nothing.
     pub(super) fn appear(&self, segment: &Segment, go_on: GoOn<'_>) -> Result<(), ShmError> {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Lost) {
@@ -49,7 +48,7 @@ impl ClaimedName {
         Ok(())
     }
 
-    /// What views of this process are to keep.
+    /// The value that views of this process keep.
     pub(super) fn keeper(&self) -> Option<Keeper> {
         match &*self.lock() {
             State::Held(hold) => Some(Arc::clone(hold) as Keeper),

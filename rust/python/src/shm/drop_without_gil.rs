@@ -31,7 +31,7 @@ impl<T: Send> DerefMut for DropWithoutGil<T> {
 
 impl<T: Send> Drop for DropWithoutGil<T> {
     fn drop(&mut self) {
-        // SAFETY: taken once, and nobody looks at it again.
+        // SAFETY: taken once, and not used again.
         let value = unsafe { ManuallyDrop::take(&mut self.0) };
         if let Err(without) = held(move |py| py.detach(move || drop(value))) {
             drop(without);

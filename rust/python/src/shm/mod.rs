@@ -1,7 +1,7 @@
 //! Binds `tundish-shm`: one file for each class that Python has.
 //!
-//! Invariants: memory that Python has a buffer of stays where it is as long as the object that exported it. The
-//! registry of attachments is used with the GIL held.
+//! Invariants: memory of a buffer that Python has stays where it is as long as the object that exported it. The registry
+//! of attachments is used with the GIL held.
 
 pub(crate) mod buffers;
 mod claimed_name;
@@ -18,7 +18,7 @@ use tundish_shm::{Address, ShmError};
 
 use crate::enter::Door;
 
-/// A segment's address as Python has it: process, descriptor, identity, generation.
+/// A segment's address in Python: process, descriptor, identity, generation.
 pub(crate) type AddressTuple = (u32, i32, u64, u64);
 
 fn as_tuple(address: &Address) -> AddressTuple {
@@ -29,7 +29,7 @@ fn as_address((process, descriptor, identity, generation): AddressTuple) -> Addr
     Address { process, descriptor, identity, generation }
 }
 
-/// Looks for signals in the middle of long work.
+/// Checks for signals in the middle of long work.
 fn look(door: &mut Door) -> Result<(), ShmError> {
     door.tick("share", 0, 0).map_err(|_| ShmError::Interrupted)
 }

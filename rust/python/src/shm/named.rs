@@ -3,19 +3,18 @@
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use tundish_shm::named::Directory;
-use tundish_shm::sweep::{NamedSegment, State, survey, sweep};
+use tundish_shm::named::sweep::{NamedSegment, sweep};
 
 use super::look;
 use crate::enter::enter;
 
-/// Look at the named segments of this user, and remove the dead ones unless `dry_run`.
+/// Lists the named segments of this user, and removes the dead ones unless `dry_run`.
 #[pyfunction]
 #[pyo3(signature = (*, dry_run))]
 pub(crate) fn sweep_segments(py: Python<'_>, dry_run: bool) -> PyResult<Bound<'_, PyDict>> {
     let found = enter(py, None, |door| {
         let directory = Directory::standard()?;
-        let treat = if dry_run { survey } else { sweep };
-        Ok(treat(&directory, &mut || look(door))?)
+        Ok(sweep(&directory, dry_run, &mut || look(door))?)
     })?;
     let described = |segments: &[NamedSegment]| -> PyResult<Vec<_>> {
         segments.iter().map(|segment| describe(py, segment)).collect()
@@ -28,18 +27,10 @@ pub(crate) fn sweep_segments(py: Python<'_>, dry_run: bool) -> PyResult<Bound<'_
 }
 
 fn describe<'py>(py: Python<'py>, segment: &NamedSegment) -> PyResult<Bound<'py, PyDict>> {
-    let (state, mapped_by) = match &segment.state {
-        State::Held => ("held", Vec::new()),
-        State::QueueMemory(processes) => ("mapped", processes.clone()),
-        State::Dead => ("dead", Vec::new()),
-    };
     let entry = PyDict::new(py);
     entry.set_item("name", segment.name.as_str())?;
     entry.set_item("path", &segment.path)?;
     entry.set_item("size", segment.bytes)?;
-    entry.set_item("state", state)?;
-    entry.set_item("mapped_by", mapped_by)?;
-    entry.set_item("made_by", segment.owner.process)?;
-    entry.set_item("maker_lives", segment.owner.lives())?;
+    entry.set_item("made_by", segment.maker)?;
     Ok(entry)
 }

@@ -1,10 +1,10 @@
 //! The content of a message of the task queue: bytes, or a plain value that needs no pickle.
 //!
-//! Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types. The form stands in
-//! the highest byte of a message's kind, so a kind is a number below 2²⁴.
+//! Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types. The highest byte of
+//! a message's kind has the form, so a kind is a number below 2²⁴.
 //!
-//! Invariants: a plain value arrives as one that is equal, of the same type; bytes arrive as bytes, and so do bytes
-//! that are marked as a value and are none.
+//! Invariants: a plain value arrives as an equal one of the same type. Bytes arrive as bytes; so do bytes that are marked
+//! as a value but cannot be one.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyFloat, PyInt, PyString};
@@ -20,10 +20,10 @@ const FLOAT: u32 = 4;
 const COMPLEX: u32 = 5;
 const STR: u32 = 6;
 
-/// The most bytes of a value that is not a text.
+/// The most bytes of a value other than a text.
 const NUMBER_BYTES: usize = 16;
 
-/// A content on its way into a slot.
+/// The content of a message.
 pub(super) struct Content<'a> {
     form: u32,
     payload: Payload<'a>,
@@ -35,13 +35,13 @@ enum Payload<'a> {
 }
 
 impl<'a> Content<'a> {
-    /// Of a plain value; `None` for everything else.
+    /// Returns the content for a plain value; `None` for everything else.
     pub(super) fn plain(value: &'a Bound<'_, PyAny>) -> Option<Self> {
         if value.is_exact_instance_of::<PyInt>() {
             return value.extract::<i64>().ok().map(|value| Self::number(INT, &value.to_le_bytes()));
         }
         if value.is_exact_instance_of::<PyString>() {
-            // Lone surrogates have no such form.
+            // Lone surrogates have no UTF-8.
             let text = value.cast::<PyString>().ok()?.to_str().ok()?;
             return Some(Self { form: STR, payload: Payload::Borrowed(text.as_bytes()) });
         }
@@ -61,7 +61,7 @@ impl<'a> Content<'a> {
         Some(Self::number(COMPLEX, &parts))
     }
 
-    /// Of bytes, or of a plain value; `None` for everything else.
+    /// Returns the content for bytes or a plain value; `None` for everything else.
     pub(super) fn of(value: &'a Bound<'_, PyAny>) -> Option<Self> {
         if let Ok(bytes) = value.cast_exact::<PyBytes>() {
             return Some(Self { form: BYTES, payload: Payload::Borrowed(bytes.as_bytes()) });
@@ -69,7 +69,7 @@ impl<'a> Content<'a> {
         Self::plain(value)
     }
 
-    /// The kind of the message that has `kind` for its reader; `None` where it is too large.
+    /// Returns the kind of the message, with the form; `None` if `kind` is too large.
     pub(super) fn kind(&self, kind: u32) -> Option<u32> {
         (kind <= KIND).then_some(self.form << FORM_SHIFT | kind)
     }
@@ -90,7 +90,7 @@ impl AsRef<[u8]> for Content<'_> {
     }
 }
 
-/// Whether `value` is plain, and takes no more than `room` bytes: a message carries it as it is.
+/// Returns whether `value` is plain and takes at most `room` bytes, so that a message carries it as it is.
 ///
 /// Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types.
 #[pyfunction]
@@ -98,7 +98,7 @@ pub(crate) fn is_plain(value: &Bound<'_, PyAny>, room: usize) -> bool {
     Content::plain(value).is_some_and(|content| content.as_ref().len() <= room)
 }
 
-/// The kind that a message has for its reader, and its content.
+/// Returns the kind, without the form, and the content of a message.
 pub(super) fn open<'py>(py: Python<'py>, kind: u32, payload: &[u8]) -> (u32, Bound<'py, PyAny>) {
     let content = value(py, kind >> FORM_SHIFT, payload).unwrap_or_else(|| PyBytes::new(py, payload).into_any());
     (kind & KIND, content)

@@ -23,14 +23,14 @@ use super::{AddressTuple, as_address, as_tuple, look};
 use crate::enter::enter;
 use crate::error::BindingError;
 
-/// A segment of this process. Without a name, it goes back to the arena of arrays.
+/// A segment that this process made. Without a name, it goes back to the arena of arrays.
 pub(super) struct Own {
     segment: Option<Segment>,
     len: usize,
     layout: Vec<u8>,
-    /// Let go of after the segment.
+    /// Dropped after the segment.
     name: Option<ClaimedName>,
-    /// Of one with a name.
+    /// Only for a segment with a name.
     _counted: Option<Counted>,
 }
 
@@ -54,13 +54,13 @@ impl Own {
     }
 }
 
-/// Who this process is to a segment.
+/// The role of this process for a segment.
 pub(super) enum Role {
     Owner(Arc<Own>),
     Reader(Arc<Attachment>),
 }
 
-/// A segment that holds an array: one's own, or one that this process is attached to.
+/// A segment that holds an array: made by this process, or attached to.
 #[pyclass(frozen)]
 pub(crate) struct SharedSegment {
     role: DropWithoutGil<Role>,
@@ -70,22 +70,22 @@ pub(crate) struct SharedSegment {
 #[pyclass(frozen)]
 pub(crate) struct SegmentView {
     memory: DropWithoutGil<ViewedMemory>,
-    /// Let go of after the memory, so that the segment can be used again at once.
+    /// Dropped after the memory, so that the segment can be used again at once.
     _owner: DropWithoutGil<Option<Arc<Own>>>,
     len: usize,
 }
 
-/// What a view keeps.
+/// The memory of a view.
 enum ViewedMemory {
-    /// To be read.
+    /// Read-only.
     Shared(Arc<Attachment>),
     /// The owner's mapping, with a lease of the view's own.
     Written { data: *mut u8, _lease: Lease },
-    /// To be written by this process alone.
+    /// Writable; other processes do not see the changes.
     Private(PrivateCopy),
 }
 
-// SAFETY: the pointer is an address, which the view's owner keeps mapped; who uses it answers for what is there.
+// SAFETY: the pointer is an address, which the view's owner keeps mapped; the user of the buffer orders its accesses.
 unsafe impl Send for ViewedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for ViewedMemory {}
@@ -93,21 +93,15 @@ unsafe impl Sync for ViewedMemory {}
 /// Bytes that are read while the GIL is released.
 struct Source(*const u8);
 
-// SAFETY: only an address; who reads from it answers for what is there.
+// SAFETY: only an address; the reader answers for the bytes there.
 unsafe impl Send for Source {}
 
 #[pymethods]
 impl SharedSegment {
-    /// A segment that holds a copy of `data`, whose bytes lie one after the other; under a name, if one is given.
+    /// Creates a segment with a copy of `data`, which is contiguous; under `name`, if one is given.
     #[staticmethod]
-    #[pyo3(signature = (data, layout, huge_pages, name=None))]
-    fn copy_of(
-        py: Python<'_>,
-        data: PyBuffer<u8>,
-        layout: Vec<u8>,
-        huge_pages: bool,
-        name: Option<&str>,
-    ) -> PyResult<Self> {
+    #[pyo3(signature = (data, layout, name=None))]
+    fn copy_of(py: Python<'_>, data: PyBuffer<u8>, layout: Vec<u8>, name: Option<&str>) -> PyResult<Self> {
         if !data.is_c_contiguous() {
             return Err(PyValueError::new_err("the bytes do not lie one after the other"));
         }
@@ -115,7 +109,7 @@ impl SharedSegment {
         let source = Source(data.buf_ptr().cast());
         let own = enter(py, None, move |door| {
             let source = source;
-            let (mut segment, name) = take(len, huge_pages, name, door)?;
+            let (mut segment, name) = take(len, name, door)?;
             // SAFETY: the caller holds the buffer until this returns.
             let filled = unsafe { segment.fill(source.0, len, &mut || look(door)) };
             let published = filled.and_then(|()| segment.publish(len, &layout));
@@ -130,20 +124,13 @@ impl SharedSegment {
         Ok(SharedSegment { role: DropWithoutGil::new(Role::Owner(Arc::new(own))) })
     }
 
-    /// A segment for `size` bytes that its owner is to write: zeros, or where not `clear` whatever an earlier use left.
-    /// It gets `name` with `appear` only.
+    /// Creates a segment for `size` bytes that its owner writes: zeros, or without `clear` any bytes. It gets `name` by
+    /// `appear`.
     #[staticmethod]
-    #[pyo3(signature = (size, layout, huge_pages, clear, name=None))]
-    fn make(
-        py: Python<'_>,
-        size: usize,
-        layout: Vec<u8>,
-        huge_pages: bool,
-        clear: bool,
-        name: Option<&str>,
-    ) -> PyResult<Self> {
+    #[pyo3(signature = (size, layout, clear, name=None))]
+    fn make(py: Python<'_>, size: usize, layout: Vec<u8>, clear: bool, name: Option<&str>) -> PyResult<Self> {
         let own = enter(py, None, move |door| {
-            let (mut segment, name) = take(size, huge_pages, name, door)?;
+            let (mut segment, name) = take(size, name, door)?;
             let cleared = if clear { segment.clear(size, &mut || look(door)) } else { Ok(()) };
             let done = cleared.and_then(|()| segment.publish(size, &layout));
             let own = Own::new(segment, size, layout, name);
@@ -152,7 +139,7 @@ impl SharedSegment {
         Ok(SharedSegment { role: DropWithoutGil::new(Role::Owner(Arc::new(own))) })
     }
 
-    /// Take the name that the segment was made for: from here on others find it. Without one nothing happens.
+    /// Gives the segment its name, if it was made for one: from here on others find it.
     fn appear(&self, py: Python<'_>) -> PyResult<()> {
         let Role::Owner(own) = &*self.role else { return Ok(()) };
         let Some(name) = &own.name else { return Ok(()) };
@@ -160,16 +147,11 @@ impl SharedSegment {
         enter(py, None, |door| Ok(name.appear(segment, &mut || look(door))?))
     }
 
-    /// The segment at `address`: through `inherited`, a descriptor of this process, where there is one, through the
-    /// descriptor of its process, or by its `name`.
+    /// Attaches to the segment at `address`: through the descriptor of its process, or by its `name`.
     #[staticmethod]
-    #[pyo3(signature = (address, inherited=None, name=None))]
-    fn attach(py: Python<'_>, address: AddressTuple, inherited: Option<i32>, name: Option<&str>) -> PyResult<Self> {
+    #[pyo3(signature = (address, name=None))]
+    fn attach(py: Python<'_>, address: AddressTuple, name: Option<&str>) -> PyResult<Self> {
         let address = as_address(address);
-        let own = inherited.map(|descriptor| Address { process: std::process::id(), descriptor, ..address });
-        if let Some(Ok(attachment)) = own.map(|own| attachment::attach(&own)) {
-            return Ok(Self::read_by(attachment));
-        }
         let (segment, mut tried) = match attachment::attach(&address) {
             Err(ShmError::Unreached { segment, tried }) => (segment, tried),
             outcome => return Ok(Self::read_by(outcome.map_err(BindingError::from)?)),
@@ -184,7 +166,7 @@ impl SharedSegment {
         Err(BindingError::from(ShmError::Unreached { segment, tried }).into())
     }
 
-    /// The segment of this name.
+    /// Attaches to the segment of this name.
     #[staticmethod]
     fn attach_named(py: Python<'_>, name: &str) -> PyResult<Self> {
         Ok(Self::read_by(find_named(py, name, None)?.map_err(BindingError::from)?))
@@ -199,7 +181,7 @@ impl SharedSegment {
         }
     }
 
-    /// What the maker said of the data.
+    /// The maker's description of the data.
     #[getter]
     fn layout<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(
@@ -217,7 +199,7 @@ impl SharedSegment {
         matches!(*self.role, Role::Owner(_))
     }
 
-    /// Where others find it: process, descriptor, identity, generation.
+    /// The address for other processes: process, descriptor, identity, generation.
     #[getter]
     fn address(&self) -> PyResult<AddressTuple> {
         Ok(match &*self.role {
@@ -226,18 +208,18 @@ impl SharedSegment {
         })
     }
 
-    /// The data, to be read.
+    /// The data, read-only.
     fn readonly(&self) -> PyResult<SegmentView> {
         Ok(self.view(ViewedMemory::Shared(self.attachment()?)))
     }
 
-    /// The data, to be read and to be written by this process alone; nobody else sees what it writes.
+    /// The data, writable; other processes do not see the changes.
     fn private(&self) -> PyResult<SegmentView> {
         let copy = self.attachment()?.private(0..self.nbytes()).map_err(BindingError::from)?;
         Ok(self.view(ViewedMemory::Private(copy)))
     }
 
-    /// The data, to be written for all to see; for the owner.
+    /// The data, writable for all processes; for the owner.
     fn writable(&self) -> PyResult<SegmentView> {
         let Role::Owner(own) = &*self.role else {
             return Err(PyValueError::new_err("only the owner of a segment writes to it"));
@@ -275,13 +257,13 @@ impl SharedSegment {
 
 #[pymethods]
 impl SegmentView {
-    /// What Python has of itself from 3.12 on (PEP 688).
+    /// Python has this method of its own from 3.12 on (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
 
     /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
+    /// Called by Python alone, with a `view` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let (data, is_readonly) = match &*slf.get().memory {
             ViewedMemory::Shared(attachment) => (attachment.data().cast_mut(), 1),
@@ -289,7 +271,7 @@ impl SegmentView {
             ViewedMemory::Private(copy) => (copy.data(), 0),
         };
         // SAFETY: `view` is Python's; the bytes are mapped as long as `slf` lives, of which the view takes a reference,
-        // and what is mapped for reading only is told to be so.
+        // and read-only memory is marked as such.
         let filled = unsafe {
             ffi::PyBuffer_FillInfo(view, slf.as_ptr(), data.cast(), slf.get().len.cast_signed(), is_readonly, flags)
         };
@@ -297,7 +279,7 @@ impl SegmentView {
     }
 }
 
-/// The segment of this name, if it is the one that was meant. It is waited for without the GIL, and registered with it.
+/// Attaches to the segment of this name, if it is the one that was `meant`: without the GIL, and registers it with it.
 fn find_named(py: Python<'_>, name: &str, meant: Option<&Address>) -> PyResult<Result<Arc<Attachment>, ShmError>> {
     let found = enter(py, None, |door| {
         let mut find = || named::attach(Arc::new(Directory::standard()?), SegmentName::new(name)?, &mut || look(door));
@@ -322,13 +304,13 @@ pub(crate) fn shared_stats(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(dict)
 }
 
-/// Keep up to `limit_bytes` of segments for the next arrays.
+/// Keeps up to `limit_bytes` of segments for the next arrays.
 #[pyfunction]
 pub(crate) fn set_shared_cache_limit(py: Python<'_>, limit_bytes: usize) {
     py.detach(|| Arena::of_arrays().set_limit(limit_bytes));
 }
 
-/// A child made by `fork` would otherwise keep alive what its parent gives back to the system.
+/// Lets children made by `fork` drop the memory that is kept for the parent's next arrays.
 pub(crate) fn forget_in_children(py: Python<'_>) -> PyResult<()> {
     let forget = PyCFunction::new_closure(py, None, None, |_, _| {
         Arena::forget_inherited();

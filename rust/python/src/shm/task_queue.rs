@@ -16,10 +16,9 @@ use super::plain_value::{self, Content};
 use crate::enter::enter;
 use crate::error::BindingError;
 
-/// Between two looks at signals. One that comes while a thread sleeps ends the sleep; this is for the few instructions
-/// before it, in which one goes unnoticed.
+/// The time between two looks at signals. A signal ends a sleep, but not if it comes a few instructions before.
 const CALLER_LOOKS: Duration = Duration::from_millis(50);
-/// As above, for workers, which have a watcher to end them and sleep for hours.
+/// The same for workers, which a watcher ends and which may sleep for hours.
 const WORKER_LOOKS: Duration = Duration::from_secs(1);
 
 /// A ticket, a kind and a content.
@@ -30,12 +29,11 @@ enum Side {
     Worker(WorkerQueue),
 }
 
-/// A queue on which a parent puts tasks for its workers, and they their results.
+/// A queue on which a parent puts tasks for its workers, and the workers their results.
 ///
-/// `TaskQueue(slots, slot_bytes)` is the parent's, `TaskQueue.open(fd)` a worker's, which only takes and finishes. A
-/// message is a kind, a number below 2²⁴, and a content: bytes, at most `capacity` of them, or a value that `is_plain`,
-/// which arrives as such. A task goes by its ticket, a positive number, until its result is collected; then, or once it
-/// is revoked, its ticket means nothing.
+/// The parent makes `TaskQueue(slots, slot_bytes)`; a worker opens `TaskQueue.open(fd)`, and only takes and finishes. A
+/// message has a kind, a number below 2²⁴, and a content: at most `capacity` bytes, or a value that `is_plain`, which
+/// arrives as such. A ticket, a positive number, names a task until its result is collected or it is revoked.
 #[pyclass(frozen, module = "tundish._native")]
 pub(crate) struct TaskQueue {
     side: Side,
@@ -49,21 +47,14 @@ impl TaskQueue {
         Ok(Self { side: Side::Parent(queue) })
     }
 
-    /// The queue of a parent's `fd`, which is not needed afterwards. `awake`: what waits are over within so many
-    /// seconds are spent awake, until the timeout, unless the last ones took longer; fifty microseconds where nobody
-    /// says it.
+    /// Opens the queue of a parent's `fd`, which is not needed afterwards.
     #[staticmethod]
-    #[pyo3(signature = (fd, awake=None))]
-    fn open(fd: RawFd, awake: Option<f64>) -> PyResult<Self> {
+    fn open(fd: RawFd) -> PyResult<Self> {
         let queue = WorkerQueue::open(descriptor::borrow(fd)?).map_err(BindingError::from)?;
-        let queue = match awake.map(seconds).transpose()?.flatten() {
-            Some(longest) => queue.awake_for(longest),
-            None => queue,
-        };
         Ok(Self { side: Side::Worker(queue) })
     }
 
-    /// What workers open the queue with, as long as the parent's `TaskQueue` lives.
+    /// The descriptor with which workers open the queue, as long as the parent's `TaskQueue` lives.
     #[getter]
     fn fd(&self) -> PyResult<RawFd> {
         Ok(self.parent()?.descriptor().as_raw_fd())
@@ -78,24 +69,18 @@ impl TaskQueue {
         }
     }
 
-    /// Queue a task; `None` when there is no room.
+    /// Queues a task and returns its ticket; `None` if there is no room.
     fn put(&self, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         let (kind, content) = message_of(kind, content)?;
         let ticket = self.parent()?.put(kind, content.as_ref()).map_err(BindingError::from)?;
         Ok(ticket.map(Ticket::number))
     }
 
-    /// Queue `contents[start:]`, as many as there is room for; their tickets.
-    fn put_many<'py>(
-        &self,
-        py: Python<'py>,
-        kind: u32,
-        contents: &Bound<'py, PyList>,
-        start: usize,
-    ) -> PyResult<Bound<'py, PyList>> {
+    /// Queues the first of `contents`, as many as there is room for; returns their tickets.
+    fn put_many<'py>(&self, py: Python<'py>, kind: u32, contents: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
         let queue = self.parent()?;
-        let contents: Vec<_> = contents.iter().skip(start).take(queue.room()).collect();
-        // Nothing is put if one of them is refused.
+        let contents: Vec<_> = contents.iter().take(queue.room()).collect();
+        // If one of them is refused, none is put.
         let messages = contents.iter().map(|content| {
             let message = message_of(kind, content)?;
             queue.check(message.1.as_ref().len()).map_err(BindingError::from)?;
@@ -118,7 +103,7 @@ impl TaskQueue {
         Ok(self.parent()?.is_ready())
     }
 
-    /// Ticket, kind and content of every result that there is.
+    /// Returns ticket, kind and content of every result that has come.
     fn collect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let results = PyList::empty(py);
         let mut failed = Ok(());
@@ -131,10 +116,10 @@ impl TaskQueue {
         Ok(results)
     }
 
-    /// Wait up to `timeout` seconds for results; whether there are any, which anyone who is told so collects.
+    /// Waits up to `timeout` seconds for results; returns whether there are any.
     ///
-    /// `caller`: whether this thread needs one now; results are told to such threads first. Ends early when the queue
-    /// is wait_ended, or another caller collects what there was.
+    /// `caller`: whether this thread needs a result now; results wake such threads first. The wait ends early on
+    /// `end_waits`, or if another caller collects the results.
     fn wait(&self, py: Python<'_>, timeout: f64, caller: bool) -> PyResult<bool> {
         let queue = self.parent()?;
         if queue.is_ready() {
@@ -142,7 +127,7 @@ impl TaskQueue {
         }
         let timeout = seconds(timeout)?;
         let role = if caller { Role::Caller } else { Role::Background };
-        // Callers may be the main thread, the only one that signals matter to.
+        // A caller may be the main thread, the only one that handles signals.
         let looks = caller.then_some(CALLER_LOOKS);
         enter(py, None, |door| match queue.wait(role, &mut Wait::new(timeout, looks, &mut || door.look())) {
             Waited::Ready => Ok(true),
@@ -151,39 +136,39 @@ impl TaskQueue {
         })
     }
 
-    /// Take a task back that no worker has taken; False when one has, or it is over.
+    /// Takes a task back; False if a worker has taken it, or it is over.
     fn revoke(&self, ticket: u64) -> PyResult<bool> {
         Ok(self.parent()?.revoke(Ticket::from_number(ticket)))
     }
 
-    /// Whether a worker has taken the task, and its result is not collected.
+    /// Returns whether a worker has taken the task, and its result is not collected.
     fn running(&self, ticket: u64) -> PyResult<bool> {
         Ok(self.parent()?.is_running(Ticket::from_number(ticket)))
     }
 
-    /// Give back what a worker held that is dead for certain; the tickets of tasks that died with it.
+    /// Frees the slots of a dead worker; returns the tickets of the tasks that died with it.
     ///
-    /// What it had finished is there to be collected. From then on another worker may have its number.
+    /// Its finished tasks can still be collected. From then on another worker may have its number.
     fn reap(&self, worker: i64) -> PyResult<Vec<u64>> {
         let lost = self.parent()?.reap(worker_number(worker)?).map_err(BindingError::from)?;
         Ok(lost.into_iter().map(Ticket::number).collect())
     }
 
-    /// Let workers stop as soon as no task is queued.
+    /// Lets workers stop as soon as no task is queued.
     fn stop(&self) -> PyResult<()> {
         self.parent()?.stop();
         Ok(())
     }
 
-    /// End all waits for results, or the next one of callers and of others if there is none.
+    /// Ends all waits for results; in a role without one, the next wait.
     fn end_waits(&self) -> PyResult<()> {
         self.parent()?.end_waits();
         Ok(())
     }
 
-    /// Wait up to `timeout` seconds (`None`: for ever) for a task of this worker, who has one thread at it.
+    /// Waits up to `timeout` seconds (`None`: for ever) for a task. A worker takes on one thread only.
     ///
-    /// Returns `None` when it is to stop. A time that is over is a `TimedOutError`.
+    /// Returns `None` if the worker is to stop. Raises `TimedOutError` after the timeout.
     #[pyo3(signature = (worker, timeout))]
     fn take<'py>(&self, py: Python<'py>, worker: i64, timeout: Option<f64>) -> PyResult<Option<Message<'py>>> {
         let (queue, worker) = (self.worker()?, worker_number(worker)?);
@@ -205,13 +190,13 @@ impl TaskQueue {
         Ok(task.transpose().map_err(BindingError::from)?)
     }
 
-    /// Leave the result of a task that this worker has taken.
+    /// Leaves the result of a task that this worker has taken.
     fn finish(&self, ticket: u64, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<()> {
         let (kind, content) = message_of(kind, content)?;
         Ok(self.worker()?.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?)
     }
 
-    /// The same with a result that is plain and fits; False, and nothing is done, with any other, bytes among them.
+    /// Leaves a result that is plain and fits. Returns False, and does nothing, for any other value, also bytes.
     fn finish_plain(&self, ticket: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         let queue = self.worker()?;
         match Content::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
@@ -246,14 +231,14 @@ impl TaskQueue {
     }
 }
 
-/// How many processors this process may use at once, by its affinity and by the quota of its group.
+/// Returns the number of processors that this process may use, by its affinity and the quota of its control group.
 #[pyfunction]
 pub(crate) fn available_processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// End this process, with status 1, as soon as something comes from `fd`, or its writing end is closed everywhere, or
-/// the process `pid` ends; at once if that is over. A copy of `fd` is watched by a thread that needs no interpreter.
+/// Ends this process, with status 1, as soon as `fd` becomes readable, its writing end is closed everywhere, or the
+/// process `pid` has ended. A thread that needs no GIL watches a copy of `fd`.
 #[pyfunction]
 pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> PyResult<()> {
     Ok(tundish_shm::exit_with_parent(descriptor::borrow(fd)?, pid).map_err(BindingError::from)?)
@@ -265,9 +250,8 @@ fn message<'py>(py: Python<'py>, ticket: Ticket, kind: u32, payload: &[u8]) -> M
 }
 
 fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, Content<'a>), BindingError> {
-    let content = Content::of(content).ok_or_else(|| {
-        BindingError::Type("a message carries bytes or a plain value; anything else is to be pickled".into())
-    })?;
+    let content = Content::of(content)
+        .ok_or_else(|| BindingError::Type("a message carries bytes or a plain value: pickle anything else".into()))?;
     Ok((checked_kind(&content, kind)?, content))
 }
 
@@ -275,7 +259,7 @@ fn checked_kind(content: &Content<'_>, kind: u32) -> Result<u32, BindingError> {
     content.kind(kind).ok_or_else(|| BindingError::Value(format!("the kind of a message is below 2²⁴, not {kind}")))
 }
 
-/// `None` is for ever, as infinity is, and what no clock counts.
+/// `None` if the timeout is infinite or beyond the clock's range.
 fn seconds(timeout: f64) -> Result<Option<Duration>, BindingError> {
     if timeout.is_nan() {
         return Err(BindingError::Value("a timeout is a number of seconds, not nan".into()));

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use proptest::prelude::*;
 
 use super::*;
-use crate::lease::Lease;
+use crate::segment::lease::Lease;
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -32,7 +32,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 fn take(arena: &Arena, len: usize) -> Segment {
-    let mut segment = arena.take(len, false, &mut || Ok(())).unwrap();
+    let mut segment = arena.take(len, &mut || Ok(())).unwrap();
     segment.publish(len, &[]).unwrap();
     segment
 }
@@ -88,7 +88,7 @@ proptest! {
 }
 
 #[test]
-fn an_array_takes_hardly_more_than_its_bytes_and_a_message_finds_what_another_size_left() {
+fn arrays_fit_tightly_and_messages_use_segments_of_other_sizes() {
     let arena = Arena::new(Use::Arrays, 1 << 30);
     let first = take(&arena, 10_000_000);
     assert!(first.size() <= 10_000_000 + 2 * DATA_START);
@@ -115,11 +115,11 @@ fn an_array_takes_hardly_more_than_its_bytes_and_a_message_finds_what_another_si
 
 #[test]
 #[allow(unsafe_code)]
-fn a_segment_is_filled_in_parts_and_nobody_sees_what_is_written_to_a_private_mapping_of_it() {
+fn a_segment_is_filled_in_parts_and_writes_to_private_mappings_stay_private() {
     let arena = Arena::new(Use::Slabs, 1 << 30);
     // Fresh pages, and used ones.
     for generation in 1..3 {
-        let mut segment = arena.take(1 << 20, false, &mut || Ok(())).unwrap();
+        let mut segment = arena.take(1 << 20, &mut || Ok(())).unwrap();
         assert_eq!(segment.address().generation, generation);
         for (at, byte) in [(0, 1u8), (300_000, 2), ((1 << 20) - 7, 3)] {
             // SAFETY: seven bytes that live.
@@ -153,25 +153,25 @@ fn of_those_that_fit_the_one_used_last_is_taken() {
 }
 
 #[test]
-fn what_is_kept_makes_way_for_what_does_not_fit_beside_it() {
+fn kept_segments_make_way_for_a_new_one() {
     let arena = Arena::new(Use::Arrays, 1 << 30);
     let (idle, escaped) = (take(&arena, 1 << 20), take(&arena, 1 << 20));
     let _view = escaped.lease().unwrap();
     arena.give_back(idle);
     arena.give_back(escaped);
-    let error = arena.take(1 << 60, false, &mut || Ok(())).unwrap_err();
+    let error = arena.take(1 << 60, &mut || Ok(())).unwrap_err();
     assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
     assert_eq!(arena.stats(), ArenaStats { peak: arena.stats().peak, ..ArenaStats::default() });
 }
 
 #[test]
-fn slabs_that_somebody_looks_at_are_not_forgotten_where_memory_is_missing() {
+fn slabs_with_a_view_are_not_forgotten_if_memory_is_missing() {
     let arena = Arena::new(Use::Slabs, 1 << 30);
     let (idle, escaped) = (take(&arena, 1 << 20), take(&arena, 2 << 20));
     let (view, bytes) = (escaped.lease().unwrap(), escaped.size());
     arena.give_back(idle);
     arena.give_back(escaped);
-    let error = arena.take(1 << 60, false, &mut || Ok(())).unwrap_err();
+    let error = arena.take(1 << 60, &mut || Ok(())).unwrap_err();
     assert!(matches!(error, ShmError::NoHeadroom { .. }), "{error}");
     let stats = arena.stats();
     assert_eq!((stats.cached, stats.escaped), (0, bytes), "what is idle makes way; what has a view takes memory still");
@@ -180,9 +180,9 @@ fn slabs_that_somebody_looks_at_are_not_forgotten_where_memory_is_missing() {
 }
 
 #[test]
-fn who_gives_up_in_the_middle_takes_nothing() {
+fn an_interrupted_take_leaves_nothing() {
     let arena = Arena::new(Use::Arrays, 1 << 30);
-    let error = arena.take(1 << 20, false, &mut || Err(ShmError::Interrupted)).unwrap_err();
+    let error = arena.take(1 << 20, &mut || Err(ShmError::Interrupted)).unwrap_err();
     assert!(matches!(error, ShmError::Interrupted), "{error}");
     assert_eq!(arena.stats(), ArenaStats::default());
 }

@@ -20,7 +20,7 @@ const STANDARD: &str = "/dev/shm";
 /// The longest name of a segment, in bytes. With what stands before it, it fits every file system.
 const LONGEST: usize = 200;
 
-/// What a file is, whatever it is called.
+/// The identity of a file, independent of its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileIdentity {
     /// The file system's number.
@@ -148,7 +148,7 @@ impl Directory {
         }
     }
 
-    /// Takes the name away. Only for who knows that nobody else does so, see `probe.rs`.
+    /// Removes the name. The caller holds the probe lock, see `probe.rs`.
     pub(crate) fn remove(&self, name: &SegmentName) -> Result<(), ShmError> {
         match unlinkat(&self.folder, name.file_name(), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),

@@ -19,15 +19,14 @@ use rustix::io::Errno;
 
 use super::directory::{Directory, FileIdentity, SegmentName};
 use crate::error::ShmError;
-use crate::header::Facts;
-use crate::memory_file::{self, GoOn};
-use crate::owner::Owner;
+use crate::memory::memory_file::{self, GoOn};
+use crate::segment::header::Facts;
 
-/// Who asks is done in microseconds; a sweep that reads the maps of all processes, in a second.
+/// Longest wait for the lock, which is held for microseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 const BETWEEN_LOOKS: Duration = Duration::from_micros(200);
 
-/// A segment's file under its probe lock: nobody else attaches to it, or takes its name away.
+/// A segment's file under its probe lock: no other process attaches to it or removes its name.
 #[derive(Debug)]
 pub(crate) struct Probe<'a> {
     directory: &'a Directory,
@@ -36,8 +35,8 @@ pub(crate) struct Probe<'a> {
     identity: FileIdentity,
     /// Bytes of the file.
     pub(crate) bytes: usize,
-    /// Who made it.
-    pub(crate) owner: Owner,
+    /// The process that made it.
+    pub(crate) maker: u32,
 }
 
 impl<'a> Probe<'a> {
@@ -45,7 +44,7 @@ impl<'a> Probe<'a> {
     /// nothing is locked then. A segment is one from the moment it gets its name.
     ///
     /// # Errors
-    /// Where another has it for longer than can be, and what `go_on` says.
+    /// If another process keeps the lock for longer than [`PATIENCE`], and the error of `go_on`.
     pub(crate) fn take(
         directory: &'a Directory,
         name: &'a SegmentName,
@@ -57,14 +56,14 @@ impl<'a> Probe<'a> {
             // A description that can write: only that may have the lock.
             let Some((file, stat)) = directory.open(name, OFlags::RDWR)? else { return Ok(None) };
             let bytes = usize::try_from(stat.st_size).unwrap_or_default();
-            let owner = match Facts::read(file.as_fd(), bytes, name.as_str()) {
-                Ok(facts) => facts.owner,
+            let maker = match Facts::read(file.as_fd(), bytes, name.as_str()) {
+                Ok(facts) => facts.maker,
                 Err(ShmError::NotASegment { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             };
             match lock(&file, libc::F_WRLCK) {
                 Ok(()) => {
-                    let probe = Self { directory, name, file, identity: FileIdentity::of(&stat), bytes, owner };
+                    let probe = Self { directory, name, file, identity: FileIdentity::of(&stat), bytes, maker };
                     // It may have been removed since it was opened, and the name given to another.
                     if directory.leads_to(name, probe.identity)? {
                         return Ok(Some(probe));
@@ -75,7 +74,7 @@ impl<'a> Probe<'a> {
             }
             go_on()?;
             if Instant::now() > deadline {
-                return Err(failed("wait for who looks at", Errno::AGAIN));
+                return Err(failed("lock", Errno::AGAIN));
             }
         }
     }
@@ -89,15 +88,11 @@ impl<'a> Probe<'a> {
         self.file.as_fd()
     }
 
-    pub(crate) fn name(&self) -> &SegmentName {
-        self.name
-    }
-
     /// Whether a process holds the segment: it has a map or a descriptor of it, or inherited one by `fork`.
     pub(crate) fn is_held(&self) -> Result<bool, ShmError> {
         let is_free = memory_file::lock_exclusive(self.file.as_fd())?;
         if is_free {
-            // Anyone who attaches next is to find no lock but holds.
+            // The next process that attaches has to get its shared lock.
             memory_file::unlock(self.file.as_fd())?;
         }
         Ok(!is_free)

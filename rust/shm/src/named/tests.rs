@@ -9,12 +9,11 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
+use super::sweep::{NamedSegment, sweep};
 use super::*;
-use crate::header::Facts;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::DATA_START;
-use crate::owner::Owner;
-use crate::sweep::{NamedSegment, survey, sweep};
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::DATA_START;
+use crate::segment::header::Facts;
 
 /// Long enough for a thread to come to where it waits.
 const A_WHILE: Duration = Duration::from_millis(50);
@@ -38,8 +37,8 @@ impl Yard {
         let (file, _) = claim.make_file(BYTES, &mut || Ok(()))?;
         let map = Mapping::new(&file, BYTES, Access::Write)?;
         static MADE: AtomicU64 = AtomicU64::new(1);
-        let (identity, owner) = (MADE.fetch_add(1, Ordering::Relaxed), Owner::current());
-        Facts { identity, generation: 1, data_len: 100, owner, layout: Vec::new() }.write(&map);
+        let (identity, maker) = (MADE.fetch_add(1, Ordering::Relaxed), std::process::id());
+        Facts { identity, generation: 1, data_len: 100, maker, layout: Vec::new() }.write(&map);
         Ok((file, claim))
     }
 
@@ -73,7 +72,7 @@ impl Yard {
     }
 
     fn sweep(&self) -> (Vec<String>, Vec<String>) {
-        let report = sweep(&self.directory, &mut || Ok(())).unwrap();
+        let report = sweep(&self.directory, false, &mut || Ok(())).unwrap();
         assert!(report.failed.is_empty(), "{:?}", report.failed);
         (names(&report.dead), names(&report.live))
     }
@@ -148,7 +147,7 @@ fn a_draft_has_no_name_and_leaves_nothing() {
 }
 
 #[test]
-fn what_nobody_holds_is_not_there_and_makes_room_for_the_next() {
+fn a_dead_segment_is_not_found_and_makes_room_for_the_next() {
     let yard = Yard::new();
     let dead = yard.leave("tokens");
     assert!(is_missing(yard.attach("tokens")));
@@ -156,48 +155,22 @@ fn what_nobody_holds_is_not_there_and_makes_room_for_the_next() {
 }
 
 #[test]
-fn a_sweep_removes_the_dead_and_a_survey_only_names_them() {
+fn a_sweep_removes_dead_segments_and_a_dry_run_lists_them() {
     let yard = Yard::new();
     for name in ["b", "a", "c"] {
         yard.leave(name);
     }
     let _held = yard.create("living").unwrap();
-    let seen = survey(&yard.directory, &mut || Ok(())).unwrap();
+    let seen = sweep(&yard.directory, true, &mut || Ok(())).unwrap();
     assert_eq!(names(&seen.dead), ["a", "b", "c"]);
-    assert_eq!((seen.dead[0].bytes, seen.dead[0].owner), (BYTES, Owner::current()));
+    assert_eq!((seen.dead[0].bytes, seen.dead[0].maker), (BYTES, std::process::id()));
     let dead = ["a", "b", "c"].map(str::to_owned).to_vec();
     assert_eq!(yard.sweep(), (dead, vec!["living".to_owned()]));
     assert_eq!(yard.sweep(), (vec![], vec!["living".to_owned()]));
 }
 
 #[test]
-fn more_than_are_looked_at_together_are_all_swept() {
-    let yard = Yard::new();
-    for number in 0..130 {
-        yard.leave(&format!("{number:03}"));
-    }
-    assert_eq!(yard.sweep().0.len(), 130);
-    assert_eq!(std::fs::read_dir(yard.directory.path()).unwrap().count(), 0);
-}
-
-#[test]
-fn what_a_process_maps_without_holding_it_stays() {
-    let yard = Yard::new();
-    yard.leave("tokens");
-    let foreign = std::fs::File::open(yard.path_of("tokens")).unwrap();
-    let map = Mapping::new(&foreign, DATA_START, Access::Read).unwrap();
-    drop(foreign);
-    let seen = survey(&yard.directory, &mut || Ok(())).unwrap();
-    assert_eq!(seen.live[0].state, State::QueueMemory(vec![std::process::id()]));
-    assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
-    let refused = yard.create("tokens").map(|_| ());
-    assert!(matches!(refused, Err(ShmError::Exists { holder, .. }) if holder.contains("map")));
-    drop(map);
-    assert_eq!(yard.sweep().0, ["tokens"]);
-}
-
-#[test]
-fn what_is_not_ours_is_neither_locked_nor_removed_nor_attached_to() {
+fn foreign_files_are_neither_locked_nor_removed_nor_attached_to() {
     let yard = Yard::new();
     let theirs = [b"short".to_vec(), Vec::new(), vec![b'x'; 2 * DATA_START]];
     for (number, content) in theirs.iter().enumerate() {
@@ -242,7 +215,7 @@ fn a_probe_that_is_over_locks_nothing_even_where_a_child_inherited_it() {
 }
 
 #[test]
-fn who_waits_for_a_probe_can_be_interrupted() {
+fn a_wait_for_a_probe_can_be_interrupted() {
     let yard = Yard::new();
     let _held = yard.create("tokens").unwrap();
     let name = named("tokens");
@@ -271,7 +244,7 @@ fn meanwhile<T: Send>(yard: &Yard, work: impl FnOnce() -> T + Send, then: impl F
 }
 
 #[test]
-fn who_creates_while_the_dead_one_is_swept_gets_the_name() {
+fn a_create_during_the_sweep_of_a_dead_segment_gets_the_name() {
     let yard = Yard::new();
     let dead = yard.leave("tokens");
     let created = meanwhile(&yard, || yard.create("tokens"), |sweeper| sweeper.remove().unwrap());
@@ -282,7 +255,7 @@ fn who_creates_while_the_dead_one_is_swept_gets_the_name() {
 }
 
 #[test]
-fn who_sweeps_what_was_replaced_meanwhile_leaves_the_new_one() {
+fn a_sweep_leaves_a_segment_that_replaced_the_dead_one_meanwhile() {
     let yard = Yard::new();
     yard.leave("tokens");
     let (file, claim) = yard.draft_of_tokens();
@@ -302,7 +275,7 @@ fn who_sweeps_what_was_replaced_meanwhile_leaves_the_new_one() {
 }
 
 #[test]
-fn who_attaches_to_what_is_replaced_meanwhile_gets_the_new_one() {
+fn an_attach_during_a_replacement_gets_the_new_segment() {
     let yard = Yard::new();
     yard.leave("tokens");
     let (file, claim) = yard.draft_of_tokens();
@@ -320,7 +293,7 @@ fn who_attaches_to_what_is_replaced_meanwhile_gets_the_new_one() {
 }
 
 #[test]
-fn who_attaches_while_the_last_holder_lets_go_gets_all_or_nothing() {
+fn an_attach_while_the_last_holder_lets_go_gets_all_or_nothing() {
     let yard = Yard::new();
     let Attached { file, hold } = yard.create("tokens").unwrap();
     // The holder has unmapped and waits for the probe lock to take the name away; the reader has the lock.
@@ -340,7 +313,7 @@ fn who_attaches_while_the_last_holder_lets_go_gets_all_or_nothing() {
 }
 
 #[test]
-fn in_any_order_a_held_name_leads_to_what_is_held() {
+fn in_any_order_a_held_name_leads_to_the_held_segment() {
     let yard = Yard::new();
     let held = |hold: &Hold| assert!(yard.directory.leads_to(hold.name(), hold.identity()).unwrap());
     thread::scope(|scope| {

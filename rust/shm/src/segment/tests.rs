@@ -1,9 +1,10 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::memory::memory_file::HUGE_PAGE;
 
 fn create(len: usize) -> Segment {
-    Segment::create(len, Writers::Present, false, &mut || Ok(())).unwrap()
+    Segment::create(len, Writers::Present, &mut || Ok(())).unwrap()
 }
 
 fn data(segment: &Segment) -> &[u8] {
@@ -23,7 +24,7 @@ fn all_pages_of_a_segment_are_there_whatever_their_size() {
 }
 
 #[test]
-fn what_has_room_for_a_huge_page_begins_where_one_may() {
+fn mappings_with_room_for_a_huge_page_are_aligned_to_one() {
     let segment = create(3 * HUGE_PAGE);
     let other = Mapping::new(segment.file(), segment.size(), Access::Private).unwrap();
     for start in [segment.map.start(), other.start()] {
@@ -36,7 +37,7 @@ proptest! {
 
     /// Wherever pieces begin and end, on huge pages or behind them: what was filled last is there, and zeros elsewhere.
     #[test]
-    fn what_is_filled_is_there(
+    fn filled_bytes_are_there(
         pieces in prop::collection::vec((0..3 * HUGE_PAGE, 1..HUGE_PAGE, any::<u8>()), 1..6), seal in any::<bool>(),
     ) {
         let mut segment = create(3 * HUGE_PAGE + 9000);

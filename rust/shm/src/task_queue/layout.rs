@@ -50,7 +50,7 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// Of a queue with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of which are the queue's.
+    /// Lays out a queue with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of them for the queue itself.
     pub(crate) fn new(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
         if !(1..=MOST_SLOTS).contains(&slots) {
             return Err(ShmError::Invalid(format!("a task queue has 1 to {MOST_SLOTS} slots, not {slots}")));
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_board_can_be_like_is_refused() {
+    fn sizes_that_no_queue_can_have_are_refused() {
         for (slots, slot_bytes) in [(0, 4096), (MOST_SLOTS + 1, 4096), (8, 63), (8, (1 << 30) + 1), (usize::MAX, 64)] {
             let error = Layout::new(slots, slot_bytes).unwrap_err().to_string();
             assert!(error.contains("of a task queue") || error.contains("a task queue has"), "{error}");

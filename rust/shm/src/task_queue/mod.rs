@@ -40,7 +40,7 @@ pub struct ParentQueue {
 }
 
 impl ParentQueue {
-    /// A new queue with `slots` slots of `slot_bytes` bytes, the first few of which are the queue's.
+    /// Creates a queue with `slots` slots of `slot_bytes` bytes.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for numbers that no queue can have, [`ShmError::Io`] where the system makes no such
@@ -50,7 +50,7 @@ impl ParentQueue {
         Ok(Self { parent: Parent::new(words, processors() > 1), memory })
     }
 
-    /// What workers open the queue with.
+    /// The descriptor with which workers open the queue.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
@@ -76,8 +76,8 @@ impl ParentQueue {
         Ok(ticket)
     }
 
-    /// Queue as many tasks, each a kind and a payload, as there is room for, in their order, and call `each` with the
-    /// tickets. What is behind a payload larger than [`ParentQueue::capacity`] is left out, and it too.
+    /// Queues as many tasks, each a kind and a payload, as there is room for, and calls `each` with their tickets. It
+    /// stops before a payload larger than [`ParentQueue::capacity`].
     pub fn put_many<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, each: impl FnMut(Ticket)) {
         self.parent.put(messages.take_while(|(_, payload)| payload.as_ref().len() <= self.capacity()), each);
     }
@@ -110,13 +110,13 @@ impl ParentQueue {
         self.parent.collect(each);
     }
 
-    /// Wait for results. Callers are told before the background thread is; anyone who is told collects.
+    /// Waits for results. A result wakes a caller rather than the background thread; the woken thread collects.
     pub fn wait(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
         self.parent.wait(role, wait)
     }
 
-    /// Give back what a worker held that is dead for certain, and wake everybody. Returns the task that died with it,
-    /// if it had one. What it had finished is there to be collected. From then on another may have its number.
+    /// Frees the slots of a worker that is dead, and wakes all waiters. Returns the tasks that died with it. Its finished
+    /// tasks can still be collected. From then on another worker may have its number.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a number that no worker can have.

@@ -12,11 +12,12 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::layout::{self, Layout};
 use super::protocol::{Role, Words};
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::{self, Writers};
-use crate::{ShmError, futex};
+use crate::ShmError;
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::{self, Writers};
+use crate::process::futex;
 
-/// Also says the version: what another one lays out differently is not opened.
+/// Begins every queue; the last byte is the version of the layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundish1");
 
 /// A queue in this process's memory.
@@ -26,9 +27,9 @@ pub(crate) struct QueueMemory {
 }
 
 impl QueueMemory {
-    /// A new queue and its memory, all zero but for what `open` reads.
+    /// Creates a queue and its memory, all zero except the words that `open` reads.
     pub(crate) fn create(layout: Layout) -> Result<(Self, OwnedFd), ShmError> {
-        let memory = memory_file::create(false)?;
+        let memory = memory_file::create()?;
         // Pages come when they are first used: most slots of most queues never are.
         rustix::fs::ftruncate(&memory, layout.size as u64)
             .map_err(|errno| ShmError::io("size", format!("a task queue of {} bytes", layout.size), errno))?;
@@ -42,23 +43,24 @@ impl QueueMemory {
 
     /// The queue in `memory`, which another process may have made.
     pub(crate) fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
-        let no_board = |reason: &str| ShmError::NotASegment { segment: "the task queue".into(), reason: reason.into() };
+        let not_a_queue =
+            |reason: &str| ShmError::NotASegment { segment: "the task queue".into(), reason: reason.into() };
         let size = memory_file::status(memory)?.st_size;
         if !memory_file::keeps_its_length(memory) {
-            return Err(no_board("its descriptor is of something else than sealed memory"));
+            return Err(not_a_queue("its descriptor is of something else than sealed memory"));
         }
         let smallest = Layout::new(1, layout::LEAST_SLOT)?;
         if size < smallest.size as i64 {
-            return Err(no_board("it is too short"));
+            return Err(not_a_queue("it is too short"));
         }
         let head = Self::map(memory, smallest)?;
         if head.wide(layout::MAGIC).load(Ordering::Acquire) != MAGIC {
-            return Err(no_board("this version of tundish did not make it"));
+            return Err(not_a_queue("this version of tundish did not make it"));
         }
         let field = |offset| usize::try_from(head.wide(offset).load(Ordering::Relaxed)).unwrap_or(usize::MAX);
         let layout = Layout::new(field(layout::SLOTS), field(layout::SLOT_BYTES))?;
         if layout.size as i64 != size {
-            return Err(no_board("its length is not what its first page says"));
+            return Err(not_a_queue("its length is not what its first page says"));
         }
         Self::map(memory, layout)
     }

@@ -1,7 +1,5 @@
 //! The queue as a worker has it.
 
-use std::time::Duration;
-
 use rustix::fd::BorrowedFd;
 
 use super::protocol::Words;
@@ -27,12 +25,6 @@ impl WorkerQueue {
         // One processor is the parent's.
         let most_awake = (processors() / 2) as u64;
         Ok(Self { worker: Worker::new(QueueMemory::open(memory)?, most_awake) })
-    }
-
-    /// The same for a worker that spends awake what waits are over within `longest`, unless the last ones took longer.
-    #[must_use]
-    pub fn awake_for(self, longest: Duration) -> Self {
-        Self { worker: self.worker.awake_for(longest) }
     }
 
     /// The largest payload.
@@ -67,7 +59,7 @@ impl WorkerQueue {
         Ok(self.worker.words().read(ticket.slot(), |kind, payload| read(ticket, kind, payload)))
     }
 
-    /// Leave the result of a task, and tell the parent.
+    /// Leaves the result of a task, and wakes the parent.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a payload larger than [`WorkerQueue::capacity`], or a task that was not taken or is

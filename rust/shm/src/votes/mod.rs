@@ -19,10 +19,11 @@ use rustix::fs::OFlags;
 pub use self::protocol::Standing;
 use self::protocol::{MOST_MEMBERS, VOTE_WORDS, Words};
 use crate::error::ShmError;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::{self, Writers};
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::{self, Writers};
+use crate::process::futex;
+use crate::segment::header;
 use crate::task_queue::{Spin, Wait, atomic};
-use crate::{futex, header};
 
 /// Begins every box; the last byte is the version of this layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundibx\x01");
@@ -61,7 +62,7 @@ impl SharedVotes {
     /// [`ShmError::Invalid`] for a number that no box can have, [`ShmError::Io`] where the system makes no such memory.
     pub fn create(members: usize) -> Result<Self, ShmError> {
         let size = size_for(members)?;
-        let memory = memory_file::create(false)?;
+        let memory = memory_file::create()?;
         memory_file::reserve(memory.as_fd(), size, Writers::All, &mut || Ok(()))?;
         memory_file::seal(memory.as_fd(), Writers::All)?;
         let identity = header::draw_identity("a shared_votes")?;
@@ -211,7 +212,7 @@ fn size_for(members: usize) -> Result<usize, ShmError> {
     Ok((AT_SLOTS + members * SLOT).next_multiple_of(rustix::param::page_size()))
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
 mod tests {
     use std::sync::Barrier;
     use std::thread;

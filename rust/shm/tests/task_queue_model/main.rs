@@ -91,7 +91,7 @@ fn sorted(mut results: Vec<(Ticket, u8)>) -> Vec<(Ticket, u8)> {
 }
 
 #[test]
-fn each_task_comes_back_once_and_nobody_sleeps_through_it() {
+fn each_task_comes_back_once_and_no_thread_sleeps_through_it() {
     check(3, || {
         let memory = Memory::new(2);
         let parent = parent(&memory);
@@ -131,7 +131,7 @@ fn a_slot_that_is_freed_is_used_again_while_workers_look_at_old_entries() {
         for worker in workers {
             worker.join().unwrap();
         }
-        // What nobody was in time for.
+        // Results that no thread collected in time.
         do_all(&Worker::new(View::immortal(&memory), 0), 0);
         collect_now(&parent, &mut results);
         let found: Vec<_> = sorted(results).into_iter().map(|(ticket, _)| ticket).collect();
@@ -198,7 +198,7 @@ fn no_task_is_left_to_a_worker_that_is_busy() {
 
 /// A caller that gives up leaves no result behind that the background thread does not hear of.
 #[test]
-fn who_leaves_passes_the_results_on() {
+fn a_caller_that_leaves_passes_the_results_on() {
     check(3, || {
         let memory = Memory::new(1);
         let parent = parent(&memory);
@@ -262,7 +262,7 @@ fn a_death_costs_one_task_at_most() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, of a worker that owes the parent a result, or the wake_word for one. Anyone who notices a death buries the dead
+/// As above, of a worker that owes the parent a result or a wake-up. A thread that notices the death reaps the worker
 /// and then pokes, as a pool does.
 #[test]
 fn a_parent_does_not_wait_for_the_dead() {
@@ -278,7 +278,7 @@ fn a_parent_does_not_wait_for_the_dead() {
                 let survived = survives(|| do_all(&worker, 0));
                 if !survived {
                     *lost.lock().unwrap() = parent.reap(0);
-                    // What it did not come to.
+                    // The steps that it did not reach.
                     do_all(&Worker::new(worker.words().next(), 0), 0);
                     parent.end_waits();
                 }
@@ -345,7 +345,7 @@ fn a_worker_does_not_sleep_for_the_dead() {
 
 /// The one that was searching_bit dies before the task is put that is left to it, and is reaped afterwards.
 #[test]
-fn a_burial_wakes_anyone_who_sleeps_beside_a_task() {
+fn reaping_wakes_threads_that_sleep_beside_a_task() {
     let steps = live_and_die(1, |steps| {
         let memory = Memory::new(1);
         let parent = parent(&memory);

@@ -12,10 +12,10 @@ use loom::sync::{Condvar, Mutex};
 use crate::protocol::{Role, Words};
 
 const WORKERS: u16 = 2;
-/// Words that somebody may sleep on: the listeners' and the workers'.
+/// Words on which threads may sleep: the listeners' and the workers'.
 const BEDS: usize = 2 + WORKERS as usize;
 
-/// What all threads share.
+/// The state that all threads share.
 pub(crate) struct Memory {
     states: Vec<AtomicU64>,
     queue: Vec<AtomicU32>,
@@ -57,7 +57,7 @@ pub(crate) struct View {
     left: Option<Arc<AtomicUsize>>,
 }
 
-/// What a killed thread unwinds with.
+/// The panic payload of a killed thread.
 struct Killed;
 
 impl View {
@@ -181,7 +181,7 @@ impl Words for View {
         with(kind, &[byte])
     }
 
-    /// As the kernel does it: under a lock, the word is compared, and who rings finds the sleeper or comes before that.
+    /// As the kernel does it: the word is compared under a lock, so a waker finds the sleeper or comes before it.
     fn sleep(&self, word: &AtomicU32, seen: u32, _longest: Option<Duration>) {
         self.step();
         let (lock, sleepers) = self.bed(word);

@@ -226,11 +226,11 @@ impl Reservation {
             // What is used again was counted before, so it has to stay for now; what is fresh comes beside all that
             // stays.
             self.pool.make_room(set_aside);
-            let taken = match self.pool.arena.take_kept(len, false) {
+            let taken = match self.pool.arena.take_kept(len) {
                 Some(kept) => Ok(kept),
                 None => {
                     self.pool.make_room(0);
-                    self.pool.arena.take(len, false, &mut go_on)
+                    self.pool.arena.take(len, &mut go_on)
                 }
             };
             let segment = taken.map_err(|error| said.take().unwrap_or_else(|| error.into()))?;

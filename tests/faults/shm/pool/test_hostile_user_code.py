@@ -1,4 +1,4 @@
-"""Code of users does what it should not, on whichever side: the pool goes on, and everybody gets an answer."""
+"""Code of users that fails in unusual places, in workers and in the parent: every task gets an answer."""
 
 from __future__ import annotations
 
@@ -20,58 +20,43 @@ import tundish as td
 from tundish.errors import NotPicklableError, PoolError
 
 
-def _exit() -> NoReturn:
-    raise SystemExit(3)
+def _fail() -> NoReturn:
+    raise ZeroDivisionError("its own")
 
 
-def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
-
-
-class Exits:
-    """Ends anyone who unpickles it."""
-
+class FailsToUnpickle:
     def __reduce__(self) -> Any:
-        return _exit, ()
-
-
-class Interrupts:
-    """Unpickled, it looks like Ctrl-C."""
-
-    def __reduce__(self) -> Any:
-        return _interrupt, ()
+        return _fail, ()
 
 
 class UnloadableError(Exception):
     def __reduce__(self) -> Any:
-        return _exit, ()
+        return _fail, ()
 
 
 class UnpicklableError(Exception):
     def __reduce__(self) -> Any:
-        _exit()
+        _fail()
 
 
 class SilentError(Exception):
     def __str__(self) -> str:
-        _exit()
+        _fail()
 
 
 class ClosedError(Exception):
-    """Lets nobody set an attribute."""
+    """Refuses to set attributes."""
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(name)
 
 
 def misbehave(item: str) -> Any:
-    if item == "value that exits":
-        return Exits()
-    if item == "value that interrupts":
-        return Interrupts()
-    if item == "error that exits":
+    if item == "unloadable value":
+        return FailsToUnpickle()
+    if item == "unloadable error":
         raise UnloadableError
-    if item == "error that exits in the worker":
+    if item == "unpicklable error":
         raise UnpicklableError
     if item == "error without a message":
         raise SilentError
@@ -81,18 +66,17 @@ def misbehave(item: str) -> Any:
 
 
 EXPECTED: dict[str, tuple[type[BaseException], str]] = {
-    "value that exits": (NotPicklableError, "cannot be unpickled here: SystemExit"),
-    "value that interrupts": (NotPicklableError, "cannot be unpickled here: KeyboardInterrupt"),
-    "error that exits": (NotPicklableError, "cannot be sent between processes: UnloadableError"),
-    "error that exits in the worker": (NotPicklableError, "UnpicklableError (SystemExit: 3)"),
+    "unloadable value": (NotPicklableError, "cannot be unpickled here: ZeroDivisionError"),
+    "unloadable error": (NotPicklableError, "UnloadableError (ZeroDivisionError: its own)"),
+    "unpicklable error": (NotPicklableError, "UnpicklableError (ZeroDivisionError: its own)"),
     "error without a message": (SilentError, ""),
     "error that is closed": (ClosedError, "its own"),
 }
 
 
-def test_whatever_a_result_does_when_it_is_unpickled_who_waits_is_told() -> None:
+def test_a_result_that_cannot_be_pickled_or_unpickled_is_an_error_on_its_future() -> None:
     with td.shm.SharedPool(misbehave, max_workers=1) as pool:
-        # The pool's own thread unpickles for who is told by it.
+        # The pool's own thread unpickles for `as_completed`.
         futures = {pool.submit(item): item for item in EXPECTED}
         for future in as_completed(futures, timeout=20):
             kind, says = EXPECTED[futures[future]]
@@ -102,24 +86,33 @@ def test_whatever_a_result_does_when_it_is_unpickled_who_waits_is_told() -> None
         assert pool.submit("and on").result(20) == "and on"
 
 
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ValueError])
-def test_a_callback_that_raises_keeps_nobody_waiting(
-    kind: type[BaseException], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_raises_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
     called: list[int] = []
     with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1) as pool:
-
-        def fail(_: Future[Any]) -> NoReturn:
-            raise kind("its own")
-
         first = pool.submit((os.devnull, 0.05))
-        first.add_done_callback(fail)
+        first.add_done_callback(lambda _: _fail())
         first.add_done_callback(lambda _: called.append(1))
         pool.submit((os.devnull, 0.01)).add_done_callback(lambda _: called.append(2))
         until(lambda: len(called) == 2)
-    assert "a callback of <TaskFuture" in caplog.text and f"{kind.__name__}: its own" in caplog.text
+    assert "ZeroDivisionError: its own" in caplog.text
     # The traceback has frames of the pool.
     caplog.clear()
+
+
+def _exit(_: Future[Any]) -> NoReturn:
+    raise SystemExit(3)
+
+
+def test_a_callback_that_exits_breaks_the_pool_and_keeps_nobody_waiting() -> None:
+    with td.shm.SharedPool(tasks.naps, max_workers=1) as pool:
+        first, second = pool.submit(0.05), pool.submit(0.5)
+        first.add_done_callback(_exit)
+        assert next(as_completed([first], timeout=20)).result() == 0.05
+        until(second.done)
+        with pytest.raises(PoolError, match="the pool is broken"):
+            second.result(20)
+        with pytest.raises(PoolError, match="the pool is broken"):
+            pool.submit(0.0)
 
 
 def test_a_callback_may_wait_for_what_is_not_on_the_queue_yet() -> None:

@@ -1,4 +1,4 @@
-"""Who keeps many large results has them, whatever the system allows: descriptors, mappings, address space."""
+"""Many large results can be kept within the system's limits of descriptors, mappings and address space."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_parent_that_is_gone_already_ends_the_process_at_once():
     os.close(writing)
 
 
-def test_what_is_no_process_or_descriptor_is_refused():
+def test_invalid_processes_and_descriptors_are_refused():
     reading, writing = os.pipe()
     for pid in (0, -1):
         with pytest.raises(InvalidInputError, match="not the number of a process"):

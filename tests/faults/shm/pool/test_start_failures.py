@@ -1,4 +1,4 @@
-"""A pool that begins is interrupted anywhere, or finds the system exhausted: nothing is left, and nobody waits."""
+"""The start of a pool is interrupted anywhere, or lacks descriptors: nothing is left, and no thread waits."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def test_a_beginning_that_is_interrupted_anywhere_leaves_nothing(tmp_path: Path)
         program.expect_nobody(1)
 
 
-# In a process of its own: with how many descriptors a pool begins and has none left for its tasks depends on what a
-# process has open already.
+# In a process of its own, since the number of free descriptors that matters depends on those that are open already.
 EXHAUSTED = """
 import resource
 from support.shm.leftovers import watched

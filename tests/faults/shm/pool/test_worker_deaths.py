@@ -114,50 +114,24 @@ def test_large_results_outlive_the_worker_that_finished_them(method: str) -> Non
     assert sum(done for done, _ in outcomes) > 0
 
 
-def test_a_result_that_was_finished_is_there_though_its_worker_died_before_it_was_seen() -> None:
+def test_a_finished_result_is_there_though_its_worker_died_before_it_was_collected() -> None:
     def large_then_dead(item: int) -> np.ndarray[Any, Any]:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return np.full(1 << 18, item)
 
-    with td.shm.SharedPool(large_then_dead, max_workers=1, max_restarts=0) as pool:
+    with td.shm.SharedPool(large_then_dead, max_workers=1) as pool:
         future = pool.submit(9)
         until(lambda: bool(pids_of(pool)))
         (pid,) = pids_of(pool)
-        # Anyone who would collect it waits for this lock.
+        # The threads that would collect it wait for this lock.
         with pool._dispatcher._lock:
             until(lambda: not lives(pid))
         assert (future.result(20) == 9).all()
 
 
-@each_method
-def test_a_pool_whose_restarts_are_used_up_says_so(method: str) -> None:
-    with td.shm.SharedPool(tasks.die, max_workers=1, mp_context=method, max_restarts=1) as pool:
-        for _ in range(2):
-            with pytest.raises(WorkerDiedError):
-                pool.submit("exit").result(30)
-        with pytest.raises(PoolError, match=r"last worker ended with exit code 7.*max_restarts"):
-            pool.submit(1).result(30)
-        until(lambda: _refuses(pool))
-
-
-def _refuses(pool: td.shm.SharedPool) -> bool:
-    try:
-        pool.submit(1).exception(30)
-    except PoolError:
-        return True
-    return False
-
-
-def test_the_other_workers_go_on_when_restarts_are_used_up() -> None:
-    with td.shm.SharedPool(tasks.die, max_workers=2, max_restarts=0) as pool:
-        with pytest.raises(WorkerDiedError):
-            pool.submit("exit").result(30)
-        assert list(pool.map(range(200))) == list(range(200))
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_whatever_is_killed_at_random_every_task_is_answered_once(method: str, tmp_path: Path) -> None:
-    """Workers are killed at random times while futures and maps run; what comes back is right, and whole."""
+def test_under_random_kills_every_task_is_answered_once(method: str, tmp_path: Path) -> None:
+    """Workers are killed at random times while futures and maps run; all results are right and whole."""
     kills = KILLS if method == "fork" else KILLS // 5
     draw = random.Random(20261122)
     over = threading.Event()
@@ -315,7 +289,7 @@ BUSY = """
 if __name__ == "__main__":
     method = {method!r}
     with td.shm.SharedPool(tasks.die, {{}}, 3, method) as pool:
-        # Who is killed while he imports is gone when he has: on a busy machine later than the others.
+        # A worker that is killed during its imports ends after them, on a busy machine later than the others.
         pids = set()
         while len(pids) < 3:
             pids.update(pool.map(["pid"] * 50, chunksize=1))

@@ -1,12 +1,11 @@
 //! Which workers search for a task and which sleep, and whom to wake.
 //!
-//! A worker that looks for a task *searches*. One that sleeps is *asleep* until somebody wakes it, which makes it
-//! searching in the same step. So nobody is woken twice, and the parent wakes only as many as the queue needs beyond
-//! those who search already. A worker that stops searching looks whether more is to be done than the other searchers
-//! can do, and wakes more: a task that was left to it is not left to nobody. (Go's scheduler hands on its spinning
-//! threads in the same way.)
+//! A worker that looks for a task *searches*. One that sleeps is *asleep* until it is woken, which makes it searching in
+//! the same step. So no worker is woken twice, and the parent wakes only as many as the queue needs beyond those that
+//! search already. A worker that stops searching wakes others if there are more tasks than searchers, so no task is
+//! forgotten. (Go's scheduler hands on its spinning threads in the same way.)
 //!
-//! A word holds 32 workers: in its lower half who is asleep, in its upper half who searches.
+//! A word holds 32 workers: its lower half has a bit for each that is asleep, its upper half for each that searches.
 
 use core::ops::Range;
 
@@ -16,7 +15,7 @@ use super::{Words, ring};
 
 const WORKERS: u16 = 32;
 
-/// As many words hold a idle_workers of so many workers.
+/// The number of words for so many workers.
 pub(crate) const fn words_for(workers: u16) -> usize {
     workers.div_ceil(WORKERS) as usize
 }
@@ -33,12 +32,12 @@ pub(super) fn end_search(words: &impl Words, worker: u16) {
     ring(words);
 }
 
-/// How many look for a task.
+/// Returns the number of workers that search.
 pub(super) fn searching(words: &impl Words) -> u64 {
     numbers(words).map(|number| u64::from((words.idle_workers(number).load(Relaxed) >> WORKERS).count_ones())).sum()
 }
 
-/// Sleep, unless there is something to do; whether somebody rang. The worker seeks before and after.
+/// Sleeps, unless there is something to do. Returns whether the worker was woken. It searches before and after.
 pub(super) fn sleep(words: &impl Words, worker: u16, wait: &Wait<'_>) -> bool {
     let wake_word = words.wake_word(worker);
     let seen = wake_word.load(Acquire);
@@ -51,7 +50,7 @@ pub(super) fn sleep(words: &impl Words, worker: u16, wait: &Wait<'_>) -> bool {
     wake_word.load(Relaxed) != seen
 }
 
-/// Wake as many workers as the queue needs; called after what was put, or after the end of searching_bit.
+/// Wakes as many workers as the queue needs; called after a put, or when a worker stops searching.
 pub(super) fn ring(words: &impl Words) {
     fence(SeqCst);
     let mut wanted = None;
@@ -59,7 +58,7 @@ pub(super) fn ring(words: &impl Words) {
         let word = words.idle_workers(number);
         let mut seen = word.load(Relaxed);
         while seen as u32 != 0 {
-            // Only where somebody sleeps is it worth the look at the queue.
+            // The queue is looked at only if a worker sleeps.
             let wanted = wanted.get_or_insert_with(|| ring::backlog(words).saturating_sub(searching(words)));
             if *wanted == 0 {
                 return;
@@ -78,7 +77,7 @@ pub(super) fn ring(words: &impl Words) {
     }
 }
 
-/// Wake every worker, also those for which somebody rang who may have died over it.
+/// Wakes every worker, also those whose waker may have died before it woke them.
 pub(super) fn ring_all(words: &impl Words) {
     fence(SeqCst);
     for worker in 0..worker_count(words) {
@@ -114,7 +113,7 @@ fn searching_bit(worker: u16) -> u64 {
     asleep(worker) << WORKERS
 }
 
-/// The numbers of the words in which anybody stands.
+/// The numbers of the words that are in use.
 fn numbers(words: &impl Words) -> Range<usize> {
     0..words_for(worker_count(words))
 }

@@ -5,7 +5,7 @@
 //!
 //! Invariants, whichever worker is killed between whichever two instructions:
 //!
-//! 1. A slot's state names its owner ([`slot_state`]): the parent when free, nobody while queued, a worker while taken,
+//! 1. A slot's state names its owner ([`slot_state`]): the parent when free, none while queued, a worker while taken,
 //!    and the parent again when done. Only the owner touches the payload.
 //! 2. A taken slot carries its worker's number, so a death loses the task that the worker had, and nothing else
 //!    ([`ring`]).
@@ -28,12 +28,12 @@ use std::time::Duration;
 
 use super::atomic::{AtomicU32, AtomicU64};
 
-/// Who waits for results.
+/// The role of a thread that waits for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// A thread that needs a result now. As long as one waits, results are told to it alone.
+    /// A thread that needs a result now. While one waits, results wake only callers.
     Caller,
-    /// The thread that collects what no caller waits for.
+    /// The thread that collects results that no caller waits for.
     Background,
 }
 
@@ -55,17 +55,17 @@ pub(crate) trait Words {
     fn tail(&self) -> &AtomicU64;
     /// Word `word` of the bitmap of slots with a result, 64 slots each.
     fn finished(&self, word: usize) -> &AtomicU64;
-    /// Word `number` of the idle_workers of workers.
+    /// Word `number` of the bitmap of idle workers.
     fn idle_workers(&self, number: usize) -> &AtomicU64;
-    /// What a worker sleeps on.
+    /// The word on which a worker sleeps.
     fn wake_word(&self, worker: u16) -> &AtomicU32;
-    /// One more than the highest number of a worker that ever looked for a task in vain.
+    /// One more than the highest number of a worker that ever found no task.
     fn worker_count(&self) -> &AtomicU32;
     /// Not zero once the workers are to stop.
     fn stopped(&self) -> &AtomicU32;
     /// How many threads of the parent wait as callers.
     fn callers(&self) -> &AtomicU32;
-    /// What those who wait for results in this role sleep on.
+    /// The word on which threads in this role sleep.
     fn result_word(&self, role: Role) -> &AtomicU32;
 
     /// Put a message into a slot that is the caller's; `payload` fits into it.

@@ -12,18 +12,18 @@ use super::spin::Spin;
 use super::wait::Wait;
 use super::{Role, Words, idle_workers, results, ring};
 
-/// What a wait for results came to.
+/// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Waited {
-    /// There are results; anyone who is told so collects them.
+    /// There are results; the thread that gets this collects them.
     Ready,
-    /// The time was over, the queue was wait_ended, or another thread collected what there was.
+    /// The time was over, `end_waits` was called, or another thread collected the results.
     Nothing,
-    /// Anyone who looked around wants to leave.
+    /// The check of the wait ended it.
     Interrupted,
 }
 
-/// What the parent alone knows.
+/// State that only the parent has.
 struct Local {
     /// The last one freed is used first: its pages are warm.
     free: Vec<u32>,
@@ -44,7 +44,7 @@ struct Drawn {
 pub(crate) struct Parent<W> {
     words: W,
     local: Mutex<Local>,
-    /// Not zero when a end_waits waits for the next wait in a role.
+    /// Not zero if a call of `end_waits` is to end the next wait in a role.
     wait_ended: [AtomicU32; 2],
     is_awake: bool,
     spin: Spin,
@@ -75,7 +75,7 @@ impl<W: Words> Parent<W> {
         self.with_local(|local| self.room_at(local))
     }
 
-    /// Queue as many messages as there is room for, in one go; `each` is told their tickets.
+    /// Queues as many messages as there is room for, and calls `each` with their tickets.
     pub(crate) fn put<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, mut each: impl FnMut(Ticket)) {
         self.with_local(|local| {
             let room = self.room_at(local);
@@ -124,7 +124,7 @@ impl<W: Words> Parent<W> {
             results::draw(&self.words, |slot| {
                 let state = self.words.state(slot).load(Acquire);
                 if state::is_done(state) {
-                    // Nobody else shall take it for one that waits to be collected, a burial for instance.
+                    // So that `reap` does not take it for one that waits to be collected.
                     self.words.state(slot).store(FREE, Relaxed);
                     drawn.push(Drawn { slot, state });
                 }
@@ -166,8 +166,8 @@ impl<W: Words> Parent<W> {
         }
     }
 
-    /// Free what a dead worker had, and wake everybody. Returns the tasks that died with it; its finished ones are
-    /// there to be collected.
+    /// Frees the slots of a dead worker, and wakes all waiters. Returns the tasks that died with it; its finished ones
+    /// can still be collected.
     pub(crate) fn reap(&self, worker: u16) -> Vec<Ticket> {
         let mut lost = Vec::new();
         self.with_local(|local| {
@@ -221,7 +221,7 @@ impl<W: Words> Parent<W> {
             }
             let result_word = self.words.result_word(role);
             self.words.sleep(result_word, seen, wait.slice());
-            // A caller that was rung goes and looks whether another has collected what it waits for.
+            // A caller that was woken returns, to see whether another thread has collected its result.
             let is_rung = result_word.load(Acquire) != seen;
             if is_rung && role == Role::Caller && !results::is_ready(&self.words) {
                 return Waited::Nothing;
@@ -236,8 +236,8 @@ impl<W: Words> Parent<W> {
         if results::is_ready(&self.words) {
             return Some(Waited::Ready);
         }
-        let is_poked = self.wait_ended(role).load(Relaxed) != 0 && self.wait_ended(role).swap(0, AcqRel) != 0;
-        is_poked.then_some(Waited::Nothing)
+        let is_ended = self.wait_ended(role).load(Relaxed) != 0 && self.wait_ended(role).swap(0, AcqRel) != 0;
+        is_ended.then_some(Waited::Nothing)
     }
 
     fn wait_ended(&self, role: Role) -> &AtomicU32 {
@@ -258,8 +258,8 @@ impl<W: Words> Parent<W> {
     }
 }
 
-/// Results that were drawn. Whether the caller's code returns or unwinds: what it was given is freed, what it was not
-/// given is marked again.
+/// Results whose marks were taken away. On drop, also in a panic of the caller's code, the slots of delivered results
+/// are freed and the others are marked again.
 struct Collecting<'a, W: Words> {
     parent: &'a Parent<W>,
     drawn: Vec<Drawn>,

@@ -9,7 +9,7 @@
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
 use super::{Role, Words};
 
-/// Somebody sleeps on a result_word's word.
+/// A thread sleeps on the word, or is about to.
 const ARMED: u32 = 1;
 
 /// Say that a slot is done. Its state says so already.
@@ -39,19 +39,19 @@ pub(super) fn draw(words: &impl Words, mut each: impl FnMut(usize)) {
     }
 }
 
-/// Wake whom a result, marked before, is for.
+/// Wakes a caller for a result that was marked before, or else the background thread.
 pub(super) fn tell(words: &impl Words) {
     fence(SeqCst);
     ring_armed(words, if words.callers().load(Relaxed) > 0 { Role::Caller } else { Role::Background });
 }
 
-/// Wake those who sleep in this role, or are about to: what they look for was written before.
+/// Wakes the threads that sleep in this role, or are about to. The awaited change was written before.
 pub(super) fn ring(words: &impl Words, role: Role) {
     fence(SeqCst);
     ring_armed(words, role);
 }
 
-/// Wake those for whom a dead worker counted the word up but did not ring.
+/// Wakes the threads for which a dead worker counted the word up without waking them.
 pub(super) fn ring_anew(words: &impl Words) {
     for role in [Role::Caller, Role::Background] {
         words.ring(words.result_word(role));
@@ -61,7 +61,7 @@ pub(super) fn ring_anew(words: &impl Words) {
 fn ring_armed(words: &impl Words, role: Role) {
     let result_word = words.result_word(role);
     let seen = result_word.load(Relaxed);
-    // Anyone who fails was forestalled by another who rang.
+    // If the exchange fails, another thread has woken the sleepers.
     let is_ringing =
         seen & ARMED != 0 && result_word.compare_exchange(seen, seen.wrapping_add(1), AcqRel, Relaxed).is_ok();
     if is_ringing {
@@ -69,7 +69,7 @@ fn ring_armed(words: &impl Words, role: Role) {
     }
 }
 
-/// Say that somebody is about to sleep in this role; returns what to sleep on. Look again before the sleep.
+/// Announces a sleep in this role; returns the value to sleep on. The caller looks again before it sleeps.
 pub(super) fn arm(words: &impl Words, role: Role) -> u32 {
     let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
     fence(SeqCst);

@@ -1,8 +1,8 @@
 //! The ring of slot numbers, with one producer and many consumers.
 //!
 //! Invariants: a worker takes a task by exchanging the state of its slot, which holds its position and the worker's
-//! number, and by nothing else. The head follows: anyone who finds that the task at the head is not queued any more
-//! (taken, or revoked) moves it on, so nobody waits for the worker that took it.
+//! number, and by nothing else. The head follows: a process that finds the task at the head not queued any more (taken,
+//! or revoked) moves the head on, so no process waits for the worker that took it.
 //!
 //! The parent reuses an entry only after the head has passed it. A consumer that read an old head may still read the
 //! new entry; the slot in it is queued under another position, and both its exchanges fail.
@@ -68,6 +68,6 @@ pub(super) fn pass_revoked(words: &impl Words) {
 }
 
 fn pass(words: &impl Words, position: u64) {
-    // Anyone who fails was helped.
+    // If the exchange fails, another process has moved the head.
     let _ = words.head().compare_exchange(position, position + 1, AcqRel, Relaxed);
 }

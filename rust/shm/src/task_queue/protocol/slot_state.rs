@@ -25,7 +25,7 @@ pub(crate) fn taken(position: u64, worker: u16) -> u64 {
     position << POSITION_SHIFT | u64::from(worker) << WORKER_SHIFT | TAKEN
 }
 
-/// The state in which a worker leaves what it had taken.
+/// The state in which a worker leaves a slot that it had taken.
 pub(crate) fn done(taken: u64) -> u64 {
     taken & !PHASE | DONE
 }
@@ -38,7 +38,7 @@ pub(crate) fn is_done(state: u64) -> bool {
     state & PHASE == DONE
 }
 
-/// Whether a worker has, or has done, what is in the slot, and it is this one.
+/// Returns whether this worker has taken or done the task in the slot.
 pub(crate) fn is_of(state: u64, worker: u16) -> bool {
     (is_taken(state) || is_done(state)) && (state >> WORKER_SHIFT) as u16 == worker
 }

@@ -13,7 +13,7 @@ impl<'a> Wait<'a> {
     /// Wait for `timeout`, or for ever. `look` is called after a signal, and after each `look_every`; the wait ends
     /// when it says `false`.
     pub fn new(timeout: Option<Duration>, look_every: Option<Duration>, look: &'a mut dyn FnMut() -> bool) -> Self {
-        // What is too far away for the clock is never.
+        // A time beyond the clock's range is no limit.
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         Self { until, look_every, look }
     }

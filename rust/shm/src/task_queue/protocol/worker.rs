@@ -1,14 +1,12 @@
 //! A worker's side: takes a task, leaves its result.
 
-use std::time::Duration;
-
 use super::super::atomic::{Acquire, Relaxed, Release};
 use super::slot_state::{self as state, Ticket};
 use super::spin::Spin;
 use super::wait::Wait;
 use super::{Words, idle_workers, results, ring};
 
-/// What a wait for a task came to.
+/// The outcome of a wait for a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken<T> {
     /// A task, this worker's until it is finished.
@@ -17,7 +15,7 @@ pub enum Taken<T> {
     Stop,
     /// The time was over.
     Nothing,
-    /// Anyone who looked around wants to leave.
+    /// The check of the wait ended it.
     Interrupted,
 }
 
@@ -32,11 +30,6 @@ pub(crate) struct Worker<W> {
 impl<W: Words> Worker<W> {
     pub(crate) fn new(words: W, most_awake: u64) -> Self {
         Self { words, most_awake, spin: Spin::default() }
-    }
-
-    /// The same that spends awake what waits are over within `longest`.
-    pub(crate) fn awake_for(self, longest: Duration) -> Self {
-        Self { spin: Spin::of(longest), ..self }
     }
 
     pub(crate) fn words(&self) -> &W {
@@ -84,7 +77,7 @@ impl<W: Words> Worker<W> {
             if idle_workers::searching(&self.words) <= self.most_awake {
                 self.spin.look(&begun, wait, || ring::backlog(&self.words) > 0 || self.is_stopped());
             }
-            // Before the queue is looked at: what was put before the stop is done before it.
+            // Read before the queue: tasks that were put before the stop are still done.
             let is_stopped = self.is_stopped();
             if let Some(ticket) = ring::take(&self.words, worker) {
                 self.spin.end(&begun);

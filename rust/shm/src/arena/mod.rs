@@ -15,15 +15,15 @@ use std::process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::ShmError;
-use crate::memory_file::{DATA_START, GoOn, Writers};
-use crate::memory_limits;
-use crate::per_process::PerProcess;
+use crate::memory::memory_file::{DATA_START, GoOn, Writers};
+use crate::memory::memory_limits;
+use crate::process::PerProcess;
 use crate::segment::Segment;
 
 /// Segments that are kept at most: each takes a descriptor, of which many systems allow a process 1024.
 const MOST_KEPT: usize = 128;
 
-/// A slab that is kept is used for what is smaller by up to one part in so many.
+/// A kept slab serves a request that is smaller by up to one part in so many.
 const SLACK_OF_SLABS: usize = 4;
 
 /// An arena keeps this part of the memory by default.
@@ -37,19 +37,19 @@ const SMALLEST_MESSAGE: usize = 64 << 10;
 
 static ARRAYS: PerProcess<Arena> = PerProcess::new(|| Arena::new(Use::Arrays, default_limit()));
 
-/// Bytes that an arena keeps where nobody says another number: a sixteenth of the memory that the process can have.
+/// Bytes that an arena keeps by default: a sixteenth of the memory that the process can have.
 pub fn default_limit() -> usize {
     memory_limits::total().map_or(1 << 30, |total| usize::try_from(total / PART_OF_MEMORY).unwrap_or(usize::MAX))
 }
 
-/// What an arena's segments are for.
+/// The use of an arena's segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// Written by their owner alone and read by many; they take hardly more than their data.
     Arrays,
-    /// Written by their owner and then by the one who receives them, of any sizes, one after the other.
+    /// Written by their owner, then by their one receiver; of any sizes.
     Messages,
-    /// As arrays, of sizes that vary from one use to the next; what a kept one has too much is there already.
+    /// As arrays, of sizes that vary from one use to the next, so a kept one may be larger than needed.
     Slabs,
 }
 
@@ -103,7 +103,7 @@ impl Drop for Counted {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
-    /// Whether what has escaped is let go of where too many segments are kept, or something is missing for a new one.
+    /// Whether escaped segments are let go of if too many are kept, or memory is missing for a new one.
     forgets_escaped: bool,
     /// Nobody uses them; the one that was used last is at the end.
     idle: VecDeque<Segment>,
@@ -117,7 +117,7 @@ struct State {
 impl Arena {
     /// An arena that keeps up to `limit` bytes.
     pub fn new(purpose: Use, limit: usize) -> Self {
-        // Bytes that others still look at count against the limits of anyone who has slabs: none of those is forgotten.
+        // Slabs that others still read count against their owner's limit, so none of them is forgotten.
         let forgets_escaped = purpose != Use::Slabs;
         let state = State { limit, forgets_escaped, ..State::default() };
         Arena { purpose, process: process::id(), state: Mutex::new(state) }
@@ -128,16 +128,16 @@ impl Arena {
         ARRAYS.get()
     }
 
-    /// Lets go of what the arena of the parent's arrays kept at the fork, and would keep alive here. For a child.
+    /// In a child made by `fork`: lets go of the segments that the parent's arena of arrays kept.
     pub fn forget_inherited() {
         if let Some(inherited) = ARRAYS.inherited() {
             inherited.forget();
         }
     }
 
-    /// Lets go of what it kept at the fork, and would keep alive here. For a child of the process that made it.
+    /// In a child made by `fork`: lets go of the segments that the parent's arena kept.
     pub fn forget(&self) {
-        // Where a thread of the parent was at it there is nothing to be trusted.
+        // If a thread of the parent held the lock, the state may be half-changed.
         if self.process != process::id()
             && let Ok(mut state) = self.state.try_lock()
         {
@@ -146,49 +146,49 @@ impl Arena {
         }
     }
 
-    /// A segment with room for `len` bytes, kept or fresh. What lies in a kept one is not defined.
+    /// Returns a segment with room for `len` bytes, kept or fresh. The bytes of a kept one are not defined.
     ///
     /// # Errors
     /// [`ShmError::NoHeadroom`] where no more memory is left, [`ShmError::Io`] where the kernel refuses, and
     /// [`ShmError::Invalid`] in a child of the process that made the arena.
-    pub fn take(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+    pub fn take(&self, len: usize, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         if self.process != process::id() {
             let reason = "an arena belongs to the process that made it; make one after the fork";
             return Err(ShmError::Invalid(reason.to_owned()));
         }
-        if let Some(kept) = self.take_kept(len, huge) {
+        if let Some(kept) = self.take_kept(len) {
             return Ok(kept);
         }
-        let segment = self.make(len, huge, go_on)?;
+        let segment = self.make(len, go_on)?;
         self.lock().count_in(&segment);
         Ok(segment)
     }
 
-    /// As [`take`](Self::take), of those that are kept alone; `None` where none is of use for `len` bytes.
-    pub fn take_kept(&self, len: usize, huge: bool) -> Option<Segment> {
+    /// As [`take`](Self::take), but only a kept segment; `None` if none fits `len` bytes.
+    pub fn take_kept(&self, len: usize) -> Option<Segment> {
         if self.process != process::id() {
             return None;
         }
         let mut state = self.lock();
-        let (found, released) = state.find(self.purpose, len, huge);
+        let (found, released) = state.find(self.purpose, len);
         found.iter().for_each(|segment| state.count_in(segment));
         drop(state);
         drop(released);
         found
     }
 
-    fn make(&self, len: usize, huge: bool, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+    fn make(&self, len: usize, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         let (capacity, writers) = match self.purpose {
             Use::Arrays => (len, Writers::Present),
-            // Not for others to write to: the kernel empties no segment that is sealed against that.
+            // Others do not write to slabs, but the kernel empties no segment that is sealed against writing.
             Use::Slabs => (len, Writers::All),
             Use::Messages => (rounded(len), Writers::All),
         };
-        let made = Segment::create(capacity, writers, huge, go_on);
+        let made = Segment::create(capacity, writers, go_on);
         let mut segment = match made {
-            // What is kept may be what is missing: memory, descriptors, huge pages.
+            // Kept segments may take the memory or descriptors that are missing.
             Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.let_go() > 0 => {
-                Segment::create(capacity, writers, huge, go_on)?
+                Segment::create(capacity, writers, go_on)?
             }
             made => made?,
         };
@@ -199,7 +199,7 @@ impl Arena {
         Ok(segment)
     }
 
-    /// Takes back a segment for which no reader is to come any more.
+    /// Takes back a segment that no further reader will attach to.
     pub fn give_back(&self, segment: Segment) {
         self.take_back(segment, |state, mut segment| {
             if segment.reclaim() {
@@ -210,7 +210,7 @@ impl Arena {
         });
     }
 
-    /// Takes back a segment that was sent: it is used again when its reader has come, and gone.
+    /// Takes back a segment that was sent: it is used again after its receiver has opened and dropped it.
     pub fn give_sent(&self, mut segment: Segment) {
         segment.send();
         self.take_back(segment, |state, segment| {
@@ -221,7 +221,7 @@ impl Arena {
 
     fn take_back(&self, segment: Segment, place: impl FnOnce(&mut State, Segment)) {
         if self.process != process::id() {
-            // The parent's, and its lock may be held by a thread that this process does not have.
+            // A child of the process that made the arena: a thread of the parent may hold the lock.
             return;
         }
         let mut state = self.lock();
@@ -241,7 +241,7 @@ impl Arena {
         drop(released);
     }
 
-    /// Lets go of what is idle, the oldest first, until no more than `most` bytes are.
+    /// Lets go of idle segments, the oldest first, until they have at most `most` bytes.
     pub fn trim(&self, most: usize) {
         let mut released = Vec::new();
         let mut state = self.lock();
@@ -255,8 +255,7 @@ impl Arena {
         drop(released);
     }
 
-    /// Lets go of what is idle, and, where that may be forgotten, of what has a view somewhere, which takes descriptors
-    /// and addresses here; returns how many segments.
+    /// Lets go of all idle segments, and of escaped ones if they may be forgotten. Returns their number.
     fn let_go(&self) -> usize {
         let mut state = self.lock();
         let mut released = std::mem::take(&mut state.idle);
@@ -269,12 +268,12 @@ impl Arena {
         released.len()
     }
 
-    /// Bytes, as they were last looked at: some of what counts as escaped may have ended.
+    /// Returns the bytes as of the last look: views of some escaped segments may have ended since.
     pub fn last_stats(&self) -> ArenaStats {
         self.lock().stats
     }
 
-    /// Bytes, after a look at whose views have ended.
+    /// Returns the bytes, after looking which views have ended.
     pub fn stats(&self) -> ArenaStats {
         let mut state = self.lock();
         state.settle();
@@ -291,22 +290,20 @@ impl Arena {
 }
 
 impl State {
-    /// A kept segment for `len` bytes, and what has to be let go of without the lock.
-    fn find(&mut self, purpose: Use, len: usize, huge: bool) -> (Option<Segment>, Vec<Segment>) {
-        let mut found = self.cut(purpose, len, huge);
+    /// A kept segment for `len` bytes, and segments that are to be dropped without the lock.
+    fn find(&mut self, purpose: Use, len: usize) -> (Option<Segment>, Vec<Segment>) {
+        let mut found = self.cut(purpose, len);
         if found.is_none() {
             self.settle();
-            found = self.cut(purpose, len, huge);
+            found = self.cut(purpose, len);
         }
         (found, self.release_surplus())
     }
 
     /// Takes the smallest idle segment that fits; of several the one that was used last, which is warm.
-    fn cut(&mut self, purpose: Use, len: usize, huge: bool) -> Option<Segment> {
+    fn cut(&mut self, purpose: Use, len: usize) -> Option<Segment> {
         let most = DATA_START + largest_for(purpose, len);
-        let fits = |segment: &&Segment| {
-            segment.capacity() >= len && (huge || segment.size() <= most) && segment.is_huge() == huge
-        };
+        let fits = |segment: &&Segment| segment.capacity() >= len && segment.size() <= most;
         let newest_first = self.idle.iter().rev().filter(fits);
         let wanted = newest_first.min_by_key(|segment| segment.size())?.address().identity;
         let place = self.idle.iter().position(|segment| segment.address().identity == wanted)?;
@@ -315,7 +312,7 @@ impl State {
         Some(segment)
     }
 
-    /// Looks whose readers have come, and whose views have ended.
+    /// Looks which receivers have come, and which views have ended.
     fn settle(&mut self) {
         for segment in std::mem::take(&mut self.sent) {
             if segment.is_acknowledged() {
@@ -345,7 +342,7 @@ impl State {
         self.escaped.push_back(segment);
     }
 
-    /// What has to go so that no more is kept than may be: first what alone is too large, then the oldest.
+    /// Takes out segments until the limits are kept: first one that alone is too large, then the oldest.
     fn release_surplus(&mut self) -> Vec<Segment> {
         let mut released = Vec::new();
         while self.stats.cached + self.stats.escaped > self.limit
@@ -358,7 +355,7 @@ impl State {
         released
     }
 
-    /// Takes off the lists what goes first, and says which count it was part of.
+    /// Takes out the segment that goes first; returns it with the count that it was part of.
     fn least_wanted(&mut self) -> Option<(Segment, &mut usize)> {
         let limit = self.limit;
         let is_too_large = |segment: &Segment| segment.size() > limit;
@@ -388,7 +385,7 @@ impl State {
 /// The room that a message of `len` bytes gets.
 fn rounded(len: usize) -> usize {
     let unit = (len.max(SMALLEST_MESSAGE).next_power_of_two() / 2 / CLASSES).max(DATA_START);
-    // What is larger than any memory is refused when it is made.
+    // A size larger than any memory is refused when the segment is made.
     len.max(SMALLEST_MESSAGE).checked_next_multiple_of(unit).unwrap_or(len)
 }
 

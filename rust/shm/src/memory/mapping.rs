@@ -13,21 +13,20 @@ use rustix::fd::AsFd;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use crate::error::ShmError;
-use crate::memory_file::HUGE_PAGE;
+use crate::memory::memory_file::HUGE_PAGE;
 
 /// Bytes whose page tables are filled at once, whole pages: meanwhile no other thread of the process maps or unmaps
 /// anything, some hundred microseconds.
-#[cfg(target_os = "linux")]
 const STRIDE: usize = 4 << 20;
 
-/// What a mapping is for.
+/// The access through a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Shared, to be read.
     Read,
-    /// Shared, to be written: everybody sees it.
+    /// Shared, to be written for all processes.
     Write,
-    /// Private: who writes gets a copy of the page and nobody else sees it.
+    /// Private: a write copies the page, and no other process sees it.
     Private,
 }
 
@@ -61,19 +60,19 @@ impl Mapping {
         let (protection, flags) = match access {
             Access::Read => (ProtFlags::READ, MapFlags::SHARED),
             Access::Write => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED),
-            // Without it the kernel would count all of it against what may be promised, though little is ever copied.
+            // Without NORESERVE the kernel would count all of it as committed, though little is ever copied.
             Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
         };
         let start = match Place::for_huge_pages(len) {
             Some(place) => {
-                // SAFETY: over a range that is ours, of which nobody knows.
+                // SAFETY: over a range of addresses that `place` has set aside.
                 let start = unsafe { mmap(place.start(), len, protection, flags | MapFlags::FIXED, &file, offset) };
                 if start.is_ok() {
                     place.leave(len);
                 }
                 start
             }
-            // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
+            // SAFETY: a new mapping at a place that the kernel chooses.
             None => unsafe { mmap(ptr::null_mut(), len, protection, flags, &file, offset) },
         };
         Self::at(start, len)
@@ -108,18 +107,10 @@ impl Mapping {
         unsafe { &*self.start.as_ptr().add(offset).cast::<AtomicU64>() }
     }
 
-    /// Asks for huge pages; left out where the kernel has none for shared memory.
-    pub(crate) fn advise_huge(&self) {
-        #[cfg(target_os = "linux")]
-        // SAFETY: the range is this mapping's; the advice changes no byte.
-        let _ = unsafe { madvise(self.start.as_ptr().cast(), self.len, Advice::LinuxHugepage) };
-    }
-
-    /// Has the page tables of a part, whole pages, filled in one go, which costs a fraction of as many faults. Left out
-    /// where the kernel does not know how (before Linux 5.14): then each page is found by a fault of its own.
+    /// Fills the page tables of a part, whole pages, at a fraction of the cost of as many page faults. Kernels before
+    /// Linux 5.14 do not: there each page costs a fault.
     pub(crate) fn populate(&self, start: usize, len: usize) {
         assert!(start.checked_add(len).is_some_and(|end| end <= self.len), "{start} + {len} of {}", self.len);
-        #[cfg(target_os = "linux")]
         for from in (start..start + len).step_by(STRIDE) {
             let some = STRIDE.min(start + len - from);
             // SAFETY: within the range; no byte changes.
@@ -127,55 +118,45 @@ impl Mapping {
         }
     }
 
-    /// Puts a part, which begins and ends where huge pages do, on a huge page each; its file has a page of each there
-    /// already. `false` where the kernel makes none.
+    /// Puts `bytes`, aligned to huge pages, on huge pages; each already has a page in the file. Returns `false` if the
+    /// kernel makes none.
     pub(crate) fn put_on_huge_pages(&self, bytes: Range<usize>) -> bool {
         assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {}", self.len);
-        #[cfg(target_os = "linux")]
         // SAFETY: within the range; no byte changes.
-        return unsafe {
-            libc::madvise(self.start.as_ptr().add(bytes.start).cast(), bytes.len(), libc::MADV_COLLAPSE) == 0
-        };
-        #[cfg(not(target_os = "linux"))]
-        false
+        unsafe { libc::madvise(self.start.as_ptr().add(bytes.start).cast(), bytes.len(), libc::MADV_COLLAPSE) == 0 }
     }
 
-    /// Drops what this process found of `bytes`, whole pages: of a private mapping its own pages, so that what is there
-    /// is the file's again; of a shared one no byte changes. `false` where the kernel does not, as with memory that is
-    /// locked.
+    /// Drops this process's pages of `bytes`, whole pages: a private mapping shows the file's bytes again; of a shared
+    /// one no byte changes. Returns `false` if the kernel refuses, as with locked memory.
     pub(crate) fn drop_pages(&self, bytes: Range<usize>) -> bool {
         assert!(bytes.start <= bytes.end && bytes.end <= self.len, "{bytes:?} of {}", self.len);
-        #[cfg(target_os = "linux")]
-        // SAFETY: within the range, of which nobody has a reference: who gives pages up is its one user.
-        return unsafe { madvise(self.start.as_ptr().add(bytes.start).cast(), bytes.len(), Advice::LinuxDontNeed) }
-            .is_ok();
-        #[cfg(not(target_os = "linux"))]
-        false
+        // SAFETY: within the range, to which the caller, its one user, has no reference.
+        unsafe { madvise(self.start.as_ptr().add(bytes.start).cast(), bytes.len(), Advice::LinuxDontNeed) }.is_ok()
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`, and nobody has it any more. It can fail only where splitting a range exceeds the
-        // kernel's number of them; the memory then stays mapped and unused.
+        // SAFETY: mapped by `new`, and not used any more. It can fail only if splitting a range exceeds the kernel's
+        // limit of mappings; the memory then stays mapped and unused.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
-/// Addresses set aside, from the first at which a huge page may begin; given back unless they are left to somebody.
+/// A range of addresses set aside for a mapping that starts at a multiple of a huge page.
 struct Place {
     all: Mapping,
 }
 
 impl Place {
-    /// Room for `len` bytes; `None` where they have no room for a huge page, or there are no more addresses.
+    /// Sets room for `len` bytes aside; `None` if `len` is less than a huge page, or no addresses are left.
     fn for_huge_pages(len: usize) -> Option<Self> {
-        if !cfg!(target_os = "linux") || len < HUGE_PAGE {
+        if len < HUGE_PAGE {
             return None;
         }
         let all = len.checked_next_multiple_of(rustix::param::page_size())?.checked_add(HUGE_PAGE)?;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: a new mapping at a place that the kernel chooses; it takes nothing from anybody.
+        // SAFETY: a new mapping at a place that the kernel chooses.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), all, ProtFlags::empty(), flags) };
         Mapping::at(start, all).ok().map(|all| Place { all })
     }
@@ -185,7 +166,7 @@ impl Place {
         start.wrapping_add(start.align_offset(HUGE_PAGE)).cast()
     }
 
-    /// Gives back what lies before and behind the first `len` bytes of the place.
+    /// Gives back the addresses before and behind the first `len` bytes of the place.
     fn leave(self, len: usize) {
         let (first, start) = (self.all.start(), self.start().cast::<u8>());
         let end = start.wrapping_add(len.next_multiple_of(rustix::param::page_size()));

@@ -1,6 +1,6 @@
 //! Attaches this process to segments of other processes: one mapping a segment, however often it is attached.
 //!
-//! An [`Attachment`] lives as long as somebody uses it, and its mapping is its lease.
+//! An [`Attachment`] lives as long as an object of this process uses it, and its mapping is its lease.
 //!
 //! Invariants:
 //!
@@ -19,12 +19,11 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
 use rustix::fs::OFlags;
 
 use crate::error::ShmError;
-use crate::header::Facts;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::{self, DATA_START};
-#[cfg(target_os = "linux")]
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::{self, DATA_START};
 use crate::named::Attached;
-use crate::private_copy::PrivateCopy;
+use crate::segment::header::Facts;
+use crate::segment::private_copy::PrivateCopy;
 use crate::segment::{Address, Segment};
 
 static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
@@ -46,10 +45,10 @@ pub struct Attachment {
     keeper: Option<Keeper>,
 }
 
-/// What is to be let go of when nobody in this process has a lease on a segment any more.
+/// A value that is dropped with this process's last lease on a segment.
 pub type Keeper = Arc<dyn Any + Send + Sync>;
 
-/// Why a file is not the segment that was meant.
+/// Why a file is not the expected segment.
 #[derive(Debug)]
 pub enum Refusal {
     /// It is another one; the segment may be found elsewhere.
@@ -67,10 +66,10 @@ impl Refusal {
 }
 
 impl Attachment {
-    /// Attaches to what `file` is open on, for reading, by a description that nobody else has.
+    /// Attaches to the segment in `file`, which is open for reading by a description of its own.
     ///
-    /// `meant` tells which segment it has to be, where that is known. Without seals, which only memory without a name
-    /// has, the caller answers for invariant 3. `keeper` is let go of when the attachment's lease has ended.
+    /// `meant` is the address of the expected segment, if that is known. Without seals, which only memory without a name
+    /// has, the caller answers for invariant 3. `keeper` is dropped when the attachment's lease has ended.
     ///
     /// # Errors
     /// A [`Refusal`], and with it the kernel's where it maps no more.
@@ -86,7 +85,7 @@ impl Attachment {
             return Err(Refusal::Other(ShmError::NotASegment { segment: name, reason }));
         }
         let (facts, size) = lease(file.as_fd(), meant, &name)?;
-        let size = size.next_multiple_of(memory_file::page_of(file.as_fd()));
+        let size = size.next_multiple_of(rustix::param::page_size());
         let map = Mapping::new(&file, size, Access::Read).map_err(Refusal::Other)?;
         let is_own = meant.is_some_and(|meant| meant.process == process::id());
         Ok(Attachment { map, file, facts, is_own, keeper })
@@ -97,7 +96,7 @@ impl Attachment {
         self.map.start().wrapping_add(DATA_START)
     }
 
-    /// What the header says.
+    /// The contents of the header.
     pub fn facts(&self) -> &Facts {
         &self.facts
     }
@@ -107,7 +106,7 @@ impl Attachment {
         self.file.as_fd()
     }
 
-    /// Where others find it through this process.
+    /// The address of the segment through this process.
     pub fn address(&self) -> Address {
         Address {
             process: process::id(),
@@ -177,19 +176,18 @@ pub fn attach_own(segment: &Segment, keeper: Option<Keeper>) -> Result<Arc<Attac
 ///
 /// # Errors
 /// As of [`attach`].
-#[cfg(target_os = "linux")]
 pub fn attach_named(found: Attached, meant: Option<&Address>) -> Result<Arc<Attachment>, ShmError> {
     let Attached { file, hold } = found;
     Attachment::new(file, meant, false, Some(Arc::new(hold))).map(add).map_err(Refusal::into_error)
 }
 
-/// Takes the lock that is a lease: what the header says with it held, and the bytes of the file.
+/// Takes the lock that is a lease; returns the header, read under the lock, and the bytes of the file.
 fn lease(file: BorrowedFd<'_>, meant: Option<&Address>, name: &str) -> Result<(Facts, usize), Refusal> {
     let gone =
         |reason: &str| Refusal::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
     let size = usize::try_from(memory_file::status(file).map_err(Refusal::Other)?.st_size).unwrap_or(0);
     let read = || Facts::read(file, size, name).map_err(Refusal::Other);
-    // Before its lock is asked for: anyone who has that of another segment says nothing about this one.
+    // Before the lock is asked for: the lock of another segment says nothing about this one.
     let identity = read()?.identity;
     if meant.is_some_and(|meant| meant.identity != identity) {
         let reason = "another segment has taken its place".to_owned();
@@ -205,7 +203,7 @@ fn lease(file: BorrowedFd<'_>, meant: Option<&Address>, name: &str) -> Result<(F
     Ok((facts, size))
 }
 
-/// Adds what was attached otherwise. Who comes second gets what is there already.
+/// Registers an attachment; returns the registered one if the segment is attached already.
 pub fn add(attachment: Attachment) -> Arc<Attachment> {
     let mut registry = lock();
     if registry.len() >= CROWDED && registry.len() == registry.capacity() {
@@ -214,7 +212,7 @@ pub fn add(attachment: Attachment) -> Arc<Attachment> {
     let place = registry.entry(attachment.facts.identity).or_default();
     let known = place.upgrade().filter(|known| known.facts.generation == attachment.facts.generation);
     if let Some(known) = known {
-        // What is dropped then may wait for others.
+        // Dropping the second attachment may wait for other processes, so it happens without the lock.
         drop(registry);
         return known;
     }

@@ -2,8 +2,8 @@
 //!
 //! The mappings have no lock; each open buffer has a lease.
 //!
-//! Invariants: a sender is told that its receiver came once the lease is there, never before. A mapping lies within its
-//! file, which is sealed.
+//! Invariants: a receiver acknowledges a buffer only after it has the lease. A mapping lies within its file, which is
+//! sealed.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process;
@@ -13,12 +13,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::OFlags;
 
 use crate::arena::default_limit;
+use crate::buffers::Reference;
 use crate::error::ShmError;
-use crate::header::{self, Facts};
-use crate::lease::Lease;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::{self, DATA_START};
-use crate::send_buffer::Reference;
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::{self, DATA_START};
+use crate::segment::header::{self, Facts};
+use crate::segment::lease::Lease;
 
 /// Mappings that are kept at most: each takes a descriptor.
 const MOST_KEPT: usize = 128;
@@ -29,15 +29,14 @@ struct KnownSegment {
     map: Mapping,
     /// A description without a lock.
     file: OwnedFd,
-    page: usize,
     identity: u64,
     sender: u32,
-    /// Whether a buffer in it was opened. Until then it is kept, however large: when that happens its sender may be
-    /// gone, and nobody else has it.
+    /// Whether a buffer in it was opened. Until then it is kept, however large: its sender may be gone by then, and no
+    /// other process has it.
     is_opened: AtomicBool,
 }
 
-/// What buffers come in, the one that was used last at the end.
+/// The segments in which a process receives buffers, the one that was used last at the end.
 #[derive(Debug)]
 pub struct BufferReceiver {
     process: u32,
@@ -86,7 +85,7 @@ impl BufferReceiver {
     /// else, [`ShmError::Io`] where its sender is dead and did not send the descriptor before.
     pub fn open(&self, reference: &Reference) -> Result<ReceivedBuffer, ShmError> {
         if self.process != process::id() {
-            let reason = "buffers are received by the process that made their room; make one after the fork";
+            let reason = "a BufferReceiver belongs to the process that made it; make one after the fork";
             return Err(ShmError::Invalid(reason.to_owned()));
         }
         let known = match self.find(reference.address.identity) {
@@ -107,8 +106,7 @@ impl BufferReceiver {
                 reason: format!("it has no room for {} bytes", reference.len),
             });
         }
-        let lease =
-            Lease::take(known.file.as_fd(), known.page)?.ok_or_else(|| refuse("its sender has taken it back"))?;
+        let lease = Lease::take(known.file.as_fd())?.ok_or_else(|| refuse("its sender has taken it back"))?;
         if header::generation(&known.map) != reference.address.generation {
             return Err(refuse("its sender has taken it back"));
         }
@@ -126,7 +124,7 @@ impl BufferReceiver {
         self.views.load(Ordering::Relaxed)
     }
 
-    /// Takes the descriptor of a segment of `sender`, so that what comes in it is found even when that is dead.
+    /// Takes the descriptor of a segment of `sender`, so that its buffers can be opened even when that process is dead.
     ///
     /// # Errors
     /// [`ShmError::NotASegment`] where it is none, [`ShmError::Io`] where it cannot be mapped.
@@ -137,7 +135,7 @@ impl BufferReceiver {
         Ok(())
     }
 
-    /// Lets go of what came from `sender`, which is dead. BufferReceiver that are open stay.
+    /// Lets go of the segments of `sender`, which is dead. Buffers that are open stay.
     pub fn forget(&self, sender: u32) {
         let mut kept = self.lock();
         let (forgotten, still): (Vec<_>, Vec<_>) =
@@ -159,7 +157,7 @@ impl BufferReceiver {
         let known = Arc::new(known);
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
-        // Nothing more will come in what its sender has let go of.
+        // No more buffers come in a segment that its sender has let go of.
         let (released, mut still): (Vec<_>, Vec<_>) =
             before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == known.identity);
         still.push(Arc::clone(&known));
@@ -170,7 +168,7 @@ impl BufferReceiver {
         known
     }
 
-    /// Takes out what is more than may be kept, the oldest first.
+    /// Takes out segments beyond the limits, the oldest first.
     fn surplus_of(&self, kept: &mut Vec<Arc<KnownSegment>>) -> Vec<Arc<KnownSegment>> {
         let mut bytes: usize = kept.iter().map(|known| known.map.len()).sum();
         let mut number = kept.len();
@@ -199,10 +197,9 @@ impl KnownSegment {
         }
         let size = usize::try_from(memory_file::status(file.as_fd())?.st_size).unwrap_or(0);
         let facts = Facts::read(file.as_fd(), size, &name)?;
-        let page = memory_file::page_of(file.as_fd());
-        let map = Mapping::new(&file, size.next_multiple_of(page), Access::Write)?;
+        let map = Mapping::new(&file, size.next_multiple_of(rustix::param::page_size()), Access::Write)?;
         map.populate(0, map.len());
-        Ok(KnownSegment { map, file, page, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
+        Ok(KnownSegment { map, file, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
     }
 }
 
@@ -230,7 +227,7 @@ mod tests {
 
     use super::*;
     use crate::arena::{Arena, Use};
-    use crate::send_buffer::SendBuffer;
+    use crate::buffers::SendBuffer;
 
     #[derive(Clone, Debug)]
     enum Step {
@@ -268,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_adopted_is_there_though_it_is_large_and_its_sender_gone() {
+    fn buffers_in_adopted_segments_can_be_opened_though_large_and_their_sender_gone() {
         let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
         let buffers = BufferReceiver { limit: 1000, ..BufferReceiver::default() };
         let mut references = Vec::new();
@@ -290,10 +287,10 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// In whatever order buffers are sent, received, let go of and revoked: who received one finds in it what was
-        /// sent until he lets go of it, and who comes for a revoked one is refused.
+        /// In any order of sends, receipts, drops and revocations, a received buffer holds the bytes that were sent until
+        /// it is dropped, and a revoked one is refused.
         #[test]
-        fn what_was_received_stays_as_it_was_sent(steps in steps()) {
+        fn received_buffers_stay_as_they_were_sent(steps in steps()) {
             let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
             let buffers = BufferReceiver::default();
             let (mut on_their_way, mut revoked, mut open) = (Vec::new(), Vec::new(), Vec::new());
@@ -343,7 +340,7 @@ mod tests {
         fn any_bytes_are_no_buffer_or_one_within_its_file(
             words in prop::collection::vec(any::<u64>(), 0..20), magic: bool, pages in 0usize..4,
         ) {
-            let file = memory_file::create(false).unwrap();
+            let file = memory_file::create().unwrap();
             memory_file::reserve(file.as_fd(), pages * 4096 + 1, memory_file::Writers::All, &mut || Ok(())).unwrap();
             let mut header: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
             if magic && header.len() >= 8 {

@@ -1,13 +1,13 @@
-//! Private mappings of segments: a page is shared until it is written to, and nobody else sees what is written.
+//! Private mappings of segments: a page is shared until it is written to, and no other process sees the change.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
-use crate::attachment::Keeper;
 use crate::error::ShmError;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::{self, DATA_START, HUGE_PAGE};
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::{DATA_START, HUGE_PAGE};
+use crate::segment::attachment::Keeper;
 
 /// Some of a segment's data, for this process alone to write to.
 #[derive(Debug)]
@@ -23,16 +23,16 @@ impl PrivateCopy {
     /// Maps `bytes` of the data of a segment of `size` bytes. `file` has the shared lock, which the mapping keeps.
     ///
     /// # Errors
-    /// [`ShmError::Io`] where the address space has no room.
+    /// [`ShmError::Io`] if the address space has no room.
     pub(crate) fn new(
         file: BorrowedFd<'_>,
         size: usize,
         bytes: Range<usize>,
         keeper: Option<Keeper>,
     ) -> Result<Self, ShmError> {
-        let page = memory_file::page_of(file);
+        let page = rustix::param::page_size();
         // A huge page is mapped as one where addresses and offsets agree.
-        let unit = if bytes.len() >= HUGE_PAGE { HUGE_PAGE.max(page) } else { page };
+        let unit = if bytes.len() >= HUGE_PAGE { HUGE_PAGE } else { page };
         let start = (DATA_START + bytes.start) / unit * unit;
         let end = (DATA_START + bytes.end).next_multiple_of(page).min(size.next_multiple_of(page));
         let len = end.saturating_sub(start).max(page);

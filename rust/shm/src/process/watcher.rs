@@ -10,14 +10,15 @@ use std::io;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{BorrowedFd, OwnedFd};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::ShmError;
 
-/// With what this process ends then.
+/// The exit status.
 const STATUS: i32 = 1;
 
-/// End this process as soon as something comes from `pipe`, or its writing end is closed everywhere, or the process
-/// `pid` ends; at once if that is over. A copy of `pipe` is watched.
+/// Ends this process as soon as `pipe` becomes readable, its writing end is closed everywhere, or the process `pid` has
+/// ended. A thread watches a copy of `pipe`.
 ///
 /// # Errors
 /// [`ShmError::Invalid`] for a number that is no process's, [`ShmError::Io`] where the system has no descriptor or
@@ -34,7 +35,7 @@ pub fn exit_with_parent(pipe: BorrowedFd<'_>, pid: i32) -> Result<(), ShmError> 
 }
 
 fn watch(pipe: &OwnedFd, process: Option<&OwnedFd>) {
-    // The end of a pipe is told whether or not it is asked for.
+    // `poll` reports the end of a pipe without being asked.
     let mut events: Vec<_> =
         [Some(pipe), process].into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
     while poll(&mut events, None).is_err() {}
@@ -46,12 +47,9 @@ fn exit() -> ! {
     unsafe { libc::_exit(STATUS) }
 }
 
-/// What tells that the process is over; `None` where the system has no such thing, and the pipe has to do.
-#[cfg(target_os = "linux")]
+/// A pidfd of the process; `None` if the kernel has none, and the pipe has to do.
 fn process(pid: i32) -> Result<Option<OwnedFd>, ShmError> {
-    use rustix::process::{Pid, PidfdFlags, pidfd_open};
-
-    // Of a number below zero it panics.
+    // `from_raw` panics for a negative number.
     let number = if pid > 0 { Pid::from_raw(pid) } else { None };
     let number = number.ok_or_else(|| ShmError::Invalid(format!("{pid} is not the number of a process")))?;
     match pidfd_open(number, PidfdFlags::empty()) {
@@ -62,13 +60,7 @@ fn process(pid: i32) -> Result<Option<OwnedFd>, ShmError> {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
-fn process(_pid: i32) -> Result<Option<OwnedFd>, ShmError> {
-    Ok(None)
-}
-
-/// A thread that is started in `work` blocks all signals.
-/// Does `work` with all signals blocked, for the threads that it starts: signals are for those that were there before.
+/// Does `work` with all signals blocked, so that the threads that it starts block them too.
 ///
 /// # Errors
 /// The work's own, and the system's where it blocks none.
@@ -84,7 +76,7 @@ pub fn without_signals<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T>
         return Err(io::Error::from_raw_os_error(changed));
     }
     let done = work();
-    // SAFETY: the call above filled it with what this thread blocked before.
+    // SAFETY: the call above filled it with the signals that this thread blocked before.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut()) };
     done
 }

@@ -8,59 +8,56 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, Stat};
+use rustix::fs::{
+    FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags, SealFlags, Stat, fchmod, fcntl_add_seals,
+    fcntl_get_seals, memfd_create,
+};
 use rustix::io::{Errno, retry_on_intr};
 
 use crate::error::ShmError;
-use crate::mapping::{Access, Mapping};
+use crate::memory::mapping::{Access, Mapping};
 
-/// Where a segment's data begin: behind the page of its header. Thereby aligned to 64 bytes and more.
+/// Offset of a segment's data: behind the page of its header, and thus aligned.
 pub const DATA_START: usize = 4096;
 
-/// Bytes that are reserved between two looks at whether to go on: some ten milliseconds.
+/// Bytes that are reserved between two calls of `go_on`: some ten milliseconds.
 const STRIDE: usize = 256 << 20;
 
-/// As many on huge pages, which may take longer. For each such call the kernel has all processors put down what they
-/// have in hand.
+/// The same on huge pages, which may take longer: each call interrupts all processors.
 const HUGE_STRIDE: usize = 8 * HUGE_PAGE;
 
-/// Microseconds that small pages in the place of a huge one take, with their tables.
+/// Microseconds that the small pages in the place of a huge one take, with their tables.
 const USUAL: i64 = 1000;
 
-/// Microseconds that are spent on huge pages which take longer: where memory is in pieces the kernel puts some together
-/// first, and a virtual machine may have to ask its host for it. What is saved on others is earned.
+/// Microseconds to spend on huge pages that take longer than small ones: the kernel may have to move pages first. Time
+/// saved on fast huge pages is added.
 const MOST_PATIENCE: i64 = 10_000;
 
-/// The same for memory that is used again and again, which is worth it: once a process, unless it finds some that is
-/// faster.
+/// The same for memory that is used again and again; for the whole process.
 const MOST_PATIENCE_FOR_REUSE: i64 = 2_000_000;
 static PATIENCE_FOR_REUSE: AtomicI64 = AtomicI64::new(MOST_PATIENCE_FOR_REUSE);
 
-/// Huge pages of a size that x86-64 and arm64 have both, where a small one has 4 KiB.
+/// Bytes of a huge page on x86-64 and arm64, if a small one has 4 KiB.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// Called now and then in long work; an error ends it.
+/// Called at intervals in long work; an error ends it.
 pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
 
-/// Who may write to a segment once it is sealed.
+/// The processes that may write to a segment once it is sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writers {
-    /// Who has mapped it for writing before: it is written once, as a rule.
+    /// Those that mapped it for writing before. Such memory is written once, as a rule.
     Present,
-    /// Anyone who maps it for writing: it is used again and again.
+    /// All that map it for writing. Such memory is used again and again.
     All,
 }
 
-/// Memory without a name, for at least `len` bytes, none of them reserved yet; and the unit of its pages.
+/// Creates an empty memory file without a name (a memfd).
 ///
 /// # Errors
-/// [`ShmError::Io`] where the process may open no more files, [`ShmError::Unsupported`] where there is no such memory.
-#[cfg(target_os = "linux")]
-pub(crate) fn create(huge: bool) -> Result<OwnedFd, ShmError> {
-    use rustix::fs::{MemfdFlags, fchmod, memfd_create};
-
-    let kind = if huge { MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { MemfdFlags::empty() };
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind;
+/// [`ShmError::Io`] if the process may open no more files.
+pub(crate) fn create() -> Result<OwnedFd, ShmError> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Kernels before 6.3 do not know the flag, and later ones may insist on it.
     let made = match memfd_create("tundish", flags | MemfdFlags::NOEXEC_SEAL) {
         Err(Errno::INVAL) => memfd_create("tundish", flags),
@@ -72,18 +69,11 @@ pub(crate) fn create(huge: bool) -> Result<OwnedFd, ShmError> {
     Ok(file)
 }
 
-/// Elsewhere a segment needs a name.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn create(_huge: bool) -> Result<OwnedFd, ShmError> {
-    Err(ShmError::Unsupported { what: "an anonymous segment" })
-}
-
-/// Makes `file` `len` bytes long, with every page there, for these writers. Returns how many bytes, from the first on,
-/// lie on huge pages: to make those takes a quarter of the time, their tables next to none, and nobody finds more than
-/// one in 2 MiB by a fault.
+/// Makes `file` `len` bytes long and reserves every page. Returns the number of bytes, from the first on, that lie on
+/// huge pages: these take a quarter of the time, and one page fault for 2 MiB.
 ///
 /// # Errors
-/// [`ShmError::Io`] where there is no room, and what `go_on` says.
+/// [`ShmError::Io`] if there is no room, and the error of `go_on`.
 pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on: GoOn<'_>) -> Result<usize, ShmError> {
     let on_huge_pages = match writers {
         Writers::Present => reserve_huge(file, len, (&AtomicI64::new(MOST_PATIENCE), MOST_PATIENCE), go_on),
@@ -93,8 +83,8 @@ pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on:
     Ok(on_huge_pages)
 }
 
-/// Reserves what lies in the range by calls of `reserve_part`. Many kernels undo a call during which a signal comes: a
-/// timer that rings more often than a whole stride takes would let none end, so that the next one is shorter.
+/// Reserves `range` by calls of `reserve_part`. Many kernels undo a call that a signal interrupts, and a frequent timer
+/// would interrupt every long call, so the next one is shorter.
 fn reserve_in_strides(
     range: Range<usize>,
     mut reserve_part: impl FnMut(usize, usize) -> Result<bool, ShmError>,
@@ -113,7 +103,7 @@ fn reserve_in_strides(
     Ok(())
 }
 
-/// `false` where a signal ended the call with nothing of it done.
+/// Returns `false` if a signal interrupted the call, which reserved nothing.
 fn reserve_part(file: BorrowedFd<'_>, start: usize, len: usize, whole: usize) -> Result<bool, ShmError> {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), start as u64, len as u64) {
         Ok(()) => Ok(true),
@@ -122,12 +112,11 @@ fn reserve_part(file: BorrowedFd<'_>, start: usize, len: usize, whole: usize) ->
     }
 }
 
-/// Reserves as much from the first byte on as the kernel puts on huge pages (since Linux 6.1), whatever the system's
-/// settings ask of who does not ask for them. It does so where a page is there already. `wait`: what is left of it,
-/// and the most that it ever is.
+/// Reserves as much, from the first byte on, as the kernel puts on huge pages (since Linux 6.1). The kernel collapses a
+/// range in which one page is there already. `wait` is the patience that is left, and its maximum.
 fn reserve_huge(file: BorrowedFd<'_>, len: usize, wait: (&AtomicI64, i64), go_on: GoOn<'_>) -> Result<usize, ShmError> {
-    // Where the kernel's own are larger it makes none of a part, and may say that nothing was left to be done.
-    if len < HUGE_PAGE || page_of(file) >= HUGE_PAGE || made_of(rustix::param::page_size()) != HUGE_PAGE {
+    // A kernel with larger huge pages makes none of a part, and may report success all the same.
+    if len < HUGE_PAGE || made_of(rustix::param::page_size()) != HUGE_PAGE {
         return Ok(0);
     }
     rustix::fs::ftruncate(file, len as u64)
@@ -138,7 +127,7 @@ fn reserve_huge(file: BorrowedFd<'_>, len: usize, wait: (&AtomicI64, i64), go_on
     while end < whole {
         go_on()?;
         let begun = Instant::now();
-        // One first, to see how long they take.
+        // One first, to measure the time.
         let stride = if end == 0 { HUGE_PAGE } else { HUGE_STRIDE.min(whole - end) };
         for start in (end..end + stride).step_by(HUGE_PAGE) {
             while !reserve_part(file, start, rustix::param::page_size(), len)? {
@@ -156,12 +145,12 @@ fn reserve_huge(file: BorrowedFd<'_>, len: usize, wait: (&AtomicI64, i64), go_on
     Ok(end)
 }
 
-/// Bytes of the huge page that the kernel makes of small ones: as many as one of them has room for entries.
+/// Bytes of the huge page that the kernel makes of small ones: one page of page-table entries.
 fn made_of(page: usize) -> usize {
     page / size_of::<u64>() * page
 }
 
-/// Whether to make more huge pages after some that took so long.
+/// Returns whether to make more huge pages after `pages` that took so long.
 fn is_patient_after(took: Duration, pages: usize, (wait, most): (&AtomicI64, i64)) -> bool {
     let usual = USUAL.saturating_mul(i64::try_from(pages).unwrap_or(i64::MAX));
     let earned = usual.saturating_sub(i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
@@ -170,53 +159,33 @@ fn is_patient_after(took: Duration, pages: usize, (wait, most): (&AtomicI64, i64
     before.is_ok_and(|before| before.saturating_add(earned) > 0)
 }
 
-/// Gives the memory of `file` from byte `start` to `end` back to the system, anyone who has it mapped; left out where a
-/// seal or the system does not allow it.
+/// Gives the memory of `file` from byte `start` to `end` back to the system, unless a seal forbids it.
 pub(crate) fn empty(file: BorrowedFd<'_>, start: usize, end: usize) {
-    #[cfg(target_os = "linux")]
     let _ = retry_on_intr(|| {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(file, flags, start as u64, (end - start) as u64)
     });
 }
 
-/// From here on the file keeps its length, for all who have it.
+/// Seals the length of the file for all processes.
 ///
 /// # Errors
-/// [`ShmError::Io`] where the kernel does not know such seals (before Linux 5.1).
-#[cfg(target_os = "linux")]
+/// [`ShmError::Io`] if the kernel does not know such seals (before Linux 5.1).
 pub(crate) fn seal(file: BorrowedFd<'_>, writers: Writers) -> Result<(), ShmError> {
-    use rustix::fs::{SealFlags, fcntl_add_seals};
-
     let mut seals = SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
     seals.set(SealFlags::FUTURE_WRITE, writers == Writers::Present);
     fcntl_add_seals(file, seals).map_err(|errno| ShmError::io("seal", "an anonymous segment", errno))
 }
 
-/// Elsewhere there is nothing to be sealed.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn seal(_file: BorrowedFd<'_>, _writers: Writers) -> Result<(), ShmError> {
-    Err(ShmError::Unsupported { what: "an anonymous segment" })
-}
-
-/// Whether nobody can make the file shorter.
-#[cfg(target_os = "linux")]
+/// Returns whether the file is sealed against shrinking.
 pub(crate) fn keeps_its_length(file: BorrowedFd<'_>) -> bool {
-    use rustix::fs::{SealFlags, fcntl_get_seals};
-
     fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::SEAL))
 }
 
-/// Elsewhere nothing is sealed.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn keeps_its_length(_file: BorrowedFd<'_>) -> bool {
-    false
-}
-
-/// An open file description of its own for what `file` is open on.
+/// Opens the file of `file` again, with an open file description of its own.
 ///
 /// # Errors
-/// [`ShmError::Io`] where the process may open no more files, or has no `/proc`.
+/// [`ShmError::Io`] if the process may open no more files, or has no `/proc`.
 pub(crate) fn reopen(file: BorrowedFd<'_>, flags: OFlags) -> Result<OwnedFd, ShmError> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     open(&path, flags).map_err(|errno| ShmError::io("open", path, errno))
@@ -226,11 +195,11 @@ fn open(path: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     retry_on_intr(|| rustix::fs::open(path, flags | OFlags::CLOEXEC, Mode::empty()))
 }
 
-/// An open file description of its own for the descriptor of another process, or of this one.
+/// Opens the file behind a descriptor of a process, with an open file description of its own.
 ///
 /// # Errors
-/// [`ShmError::Io`] where that process is gone, has no such descriptor, or may not be looked at.
-/// [`ShmError::NotASegment`] where it is not a plain file: to open a pipe could wait for ever.
+/// [`ShmError::Io`] if that process is gone, has no such descriptor, or hides it.
+/// [`ShmError::NotASegment`] if it is not a plain file: to open a pipe could wait for ever.
 pub(crate) fn open_of(process: u32, descriptor: i32, flags: OFlags) -> Result<OwnedFd, ShmError> {
     let path = format!("/proc/{process}/fd/{descriptor}");
     let found = open(&path, OFlags::PATH).map_err(|errno| ShmError::io("open", path.as_str(), errno))?;
@@ -240,23 +209,23 @@ pub(crate) fn open_of(process: u32, descriptor: i32, flags: OFlags) -> Result<Ow
     reopen(found.as_fd(), flags)
 }
 
-/// Takes the shared lock; `false` when somebody has the exclusive one.
+/// Takes the shared lock; `false` if the exclusive one is taken.
 ///
 /// # Errors
-/// [`ShmError::Io`] where the file system has no locks.
+/// [`ShmError::Io`] if the file system has no locks.
 pub(crate) fn lock_shared(file: BorrowedFd<'_>) -> Result<bool, ShmError> {
     lock(file, FlockOperation::NonBlockingLockShared)
 }
 
-/// Takes the exclusive lock; `false` when somebody has any.
+/// Takes the exclusive lock; `false` if any lock is taken.
 ///
 /// # Errors
-/// [`ShmError::Io`] where the file system has no locks.
+/// [`ShmError::Io`] if the file system has no locks.
 pub(crate) fn lock_exclusive(file: BorrowedFd<'_>) -> Result<bool, ShmError> {
     lock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
-/// Lets go of the lock that was taken through this description, by whichever process has it.
+/// Releases the lock of this description, in all processes that share it.
 ///
 /// # Errors
 /// [`ShmError::Io`], never seen.
@@ -272,29 +241,12 @@ fn lock(file: BorrowedFd<'_>, operation: FlockOperation) -> Result<bool, ShmErro
     }
 }
 
-/// What the kernel knows of `file`.
+/// Returns the status of `file`.
 ///
 /// # Errors
 /// [`ShmError::Io`], never seen.
 pub(crate) fn status(file: BorrowedFd<'_>) -> Result<Stat, ShmError> {
     rustix::fs::fstat(file).map_err(|errno| ShmError::io("look at", "a segment", errno))
-}
-
-/// The bytes of a page of `file`: of a huge one where it is made of those.
-#[cfg(target_os = "linux")]
-pub(crate) fn page_of(file: BorrowedFd<'_>) -> usize {
-    const HUGETLBFS: u32 = 0x9584_58f6;
-
-    match rustix::fs::fstatfs(file) {
-        Ok(system) if system.f_type as u32 == HUGETLBFS => system.f_bsize as usize,
-        _ => rustix::param::page_size(),
-    }
-}
-
-/// Elsewhere there are no others.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn page_of(_file: BorrowedFd<'_>) -> usize {
-    rustix::param::page_size()
 }
 
 #[cfg(test)]
@@ -309,7 +261,7 @@ mod tests {
 
     /// As kernels do before Linux 6.10, here with a signal for every 2 MiB.
     #[test]
-    fn signals_that_come_faster_than_a_stride_do_not_hold_up_what_is_reserved() {
+    fn signals_that_come_faster_than_a_stride_do_not_hold_up_a_reservation() {
         let (first, end) = (3 << 20, (3 << 20) + STRIDE + 5 * 4096);
         let (mut calls, mut next) = (0, first);
         let reserve_part = |start: usize, len: usize| {

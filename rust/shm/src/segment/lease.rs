@@ -1,4 +1,4 @@
-//! A lease: as long as it lives in any process, nobody uses the segment for something else.
+//! A lease: as long as it lives in any process, the owner does not use the segment for other data.
 //!
 //! It is a shared lock on an open file description of its own, to which only a mapping of the segment's first page
 //! refers. The kernel drops the lock when the last process that inherited the mapping unmaps it or ends. No descriptor
@@ -9,8 +9,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use rustix::fs::OFlags;
 
 use crate::error::ShmError;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file;
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file;
 
 /// Keeps a segment as it is.
 #[derive(Debug)]
@@ -19,17 +19,16 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// A lease on the segment that `file` is open on, of pages of `page` bytes; `None` where its owner is about to use
-    /// it again.
+    /// A lease on the segment that `file` is open on; `None` if its owner is about to use it again.
     ///
     /// # Errors
     /// [`ShmError::Io`] where the process may open or map no more.
-    pub(crate) fn take(file: BorrowedFd<'_>, page: usize) -> Result<Option<Self>, ShmError> {
+    pub(crate) fn take(file: BorrowedFd<'_>) -> Result<Option<Self>, ShmError> {
         let own = memory_file::reopen(file, OFlags::RDONLY)?;
         if !memory_file::lock_shared(own.as_fd())? {
             return Ok(None);
         }
-        let page = Mapping::new(&own, page, Access::Read)?;
+        let page = Mapping::new(&own, rustix::param::page_size(), Access::Read)?;
         Ok(Some(Lease { _page: page }))
     }
 }
@@ -39,11 +38,11 @@ impl Lease {
 mod tests {
     use std::os::fd::AsRawFd;
 
-    use crate::memory_file::Writers;
+    use crate::memory::memory_file::Writers;
     use crate::segment::Segment;
 
     fn segment() -> Segment {
-        let mut segment = Segment::create(1000, Writers::Present, false, &mut || Ok(())).unwrap();
+        let mut segment = Segment::create(1000, Writers::Present, &mut || Ok(())).unwrap();
         segment.publish(1000, b"").unwrap();
         segment
     }
@@ -67,7 +66,7 @@ mod tests {
         let segment = segment();
         let before = segment.file().as_raw_fd();
         let leases: Vec<_> = (0..50).map(|_| segment.lease().unwrap()).collect();
-        let next = Segment::create(1000, Writers::Present, false, &mut || Ok(())).unwrap();
+        let next = Segment::create(1000, Writers::Present, &mut || Ok(())).unwrap();
         // Other tests may open some at the same time, but not so many.
         assert!(next.file().as_raw_fd() - before < 50, "{before} {}", next.file().as_raw_fd());
         assert_eq!(leases.len(), 50);

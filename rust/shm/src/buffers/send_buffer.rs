@@ -7,10 +7,10 @@ use std::sync::Arc;
 
 use crate::arena::Arena;
 use crate::error::ShmError;
-use crate::memory_file::GoOn;
+use crate::memory::memory_file::GoOn;
 use crate::segment::{Address, Segment};
 
-/// What leads a receiver to a buffer.
+/// The address and size of a buffer, for its receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reference {
     /// Its segment.
@@ -35,7 +35,7 @@ impl SendBuffer {
     /// # Errors
     /// As of [`Arena::take`].
     pub fn take(arena: &Arc<Arena>, len: usize, go_on: GoOn<'_>) -> Result<Self, ShmError> {
-        let segment = arena.take(len, false, go_on)?;
+        let segment = arena.take(len, go_on)?;
         Ok(SendBuffer { segment: Some(segment), arena: Arc::clone(arena), len, is_sent: false })
     }
 
@@ -50,13 +50,13 @@ impl SendBuffer {
         self.segment.as_ref().map_or(std::ptr::dangling_mut(), Segment::data)
     }
 
-    /// The descriptor of its memory in this process: who is sent it can open the buffer even
-    /// when this process is dead.
+    /// The descriptor of its memory in this process. A receiver that has it can open the buffer even when this process
+    /// is dead.
     pub fn descriptor(&self) -> i32 {
         self.segment.as_ref().map_or(-1, |segment| segment.address().descriptor)
     }
 
-    /// What leads its one receiver to it. From here on it counts as sent.
+    /// Returns the reference for its one receiver. From here on the buffer counts as sent.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] in a child of the process that took it, which may not send it.
@@ -70,7 +70,7 @@ impl SendBuffer {
         Ok(Reference { address: segment.address(), len: self.len })
     }
 
-    /// Says that no receiver is to come: from the end of the buffer on, who comes is refused.
+    /// Revokes the buffer: once it is dropped, a receiver that opens it is refused.
     pub fn revoke(&mut self) {
         self.is_sent = false;
     }

@@ -15,14 +15,14 @@ use crate::error::ShmError;
 /// One part in so many is left for the tables of the pages, in two processes.
 const FOR_PAGE_TABLES: u64 = 256;
 
-/// Bytes that are left, and what bounds them.
+/// Bytes that are left, and the limit that bounds them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Headroom {
     pub(crate) available: u64,
     pub(crate) bound: String,
 }
 
-/// Refuses what does not fit in the memory that is left.
+/// Refuses a size that does not fit in the memory that is left.
 ///
 /// # Errors
 /// [`ShmError::NoHeadroom`]
@@ -36,7 +36,7 @@ pub(crate) fn check(asked: u64) -> Result<(), ShmError> {
     }
 }
 
-/// The memory that this process could ever have: the machine's, or what its control groups allow.
+/// Returns the memory that this process can have: the machine's, or the least limit of its control groups.
 pub(crate) fn total() -> Option<u64> {
     let root = Path::new("/");
     let machine = meminfo(root, "MemTotal:");
@@ -116,7 +116,7 @@ fn groups(root: &Path) -> Vec<Group> {
     groups
 }
 
-/// The path of a line of `/proc/self/cgroup`, `number:controllers:path`, if it is of this version and tells of memory.
+/// Parses a line of `/proc/self/cgroup`, `number:controllers:path`: the path if it is the memory group of `version`.
 fn path_in<'a>(line: &'a str, version: &Version) -> Option<&'a str> {
     let (number, rest) = line.split_once(':')?;
     let (controllers, path) = rest.split_once(':')?;
@@ -127,7 +127,7 @@ fn path_in<'a>(line: &'a str, version: &Version) -> Option<&'a str> {
     is_it.then_some(path)
 }
 
-/// What is mounted, and where, of a line of `/proc/self/mountinfo`.
+/// Parses a line of `/proc/self/mountinfo`: the mounted folder and the mount point.
 fn mount_of<'a>(line: &'a str, version: &Version) -> Option<(&'a str, &'a str)> {
     let (before, after) = line.split_once(" - ")?;
     let mut system = after.split(' ');
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_any_machine_has_is_refused_with_what_is_left() {
+    fn more_than_any_machine_has_is_refused_with_the_bytes_left() {
         let error = check(1 << 60).unwrap_err();
         assert!(
             matches!(error, ShmError::NoHeadroom { asked, available, .. } if asked == 1 << 60 && available < asked)

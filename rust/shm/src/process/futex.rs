@@ -5,34 +5,21 @@
 use core::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleep as long as `word` is `seen`, until it is rung, a signal is handled or `longest` is over.
-#[cfg(target_os = "linux")]
+use rustix::thread::futex;
+
+/// Sleeps while `word` is `seen`, until a wake-up, a signal or the end of `longest`.
 pub(crate) fn sleep(word: &AtomicU32, seen: u32, longest: Option<Duration>) {
-    use rustix::thread::futex;
-    // A time that is too long for the kernel is none.
+    // A time that is too long for the kernel is no limit.
     let timeout = longest.and_then(|longest| futex::Timespec::try_from(longest).ok());
     let _ = futex::wait(word, futex::Flags::empty(), seen, timeout.as_ref());
 }
 
-/// End the sleep of everybody on `word`, in every process.
-#[cfg(target_os = "linux")]
+/// Wakes every thread that sleeps on `word`, in every process.
 pub(crate) fn ring(word: &AtomicU32) {
-    use rustix::thread::futex;
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
-/// Without futexes a sleep is short, and its end is to look again.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn sleep(_word: &AtomicU32, _seen: u32, longest: Option<Duration>) {
-    const NAP: Duration = Duration::from_millis(1);
-    std::thread::sleep(longest.map_or(NAP, |longest| longest.min(NAP)));
-}
-
-/// Nobody sleeps for long.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn ring(_word: &AtomicU32) {}
-
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
 mod tests {
     use core::sync::atomic::Ordering::SeqCst;
     use std::sync::Arc;

@@ -1,9 +1,13 @@
 //! A segment, as its owner has it: the file, and the mapping through which the owner writes.
 //!
-//! Invariants: every page is reserved. The header is written and the length is sealed before any other process is told
-//! of the segment. Its generation grows each time it is used again, under the exclusive lock, which nobody gets while a
-//! lease lives.
+//! Invariants: every page is reserved. The header is written and the length is sealed before any other process knows
+//! the segment. Its generation grows with each use, under the exclusive lock, which no process gets while a lease lives.
 #![allow(unsafe_code)]
+
+pub mod attachment;
+pub(crate) mod header;
+pub(crate) mod lease;
+pub(crate) mod private_copy;
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -12,31 +16,27 @@ use std::process;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
+use self::header::{Facts, LAYOUT_ROOM};
+use self::lease::Lease;
+use self::private_copy::PrivateCopy;
 use crate::error::ShmError;
-use crate::header::{self, Facts, LAYOUT_ROOM};
-use crate::lease::Lease;
-use crate::mapping::{Access, Mapping};
-use crate::memory_file::{self, DATA_START, GoOn, HUGE_PAGE, Writers};
-use crate::memory_limits;
-use crate::owner::Owner;
-use crate::per_process::PerProcess;
-use crate::private_copy::PrivateCopy;
+use crate::memory::mapping::{Access, Mapping};
+use crate::memory::memory_file::{self, DATA_START, GoOn, Writers};
+use crate::memory::memory_limits;
 
 /// Bytes that are copied between two looks at whether to go on: some milliseconds.
 const STRIDE: usize = 32 << 20;
 
-static OWNER: PerProcess<Owner> = PerProcess::new(Owner::current);
-
-/// Where a segment is to be found, as a process can tell another.
+/// The address of a segment, for other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Address {
-    /// A process that has it open.
+    /// Id of a process that has it open.
     pub process: u32,
     /// Its descriptor there.
     pub descriptor: i32,
-    /// What tells it from any other.
+    /// Random number of the segment.
     pub identity: u64,
-    /// Which use of it is meant.
+    /// Number of the use of the segment.
     pub generation: u64,
 }
 
@@ -48,77 +48,50 @@ pub struct Segment {
     identity: u64,
     generation: u64,
     writers: Writers,
-    is_huge: bool,
     /// Bytes of the file, from its first on, that the kernel has cleared already: all that lies on huge pages.
     cleared: usize,
     is_sealed: bool,
-    /// The kernel seals only what has no name.
+    /// False for a named segment: the kernel seals only memory without a name.
     can_be_sealed: bool,
-    /// Bytes of the mapping, from its first on, whose pages were found.
+    /// Bytes of the mapping, from its first on, whose page tables are filled.
     populated: usize,
-    /// Whether its reader may still be on the way.
+    /// Whether a receiver may still open it.
     is_sent: bool,
     process: u32,
 }
 
 impl Segment {
-    /// Memory for at least `len` bytes of data, zeros, without a name; on huge pages where `huge` and the system has
-    /// some.
+    /// Creates a segment without a name for at least `len` bytes of data, all zeros.
     ///
     /// # Errors
-    /// [`ShmError::NoHeadroom`] where it does not fit in what is left, [`ShmError::Io`] where the kernel refuses.
-    pub(crate) fn create(len: usize, writers: Writers, huge: bool, go_on: GoOn<'_>) -> Result<Self, ShmError> {
-        let size = size_for(len)?;
+    /// [`ShmError::NoHeadroom`] if too little memory is left, [`ShmError::Io`] if the kernel refuses.
+    pub(crate) fn create(len: usize, writers: Writers, go_on: GoOn<'_>) -> Result<Self, ShmError> {
+        let size = size_for(len)?.next_multiple_of(rustix::param::page_size());
         memory_limits::check(size as u64)?;
-        let (file, size, cleared) = match if huge { Self::on_huge_pages(size, writers, go_on)? } else { None } {
-            Some((file, size)) => (file, size, size),
-            None => {
-                let size = size.next_multiple_of(rustix::param::page_size());
-                let file = memory_file::create(false)?;
-                let cleared = memory_file::reserve(file.as_fd(), size, writers, go_on)?;
-                (file, size, cleared)
-            }
-        };
+        let file = memory_file::create()?;
+        let cleared = memory_file::reserve(file.as_fd(), size, writers, go_on)?;
         let mut segment = Self::over(file, size, writers)?;
-        segment.is_huge = huge;
         segment.cleared = cleared;
-        if huge && cleared < size {
-            segment.map.advise_huge();
-        }
         Ok(segment)
     }
 
-    /// Memory in `file`, which is to get a name: of `size` bytes in whole pages, all of them reserved, and the first
-    /// `cleared` bytes cleared.
+    /// Creates a segment in `file`, which is to get a name. All `size` bytes, in whole pages, are reserved; the first
+    /// `cleared` bytes are cleared.
     ///
     /// # Errors
-    /// [`ShmError::Io`] where it cannot be mapped.
-    pub(crate) fn in_file(file: OwnedFd, size: usize, cleared: usize, huge: bool) -> Result<Self, ShmError> {
+    /// [`ShmError::Io`] if it cannot be mapped.
+    pub(crate) fn in_file(file: OwnedFd, size: usize, cleared: usize) -> Result<Self, ShmError> {
         let mut segment = Self::over(file, size, Writers::Present)?;
         segment.can_be_sealed = false;
         segment.cleared = cleared;
-        if huge {
-            segment.map.advise_huge();
-        }
         Ok(segment)
-    }
-
-    /// `None` where none are set aside.
-    fn on_huge_pages(size: usize, writers: Writers, go_on: GoOn<'_>) -> Result<Option<(OwnedFd, usize)>, ShmError> {
-        let size = size.next_multiple_of(HUGE_PAGE);
-        let Ok(file) = memory_file::create(true) else { return Ok(None) };
-        match memory_file::reserve(file.as_fd(), size, writers, go_on) {
-            Ok(_) => Ok(Some((file, size))),
-            Err(ShmError::Io { .. }) => Ok(None),
-            Err(error) => Err(error),
-        }
     }
 
     /// A new segment in `file`, of `size` bytes in whole pages, all of them reserved.
     ///
     /// # Errors
     /// [`ShmError::Io`] where it cannot be mapped.
-    pub(crate) fn over(file: OwnedFd, size: usize, writers: Writers) -> Result<Self, ShmError> {
+    fn over(file: OwnedFd, size: usize, writers: Writers) -> Result<Self, ShmError> {
         let map = Mapping::new(&file, size, Access::Write)?;
         Ok(Segment {
             map,
@@ -126,7 +99,6 @@ impl Segment {
             identity: header::draw_identity("a segment")?,
             generation: 1,
             writers,
-            is_huge: false,
             cleared: 0,
             is_sealed: false,
             can_be_sealed: true,
@@ -141,7 +113,7 @@ impl Segment {
         self.map.len()
     }
 
-    /// Bytes of data that it has room for.
+    /// The most bytes of data.
     pub fn capacity(&self) -> usize {
         self.map.len() - DATA_START
     }
@@ -150,11 +122,6 @@ impl Segment {
     /// segment lives.
     pub fn data(&self) -> *mut u8 {
         self.map.start().wrapping_add(DATA_START)
-    }
-
-    /// Whether huge pages were asked for.
-    pub(crate) fn is_huge(&self) -> bool {
-        self.is_huge
     }
 
     /// Whether it was published before, so that its pages are not fresh.
@@ -172,7 +139,7 @@ impl Segment {
         self.file.as_fd()
     }
 
-    /// Where others find it.
+    /// The address for other processes.
     pub fn address(&self) -> Address {
         Address {
             process: self.process,
@@ -188,11 +155,10 @@ impl Segment {
     /// is found by a fault.
     ///
     /// # Errors
-    /// [`ShmError::Io`] where the kernel cannot read the source, and what `go_on` says.
+    /// [`ShmError::Io`] if the kernel cannot read the source, and the error of `go_on`.
     ///
     /// # Safety
-    /// `source` can be read for `len` bytes until this returns. Who changes them meanwhile gets some of the old and
-    /// some of the new.
+    /// `source` can be read for `len` bytes until this returns. If they change meanwhile, the segment gets a mixture.
     ///
     /// # Panics
     /// When the segment has no room for them.
@@ -256,8 +222,8 @@ impl Segment {
     /// As of [`fill`](Segment::fill), with `len` bytes at `start`.
     unsafe fn copy_to(&mut self, source: *const u8, len: usize, start: usize) -> usize {
         self.populate(start + len);
-        // SAFETY: both ranges are the caller's promise, and a segment's memory is nobody's source: anyone who reads it has
-        // a lease, and then its owner does not use it again.
+        // SAFETY: both ranges are the caller's promise. They do not overlap: a process that reads a segment has a lease,
+        // and then its owner does not fill it.
         unsafe { std::ptr::copy(source, self.data().add(start), len) };
         len
     }
@@ -265,7 +231,7 @@ impl Segment {
     /// Zeros the first `len` bytes of data, which an earlier use may have left.
     ///
     /// # Errors
-    /// What `go_on` says.
+    /// The error of `go_on`.
     ///
     /// # Panics
     /// When the segment has no room for them.
@@ -278,14 +244,14 @@ impl Segment {
         for start in (0..len).step_by(STRIDE) {
             let stride = STRIDE.min(len - start);
             self.populate(start + stride);
-            // SAFETY: within the segment, which nobody else has.
+            // SAFETY: within the segment, which no other process has.
             unsafe { self.data().add(start).write_bytes(0, stride) };
             go_on()?;
         }
         Ok(())
     }
 
-    /// Says what lies in the segment, `len` bytes of it. From here on others may be told of it.
+    /// Writes the header for `len` bytes of data. From here on other processes may attach.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] where the description is too long, [`ShmError::Io`] where the kernel cannot seal.
@@ -301,7 +267,7 @@ impl Segment {
             identity: self.identity,
             generation: self.generation,
             data_len: len,
-            owner: *OWNER.get(),
+            maker: process::id(),
             layout: layout.to_vec(),
         };
         facts.write(&self.map);
@@ -309,13 +275,13 @@ impl Segment {
             self.seal()?;
         }
         if self.writers == Writers::Present && self.cleared > 0 && self.map.drop_pages(0..self.cleared) {
-            // Who looks at what this process has in memory would see the data twice: here, and where it is read.
+            // Else the data would count twice in this process's memory: here, and in the mapping of a reader.
             self.populated = 0;
         }
         Ok(())
     }
 
-    /// From here on it keeps its length. Its pages count as used: what is written to it is written in place.
+    /// Seals the length. From here on the pages count as used, and are written in place.
     ///
     /// # Errors
     /// [`ShmError::Io`] where the kernel cannot seal.
@@ -331,7 +297,7 @@ impl Segment {
     /// [`ShmError::Io`] where the process may open or map no more.
     pub fn lease(&self) -> Result<Lease, ShmError> {
         // The owner alone takes the other lock, and does not while it has the segment.
-        Lease::take(self.file.as_fd(), memory_file::page_of(self.file.as_fd()))?.ok_or_else(|| ShmError::Gone {
+        Lease::take(self.file.as_fd())?.ok_or_else(|| ShmError::Gone {
             segment: "a segment".to_owned(),
             reason: "another process has taken its lock".to_owned(),
         })
@@ -347,17 +313,17 @@ impl Segment {
         PrivateCopy::new(own.as_fd(), self.map.len(), bytes, None)
     }
 
-    /// Somebody was told where it is, and will come for it.
+    /// Marks the segment as sent: a receiver will open it.
     pub(crate) fn send(&mut self) {
         self.is_sent = true;
     }
 
-    /// Whether the reader of this generation came.
+    /// Returns whether the receiver of this generation has come.
     pub(crate) fn is_acknowledged(&self) -> bool {
         header::acknowledged(&self.map) >= self.generation
     }
 
-    /// Makes the segment one that nobody knows; `false` when a view of it lives in some process.
+    /// Invalidates all handles of the segment; `false` if a view of it lives in some process.
     pub(crate) fn reclaim(&mut self) -> bool {
         self.take_alone() && memory_file::unlock(self.file.as_fd()).is_ok()
     }
@@ -398,9 +364,9 @@ impl Drop for Segment {
     fn drop(&mut self) {
         if self.is_own() {
             let is_sent = self.is_sent;
-            // First: who gives his lease up before it is looked for then lets go of what he would keep.
+            // First: a receiver that gives its lease up before the lock is asked for then lets go of the segment.
             header::retire(&self.map, if is_sent { self.generation } else { 0 });
-            // Where nobody has a lease nobody gets one any more, nor sees that it is emptied.
+            // No process has a lease or can get one any more, so none sees that the segment is emptied.
             if self.writers == Writers::All && !is_sent && self.take_alone() {
                 memory_file::empty(self.file.as_fd(), DATA_START, self.map.len());
             }

@@ -29,7 +29,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         let process = std::process::id();
         let mut seen = self.entry.load(Ordering::Acquire);
         loop {
-            // SAFETY: what was ever stored is a leaked box, so it is never freed, and shared only.
+            // SAFETY: every stored pointer is a leaked box, never freed and shared only.
             if let Some(entry) = unsafe { seen.as_ref() }
                 && entry.process == process
             {
@@ -50,7 +50,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
 
     /// The value of the process that this one was forked from, if it had one and this one has not.
     pub fn inherited(&'static self) -> Option<&'static T> {
-        // SAFETY: what was ever stored is a leaked box, so it is never freed, and shared only.
+        // SAFETY: every stored pointer is a leaked box, never freed and shared only.
         let entry = unsafe { self.entry.load(Ordering::Acquire).as_ref() }?;
         (entry.process != std::process::id()).then_some(&entry.value)
     }
