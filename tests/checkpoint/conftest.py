@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint.checkpoint_roots import Root
-from support.checkpoint.dcp_states import new_saver
+from support.checkpoint.dcp_states import new_planner
 
-from tundish.checkpoint.dcp.dcp_saver import DcpSaver
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.errors import NotFoundError
 
 
 @pytest.fixture
-def saver() -> Iterator[DcpSaver]:
-    made = new_saver()
-    yield made
-    made.close()
+def planner() -> SavePlanner:
+    return new_planner()
 
 
 @pytest.fixture

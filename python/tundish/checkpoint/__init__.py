@@ -11,7 +11,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
-    from tundish.checkpoint.dcp.dcp_saver import load_dcp
+    from tundish.checkpoint.dcp.loading.load import load_dcp
     from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_encoded, refuse_mixed
     from tundish.checkpoint.publish.read_only_root import (
         KINDS,
@@ -30,7 +30,7 @@ else:
         __name__,
         {
             "tundish.checkpoint.checkpointer": ("Checkpointer",),
-            "tundish.checkpoint.dcp.dcp_saver": ("load_dcp",),
+            "tundish.checkpoint.dcp.loading.load": ("load_dcp",),
             "tundish.checkpoint.hf.adapters": (
                 "holds_adapters",
                 "load_adapters",

@@ -22,6 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tundish.checkpoint.dcp.loading.load import load_from_root
+from tundish.checkpoint.dcp.loading.open_checkpoint import Readers
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.stager import make_hf_stager
 from tundish.checkpoint.open_root import Arguments, open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
@@ -243,7 +246,8 @@ class Checkpointer:
                 overwrite=overwrite,
                 blocking=blocking,
                 make_stager=functools.partial(
-                    root.dcp.plan,
+                    DcpStager,
+                    root.planner,
                     state_dict,
                     extra=extra,
                     rank_extra=rank_extra,
@@ -339,7 +343,8 @@ class Checkpointer:
             root.queues["dcp"].wait(None)
             with root.voted("load_dcp"):
                 root.failure.raise_pending()
-            return root.dcp.load(state_dict, view=root.view, step=step, verify=verify)
+            readers = Readers(root.voter, root.timeout)
+            return load_from_root(state_dict, root.view, step, verify=verify, readers=readers)
 
     # ---- Waiting and closing ----
 
@@ -439,7 +444,6 @@ class Checkpointer:
         finally:
             # Ranks that wait for this one in a vote or an exchange fail now; saves under way have voters of their own.
             root.voter.close()
-            root.dcp.close()
             if root.exchange_group is not None:
                 root.exchange_group.close()
             self._handle.close_later()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tundish.checkpoint.dcp.dcp_saver import DcpSaver
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer
@@ -35,8 +35,6 @@ from tundish.timeouts import timeout_seconds
 __all__ = ["Arguments", "OpenRoot", "open_root"]
 
 _NONCE = ".tundish-opening"
-# Groups in which gloo connects every rank with every other one, once saves need them.
-_GLOO_GROUPS = 3
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -71,7 +69,7 @@ class OpenRoot:
         view: reads the root.
         exchange_group: for tensors that travel through host memory; None in a world of one.
         are_nodes_alike: whether all nodes have as many ranks.
-        dcp: saves and loads DCP checkpoints.
+        planner: plans DCP saves.
         queues: the saves under way, by kind.
         protected: the steps that this rank protects.
         resources: closes everything, after the queues.
@@ -88,7 +86,7 @@ class OpenRoot:
     view: ReadOnlyRoot
     exchange_group: PrivateGroup | None
     are_nodes_alike: bool
-    dcp: DcpSaver
+    planner: SavePlanner
     queues: Mapping[Kind, SaveQueue]
     protected: set[int]
     resources: contextlib.ExitStack
@@ -113,7 +111,6 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> OpenRoot:
             budget = StagingBudget(arguments.staging_limit_bytes)
             failure = FailurePolicy(arguments.on_failure, member.rank)
             writers = _writers_per_node(arguments.writers_per_node)
-            _check_descriptors(world_size, path)
             _check_functions(arguments)
             if arguments.checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {arguments.checksum!r}: give 'crc64' or None")
@@ -137,8 +134,6 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> OpenRoot:
         if world_size > 1:
             exchange_group = PrivateGroup(member.ranks, seconds, voter)
             stack.callback(exchange_group.close)
-        dcp = DcpSaver(group, timeout=seconds, voter=voter)
-        stack.callback(dcp.close)
         queues: dict[Kind, SaveQueue] = {}
         protected: set[int] = set()
         for kind in KINDS:
@@ -168,7 +163,7 @@ def open_root(arguments: Arguments, group: Any, timeout: Any) -> OpenRoot:
             view=ReadOnlyRoot(path),
             exchange_group=exchange_group,
             are_nodes_alike=are_nodes_alike,
-            dcp=dcp,
+            planner=SavePlanner(voter, seconds),
             queues=queues,
             protected=protected,
             resources=stack.pop_all(),
@@ -258,26 +253,6 @@ def _check_functions(arguments: Arguments) -> None:
     given: Any = arguments.on_published
     if not isinstance(given, Sequence) or not all(callable(one) for one in given):
         raise InvalidTypeError(f"on_published is {given!r}: give a list of functions of a path")
-
-
-def _check_descriptors(world_size: int, path: Path) -> None:
-    """Refuse a limit of descriptors that is too low for the groups, which a save may connect hours from now."""
-    needed = _GLOO_GROUPS * (world_size - 1)
-    try:
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        taken = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except (ImportError, OSError):
-        # The system does not say.
-        return
-    if needed and limit != resource.RLIM_INFINITY and taken + needed > limit:
-        raise StorageError(
-            errno.EMFILE,
-            f"{world_size} ranks take {needed} descriptors of each process for their connections; {taken} are taken "
-            f"here, and no more than {limit} may be: raise that before the launcher starts, with `ulimit -n`",
-            str(path),
-        )
 
 
 def _writers_per_node(given: Any) -> int:

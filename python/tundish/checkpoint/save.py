@@ -105,10 +105,6 @@ class Save(Future[Path]):
 
     # The methods below are for the checkpointer.
 
-    def set_total(self, file_bytes: int) -> None:
-        """Correct how many bytes this rank writes."""
-        self._total = file_bytes
-
     def set_staged_save(self, staged: StagedSave) -> None:
         """Set what `staged` waits for."""
         self._staged_save = staged

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -42,7 +42,14 @@ class WriteOptions:
 
 
 class StagedSave(Protocol):
-    """A save whose tensors are in host memory, or on their way there."""
+    """A save whose tensors are in host memory, or on their way there.
+
+    Attributes:
+        note: a text that the first rank needs from every rank in `write_other_files`.
+    """
+
+    @property
+    def note(self) -> str: ...
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything. Raises what copying failed with, or `TimedOutError`."""
@@ -50,11 +57,11 @@ class StagedSave(Protocol):
     def allow_changes(self) -> None:
         """After `wait_staged`, on the caller's thread: the caller may change the tensors from here on."""
 
-    def write_other_files(self, folder: Path) -> list[_native.FileMetadata]:
-        """Write all files but the weights, durably. On the group's first rank, on a background thread."""
-
     def write(self, folder: Path, options: WriteOptions) -> list[_native.FileMetadata]:
         """Write this rank's files and block until they are durable. On a background thread of every rank."""
+
+    def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[_native.FileMetadata]:
+        """Write all other files, durably. On the group's first rank, after every rank's `write`, with their notes."""
 
     def abort(self) -> None:
         """Called instead of `write` while other ranks may call theirs: ranks that wait for this one fail at once."""
@@ -67,11 +74,11 @@ class Stager(Protocol):
     """One save before it is staged, known from names, shapes and dtypes alone.
 
     Attributes:
-        file_bytes: bytes of the files that this rank writes.
-        staged_bytes: host memory that staging takes on this rank.
-        checkpoint_bytes: what the whole checkpoint takes on the disk, of all ranks.
+        file_bytes: bytes of the files that this rank writes; after `prepare`.
+        staged_bytes: host memory that staging takes on this rank; after `prepare`.
+        checkpoint_bytes: on the first rank, what the whole checkpoint takes on the disk; after `prepare`.
         fingerprint: equal on all ranks exactly where their saves fit together.
-        needs_preparation: whether `prepare` has work to do, as far as this rank knows.
+        needs_preparation: whether `prepare` has to talk to other ranks, as far as this rank knows.
     """
 
     @property
@@ -85,19 +92,19 @@ class Stager(Protocol):
     @property
     def needs_preparation(self) -> bool: ...
 
-    def reserve(self) -> None:
-        """Take the host memory, before the ranks vote on the save. Local to this rank. Raises `MemoryError` kinds."""
-
     def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
-        """Collective, after the vote: make what staging needs of the other ranks.
+        """Collective where any rank needs it: make what staging needs of the other ranks.
 
         Args:
-            vote: the vote that took the save.
+            vote: the vote in which all ranks had a stager.
             any_needs: whether `needs_preparation` holds on any rank; the same on all.
 
         Returns:
-            Whether `staged_bytes` changed, so that the memory has to be reserved again.
+            Whether `staged_bytes` changed and what was reserved was released.
         """
+
+    def reserve(self) -> None:
+        """Take the host memory, local to this rank. Raises `MemoryError` kinds."""
 
     def stage(self) -> StagedSave:
         """Copy the tensors. On the caller's thread, collective where they are sharded.

@@ -45,10 +45,11 @@ class Request:
         return f"save_{self.kind} of step {self.step}"
 
 
-class _Reservation:
-    """What a save holds before it is taken: a stager, a part of the staging budget, a folder in the root.
+class _Attempt:
+    """A save until it is taken, and what it holds: a stager, a part of the staging budget, a folder in the root.
 
     Attributes:
+        claim: on the staging budget.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
 
@@ -57,10 +58,43 @@ class _Reservation:
         self._request = request
         self.claim = root.budget.claim()
         self._stager: Stager | None = None
+        self._has_begun = False
         self.needs_room = False
 
-    def make(self) -> Stager:
-        """Refuse what can be refused, else reserve what the save needs. Not collective."""
+    def agree(self) -> Stager:
+        """Collective: refuse what can be refused, else reserve what the save needs."""
+        root, request = self._root, self._request
+        same, flag = request.what, False
+        error: BaseException | None = None
+        try:
+            stager = self._make_stager()
+            same += f": tag {request.tag}, overwrite {request.overwrite}, {stager.fingerprint}"
+            flag = stager.needs_preparation
+            if not flag:
+                self._reserve(stager)
+        except Exception as caught:  # noqa: BLE001 (the vote raises it again)
+            # The frames hold memory that was being reserved.
+            traceback.clear_frames(caught.__traceback__)
+            error = caught
+        any_needs = root.voter.vote(error, what=request.what, same=same, flag=flag, timeout=root.timeout)
+        try:
+            if stager.prepare(root.voter.last_vote, any_needs=any_needs) or flag:
+                self._reserve(stager)
+        except Exception as caught:  # noqa: BLE001
+            traceback.clear_frames(caught.__traceback__)
+            error = caught
+        if any_needs:
+            root.voter.vote(error, what=f"{request.what}: preparing", timeout=root.timeout)
+        return stager
+
+    def release(self) -> None:
+        """Give everything back."""
+        self.claim.give_back()
+        if self._stager is not None:
+            self._stager.release()
+        self._abandon()
+
+    def _make_stager(self) -> Stager:
         root, request = self._root, self._request
         root.failure.raise_pending()
         check_step(request.step)
@@ -71,37 +105,41 @@ class _Reservation:
         if request.step in queue.steps_under_way():
             raise InvalidInputError(f"{request.what}: a save of this step is under way already")
         queue.start()
-        self._stager = stager = request.make_stager()
+        self._stager = request.make_stager()
+        return self._stager
+
+    def _reserve(self, stager: Stager) -> None:
         # `reserve` begins to copy, so that the rest happens meanwhile; but a refused save must not wait for memory.
-        has_memory = self.take_memory(stager, waits=False)
-        if root.writable is not None:
-            self.needs_room = root.writable.begin(
+        self.claim.give_back()
+        has_memory = self._take_memory(stager, waits=False)
+        self._begin(stager)
+        if not has_memory:
+            self._take_memory(stager, waits=True)
+
+    def _take_memory(self, stager: Stager, *, waits: bool) -> bool:
+        if not self.claim.take(stager.staged_bytes, self._request.what, waits=waits):
+            return False
+        stager.reserve()
+        return True
+
+    def _begin(self, stager: Stager) -> None:
+        """On the first rank: make the folder of the step, or refuse the step."""
+        writable, request = self._root.writable, self._request
+        self._abandon()
+        if writable is not None:
+            self.needs_room = writable.begin(
                 request.kind,
                 request.step,
                 stager.checkpoint_bytes,
                 overwrite=request.overwrite,
                 wait_for_saves=self._wait_for_saves,
             )
-        if not has_memory:
-            self.take_memory(stager)
-        return stager
+            self._has_begun = True
 
-    def take_memory(self, stager: Stager, *, waits: bool = True) -> bool:
-        """Reserve host memory in place of what is held; with `waits`, wait for the saves under way to free it."""
-        self.claim.give_back()
-        # Here, and not where other ranks have begun to exchange tensors.
-        if not self.claim.take(stager.staged_bytes, self._request.what, waits=waits):
-            return False
-        stager.reserve()
-        return True
-
-    def release(self) -> None:
-        """Give everything back."""
-        self.claim.give_back()
-        if self._stager is not None:
-            self._stager.release()
-            if self._root.writable is not None:
-                self._root.writable.abandon(self._request.kind, self._request.step)
+    def _abandon(self) -> None:
+        if self._has_begun and self._root.writable is not None:
+            self._root.writable.abandon(self._request.kind, self._request.step)
+        self._has_begun = False
 
     def _wait_for_saves(self) -> None:
         """Wait until no save is under way: retention then makes room."""
@@ -126,37 +164,15 @@ def submit(root: OpenRoot, request: Request) -> Save:
     """
     queue = root.queues[request.kind]
     queue.wait_for_turn()
-    reservation = _Reservation(root, request)
-    stager: Stager | None = None
-    error: BaseException | None = None
-    same = request.what
+    attempt = _Attempt(root, request)
     try:
-        try:
-            stager = reservation.make()
-            same += f": tag {request.tag}, overwrite {request.overwrite}, {stager.fingerprint}"
-        except Exception as caught:  # noqa: BLE001 (the vote raises it again)
-            # The frames hold memory that was being reserved.
-            traceback.clear_frames(caught.__traceback__)
-            error = caught
-        any_needs = root.voter.vote(
-            error,
-            what=request.what,
-            same=same,
-            flag=stager is not None and stager.needs_preparation,
-            timeout=root.timeout,
-        )
-        if stager is None:
-            raise RuntimeError(f"{request.what} was taken without a stager")
-        queued = _queued_save(root, request, stager, reservation)
+        stager = attempt.agree()
+        queued = _queued_save(root, request, stager, attempt)
     except BaseException:
-        reservation.release()
+        attempt.release()
         raise
     try:
         try:
-            if stager.prepare(root.voter.last_vote, any_needs=any_needs):
-                stager.release()
-                reservation.take_memory(stager)
-                queued.save.set_total(stager.file_bytes)
             queued.staged = stager.stage()
             queued.save.set_staged_save(queued.staged)
         except BaseException as caught:
@@ -187,7 +203,7 @@ def _act_where_untold(root: OpenRoot, queued: QueuedSave, raised: BaseException)
         root.failure.act(error, queued.what)
 
 
-def _queued_save(root: OpenRoot, request: Request, stager: Stager, reservation: _Reservation) -> QueuedSave:
+def _queued_save(root: OpenRoot, request: Request, stager: Stager, attempt: _Attempt) -> QueuedSave:
     name = f"{request.kind}-{request.step}"
     is_queue_thread = root.queues[request.kind].is_own_thread
     return QueuedSave(
@@ -198,9 +214,9 @@ def _queued_save(root: OpenRoot, request: Request, stager: Stager, reservation: 
         tag=request.tag,
         overwrite=request.overwrite,
         extra=copy.deepcopy(dict(request.extra or {})),
-        needs_room=reservation.needs_room,
+        needs_room=attempt.needs_room,
         is_caller_told=request.blocking,
-        release=reservation.claim.give_back,
+        release=attempt.claim.give_back,
     )
 
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import World, assert_same, new_saver, run, save, whole
+from support.checkpoint.dcp_states import World, assert_same, new_planner, run, save, whole
 from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 
 from tundish._native import CheckpointRoot, add_manifest_checksum
-from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp.dcp_saver import load_dcp
+from tundish.checkpoint import Checkpointer, load_dcp
 from tundish.errors import (
     CheckpointInUseError,
     CorruptCheckpointError,
@@ -31,10 +30,9 @@ from tundish.errors import (
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint of one process."""
-    saver = new_saver()
+    planner = new_planner()
     state = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "note": ["kept", 1]}
-    save(saver, state, tmp_path / "saved", extra={"step": 7}, rank_extra={"seen": (1, 2)})
-    saver.close()
+    save(planner, state, tmp_path / "saved", extra={"step": 7}, rank_extra={"seen": (1, 2)})
     return tmp_path / "saved"
 
 
@@ -47,10 +45,9 @@ def trained(layout: str, seed: int = 0) -> World:
 def save_world(rank: int, line: Line) -> None:
     folder, layout = line.hear()
     world = trained(layout)
-    saver = new_saver()
+    planner = new_planner()
     rank_extra = {"rank": rank, "rng": torch.full((3,), rank)} if rank != 1 else None
-    save(saver, world.state(), folder, extra={"step": 7, "tokens": 123}, rank_extra=rank_extra)
-    saver.close()
+    save(planner, world.state(), folder, extra={"step": 7, "tokens": 123}, rank_extra=rank_extra)
     expected = whole(world.state())
     if rank == 0:
         torch.save(expected, folder.with_name("expected"))
@@ -120,9 +117,8 @@ class Counter:
 
 
 def test_stateful_objects_load_their_state(tmp_path: Path) -> None:
-    saver = new_saver()
-    save(saver, {"counter": Counter(5.0)}, tmp_path / "saved")
-    saver.close()
+    planner = new_planner()
+    save(planner, {"counter": Counter(5.0)}, tmp_path / "saved")
     counter = Counter(0.0)
     state = {"counter": counter}
     load_dcp(state, tmp_path / "saved")
@@ -163,9 +159,8 @@ def test_a_mismatch_leaves_the_state_unchanged(saved: Path, state: dict[str, Any
     ],
 )
 def test_integers_never_wrap_around(there: torch.dtype, here: torch.dtype, tmp_path: Path) -> None:
-    saver = new_saver()
-    save(saver, {"seen": torch.tensor([1, 100], dtype=there)}, tmp_path / "saved")
-    saver.close()
+    planner = new_planner()
+    save(planner, {"seen": torch.tensor([1, 100], dtype=there)}, tmp_path / "saved")
     state = {"seen": torch.zeros(2, dtype=here)}
     with pytest.raises(StateMismatchError, match=f"is {here} here and {there} in it, which it cannot hold"):
         load_dcp(state, tmp_path / "saved")

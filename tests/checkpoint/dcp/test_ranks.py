@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -18,14 +17,12 @@ from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tundish.checkpoint import Checkpointer, private_group
-from tundish.checkpoint.dcp.saving.plan_exchange import PlanExchange
-from tundish.checkpoint.dcp.saving.torch_planning import StagedPlanner
-from tundish.distributed import voter_of
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 
 
 def train_and_save(rank: int, line: Line) -> None:
@@ -96,33 +93,30 @@ def fail_on_one_rank(rank: int, line: Line) -> None:
     (root,) = line.hear()
     state = {"w": torch.full((1000,), 1.0), "mine": {str(rank): torch.zeros(3)}}
     said = []
-    create = StagedPlanner.create_local_plan
-    with Checkpointer(root, on_failure=lambda error: None, timeout=30) as checkpointer:
+    reserve = DcpStager.reserve
+    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
         for step, failing in enumerate((1, 0, None)):
             # Another form each time, so that there is something to plan.
             state[f"more{step}"] = torch.ones(2)
 
-            def fail(self: StagedPlanner) -> Any:
-                raise OSError(f"rank {rank} cannot plan")
+            def fail(self: DcpStager) -> None:
+                raise OSError(f"rank {rank} cannot reserve")
 
-            StagedPlanner.create_local_plan = fail if rank == failing else create  # type: ignore[method-assign]
-            save = checkpointer.save_dcp(step, state)
-            said.append(outcome(lambda: save.result(60)))  # noqa: B023
+            DcpStager.reserve = fail if rank == failing else reserve  # type: ignore[method-assign]
+            said.append(outcome(lambda: checkpointer.save_dcp(step, state, blocking=True)))  # noqa: B023
+        assert checkpointer.stats()["staging"]["in_use"] == 0
         loaded = {"w": torch.zeros(1000)}
         checkpointer.load_dcp(loaded)
     assert_same(loaded, {"w": state["w"]})
     line.say(said)
 
 
-def test_a_planning_error_fails_only_that_save_on_all_ranks(tmp_path: Path) -> None:
+def test_an_error_after_planning_refuses_only_that_save_on_all_ranks(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for rank, (said,) in enumerate(run(fail_on_one_rank, 2, tmp_path / "job", root)):
         for failing, (kind, text, _) in zip((1, 0), said, strict=False):
             assert kind == ("OSError" if rank == failing else "PeerFailedError"), text
-            assert f"rank {failing} cannot plan" in text
-            assert (
-                rank != 0 or failing == 0 or text.startswith("rank 1 could not plan what it saves: OSError")
-            )
+            assert f"rank {failing} cannot reserve" in text
         assert said[2][0] == ""
     assert [path.name for path in sorted(root.glob("*dcp-[0-9]*"))] == ["dcp-2"]
 
@@ -194,38 +188,6 @@ def change_extra(rank: int, line: Line) -> None:
         assert loaded == {"seen": {"files": [1]}}
         assert checkpointer.list("dcp")[0].extra == loaded
     line.say("done")
-
-
-def gather_plans(rank: int, line: Line) -> None:
-    exchange = PlanExchange((0, 1, 2), rank, 30, voter_of(None))
-    exchange.connect("plans")
-
-    def plan_of(number: int) -> SavePlan:
-        # The last rank's is much longer than the others'.
-        return SavePlan(
-            items=[], planner_data={"plan": number, "names": ["weight"] * (1 + rank // 2 * 10**6)}
-        )
-
-    def told(plans: list[SavePlan] | None) -> Any:
-        return None if plans is None else [(each.planner_data["plan"], each.items) for each in plans]
-
-    plan = plan_of(rank)
-    said = [told(exchange.gather(plan))]
-    exchange.metadata = b"made" if rank == 0 else None
-    said.append(told(exchange.gather(plan)))
-    gc.collect()
-    kept = [each for each in gc.get_objects() if type(each) is SavePlan and each is not plan]
-    # Another one on one rank.
-    plan = plan_of(10) if rank == 1 else plan
-    said.append(told(exchange.gather(plan)))
-    exchange.break_off()
-    line.say(said, len(kept))
-
-
-def test_the_first_rank_keeps_plans_packed(tmp_path: Path) -> None:
-    (first, *others) = run(gather_plans, 3, tmp_path)
-    assert first == ([[(0, []), (1, []), (2, [])], None, [(0, []), (10, []), (2, [])]], 0)
-    assert others == [([None] * 3, 0)] * 2
 
 
 def destroy_meanwhile(rank: int, line: Line) -> None:
@@ -313,19 +275,15 @@ def save_other_forms(rank: int, line: Line) -> None:
         {"spread": spread(6, 8), mine: plain(5)},
         {"nested": {"spread": spread(6, 9)}, "nested.both": plain(2)},
     ]
-    reduced: list[int] = []
-    counted = distributed.all_reduce
+    planned: list[int] = []
+    plan = SavePlanner.plan
     with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
         for step, state in enumerate(states):
-            calls: list[Any] = []
-            distributed.all_reduce = lambda *given, calls=calls, **named: (
-                calls.append(1),
-                counted(*given, **named),
-            )
+            calls: list[int] = []
+            SavePlanner.plan = lambda *given, calls=calls: (calls.append(1), plan(*given))[1]  # type: ignore[method-assign]
             expected = whole(state)
             save = checkpointer.save_dcp(step, state)
-            distributed.all_reduce = counted
-            reduced.append(len(calls))
+            planned.append(len(calls))
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     value.zero_()
@@ -341,14 +299,14 @@ def save_other_forms(rank: int, line: Line) -> None:
             step: " ".join(sorted(FileSystemReader(root / f"dcp-{step}").read_metadata().state_dict_metadata))
             for step in range(len(states))
         }
-    line.say(reduced, names)
+    line.say(planned, names)
 
 
 def test_all_ranks_notice_a_new_form_on_any_rank(tmp_path: Path) -> None:
     said = run(save_other_forms, 2, tmp_path / "job", tmp_path / "root")
-    for reduced, names in said:
-        # Ranks tell each other only where something is new on one of them.
-        assert reduced == [1, 0, 1, 1, 1, 1, 1, 0, 1]
+    for planned, names in said:
+        # Ranks plan only where something is new on one of them.
+        assert planned == [1, 0, 1, 1, 1, 1, 1, 0, 1]
         assert names == {
             **dict.fromkeys((0, 1, 4), "both spread"),
             **dict.fromkeys((2, 3), "both late spread"),
@@ -372,23 +330,16 @@ def count_groups(rank: int, line: Line) -> None:
     whole_model = torch.nn.Linear(4, 4)
     said = []
     with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
-        said.append(len(made))
         checkpointer.save_hf(1, whole_model, blocking=True)
+        checkpointer.save_dcp(1, world.state(), blocking=True)
+        checkpointer.load_dcp(world.state())
         said.append(len(made))
         for step in (2, 3):
             checkpointer.save_hf(step, world.model, blocking=True)
             said.append(len(made))
-        for step in (2, 3):
-            checkpointer.save_dcp(step, world.state(), blocking=True)
-            said.append(len(made))
-    with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
-        checkpointer.load_dcp(world.state())
-        said.append(len(made))
-    line.say(said, len(set(made)))
+    line.say(said)
 
 
-def test_ranks_connect_only_for_saves_that_need_it(tmp_path: Path) -> None:
+def test_ranks_connect_only_for_exports_of_sharded_tensors(tmp_path: Path) -> None:
     """A connection between every two of thousands of ranks is what takes longest, and most descriptors."""
-    for said, names in run(count_groups, 3, tmp_path / "job", tmp_path / "root"):
-        assert said == [0, 0, 1, 1, 3, 3, 3]
-        assert names == 3
+    assert run(count_groups, 3, tmp_path / "job", tmp_path / "root") == [([0, 1, 1],)] * 3

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import new_saver
-from support.distributed.rank_processes import Job, Line
+from support.checkpoint.dcp_states import new_planner
+from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed
 
 from tundish._native import staging_stats
-from tundish.checkpoint.dcp.dcp_saver import DcpSaver
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.distributed import VoteId
 
 
-def partial_tensor(rank: int, line: Line) -> None:
+def refused_tensors(rank: int, line: Line) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
 
@@ -27,31 +29,23 @@ def partial_tensor(rank: int, line: Line) -> None:
     crooked = DTensor.from_local(
         torch.ones(2 + rank), mesh, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
     )
-    said = []
-    saver = new_saver()
-    refused = [(saver, DTensor.from_local(torch.ones(2), mesh, [Partial()])), (saver, crooked)]
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    planner = new_planner()
+    said = [outcome(lambda tensor=tensor: DcpStager(planner, {"w": tensor})) for tensor in (partial, crooked)]
     if rank == 0:
-        alone_saver = new_saver(alone)
-        refused.append((alone_saver, outsider))
-    for one, tensor in refused:
-        try:
-            one.plan({"w": tensor})
-        except Exception as error:
-            said.append((type(error).__name__, str(error)))
-    saver.close()
-    if rank == 0:
-        alone_saver.close()
-    line.say(said)
+        alone_stager = DcpStager(new_planner(alone), {"w": outsider})
+        said.append(outcome(lambda: alone_stager.prepare(VoteId("unused", 0), any_needs=True)))
+    line.say([one[:2] for one in said])
 
 
 def test_layouts_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
-    with Job(partial_tensor, 2, tmp_path) as job:
+    with Job(refused_tensors, 2, tmp_path) as job:
         ((first,), _) = job.hear_all()
         job.expect_end()
     assert [kind for kind, _ in first] == ["InvalidInputError"] * 3
     assert "yet to be reduced" in first[0][1]
     assert "its local tensor has shape (2,)" in first[1][1]
-    assert "a part on rank 1, which is not in the group" in first[2][1]
+    assert "save it with a group of all ranks that hold a block" in first[2][1]
 
 
 def ragged() -> torch.Tensor:
@@ -77,15 +71,15 @@ def ragged() -> torch.Tensor:
     ],
 )
 def test_unsupported_values_are_refused_before_staging(
-    saver: DcpSaver, state: Any, kind: str, said: str
+    planner: SavePlanner, state: Any, kind: str, said: str
 ) -> None:
     before = staging_stats()["in_use"]
     with pytest.raises((ValueError, TypeError)) as refusal:
-        saver.plan(state)
+        DcpStager(planner, state)
     assert type(refusal.value).__name__ == kind
     assert said in str(refusal.value)
     assert staging_stats()["in_use"] == before
-    saver.plan({"w": torch.ones(1)})
+    DcpStager(planner, {"w": torch.ones(1)})
 
 
 @pytest.mark.parametrize(
@@ -100,7 +94,7 @@ def test_unsupported_values_are_refused_before_staging(
         ({"staging": "lazy"}, "give optimizer="),
     ],
 )
-def test_invalid_arguments_are_refused(saver: DcpSaver, arguments: Any, said: str) -> None:
+def test_invalid_arguments_are_refused(planner: SavePlanner, arguments: Any, said: str) -> None:
     with pytest.raises((ValueError, TypeError)) as refusal:
-        saver.plan({"w": torch.ones(1)}, **arguments)
+        DcpStager(planner, {"w": torch.ones(1)}, **arguments)
     assert said in str(refusal.value)

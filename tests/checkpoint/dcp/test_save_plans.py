@@ -7,57 +7,56 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import assert_same, read, save
+from support.checkpoint.dcp_states import assert_same, prepare, read, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tundish._native import staging_stats
-from tundish.checkpoint.dcp.dcp_saver import DcpSaver
 from tundish.checkpoint.dcp.flattened_state import flatten_state
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 
 
-def test_fingerprints_differ_with_extra_and_staging(saver: DcpSaver) -> None:
+def test_fingerprints_differ_with_extra_and_staging(planner: SavePlanner) -> None:
     state = {"w": torch.ones(1)}
     same = [
-        saver.plan(state, extra={"a": 1, "b": 2}),
-        saver.plan(state, extra={"b": 2, "a": 1}, rank_extra=3),
+        DcpStager(planner, state, extra={"a": 1, "b": 2}),
+        DcpStager(planner, state, extra={"b": 2, "a": 1}, rank_extra=3),
     ]
     assert same[0].fingerprint == same[1].fingerprint
-    assert saver.plan(state, extra={"a": 2, "b": 2}).fingerprint != same[0].fingerprint
-    assert saver.plan(state).fingerprint != same[0].fingerprint
+    assert DcpStager(planner, state, extra={"a": 2, "b": 2}).fingerprint != same[0].fingerprint
+    assert DcpStager(planner, state).fingerprint != same[0].fingerprint
 
 
-def test_an_unstaged_plan_releases_its_memory(saver: DcpSaver) -> None:
+def test_an_unstaged_plan_releases_its_memory(planner: SavePlanner) -> None:
     before = staging_stats()["in_use"]
-    plan = saver.plan({"w": torch.ones(1 << 20)})
-    plan.reserve()
+    plan = DcpStager(planner, {"w": torch.ones(1 << 20)})
+    prepare(plan)
     assert staging_stats()["in_use"] >= before + (1 << 22)
     plan.release()
     assert staging_stats()["in_use"] == before
 
 
 def test_a_save_of_the_same_form_is_planned_once(
-    saver: DcpSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planner: SavePlanner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tundish.checkpoint.dcp.saving.torch_planning import StagedPlanner
-
     planned: list[int] = []
-    create = StagedPlanner.create_local_plan
-    monkeypatch.setattr(StagedPlanner, "create_local_plan", lambda self: (planned.append(1), create(self))[1])
+    plan = SavePlanner.plan
+    monkeypatch.setattr(SavePlanner, "plan", lambda *given: (planned.append(1), plan(*given))[1])
     for number in range(3):
-        save(saver, {"w": torch.full((3,), float(number))}, tmp_path / str(number))
+        save(planner, {"w": torch.full((3,), float(number))}, tmp_path / str(number))
     assert len(planned) == 1
     assert_same(read(tmp_path / "2"), {"w": torch.full((3,), 2.0)})
-    save(saver, {"v": torch.zeros(3)}, tmp_path / "other")
+    save(planner, {"v": torch.zeros(3)}, tmp_path / "other")
     assert len(planned) == 2
 
 
-def test_a_save_keeps_no_tensor_alive(saver: DcpSaver, tmp_path: Path) -> None:
+def test_a_save_keeps_no_tensor_alive(planner: SavePlanner, tmp_path: Path) -> None:
     import gc
     import weakref
 
     tensor = torch.ones(1000)
     gone = weakref.ref(tensor)
-    save(saver, {"w": tensor}, tmp_path / "saved")
+    save(planner, {"w": tensor}, tmp_path / "saved")
     del tensor
     gc.collect()
     assert gone() is None

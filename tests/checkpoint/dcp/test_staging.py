@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import Net, assert_same, compare, read, save, whole, write
+from support.checkpoint.dcp_states import Net, assert_same, prepare, read, save, whole, write
 
-from tundish.checkpoint.dcp.dcp_saver import DcpSaver
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.staging.copies import EagerCopy
 
 
-def test_a_lazy_save_has_the_values_before_the_optimizer_step(saver: DcpSaver, tmp_path: Path) -> None:
+def test_a_lazy_save_has_the_values_before_the_optimizer_step(planner: SavePlanner, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(700, 700) for _ in range(8)), Net().norm)
     model.register_buffer("average", torch.zeros(1000))
@@ -28,9 +29,8 @@ def test_a_lazy_save_has_the_values_before_the_optimizer_step(saver: DcpSaver, t
     for number in range(3):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         expected = whole(state)
-        plan = saver.plan(state, staging="lazy", optimizer=optimizer)
-        plan.reserve()
-        compare(plan)
+        plan = DcpStager(planner, state, staging="lazy", optimizer=optimizer)
+        prepare(plan)
         staged = plan.stage()
         with torch.no_grad():
             model.average.fill_(number + 1)
@@ -42,7 +42,7 @@ def test_a_lazy_save_has_the_values_before_the_optimizer_step(saver: DcpSaver, t
 
 
 def test_a_lazy_save_copies_optimizer_owned_tensors_in_the_background(
-    saver: DcpSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planner: SavePlanner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = torch.nn.Linear(8, 8)
     model.register_buffer("average", torch.zeros(5))
@@ -60,6 +60,6 @@ def test_a_lazy_save_copies_optimizer_owned_tensors_in_the_background(
 
     monkeypatch.setattr(EagerCopy, "run", count)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    save(saver, state, tmp_path / "lazy", staging="lazy", optimizer=optimizer)
+    save(planner, state, tmp_path / "lazy", staging="lazy", optimizer=optimizer)
     # Weight and bias, and four states of each; at once the buffer, which any forward may change.
     assert copied == {True: 1, False: 10}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import new_saver, save
+from support.checkpoint.dcp_states import new_planner, save
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -29,9 +29,8 @@ STATE = {
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    saver = new_saver()
-    save(saver, dict(STATE), tmp_path / "saved")
-    saver.close()
+    planner = new_planner()
+    save(planner, dict(STATE), tmp_path / "saved")
     return tmp_path / "saved"
 
 

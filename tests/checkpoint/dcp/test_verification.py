@@ -21,9 +21,9 @@ from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, load_dcp
-from tundish.checkpoint.dcp.file_names import shard_name
+from tundish.checkpoint.dcp.file_layout import shard_name
 from tundish.checkpoint.dcp.loading import open_checkpoint
-from tundish.checkpoint.dcp.loading.read_partition import files_of_reader
+from tundish.checkpoint.dcp.loading.open_checkpoint import files_of_reader
 
 MIB = 1 << 20
 

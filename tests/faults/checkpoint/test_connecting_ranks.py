@@ -56,10 +56,10 @@ class Saving:
 
     def break_group(self, step: int, **arguments: Any) -> Any:
         """A save that this rank gives up in the middle of an exchange with the others."""
-        from tundish.checkpoint.dcp.saving.rank_comparison import RankComparison
+        from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
         from tundish.checkpoint.hf.gather.exchange import Gather
 
-        kind, name = (Gather, "_exchange") if self._kind == "hf" else (RankComparison, "_maxima")
+        kind, name = (Gather, "_exchange") if self._kind == "hf" else (SavePlanner, "plan")
         whole = getattr(kind, name)
 
         def give_up(*given: Any, **named: Any) -> Any:
@@ -70,14 +70,10 @@ class Saving:
         return self.save(step, **arguments)
 
     def fail_while_connecting(self, step: int, **arguments: Any) -> Any:
-        """A save in which this rank cannot make a group, the last of those that it needs."""
-        left = 1 if self._kind == "hf" else 2
+        """A save in which this rank cannot make the group."""
 
         def fail() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise OSError(errno.EMFILE, "too many open files")
+            raise OSError(errno.EMFILE, "too many open files")
 
         return self._while_connecting(fail, step, **arguments)
 
@@ -183,7 +179,6 @@ FINE = ("", "", None)
     ("kind", "trouble", "kinds"),
     [
         ("hf", "fail_while_connecting", ["PeerFailedError", "OSError"]),
-        ("dcp", "fail_while_connecting", ["PeerFailedError", "OSError"]),
         ("hf", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
         ("dcp", "lose_sight", ["PeerFailedError", "VoteTimeoutError"]),
     ],
@@ -218,11 +213,10 @@ def test_no_rank_waits_and_the_next_save_succeeds(
         readonly.verify(one.path)
 
 
-@pytest.mark.parametrize("kind", ["hf", "dcp"])
-def test_nobody_waits_for_a_rank_that_is_killed_before_it_connects(kind: str, tmp_path: Path) -> None:
+def test_nobody_waits_for_a_rank_that_is_killed_before_it_connects(tmp_path: Path) -> None:
     with Job(saving, 3, tmp_path) as job:
         for rank in range(3):
-            job.tell(rank, (tmp_path / "root", kind))
+            job.tell(rank, (tmp_path / "root", "hf"))
         begun = time.monotonic()
         for rank in range(3):
             job.tell(rank, ("die_while_connecting" if rank == 2 else "save", (1,), {}))
@@ -232,11 +226,10 @@ def test_nobody_waits_for_a_rank_that_is_killed_before_it_connects(kind: str, tm
         assert time.monotonic() - begun < 20
 
 
-@pytest.mark.parametrize("kind", ["hf", "dcp"])
-def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(kind: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(tmp_path: Path) -> None:
     with Job(saving, 3, tmp_path) as job:
         for rank in range(3):
-            job.tell(rank, (tmp_path / "root", kind))
+            job.tell(rank, (tmp_path / "root", "hf"))
         for rank in range(3):
             job.tell(rank, ("stop_while_connecting" if rank == 2 else "save", (1,), {}))
         # What it waits for comes no sooner than it is woken.
@@ -256,14 +249,12 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(kind: str, tmp_pa
         job.expect_end()
 
 
-@pytest.mark.parametrize(("kind", "host"), [("hf", LAUNCHER), ("dcp", LAUNCHER), ("hf", RANK0)])
-def test_a_rank_that_stands_still_before_it_connects_is_named_in_time(
-    kind: str, host: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0])
+def test_a_rank_that_stands_still_before_it_connects_is_named_in_time(host: str, tmp_path: Path) -> None:
     timeout = 3.0
     with Job(saving, 3, tmp_path, host=host) as job:
         for rank in range(3):
-            job.tell(rank, (tmp_path / "root", kind, timeout))
+            job.tell(rank, (tmp_path / "root", "hf", timeout))
         begun = time.monotonic()
         for rank in range(3):
             job.tell(rank, ("stop_while_connecting" if rank == 0 else "save", (1,), {}))

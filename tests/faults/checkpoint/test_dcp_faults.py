@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import OPTIONS, compare, new_saver, save
 from support.distributed.rank_processes import Job, Line, outcome
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish.checkpoint import Checkpointer
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 
 NOTICED = 1.0
 
@@ -30,81 +30,56 @@ def state_of(number: int) -> dict[str, Any]:
     return {"w": torch.full((1000,), float(number)), f"of {number}": torch.ones(3)}
 
 
-def plan_beside_a_rank_that_is_stopped(rank: int, line: Line) -> None:
-    folder = line.hear()
-    saver = new_saver(timeout=3)
-    save(saver, state_of(0), folder / "0")
-    plan = saver.plan(state_of(1))
-    plan.reserve()
-    compare(plan)
-    staged = plan.stage()
-    line.say("staged")
-    line.hear()
-    (folder / "1").mkdir(exist_ok=True)
-    started = time.monotonic()
-    failed = outcome(lambda: staged.write(folder / "1", OPTIONS))
-    staged.release()
-    line.say(failed[0], time.monotonic() - started)
-    line.hear()
-    for number in (2, 3):
-        save(saver, state_of(number), folder / str(number))
-    saver.close()
+def save_beside_a_rank_that_stands_still(rank: int, line: Line) -> None:
+    root, timeout = line.hear()
+    with Checkpointer(root, on_failure="raise", timeout=timeout) as checkpointer:
+        checkpointer.save_dcp(0, state_of(0), blocking=True)
+        plan = SavePlanner.plan
+
+        def stand_still(*given: Any) -> Any:
+            SavePlanner.plan = plan  # type: ignore[method-assign]
+            line.say("planning")
+            line.hear()
+            return plan(*given)
+
+        if rank == 1:
+            SavePlanner.plan = stand_still  # type: ignore[method-assign]
+        line.say(outcome(lambda: checkpointer.save_dcp(1, state_of(1))), time.monotonic())
+        line.hear()
+        for number in (2, 3):
+            checkpointer.save_dcp(number, state_of(number), blocking=True)
 
 
-def test_a_rank_that_is_stopped_while_plans_are_gathered_spoils_one_save(tmp_path: Path) -> None:
-    with Job(plan_beside_a_rank_that_is_stopped, 2, tmp_path) as job:
-        job.tell(0, tmp_path)
-        job.tell(1, tmp_path)
-        job.hear_all()
+def test_a_rank_that_is_stopped_while_all_plan_spoils_one_save(tmp_path: Path) -> None:
+    with Job(save_beside_a_rank_that_stands_still, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "root", 3.0))
+        assert job.hear(1) == ("planning",)
         job.signal(1, signal.SIGSTOP)
-        job.tell(0)
-        job.tell(1)
-        kind, seconds = job.hear(0)
-        assert kind != "" and 2 < seconds < 10
+        ((kind, text, silent), _) = job.hear(0)
+        assert (kind, silent) == ("VoteTimeoutError", (1,)), text
         job.signal(1, signal.SIGCONT)
-        assert job.hear(1)[0] != ""
+        job.tell(1)
+        assert job.hear(1)[0][0] == "VoteTimeoutError"
         job.tell(0)
         job.tell(1)
         job.expect_end()
     for number in (0, 2, 3):
-        assert torch.equal(read(tmp_path / str(number))["w"], state_of(number)["w"])
+        assert torch.equal(read(tmp_path / "root" / f"dcp-{number}")["w"], state_of(number)["w"])
+    assert not (tmp_path / "root" / "dcp-1").exists()
 
 
-def plan_beside_a_rank_that_is_killed(rank: int, line: Line) -> None:
-    folder = line.hear()
-    saver = new_saver(timeout=60)
-    plan = saver.plan(state_of(1))
-    plan.reserve()
-    compare(plan)
-    staged = plan.stage()
-    line.say("staged")
-    line.hear()
-    (folder / "1").mkdir(exist_ok=True)
-    failed = outcome(lambda: staged.write(folder / "1", OPTIONS))
-    staged.release()
-    line.say(failed[0], time.monotonic())
-    line.hear()
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_is_killed_while_plans_are_gathered_is_noticed(tmp_path: Path, killed: int) -> None:
-    other = 1 - killed
-    with Job(plan_beside_a_rank_that_is_killed, 2, tmp_path) as job:
-        job.tell(0, tmp_path)
-        job.tell(1, tmp_path)
-        job.hear_all()
-        if other == 0:
-            job.tell(0)
-            time.sleep(0.5)
-        job.signal(killed, signal.SIGKILL)
-        started = time.monotonic()
-        if other == 1:
-            # A rank that sent its plan need not wait; without the first one the vote fails.
-            job.tell(1)
-        kind, noticed = job.hear(other)
-        assert noticed - started < NOTICED + 0.5
-        if other == 0:
-            assert kind != ""
+def test_a_rank_that_is_killed_while_all_plan_is_noticed(tmp_path: Path) -> None:
+    with Job(save_beside_a_rank_that_stands_still, 2, tmp_path) as job:
+        for rank in (0, 1):
+            job.tell(rank, (tmp_path / "root", 60.0))
+        assert job.hear(1) == ("planning",)
+        time.sleep(0.5)
+        job.signal(1, signal.SIGKILL)
+        killed = time.monotonic()
+        ((kind, text, who), noticed) = job.hear(0)
+        assert (kind, who) == ("PeerFailedError", 1), text
+        assert noticed - killed < NOTICED + 0.5
 
 
 def test_a_file_that_finds_no_room_fails_the_save_and_no_later_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def calling(rank: int, line: Line) -> None:
     import torch
 
     from tundish.checkpoint import Checkpointer
-    from tundish.checkpoint.dcp.saving.dcp_plan import DcpPlan
+    from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
     from tundish.checkpoint.hf.stager import HfStager
     from tundish.distributed import Voter
 
@@ -29,10 +29,10 @@ def calling(rank: int, line: Line) -> None:
 
     places: dict[str, tuple[Any, str]] = {
         "planning": (HfStager, "reserve"),
-        "planning dcp": (DcpPlan, "reserve"),
+        "planning dcp": (DcpStager, "reserve"),
         "voting": (Voter, "vote"),
         "staging": (HfStager, "stage"),
-        "staging dcp": (DcpPlan, "stage"),
+        "staging dcp": (DcpStager, "stage"),
     }
     root = line.hear()
     failures: list[BaseException] = []

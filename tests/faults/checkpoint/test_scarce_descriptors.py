@@ -7,16 +7,13 @@ import itertools
 import logging
 import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.distributed.rank_processes import Job, Line, outcome
 
 from tundish.checkpoint import Checkpointer, open_readonly, verify
-from tundish.distributed import vote
 from tundish.errors import StorageError
 
 
@@ -87,28 +84,3 @@ def test_nothing_is_called_damaged_that_could_not_be_opened(
     assert set(latest) == {root / "dcp-2"}
     assert verified
     assert set(loaded) == {2.0}
-
-
-def opens_with_few(rank: int, line: Line) -> None:
-    root = line.hear()
-    vote(what="whatever everybody has for votes")
-    began = time.monotonic()
-    # Those of a voter, and fewer than the groups take.
-    with only(4) if rank == 1 else contextlib.nullcontext():
-        line.say(*outcome(lambda: Checkpointer(root, timeout=40)), time.monotonic() - began < 10)
-    with Checkpointer(root, timeout=40):
-        pass
-
-
-def test_a_rank_that_has_too_few_for_the_groups_says_so_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    with Job(opens_with_few, 2, tmp_path) as job:
-        for rank in range(2):
-            job.tell(rank, str(tmp_path / "root"))
-        (first, told, who, is_soon), (second, text, _, is_soon_too) = job.hear_all()
-        assert (first, who, second) == ("PeerFailedError", 1, "StorageError")
-        assert "2 ranks take 3 descriptors of each process" in text
-        assert "ulimit -n" in text
-        assert "ulimit -n" in told
-        assert is_soon
-        assert is_soon_too
-        job.expect_end()

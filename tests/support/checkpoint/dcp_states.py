@@ -23,10 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from support.distributed.rank_processes import Job
 from tundish._native import FileMetadata, add_manifest_checksum
-from tundish.checkpoint.dcp.dcp_saver import DcpSaver
-from tundish.checkpoint.dcp.saving.dcp_plan import DcpPlan
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.stager import WriteOptions
-from tundish.distributed import VoteId, group_info, unique_name, voter_of
+from tundish.distributed import VoteId, voter_of
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, set_progress=lambda ask: None)
 
@@ -129,9 +129,11 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
         barrier()
         staged.wait_staged(60)
         facts: list[FileMetadata] = staged.write(folder, OPTIONS)
+        notes = gathered(staged.note)
+        others = staged.write_other_files(folder, notes) if is_first else []
     finally:
         staged.release()
-    everyone = gathered([(fact.name, fact.size, fact.checksum) for fact in facts])
+    everyone = gathered([(fact.name, fact.size, fact.checksum) for fact in facts + others])
     if is_first:
         files = [
             {"name": name, "size": size, "checksum": checksum}
@@ -143,28 +145,28 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
         text = json.dumps({**manifest, "extra": extra, "files": files})
         (folder / "tundish.json").write_text(add_manifest_checksum(text))
     barrier()
-    return facts
+    return facts + others
 
 
-def new_saver(group: Any = None, *, timeout: float = 30) -> DcpSaver:
-    """Collective: a saver without a checkpointer."""
-    return DcpSaver(group, timeout=timeout, voter=voter_of(group))
+def new_planner(group: Any = None, *, timeout: float = 30) -> SavePlanner:
+    """Collective: a planner of saves without a checkpointer."""
+    return SavePlanner(voter_of(group), timeout)
 
 
-def compare(plan: DcpPlan) -> None:
+def prepare(stager: DcpStager) -> None:
     """Find what is saved, and take the memory for it. Collective."""
-    vote = VoteId(unique_name("save", group_info(None).ranks), 0)
-    if plan.prepare(vote, any_needs=any(gathered(plan.needs_preparation))):
-        plan.release()
-        plan.reserve()
+    vote = VoteId("unused", 0)
+    stager.prepare(vote, any_needs=any(gathered(stager.needs_preparation)))
+    stager.reserve()
 
 
-def save(saver: DcpSaver, state: Mapping[str, Any], folder: Path, **arguments: Any) -> list[FileMetadata]:
+def save(
+    planner: SavePlanner, state: Mapping[str, Any], folder: Path, **arguments: Any
+) -> list[FileMetadata]:
     """Save and wait. Collective."""
-    plan = saver.plan(state, **arguments)
-    plan.reserve()
-    compare(plan)
-    return write(plan.stage(), folder, arguments.get("extra"))
+    stager = DcpStager(planner, state, **arguments)
+    prepare(stager)
+    return write(stager.stage(), folder, arguments.get("extra"))
 
 
 def gathered(value: Any) -> list[Any]:

@@ -1,5 +1,4 @@
 """DCP checkpoints: saved while training goes on, in the format of `torch.distributed.checkpoint`.
 
-`dcp_saver.DcpSaver` is the face that a checkpointer uses. `saving` plans, stages and writes a save; `loading` opens,
-verifies and loads a checkpoint.
+`saving` plans, stages and writes a save; `loading` opens, verifies and loads a checkpoint.
 """

@@ -56,6 +56,9 @@ class StagedExport:
         weight_names: names of all files with weights, of all ranks.
     """
 
+    # The first rank knows everything about the other files.
+    note = ""
+
     def __init__(
         self,
         *,
@@ -84,7 +87,7 @@ class StagedExport:
         for copy in self._copies:
             copy.allow_changes()
 
-    def write_other_files(self, folder: Path) -> list[FileMetadata]:
+    def write_other_files(self, folder: Path, notes: Sequence[str] = ()) -> list[FileMetadata]:  # noqa: ARG002
         """Write everything but the weights."""
         return [] if self._sidecars is None else self._sidecars.write(folder, self._weight_names)
 

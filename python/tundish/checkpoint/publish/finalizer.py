@@ -139,11 +139,12 @@ class Finalizer:
         # The vote that made the voter was the first.
         self._voter.skip_to(1 + _VOTES * queued.number)
         try:
-            staged, facts = self._stage(queued)
-            facts += self._write(queued, staged)
+            staged = self._stage(queued)
+            reports = self._write(queued, staged)
             with self._voted(f"{queued.what}: publishing"):
                 if self._publisher is not None:
-                    self._publish(self._publisher, queued, self._manifest(queued, facts))
+                    self._publisher.protect(step for one in reports for step in one["protected"])
+                    self._publish(self._publisher, queued, self._manifest(queued, staged, reports))
             queued.is_published = True
         except (StoreLostError, VoteTimeoutError):
             # On the other ranks the vote may have succeeded.
@@ -208,42 +209,30 @@ class Finalizer:
             else:
                 return
 
-    def _stage(self, queued: QueuedSave) -> tuple[StagedSave, list[_native.FileMetadata]]:
-        """Wait for the tensors and make room on the disk; the first rank writes all files but the weights."""
+    def _stage(self, queued: QueuedSave) -> StagedSave:
+        """Wait for the tensors, and make room on the disk where that is needed."""
         error: BaseException | None = None
-        facts: list[_native.FileMetadata] = []
         try:
-            facts = self._prepare(queued)
+            _staged_of(queued).wait_staged(None)
+            queued.save.mark_staged()
+            self._announce("staged", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         what = f"{queued.what}: staging"
-        needs_room = self._voter.vote(error, what=what, flag=queued.needs_room, timeout=self._timeout)
-        if needs_room:
-            facts = self._make_room(queued)
-        return _staged_of(queued), facts
+        if self._voter.vote(error, what=what, flag=queued.needs_room, timeout=self._timeout):
+            self._make_room(f"{queued.what}: making room")
+        return _staged_of(queued)
 
-    def _prepare(self, queued: QueuedSave) -> list[_native.FileMetadata]:
-        """Wait for the tensors; returns the metadata of the files that the first rank wrote."""
-        staged = _staged_of(queued)
-        staged.wait_staged(None)
-        queued.save.mark_staged()
-        self._announce("staged", self.kind, queued.save.step)
-        return [] if self._publisher is None or queued.needs_room else staged.write_other_files(queued.folder)
-
-    def _make_room(self, queued: QueuedSave) -> list[_native.FileMetadata]:
-        """Remove old checkpoints, once the steps that any rank protects are known; then as `_prepare`."""
-        what = f"{queued.what}: making room"
-        text = json.dumps(list(self._protected))
-        gathered = self._voter.gather(text, what=what, timeout=self._timeout)
+    def _make_room(self, what: str) -> None:
+        """Remove old checkpoints, once the steps that any rank protects are known."""
+        gathered = self._voter.gather(json.dumps(list(self._protected)), what=what, timeout=self._timeout)
         with self._voted(what):
-            if self._publisher is None:
-                return []
-            self._publisher.protect(step for one in gathered for step in json.loads(one))
-            self._publisher.make_room()
-            return _staged_of(queued).write_other_files(queued.folder)
+            if self._publisher is not None:
+                self._publisher.protect(step for one in gathered for step in json.loads(one))
+                self._publisher.make_room()
 
-    def _write(self, queued: QueuedSave, staged: StagedSave) -> list[_native.FileMetadata]:
-        """Write this rank's files; on the first rank, returns the metadata of the files of all ranks."""
+    def _write(self, queued: QueuedSave, staged: StagedSave) -> list[Any]:
+        """Write this rank's files; returns what all ranks report, on the first rank."""
         error: BaseException | None = None
         own: list[_native.FileMetadata] = []
         try:
@@ -251,22 +240,22 @@ class Finalizer:
             self._announce("written", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        text = json.dumps(
-            {
-                "files": [[facts.name, facts.size, facts.checksum] for facts in own],
-                # Copied at once: the caller's thread may add to it.
-                "protected": list(self._protected),
-            }
-        )
+        report = {
+            "files": [[file.name, file.size, file.checksum] for file in own],
+            "note": staged.note,
+            # Copied at once: the caller's thread may add to it.
+            "protected": list(self._protected),
+        }
         what = f"{queued.what}: writing"
-        gathered = self._voter.gather(text, error, what=what, timeout=self._timeout)
+        gathered = self._voter.gather(json.dumps(report), error, what=what, timeout=self._timeout)
         self._announce("voted", self.kind, queued.save.step)
-        heard = [json.loads(text) for text in gathered]
-        if self._publisher is not None:
-            self._publisher.protect(step for one in heard for step in one["protected"])
-        return [_native.FileMetadata(*facts) for one in heard for facts in one["files"]]
+        return [json.loads(text) for text in gathered]
 
-    def _manifest(self, queued: QueuedSave, facts: list[_native.FileMetadata]) -> str:
+    def _manifest(self, queued: QueuedSave, staged: StagedSave, reports: list[Any]) -> str:
+        """On the first rank: write the other files; returns the manifest of all of them."""
+        files = [tuple(file) for report in reports for file in report["files"]]
+        others = staged.write_other_files(queued.folder, [report["note"] for report in reports])
+        files += [(file.name, file.size, file.checksum) for file in others]
         manifest = {
             "format_version": FORMAT_VERSION,
             "kind": self.kind,
@@ -275,8 +264,8 @@ class Finalizer:
             "world_size": self._world_size,
             "extra": queued.extra,
             "files": [
-                {"name": file.name, "size": file.size, "checksum": file.checksum}
-                for file in sorted(facts, key=lambda file: file.name)
+                {"name": name, "size": size, "checksum": checksum}
+                for name, size, checksum in sorted(files, key=lambda file: file[0])
             ],
         }
         return json.dumps(manifest, indent=2, allow_nan=False) + "\n"

@@ -8,8 +8,11 @@ declined, or the checkpoint has none). Files that no save wrote are not read.
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from tundish.checkpoint.dcp.file_names import METADATA
+from tundish.checkpoint.dcp.file_layout import METADATA
 from tundish.checkpoint.dcp.flattened_state import flatten_state, is_stateful, plain_state
 from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, Readers, open_checkpoint
 from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
 from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
 from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
-from tundish.checkpoint.publish.read_only_root import Damaged, ReadOnlyRoot
-from tundish.checkpoint.publish.retention import Checkpoint
+from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot, check_step
+from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError
 
-__all__ = ["Loaded", "load_from", "load_newest"]
+__all__ = ["load_dcp", "load_from_root"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -36,53 +39,49 @@ _logger = logging.getLogger("tundish.checkpoint")
 Loaded = tuple[dict[str, Any], Mapping[int, Any]]
 
 
-def load_from(
-    state_dict: dict[str, Any], path: Path, *, step: int | None = None, verify: bool, readers: Readers
-) -> Loaded:
-    """Collective: load the checkpoint at `path` in place; meanwhile it is not removed or replaced.
-
-    Args:
-        state_dict: to load into.
-        path: of the checkpoint, the same on all ranks.
-        step: that it must have.
-        verify: read all its bytes before any rank uses one; each rank reads a part.
-        readers: the ranks that load.
-
-    Returns:
-        `extra`, and the `rank_extra` of every rank that saved.
-    """
-    with open_checkpoint(path, step=step, every_byte=verify, readers=readers) as checkpoint:
-        problem = checkpoint.verify()
-        if problem is not None:
-            with readers.agreed(f"verifying {path}"):
-                if readers.is_first:
-                    raise problem
-        return _load(state_dict, checkpoint)
-
-
-def load_newest(
+def load_dcp(
     state_dict: dict[str, Any],
-    view: ReadOnlyRoot,
+    path: str | os.PathLike[str],
     *,
-    verify: bool,
-    readers: Readers,
-    choose: Callable[[int | None, BaseException | None], int | None],
-) -> Loaded | None:
-    """Collective: as `load_from`, of the newest DCP checkpoint that is whole; logs those that it skips.
+    group: Any = None,
+    verify: bool = True,
+    timeout: float = DEFAULT_TIMEOUT.total_seconds(),
+) -> Loaded:
+    """Collective over `group` (None: all ranks): load the DCP checkpoint at `path` into `state_dict`, in place.
 
     Args:
-        state_dict: to load into.
-        view: the root.
-        verify: as in `load_from`.
-        readers: the ranks that load.
-        choose: collective; takes the step that the first rank proposes, or its error, and returns it on all ranks.
+        state_dict: as it was saved, or parts of it, with the tensors to load into; on any number of ranks.
+        path: of a published checkpoint, which is not removed or replaced meanwhile.
+        group: the ranks that load together.
+        verify: read all bytes first, each rank a part, and compare their checksums.
+        timeout: seconds that ranks wait for each other.
 
     Returns:
-        None if there is no checkpoint.
+        `extra`, and the `rank_extra` of every rank that saved, by rank, as `Checkpointer.load_dcp` does.
 
     Raises:
-        CorruptCheckpointError: there are some, and none is whole.
+        NotFoundError: there is no whole checkpoint at `path`.
+        CorruptCheckpointError: a file is damaged.
+        StateMismatchError: the state dict does not fit. After each of these errors, which all ranks raise, the state
+            dict is unchanged.
     """
+    # A link is resolved once.
+    folder = Path(os.path.realpath(path))
+    with Voter(group, timeout=timeout) as voter:
+        return _load_verified(state_dict, folder, None, verify=verify, readers=Readers(voter, timeout))
+
+
+def load_from_root(
+    state_dict: dict[str, Any], view: ReadOnlyRoot, step: int | None, *, verify: bool, readers: Readers
+) -> Loaded:
+    """Collective: load a checkpoint of the root `view`, as `Checkpointer.load_dcp` says."""
+    wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
+    what = "choosing the checkpoint to load"
+    with readers.agreed(what, same=f"load_dcp of {wanted}, verify {bool(verify)}"):
+        if step is not None:
+            check_step(step)
+    if step is not None:
+        return _load_verified(state_dict, view.path / f"dcp-{step}", step, verify=verify, readers=readers)
     candidates = _Candidates(view)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
@@ -93,62 +92,70 @@ def load_newest(
                     proposed = candidates.propose(proposal_lock)
             except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
-            step = choose(proposed, error)
+            step = json.loads(readers.broadcast(json.dumps(proposed), error, what))
             if step is None:
-                return None
+                # On all ranks: a first start is not the failure of one rank.
+                raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
             path = view.path / f"dcp-{step}"
             with open_checkpoint(path, step=step, every_byte=verify, readers=readers) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
                     return _load(state_dict, checkpoint)
-        if readers.is_first:
-            candidates.skip(step, problem)
+        candidates.skip(step, problem, is_logged=readers.is_first)
 
 
 class _Candidates:
-    """The DCP checkpoints of a root, the newest first, for the rank that proposes one."""
+    """The DCP checkpoints of a root that were not skipped, for the rank that proposes one."""
 
     def __init__(self, view: ReadOnlyRoot) -> None:
         self._view = view
-        self._left: list[Checkpoint | Damaged] | None = None
-        self._problems: list[str] = []
+        self._skipped: dict[int, str] = {}
 
     def propose(self, lock: contextlib.ExitStack) -> int | None:
-        """The step of the next checkpoint, locked until `lock` is closed; None if there never was one.
+        """The newest step, locked until `lock` is closed; None if there is no checkpoint.
 
         Raises:
             CorruptCheckpointError: all were skipped.
         """
         while True:
-            if self._left is None:
-                whole, damaged = self._view.survey("dcp")
-                self._left = sorted([*whole, *damaged], key=lambda one: one.step)
-            while self._left:
-                one = self._left.pop()
-                if isinstance(one, Damaged):
-                    problem = CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
-                    self.skip(one.step, problem)
-                    continue
-                # It may have been removed meanwhile.
-                with contextlib.suppress(NotFoundError):
-                    lock.enter_context(self._view.reading(one.step, "dcp"))
-                    return one.step
-            if self._problems:
+            whole, damaged = self._view.survey("dcp")
+            newest = max((one.step for one in whole if one.step not in self._skipped), default=None)
+            for one in reversed(damaged):
+                if one.step not in self._skipped and (newest is None or one.step > newest):
+                    self.skip(
+                        one.step, CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+                    )
+            if newest is None and self._skipped:
                 raise CorruptCheckpointError(
-                    f"no DCP checkpoint under {self._view.path} is whole: {'; '.join(self._problems)}. Training does "
-                    "not start anew by itself: move them away to do so"
+                    f"no DCP checkpoint under {self._view.path} is whole: {'; '.join(self._skipped.values())}. "
+                    "Training does not start anew by itself: move them away to do so"
                 )
-            # If all were removed, then for one that was published since the survey.
-            if self._view.latest("dcp") is None:
-                return None
-            self._left = None
+            # It may have been removed meanwhile, for a newer one.
+            with contextlib.suppress(NotFoundError):
+                if newest is not None:
+                    lock.enter_context(self._view.reading(newest, "dcp"))
+                return newest
 
-    def skip(self, step: int, problem: CorruptCheckpointError) -> None:
-        """Log why this one is not loaded."""
-        _logger.error(
-            "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", step, problem
-        )
-        self._problems.append(str(problem))
+    def skip(self, step: int, problem: CorruptCheckpointError, *, is_logged: bool = True) -> None:
+        """Go on without this one, and log why."""
+        if is_logged:
+            _logger.error(
+                "the DCP checkpoint of step %d cannot be loaded, the one before is tried: %s", step, problem
+            )
+        self._skipped[step] = str(problem)
+
+
+def _load_verified(
+    state_dict: dict[str, Any], path: Path, step: int | None, *, verify: bool, readers: Readers
+) -> Loaded:
+    """Collective: load the checkpoint at `path`, which must have `step` where one is given."""
+    with open_checkpoint(path, step=step, every_byte=verify, readers=readers) as checkpoint:
+        problem = checkpoint.verify()
+        if problem is not None:
+            with readers.agreed(f"verifying {path}"):
+                if readers.is_first:
+                    raise problem
+        return _load(state_dict, checkpoint)
 
 
 def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint) -> Loaded:

@@ -11,18 +11,17 @@ import contextlib
 import errno
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tundish._native import CheckpointReadLock
-from tundish.checkpoint.dcp.loading.read_partition import files_of_reader
+from tundish.checkpoint.dcp.file_layout import rank_extra_name, shard_name
 from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, warn_without_checksums
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
-__all__ = ["OpenCheckpoint", "Readers", "open_checkpoint", "read_lock"]
+__all__ = ["OpenCheckpoint", "Readers", "files_of_reader", "open_checkpoint", "read_lock"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -33,21 +32,6 @@ _MOST_REPORTED = 64
 
 # File name, problem, whether its bytes were read and differ.
 _Damage = tuple[str, str, bool]
-
-
-@dataclass(kw_only=True)
-class LoadVote:
-    """What a rank brings to a vote, and what it learns.
-
-    Attributes:
-        same: texts that must be equal on all ranks.
-        flag: a bit of this rank.
-        is_any_flagged: afterwards, whether any rank set its `flag`.
-    """
-
-    same: list[str] = field(default_factory=list)
-    flag: bool = False
-    is_any_flagged: bool = False
 
 
 class Readers:
@@ -65,25 +49,20 @@ class Readers:
         self.count = len(voter.ranks)
         self.is_first = self.index == 0
 
-    def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def agreed(self, what: str, *, same: str | None = None) -> contextlib.AbstractContextManager[None]:
         """As `Voter.agreed`."""
-        return self.voter.agreed(what, timeout=self.timeout)
+        return self.voter.agreed(what, same=same, timeout=self.timeout)
 
-    @contextlib.contextmanager
-    def voted(self, what: str) -> Iterator[LoadVote]:
-        """Collective: a block of fallible work that ends in a vote."""
-        error: BaseException | None = None
-        vote = LoadVote(same=[what])
-        try:
-            yield vote
-        except GeneratorExit:
-            raise
-        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
-            error = caught
-        same = ", ".join(vote.same)
-        vote.is_any_flagged = self.voter.vote(
-            error, what=what, same=same, flag=vote.flag, timeout=self.timeout
-        )
+    def vote(
+        self, error: BaseException | None, what: str, *, same: str | None = None, flag: bool = False
+    ) -> bool:
+        """As `Voter.vote`."""
+        return self.voter.vote(error, what=what, same=same, flag=flag, timeout=self.timeout)
+
+    def broadcast(self, text: str | None, error: BaseException | None, what: str) -> str:
+        """As `Voter.broadcast`, of the first rank's text."""
+        voter = self.voter
+        return voter.broadcast(text, error, source=voter.ranks[0], what=what, timeout=self.timeout)
 
 
 class OpenCheckpoint:
@@ -131,18 +110,20 @@ class OpenCheckpoint:
         Returns:
             The damage, on all ranks or none; only the first rank's error lists all of it.
         """
-        readers = self.readers
+        readers, what = self.readers, f"verifying {self.path}"
         found: list[_Damage] = []
         foreign: list[str] = []
+        error: BaseException | None = None
         is_alone = self._every_byte and self._are_copies()
         index, count = (0, 1) if is_alone else (readers.index, readers.count)
-        with readers.voted(f"verifying {self.path}") as vote:
+        try:
             names = files_of_reader(index, count, (name for name, _, _ in self.files), self.savers)
             found = self.lock.verify_files(names, every_byte=self._every_byte)
-            vote.flag = bool(found)
             if readers.is_first and self._every_byte:
                 foreign = self.lock.foreign_files()
-        if vote.is_any_flagged:
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        if readers.vote(error, what, flag=bool(found)):
             return self._agree_on(found)
         if foreign:
             _logger.warning(
@@ -154,15 +135,9 @@ class OpenCheckpoint:
 
     def _are_copies(self) -> bool:
         """Collective: whether nodes have copies of their own under this path."""
-        readers, voter = self.readers, self.readers.voter
-        if readers.count == 1:
-            return False
         what = f"comparing what the ranks see of {self.path.name}"
         own = self._change_times()
-        first = voter.broadcast(
-            own if readers.is_first else None, source=voter.ranks[0], what=what, timeout=readers.timeout
-        )
-        return voter.vote(what=what, flag=own != first, timeout=readers.timeout)
+        return self.readers.vote(None, what, flag=own != self.readers.broadcast(own, None, what))
 
     def _change_times(self) -> str:
         """The change times of two files, which differ between copies.
@@ -180,7 +155,7 @@ class OpenCheckpoint:
     def _agree_on(self, found: list[_Damage]) -> CorruptCheckpointError:
         readers = self.readers
         reports = readers.voter.gather(
-            json.dumps([len(found), sorted(found)[:_MOST_REPORTED]]),
+            json.dumps(sorted(found)[:_MOST_REPORTED]),
             what=f"collecting the damage of {self.path}",
             timeout=readers.timeout,
         )
@@ -195,9 +170,7 @@ class OpenCheckpoint:
         voter = self.readers.voter
         damaged: dict[str, str] = {}
         unreached: dict[str, tuple[int, str]] = {}
-        unnamed = 0
-        for rank, (count, named) in zip(voter.ranks, reports, strict=True):
-            unnamed += count - len(named)
+        for rank, named in zip(voter.ranks, reports, strict=True):
             for name, problem, is_changed in named:
                 if is_changed or rank == voter.rank:
                     damaged[name] = problem if rank == voter.rank else f"{problem} (as rank {rank} reads it)"
@@ -214,11 +187,13 @@ class OpenCheckpoint:
                 "whole",
                 str(self.path / name),
             )
-        names = tuple(sorted(damaged))
-        others = len(names) - 1 + unnamed
-        more = f", and {others} more" if others else ""
+        return self._damaged(damaged)
+
+    def _damaged(self, problems: Mapping[str, str]) -> CorruptCheckpointError:
+        names = tuple(sorted(problems))
+        more = f", and {len(names) - 1} more" if len(names) > 1 else ""
         return CorruptCheckpointError(
-            f"{self.path} does not hold what its manifest says: {names[0]} {damaged[names[0]]}{more}", names
+            f"{self.path} does not hold what its manifest says: {names[0]} {problems[names[0]]}{more}", names
         )
 
     def check(self, names: set[str]) -> None:
@@ -229,11 +204,20 @@ class OpenCheckpoint:
         """
         found = self.lock.verify_files(names, every_byte=False)
         if found:
-            name, problem, _ = min(found)
-            raise CorruptCheckpointError(
-                f"{self.path} does not hold what its manifest says: {name} {problem}",
-                tuple(sorted(name for name, _, _ in found)),
-            )
+            raise self._damaged({name: problem for name, problem, _ in found})
+
+
+def files_of_reader(index: int, count: int, files: Iterable[str], savers: int) -> set[str]:
+    """The files that reader `index` of `count` verifies, of a checkpoint that `savers` ranks saved.
+
+    A reader verifies the files of the saver in its place, because it mostly loads them next, from the page cache of its
+    node. Files of few savers go to readers far apart. The first reader also verifies the files that belong to no saver.
+    """
+    reader_of = {}
+    for saver in range(savers):
+        reader = saver * count // savers
+        reader_of[shard_name(saver)] = reader_of[rank_extra_name(saver)] = reader
+    return {name for name in files if reader_of.get(name, 0) == index}
 
 
 @contextlib.contextmanager
@@ -249,13 +233,16 @@ def open_checkpoint(
         readers: the ranks that read it.
     """
     with contextlib.ExitStack() as stack:
-        with readers.voted(f"opening {path.name}") as vote:
-            # Each rank verifies a part. So all must verify, or none.
-            vote.same.append("every byte" if every_byte else "sizes")
+        same = f"opening {path.name}, {'every byte' if every_byte else 'sizes'}"
+        error: BaseException | None = None
+        try:
             lock = stack.enter_context(held(read_lock(path)))
             checkpoint = OpenCheckpoint(lock, step, readers, every_byte=every_byte)
             # Another checkpoint may have taken the name between two ranks' calls.
-            vote.same.append(checkpoint.checksum)
+            same += f", {checkpoint.checksum}"
+        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        readers.vote(error, f"opening {path.name}", same=same)
         yield checkpoint
 
 

@@ -1,10 +1,9 @@
 """`RankExtras`, the `rank_extra` of every rank that saved, read on demand.
 
-If each of ten thousand ranks read the `rank_extra` of all, they would open a hundred million files. So each rank reads
-a share while the checkpoint is loaded, and others on first access.
+If each of ten thousand ranks read the `rank_extra` of all, they would open a hundred million files.
 
-Invariants: during the load some rank reads every `rank_extra`, and damage fails the load on all ranks. Later access
-gives what was saved, by its checksum, or an error. It does not keep the checkpoint from being removed or replaced.
+Invariant: an access gives what was saved, by its checksum, or an error. It does not keep the checkpoint from being
+removed or replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish._native import CheckpointReadLock
-from tundish.checkpoint.dcp.file_names import rank_extra_name
+from tundish.checkpoint.dcp.file_layout import rank_extra_name
 from tundish.checkpoint.dcp.json_values import from_json
 from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, read_lock
 from tundish.checkpoint.publish.read_only_root import held
@@ -29,8 +28,7 @@ _ADVICE = "Take dict(rank_extras) right after load_dcp to keep those of all rank
 class RankExtras(Mapping[int, Any]):
     """The `rank_extra` of every rank that saved, by rank; a `dict` of them for `copy` and `pickle`.
 
-    It holds that of the first rank and a share of the others; its own if as many ranks load as saved. The rest is read
-    on first access.
+    It reads that of the first rank and the one in this rank's place at once, and the others on first access.
 
     Raises:
         NotFoundError: on access, after the checkpoint was removed or replaced.
@@ -43,14 +41,8 @@ class RankExtras(Mapping[int, Any]):
         recorded = {name: (size, checksum) for name, size, checksum in checkpoint.files}
         # None for ranks without a `rank_extra`.
         self._files = {rank: recorded.get(rank_extra_name(rank)) for rank in range(checkpoint.savers)}
-        self._known: dict[int, Any] = {}
-        readers = checkpoint.readers
-        for rank in self._files:
-            size_and_checksum = self._files[rank]
-            # Without a checksum a later change would go unnoticed.
-            has_none = size_and_checksum is not None and size_and_checksum[1] is None
-            if rank == 0 or rank % readers.count == readers.index or has_none:
-                self._known[rank] = self._read(checkpoint.lock, rank)
+        at_once = {0, checkpoint.readers.index} & self._files.keys()
+        self._known = {rank: self._read(checkpoint.lock, rank) for rank in at_once}
 
     def __getitem__(self, rank: int) -> Any:
         if self._files[rank] is None:

@@ -1,4 +1,4 @@
-"""Every rank computes alike which rank saves a value that several hold."""
+"""The first rank decides which rank saves a value that several hold."""
 
 from __future__ import annotations
 
@@ -9,37 +9,20 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tundish.checkpoint.dcp.flattened_state import FlattenedState, flatten_state
-from tundish.checkpoint.dcp.saving.ownership import owned_values
-from tundish.checkpoint.dcp.saving.state_summary import (
-    SummariesByRank,
-    digest_of,
-    summarize,
-    summary_from_json,
-    summary_to_json,
-    total_bytes,
-)
+from tundish.checkpoint.dcp.flattened_state import flatten_state
+from tundish.checkpoint.dcp.saving.save_planner import HeldValue, assign, held_values
 from tundish.errors import InvalidInputError
-
-
-def summaries_of(held: dict[int, FlattenedState]) -> SummariesByRank:
-    """What the ranks know after they exchanged their summaries."""
-    members = frozenset(held)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, leaves in held.items():
-        ranks_of.setdefault(summary_to_json(summarize(leaves, rank, members)), []).append(rank)
-    return tuple((summary_from_json(told), frozenset(ranks)) for told, ranks in ranks_of.items())
 
 
 def owners(states: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
     """For each name the ranks that save it."""
-    held = {rank: flatten_state(state) for rank, state in states.items()}
-    summaries = summaries_of(held)
+    held = [held_values(flatten_state(state), rank) for rank, state in states.items()]
     found: dict[str, list[int]] = {name: [] for state in states.values() for name in state}
-    for rank, leaves in held.items():
-        for (name, _), is_owned in zip(leaves, owned_values(rank, leaves, summaries), strict=True):
-            if is_owned:
-                found[name].append(rank)
+    for rank, values, numbers in zip(states, held, assign(held, list(states)), strict=True):
+        for number in numbers:
+            value = values[number]
+            assert value is not None
+            found[value.name].append(rank)
     return found
 
 
@@ -105,16 +88,16 @@ def test_different_things_under_one_name_are_refused(other: Any) -> None:
         owners({0: {"a": {"w": torch.empty(3)}}, 1: {"a": {"w": other}}})
 
 
-def test_a_summary_survives_json() -> None:
-    leaves = flatten_state({"a": {"b": torch.empty(3, 4), "c": None}, "d": [torch.empty(2), {"e": 1}]})
-    summary = summarize(leaves, 0, {0})
-    assert list(summary) == ["a.b", "a.c", "d.0", "d.1.e"]
-    assert summary_from_json(summary_to_json(summary)) == summary
-    assert digest_of(summary_from_json(summary_to_json(summary))) == digest_of(summary)
-    assert digest_of(summarize(flatten_state({"a": {"b": torch.empty(3, 5)}}), 0, {0})) != digest_of(summary)
+def test_blocks_that_do_not_make_up_the_tensor_are_refused() -> None:
+    def block(first: int, last: int) -> list[HeldValue | None]:
+        return [HeldValue(("w",), "float32", (8,), (first,), (last - first,))]
 
-
-def test_total_bytes_counts_every_part_once() -> None:
-    states = {rank: {"w": torch.empty(1 << 20), f"own{rank}": torch.empty(1 << 18)} for rank in range(4)}
-    held = {rank: flatten_state(state) for rank, state in states.items()}
-    assert total_bytes(summaries_of(held)) == pytest.approx((1 << 22) + 4 * (1 << 20), rel=0.01)
+    assert assign([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2]) == [[0], [0], []]
+    for held in (
+        [block(0, 4)],
+        [block(0, 4), block(4, 7)],
+        [block(0, 8), block(4, 8)],
+        [block(0, 4), block(0, 5)],
+    ):
+        with pytest.raises(InvalidInputError, match=r"'w' has 8 elements, and its blocks"):
+            assign(held, list(range(len(held))))

@@ -1,0 +1,220 @@
+"""`DcpStager`, one DCP save of one rank: checked early, planned with the other ranks, staged.
+
+Invariants: when `stage` returns from an eager staging, later changes by the caller do not affect what is saved. Each
+rank stages only what it writes: one copy of each tensor, directly into the image of its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from tundish.checkpoint.dcp.file_layout import FileLayout
+from tundish.checkpoint.dcp.flattened_state import flatten_state
+from tundish.checkpoint.dcp.json_values import to_json
+from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner, held_values
+from tundish.checkpoint.dcp.saving.staged_state import StagedState
+from tundish.checkpoint.staging.buffers import Buffer
+from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.tensor_copy import Block
+from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
+from tundish.distributed import VoteId
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+__all__ = ["DcpStager"]
+
+# A longer `extra` appears in messages as a digest.
+_READABLE = 200
+_SIMPLE = (int, float, str, bytes, type(None))
+
+
+class DcpStager:
+    """A `tundish.checkpoint.stager.Stager`. Its constructor is local and raises everything that is refused early.
+
+    Args:
+        planner: of the ranks that save together.
+        state_dict: nested, of tensors, DTensors and other objects.
+        extra: facts about the run, the same on all ranks; JSON.
+        rank_extra: state of this rank alone.
+        staging: "eager" or "lazy".
+        optimizer: one or several, whose steps wait for a lazy staging.
+
+    Raises:
+        InvalidInputError: a layout cannot be saved, a name is invalid, there is nothing to save, or a lazy staging has
+            no optimizer.
+        InvalidTypeError: a value cannot be saved, `extra` is no JSON, or `rank_extra` contains another type.
+    """
+
+    def __init__(
+        self,
+        planner: SavePlanner,
+        state_dict: Mapping[str, Any],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        rank_extra: Any = None,
+        staging: Literal["eager", "lazy"] = "eager",
+        optimizer: Any = None,
+    ) -> None:
+        if staging not in ("eager", "lazy"):
+            raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
+        self._optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
+        extra_text = _check_extra(extra)
+        self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
+        self._state = flatten_state(state_dict, planner.known_form)
+        self._planner = planner
+        self._pickles: dict[int, bytes] = {}
+        self._buffer: Buffer | None = None
+        self._copies: list[EagerCopy | LazyCopy] = []
+        self._sources: list[torch.Tensor] = []
+        # None where the form of the state dict is new, until the ranks have planned it.
+        self._part = planner.known_part(self._state)
+        self._layout = FileLayout((), ())
+        if self._part is None:
+            self._held = held_values(self._state, planner.rank)
+            self._pickle(number for number, value in enumerate(self._held) if value and not value.dtype)
+        else:
+            self._held = self._part.held
+            self._use(self._part)
+        self.fingerprint = (
+            f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(extra_text)}"
+        )
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the image of this rank's file, once the form is planned."""
+        return self._layout.size
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of this rank's file, once the form is planned."""
+        return self._layout.size
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About the bytes of all ranks' files, on the first rank, once the form is planned."""
+        return 0 if self._part is None else self._part.total_bytes
+
+    @property
+    def needs_preparation(self) -> bool:
+        """Whether the form of the state dict is new to this rank."""
+        return self._part is None
+
+    def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:  # noqa: ARG002 (the planner votes by itself)
+        """Collective where a rank needs it: plan what each rank saves. Returns whether it did."""
+        if any_needs:
+            self.release()
+            self._part = self._planner.plan(self._state, self._held)
+            self._use(self._part)
+        return any_needs
+
+    def reserve(self) -> None:
+        """Allocate the image of this rank's file."""
+        if self._layout.size > 0:
+            self._buffer = Buffer(self._layout.size, is_pinned=any_on_cuda(self._sources))
+
+    def stage(self) -> StagedState:
+        """Copy this rank's part; after `prepare`."""
+        part, buffer = self._part, self._buffer
+        if part is None:
+            raise RuntimeError("staged before it was prepared")
+        blocks = []
+        if buffer is not None:
+            places = self._layout.tensor_places
+            blocks.append(
+                Block(
+                    buffer=buffer,
+                    places=places,
+                    sources=self._sources,
+                    names=self._names(part.tensors),
+                    # The frames are filled in when the file is written.
+                    free_from=places.stops_before,
+                )
+            )
+        begin_copies(blocks, self._optimizers, self._copies)
+        run_copies(self._copies)
+        return StagedState(
+            index=self._planner.index,
+            part=part,
+            layout=self._layout,
+            buffer=buffer,
+            copies=tuple(self._copies),
+            objects=[self._pickles[number] for number in part.objects],
+            rank_extra=self._rank_extra,
+        )
+
+    def release(self) -> None:
+        """Release the memory."""
+        for copies in self._copies:
+            # The save fails with their errors anyway.
+            with contextlib.suppress(Exception):
+                copies.release()
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
+
+    def _use(self, part: OwnedPart) -> None:
+        """Lay out the file for `part`; a file with the lengths of the last save has its layout."""
+        self._pickle(part.objects)
+        lengths = [len(self._pickles[number]) for number in part.objects]
+        if part.layout is None or part.layout.object_lengths != lengths:
+            part.layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
+        self._layout = part.layout
+        self._sources = [local_of(self._state.values[number]) for number in part.tensors]
+        # The memory of a tensor may be gone since its last save, which its form does not show.
+        check_memories(self._names(part.tensors), self._sources)
+
+    def _pickle(self, numbers: Iterable[int]) -> None:
+        """Pickle values that are no tensors, equal immutable ones once."""
+        names, known = list(self._state.form.paths), dict[Any, bytes]()
+        for number in numbers:
+            value = self._state.values[number]
+            key = (type(value), repr(value)) if type(value) in _SIMPLE else number
+            if key not in known:
+                known[key] = _pickled(names[number], value)
+            self._pickles[number] = known[key]
+
+    def _names(self, numbers: Sequence[int]) -> list[str]:
+        names = list(self._state.form.paths)
+        return [names[number] for number in numbers]
+
+
+def _check_extra(extra: Any) -> str:
+    """`extra` as text, by which ranks compare it."""
+    if extra is None:
+        return "{}"
+    if not isinstance(extra, Mapping):
+        raise InvalidTypeError(f"extra is a {type(extra).__name__}: give a dict of facts about the run")
+    problem: object = "not all of it comes back as it is"
+    try:
+        text = json.dumps(dict(extra), allow_nan=False)
+        if json.loads(text) == extra:
+            return json.dumps(dict(extra), sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = error
+    raise InvalidTypeError(
+        f"extra is no JSON ({problem}): give strings, finite numbers, lists and dicts with strings for keys; state of "
+        "a loader or a sampler goes into rank_extra, tensors into the state dict"
+    )
+
+
+def _shortened(text: str) -> str:
+    """`text`, or its digest if it is too long for a message."""
+    return text if len(text) <= _READABLE else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _pickled(name: str, value: Any) -> bytes:
+    """`value` as torch's planner pickles it."""
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        raise InvalidTypeError(
+            f"{name!r}, a {type(value).__qualname__}, cannot be pickled: {error}"
+        ) from error
+    return stream.getvalue()

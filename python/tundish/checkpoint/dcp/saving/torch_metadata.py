@@ -1,0 +1,58 @@
+"""Builds `.metadata`, torch's description of a DCP checkpoint, from what every rank saves."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
+from tundish.checkpoint.dcp.saving.save_planner import HeldValue, OwnedPart, RankFiles
+
+__all__ = ["make_metadata"]
+
+
+def make_metadata(files: RankFiles, object_lengths: Sequence[Sequence[int]]) -> bytes:
+    """The contents of `.metadata`.
+
+    Args:
+        files: what every rank saves.
+        object_lengths: of every rank the lengths in bytes of the objects that it saves, in order.
+    """
+    about: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for index, ((held, numbers), lengths) in enumerate(zip(files, object_lengths, strict=True)):
+        paths.update((value.name, value.path) for value in held if value is not None)
+        part = OwnedPart(held, numbers)
+        layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
+        values = part.values(part.tensors + part.objects)
+        for value, (start, length) in zip(values, layout.items(), strict=True):
+            places[_describe(value, about)] = _StorageInfo(shard_name(index), start, length)
+    return pickle.dumps(Metadata(about, paths, places, StorageMeta()))
+
+
+def _describe(value: HeldValue, about: dict[str, Any]) -> MetadataIndex:
+    """Add a value to `about`; returns the key of its place."""
+    name = value.name
+    if not value.dtype:
+        about[name] = BytesStorageMetadata()
+        return MetadataIndex(name)
+    dtype, lengths = value.block
+    tensor = about.setdefault(
+        name, TensorStorageMetadata(TensorProperties(dtype), torch.Size(value.size), [])
+    )
+    tensor.chunks.append(ChunkStorageMetadata(torch.Size(value.offsets), lengths))
+    return MetadataIndex(name, value.offsets, len(tensor.chunks) - 1)
