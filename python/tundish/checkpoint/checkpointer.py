@@ -26,11 +26,11 @@ from tundish.checkpoint.dcp.loading.load import load_from_root
 from tundish.checkpoint.dcp.loading.open_checkpoint import Readers
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.stager import make_hf_stager
-from tundish.checkpoint.open_root import Arguments, open_root
+from tundish.checkpoint.open_root import open_roots
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
-from tundish.checkpoint.root_handle import RootHandle, open_roots
+from tundish.checkpoint.root_setup import open_root
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.submit import Request, submit
@@ -96,13 +96,18 @@ class Checkpointer:
         on_published: Sequence[Callable[[Path], Any]] = (),
         on_event: Callable[[str, str, int], Any] | None = None,
     ) -> None:
-        self._process = os.getpid()
         # None while it is open, else why it was closed, for the message.
         self._closed_by: str | None = None
         # The collective call that each thread is in.
         self._current = threading.local()
-        arguments = Arguments(
-            root=root,
+        # A notebook that runs a cell again opens the root that the cell opened before.
+        for opened in list(open_roots):
+            if opened.was_dropped:
+                opened.close()
+        self._root = open_root(
+            root,
+            group=group,
+            timeout=timeout,
             make_retention=functools.partial(
                 Retention,
                 keep_last=keep_last,
@@ -117,15 +122,9 @@ class Checkpointer:
             on_published=on_published,
             on_event=on_event,
         )
-        # A notebook that runs a cell again opens the root that the cell opened before.
-        for handle in list(open_roots):
-            if handle.was_dropped:
-                handle.close()
-        self._root = open_root(arguments, group, timeout)
         self.path = self._root.path
-        self._handle = RootHandle(self._root)
         # A checkpointer that is dropped without `close` has its saves finished all the same.
-        weakref.finalize(self, self._handle.drop).atexit = False
+        weakref.finalize(self, self._root.drop).atexit = False
 
     # ---- Saving ----
 
@@ -381,14 +380,14 @@ class Checkpointer:
         Where Ctrl-C ends the wait, the saves go on and the root is released when they are over. With
         `on_failure="raise"` it raises what a save failed with, after everything is released.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self._root.process:
             return
         self._refuse_in_callback("close")
         self._closed_by = self._closed_by or ""
         try:
-            self._handle.close()
+            self._root.close()
         except BaseException:
-            self._handle.close_later()
+            self._root.close_later()
             raise
         self._root.failure.raise_pending()
 
@@ -446,10 +445,10 @@ class Checkpointer:
             root.voter.close()
             if root.exchange_group is not None:
                 root.exchange_group.close()
-            self._handle.close_later()
+            self._root.close_later()
 
     def _check_open(self) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._root.process:
             raise InvalidInputError(
                 "this checkpointer was made before a fork: use it in the process that made it"
             )

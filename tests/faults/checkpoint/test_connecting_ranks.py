@@ -131,7 +131,7 @@ class Saving:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
         from tundish.errors import VoteTimeoutError
 
-        voter = self._checkpointer._root.queues[self._kind]._finalizer._voter
+        voter = self._checkpointer._root.queues[self._kind]._finalizer.voter
         vote = voter.vote
 
         def lose(*given: Any, **named: Any) -> Any:

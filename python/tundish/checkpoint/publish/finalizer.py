@@ -12,18 +12,20 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tundish import _native
+from tundish.checkpoint.publish.read_only_root import Kind
+from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.distributed import Voter
 from tundish.errors import CallbackError, CheckpointInUseError, StoreLostError, VoteTimeoutError
 
-__all__ = ["Finalizer", "Publisher", "QueuedSave"]
+__all__ = ["Finalizer", "QueuedSave"]
 
 FORMAT_VERSION = 1
 
@@ -35,16 +37,6 @@ _REPORT_SECONDS = 2.0
 _IN_USE_POLL_SECONDS = 0.2
 
 _logger = logging.getLogger("tundish.checkpoint")
-
-
-class Publisher(Protocol):
-    """What the group's first rank does to the root."""
-
-    def publish(self, queued: QueuedSave, manifest: str) -> Path: ...
-    def abandon(self, kind: str, step: int) -> None: ...
-    def protect(self, steps: Iterable[int]) -> None: ...
-    def make_room(self) -> None: ...
-    def prune(self, kind: str) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,13 +74,14 @@ class QueuedSave:
         return f"save_{self.save.kind} of step {self.save.step}"
 
 
+@dataclass(kw_only=True, eq=False)
 class Finalizer:
     """Finishes the saves of one kind, one at a time, on the queue's thread.
 
-    Args:
+    Attributes:
         kind: "hf" or "dcp".
         voter: used by this finalizer alone.
-        publisher: changes the root, on the group's first rank; None on the others.
+        writable: the root, on the group's first rank; None on the others.
         world_size: number of ranks in the group.
         writers_per_node: how many processes of a node write at once.
         checksum: whether checksums are recorded.
@@ -98,36 +91,16 @@ class Finalizer:
         timeout: seconds that a vote waits for the other ranks.
     """
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        voter: Voter,
-        publisher: Publisher | None,
-        world_size: int,
-        writers_per_node: int,
-        checksum: bool,
-        announce: Callable[[str, str, int], None],
-        on_published: Sequence[Callable[[Path], Any]],
-        protected: Collection[int],
-        timeout: float,
-    ) -> None:
-        self.kind = kind
-        self._voter = voter
-        self._publisher = publisher
-        self._world_size = world_size
-        self._writers_per_node = writers_per_node
-        self._checksum = checksum
-        self._announce = announce
-        self._on_published = on_published
-        self._protected = protected
-        self._timeout = timeout
-
-    def options(self, save: Save) -> WriteOptions:
-        """How the files of `save` are written."""
-        return WriteOptions(
-            checksum=self._checksum, writers_per_node=self._writers_per_node, set_progress=save.set_progress
-        )
+    kind: Kind
+    voter: Voter
+    writable: WritableRoot | None
+    world_size: int
+    writers_per_node: int
+    checksum: bool
+    announce: Callable[[str, str, int], None]
+    on_published: Sequence[Callable[[Path], Any]]
+    protected: Collection[int]
+    timeout: float
 
     def finish(self, queued: QueuedSave) -> None:
         """Collective: write and publish a save.
@@ -137,30 +110,30 @@ class Finalizer:
             Exception: what the save failed with, the same on all ranks. Its files are still there: call `abandon`.
         """
         # The vote that made the voter was the first.
-        self._voter.skip_to(1 + _VOTES * queued.number)
+        self.voter.skip_to(1 + _VOTES * queued.number)
         try:
             staged = self._stage(queued)
             reports = self._write(queued, staged)
             with self._voted(f"{queued.what}: publishing"):
-                if self._publisher is not None:
-                    self._publisher.protect(step for one in reports for step in one["protected"])
-                    self._publish(self._publisher, queued, self._manifest(queued, staged, reports))
+                if self.writable is not None:
+                    self.writable.protect(step for one in reports for step in one["protected"])
+                    self._publish(self.writable, queued, self._manifest(queued, staged, reports))
             queued.is_published = True
         except (StoreLostError, VoteTimeoutError):
             # On the other ranks the vote may have succeeded.
             if queued.staged is not None and not isinstance(queued.staged, BaseException):
                 queued.staged.abort()
             raise
-        self._announce("published", self.kind, queued.save.step)
+        self.announce("published", self.kind, queued.save.step)
         failed: list[BaseException] = []
         with self._voted(f"{queued.what}: pruning"):
             try:
-                if self._publisher is not None:
-                    self._publisher.prune(self.kind)
+                if self.writable is not None:
+                    self.writable.prune(self.kind)
             except CallbackError as caught:
                 # What the user's `keep` failed with; nothing was removed.
                 failed.append(caught)
-        for callback in self._on_published:
+        for callback in self.on_published:
             try:
                 callback(queued.target)
             except BaseException as caught:  # noqa: BLE001 (an exit too would end this thread alone)
@@ -173,13 +146,13 @@ class Finalizer:
         """Bring the error of `finish` to the vote that the other ranks may have gone on to. Never raises."""
         if isinstance(error, StoreLostError | VoteTimeoutError):
             with contextlib.suppress(Exception):
-                self._voter.vote(error, what=f"{queued.what}: going on", timeout=_REPORT_SECONDS)
+                self.voter.vote(error, what=f"{queued.what}: going on", timeout=_REPORT_SECONDS)
 
     def abandon(self, queued: QueuedSave) -> None:
         """Remove the files of a save that failed. Never raises."""
         try:
-            if self._publisher is not None:
-                self._publisher.abandon(self.kind, queued.save.step)
+            if self.writable is not None:
+                self.writable.abandon(self.kind, queued.save.step)
         except Exception:
             # A log that cannot be written is no reason to end the thread of all saves.
             with contextlib.suppress(Exception):
@@ -189,16 +162,16 @@ class Finalizer:
 
     def close(self) -> None:
         """Close the voter."""
-        self._voter.close()
+        self.voter.close()
 
-    def _publish(self, publisher: Publisher, queued: QueuedSave, manifest: str) -> None:
+    def _publish(self, writable: WritableRoot, queued: QueuedSave, manifest: str) -> None:
         """Publish; wait while somebody reads the checkpoint that is to be replaced."""
         # The other ranks wait for this rank's vote no longer than the whole of it.
-        until = time.monotonic() + self._timeout / 2
+        until = time.monotonic() + self.timeout / 2
         is_told = False
         while True:
             try:
-                publisher.publish(queued, manifest)
+                writable.publish(self.kind, queued.save.step, manifest, overwrite=queued.overwrite)
             except CheckpointInUseError as error:
                 if time.monotonic() > until:
                     raise
@@ -215,40 +188,45 @@ class Finalizer:
         try:
             _staged_of(queued).wait_staged(None)
             queued.save.mark_staged()
-            self._announce("staged", self.kind, queued.save.step)
+            self.announce("staged", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         what = f"{queued.what}: staging"
-        if self._voter.vote(error, what=what, flag=queued.needs_room, timeout=self._timeout):
+        if self.voter.vote(error, what=what, flag=queued.needs_room, timeout=self.timeout):
             self._make_room(f"{queued.what}: making room")
         return _staged_of(queued)
 
     def _make_room(self, what: str) -> None:
         """Remove old checkpoints, once the steps that any rank protects are known."""
-        gathered = self._voter.gather(json.dumps(list(self._protected)), what=what, timeout=self._timeout)
+        gathered = self.voter.gather(json.dumps(list(self.protected)), what=what, timeout=self.timeout)
         with self._voted(what):
-            if self._publisher is not None:
-                self._publisher.protect(step for one in gathered for step in json.loads(one))
-                self._publisher.make_room()
+            if self.writable is not None:
+                self.writable.protect(step for one in gathered for step in json.loads(one))
+                self.writable.make_room()
 
     def _write(self, queued: QueuedSave, staged: StagedSave) -> list[Any]:
         """Write this rank's files; returns what all ranks report, on the first rank."""
         error: BaseException | None = None
         own: list[_native.FileMetadata] = []
         try:
-            own = staged.write(queued.folder, self.options(queued.save))
-            self._announce("written", self.kind, queued.save.step)
+            options = WriteOptions(
+                checksum=self.checksum,
+                writers_per_node=self.writers_per_node,
+                set_progress=queued.save.set_progress,
+            )
+            own = staged.write(queued.folder, options)
+            self.announce("written", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         report = {
             "files": [[file.name, file.size, file.checksum] for file in own],
             "note": staged.note,
             # Copied at once: the caller's thread may add to it.
-            "protected": list(self._protected),
+            "protected": list(self.protected),
         }
         what = f"{queued.what}: writing"
-        gathered = self._voter.gather(json.dumps(report), error, what=what, timeout=self._timeout)
-        self._announce("voted", self.kind, queued.save.step)
+        gathered = self.voter.gather(json.dumps(report), error, what=what, timeout=self.timeout)
+        self.announce("voted", self.kind, queued.save.step)
         return [json.loads(text) for text in gathered]
 
     def _manifest(self, queued: QueuedSave, staged: StagedSave, reports: list[Any]) -> str:
@@ -261,7 +239,7 @@ class Finalizer:
             "kind": self.kind,
             "step": queued.save.step,
             "tag": queued.tag,
-            "world_size": self._world_size,
+            "world_size": self.world_size,
             "extra": queued.extra,
             "files": [
                 {"name": name, "size": size, "checksum": checksum}
@@ -271,7 +249,7 @@ class Finalizer:
         return json.dumps(manifest, indent=2, allow_nan=False) + "\n"
 
     def _voted(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self._voter.agreed(what, timeout=self._timeout)
+        return self.voter.agreed(what, timeout=self.timeout)
 
 
 def _staged_of(queued: QueuedSave) -> StagedSave:

@@ -15,23 +15,19 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tundish import _native
 from tundish.checkpoint.publish.read_only_root import (
     KINDS,
     Checkpoints,
     Kind,
-    check_kind,
     check_root,
     checkpoints_of,
     verify_quietly,
 )
 from tundish.checkpoint.publish.retention import Retention
 from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
-
-if TYPE_CHECKING:
-    from tundish.checkpoint.publish.finalizer import QueuedSave
 
 __all__ = ["WritableRoot"]
 
@@ -71,7 +67,7 @@ class WritableRoot:
         wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
         # Bytes of the saves that were begun, by kind and step, until they are published or abandoned.
-        self._promised: dict[tuple[str, int], int] = {}
+        self._promised: dict[tuple[Kind, int], int] = {}
         # Lock files of writers that were killed; they are empty.
         _native.sweep_writer_slots(path)
 
@@ -111,19 +107,19 @@ class WritableRoot:
         Returns:
             Whether `make_room` has to be called before anything is written.
         """
-        free = self._free_if_too_little(written_bytes)
-        if free is not None:
+        if self._lacks_room(written_bytes):
             wait_for_saves()
-            free = self._free_if_too_little(written_bytes)
-        if free is not None and written_bytes > free + self._surplus_bytes():
+        needs_room = self._lacks_room(written_bytes)
+        if needs_room and self._lacks_room(written_bytes - self._surplus_bytes()):
             raise StorageError(
                 errno.ENOSPC,
-                f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
+                f"step {step} ({kind}) takes {written_bytes} bytes, more than are free beside the saves under way: "
+                "make room, or keep fewer",
                 str(self.path),
             )
         self._root.begin(kind, step, overwrite=overwrite)
         self._promised[kind, step] = written_bytes
-        return free is not None
+        return needs_room
 
     def make_room(self) -> None:
         """Remove what retention does not keep, of earlier runs too.
@@ -145,39 +141,34 @@ class WritableRoot:
             _logger.exception("cannot tell what retention would remove to make room")
             return 0
 
-    def _free_if_too_little(self, written_bytes: int) -> int | None:
-        """The bytes that are free, where `written_bytes` do not fit beside the saves under way; else None."""
+    def _lacks_room(self, written_bytes: int) -> bool:
+        """Whether so many bytes are not free beside those that the saves under way have yet to write."""
         status = os.statvfs(self.path)
         # Some file systems report no blocks at all.
         if status.f_blocks == 0:
-            return None
+            return False
         free = status.f_bavail * status.f_frsize
-        promised = list(self._promised.items())
-        if written_bytes + sum(size for _, size in promised) <= free:
-            return None
         # Files are preallocated when writing begins: until then the file system does not count them.
-        for (kind, step), size in promised:
+        for (kind, step), size in list(self._promised.items()):
             free -= max(0, size - _taken_by(self.path / f".{kind}-{step}.incomplete"))
-        return max(0, free) if written_bytes > free else None
+        return written_bytes > max(0, free)
 
-    def publish(self, queued: QueuedSave, manifest: str) -> Path:
+    def publish(self, kind: Kind, step: int, manifest: str, *, overwrite: bool) -> Path:
         """Give a complete folder its name, durably, and record it."""
-        path = Path(
-            self._root.publish(queued.save.kind, queued.save.step, manifest, overwrite=queued.overwrite)
-        )
-        self._promised.pop((queued.save.kind, queued.save.step), None)
+        path = Path(self._root.publish(kind, step, manifest, overwrite=overwrite))
+        self._promised.pop((kind, step), None)
         return path
 
-    def abandon(self, kind: str, step: int) -> None:
+    def abandon(self, kind: Kind, step: int) -> None:
         """Remove the files of a save that failed."""
         try:
             self._root.abandon(kind, step)
         finally:
             self._promised.pop((kind, step), None)
 
-    def prune(self, kind: str) -> None:
+    def prune(self, kind: Kind) -> None:
         """Remove what retention does not keep; log what cannot be removed, which a later save or start tries again."""
-        for error in self.remove_surplus(check_kind(kind)):
+        for error in self.remove_surplus(kind):
             _logger.warning(
                 "retention does not keep it, but it cannot be removed; a later save or start tries again: %s",
                 error,

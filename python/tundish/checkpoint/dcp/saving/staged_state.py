@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tundish._native import FileMetadata, ShardWriter, write_small_file
@@ -20,10 +21,11 @@ from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy
 __all__ = ["StagedState", "open_shard"]
 
 
+@dataclass(kw_only=True, eq=False)
 class StagedState:
     """A `tundish.checkpoint.stager.StagedSave`.
 
-    Args:
+    Attributes:
         index: of this rank in the group.
         part: what this rank saves.
         layout: of its file.
@@ -31,61 +33,51 @@ class StagedState:
         copies: running copies.
         objects: pickles of the values that are no tensors, in order.
         rank_extra: the contents of the file for it; empty if there is none.
-
-    Attributes:
-        note: the lengths of `objects`, as JSON. The first rank needs those of all ranks for `.metadata`.
     """
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        part: OwnedPart,
-        layout: FileLayout,
-        buffer: Buffer | None,
-        copies: Sequence[EagerCopy | LazyCopy],
-        objects: Sequence[bytes],
-        rank_extra: bytes,
-    ) -> None:
-        self._index = index
-        self._part = part
-        self._layout = layout
-        self._buffer = buffer
-        self._copies = copies
-        self._objects = objects
-        self._rank_extra = rank_extra
-        self.note = json.dumps(layout.object_lengths)
+    index: int
+    part: OwnedPart
+    layout: FileLayout
+    buffer: Buffer | None
+    copies: Sequence[EagerCopy | LazyCopy]
+    objects: Sequence[bytes]
+    rank_extra: bytes
+
+    @property
+    def note(self) -> str:
+        """The lengths of `objects`, as JSON. The first rank needs those of all ranks for `.metadata`."""
+        return json.dumps(self.layout.object_lengths)
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything that this rank saves."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for copies in self._copies:
+        for copies in self.copies:
             copies.wait(deadline)
 
     def allow_changes(self) -> None:
         """Note that the caller may change its tensors from here on, because staging is over."""
-        for copies in self._copies:
+        for copies in self.copies:
             copies.allow_changes()
 
     def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
         """Write this rank's files."""
         files: list[FileMetadata] = []
-        if self._buffer is not None:
-            name, size = shard_name(self._index), self._layout.size
-            self._layout.fill(self._buffer, self._objects)
+        if self.buffer is not None:
+            name, size = shard_name(self.index), self.layout.size
+            self.layout.fill(self.buffer, self.objects)
             writer = open_shard(folder, name, size, options)
             with finishing(writer, options):
-                writer.write(name, 0, self._buffer.image, 0, size)
+                writer.write(name, 0, self.buffer.image, 0, size)
                 files += writer.finish()
-        if self._rank_extra:
-            files.append(write_small_file(folder, rank_extra_name(self._index), self._rank_extra))
-        for copies in self._copies:
+        if self.rank_extra:
+            files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
+        for copies in self.copies:
             copies.confirm()
         return files
 
     def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:
         """On the first rank: write `.metadata`."""
-        part = self._part
+        part = self.part
         if part.files is None:
             raise RuntimeError("only the first rank knows what all ranks save")
         if part.metadata is None or part.metadata[0] != notes:
@@ -97,13 +89,13 @@ class StagedState:
 
     def release(self) -> None:
         """Release the memory after all copies into it have ended."""
-        for copies in self._copies:
+        for copies in self.copies:
             # Their errors were raised where they were waited for.
             with contextlib.suppress(Exception):
                 copies.release()
-        if self._buffer is not None:
-            self._buffer.release()
-            self._buffer = None
+        if self.buffer is not None:
+            self.buffer.release()
+            self.buffer = None
 
 
 def open_shard(folder: Path, name: str, size: int, options: WriteOptions) -> ShardWriter:
