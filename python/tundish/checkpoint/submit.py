@@ -127,6 +127,8 @@ class _Attempt:
         writable, request = self._root.writable, self._request
         self._abandon()
         if writable is not None:
+            # Before, as Ctrl-C may come while it begins. To abandon what was not begun does nothing.
+            self._has_begun = True
             self.needs_room = writable.begin(
                 request.kind,
                 request.step,
@@ -134,7 +136,6 @@ class _Attempt:
                 overwrite=request.overwrite,
                 wait_for_saves=self._wait_for_saves,
             )
-            self._has_begun = True
 
     def _abandon(self) -> None:
         if self._has_begun and self._root.writable is not None:

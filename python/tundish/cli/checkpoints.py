@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +13,12 @@ from tundish.cli.output import printable, readable
 from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, counted
 
 if TYPE_CHECKING:
-    from tundish.checkpoint import Checkpoint, Checkpoints, Damaged, WritableRoot
+    from tundish.checkpoint import Checkpoint, Checkpoints, Damaged
 
 __all__ = ["add_checkpoint_commands"]
 
 _NO_ENTRY = 2
-
-# The names in a root.
-_OURS = re.compile(
-    r"\.owner|checkpoints\.json|(discarded-|\.)?(hf|dcp)-(latest|[0-9]+)(-[0-9]+|\.incomplete|\.removed-[0-9]+)?"
-)
+_WRITER_LOCK = ".owner"
 _SET_ASIDE = re.compile(r"discarded-(hf|dcp)-[0-9]+(-[0-9]+)?")
 
 
@@ -171,92 +166,56 @@ def _said(unsummed: list[str]) -> str:
 
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
-    """`tundish checkpoint prune`."""
-    from tundish.checkpoint import Retention
+    """`tundish checkpoint prune`: removes old checkpoints, once every byte of those that stay holds."""
+    from tundish.checkpoint import KINDS, Retention, WritableRoot
 
     retention = Retention(
         keep_last=options.keep_last, keep_every=options.keep_every, protected=set(options.keep)
     )
     _check_is_ours(options.root)
-    before, _ = _survey(options.root)
-    for step in options.keep:
-        if all(one.step != step for one in before):
-            raise NotFoundError(
-                _NO_ENTRY, f"there is no checkpoint of step {step} to keep", str(options.root)
-            )
-    report: dict[str, Any] = {}
-
-    def prune(writable: WritableRoot) -> None:
-        report.update(writable.recovered)
-        _prune(writable, options)
-
-    _with_writer_lock(options.root, retention, prune)
-    # What a rollback that was cut short set aside as the root was opened has lost its name, and nothing else.
-    set_aside = report["set_aside"]
-    there = {one.path for one in before if (one.kind, one.step) not in set(map(_step_set_aside, set_aside))}
-    left = {one.path for one in _survey(options.root)[0]}
-    removed = [one for one in before if one.path in there - left]
-    lines = [f"removed {one.path.name}" for one in removed]
-    lines += [
-        f"set aside, as a rollback that was cut short asked for: {printable(path)}" for path in set_aside
-    ]
-    return {
-        "json": {"removed": [_described(one) for one in removed], "set_aside": set_aside},
-        "text": "\n".join(lines) or "nothing to remove",
-    }
-
-
-def _step_set_aside(path: str) -> tuple[str, int]:
-    """Kind and step of what was set aside as `path`: `discarded-hf-200`, or `discarded-hf-200-2`."""
-    _, kind, step, *_ = Path(path).name.split("-")
-    return kind, int(step)
-
-
-def _prune(writable: WritableRoot, options: argparse.Namespace) -> None:
-    """Remove old checkpoints, once every byte of those that stay holds."""
-    from tundish.checkpoint import KINDS
-
-    damaged = []
-    for kind in KINDS:
-        for one in writable.kept_from_prune(kind):
+    with contextlib.closing(WritableRoot(options.root, retention, wait_seconds=0.0)) as writable:
+        before, _ = _survey(options.root)
+        for step in options.keep:
+            if all(one.step != step for one in before):
+                raise NotFoundError(
+                    _NO_ENTRY, f"there is no checkpoint of step {step} to keep", str(options.root)
+                )
+        damaged = []
+        for one in [one for kind in KINDS for one in writable.kept_from_prune(kind)]:
             try:
                 _verify(one, options)
             except CorruptCheckpointError as error:
                 damaged.append(error)
-    if damaged:
-        together = _all_of(damaged)
-        raise CorruptCheckpointError(
-            f"nothing was removed, because of what was to be kept: {together}. Move that elsewhere first",
-            together.paths,
-        )
-    refused = [error for kind in KINDS for error in writable.remove_surplus(kind)]
-    if refused:
-        raise refused[0]
+        if damaged:
+            together = _all_of(damaged)
+            raise CorruptCheckpointError(
+                f"nothing was removed, because of what was to be kept: {together}. Move that elsewhere first",
+                together.paths,
+            )
+        refused = [error for kind in KINDS for error in writable.remove_surplus(kind)]
+        if refused:
+            raise refused[0]
+        left = {one.path for one in _survey(options.root)[0]}
+    removed = [one for one in before if one.path not in left]
+    return {
+        "json": {"removed": [_described(one) for one in removed]},
+        "text": "\n".join(f"removed {one.path.name}" for one in removed) or "nothing to remove",
+    }
 
 
 def run_repair(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint repair`."""
-    from tundish.checkpoint import Retention
+    from tundish.checkpoint import Retention, WritableRoot
 
     _check_is_ours(options.root)
-    report: dict[str, Any] = {}
-    _with_writer_lock(options.root, Retention(), lambda writable: report.update(writable.recovered))
+    with contextlib.closing(WritableRoot(options.root, Retention(), wait_seconds=0.0)) as writable:
+        report = writable.recovered
     lines = []
     for name, entries in report.items():
         for entry in entries:
             reason = f": {entries[entry]}" if isinstance(entries, dict) else ""
             lines.append(printable(f"{name.replace('_', ' ')}: {entry}{reason}"))
     return {"json": report, "text": "\n".join(lines) or "nothing to mend"}
-
-
-def _with_writer_lock(root: Path, retention: Any, work: Callable[[WritableRoot], object]) -> None:
-    from tundish.checkpoint import WritableRoot
-
-    writable = WritableRoot(root, retention, wait_seconds=0.0)
-    try:
-        work(writable)
-    finally:
-        writable.close()
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
@@ -275,8 +234,7 @@ def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
 
 def _check_is_ours(root: Path) -> None:
     """Refuse a folder where no checkpoint was ever saved: another one was meant, and nothing is to be left in it."""
-    _survey(root)
-    if not any(_OURS.fullmatch(entry.name) for entry in root.iterdir()):
+    if not any(_survey(root)) and not (root / _WRITER_LOCK).exists():
         raise InvalidInputError(f"{root}: no checkpoints were saved here; give the folder that they lie in")
 
 

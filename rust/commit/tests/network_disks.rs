@@ -218,10 +218,10 @@ fn without_renameat2_checkpoints_are_published_but_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(PLAIN, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 1, false).unwrap();
-    // Refused before anything is written.
-    let error = root.begin(Kind::Hf, 1, true).unwrap_err();
+    let error = save(&root, 1, true).unwrap_err();
     assert!(matches!(&error, CommitError::ExchangeUnsupported { path } if path.ends_with("hf-1")), "{error}");
     assert!(fs::read(folder.path().join("hf-1/weights")).unwrap() == [1; 9]);
+    root.abandon(Kind::Hf, 1).unwrap();
 
     // What appears meanwhile is not written over.
     let attempt = root.begin(Kind::Hf, 2, false).unwrap();

@@ -55,16 +55,12 @@ def test_an_item_equals_what_torch_saves(dtype: torch.dtype, shape: tuple[int, .
     theirs = stream.getvalue()
 
     found, expected = records_of(ours), records_of(theirs)
-    # A number by which torch tells files apart in its own logs.
-    del expected["archive/.data/serialization_id"]
-    # Older releases have fewer records.
-    assert expected.keys() <= found.keys()
+    assert found == expected
     for name, (length, start) in found.items():
         assert start % ALIGNMENT == 0
-        if name in expected:
-            assert length == expected[name][0], name
-            there = expected[name][1]
-            assert ours[start : start + length] == theirs[there : there + length], name
+        # The number by which torch tells files apart in its own logs depends on checksums.
+        if name != "archive/.data/serialization_id":
+            assert ours[start : start + length] == theirs[start : start + length], name
 
     loaded = torch.load(io.BytesIO(ours), weights_only=True)
     assert (loaded.dtype, loaded.shape, loaded.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
@@ -89,5 +85,5 @@ def test_tensors_beyond_32_bits_are_read(tmp_path: Path, size: int) -> None:
 
 
 def test_a_frame_takes_no_memory_of_its_tensor() -> None:
-    frame = frame_of(torch.float32, torch.Size((1 << 40, 1 << 10)))
+    frame = frame_of(torch.float32, torch.Size((1 << 30, 1 << 12)))
     assert len(frame.head) + len(frame.tail) < 2048

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 import time
 import traceback
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoint.checkpoint_roots import Root, manifest
 
+from tundish._native import NewFolder
 from tundish.checkpoint import Checkpointer, open_readonly
 
 NOBODY = 65534
@@ -108,6 +111,26 @@ def test_another_user_cannot_hold_up_writers_with_their_slot_files(shared_folder
         assert time.monotonic() - started < 14
     finally:
         slot.unlink(missing_ok=True)
+
+
+def test_another_user_cannot_lock_a_folder_that_is_being_written(shared_folder: Path) -> None:
+    root = Root(shared_folder / "root", wait_seconds=0)
+    unfinished = root.begin("hf", 1, overwrite=False)
+    plan = NewFolder(shared_folder / "plan")
+    plan.append("file", b"bytes")
+    (unfinished_plan,) = shared_folder.glob(".plan.*")
+
+    def attack() -> None:
+        for folder in (unfinished, unfinished_plan):
+            with pytest.raises(PermissionError):
+                os.open(folder, os.O_RDONLY)
+
+    as_nobody(attack)
+    plan.publish()
+    (unfinished / "weights").write_bytes(b"9")
+    published = root.publish("hf", 1, manifest("hf", 1, {"weights": 1}), overwrite=False)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (published, shared_folder / "plan")] == [0o755] * 2
+    root.close()
 
 
 def test_another_user_may_read_where_the_umask_lets_it(shared_folder: Path) -> None:

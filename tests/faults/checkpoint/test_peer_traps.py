@@ -21,8 +21,7 @@ from support.checkpoint.soak import IS_SOAK
 
 from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.dcp.saving import staged_state
-from tundish.checkpoint.hf import staged_export as hf_writer
+from tundish.checkpoint.publish import shard_writing
 
 MIB = 1 << 20
 KINDS = ["hf", "dcp"]
@@ -72,16 +71,14 @@ def test_a_failing_writer_thread_fails_the_save(
     kind: str, tmp_path: Path, limit_files: Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two writer threads, DCP's own writer reports success where one of them fails."""
-    module, name = {"hf": (hf_writer, "ShardWriter"), "dcp": (staged_state, "open_shard")}[kind]
-    opened = getattr(module, name)
 
     def open_and_fail(*arguments: Any, **options: Any) -> ShardWriter:
         # Everything has its place on the disk; what lies behind the first page cannot be written.
-        writer: ShardWriter = opened(*arguments, **options)
+        writer = ShardWriter(*arguments, **options)
         limit_files(4096)
         return writer
 
-    monkeypatch.setattr(module, name, open_and_fail)
+    monkeypatch.setattr(shard_writing, "ShardWriter", open_and_fail)
     before = staging_stats()["in_use"]
     failed: list[BaseException] = []
     with Checkpointer(tmp_path / "root", on_failure=failed.append) as checkpointer:

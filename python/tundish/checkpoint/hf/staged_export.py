@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tundish._native import FileMetadata, ShardWriter
+from tundish._native import FileMetadata
 from tundish.checkpoint.hf.gather.exchange import Gather
 from tundish.checkpoint.hf.gather.file_sink import FileSink
 from tundish.checkpoint.hf.gather.schedule import Batch
 from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars
-from tundish.checkpoint.publish.shard_writing import finishing
+from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.stager import WriteOptions
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy
@@ -96,7 +96,8 @@ class StagedExport:
         if self._lazy_gather is not None:
             self._lazy_gather.run()
             self._lazy_gather = None
-        written = self._write_files(folder, options) if self._files else []
+        files = [(buffer.file.name, buffer.file.size, buffer.image) for buffer in self._files]
+        written = write_files(folder, files, options)
         for copy in self._copies:
             copy.confirm()
         return written
@@ -117,15 +118,3 @@ class StagedExport:
             buffer.release()
         if self._sidecars is not None:
             self._sidecars.release()
-
-    def _write_files(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
-        writer = ShardWriter(
-            folder,
-            [(buffer.file.name, buffer.file.size) for buffer in self._files],
-            checksum=options.checksum,
-            writers_per_node=options.writers_per_node,
-        )
-        with finishing(writer, options):
-            for buffer in self._files:
-                writer.write(buffer.file.name, 0, buffer.image, 0, buffer.file.size)
-            return writer.finish()

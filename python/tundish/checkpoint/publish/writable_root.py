@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -107,14 +108,14 @@ class WritableRoot:
         Returns:
             Whether `make_room` has to be called before anything is written.
         """
-        if self._lacks_room(written_bytes):
+        if written_bytes > self._free_bytes():
             wait_for_saves()
-        needs_room = self._lacks_room(written_bytes)
-        if needs_room and self._lacks_room(written_bytes - self._surplus_bytes()):
+        free = self._free_bytes()
+        needs_room = written_bytes > free
+        if needs_room and written_bytes > free + self._surplus_bytes():
             raise StorageError(
                 errno.ENOSPC,
-                f"step {step} ({kind}) takes {written_bytes} bytes, more than are free beside the saves under way: "
-                "make room, or keep fewer",
+                f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
                 str(self.path),
             )
         self._root.begin(kind, step, overwrite=overwrite)
@@ -141,17 +142,17 @@ class WritableRoot:
             _logger.exception("cannot tell what retention would remove to make room")
             return 0
 
-    def _lacks_room(self, written_bytes: int) -> bool:
-        """Whether so many bytes are not free beside those that the saves under way have yet to write."""
+    def _free_bytes(self) -> float:
+        """The free bytes beside those that the saves under way have yet to write."""
         status = os.statvfs(self.path)
         # Some file systems report no blocks at all.
         if status.f_blocks == 0:
-            return False
+            return math.inf
         free = status.f_bavail * status.f_frsize
         # Files are preallocated when writing begins: until then the file system does not count them.
         for (kind, step), size in list(self._promised.items()):
             free -= max(0, size - _taken_by(self.path / f".{kind}-{step}.incomplete"))
-        return written_bytes > max(0, free)
+        return max(0, free)
 
     def publish(self, kind: Kind, step: int, manifest: str, *, overwrite: bool) -> Path:
         """Give a complete folder its name, durably, and record it."""

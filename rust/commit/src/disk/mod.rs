@@ -145,6 +145,10 @@ pub trait Disk: Send + Sync {
 
     /// Makes the folder `name`, with the mode that the umask leaves.
     fn create_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<(), CommitError>;
+    /// Makes the folder `name` for this user alone. Other users cannot open it, and so cannot lock it.
+    fn create_private_folder(&self, parent: &Self::Folder, name: &OsStr, path: &Path) -> Result<(), CommitError>;
+    /// Gives a private folder the mode that the umask leaves.
+    fn open_to_readers(&self, folder: &Self::Folder, path: &Path) -> Result<(), CommitError>;
     /// Makes the file `name`, with the mode that the umask leaves; fails where the name exists.
     fn create_file(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Self::File, CommitError>;
     /// Makes `name` a symbolic link to `target`.

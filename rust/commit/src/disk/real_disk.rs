@@ -208,6 +208,18 @@ impl Disk for RealDisk {
         call("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777))))
     }
 
+    fn create_private_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+        let mode = Mode::from_raw_mode(if umask().is_some() { 0o700 } else { 0o777 });
+        call("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
+    }
+
+    fn open_to_readers(&self, folder: &OwnedFd, path: &Path) -> Result<(), CommitError> {
+        let Some(umask) = umask() else { return Ok(()) };
+        let special = ask("look at", path, || rustix::fs::fstat(folder))?.st_mode & 0o7000;
+        let mode = Mode::from_raw_mode(special | (0o777 & !umask));
+        call("change the mode of", path, || retry_on_intr(|| rustix::fs::fchmod(folder, mode)))
+    }
+
     fn create_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o666));
@@ -334,6 +346,13 @@ fn answer(outcome: rustix::io::Result<()>, path: &Path) -> Result<Lock, CommitEr
         Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::BADF | Errno::NOLCK) => Ok(Lock::Unknown),
         Err(errno) => Err(CommitError::io("lock", path, errno)),
     }
+}
+
+/// The umask of this process; `None` where the system does not say. To ask with `umask()` would change it for a moment.
+fn umask() -> Option<u32> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("Umask:"))?;
+    u32::from_str_radix(line.trim(), 8).ok()
 }
 
 /// Kernels and file systems report an unknown kind of rename with several error numbers.

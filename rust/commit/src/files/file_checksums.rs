@@ -51,9 +51,6 @@ struct Piece {
 }
 
 /// The checksum of each source. Calls `go_on` now and then with the bytes read and the bytes in total.
-///
-/// # Errors
-/// [`CommitError::Interrupted`] at `path`; [`CommitError::Io`] where no thread can be started.
 pub(crate) fn checksums<D: Disk>(
     disk: &D,
     sources: &[Source<'_, D>],

@@ -37,9 +37,6 @@ pub(crate) struct TreeFile {
 
 impl<D: Disk> FolderTree<D> {
     /// Opens `folder` and creates the missing inner folders of the files `names`.
-    ///
-    /// # Errors
-    /// [`CommitError::InvalidWrite`] for invalid file names.
     pub(crate) fn make<'a>(
         disk: &D,
         folder: &Path,

@@ -130,6 +130,7 @@ impl Folder {
     ///   sure of it, remove it and publish again.
     pub fn publish(mut self) -> Result<(), CommitError> {
         self.file_status.check_complete()?;
+        RealDisk.open_to_readers(&self.unfinished.directory, &self.unfinished.path)?;
         RealDisk.fsync_folder(&self.unfinished.directory, &self.unfinished.path)?;
         let moved = RealDisk.folder_status(&self.unfinished.directory, &self.unfinished.path)?;
         let renamed =

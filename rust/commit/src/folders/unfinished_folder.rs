@@ -45,7 +45,7 @@ impl UnfinishedFolder {
         for _ in 0..TRIES {
             let name = names::hidden(target_name, tag, random(parent_path)?);
             let path = parent_path.join(&name);
-            match RealDisk.create_folder(parent, &name, &path) {
+            match RealDisk.create_private_folder(parent, &name, &path) {
                 Err(error) if error.is(Errno::EXIST) => continue,
                 Err(error) => {
                     abandon(parent, &name, &path);

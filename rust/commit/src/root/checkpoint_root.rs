@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use super::contents::{Checkpoints, Directory, Key, newest, root_names};
 use super::recovery::Recovery;
 use super::writer_lock::WriterLock;
-use crate::disk::{Disk, Status};
+use crate::disk::Disk;
 use crate::manifest::Kind;
 
 /// A root that this process owns, and alone may change. Its methods may be called from several threads.
@@ -42,7 +42,6 @@ pub(super) struct State<D: Disk + Clone + 'static> {
 #[derive(Clone)]
 pub(super) struct InProgress<D: Disk + Clone> {
     pub(super) folder: Arc<Directory<D>>,
-    pub(super) status: Status,
     /// Its publication failed and cannot be tried again.
     pub(super) failed: bool,
 }

@@ -1,7 +1,7 @@
 //! Finds out whether published checkpoints are still there: people remove, rename and replace them.
 //!
 //! Invariants: the next call that depends on a checkpoint notices that it is gone. A checkpoint is forgotten only when
-//! its name leads to nothing, or to another folder with another manifest.
+//! its name does not lead to its manifest.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -40,9 +40,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Forgets every checkpoint that is gone.
-    ///
-    /// # Errors
-    /// [`CommitError::Io`] when the root cannot be read.
     pub(super) fn forget_missing(&self) -> Result<(), CommitError> {
         for key in self.published()?.into_keys() {
             self.is_present(key)?;
@@ -51,9 +48,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// The newest step of a kind that is there. Forgets newer ones that are gone.
-    ///
-    /// # Errors
-    /// As [`forget_missing`](Root::forget_missing).
     pub(super) fn newest_present(&self, kind: Kind) -> Result<Option<u64>, CommitError> {
         loop {
             let newest = self.state()?.newest(kind);
@@ -65,9 +59,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Whether a checkpoint is published and there. Forgets it if it is gone.
-    ///
-    /// # Errors
-    /// As [`forget_missing`](Root::forget_missing).
     pub(super) fn is_present(&self, key: Key) -> Result<bool, CommitError> {
         let Some(published) = self.state()?.published.get(&key).cloned() else {
             return Ok(false);
@@ -83,22 +74,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(is_there)
     }
 
+    /// Whether the name leads to a folder with the manifest file of that checkpoint.
     fn is_there(&self, (kind, step): Key, published: &Published) -> Result<bool, CommitError> {
-        let name = root_names::checkpoint(kind, step);
-        match self.root.look_at(&name)? {
-            // A file may have received the inode number of a removed folder.
-            Some(found) if found.kind == EntryKind::Folder => {
-                Ok(found.is_same(&published.status) || self.has_manifest(&name, published)?)
-            }
-            _ => Ok(false),
-        }
-    }
-
-    /// Whether the folder `name` has the manifest file of a checkpoint. Overlayfs over several file systems may change
-    /// the inode number of a folder under memory pressure, but not that of a file.
-    fn has_manifest(&self, name: &OsStr, published: &Published) -> Result<bool, CommitError> {
-        let folder = match self.root.open_folder(name) {
-            // It is gone by now, or this library did not make it.
+        let folder = match self.root.open_folder(&root_names::checkpoint(kind, step)) {
+            // It is gone, or this library did not make it.
             Err(error)
                 if [Errno::NOENT, Errno::NOTDIR, Errno::LOOP, Errno::ACCESS].iter().any(|&code| error.is(code)) =>
             {

@@ -7,7 +7,6 @@
 //!    the registry and the links are written in the order of what they record. Only its holder makes the root durable,
 //!    because a failed fsync is reported once and must reach the change it belongs to.
 //! 2. `begin_lock`: beginning a checkpoint takes it alone and waits for no publication. What it changes is hidden.
-//!    Where it tests whether two folders can be exchanged, it makes the root durable and holds `publish_lock` too.
 //!    Abandoning a checkpoint and closing the root hold both.
 //! 3. `state`: what is known, held during no disk call. Callers copy it, look at the disk without the lock, and then
 //!    change only the entry that they looked at.
@@ -26,25 +25,16 @@ use crate::error::CommitError;
 
 impl<D: Disk + Clone + 'static> Root<D> {
     /// Locks changes of what is visible.
-    ///
-    /// # Errors
-    /// As [`state`](Root::state).
     pub(super) fn publish_lock(&self) -> Result<MutexGuard<'_, ()>, CommitError> {
         self.locked(&self.publish_lock)
     }
 
     /// Locks the beginning of checkpoints.
-    ///
-    /// # Errors
-    /// As [`state`](Root::state).
     pub(super) fn begin_lock(&self) -> Result<MutexGuard<'_, ()>, CommitError> {
         self.locked(&self.begin_lock)
     }
 
     /// Locks what is known.
-    ///
-    /// # Errors
-    /// [`CommitError::RootLost`] in a child made by `fork`: a thread that it does not have may hold the lock.
     pub(super) fn state(&self) -> Result<MutexGuard<'_, State<D>>, CommitError> {
         self.locked(&self.state)
     }
@@ -61,9 +51,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Checks that the root still belongs to this process and is where it was, before a change.
-    ///
-    /// # Errors
-    /// [`CommitError::RootLost`].
     pub(super) fn check_owned(&self) -> Result<(), CommitError> {
         let (writer_lock, is_discarding) = {
             let state = self.state()?;

@@ -18,42 +18,23 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Begins a checkpoint: makes the hidden folder for its files and returns its path.
     ///
     /// # Errors
-    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::ExchangeUnsupported`] where the file
-    /// system cannot overwrite one; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1. Readers of what will be
-    /// overwritten only matter in [`publish`](Root::publish). With something to overwrite this waits for publications
-    /// and removals under way; otherwise it waits for nothing.
+    /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1.
+    /// Readers of what will be overwritten only matter in [`publish`](Root::publish).
     pub fn begin(&self, kind: Kind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
         let path = self.checkpoint_path((kind, step));
         if step > root_names::MAX_STEP {
             return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
         }
-        // Testing an exchange makes the root durable, which needs the publish lock.
-        let mut publish_lock = None;
-        let (_beginnings, replaces) = loop {
-            let begin_lock = self.begin_lock()?;
-            self.check_owned()?;
-            self.check_step_is_new((kind, step))?;
-            let replaces = self.has_target((kind, step), overwrite)?;
-            if publish_lock.is_some() || !replaces {
-                break (begin_lock, replaces);
-            }
-            drop(begin_lock);
-            publish_lock = Some(self.publish_lock()?);
-        };
-        let name = root_names::unfinished(kind, step);
+        let _beginnings = self.begin_lock()?;
+        self.check_owned()?;
+        self.check_step_is_new((kind, step))?;
+        self.has_target((kind, step), overwrite)?;
         self.clear_leftover((kind, step))?;
-        let folder = self.root.create_folder(&name)?;
+        let folder = self.root.create_private_folder(&root_names::unfinished(kind, step))?;
         // The lock shows other processes that a writer is alive, where such locks exist.
         self.root.disk.lock_folder(&folder.folder, Sharing::Shared, &folder.path)?;
-        if replaces && let Err(error) = self.probe_exchange(&folder) {
-            let _ = self.root.remove(&name);
-            return Err(match error {
-                CommitError::ExchangeUnsupported { .. } => CommitError::ExchangeUnsupported { path },
-                error => error,
-            });
-        }
-        let (status, path) = (folder.status()?, folder.path.clone());
-        let unfinished = InProgress { folder: Arc::new(folder), status, failed: false };
+        let path = folder.path.clone();
+        let unfinished = InProgress { folder: Arc::new(folder), failed: false };
         self.state()?.in_progress.insert((kind, step), unfinished);
         Ok(path)
     }
@@ -133,19 +114,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(aside)
     }
 
-    /// Tests whether the file system can exchange folders, before anything is written that could not be published.
-    fn probe_exchange(&self, unfinished: &Directory<D>) -> Result<(), CommitError> {
-        let probe = OsStr::new(root_names::EXCHANGE_PROBE);
-        self.root.remove(probe)?;
-        self.root.create_folder(probe)?;
-        let name = unfinished.path.file_name().unwrap_or_default();
-        let outcome = self.root.exchange(name, probe).and_then(|()| self.root.exchange(name, probe));
-        self.root.remove(probe)?;
-        // After a crash no part of the exchanges may come back.
-        self.root.sync()?;
-        outcome
-    }
-
     /// Publishes a checkpoint whose files are all written and durable, and returns its path.
     ///
     /// `manifest` becomes its `tundish.json`; the folder must hold exactly the files it lists.
@@ -205,6 +173,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let (unfinished, manifest) = self.check_publishable(key, text)?;
         let target = self.exclude_target_readers(key, overwrite)?;
         let manifest_file = unfinished.folder.create_file(OsStr::new(manifest::FILE_NAME), text.as_bytes())?;
+        unfinished.folder.open_to_readers()?;
         unfinished.folder.sync_all()?;
         // A rename that may have happened is not durable before the root is.
         self.state()?.uncertain.insert(key);
@@ -222,7 +191,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         }
         self.state()?.uncertain.remove(&key);
         let checkpoint = Checkpoint::new(path, manifest);
-        Ok((Arc::new(Published { checkpoint, status: unfinished.status, manifest: manifest_file }), replaced))
+        Ok((Arc::new(Published { checkpoint, manifest: manifest_file }), replaced))
     }
 
     /// A rename certainly failed if the folder still has its hidden name. Where that is unknown, as on a network file

@@ -320,6 +320,14 @@ impl Disk for ModelDisk {
         })
     }
 
+    fn create_private_folder(&self, parent: &Number, name: &OsStr, path: &Path) -> Result<(), CommitError> {
+        self.create_folder(parent, name, path)
+    }
+
+    fn open_to_readers(&self, _folder: &Number, _path: &Path) -> Result<(), CommitError> {
+        Ok(())
+    }
+
     fn create_file(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Number, CommitError> {
         self.call(path, |world| match world.find(*folder, name) {
             Ok(_) => Err(Errno::EXIST),

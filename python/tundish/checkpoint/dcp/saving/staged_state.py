@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tundish._native import FileMetadata, ShardWriter, write_small_file
+from tundish._native import FileMetadata, write_small_file
 from tundish.checkpoint.dcp.file_layout import METADATA, FileLayout, rank_extra_name, shard_name
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart
 from tundish.checkpoint.dcp.saving.torch_metadata import make_metadata
-from tundish.checkpoint.publish.shard_writing import finishing
+from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.stager import WriteOptions
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy
 
-__all__ = ["StagedState", "open_shard"]
+__all__ = ["StagedState"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,12 +63,9 @@ class StagedState:
         """Write this rank's files."""
         files: list[FileMetadata] = []
         if self.buffer is not None:
-            name, size = shard_name(self.index), self.layout.size
             self.layout.fill(self.buffer, self.objects)
-            writer = open_shard(folder, name, size, options)
-            with finishing(writer, options):
-                writer.write(name, 0, self.buffer.image, 0, size)
-                files += writer.finish()
+            file = shard_name(self.index), self.layout.size, self.buffer.image
+            files += write_files(folder, [file], options)
         if self.rank_extra:
             files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
         for copies in self.copies:
@@ -96,10 +93,3 @@ class StagedState:
         if self.buffer is not None:
             self.buffer.release()
             self.buffer = None
-
-
-def open_shard(folder: Path, name: str, size: int, options: WriteOptions) -> ShardWriter:
-    """A writer of one file, which exists at its full size when this returns."""
-    return ShardWriter(
-        folder, [(name, size)], checksum=options.checksum, writers_per_node=options.writers_per_node
-    )

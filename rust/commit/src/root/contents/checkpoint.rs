@@ -69,12 +69,11 @@ impl Checkpoint {
     }
 }
 
-/// A whole checkpoint and the identity of its folder.
+/// A whole checkpoint.
 #[derive(Debug, Clone)]
 pub(crate) struct Published {
     pub(crate) checkpoint: Checkpoint,
-    pub(crate) status: Status,
-    /// Of its manifest file, which identifies it where the inode number of the folder changes.
+    /// Of its manifest file. It identifies the checkpoint: overlayfs may change the inode number of a folder.
     pub(crate) manifest: Status,
 }
 
@@ -116,9 +115,6 @@ impl NotWhole {
 }
 
 /// Examines the folder of one checkpoint.
-///
-/// # Errors
-/// Why it is not whole.
 pub(crate) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, NotWhole> {
     let folder = root.open_folder(&root_names::checkpoint(kind, step))?;
     let ReadManifest { manifest, status: file, .. } = read_manifest(&folder)?;
@@ -129,8 +125,7 @@ pub(crate) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u6
     if let Some(damage) = compare_sizes(&folder, &manifest.files)?.first() {
         return Err(NotWhole::Because(damage.to_string()));
     }
-    let status = folder.status()?;
-    Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), status, manifest: file })
+    Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), manifest: file })
 }
 
 /// Reads the manifest in a folder.

@@ -103,9 +103,15 @@ impl<D: Disk + Clone> Directory<D> {
         self.sync()
     }
 
-    pub(crate) fn create_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
-        self.disk.create_folder(&self.folder, name, &self.path.join(name))?;
+    /// Makes a folder that no other user can open.
+    pub(crate) fn create_private_folder(&self, name: &OsStr) -> Result<Self, CommitError> {
+        self.disk.create_private_folder(&self.folder, name, &self.path.join(name))?;
         self.open_folder(name)
+    }
+
+    /// Gives a private folder the mode that the umask leaves.
+    pub(crate) fn open_to_readers(&self) -> Result<(), CommitError> {
+        self.disk.open_to_readers(&self.folder, &self.path)
     }
 
     /// Makes a new file with durable bytes and returns its status. Its name is not durable yet.
@@ -146,10 +152,7 @@ impl<D: Disk + Clone> Directory<D> {
         self.sync()
     }
 
-    /// Renames the folder `from` to the unused name `to`.
-    ///
-    /// # Errors
-    /// `EEXIST` where something has that name.
+    /// Renames the folder `from` to the unused name `to`; fails with `EEXIST` where something has that name.
     pub(crate) fn rename_new(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
         let path = self.path.join(to);
         let moved = self.look_at(from)?;
@@ -169,9 +172,6 @@ impl<D: Disk + Clone> Directory<D> {
     }
 
     /// Exchanges the folder `from` with the folder `to`.
-    ///
-    /// # Errors
-    /// [`CommitError::ExchangeUnsupported`].
     pub(crate) fn exchange(&self, from: &OsStr, to: &OsStr) -> Result<(), CommitError> {
         let path = self.path.join(to);
         let moved = self.look_at(from)?;

@@ -30,9 +30,6 @@ struct Registered<'a> {
 }
 
 /// Refuses a root in which something else has one of these names.
-///
-/// # Errors
-/// [`CommitError::NameTaken`].
 pub(crate) fn check_names<D: Disk + Clone>(root: &Directory<D>) -> Result<(), CommitError> {
     refuse_folder(root, OsStr::new(root_names::REGISTRY), "the registry of checkpoints")?;
     Kind::ALL.into_iter().try_for_each(|kind| check_latest_link(root, &root_names::latest_link(kind)))

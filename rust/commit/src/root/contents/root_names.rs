@@ -10,7 +10,6 @@
 //! | `.hf-100.removed-0` | a checkpoint that is being removed |
 //! | `.discard-after-100` | marker of a `discard_after` under way; the next start completes it |
 //! | `.checkpoints.json.incomplete`, `.hf-latest.incomplete` | the registry or a link before it has its name |
-//! | `.exchange.incomplete` | an empty folder that tests whether the file system can exchange two |
 //! | `.owner` | the writer lock and the owner's heartbeat |
 //!
 //! Invariants: the owner may remove every hidden name here except the lock and the marker. All other names belong to
@@ -24,7 +23,6 @@ use crate::manifest::Kind;
 pub(crate) const MAX_STEP: u64 = i64::MAX as u64;
 pub(crate) const REGISTRY: &str = "checkpoints.json";
 pub(crate) const WRITER_LOCK: &str = ".owner";
-pub(crate) const EXCHANGE_PROBE: &str = ".exchange.incomplete";
 
 /// The meaning of a name in a root.
 #[derive(Debug, PartialEq, Eq)]
@@ -92,7 +90,7 @@ fn is_leftover(text: &str) -> bool {
     };
     if let Some(name) = hidden.strip_suffix(".incomplete") {
         let is_pointer = Kind::ALL.into_iter().any(|kind| latest_link(kind) == name);
-        return name == REGISTRY || text == EXCHANGE_PROBE || is_pointer || kind_and_step(name).is_some();
+        return name == REGISTRY || is_pointer || kind_and_step(name).is_some();
     }
     hidden
         .rsplit_once(".removed-")
@@ -133,7 +131,6 @@ mod tests {
             assert_eq!(classify(&discard_marker(step)), Entry::DiscardMarker(step));
         }
         assert_eq!(classified(".checkpoints.json.incomplete"), Entry::Leftover);
-        assert_eq!(classified(EXCHANGE_PROBE), Entry::Leftover);
         assert_eq!(set_aside(Kind::Hf, 5, 1), "discarded-hf-5-2");
     }
 

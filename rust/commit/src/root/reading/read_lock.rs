@@ -212,9 +212,6 @@ pub(crate) struct ReaderExclusion<D: Disk> {
 }
 
 /// Locks readers out of the checkpoint `name`.
-///
-/// # Errors
-/// [`CommitError::CheckpointInUse`] when somebody reads it.
 pub(crate) fn exclude_readers<D: Disk + Clone>(
     root: &Directory<D>,
     name: &OsStr,

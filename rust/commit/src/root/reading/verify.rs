@@ -53,9 +53,6 @@ pub(super) fn foreign_files<D: Disk + Clone>(
 }
 
 /// The bytes of one file, whose `size` and `checksum` come from the manifest.
-///
-/// # Errors
-/// [`CommitError::Corrupt`] where the file differs.
 pub(super) fn read_file<D: Disk + Clone>(
     folder: &Directory<D>,
     name: &str,

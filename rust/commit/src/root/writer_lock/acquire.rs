@@ -32,9 +32,6 @@ pub(crate) struct WriterLock<D: Disk + Clone + 'static> {
 
 impl<D: Disk + Clone + 'static> WriterLock<D> {
     /// Takes the lock. Waits up to `wait` for its owner to die or release it, and until it is known whether there is one.
-    ///
-    /// # Errors
-    /// [`CommitError::RootInUse`], which names the owner; [`CommitError::NameTaken`]; the error of `on_wait`.
     pub(crate) fn acquire(
         root: &Directory<D>,
         identity: ProcessIdentity,
@@ -72,9 +69,6 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
     }
 
     /// Checks that this process still owns the root, before a change.
-    ///
-    /// # Errors
-    /// [`CommitError::RootLost`].
     pub(crate) fn check(&self, root: &Directory<D>) -> Result<(), CommitError> {
         let lost = |reason: String| Err(CommitError::RootLost { path: root.path.clone(), reason });
         match root.look_at(OsStr::new(root_names::WRITER_LOCK))? {

@@ -18,6 +18,8 @@ macro_rules! forwarded {
             fn free_space(folder: &Folder, path: &Path) -> Outcome<Option<u64>>;
             fn read_link(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<OsString>;
             fn create_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+            fn create_private_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
+            fn open_to_readers(folder: &Folder, path: &Path) -> Outcome<()>;
             fn create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
             fn create_link(folder: &Folder, name: &OsStr, target: &OsStr, path: &Path) -> Outcome<()>;
             fn allocate(file: &File, length: u64, path: &Path) -> Outcome<()>;

@@ -20,8 +20,10 @@ type File = <RealDisk as Disk>::File;
 type Outcome<T> = Result<T, CommitError>;
 
 /// The methods of a disk that change it or make something durable.
-pub const CHANGING: [&str; 12] = [
+pub const CHANGING: [&str; 14] = [
     "create_folder",
+    "create_private_folder",
+    "open_to_readers",
     "create_file",
     "create_link",
     "write_at",
