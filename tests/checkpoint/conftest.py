@@ -1,4 +1,4 @@
-"""What several tests of checkpoints are given."""
+"""Fixtures of the checkpoint tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of one checkpointer say of its checkpoints: any of them protects, and all give the same arguments."""
+"""Any rank may protect a step, and all ranks give the same arguments."""
 
 from __future__ import annotations
 

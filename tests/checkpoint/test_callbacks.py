@@ -1,4 +1,4 @@
-"""What functions that a save calls may ask of their checkpointer."""
+"""Callbacks of a save may call some methods of their checkpointer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_they_protect_also_while_the_checkpointer_is_closed(tmp_path: Path) -> N
     assert [one.step for one in open_readonly(root).list()] == [1, 2]
 
 
-def test_they_leave_the_failure_of_another_save_to_who_trains(tmp_path: Path) -> None:
+def test_callbacks_leave_the_failure_of_another_save_to_the_training_thread(tmp_path: Path) -> None:
     root = tmp_path / "root"
     failed = threading.Event()
 
@@ -84,7 +84,7 @@ class _Slow:
         self._root.remove(kind, step)
 
 
-def test_who_protects_a_step_waits_for_no_removal(tmp_path: Path) -> None:
+def test_protect_waits_for_no_removal(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, on_failure="raise") as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
@@ -107,7 +107,7 @@ def test_who_protects_a_step_waits_for_no_removal(tmp_path: Path) -> None:
         assert [one.step for one in checkpointer.list("hf")] == [2, 4]
 
 
-def test_what_is_protected_while_its_removal_waits_is_not_removed(tmp_path: Path) -> None:
+def test_a_checkpoint_protected_before_its_removal_stays(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, on_failure="raise") as checkpointer:
         for step in (1, 2):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)

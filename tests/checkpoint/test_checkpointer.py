@@ -1,4 +1,4 @@
-"""Saving through the checkpointer in one process: what is published when, what is refused, what is kept."""
+"""One process saves through a checkpointer: publication, refusals and retention."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path / "model.safetensors")
 
 
-def test_an_export_is_what_the_model_was_when_the_call_returned(
-    checkpointer: Checkpointer, model: Any
-) -> None:
+def test_an_export_holds_the_model_as_it_was_at_the_call(checkpointer: Checkpointer, model: Any) -> None:
     import transformers
 
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -225,7 +223,7 @@ def test_overwrite_exchanges_a_whole_checkpoint(checkpointer: Checkpointer) -> N
     checkpointer.verify(path)
 
 
-def test_an_overwriting_save_waits_in_the_background_for_who_reads_already(root: Path) -> None:
+def test_an_overwriting_save_waits_in_the_background_for_readers(root: Path) -> None:
     events: list[str] = []
     staged = threading.Event()
 
@@ -249,7 +247,7 @@ def test_an_overwriting_save_waits_in_the_background_for_who_reads_already(root:
         assert load(path)["weight"].sum() == 3
 
 
-def test_a_reader_who_never_ends_fails_the_save_that_would_replace_it_in_time(root: Path) -> None:
+def test_an_overwriting_save_fails_in_time_beside_an_endless_reader(root: Path) -> None:
     with Checkpointer(root, on_failure=lambda _: None, timeout=1) as checkpointer:
         checkpointer.save_hf(1, {"weight": torch.zeros(3)}, blocking=True)
         with open_readonly(root).reading(1) as held:
@@ -298,7 +296,7 @@ def registered(root: Path) -> list[str]:
     return [entry["folder"] for entry in json.loads((root / "checkpoints.json").read_text())["checkpoints"]]
 
 
-def test_what_somebody_else_removed_needs_no_pruning(
+def test_a_checkpoint_that_a_person_removed_needs_no_pruning(
     root: Path, tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     def keep(one: Checkpoint) -> bool:
@@ -314,7 +312,7 @@ def test_what_somebody_else_removed_needs_no_pruning(
     assert [record.levelname for record in told] == ["WARNING"]
 
 
-def test_what_may_not_be_removed_fails_no_save_and_goes_later(
+def test_a_checkpoint_that_cannot_be_removed_fails_no_save_and_goes_later(
     root: Path, tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     if os.geteuid() != 0:
@@ -354,7 +352,7 @@ def test_a_rollback_sets_newer_steps_aside(
     assert [one.step for one in checkpointer.list()] == [100, 150]
 
 
-def test_callbacks_hear_of_what_is_published_and_fail_only_their_save(
+def test_callbacks_get_published_paths_and_fail_only_their_save(
     root: Path, tensors: dict[str, torch.Tensor]
 ) -> None:
     heard: list[Path] = []
@@ -391,7 +389,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_call(
         assert [one.step for one in checkpointer.list()] == [3]
 
 
-def test_closing_finishes_what_is_under_way(root: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_closing_finishes_saves_under_way(root: Path, tensors: dict[str, torch.Tensor]) -> None:
     with Checkpointer(root) as checkpointer:
         save = checkpointer.save_hf(1, tensors)
     assert save.result(0) == root / "hf-1"
@@ -415,9 +413,7 @@ def test_an_exit_with_a_save_in_flight_finishes_it(root: Path) -> None:
     readonly.verify("hf-1")
 
 
-def test_what_is_waited_for_too_long_is_the_librarys_own_error(
-    root: Path, tensors: dict[str, torch.Tensor]
-) -> None:
+def test_a_timeout_is_an_error_of_the_library(root: Path, tensors: dict[str, torch.Tensor]) -> None:
     go_on = threading.Event()
     with Checkpointer(root, on_failure="raise", on_published=[lambda _: go_on.wait(60)]) as checkpointer:
         checkpointer.save_hf(1, tensors)

@@ -1,4 +1,4 @@
-"""Closing, interrupting and failing: a root is let go of in any case, and nothing waits for itself."""
+"""A root is released after close, Ctrl-C and failures, and nothing waits for itself."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ PROGRAM = """
 """
 
 
-def test_what_a_users_function_fails_with_ends_no_training(tmp_path: Path) -> None:
+def test_an_error_of_a_users_function_ends_no_training(tmp_path: Path) -> None:
     ended = run(["-c", textwrap.dedent(PROGRAM), tmp_path])
     assert ended.returncode == 0, ended.stderr
     before, *cases = ended.stdout.split("case ")
@@ -228,7 +228,7 @@ def test_an_on_failure_that_exits_leaves_later_saves_working(root: Path) -> None
         checkpointer.save_hf(6, TENSORS).result(60)
 
 
-def test_a_save_waits_for_those_who_read_what_it_replaces(
+def test_a_save_waits_for_readers_of_the_checkpoint_it_replaces(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = Held()
@@ -247,7 +247,7 @@ def test_a_save_waits_for_those_who_read_what_it_replaces(
     assert "waits until it can replace the checkpoint" in caplog.text
 
 
-def test_a_reader_who_never_ends_fails_the_save_in_time(root: Path) -> None:
+def test_an_endless_reader_fails_the_save_in_time(root: Path) -> None:
     held = Held()
     with Checkpointer(root, on_event=held, on_failure="raise", timeout=2) as checkpointer:
         held.go_on.set()
@@ -389,7 +389,7 @@ def test_an_exit_finishes_saves_though_no_thread_can_be_started(root: Path) -> N
         assert open_readonly(root).latest(kind) == root / f"{kind}-2"  # type: ignore[arg-type]  # of two
 
 
-def test_a_signals_handler_may_close_what_is_being_closed(root: Path) -> None:
+def test_a_signal_handler_may_close_a_checkpointer_that_is_closing(root: Path) -> None:
     held = Held()
     checkpointer = Checkpointer(root, on_event=held, on_failure="raise")
     checkpointer.save_hf(1, TENSORS)

@@ -1,4 +1,4 @@
-"""`tundish checkpoint`: what it lists, verifies, removes and mends, and what it says when it cannot."""
+"""The command `tundish checkpoint`: its results and its errors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown[2].endswith("best")
 
 
-def test_ls_shows_what_a_rollback_set_aside(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_checkpoints_that_a_rollback_set_aside(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     size = sum(path.stat().st_size for path in (root / "hf-30").iterdir())
     with Checkpointer(root, on_failure="raise") as checkpointer:
         checkpointer.discard_after(20)
@@ -96,7 +98,9 @@ def damage(path: Path, *, cut: bool = False) -> None:
     path.write_bytes(content[: -1 if cut else None])
 
 
-def test_what_is_no_whole_checkpoint_is_named_by_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_name_folders_that_are_no_whole_checkpoint(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage(root / "hf-30" / "model.safetensors", cut=True)
     (root / "dcp-30" / "tundish.json").unlink()
     listed = answer(capsys, "checkpoint", "ls", root)
@@ -120,7 +124,7 @@ def test_what_is_no_whole_checkpoint_is_named_by_all(root: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_prune_removes_nothing_where_what_stays_is_damaged(
+def test_prune_removes_nothing_if_a_kept_checkpoint_is_damaged(
     root: Path, cut: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Checkpointer(root, on_failure="raise") as checkpointer:
@@ -146,7 +150,7 @@ def test_prune_removes_nothing_where_what_stays_is_damaged(
         checkpointer.load_dcp({"weight": torch.ones(2000)}, 32)
 
 
-def test_prune_does_not_call_removed_what_a_rollback_set_aside(
+def test_prune_does_not_report_checkpoints_set_aside_as_removed(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # As a rollback leaves it that was cut short.
@@ -163,7 +167,7 @@ def test_prune_keeps_the_steps_it_is_told(root: Path, capsys: pytest.CaptureFixt
     assert names(answer(capsys, *words)["removed"]) == ["hf-10"]
 
 
-def test_what_others_wrote_is_shown_and_not_obeyed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_text_is_escaped(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = json.loads((root / "hf-20" / "tundish.json").read_text())
     del manifest["checksum"]
     evil = "\x1b[2J\x1b]0;title\x07\u202enext\nhf-99"

@@ -1,4 +1,4 @@
-"""Checkpointers that nobody closes, calls inside calls, and callers that stop waiting: no save and no error is lost."""
+"""No save and no error is lost: dropped checkpointers, nested calls, callers that stop waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a checkpointer when a save fails, and of those who wait for a save beside another."""
+"""A failed save leaves the checkpointer usable, and waiting for one save waits for no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fail_at_writing(checkpointer: Checkpointer, root: Path, step: int) -> None:
         save.result(60)
 
 
-def test_a_failure_is_acted_upon_before_what_is_left_is_removed(root: Path) -> None:
+def test_the_failure_policy_acts_before_leftovers_are_removed(root: Path) -> None:
     heard = threading.Event()
     was_heard: list[bool] = []
     with Checkpointer(root, on_failure=lambda _: heard.set()) as checkpointer:
@@ -80,9 +80,7 @@ def test_a_log_that_cannot_be_written_ends_no_save_but_the_failed_one(root: Path
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["eager", "lazy"])
-def test_anyone_who_waits_for_the_copy_of_one_save_waits_for_no_other(
-    root: Path, kind: str, is_lazy: bool
-) -> None:
+def test_staged_waits_for_no_other_save(root: Path, kind: str, is_lazy: bool) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
     lazily: dict[str, Any] = {"staging": "lazy", "optimizer": torch.optim.SGD([parameter])} if is_lazy else {}
     go_on = threading.Event()

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a DTensor, against how torch itself cuts tensors."""
+"""The parts of a DTensor that each rank holds equal those of torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def layouts(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...
 
 
 @given(layouts())
-def test_ranks_hold_what_torch_gives_them(
+def test_parts_equal_those_of_torch(
     layout: tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]],
 ) -> None:
     shape, mesh_shape, placements = layout

@@ -1,4 +1,4 @@
-"""Going on after something went wrong: what is newer than the step loaded is in nobody's way, and is not lost."""
+"""Resuming after failures and rollbacks: newer checkpoints are set aside, and none is lost."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_where_nothing_is_whole_nothing_begins_anew_by_itself(root: Path) -> Non
     assert (root / "discarded-hf-200").is_dir()
 
 
-def test_what_takes_the_place_of_the_newest_as_that_is_looked_for_is_loaded(
+def test_a_checkpoint_published_during_the_search_is_loaded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = (root / "dcp-200").rename(tmp_path / "newer")
@@ -194,7 +194,7 @@ def refuse_flock() -> None:
     assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
 
 
-def test_without_locks_what_was_saved_is_loaded_all_the_same(tmp_path: Path) -> None:
+def test_loading_works_without_file_locks(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     status = (tmp_path / "root").stat()
     done = run(["-c", LOCKLESS, tmp_path / "root", Path(__file__).parent])

@@ -1,4 +1,4 @@
-"""Ranks that are not alike, and scripts with settings of their own, save like any other."""
+"""Ranks with different tensors, node sizes and default devices save."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         ReadOnlyRoot,
         open_readonly,
         verify,
-        verify_quietly,
     )
     from tundish.checkpoint.publish.retention import Checkpoint, Retention
     from tundish.checkpoint.publish.writable_root import WritableRoot
@@ -44,7 +43,6 @@ else:
                 "ReadOnlyRoot",
                 "open_readonly",
                 "verify",
-                "verify_quietly",
             ),
             "tundish.checkpoint.publish.retention": ("Checkpoint", "Retention"),
             "tundish.checkpoint.publish.writable_root": ("WritableRoot",),
@@ -69,5 +67,4 @@ __all__ = [
     "refuse_encoded",
     "refuse_mixed",
     "verify",
-    "verify_quietly",
 ]

@@ -240,11 +240,11 @@ def _check_is_ours(root: Path) -> None:
 
 def _verify(one: Checkpoint, options: argparse.Namespace) -> list[str]:
     """The files of which only the sizes could be compared."""
-    from tundish.checkpoint import verify_quietly
+    from tundish.checkpoint import verify
     from tundish.progress import ProgressLine
 
     with ProgressLine(one.path.name, progress_of(options)) as line:
-        return verify_quietly(one.path, progress=line.callback)
+        return verify(one.path, progress=line.callback, warns=False)
 
 
 def _all_of(damaged: list[CorruptCheckpointError]) -> CorruptCheckpointError:

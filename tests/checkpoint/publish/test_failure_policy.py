@@ -1,4 +1,4 @@
-"""What a failed save does to its process: ended, told at the next call, or handed to a function."""
+"""The argument `on_failure`: the process ends, the next call raises, or a function gets the error."""
 
 from __future__ import annotations
 

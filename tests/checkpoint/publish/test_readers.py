@@ -18,7 +18,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((1000,), float(step))}
 
 
-def test_what_is_replaced_is_there_for_readers_all_the_time(tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_is_readable_all_the_time(tmp_path: Path) -> None:
     root = tmp_path / "root"
     errors: list[BaseException] = []
     is_over = threading.Event()
@@ -72,7 +72,7 @@ def test_a_read_ends_where_its_block_does_whatever_was_forked_in_it(tmp_path: Pa
     assert left == [3]
 
 
-def test_who_writes_into_an_old_checkpoint_fails_no_save(tmp_path: Path) -> None:
+def test_a_process_that_writes_into_an_old_checkpoint_fails_no_save(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Checkpointer(root, on_failure="raise", keep_last=1) as checkpointer:
         old = checkpointer.save_hf(1, weights(1)).result(60)

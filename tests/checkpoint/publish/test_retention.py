@@ -1,4 +1,4 @@
-"""What may be pruned, against a second reading of the rules that goes checkpoint by checkpoint."""
+"""Retention, against a second implementation that judges one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ published = st.dictionaries(st.integers(0, 60), st.sampled_from([None, None, "sn
 
 
 @given(published, counts, counts, st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), counts)
-def test_surplus_is_what_no_rule_keeps(
+def test_surplus_checkpoints_are_those_that_no_rule_keeps(
     there: list[Checkpoint],
     keep_last: int | None,
     keep_every: int | None,
@@ -55,7 +55,7 @@ def test_surplus_is_what_no_rule_keeps(
     assert surplus == [one.step for one in there if not is_kept(one)]
 
 
-def test_what_keep_protects_stays_though_it_is_newer() -> None:
+def test_a_checkpoint_that_keep_protects_stays_though_it_is_newer() -> None:
     def keep(checkpoint: Checkpoint) -> bool:
         retention.protected.add(checkpoint.step + 1)
         return False

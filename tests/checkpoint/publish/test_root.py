@@ -1,4 +1,4 @@
-"""A root of checkpoints, as Python sees it: what exists, what goes, and who may say so."""
+"""The binding of a checkpoint root: publication, removal, rollback and locks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def steps(listed: list[_native.Checkpoint]) -> list[tuple[str, int]]:
     return [(entry["kind"], entry["step"]) for entry in listed]
 
 
-def test_what_is_published_is_listed_and_pointed_to(root: Root) -> None:
+def test_a_published_checkpoint_is_listed_and_linked(root: Root) -> None:
     extra = {"consumed": 2**70, "loss": 0.1, "names": ["ä"]}
     first = save(root, "dcp", 10, extra=extra, tag="snapshot", world_size=4)
     second = save(root, "hf", 20)
@@ -118,7 +118,7 @@ def test_kinds_that_there_are_not_are_refused_by_name(root: Root, kind: str) -> 
             call()
 
 
-def test_a_folder_that_is_not_what_its_manifest_says_is_not_published(root: Root) -> None:
+def test_a_folder_that_differs_from_its_manifest_is_not_published(root: Root) -> None:
     folder = root.begin("hf", 1, overwrite=False)
     (folder / "short").write_bytes(b"x")
     (folder / "stranger").write_bytes(b"x")
@@ -163,7 +163,7 @@ def test_a_step_is_overwritten_whole(root: Root) -> None:
     assert names(root.path) == [".owner", "checkpoints.json", "hf-1", "hf-latest"]
 
 
-def test_what_is_newest_or_read_stays(root: Root) -> None:
+def test_the_newest_and_those_being_read_stay(root: Root) -> None:
     for step in (1, 2, 3):
         save(root, "hf", step)
     with pytest.raises(CheckpointInUseError, match="hf-3 stays: it is the newest"):
@@ -233,7 +233,7 @@ def test_a_reader_in_another_process_is_respected_until_it_dies(root: Root) -> N
     assert steps(root.list()) == [("hf", 2)]
 
 
-def test_what_is_newer_is_set_aside_after_a_rollback(root: Root) -> None:
+def test_newer_checkpoints_are_set_aside_after_a_rollback(root: Root) -> None:
     for step in (100, 200):
         save(root, "dcp", step)
         save(root, "hf", step)
@@ -254,7 +254,7 @@ def test_what_is_newer_is_set_aside_after_a_rollback(root: Root) -> None:
     assert not (root.path / "hf-latest").is_symlink()
 
 
-def test_what_a_person_did_is_coped_with(root: Root) -> None:
+def test_changes_by_people_are_handled(root: Root) -> None:
     for step in (1, 2, 3, 4):
         save(root, "hf", step)
     (root.path / "hf-4").rename(root.path / "hf-4-good")

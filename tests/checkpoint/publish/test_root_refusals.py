@@ -1,4 +1,4 @@
-"""What cannot be opened as a root, and arguments with which none is: refused by name, before anything is made."""
+"""Invalid roots and arguments are refused before anything is made."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_root_that_is_a_file_or_closed_is_refused(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "loop")
 
 
-def test_what_names_no_checkpoint_is_refused_in_the_librarys_own_words(tmp_path: Path) -> None:
+def test_invalid_paths_and_steps_are_refused_with_errors_of_the_library(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 300)
     for call in (Checkpointer, open_readonly, verify):
         with pytest.raises(StorageError, match="too long"):

@@ -1,4 +1,4 @@
-"""Staging memory, the shard writer, sidecars and verification as Python meets them."""
+"""The bindings of staging memory, the shard writer and verification."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_memory_that_cannot_be_is_refused_with_the_size(size: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
-def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
+def test_an_image_is_filled_with_tensors_that_lie_in_memory_as_in_the_file(
     reader: TensorReader | None, threads: int
 ) -> None:
     # More than a thread begins with while the rest is looked at.
@@ -151,7 +151,7 @@ def test_an_image_is_filled_with_what_lies_in_memory_as_in_the_file(
 
 
 @pytest.mark.parametrize("how", ["given up", "dropped"])
-def test_what_is_given_up_is_copied_no_more(how: str) -> None:
+def test_an_abandoned_copy_ends(how: str) -> None:
     tensors = [torch.ones(64 * MIB, dtype=torch.uint8)] * 8
     spans = TensorSpans([(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)])
     image = FileImage(512 * MIB)

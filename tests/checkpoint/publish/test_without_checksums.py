@@ -1,4 +1,4 @@
-"""Checkpoints without checksums: anyone who verifies or loads one is told that only sizes were compared."""
+"""Checkpoints without checksums: verify and load say that only sizes were compared."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def changed(tmp_path: Path) -> Path:
     return root
 
 
-def test_verifying_says_of_which_files_only_the_size_was_compared(
-    changed: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_verify_names_files_without_checksums(changed: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, files in FILES.items():
         caplog.clear()
         assert verify(changed / name) == files

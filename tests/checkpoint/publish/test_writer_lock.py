@@ -1,4 +1,4 @@
-"""A root has one owner, whatever becomes of the processes that were it."""
+"""One process at a time holds the writer lock of a root, through kills, forks and exec."""
 
 from __future__ import annotations
 

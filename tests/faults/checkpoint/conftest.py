@@ -1,4 +1,4 @@
-"""What several tests of faults share."""
+"""Fixtures of the fault tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Another user of the node can neither change a root of checkpoints nor hold up its owner."""
+"""Another user of the node cannot change a root and cannot hold up its owner."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def test_another_user_cannot_lock_a_folder_that_is_being_written(shared_folder: 
     plan.publish()
     (unfinished / "weights").write_bytes(b"9")
     published = root.publish("hf", 1, manifest("hf", 1, {"weights": 1}), overwrite=False)
-    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (published, shared_folder / "plan")] == [0o755] * 2
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in (published, shared_folder / "plan")] == [
+        0o755
+    ] * 2
     root.close()
 
 

@@ -15,7 +15,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,7 +48,11 @@ Checkpoints = list[Checkpoint]  # classes below have a method called list
 
 @dataclass(frozen=True, kw_only=True)
 class Damaged:
-    """A folder with the name of a checkpoint that is not complete, or is another one. `reason`: why."""
+    """A folder that is named like a checkpoint and is none.
+
+    Attributes:
+        reason: why it is none.
+    """
 
     kind: str
     step: int
@@ -60,16 +64,8 @@ _Damaged = list[Damaged]
 _Names = list[str]
 
 
-class _Listing(Protocol):
-    def list(self) -> _native._Checkpoints: ...
-
-
-def checkpoints_of(root: _Listing, kind: Kind | None) -> Checkpoints:
-    """The checkpoints that `root` lists, of one kind or of all."""
-    return _checkpoints(root.list(), kind)
-
-
-def _checkpoints(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoints:
+def checkpoints_of(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoints:
+    """The checkpoints that a root lists, of one kind or of all."""
     return [
         Checkpoint(
             kind=entry["kind"],
@@ -158,27 +154,32 @@ def check_step(step: object) -> int:
 
 
 def verify(
-    path: str | os.PathLike[str], *, progress: Callable[[str, int, int], object] | None = None
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[str, int, int], object] | None = None,
+    warns: bool = True,
 ) -> list[str]:
     """Read every byte of a checkpoint again and compare it with what was recorded when it was saved.
 
     Until it has returned, the checkpoint is neither removed nor replaced.
 
-    Returns the names of the files that were saved without a checksum (`checksum=None`), with a warning in the log: of
-    those only the size was compared, and nobody can tell whether a byte of them changed.
+    Args:
+        path: of the checkpoint.
+        progress: called with "verify", the bytes read and the bytes in total.
+        warns: whether to log a warning about files without a checksum.
 
-    Raises `CorruptCheckpointError` that names all files which are missing, changed, cut short or too many;
-    `NotFoundError` where there is no checkpoint (any more).
+    Returns:
+        The names of the files that were saved without a checksum (`checksum=None`): only their sizes were compared.
+
+    Raises:
+        CorruptCheckpointError: names all files that are missing, changed, cut short or too many.
+        NotFoundError: there is no checkpoint (any more).
     """
     folder = path_of(path, "path")
-    unsummed = verify_quietly(folder, progress=progress)
-    warn_without_checksums(folder, unsummed)
+    unsummed = _native.verify_checkpoint(folder, progress=progress)
+    if warns:
+        warn_without_checksums(folder, unsummed)
     return unsummed
-
-
-def verify_quietly(folder: Path, *, progress: Callable[[str, int, int], object] | None = None) -> list[str]:
-    """As `verify`, without the warning about files that have no checksum."""
-    return _native.verify_checkpoint(folder, progress=progress)
 
 
 def warn_without_checksums(folder: Path, unsummed: Sequence[str]) -> None:
@@ -202,13 +203,13 @@ class ReadOnlyRoot:
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, one kind after the other and each by step, or one kind's."""
-        return checkpoints_of(self._root, None if kind is None else check_kind(kind))
+        return checkpoints_of(self._root.list(), None if kind is None else check_kind(kind))
 
     def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
         """As `list`, and the damaged ones, in the same order."""
         only = None if kind is None else check_kind(kind)
         whole, damaged = self._root.survey()
-        return _checkpoints(whole, only), [
+        return checkpoints_of(whole, only), [
             Damaged(**entry) for entry in damaged if only is None or entry["kind"] == only
         ]
 

@@ -19,8 +19,11 @@ __all__ = ["Checkpoint", "Retention"]
 class Checkpoint:
     """A published checkpoint: whole, and durable.
 
-    `kind`: "hf" or "dcp". `tag`: what the save was called, None without. `size`: bytes of all files.
-    `extra`: what was saved beside the tensors of a DCP checkpoint (step, epoch, consumed tokens).
+    Attributes:
+        kind: "hf" or "dcp".
+        tag: of its save; None without.
+        size: bytes of all files.
+        extra: of a DCP save (step, epoch, consumed tokens).
     """
 
     kind: str
@@ -33,15 +36,18 @@ class Checkpoint:
 
 @dataclass(kw_only=True)
 class Retention:
-    """What is kept of one kind.
+    """Which checkpoints of one kind are kept.
 
-    Args:
+    Attributes:
         keep_last: how many of the newest untagged checkpoints; None keeps all.
         keep_every: also untagged ones whose step is a multiple of this.
-        keep: also those for which this says so, tagged or not.
+        keep: also those for which this function returns True, tagged or not.
         keep_tagged: how many of the newest of each tag; tags that are not named keep all of theirs.
+        protected: steps that are kept in any case.
 
-    Raises `InvalidInputError` for counts below 1, `InvalidTypeError` for what is no function or no mapping.
+    Raises:
+        InvalidInputError: a count is below 1.
+        InvalidTypeError: `keep` is no function, or `keep_tagged` no mapping.
     """
 
     keep_last: int | None = None

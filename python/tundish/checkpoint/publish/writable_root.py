@@ -25,7 +25,7 @@ from tundish.checkpoint.publish.read_only_root import (
     Kind,
     check_root,
     checkpoints_of,
-    verify_quietly,
+    verify,
 )
 from tundish.checkpoint.publish.retention import Retention
 from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
@@ -130,7 +130,7 @@ class WritableRoot:
         for kind in KINDS:
             kept = self.kept_from_prune(kind)
             if kept:
-                verify_quietly(kept[-1].path)
+                verify(kept[-1].path, warns=False)
                 self.prune(kind)
 
     def _surplus_bytes(self) -> int:
@@ -207,7 +207,7 @@ class WritableRoot:
         """The published checkpoints that retention keeps, and the others. Both empty where it keeps all."""
         if self._retention.keeps_all:
             return [], []
-        published = checkpoints_of(self._root, kind)
+        published = checkpoints_of(self._root.list(), kind)
         surplus = set(self._retention.surplus(published))
         return [one for one in published if one.step not in surplus], [
             one for one in published if one.step in surplus

@@ -1,4 +1,4 @@
-"""Ranks that train and save are killed at random times, again and again, and the next start goes on.
+"""Ranks that train and save are killed at random times, and the next start goes on.
 
 On the module that users get, with a fixed seed; 300 times under `make soak`. After each kill `training.check` looks at
 what is there, bit by bit, and the next start has to resume at the newest step with nothing left over.

@@ -1,4 +1,4 @@
-"""A vote that ended otherwise for one rank than for the rest: that call fails, and at the next all are in step.
+"""One rank misses the result of a vote: that call fails, and all ranks are in step at the next.
 
 So it ends where the job's store stands still for longer than the timeout.
 """

@@ -1,4 +1,4 @@
-"""What fails on one rank before a save is staged: all ranks raise, nothing is left, and the next save succeeds."""
+"""An error on one rank before a save is staged: all ranks raise, nothing is left, the next save succeeds."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def assert_told(said: list[Any], failing: int, trouble: str) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
-def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(
+def test_an_error_on_one_rank_fails_all_and_leaves_nothing(
     kind: str, failing: int, path_in_memory: Path
 ) -> None:
     root = path_in_memory / "root"

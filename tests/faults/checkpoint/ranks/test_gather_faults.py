@@ -1,4 +1,4 @@
-"""A rank that dies while tensors are brought together: the others hear of it, and nothing is left behind."""
+"""A rank dies while tensors are gathered: the others raise, and nothing is left behind."""
 
 from __future__ import annotations
 

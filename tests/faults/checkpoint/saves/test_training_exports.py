@@ -1,4 +1,4 @@
-"""Exports taken in the middle of real training, loaded by `from_pretrained`: the weights of that moment, bit by bit.
+"""`from_pretrained` loads exports of a running training: the weights of that step, bit by bit.
 
 While an export is gathered and written, training goes on and changes every weight. In one process, sharded by FSDP2
 on two and four ranks, and with experts of their own on each two of four.
@@ -138,7 +138,7 @@ def train_and_export(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize(("layout", "size"), [("llama", 2), ("llama", 4), ("mixtral", 2), ("experts", 4)])
-def test_what_from_pretrained_loads_is_the_model_at_its_step(layout: str, size: int, tmp_path: Path) -> None:
+def test_from_pretrained_loads_the_model_of_its_step(layout: str, size: int, tmp_path: Path) -> None:
     with Job(train_and_export, size, tmp_path) as job:
         for rank in range(size):
             job.tell(rank, (layout, tmp_path / "root"))
@@ -146,7 +146,7 @@ def test_what_from_pretrained_loads_is_the_model_at_its_step(layout: str, size: 
         job.expect_end()
 
 
-def test_what_from_pretrained_loads_is_the_model_of_one_process(tmp_path: Path) -> None:
+def test_from_pretrained_loads_the_model_of_one_process(tmp_path: Path) -> None:
     class Here:
         said: Any = None
 

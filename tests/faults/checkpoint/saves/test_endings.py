@@ -1,4 +1,4 @@
-"""Interpreters that end while something is under way or went wrong: nothing hangs, and nothing is swallowed."""
+"""Interpreters end during saves or after errors: nothing hangs, and no error is lost."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_failing_callback_is_told_though_nobody_asks_the_future(tmp_path: Path
     assert "RuntimeError: the bucket is gone" in told
 
 
-def test_an_exception_in_the_loop_is_told_and_what_was_under_way_is_finished(tmp_path: Path) -> None:
+def test_an_exception_in_the_loop_is_raised_and_saves_under_way_are_finished(tmp_path: Path) -> None:
     root = tmp_path / "root"
     # A lazy save copies in the background when the loop fails, and a callback waits for what never comes in time.
     program = """

@@ -1,4 +1,4 @@
-"""Two ranks save while their disk fills up, becomes read-only, or the root is taken away; and roots they may not have.
+"""Two ranks save while their disk fills up or becomes read-only, or the root is removed.
 
 All ranks are told, what was published before is untouched, nothing is left behind, and as soon as the disk is as it
 was before the next save succeeds.
@@ -202,7 +202,7 @@ def test_a_root_on_a_full_disk_is_opened_and_loaded_from(disk: Path) -> None:
     assert sorted(os.listdir(root)) == [".owner", "checkpoints.json", "dcp-1", "dcp-latest"]
 
 
-def test_what_has_the_name_that_ranks_meet_by_is_named(tmp_path: Path) -> None:
+def test_a_file_with_the_name_of_the_nonce_is_named(tmp_path: Path) -> None:
     (tmp_path / ".tundish-opening" / "mine").mkdir(parents=True)
     with pytest.raises(StorageError, match=r"directory.*\.tundish-opening"):
         Checkpointer(tmp_path, on_failure="raise")
@@ -259,7 +259,7 @@ def test_a_save_waits_for_the_room_that_the_one_under_way_makes(
     assert f"save_{kind} of step 3 waits for the saves of steps [2]" in caplog.text
 
 
-def test_what_a_save_under_way_has_not_written_yet_is_not_free(disk: Path) -> None:
+def test_room_for_a_save_under_way_is_not_free(disk: Path) -> None:
     staged, may_go_on = threading.Event(), threading.Event()
 
     def hold(event: str, *_: object) -> None:
@@ -279,7 +279,7 @@ def test_what_a_save_under_way_has_not_written_yet_is_not_free(disk: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
-def test_what_a_killed_run_did_not_remove_makes_room_for_the_next_save(disk: Path, kind: str) -> None:
+def test_checkpoints_that_a_killed_run_did_not_remove_make_room(disk: Path, kind: str) -> None:
     large = {"w": torch.ones(DISK_BYTES // 3 // 4 - MARGIN)}
     with Checkpointer(disk / "root", on_failure="raise") as checkpointer:
         begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
@@ -294,7 +294,7 @@ def test_what_a_killed_run_did_not_remove_makes_room_for_the_next_save(disk: Pat
         checkpointer.verify(checkpointer.list()[0].path)
 
 
-def test_no_room_is_made_where_what_would_stay_is_damaged(disk: Path) -> None:
+def test_no_room_is_made_if_the_kept_checkpoint_is_damaged(disk: Path) -> None:
     large = {"w": torch.ones(DISK_BYTES // 3 // 4 - MARGIN)}
     with Checkpointer(disk / "root", on_failure="raise") as checkpointer:
         for step in (1, 2):
@@ -310,7 +310,7 @@ def test_no_room_is_made_where_what_would_stay_is_damaged(disk: Path) -> None:
         assert not (disk / "root" / ".hf-3.incomplete").exists()
 
 
-def test_no_room_is_made_of_what_another_rank_protects(disk: Path) -> None:
+def test_no_room_is_made_from_steps_that_another_rank_protects(disk: Path) -> None:
     root = disk / "root"
     with Job(obey, 2, disk) as job:
         assert_fine(each(job, "open", root))

@@ -1,4 +1,4 @@
-"""DCP saves while ranks are stopped or killed, and while the disk refuses."""
+"""DCP saves while ranks are stopped or killed, and on a full disk."""
 
 from __future__ import annotations
 

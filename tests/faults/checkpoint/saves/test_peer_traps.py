@@ -1,4 +1,4 @@
-"""What other libraries that save in the background are known to get wrong.
+"""Known bugs of other libraries that save in the background.
 
 The other traps are in `test_endings` (exceptions of loops and callbacks) and `test_damage` (144 of 144).
 """

@@ -146,7 +146,7 @@ def test_a_foreign_file_is_named_and_costs_nothing(root: Path, caplog: pytest.Lo
         assert checkpointer.load_dcp(state)[0] == {"step": 2}
 
 
-def test_what_a_rank_gave_is_read_only_where_the_manifest_lists_it(root: Path) -> None:
+def test_a_rank_extra_that_the_manifest_does_not_list_is_not_read(root: Path) -> None:
     path = root / "dcp-3" / "rank_extra-00000.json"
     manifest = json.loads((root / "dcp-3" / "tundish.json").read_text())
     del manifest["checksum"]
@@ -245,7 +245,7 @@ def leftovers_of_before(root: Path) -> None:
         leftovers_of_before,
     ],
 )
-def test_the_next_start_mends_what_is_not_as_the_folders_say(
+def test_the_next_start_repairs_registry_and_links_from_the_folders(
     root: Path, saved: Path, change: Callable[[Path], None]
 ) -> None:
     change(root)

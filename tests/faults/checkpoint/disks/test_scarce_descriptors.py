@@ -1,4 +1,4 @@
-"""A process that runs out of descriptors is told so: no checkpoint is called damaged or passed over for that."""
+"""A lack of descriptors is reported as such: no checkpoint counts as damaged for it."""
 
 from __future__ import annotations
 

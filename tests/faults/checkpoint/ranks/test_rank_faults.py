@@ -1,4 +1,4 @@
-"""One rank fails, stands still, panics or leaves: the others hear of it by its name, and later saves succeed."""
+"""One rank fails, hangs, panics or ends: the others raise an error that names it, and later saves succeed."""
 
 from __future__ import annotations
 

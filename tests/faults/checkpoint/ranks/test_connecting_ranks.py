@@ -340,7 +340,7 @@ def test_two_checkpointers_of_a_process_connect_at_once_in_any_order(tmp_path: P
         job.expect_end()
 
 
-def test_a_rank_that_goes_while_the_others_connect_is_what_they_fail_with(
+def test_connecting_fails_with_a_peer_error_if_a_rank_dies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def make(*_: Any, **__: Any) -> Any:
