@@ -349,7 +349,7 @@ fn an_undisturbed_run_ends_in_the_last_state() {
     run.check("without a fault");
     // All that changes a disk was called, each of it through the one door.
     let called: BTreeSet<&str> = run.trace.iter().map(|(operation, ..)| operation.split(' ').next().unwrap()).collect();
-    assert_eq!(called, BTreeSet::from(["create", "exchange", "fsync", "open", "remove", "rename", "write"]));
+    assert_eq!(called, BTreeSet::from(["change", "create", "exchange", "fsync", "open", "remove", "rename", "write"]));
 }
 
 #[test]

@@ -193,15 +193,10 @@ fn queries_and_beginnings_do_not_wait_for_a_publication() {
 /// What must not come between the steps of a publication, and what has to be so before it.
 type Change = (&'static str, fn(&Root<WatchedDisk>), fn(&Root<WatchedDisk>));
 
-const CHANGES: [Change; 6] = [
+const CHANGES: [Change; 5] = [
     ("publish", |_| {}, |root| publish(root, Kind::Dcp, 3)),
     ("remove", |_| {}, |root| root.remove(Kind::Dcp, 1).unwrap()),
     ("give up", |_| {}, |root| root.abandon(Kind::Dcp, 3).unwrap()),
-    (
-        "begin to replace",
-        |root| root.abandon(Kind::Dcp, 3).unwrap(),
-        |root| drop(root.begin(Kind::Dcp, 2, true).unwrap()),
-    ),
     ("discard", |root| root.abandon(Kind::Dcp, 3).unwrap(), |root| assert_eq!(root.discard_after(1).unwrap().len(), 2)),
     ("close", |_| {}, |root| root.close()),
 ];

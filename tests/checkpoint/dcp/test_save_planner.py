@@ -1,103 +1,84 @@
-"""The first rank decides which rank saves a value that several hold."""
+"""A DCP save is planned once for each form, with torch's names, and keeps no tensor alive."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
+from support.checkpoint.dcp_states import assert_same, prepare, read, save
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tundish._native import staging_stats
 from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.saving.save_planner import HeldValue, assign, held_values
-from tundish.errors import InvalidInputError
+from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
+from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 
 
-def owners(states: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
-    """For each name the ranks that save it."""
-    held = [held_values(flatten_state(state), rank) for rank, state in states.items()]
-    found: dict[str, list[int]] = {name: [] for state in states.values() for name in state}
-    for rank, values, numbers in zip(states, held, assign(held, list(states)), strict=True):
-        for number in numbers:
-            value = values[number]
-            assert value is not None
-            found[value.name].append(rank)
-    return found
-
-
-sizes = st.integers(min_value=0, max_value=6)
-
-
-@hypothesis.given(
-    # For each rank which of some named tensors it holds, in an order of its own.
-    st.lists(
-        st.permutations(range(6)).flatmap(lambda order: sizes.map(lambda n: order[:n])),
-        min_size=1,
-        max_size=5,
-    ),
-    st.lists(st.integers(0, 100), min_size=6, max_size=6),
-)
-def test_every_part_is_saved_by_exactly_one_holder(held: list[list[int]], lengths: list[int]) -> None:
-    states = {
-        10 + rank: {f"t{number}": torch.empty(lengths[number]) for number in numbers} | {"o": 1}
-        for rank, numbers in enumerate(held)
-    }
-    for name, ranks in owners(states).items():
-        assert len(ranks) == 1, (name, ranks)
-        assert name in states[ranks[0]]
-
-
-def test_bytes_are_spread_evenly() -> None:
-    state = {f"t{number}": torch.empty(number % 17 + 1, 100) for number in range(200)}
-    loads = dict.fromkeys(range(4), 0)
-    for name, ranks in owners(dict.fromkeys(range(4), state)).items():
-        loads[ranks[0]] += state[name].nbytes
-    assert max(loads.values()) - min(loads.values()) <= 17 * 400
-    assert max(loads.values()) <= 1.02 * sum(loads.values()) / 4
-
-
-def test_the_owner_of_a_large_tensor_gets_no_small_ones() -> None:
-    state = {"large": torch.empty(3000)} | {f"small{number}": torch.empty(3) for number in range(1000)}
-    saved = owners(dict.fromkeys(range(2), state))
-    assert sum(ranks != saved["large"] for ranks in saved.values()) == 1000
-
-
-def test_small_tensors_are_spread_evenly() -> None:
-    state = {f"t{number}": torch.empty(0) for number in range(40)}
-    counts = [
-        len([1 for ranks in owners(dict.fromkeys(range(4), state)).values() if ranks == [r]])
-        for r in range(4)
+def test_fingerprints_differ_with_extra_and_staging(planner: SavePlanner) -> None:
+    state = {"w": torch.ones(1)}
+    same = [
+        DcpStager(planner, state, extra={"a": 1, "b": 2}),
+        DcpStager(planner, state, extra={"b": 2, "a": 1}, rank_extra=3),
     ]
-    assert counts == [10, 10, 10, 10]
+    assert same[0].fingerprint == same[1].fingerprint
+    assert DcpStager(planner, state, extra={"a": 2, "b": 2}).fingerprint != same[0].fingerprint
+    assert DcpStager(planner, state).fingerprint != same[0].fingerprint
 
 
-def test_objects_are_saved_by_the_lowest_rank_that_has_them() -> None:
-    assert owners({3: {"a": 1}, 5: {"a": 2, "b": 3}, 7: {"b": 4}}) == {"a": [3], "b": [5]}
+def test_an_unstaged_plan_releases_its_memory(planner: SavePlanner) -> None:
+    before = staging_stats()["in_use"]
+    plan = DcpStager(planner, {"w": torch.ones(1 << 20)})
+    prepare(plan)
+    assert staging_stats()["in_use"] >= before + (1 << 22)
+    plan.release()
+    assert staging_stats()["in_use"] == before
+
+
+def test_a_save_of_the_same_form_is_planned_once(
+    planner: SavePlanner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    plan = SavePlanner.plan
+    monkeypatch.setattr(SavePlanner, "plan", lambda *given: (planned.append(1), plan(*given))[1])
+    for number in range(3):
+        save(planner, {"w": torch.full((3,), float(number))}, tmp_path / str(number))
+    assert len(planned) == 1
+    assert_same(read(tmp_path / "2"), {"w": torch.full((3,), 2.0)})
+    save(planner, {"v": torch.zeros(3)}, tmp_path / "other")
+    assert len(planned) == 2
+
+
+def test_a_save_keeps_no_tensor_alive(planner: SavePlanner, tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    tensor = torch.ones(1000)
+    gone = weakref.ref(tensor)
+    save(planner, {"w": tensor}, tmp_path / "saved")
+    del tensor
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(
-    "other",
-    [torch.empty(4), torch.empty(3, dtype=torch.int32), "text"],
-    ids=["another shape", "another dtype", "no tensor"],
+    "state",
+    [
+        {"b": torch.ones(2), "a.b": torch.ones(3), "a": torch.ones(())},
+        {"b": torch.ones(2), "a": {"b": torch.ones(3), "c": {7: torch.ones(1)}}},
+        {"b": torch.ones(2), "list": [torch.ones(1), {"x": 1}], "numbers": [1, 2], "step": 3},
+    ],
+    ids=["flat", "nested", "mixed"],
 )
-def test_different_things_under_one_name_are_refused(other: Any) -> None:
-    with pytest.raises(
-        InvalidInputError, match=r"'a.w' is a float32 tensor of shape \(3,\) on rank 0 and .* on rank 1"
-    ):
-        owners({0: {"a": {"w": torch.empty(3)}}, 1: {"a": {"w": other}}})
-
-
-def test_blocks_that_do_not_make_up_the_tensor_are_refused() -> None:
-    def block(first: int, last: int) -> list[HeldValue | None]:
-        return [HeldValue(("w",), "float32", (8,), (first,), (last - first,))]
-
-    assert assign([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2]) == [[0], [0], []]
-    for held in (
-        [block(0, 4)],
-        [block(0, 4), block(4, 7)],
-        [block(0, 8), block(4, 8)],
-        [block(0, 4), block(0, 5)],
-    ):
-        with pytest.raises(InvalidInputError, match=r"'w' has 8 elements, and its blocks"):
-            assign(held, list(range(len(held))))
+def test_names_and_paths_are_those_of_torchs_planner(state: dict[str, Any]) -> None:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    first = flatten_state(state)
+    assert first.form.paths == planner.mappings
+    assert [name for name, _ in first] == list(planner.state_dict)
+    assert all(value is planner.state_dict[name] for name, value in first)
+    assert flatten_state(state, first.form).form is first.form
+    # The same names and values on other paths are another form.
+    moved = {name: value for name, value in state.items() if name != "b"} | {"b": {"b": state["b"]}}
+    assert flatten_state(moved, first.form).form is not first.form

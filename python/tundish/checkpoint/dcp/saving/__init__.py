@@ -1,1 +1,1 @@
-"""Saving DCP checkpoints: `dcp_stager`, `save_planner`, `staged_state`, `torch_metadata`."""
+"""Saving DCP checkpoints, from a state dict to durable files."""

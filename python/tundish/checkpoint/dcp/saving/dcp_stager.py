@@ -18,7 +18,8 @@ import torch
 from tundish.checkpoint.dcp.file_layout import FileLayout
 from tundish.checkpoint.dcp.flattened_state import flatten_state
 from tundish.checkpoint.dcp.json_values import to_json
-from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner, held_values
+from tundish.checkpoint.dcp.saving.held_values import held_values
+from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy, begin_copies, optimizers_of, run_copies

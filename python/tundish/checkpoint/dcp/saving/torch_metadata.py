@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
-from tundish.checkpoint.dcp.saving.save_planner import HeldValue, OwnedPart, RankFiles
+from tundish.checkpoint.dcp.saving.held_values import HeldValue
+from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, RankFiles
 
 __all__ = ["make_metadata"]
 
