@@ -26,7 +26,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What the rank `rank` of the job holds: `runs` of each dimension."""
+    """The part of a tensor that the global rank `rank` holds: `runs` of each dimension."""
 
     rank: int
     runs: tuple[tuple[Run, ...], ...]
@@ -38,7 +38,7 @@ class Share:
 
 
 def shares_for(tensor: Any, reader: int) -> tuple[Share, ...]:
-    """Who holds what of the DTensor `tensor`, in the replica that the rank `reader` of the job belongs to.
+    """The parts of the DTensor `tensor` by rank, in the replica that the global rank `reader` belongs to.
 
     Empty where `reader` holds no part of the tensor. Ranks whose part is empty are left out.
     """

@@ -178,7 +178,7 @@ def submit(root: OpenRoot, request: Request) -> Save:
             queued.save.set_staged_save(queued.staged)
         except BaseException as caught:
             # The finalizer's next vote tells the other ranks.
-            queued.staged, queued.is_caller_told = caught, True
+            queued.staged, queued.caller_raises = caught, True
             stager.release()
             # The frames hold views of what was staged.
             traceback.clear_frames(caught.__traceback__)
@@ -189,15 +189,15 @@ def submit(root: OpenRoot, request: Request) -> Save:
             queued.save.result()
     except BaseException as caught:
         if request.blocking and caught is not queued.staged:
-            _act_where_untold(root, queued, caught)
+            _act_on_unraised(root, queued, caught)
         raise
     return queued.save
 
 
-def _act_where_untold(root: OpenRoot, queued: QueuedSave, raised: BaseException) -> None:
+def _act_on_unraised(root: OpenRoot, queued: QueuedSave, raised: BaseException) -> None:
     """Have the failure policy act on a failure that the caller does not hear of, as Ctrl-C ended the wait for it."""
     if not queued.save.done():
-        queued.is_caller_told = False
+        queued.caller_raises = False
         return
     error = queued.save.exception()
     if error is not None and error is not raised and not isinstance(error, CallbackError):
@@ -216,7 +216,7 @@ def _queued_save(root: OpenRoot, request: Request, stager: Stager, attempt: _Att
         overwrite=request.overwrite,
         extra=copy.deepcopy(dict(request.extra or {})),
         needs_room=attempt.needs_room,
-        is_caller_told=request.blocking,
+        caller_raises=request.blocking,
         release=attempt.claim.give_back,
     )
 

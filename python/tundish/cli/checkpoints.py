@@ -54,7 +54,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         summary="remove old checkpoints",
         description="Remove old checkpoints of a root where nobody saves: untagged ones, never the newest of a kind. "
         "Every byte of what is kept is read first; where one is wrong, nothing is removed. What was saved without "
-        "checksums is told apart by its sizes alone.",
+        "checksums is compared by sizes only.",
     )
     _add_root(prune)
     prune.add_argument(
@@ -112,7 +112,7 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set_aside_in(root: Path) -> dict[Path, int]:
-    """What rollbacks set aside, and its bytes: nothing counts it any more, and nothing removes it."""
+    """The folders that rollbacks set aside, and their bytes."""
     sizes = {}
     for folder in sorted(path for path in root.iterdir() if _SET_ASIDE.fullmatch(path.name)):
         sizes[folder] = 0
@@ -159,10 +159,7 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 def _said(unsummed: list[str]) -> str:
     if not unsummed:
         return "every byte holds"
-    return (
-        f"{counted(len(unsummed), 'file')} without a checksum, of which only the sizes were compared: whether a "
-        "byte of them changed cannot be told; all else holds"
-    )
+    return f"all checksums hold; {counted(len(unsummed), 'file')} without a checksum, whose sizes only were compared"
 
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
@@ -239,7 +236,7 @@ def _check_is_ours(root: Path) -> None:
 
 
 def _verify(one: Checkpoint, options: argparse.Namespace) -> list[str]:
-    """The files of which only the sizes could be compared."""
+    """Verify; returns the files without a checksum."""
     from tundish.checkpoint import verify
     from tundish.progress import ProgressLine
 

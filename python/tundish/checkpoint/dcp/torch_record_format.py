@@ -13,6 +13,7 @@ import io
 import mmap
 import sys
 from dataclasses import dataclass
+from typing import IO, cast
 
 import torch
 from torch.serialization import skip_data
@@ -59,7 +60,7 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
     tensor = torch.empty(shape, dtype=dtype, device="cpu") if size == 0 else _untouched(size).view(dtype)
     stream = _FrameStream()
     with skip_data():
-        torch.save(tensor.view(shape), stream)
+        torch.save(tensor.view(shape), cast("IO[bytes]", stream))
     head, *tail = stream.parts
     return Frame(bytes(head), b"".join(tail))
 

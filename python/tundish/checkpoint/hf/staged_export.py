@@ -96,8 +96,10 @@ class StagedExport:
         if self._lazy_gather is not None:
             self._lazy_gather.run()
             self._lazy_gather = None
-        files = [(buffer.file.name, buffer.file.size, buffer.image) for buffer in self._files]
-        written = write_files(folder, files, options)
+        # Without a name: a later error would keep the images alive.
+        written = write_files(
+            folder, [(buffer.file.name, buffer.file.size, buffer.image) for buffer in self._files], options
+        )
         for copy in self._copies:
             copy.confirm()
         return written

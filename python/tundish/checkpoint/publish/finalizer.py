@@ -33,7 +33,7 @@ FORMAT_VERSION = 1
 _VOTES = 7
 # How long a rank that lost the others waits for them to hear that it gave up.
 _REPORT_SECONDS = 2.0
-# How long to wait before trying again to replace a checkpoint that somebody reads.
+# Between two attempts to replace a checkpoint that is being read.
 _IN_USE_POLL_SECONDS = 0.2
 
 _logger = logging.getLogger("tundish.checkpoint")
@@ -49,7 +49,7 @@ class QueuedSave:
         folder: where the files lie until they are published.
         target: the published folder.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
-        is_caller_told: whether the caller hears of a failure, so that the failure policy need not act.
+        caller_raises: whether the caller's thread raises a failure, so that the failure policy need not act.
         release: gives back the staging budget.
         staged: the staged save, or the error that staging failed with on this rank.
         is_published: whether the checkpoint has its name, whatever follows.
@@ -63,7 +63,7 @@ class QueuedSave:
     overwrite: bool
     extra: dict[str, Any]
     needs_room: bool
-    is_caller_told: bool
+    caller_raises: bool
     release: Callable[[], None]
     staged: StagedSave | BaseException | None = None
     is_published: bool = False
@@ -107,7 +107,7 @@ class Finalizer:
 
         Raises:
             CallbackError: the save is published, and a callback failed.
-            Exception: what the save failed with, the same on all ranks. Its files are still there: call `abandon`.
+            Exception: the error of the save, the same on all ranks. Its files are still there: call `abandon`.
         """
         # The vote that made the voter was the first.
         self.voter.skip_to(1 + _VOTES * queued.number)
@@ -131,7 +131,7 @@ class Finalizer:
                 if self.writable is not None:
                     self.writable.prune(self.kind)
             except CallbackError as caught:
-                # What the user's `keep` failed with; nothing was removed.
+                # An error of the user's `keep`; nothing was removed.
                 failed.append(caught)
         for callback in self.on_published:
             try:
@@ -165,19 +165,19 @@ class Finalizer:
         self.voter.close()
 
     def _publish(self, writable: WritableRoot, queued: QueuedSave, manifest: str) -> None:
-        """Publish; wait while somebody reads the checkpoint that is to be replaced."""
+        """Publish; wait for readers of the checkpoint that is to be replaced."""
         # The other ranks wait for this rank's vote no longer than the whole of it.
         until = time.monotonic() + self.timeout / 2
-        is_told = False
+        is_logged = False
         while True:
             try:
                 writable.publish(self.kind, queued.save.step, manifest, overwrite=queued.overwrite)
             except CheckpointInUseError as error:
                 if time.monotonic() > until:
                     raise
-                if not is_told:
+                if not is_logged:
                     _logger.warning("%s waits until it can replace the checkpoint: %s", queued.what, error)
-                is_told = True
+                is_logged = True
                 time.sleep(_IN_USE_POLL_SECONDS)
             else:
                 return

@@ -95,7 +95,7 @@ def held(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLoc
 @functools.cache
 def _warn_without_locks(root: Path) -> None:
     _logger.warning(
-        "the file system of %s has no locks: nothing keeps a checkpoint from being removed while it is read",
+        "the file system of %s has no locks: a checkpoint may be removed while it is read",
         root,
     )
 
@@ -126,7 +126,7 @@ def path_of(given: Any, name: str) -> Path:
 def is_file(path: Path) -> bool:
     """Whether a file is there.
 
-    Raises `StorageError` where it cannot be told: in a folder that may not be looked into, under too long a name.
+    Raises `StorageError` if that is unknown: in a folder without permission, or for a name that is too long.
     """
     try:
         return path.is_file()
@@ -186,8 +186,8 @@ def warn_without_checksums(folder: Path, unsummed: Sequence[str]) -> None:
     """Warn of files without a checksum, which a verification could not compare."""
     if unsummed:
         _logger.warning(
-            "%s: of %s no checksum was recorded (they were saved with checksum=None): only the sizes were compared, "
-            "and a byte that changed would not be seen",
+            "%s: no checksum of %s was recorded (checksum=None): only the sizes were compared, and changed bytes were "
+            "not noticed",
             folder,
             counted(len(unsummed), "file"),
         )

@@ -118,11 +118,11 @@ class SaveQueue:
             error = caught
             # The frames hold on to what was staged.
             traceback.clear_frames(caught.__traceback__)
-        is_caller_told = queued.is_caller_told
+        caller_raises = queued.caller_raises
         if isinstance(error, CallbackError):
             with contextlib.suppress(Exception):
                 _logger.error("a callback failed", exc_info=error)
-        elif error is not None and not is_caller_told:
+        elif error is not None and not caller_raises:
             # Before the leftovers are removed, which may take long, and before the future is resolved.
             self._on_failure(error, queued.what)
         if error is not None:
@@ -142,8 +142,8 @@ class SaveQueue:
             # A callback of the future raised, perhaps SystemExit; the next save must go on.
             with contextlib.suppress(Exception):
                 _logger.exception("a callback of the future of %s failed", queued.what)
-        is_unheard = is_caller_told and not queued.is_caller_told
-        if is_unheard and error is not None and not isinstance(error, CallbackError):
+        is_unraised = caller_raises and not queued.caller_raises
+        if is_unraised and error is not None and not isinstance(error, CallbackError):
             # Ctrl-C ended the caller's wait after this thread relied on the caller to raise the error.
             self._on_failure(error, queued.what)
 

@@ -35,11 +35,11 @@ __all__ = ["WritableRoot"]
 _logger = logging.getLogger("tundish.checkpoint")
 
 _LOG_TEXTS = {
-    "removed": "removed what dead saves left",
-    "live": "left alone what somebody still writes into",
-    "set_aside": "set aside after a rollback that was cut short",
-    "repaired": "written again as the folders say",
-    "failed": "could not be removed or written again",
+    "removed": "removed leftovers of dead writers",
+    "live": "kept leftovers that a process still writes",
+    "set_aside": "set aside, to complete a rollback",
+    "repaired": "rewritten from the folders",
+    "failed": "could not be removed or rewritten",
 }
 
 # Files of another user, immutable files, mount points, files in use on a network file system.
@@ -74,14 +74,14 @@ class WritableRoot:
 
     @property
     def recovered(self) -> dict[str, Any]:
-        """What opening found and repaired: `removed`, `live`, `set_aside`, `repaired`, `ignored`, `failed`."""
+        """The results of opening: `removed`, `live`, `set_aside`, `repaired`, `ignored`, `failed`."""
         return dict(self._root.recovered)
 
     def log_recovered(self) -> None:
-        """Log what opening found and repaired."""
+        """Log the results of opening."""
         found = self.recovered
         for path, reason in found["ignored"].items():
-            _logger.warning("%s is called like a checkpoint, is none, and is left as it is: %s", path, reason)
+            _logger.warning("%s is named like a checkpoint and is none; it stays as it is: %s", path, reason)
         for what, paths in found.items():
             if what != "ignored" and paths:
                 level = logging.WARNING if what == "failed" else logging.INFO
@@ -123,7 +123,7 @@ class WritableRoot:
         return needs_room
 
     def make_room(self) -> None:
-        """Remove what retention does not keep, of earlier runs too.
+        """Remove the checkpoints that retention does not keep, also those of earlier runs.
 
         Raises `CorruptCheckpointError`, and removes nothing of a kind, where the newest checkpoint is damaged.
         """
@@ -134,12 +134,12 @@ class WritableRoot:
                 self.prune(kind)
 
     def _surplus_bytes(self) -> int:
-        """Bytes of what retention does not keep, by the steps that this rank knows to be protected."""
+        """Bytes of the checkpoints that retention does not keep, as far as this rank knows the protected steps."""
         try:
             with self._lock:
                 return sum(one.size for kind in KINDS for one in self._split(kind)[1])
         except CallbackError:
-            _logger.exception("cannot tell what retention would remove to make room")
+            _logger.exception("cannot tell which checkpoints retention would remove to make room")
             return 0
 
     def _free_bytes(self) -> float:
@@ -168,17 +168,17 @@ class WritableRoot:
             self._promised.pop((kind, step), None)
 
     def prune(self, kind: Kind) -> None:
-        """Remove what retention does not keep; log what cannot be removed, which a later save or start tries again."""
+        """Remove the checkpoints that retention does not keep; log those that cannot be removed now."""
         for error in self.remove_surplus(kind):
             _logger.warning(
-                "retention does not keep it, but it cannot be removed; a later save or start tries again: %s",
+                "a checkpoint that retention does not keep cannot be removed; a later save or start tries again: %s",
                 error,
             )
 
     def remove_surplus(self, kind: Kind) -> list[StorageError]:
-        """Remove what retention does not keep, except what is being read or was protected meanwhile.
+        """Remove the checkpoints that retention does not keep, except those being read or protected meanwhile.
 
-        Returns the errors of what cannot be removed now.
+        Returns the errors of those that cannot be removed now.
         """
         refused = []
         with self._lock:
@@ -190,7 +190,7 @@ class WritableRoot:
                 # It goes with a later save, unless it is protected.
                 continue
             except NotFoundError:
-                _logger.warning("somebody else removed %s, which retention does not keep", one.path)
+                _logger.warning("another process removed %s, which retention does not keep", one.path)
             except StorageError as error:
                 if error.errno not in _NOT_REMOVABLE:
                     raise
@@ -214,7 +214,7 @@ class WritableRoot:
         ]
 
     def protect(self, steps: Iterable[int]) -> None:
-        """Keep the checkpoints of `steps`: what is listed afterwards is not removed."""
+        """Keep the checkpoints of `steps`: those that are listed afterwards are not removed."""
         kept = list(steps)
         for step in kept:
             # The root knows whether the step is being removed just now.
@@ -223,9 +223,11 @@ class WritableRoot:
             self._retention.protected.update(kept)
 
     def discard_after(self, step: int) -> None:
-        """Set the checkpoints above `step` aside, and log where they are."""
+        """Set the checkpoints above `step` aside, and log their new paths."""
         for path in self._root.discard_after(step):
-            _logger.warning("newer than step %d, to which the run went back, and set aside: %s", step, path)
+            _logger.warning(
+                "set aside, because it is newer than step %d, to which the run went back: %s", step, path
+            )
 
     def close(self) -> None:
         """Release the writer lock."""

@@ -293,7 +293,7 @@ def test_a_folder_that_is_no_whole_checkpoint_counts_for_nothing_and_stays(
     change(root)
     kept = sorted(os.listdir(root / "dcp-3"))
     with Checkpointer(root, on_failure="raise", keep_last=2) as checkpointer:
-        assert f"{root / 'dcp-3'} is called like a checkpoint, is none, and is left as it is" in caplog.text
+        assert f"{root / 'dcp-3'} is named like a checkpoint and is none; it stays as it is" in caplog.text
         assert checkpointer.latest("dcp") == root / "dcp-2"
         assert checkpointer.load_dcp({})[0]["step"] == 2
         with pytest.raises((StateMismatchError, CorruptCheckpointError, NotFoundError)):

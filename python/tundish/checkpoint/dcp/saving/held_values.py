@@ -59,7 +59,7 @@ class HeldValue(NamedTuple):
         return f"a {self.dtype} tensor of shape {self.size}" if self.dtype else "no tensor"
 
 
-# None for a tensor of which the rank holds nothing.
+# None for a tensor without a block on this rank.
 HeldValues = list[HeldValue | None]
 
 # Name, offsets and lengths.
@@ -67,7 +67,7 @@ _Block = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def held_values(state: FlattenedState, rank: int) -> HeldValues:
-    """What `rank` holds of each value.
+    """The blocks of all values that `rank` holds, in the order of the state.
 
     Raises:
         InvalidInputError: the local tensor of a DTensor does not match its placements, or is no single block.

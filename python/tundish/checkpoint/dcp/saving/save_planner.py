@@ -27,7 +27,7 @@ _ITEM_BYTES = 2048
 
 
 class RankFiles:
-    """What every rank saves, as the first rank keeps it. Packed: ten thousand ranks may have millions of items."""
+    """The files of all ranks, kept on the first one. Packed: ten thousand ranks may have millions of items."""
 
     def __init__(self, texts: Sequence[str], owned: Sequence[Sequence[int]]) -> None:
         self._texts = texts
@@ -46,13 +46,13 @@ class RankFiles:
 
 
 class OwnedPart:
-    """What one rank saves of the values that it holds.
+    """The values that one rank saves.
 
     Attributes:
-        held: what it holds.
+        held: the values that it holds.
         tensors, objects: indices of the values that it saves.
         form: of the state dict.
-        files: on the first rank, what every rank saves.
+        files: on the first rank, the files of all ranks.
         total_bytes: on the first rank, about the bytes of all files together.
         layout: of the last save.
         metadata: on the first rank, the notes of all ranks at the last save and the `.metadata` that follows from them.
@@ -77,7 +77,7 @@ class OwnedPart:
 
 
 class SavePlanner:
-    """The ranks that save together; remembers what this rank saves of the last form.
+    """The ranks that save together; remembers this rank's part of the last form.
 
     Args:
         voter: of the callers' threads.
@@ -97,11 +97,11 @@ class SavePlanner:
         return None if self._part is None else self._part.form
 
     def known_part(self, state: FlattenedState) -> OwnedPart | None:
-        """What this rank saves of `state`; None where its form is new."""
+        """This rank's part of `state`; None if its form is new."""
         return self._part if self._part is not None and self._part.form is state.form else None
 
     def plan(self, state: FlattenedState, held: HeldValues) -> OwnedPart:
-        """Collective: agree on what this rank saves of `state`, of which it holds `held`.
+        """Collective: find this rank's part of `state`; it holds `held`.
 
         Raises:
             InvalidInputError: as `assign`.

@@ -64,8 +64,10 @@ class StagedState:
         files: list[FileMetadata] = []
         if self.buffer is not None:
             self.layout.fill(self.buffer, self.objects)
-            file = shard_name(self.index), self.layout.size, self.buffer.image
-            files += write_files(folder, [file], options)
+            # Without a name: a later error would keep the image alive.
+            files += write_files(
+                folder, [(shard_name(self.index), self.layout.size, self.buffer.image)], options
+            )
         if self.rank_extra:
             files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
         for copies in self.copies:

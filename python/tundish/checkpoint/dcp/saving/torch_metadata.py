@@ -29,7 +29,7 @@ def make_metadata(files: RankFiles, object_lengths: Sequence[Sequence[int]]) -> 
     """The contents of `.metadata`.
 
     Args:
-        files: what every rank saves.
+        files: of all ranks.
         object_lengths: of every rank the lengths in bytes of the objects that it saves, in order.
     """
     about: dict[str, Any] = {}
