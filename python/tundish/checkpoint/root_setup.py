@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import tempfile
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from tundish.timeouts import timeout_seconds
 
 __all__ = ["open_root"]
 
-_NONCE = ".tundish-opening"
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -87,7 +85,7 @@ def open_root(
             "checksum": checksum,
             "timeout": seconds,
         }
-        are_nodes_alike = _compare_ranks(path, voter, seconds, is_first=is_first, shared=shared)
+        are_nodes_alike = _compare_ranks(path, voter, seconds, shared=shared)
         exchange_group = None
         if world_size > 1:
             exchange_group = PrivateGroup(member.ranks, seconds, voter)
@@ -128,58 +126,42 @@ def open_root(
         )
 
 
-def _compare_ranks(
-    path: Path, voter: Voter, timeout: float, *, is_first: bool, shared: Mapping[str, Any]
-) -> bool:
+def _compare_ranks(path: Path, voter: Voter, timeout: float, *, shared: Mapping[str, Any]) -> bool:
     """Make sure that all ranks see the same writable folder and were given the same arguments.
 
     Returns whether all nodes have as many ranks.
     """
-    nonce = path / _NONCE
+    what = f"opening {path}"
     text = json.dumps([_node_size(), {name: repr(value) for name, value in shared.items()}])
+    # Only the first rank has the gathered texts.
+    given = [json.loads(one) for one in voter.gather(text, what=what, timeout=timeout)]
+    error: BaseException | None = None
+    owner = ""
     try:
-        error: BaseException | None = None
-        given: list[Any] = []
-        try:
-            if is_first:
-                _write_nonce(nonce)
-        except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
-            error = caught
-        gathered = voter.gather(text, error, what=f"opening {path}", timeout=timeout)
-        seen = ""
-        try:
-            given = [json.loads(one) for one in gathered]
-            _compare([arguments for _, arguments in given], voter.ranks)
-            with tempfile.TemporaryFile(dir=path):
-                seen = str(nonce.readlink())
-        except InvalidInputError as caught:
-            error = caught
-        except OSError as caught:
-            error = StorageError(
-                caught.errno or errno.EIO,
-                "is not the same writable folder on this rank as on the first: give a root that all ranks share",
-                str(path),
-            )
-        # Only the first rank has the gathered texts.
-        differ = len({size for size, _ in given}) > 1
-        return not voter.vote(
-            error, what=f"opening {path}", same=f"nonce {seen}", flag=differ, timeout=timeout
-        )
-    finally:
-        if is_first:
-            with contextlib.suppress(OSError):
-                nonce.unlink()
+        _compare([arguments for _, arguments in given], voter.ranks)
+        owner = _nonce_of_owner(path)
+    except (InvalidInputError, StorageError) as caught:
+        error = caught
+    differ = len({size for size, _ in given}) > 1
+    return not voter.vote(error, what=what, same=f"owner {owner}", flag=differ, timeout=timeout)
 
 
-def _write_nonce(nonce: Path) -> None:
-    """Make a dangling link with a unique target: unlike a file it takes no space of a full disk."""
+def _nonce_of_owner(path: Path) -> str:
+    """The random text in the writer lock that the first rank holds: another folder has another one."""
+    number = errno.EIO
     try:
-        nonce.unlink(missing_ok=True)
-        nonce.symlink_to(uuid.uuid4().hex)
-    except OSError as error:
-        raise StorageError(
-            error.errno or errno.EIO, f"cannot be made anew in the root ({error.strerror})", str(nonce)
-        ) from None
+        with tempfile.TemporaryFile(dir=path):
+            record = json.loads((path / ".owner").read_text(encoding="utf-8"))
+        return str(record["nonce"])
+    except OSError as caught:
+        number = caught.errno or number
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise StorageError(
+        number,
+        "is not the same writable folder on this rank as on the first: give a root that all ranks share",
+        str(path),
+    )
 
 
 def _node_size() -> int | None:

@@ -225,9 +225,7 @@ class WritableRoot:
     def discard_after(self, step: int) -> None:
         """Set the checkpoints above `step` aside, and log their new paths."""
         for path in self._root.discard_after(step):
-            _logger.warning(
-                "set aside, because it is newer than step %d, to which the run went back: %s", step, path
-            )
+            _logger.warning("newer than step %d, to which the run went back; set aside: %s", step, path)
 
     def close(self) -> None:
         """Release the writer lock."""

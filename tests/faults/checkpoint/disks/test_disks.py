@@ -202,13 +202,6 @@ def test_a_root_on_a_full_disk_is_opened_and_loaded_from(disk: Path) -> None:
     assert sorted(os.listdir(root)) == [".owner", "checkpoints.json", "dcp-1", "dcp-latest"]
 
 
-def test_a_file_with_the_name_of_the_nonce_is_named(tmp_path: Path) -> None:
-    (tmp_path / ".tundish-opening" / "mine").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"directory.*\.tundish-opening"):
-        Checkpointer(tmp_path, on_failure="raise")
-    assert (tmp_path / ".tundish-opening" / "mine").exists()
-
-
 def test_a_leftover_that_nobody_may_look_into_fails_no_save(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with Job(obey, 2, tmp_path) as job:
