@@ -99,7 +99,8 @@ class DcpStager:
     @property
     def checkpoint_bytes(self) -> int:
         """About the bytes of all ranks' files, on the first rank, once the form is planned."""
-        return 0 if self._part is None else self._part.total_bytes
+        files = None if self._part is None else self._part.files
+        return 0 if files is None else files.total_bytes
 
     @property
     def needs_preparation(self) -> bool:

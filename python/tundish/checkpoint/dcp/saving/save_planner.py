@@ -27,22 +27,20 @@ _ITEM_BYTES = 2048
 
 
 class RankFiles:
-    """The files of all ranks, kept on the first one. Packed: ten thousand ranks may have millions of items."""
+    """The files of all ranks, kept on the first one. Packed: ten thousand ranks may have millions of items.
 
-    def __init__(self, texts: Sequence[str], owned: Sequence[Sequence[int]]) -> None:
+    Attributes:
+        total_bytes: about the bytes of all files together.
+    """
+
+    def __init__(self, texts: Sequence[str], owned: Sequence[Sequence[int]], total_bytes: int) -> None:
         self._texts = texts
         self._owned = owned
+        self.total_bytes = total_bytes + _ITEM_BYTES * sum(map(len, owned))
 
     def __iter__(self) -> Iterator[tuple[HeldValues, Sequence[int]]]:
         """Of each rank the values that it holds, and the indices of those that it saves."""
         return zip(map(_unpack_held, self._texts), self._owned, strict=True)
-
-    def total_bytes(self) -> int:
-        """About the bytes of all files together."""
-        parts = (OwnedPart(held, numbers) for held, numbers in self)
-        return sum(
-            value.bytes + _ITEM_BYTES for part in parts for value in part.values(part.tensors + part.objects)
-        )
 
 
 class OwnedPart:
@@ -53,7 +51,6 @@ class OwnedPart:
         tensors, objects: indices of the values that it saves.
         form: of the state dict.
         files: on the first rank, the files of all ranks.
-        total_bytes: on the first rank, about the bytes of all files together.
         layout: of the last save.
         metadata: on the first rank, the notes of all ranks at the last save and the `.metadata` that follows from them.
     """
@@ -67,7 +64,6 @@ class OwnedPart:
         self.objects = [number for number, value in saved if not value.dtype]
         self.form = form
         self.files = files
-        self.total_bytes = 0 if files is None else files.total_bytes()
         self.layout: FileLayout | None = None
         self.metadata: tuple[Sequence[str], bytes] | None = None
 
@@ -107,18 +103,19 @@ class SavePlanner:
             InvalidInputError: as `assign`.
         """
         voter, what = self._voter, "planning what each rank saves"
-        texts = voter.gather(_pack(held), what=what, timeout=self._timeout)
+        texts = voter.gather(_pack_held(held), what=what, timeout=self._timeout)
         owned: list[list[int]] = []
+        total = 0
         error: BaseException | None = None
         try:
             if texts:
-                owned = assign(list(map(_unpack_held, texts)), voter.ranks)
+                owned, total = assign(list(map(_unpack_held, texts)), voter.ranks)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         reply = voter.broadcast(
             _pack(owned) if texts else None, error, source=voter.ranks[0], what=what, timeout=self._timeout
         )
-        files = RankFiles(texts, owned) if texts else None
+        files = RankFiles(texts, owned, total) if texts else None
         self._part = OwnedPart(held, _unpack(reply)[self.index], state.form, files)
         return self._part
 
@@ -131,10 +128,12 @@ def _unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
+def _pack_held(held: HeldValues) -> str:
+    # Names are printable text, so that no field contains a line break.
+    return _pack([None if value is None else "\n".join(value) for value in held])
+
+
 # Ranks that hold the same send the same text.
 @functools.lru_cache(maxsize=8)
 def _unpack_held(text: str) -> HeldValues:
-    return [
-        None if value is None else HeldValue(tuple(value[0]), value[1], *map(tuple, value[2:]))
-        for value in _unpack(text)
-    ]
+    return [None if row is None else HeldValue(*row.split("\n")) for row in _unpack(text)]

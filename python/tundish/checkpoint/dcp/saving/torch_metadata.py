@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
-from tundish.checkpoint.dcp.saving.held_values import HeldValue
+from tundish.checkpoint.dcp.saving.held_values import HeldValue, shape_of
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, RankFiles
 
 __all__ = ["make_metadata"]
@@ -36,7 +36,7 @@ def make_metadata(files: RankFiles, object_lengths: Sequence[Sequence[int]]) -> 
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for index, ((held, numbers), lengths) in enumerate(zip(files, object_lengths, strict=True)):
-        paths.update((value.name, value.path) for value in held if value is not None)
+        paths.update((value.name, tuple(json.loads(value.path))) for value in held if value is not None)
         part = OwnedPart(held, numbers)
         layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
         values = part.values(part.tensors + part.objects)
@@ -52,8 +52,6 @@ def _describe(value: HeldValue, about: dict[str, Any]) -> MetadataIndex:
         about[name] = BytesStorageMetadata()
         return MetadataIndex(name)
     dtype, lengths = value.block
-    tensor = about.setdefault(
-        name, TensorStorageMetadata(TensorProperties(dtype), torch.Size(value.size), [])
-    )
-    tensor.chunks.append(ChunkStorageMetadata(torch.Size(value.offsets), lengths))
-    return MetadataIndex(name, value.offsets, len(tensor.chunks) - 1)
+    tensor = about.setdefault(name, TensorStorageMetadata(TensorProperties(dtype), shape_of(value.size), []))
+    tensor.chunks.append(ChunkStorageMetadata(shape_of(value.offsets), lengths))
+    return MetadataIndex(name, shape_of(value.offsets), len(tensor.chunks) - 1)
