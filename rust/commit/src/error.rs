@@ -47,7 +47,7 @@ pub enum CommitError {
     InvalidName {
         /// The name, with the folder it was meant for where there is one.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The rule that it breaks.
         reason: &'static str,
     },
     /// A file of this name was already made in this folder.
@@ -65,9 +65,9 @@ pub enum CommitError {
     /// An earlier write or fsync in this folder failed, so the folder cannot be published.
     #[error("not published because {operation} failed earlier on {}: {source}", path.display())]
     Poisoned {
-        /// What failed first.
+        /// The operation that failed first.
         operation: &'static str,
-        /// What it failed on.
+        /// The path of that operation.
         path: PathBuf,
         /// The operating system's answer at that time.
         source: io::Error,
@@ -77,7 +77,7 @@ pub enum CommitError {
     InvalidWrite {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what to do.
+        /// The problem and its remedy.
         reason: String,
     },
     /// A thread that wrote ended by a panic: an error of this library.
@@ -85,13 +85,13 @@ pub enum CommitError {
     Panicked {
         /// The file that it was at.
         path: PathBuf,
-        /// What the panic said.
+        /// The message of the panic.
         message: String,
     },
     /// The caller gave up.
     #[error("interrupted at {}", path.display())]
     Interrupted {
-        /// What it was at.
+        /// The path that was being worked on.
         path: PathBuf,
     },
     /// Another process owns the checkpoint root.
@@ -107,15 +107,15 @@ pub enum CommitError {
     RootLost {
         /// The root.
         path: PathBuf,
-        /// What happened to it.
+        /// The reason.
         reason: String,
     },
     /// Something that this library did not make has a name that it needs in a root.
     #[error("{} is in the way: the name is needed for {needed_for}; move it elsewhere", path.display())]
     NameTaken {
-        /// What is in the way.
+        /// The path of the obstacle.
         path: PathBuf,
-        /// What the name is needed for.
+        /// The use of the name.
         needed_for: &'static str,
     },
     /// A checkpoint of this kind and step is there already, or being written.
@@ -123,7 +123,7 @@ pub enum CommitError {
     StepExists {
         /// Its folder.
         path: PathBuf,
-        /// What is there, and what to do.
+        /// The existing checkpoint and the remedy.
         reason: String,
     },
     /// A step below the newest of its kind.

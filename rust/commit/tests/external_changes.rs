@@ -19,7 +19,7 @@ use tundish_commit::root::Root;
 use tundish_commit::{CommitError, Kind};
 use watched_disk::{WatchedDisk, names, open, put, registered, save};
 
-/// What people do to `hf-<step>`.
+/// Changes that people make to `hf-<step>`.
 type Deed = (&'static str, fn(&Path));
 
 const DEEDS: [Deed; 6] = [
@@ -108,7 +108,7 @@ fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
             assert!(matches!(error, CommitError::NoSuchCheckpoint { .. }), "{context}: {error}");
             assert_eq!(fs::symlink_metadata(&path).is_ok(), before, "{context}");
             assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6]), "{context}");
-            // What is the newest by that stays.
+            // The newest checkpoint that remains stays.
             let (folder, root) = made();
             done(&folder.path().join("hf-6"));
             let error = root.remove(Kind::Hf, 5).unwrap_err();

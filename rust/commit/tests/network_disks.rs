@@ -71,7 +71,7 @@ fn a_heartbeat_shows_an_owner_on_another_machine() {
         // Longer than a dead heart is waited for.
         assert_in_use(open(disk, folder.path(), on("other", 2 * STALE)), "one");
         save(&one, 1, false).unwrap();
-        // Who lets go is not waited for, but for the beat that shows who was first.
+        // A released root is taken over after one heartbeat, which shows the first of two owners.
         drop(one);
         let begun = Instant::now();
         let other = open(disk, folder.path(), on("other", Duration::ZERO)).unwrap();
@@ -223,7 +223,7 @@ fn without_renameat2_checkpoints_are_published_but_not_overwritten() {
     assert!(fs::read(folder.path().join("hf-1/weights")).unwrap() == [1; 9]);
     root.abandon(Kind::Hf, 1).unwrap();
 
-    // What appears meanwhile is not written over.
+    // A folder that appears meanwhile is not overwritten.
     let attempt = root.begin(Kind::Hf, 2, false).unwrap();
     fs::create_dir(folder.path().join("hf-2")).unwrap();
     let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": []}"#;
@@ -286,7 +286,7 @@ fn a_publication_with_an_unknown_rename_is_not_repeated() {
             matches!(&error, CommitError::Io { source, .. } if source.raw_os_error() == Some(ETIMEDOUT)),
             "{error}"
         );
-        // What may not be heard of is not known to be there either.
+        // A lock that this machine cannot see counts as absent.
         assert!(root.abandon(Kind::Hf, 2).is_err());
         IS_CUT_OFF.set(false);
 
@@ -344,7 +344,7 @@ fn a_checkpoint_with_a_new_inode_number_is_still_there() {
     assert_eq!(steps(), [1, 2, 3]);
     root.remove(Kind::Hf, 1).unwrap();
     assert_eq!(steps(), [2, 3]);
-    // What people put there instead is another all the same, whatever its manifest says.
+    // A folder that people put there is another one, whatever its manifest says.
     fs::rename(path("hf-2"), path("kept")).unwrap();
     fs::create_dir(path("hf-2")).unwrap();
     assert_eq!(steps(), [3]);

@@ -214,7 +214,7 @@ fn on_a_full_disk_the_next_start_completes_discard_after() {
     let root = open(&mount.path).unwrap();
     assert_eq!(root.recovered().set_aside.len(), 2, "{:?}", root.recovered());
     assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
-    // Which makes the room that the registry needs.
+    // This makes the room that the registry needs.
     root.remove(Kind::Hf, 1).unwrap();
     fs::remove_file(filler).unwrap();
     let left = [".owner", "checkpoints.json", "discarded-hf-3", "discarded-hf-4", "hf-2", "hf-latest"];
@@ -291,7 +291,7 @@ fn foreign_manifests_of_any_size_and_kind_are_refused() {
 }
 
 #[test]
-fn a_closed_root_leaves_what_it_was_writing_to_the_next_owner() {
+fn a_closed_root_leaves_unfinished_checkpoints_to_the_next_owner() {
     let folder = tempfile::tempdir().unwrap();
     let closed = open(folder.path()).unwrap();
     write(&closed.begin(Kind::Hf, 1, false).unwrap(), 1);

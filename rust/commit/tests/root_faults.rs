@@ -78,7 +78,7 @@ fn published(state: &mut State, kind: Kind, save: u8) {
     state.0.insert((kind, 3), save);
 }
 
-/// What is called of the root after opening it.
+/// The calls after opening a root.
 type Step = (&'static str, fn(&Root<RealDisk>) -> Result<(), CommitError>, fn(&mut State));
 
 const STEPS: [Step; 7] = [
@@ -108,7 +108,7 @@ const STEPS: [Step; 7] = [
     ("publish again", |root| save(root, Kind::Hf, 3, 3, false), |state| published(state, Kind::Hf, 3)),
 ];
 
-/// What holds when opening has returned, and after each step.
+/// The states after opening, and after each step.
 fn states() -> Vec<State> {
     let published = BTreeMap::from([((Kind::Hf, 1), 1), ((Kind::Hf, 2), 1), ((Kind::Dcp, 1), 1)]);
     let set_aside = BTreeMap::from([("discarded-hf-7".to_owned(), (Kind::Hf, 7, 1))]);
@@ -289,14 +289,14 @@ fn check_visible(path: &Path, allowed: &[State], before_recovery: bool, context:
         };
         let target = fs::read_link(path.join(format!("{kind}-latest"))).ok();
         let is_right = allowed.iter().any(|state| newest(state) == target);
-        // What the dead owner had not set aside yet.
+        // The checkpoints that the dead owner had not set aside yet.
         let is_old = before_recovery && target == Some("hf-7".into());
         assert!(is_right || is_old, "{context}: {kind}-latest leads to {target:?}");
         assert!(target.is_none_or(|target| whole(target.to_str().unwrap()).is_some()), "{context}");
     }
 }
 
-/// What a root holds that was opened again; there is nothing else in it.
+/// The contents of a root that was opened again; there is nothing else in it.
 fn held(path: &Path, context: &str) -> State {
     let mut state = State::default();
     let mut others = BTreeSet::new();
@@ -381,7 +381,7 @@ fn fail_at_every_call(mode: &str, errno: i32) {
             let again = run.trace[number + 1..].iter().filter(|(operation, ..)| operation == "fsync");
             assert!(again.into_iter().all(|(_, other, _)| other != synced), "{context}");
         }
-        // What failed is not counted, neither now nor later, unless it was published before.
+        // A failed checkpoint is not counted, now or later, unless it was published before.
         let allowed = run.allowed();
         let now: BTreeSet<_> =
             run.printed("listed").iter().flat_map(|text| text.split(' ')).map(str::to_owned).collect();

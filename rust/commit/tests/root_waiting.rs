@@ -1,4 +1,4 @@
-//! Which calls wait for an fsync of a root, and which do not: the disk blocks at one fsync after the other.
+//! Some calls wait for an fsync of a root and others do not: the disk blocks at one fsync after the other.
 
 #[macro_use]
 #[path = "support/forwarding/mod.rs"]
@@ -85,7 +85,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// What `work` gives, which is not to wait for who stands.
+    /// The result of `work`, which must not wait for the blocked thread.
     fn promptly<T: Send>(&self, what: &str, work: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let (sender, receiver) = channel();
@@ -190,7 +190,7 @@ fn queries_and_beginnings_do_not_wait_for_a_publication() {
     assert_eq!(stood, 8);
 }
 
-/// What must not come between the steps of a publication, and what has to be so before it.
+/// A change that must not interleave with a publication, and its preparation.
 type Change = (&'static str, fn(&Root<WatchedDisk>), fn(&Root<WatchedDisk>));
 
 const CHANGES: [Change; 5] = [
@@ -319,7 +319,7 @@ fn a_checkpoint_protected_before_its_removal_stays() {
         (1..=3).for_each(|step| drop(save(root, Kind::Hf, step, "old")));
         begin_and_write(root, Kind::Dcp, 3);
     };
-    // Who removes it waits for who publishes another.
+    // The removal waits for the publication of another checkpoint.
     at_each_fsync(
         old,
         |root| publish(root, Kind::Dcp, 3),

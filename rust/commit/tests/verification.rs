@@ -143,7 +143,7 @@ fn only_the_named_files_are_verified() {
     fs::write(folder.join("a/mine"), b"").unwrap();
     assert!(look(&["model.safetensors", "a/b/deep"], true).is_empty());
     let found = |name: &str, is_changed| (name.to_owned(), is_changed);
-    // What is not there, or shorter, may be so for this reader alone; other bytes are not.
+    // A missing or shorter file may be so for this reader alone; other bytes are damage for all.
     assert_eq!(look(&all, false), [found("a/flat", false), found("empty", false)]);
     assert_eq!(look(&all, true), [found("a/flat", false), found("empty", false), found("config.json", true)]);
     assert_eq!(look(&["a/mine", "config.json"], false), [found("a/mine", false)]);

@@ -24,7 +24,7 @@ pub use real_disk::RealDisk;
 /// The status of a name, or of an open folder or file. Symbolic links are not followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Status {
-    /// What it is.
+    /// Its kind.
     pub kind: EntryKind,
     /// The number of its file system.
     pub device: u64,

@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_manifest_of_this_version_is_refused() {
+    fn invalid_manifests_and_other_versions_are_refused() {
         for bad in [
             "",
             "{}",

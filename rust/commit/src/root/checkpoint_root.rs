@@ -52,7 +52,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         &self.root.path
     }
 
-    /// What opening found and repaired.
+    /// The results of opening.
     pub fn recovered(&self) -> &Recovery {
         &self.recovered
     }

@@ -6,7 +6,7 @@
 //! 1. `publish_lock`: publish, remove, abandon, discard and close hold it from the first look to the last fsync. So
 //!    the registry and the links are written in the order of what they record. Only its holder makes the root durable,
 //!    because a failed fsync is reported once and must reach the change it belongs to.
-//! 2. `begin_lock`: beginning a checkpoint takes it alone and waits for no publication. What it changes is hidden.
+//! 2. `begin_lock`: beginning a checkpoint takes it alone and waits for no publication. It changes hidden names only.
 //!    Abandoning a checkpoint and closing the root hold both.
 //! 3. `state`: what is known, held during no disk call. Callers copy it, look at the disk without the lock, and then
 //!    change only the entry that they looked at.

@@ -18,7 +18,8 @@
 //!    counted until the next start has looked at it.
 //! 6. Two changes of what is visible never interleave. A checkpoint counts as published once it is durable and
 //!    recorded. Queries, and the beginning of a checkpoint, wait for no fsync (`locks.rs`).
-//! 7. What people remove, rename or replace is noticed by the next call that depends on it (`external_changes.rs`).
+//! 7. The next call that depends on a checkpoint notices that people removed, renamed or replaced it
+//!    (`external_changes.rs`).
 //!
 //! Everything goes through a [`Disk`](crate::disk::Disk), so that tests can cut the power between any two steps.
 

@@ -255,7 +255,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Abandons a checkpoint that was begun: removes what was written. Does nothing for any other.
     ///
     /// # Errors
-    /// What cannot be removed keeps a hidden name; the next start removes it.
+    /// Files that cannot be removed keep a hidden name; the next start removes them.
     pub fn abandon(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
         let publish_lock = self.publish_lock()?;
         let begin_lock = self.begin_lock()?;

@@ -1,7 +1,7 @@
 //! Recovery at every start: completes or undoes what the last owner left unfinished.
 //!
 //! Invariants: nothing is removed before the visible names are durable. Only leftovers (`root_names.rs`) are removed, and
-//! none that a process still writes into. What is in order is not written again, so a clean root is opened unchanged.
+//! none that a process still writes into. Opening a clean root changes nothing.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -17,7 +17,7 @@ use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::Kind;
 
-/// What opening a root found and repaired. Paths are absolute.
+/// The results of opening a root. Paths are absolute.
 #[derive(Debug, Default, Clone, Serialize)]
 pub struct Recovery {
     /// Leftovers of dead attempts, removed.
@@ -30,7 +30,7 @@ pub struct Recovery {
     pub repaired: Vec<String>,
     /// Entries that are named like a checkpoint and are none, and why. They stay as they are.
     pub ignored: BTreeMap<String, String>,
-    /// What could not be removed, or on a full disk not be written.
+    /// Errors of removals, and of writes on a full disk.
     pub failed: Vec<String>,
 }
 

@@ -25,7 +25,7 @@ const LEAST_SLOT_INTERVAL: Duration = Duration::from_micros(500);
 const MOST_SLOT_INTERVAL: Duration = Duration::from_millis(5);
 const PART_OF_WAIT: u32 = 64;
 
-/// What the threads of a writer share.
+/// The state that the threads of a writer share.
 pub(super) struct WriterShared<D: Disk> {
     disk: D,
     tree: FolderTree<D>,

@@ -1,4 +1,4 @@
-//! Protocols with a step left out or out of turn: the model has to find each of them wanting.
+//! Protocols with a missing or misplaced step: the model must find a loss in each of them.
 //!
 //! They are made by changing the log of a run that went well, so that the protocol itself needs no switches.
 
@@ -24,7 +24,7 @@ fn without(world: &World, calls: &[Call], at: usize) -> (World, Vec<Call>) {
     (world, calls.collect())
 }
 
-/// What a sync is for: what was changed before it.
+/// The change before a sync, which the sync is for.
 fn role(call: &str, log: &[Change], at: usize) -> String {
     let before = log[..at].iter().rev().find(|change| !matches!(change, Change::Write(..) | Change::Length(..)));
     format!("{call}: {}, {}", before.map(Change::describe).unwrap_or_default(), log[at].describe())
@@ -35,7 +35,7 @@ fn every_sync_is_missed() {
     let run = life();
     let world = run.disk.world().clone();
     let mut found: BTreeMap<String, Option<String>> = BTreeMap::new();
-    // What is given up or only opened again has nothing to lose.
+    // An abandoned save and a root that is only opened again have nothing to lose.
     let calls = run.calls.iter().enumerate().filter(|(_, call)| !["give", "open"].contains(&call.verb()));
     for (number, call) in calls {
         for at in (call.first..call.end).filter(|&at| world.log[at].is_sync()) {
@@ -120,7 +120,7 @@ fn every_step_out_of_turn_is_found() {
     let name = "-.KIND-.incomplete +KIND-";
     let registry = "-.checkpoints.json.incomplete +checkpoints.json";
     let pointer = "-.KIND-latest.incomplete +KIND-latest";
-    // What is moved, and to the place of what.
+    // The moved folder, and the one that it replaces.
     for (what, change, to) in [
         ("publish hf-1", name, "+tundish.json"),
         ("publish hf-1", name, "sync folder"),

@@ -1,4 +1,4 @@
-//! What may be on a disk after its power was cut.
+//! The possible contents of a disk after a power cut.
 //!
 //! Durable is what was changed before an fsync of the file or folder it was changed in. Everything else may be lost or
 //! kept, each change of names for itself and in any order; the bytes of a file may be lost, torn, or there while others
@@ -31,7 +31,7 @@ pub const THOROUGH: Care = Care { all_of: 8, drawn: 100, each_file: true };
 const SOAKING: Care = Care { all_of: 11, drawn: 2000, each_file: true };
 pub const QUICK: Care = Care { all_of: 4, drawn: 4, each_file: false };
 
-/// What a whole life is tried with.
+/// The losses that a whole life is tried with.
 pub fn thorough() -> Care {
     if is_soak() { SOAKING } else { THOROUGH }
 }
@@ -41,7 +41,7 @@ pub fn is_soak() -> bool {
     std::env::var_os("TUNDISH_SOAK").is_some_and(|value| value != "0")
 }
 
-/// What becomes of the bytes of a file that were not synced, or of a link.
+/// The fate of unsynced bytes of a file, or of a link.
 const FATES: [Fate; 5] = [Fate::Kept, Fate::Lost, Fate::Zeros, Fate::Torn, Fate::Rubbish];
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -88,7 +88,7 @@ pub fn after_power_cut(world: &World, length: usize, care: Care, visit: &mut dyn
     for kept in combinations(names.len(), care) {
         let mut nodes = durable.clone();
         names.iter().zip(&kept).filter(|(_, kept)| **kept).for_each(|(change, _)| apply(&mut nodes, change));
-        // What cannot be found any more may be as it likes.
+        // Unreachable contents may be anything.
         let (mut found, mut names) = (HashSet::new(), DefaultHasher::new());
         find(&nodes, 0, &mut found, &mut names);
         if !trees.insert(names.finish()) {
@@ -111,7 +111,7 @@ pub fn after_power_cut(world: &World, length: usize, care: Care, visit: &mut dyn
     }
 }
 
-/// What can be reached from a folder, and by which names.
+/// Everything that is reachable from a folder, with its names.
 fn find(nodes: &Nodes, number: usize, found: &mut HashSet<usize>, tree: &mut DefaultHasher) {
     found.insert(number);
     number.hash(tree);
@@ -133,7 +133,7 @@ fn last_syncs(log: &[Change]) -> HashMap<usize, usize> {
     syncs.collect()
 }
 
-/// Which of `count` changes are kept, each in turn.
+/// Subsets of `count` changes to keep, each in turn.
 fn combinations(count: usize, care: Care) -> Vec<Vec<bool>> {
     if count <= care.all_of {
         return (0..1u32 << count).map(|bits| (0..count).map(|bit| bits >> bit & 1 == 1).collect()).collect();

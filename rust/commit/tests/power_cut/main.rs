@@ -22,7 +22,7 @@ use losses::{Care, QUICK, after_power_cut, is_soak, thorough};
 use model::{ModelDisk, Node, Nodes, World};
 use run::{Call, Run, State};
 
-/// What a root goes through in months.
+/// The calls of a long life of a root.
 fn life() -> Run {
     let mut run = Run::new();
     run.save(Kind::Hf, 1, 1);
@@ -48,7 +48,7 @@ fn life() -> Run {
     run
 }
 
-/// What is reachable, as a number.
+/// A hash of the reachable contents.
 fn fingerprint(nodes: &Nodes) -> u64 {
     fn add(nodes: &Nodes, number: usize, hasher: &mut DefaultHasher) {
         match &*nodes[number] {
@@ -71,7 +71,7 @@ fn fingerprint(nodes: &Nodes) -> u64 {
 /// Looks at a disk that may hold one of several states.
 type Visitor<'v, 'a> = &'v mut dyn FnMut(Nodes, &[&'a State]) -> Result<(), String>;
 
-/// What a machine may find on its disk after its power was cut during a call, each but once, with what it may hold.
+/// The distinct disks that a machine may find after a power cut during a call, each with the states that it may hold.
 fn visit_cuts<'a>(world: &World, call: &'a Call, care: Care, visit: Visitor<'_, 'a>) -> Result<usize, String> {
     let mut seen = HashSet::new();
     for length in call.first + 1..=call.end {
@@ -120,7 +120,7 @@ fn after_any_power_cut_the_old_or_the_new_state_is_there() {
             let disk = ModelDisk::new(World::new(nodes));
             let (state, root) = oracle::check_recovery(&disk, allowed)?;
             drop(root);
-            // What was mended once needs no mending.
+            // A repaired root needs no repair.
             let again = run::open(&disk).map_err(|error| error.to_string())?;
             let recovered = again.recovered();
             if !recovered.repaired.is_empty() || !recovered.removed.is_empty() || !recovered.set_aside.is_empty() {

@@ -39,7 +39,7 @@ pub enum Change {
 }
 
 impl Change {
-    /// What changes, for people: without numbers.
+    /// The change as text, without numbers.
     pub fn describe(&self) -> String {
         let without_numbers = |name: &OsStr| {
             let name: String = name.to_string_lossy().chars().filter(|letter| !letter.is_ascii_digit()).collect();
@@ -68,7 +68,7 @@ impl Change {
 pub struct World {
     pub nodes: Nodes,
     pub before: Nodes,
-    /// What was made since.
+    /// Changes since then.
     pub made: Range<usize>,
     pub log: Vec<Change>,
     /// Whether no file may grow and no link be made, until a file with something in it goes.
@@ -166,7 +166,7 @@ impl ModelDisk {
         Self(Arc::new(Mutex::new(world)))
     }
 
-    /// What the disk is by now.
+    /// The current contents of the disk.
     pub fn world(&self) -> MutexGuard<'_, World> {
         self.0.lock().unwrap()
     }

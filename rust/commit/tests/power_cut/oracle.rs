@@ -1,4 +1,4 @@
-//! What must hold of a disk after its power was cut, before and after the root is opened again.
+//! The conditions on a disk after a power cut, before and after the root is opened again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -110,7 +110,7 @@ pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> 
     for (listed, &version) in &registered {
         let number = names.get(&OsString::from(listed));
         let (kind, step) = kind_and_step(listed).ok_or("the registry lists what is no checkpoint")?;
-        // What is there may be newer than what the registry says, but never older.
+        // The folders may be newer than the registry, but never older.
         let is_there = |version| number.is_some_and(|&number| is_exactly(nodes, number, kind, step, version));
         let made_room = allowed.iter().any(|state| state.made_room == Some((kind, step)));
         if made_room && number.is_none() {
@@ -129,12 +129,12 @@ pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> 
     Ok(())
 }
 
-/// What the registry of a state lists.
+/// The entries of the registry of a state.
 fn registry_of(state: &State) -> BTreeMap<String, Version> {
     state.published.iter().map(|(&(kind, step), &version)| (format!("{kind}-{step}"), version)).collect()
 }
 
-/// What the registry lists, and which save of it; nothing where there is none.
+/// The entries of the registry with the number of their save; empty without a registry.
 fn registered(nodes: &Nodes) -> Result<BTreeMap<String, Version>, String> {
     let Some(&number) = folder(nodes, 0).unwrap().get(&OsString::from("checkpoints.json")) else {
         return Ok(BTreeMap::new());

@@ -16,16 +16,16 @@ use crate::common::image;
 
 use crate::model::{ModelDisk, Node, ROOT, World};
 
-/// Which save of a step it is: saved again, it holds other bytes.
+/// The number of the save of a step: saved again, it holds other bytes.
 pub type Version = u8;
 
-/// What a root has to hold.
+/// The checkpoints that a root must hold.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
     pub published: BTreeMap<(Kind, u64), Version>,
     /// Under the names they were given.
     pub set_aside: BTreeMap<String, (Kind, u64, Version)>,
-    /// What made room on a full disk, and may be listed by the registry while it is not there.
+    /// Checkpoints removed to make room on a full disk. The registry may still list them.
     pub made_room: Option<(Kind, u64)>,
 }
 
@@ -45,7 +45,7 @@ impl Call {
         self.what.split(' ').next().unwrap_or_default()
     }
 
-    /// What a root may hold when the power is cut after `length` changes, of which the last is this call's.
+    /// The states that a root may have when the power is cut after `length` changes, the last one by this call.
     pub fn allowed(&self, length: usize) -> Vec<&State> {
         if length == self.end { vec![&self.after] } else { vec![&self.before, &self.after] }
     }

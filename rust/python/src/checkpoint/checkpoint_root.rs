@@ -40,7 +40,7 @@ impl CheckpointRoot {
         self.root.path().to_path_buf()
     }
 
-    /// What opening found and repaired.
+    /// The results of opening.
     #[getter]
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let Recovery { removed, live, set_aside, repaired, ignored, failed } = self.root.recovered();

@@ -1,4 +1,4 @@
-//! What lies in a root on disk: names, folders, checkpoints, the registry. Nothing here knows of locks or owners.
+//! The contents of a root on disk: names, folders, checkpoints, the registry. Nothing here knows of locks or owners.
 
 pub(crate) mod checkpoint;
 pub(crate) mod directory;

@@ -1,4 +1,4 @@
-//! What the tests share: a folder with known contents, and writers that run as processes of their own.
+//! Helpers: a folder with known contents, and writers in processes of their own.
 //!
 //! A test executable starts itself again as the writer: the test called `child` returns at once unless
 //! `TUNDISH_TEST_ROLE` says what it is to do.

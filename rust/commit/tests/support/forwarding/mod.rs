@@ -1,4 +1,4 @@
-//! The methods of a disk that every disk of the tests has of the real one.
+//! The disk methods that all test disks forward to the real one.
 
 /// Hands their signatures to the macro `$emit`, after the name of the argument that is the path.
 macro_rules! forwarded {

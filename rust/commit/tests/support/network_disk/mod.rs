@@ -14,7 +14,7 @@ pub const ETIMEDOUT: i32 = 110;
 /// A network file system; what it has and has not.
 #[derive(Debug, Clone, Copy)]
 pub struct NetworkDisk {
-    /// What asking for any lock answers.
+    /// The answer to every lock request.
     pub lock: Lock,
     has_renames: bool,
 }
@@ -26,7 +26,7 @@ pub const LOCKLESS: NetworkDisk = NetworkDisk { lock: Lock::Unknown, has_renames
 pub const PLAIN: NetworkDisk = NetworkDisk { lock: Lock::Taken, has_renames: false };
 
 thread_local! {
-    /// What happens elsewhere right after this thread has listed a folder.
+    /// A change elsewhere, right after this thread has listed a folder.
     pub static AFTER_LISTING: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
     /// Whether the answer to this thread's next rename gets lost, and nothing is heard of the server afterwards.
     pub static LOSES_ANSWER: Cell<bool> = const { Cell::new(false) };

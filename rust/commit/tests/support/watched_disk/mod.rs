@@ -1,4 +1,4 @@
-//! The real disk, watched: every call is told of before it is made, and may be held up.
+//! The real disk with a callback before every call, which may block it.
 
 // Each test executable uses its own part.
 #![allow(dead_code)]
