@@ -15,7 +15,6 @@ __all__ = [
     "FileMetadata",
     "NewFolder",
     "PlanReader",
-    "QuickProgram",
     "RTensor",
     "ReadonlyCheckpointRoot",
     "ReceivedBuffer",
@@ -34,6 +33,7 @@ __all__ = [
     "TensorPlan",
     "TensorReader",
     "TensorSpans",
+    "TreeProgram",
     "WorkerClient",
     "add_manifest_checksum",
     "are_apart",
@@ -50,7 +50,6 @@ __all__ = [
     "open_checkpoints_readonly",
     "open_plan",
     "plan_sample_index",
-    "quick_walk",
     "replace_file",
     "save_plan",
     "set_shared_cache_limit",
@@ -62,6 +61,7 @@ __all__ = [
     "sweep_segments",
     "sweep_writer_slots",
     "tensors_over",
+    "traverse",
     "trim_staging",
     "trust_owner",
     "verify_checkpoint",
@@ -312,9 +312,9 @@ class SharedVotes:
     @property
     def address(self) -> tuple[int, int, int] | None: ...
     @property
-    def are_all_there(self) -> bool: ...
+    def have_all_joined(self) -> bool: ...
     def join(self, member: int) -> None: ...
-    def cast(self, member: int, number: int, shared_vote: bytes) -> bool | None: ...
+    def cast(self, member: int, number: int, vote: bytes) -> bool | None: ...
     def wait(self, number: int, seconds: float) -> bool | None: ...
     def give_up(self, number: int) -> bool: ...
 
@@ -421,15 +421,30 @@ class ReceivedBuffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def are_apart(addresses: list[int], sizes: bytes) -> bool: ...
-def quick_walk(
-    root: object, tensor: type, tuples: set[type]
-) -> tuple[bytes, tuple[Any, ...], list[Any], list[Any]] | None: ...
+def traverse(
+    root: object,
+    tensor: type,
+    plain_tuples: set[type],
+    rule: Callable[[Any], int | tuple[Any, ...] | None],
+    leaves: list[Any],
+    path: list[tuple[Any, Any]],
+    careful: bool,
+) -> tuple[bytes, tuple[Any, ...], list[Any]] | None: ...
 
 @final
-class QuickProgram:
-    @staticmethod
-    def of(program: tuple[Any, ...]) -> QuickProgram | None: ...
-    def build(self, leaves: list[Any], values: list[Any]) -> Any: ...
+class TreeProgram:
+    def __new__(cls, words: bytes, tokens: tuple[Any, ...]) -> TreeProgram: ...
+    @property
+    def pickles(self) -> int: ...
+    @property
+    def host_only_leaves(self) -> set[int]: ...
+    def build(
+        self,
+        leaves: list[Any],
+        values: list[Any],
+        pickled: list[Any],
+        builder: Callable[[tuple[Any, ...], list[Any]], Any],
+    ) -> Any: ...
 
 @final
 class TensorExchange:

@@ -40,15 +40,15 @@ def bare_output() -> Any:
 
 
 @pytest.mark.parametrize("make", [encoding, output, features, bare_output])
-def test_it_comes_back(make: Any, elsewhere: Elsewhere) -> None:
+def test_batches_and_outputs_come_back(make: Any, elsewhere: Elsewhere) -> None:
     obj = {"batch": make()}
     tensors, schema = td.tree.flatten(obj)
-    assert not schema.pickled
+    assert not schema.pickles
     assert_same(obj, td.tree.unflatten(schema, tensors))
     assert_same(obj, elsewhere.there_and_back(obj))
 
 
-def test_what_an_encoding_does_not_pickle_of_itself_is_carried(elsewhere: Elsewhere) -> None:
+def test_an_encoding_keeps_attributes_that_it_does_not_pickle(elsewhere: Elsewhere) -> None:
     back = elsewhere.there_and_back(encoding())
     assert type(back) is transformers.BatchEncoding and back.n_sequences == 1
     assert torch.equal(back.input_ids, encoding()["input_ids"])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -51,14 +50,14 @@ def test_types_and_everything_else_stay() -> None:
     assert isinstance(obj["pair"].left, Tensor) and isinstance(obj["sample"].pixels[0], Tensor)  # type: ignore[attr-defined]
 
 
-def test_what_has_no_such_part_is_the_object_itself() -> None:
+def test_an_object_without_such_a_part_is_returned_itself() -> None:
     obj = {"plain": {"numbers": [1, 2, 3]}, "opaque": object(), "tensor": torch.zeros(1)}
     made = td.tree.map_only(Tensor, shape_of, obj)
     assert made["plain"] is obj["plain"] and made["opaque"] is obj["opaque"]
     assert td.tree.map_only(str, shape_of, obj["plain"]) is obj["plain"]
 
 
-def test_what_is_named_twice_is_one_object() -> None:
+def test_an_object_that_is_named_twice_stays_one() -> None:
     shared = [torch.zeros(1)]
     first, second = td.tree.map_only(Tensor, shape_of, [shared, {"again": shared}])
     assert first == [(1,)] and second["again"] is first
@@ -79,12 +78,6 @@ def test_the_result_of_enter_is_traversed() -> None:
     obj = [{"ids": torch.zeros(2), "mask": torch.zeros(3)}]
     assert td.tree.map_only(Tensor, shape_of, obj, enter=without_masks) == [{"ids": (2,)}]
     assert "mask" in obj[0]
-
-
-def test_host_parts_are_replaced_as_they_are() -> None:
-    made = td.tree.map_only(Tensor, shape_of, pack_sequence([torch.zeros(3), torch.zeros(2)]))
-    assert type(made) is PackedSequence
-    assert (made.data, made.batch_sizes) == ((5,), (3,))
 
 
 def test_a_refusal_names_the_path() -> None:

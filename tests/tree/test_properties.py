@@ -38,7 +38,7 @@ def test_any_structure_comes_back(structure: Any) -> None:
         assert all(one + size <= other for (one, size), (other, _) in itertools.pairwise(ranges))
     back = td.tree.unflatten(Schema.decode(schema.encode()), there)
     assert_same(obj, back)
-    assert td.tree.flatten(obj)[1] == schema or schema.pickled
+    assert td.tree.flatten(obj)[1] == schema or schema.pickles
 
 
 @given(some.lists(some.integers(0, 5), min_size=1, max_size=8), some.data())

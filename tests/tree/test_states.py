@@ -111,5 +111,5 @@ def test_items_are_given_back_as_pickle_gives_them(elsewhere: Elsewhere) -> None
     assert td.tree.unflatten(schema, tensors)[0].items == [1, 2]
 
 
-def test_what_has_no_state_is_given_none_back(elsewhere: Elsewhere) -> None:
+def test_an_object_without_state_gets_none(elsewhere: Elsewhere) -> None:
     assert elsewhere.there_and_back([Restored(), with_attributes(Restored(), a=1)])[1].a == 1

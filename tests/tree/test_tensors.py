@@ -71,7 +71,7 @@ class Silent(torch.Tensor):
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
-def test_what_a_subclass_makes_of_functions_does_not_matter(
+def test_overridden_functions_of_a_subclass_are_not_called(
     wants_gradient: bool, elsewhere: Elsewhere
 ) -> None:
     (back,) = elsewhere.there_and_back([base(2, 3).requires_grad_(wants_gradient).as_subclass(Silent)])

@@ -98,18 +98,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "in a frozen dataclass with slots": (
         lambda: [Fixed(1, [LOCK])],
         NotPicklableError,
-        r"^batch\[0\]\.mask\[0\] cannot",
+        r"^batch\[0\]\[1\]\[0\] cannot",
     ),
     "in a userdict": (lambda: UserDict(a=[LOCK]), NotPicklableError, r'^batch\.data\["a"\]\[0\] cannot'),
     "in an unknown object": (
         lambda: {"x": [torch.ones(1), Unknown(a=1, b=Unknown(c=LOCK))]},
         NotPicklableError,
-        r'^batch\["x"\]\[1\]\.b\.c cannot',
-    ),
-    "in the lists and dicts of an unknown object": (
-        lambda: {"x": Unknown(a=[1, {"b": (2, LOCK)}])},
-        NotPicklableError,
-        r'^batch\["x"\]\.a\[1\]\["b"\]\[1\] cannot',
+        r'^batch\["x"\]\[1\] cannot .*lock',
     ),
     "after other values": (
         lambda: {"x": [1, "a", 2.5, Unknown(), [3]], "y": (4, {5: LOCK})},
@@ -120,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a factory": (
         lambda: {"d": defaultdict(lambda: 1)},
         NotPicklableError,
-        r'^batch\["d"\]\.default_factory cannot',
+        r'^batch\["d"\] cannot .*lambda',
     ),
     "what refuses itself": (lambda: [Cannot()], NotPicklableError, r"^batch\[0\] cannot .*I stay here"),
     "a generator": (lambda: [(one for one in [1])], NotPicklableError, r"^batch\[0\] cannot .*generator"),
@@ -145,6 +140,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InvalidTypeError,
         r"^batch\[0\] is a nested tensor of the strided layout: .*jagged",
     ),
+    "quantized": (
+        lambda: {"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8)},
+        InvalidTypeError,
+        r'^batch\["q"\] is a quantized tensor: carry its int_repr',
+    ),
     "mkldnn": (
         lambda: {"m": torch.ones(2, 2).to_mkldnn()},
         InvalidTypeError,
@@ -158,12 +158,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a subclass that says nothing": (
         lambda: [NoParts(torch.ones(2))],
         InvalidTypeError,
-        r"^batch\[0\] is a NoParts, which does not say",
+        r"^batch\[0\] is a NoParts, whose parts no",
     ),
     "inside an unknown object": (
         lambda: {"u": Unknown(t=Unknown(m=torch.ones(2, 2).to_mkldnn()))},
         InvalidTypeError,
-        r'^batch\["u"\]\.t\.m is a tensor of .*mkldnn',
+        r'^batch\["u"\] has a part that is a tensor of .*mkldnn',
     ),
     "under vmap": (
         lambda: torch.func.vmap(lambda one: td.tree.flatten({"v": one})[0][0])(torch.ones(2, 3)),
@@ -173,9 +173,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*(prototype|nested).*")
+@pytest.mark.filterwarnings("ignore:.*(prototype|nested|quantized).*")
 @pytest.mark.parametrize("case", REFUSED)
-def test_it_is_refused_by_its_path(case: str) -> None:
+def test_refusals_name_the_path(case: str) -> None:
     make, kind, says = REFUSED[case]
     with pytest.raises(kind, match=says) as caught:
         td.tree.flatten(make())
@@ -249,12 +249,12 @@ def test_a_type_that_is_not_registered_here_is_named() -> None:
     tensors, schema = td.tree.flatten([Unknown(a=1)])
     from tundish.tree import containers
 
-    before = dict(containers.REGISTERED)
-    containers.REGISTERED.clear()
+    before = dict(containers._registered)
+    containers._registered.clear()
     try:
         with pytest.raises(InvalidTypeError, match=r"Unknown is registered where .* call td.tree.register"):
             td.tree.unflatten(pickle.loads(pickle.dumps(schema)), tensors)
     finally:
-        containers.REGISTERED.update(before)
-        del containers.REGISTERED[Unknown]
-        containers._rules.clear()
+        containers._registered.update(before)
+        del containers._registered[Unknown]
+        containers.rule_of.cache_clear()

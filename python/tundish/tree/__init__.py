@@ -9,20 +9,21 @@
     >>> td.tree.unflatten(schema, tensors)["task"]
     'caption'
 
-This package is the one place of the library that walks nested containers. `traversal` and `flattening` read an object;
-`containers` and `tensors_and_arrays` know what each type consists of; `memory_regions` and `buffer_layout` say which
-tensors travel; `schema` holds the rest; `unflattening` rebuilds the object.
+`flattening` and `map_parts` traverse an object. `containers`, `tensors` and `arrays` hold the rules: the parts of an
+object of each type, and how to build it again. `memory_regions` and `buffer_layout` choose the tensors that travel;
+`schema` holds the rest; `unflattening` rebuilds the object.
 
 Invariants:
 
 1. The same types come back, with the same values, attributes and sharing, in whichever process.
 2. Nothing is copied that can be read where it is; nothing that was given is changed.
-3. `flatten` refuses what cannot travel, with its path, before it returns anything.
+3. `flatten` refuses an object that cannot travel, with its path, before it returns anything.
 4. A schema holds no tensor.
 """
 
 from __future__ import annotations
 
+from tundish.tree.arrays import NUMPY_DTYPES
 from tundish.tree.buffer_layout import DLPACK_DTYPES, BufferLayout
 from tundish.tree.containers import register
 from tundish.tree.flattening import flatten, flatten_with_addresses
@@ -30,7 +31,6 @@ from tundish.tree.map_parts import find_all, map_only
 from tundish.tree.memory_regions import DLPACK_EXCHANGE
 from tundish.tree.node_spec import Refusal
 from tundish.tree.schema import Schema
-from tundish.tree.tensors_and_arrays import NUMPY_DTYPES
 from tundish.tree.unflattening import unflatten, unflatten_unchecked
 
 __all__ = [

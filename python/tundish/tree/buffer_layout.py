@@ -5,8 +5,8 @@ chooses these tensors; `BufferLayout.leaves` makes the leaves of them again.
 
 Invariants:
 
-1. Tensors that travel are plain, and no two overlap. Anyone who copies one with gaps writes its values contiguously.
-2. A layout depends on dtypes, shapes and, for views, on how they lie in memory; never on values.
+1. Tensors that travel are plain, and no two overlap. A copy of a tensor with gaps is contiguous.
+2. A layout depends on dtypes, shapes and the strides of views; never on values.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Final
@@ -32,15 +33,15 @@ __all__ = [
     "layout_of_dlpack",
 ]
 
-# Bytes. In a buffer of several tensors each begins at a multiple of it: enough for every dtype, vector unit and DMA.
+# Bytes. Each tensor in a buffer begins at a multiple of it: enough for every dtype, vector unit and DMA.
 ALIGNMENT: Final = 64
 
-# How a leaf is made of carried tensors: the number of one that is the leaf itself, or
-# (number, dtype or None, size, stride, offset): a view of it, offset in bytes, dtype where it is another.
+# How a leaf is made of the tensors that travel: the number of the tensor that it is, or
+# (number, dtype or None, size, stride, offset): a view of that tensor, offset in bytes, dtype if it is another one.
 View = tuple[int, torch.dtype | None, tuple[int, ...], tuple[int, ...], int]
 LeafSource = int | View
 
-# By DLPack's code and bits: those of which each value is its bytes. Complex ones may be conjugated lazily.
+# Dtypes by DLPack's code and bits. Complex ones are missing: their values may be conjugated lazily.
 DLPACK_DTYPES: dict[tuple[int, int], torch.dtype] = {
     **{(0, bits): getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     **{(1, bits): getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
@@ -54,29 +55,26 @@ DLPACK_DTYPES: dict[tuple[int, int], torch.dtype] = {
 }
 
 
+@dataclass(frozen=True)
 class BufferLayout:
-    """Dtypes and shapes of the carried tensors, and how leaves are made of them.
+    """Dtypes and shapes of the tensors that travel, and how leaves are made of them. Sizes and offsets are in bytes.
 
-    Sizes and offsets are in bytes, and are those of contiguous tensors.
+    Attributes:
+        leaf_sources: how each leaf is made; None if the tensors are the leaves.
     """
 
-    __slots__ = ("__dict__", "dtypes", "recipes", "shapes", "sizes")
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    leaf_sources: tuple[LeafSource, ...] | None
 
-    def __init__(
-        self,
-        dtypes: tuple[torch.dtype, ...],
-        shapes: tuple[torch.Size, ...],
-        leaf_sources: tuple[LeafSource, ...] | None,
-    ) -> None:
-        self.dtypes = dtypes
-        self.shapes = shapes
-        # None: the leaves are carried as they are.
-        self.leaf_sources = leaf_sources
-        self.sizes = [shape.numel() * dtype.itemsize for dtype, shape in zip(dtypes, shapes, strict=True)]
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The size of each tensor, without gaps."""
+        return [shape.numel() * dtype.itemsize for dtype, shape in zip(self.dtypes, self.shapes, strict=True)]
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each carried tensor begins in one buffer that has them all, in order."""
+        """Where each tensor begins in one buffer that contains them all, in order."""
         offsets, end = [], 0
         for size in self.sizes:
             offsets.append(end)
@@ -90,7 +88,7 @@ class BufferLayout:
 
     @cached_property
     def _widths(self) -> dict[int, int]:
-        """By number of a tensor that leaves are views of: bytes of an element of the widest."""
+        """The widest item size of the leaves that are views of a tensor, by the tensor's number."""
         widths: dict[int, int] = {}
         for one in self.leaf_sources or ():
             if not isinstance(one, int):
@@ -110,11 +108,12 @@ class BufferLayout:
 
     @cached_property
     def total(self) -> int:
-        """Bytes of that buffer."""
+        """The size of the buffer."""
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes)
 
     @cached_property
     def encoded(self) -> bytes:
+        """The layout in bytes, for `decode_layout`."""
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         leaf_sources = self.leaf_sources and [
             one if isinstance(one, int) else (one[0], one[1] and str(one[1]).removeprefix("torch."), *one[2:])
@@ -122,40 +121,24 @@ class BufferLayout:
         ]
         return pickle.dumps((names, list(map(tuple, self.shapes)), leaf_sources), 5)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BufferLayout):
-            return NotImplemented
-        return self is other or (
-            self.dtypes == other.dtypes
-            and self.shapes == other.shapes
-            and self.leaf_sources == other.leaf_sources
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.dtypes, self.shapes))
-
     def leaves(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The leaves, made of the carried tensors, which have the dtypes and shapes of this layout."""
+        """The leaves, made of `tensors` with the dtypes and shapes of this layout."""
         if self.leaf_sources is None:
             return tensors
-        # Of each once, so that its views share it.
         bases = {slot: _base(tensors[slot], width) for slot, width in self._widths.items()}
         return [
             tensors[one] if isinstance(one, int) else _view(bases[one[0]], one) for one in self.leaf_sources
         ]
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
-        """The carried tensors where they lie in `buffer` at `offsets`: views of its storage, nothing is copied.
+        """The tensors at their `offsets` in `buffer`. Nothing is copied.
 
-        `buffer`: contiguous, uint8, at least `total` long, its first byte at a multiple of `ALIGNMENT`.
+        Args:
+            buffer: contiguous, uint8, at least `total` long; it begins at a multiple of `ALIGNMENT`.
         """
         storage, first = buffer.untyped_storage(), buffer.storage_offset()
         device = buffer.device
-        # Each with a version of its own: to write to one does not make autograd think that the others were written to.
+        # Each has a version counter of its own: autograd takes no write to one for a write to another.
         return [
             torch.empty(0, dtype=dtype, device=device).set_(
                 storage, (first + offset) // dtype.itemsize, shape, contiguous_strides(shape)
@@ -176,7 +159,7 @@ def layout_of(
 
 @lru_cache(256)
 def decode_layout(encoded: bytes) -> BufferLayout:
-    """The layout whose `encoded` is this."""
+    """The layout that `BufferLayout.encoded` returned as `encoded`."""
     names, shapes, leaf_sources = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
     return layout_of(
         tuple(getattr(torch, name) for name in names),
@@ -191,7 +174,7 @@ def decode_layout(encoded: bytes) -> BufferLayout:
 
 @lru_cache(256)
 def layout_of_dlpack(words: bytes) -> BufferLayout | None:
-    """The layout of plain tensors that `TensorExchange.read` describes by `words`; None for an unknown dtype."""
+    """The layout of the plain tensors that `TensorExchange.read` described by `words`; None for an unknown dtype."""
     dtypes: list[torch.dtype] = []
     shapes: list[torch.Size] = []
     rest = iter(array("Q", words))
@@ -205,13 +188,13 @@ def layout_of_dlpack(words: bytes) -> BufferLayout | None:
 
 
 def _base(tensor: Tensor, width: int) -> Tensor:
-    """The tensor, or a copy of it, with one value after the other and the first at a multiple of `width` bytes."""
+    """`tensor`, or a contiguous copy of it that begins at a multiple of `width` bytes."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % width else tensor
 
 
-def _view(tensor: Tensor, recipe: View) -> Tensor:
-    _, dtype, size, stride, offset = recipe
+def _view(tensor: Tensor, source: View) -> Tensor:
+    _, dtype, size, stride, offset = source
     if dtype is None:
         step = tensor.itemsize
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset // step)

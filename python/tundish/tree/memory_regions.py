@@ -25,12 +25,14 @@ from tundish.tree.buffer_layout import (
     layout_of,
     layout_of_dlpack,
 )
-from tundish.tree.tensors_and_arrays import QUANTIZED
 
 __all__ = ["DLPACK_EXCHANGE", "layout_as_is", "tensors_to_send"]
 
-# Conjugate views have complex dtypes.
-_MAY_BE_MORE = frozenset({torch.complex32, torch.complex64, torch.complex128, *QUANTIZED})
+# Their values may be more than their bytes: conjugate views and quantized tensors.
+_MAY_BE_MORE = frozenset(
+    {torch.complex32, torch.complex64, torch.complex128}
+    | {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+)
 
 # Bytes: a multiple of every dtype's.
 _WIDEST = 16
@@ -40,15 +42,15 @@ _get_is_cpu = operator.attrgetter("is_cpu")
 _get_requires_grad = operator.attrgetter("requires_grad")
 _get_shape = operator.attrgetter("shape")
 
-# What torch tells of many tensors at once; before torch 2.10 nothing.
+# Reads dtypes, shapes and addresses of many tensors at once; None before torch 2.10.
 DLPACK_EXCHANGE: Final = _native.TensorExchange.of(Tensor)
 
 
 def layout_as_is(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
-    """The layout and the addresses in which leaves, of exactly the type `torch.Tensor`, are carried as they are.
+    """The layout and addresses of leaves that can travel as they are; None if they cannot.
 
-    Addresses are native 64-bit integers, none where not all leaves are in host memory. None if leaves cannot be carried
-    so: unless all are plain and contiguous, and no two have a byte in common or begin at the same.
+    They can if all are plain and contiguous and no two overlap. Each leaf is exactly a `torch.Tensor`. The addresses
+    are native 64-bit integers; there are none unless all leaves are in host memory.
     """
     try:
         return (
@@ -57,7 +59,7 @@ def layout_as_is(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] | None:
             else _layout_from_dlpack(leaves, DLPACK_EXCHANGE)
         )
     except RuntimeError:
-        # Those without memory raise where they are asked for their address, and nested ones have no shape.
+        # Tensors without memory have no address, and nested ones no shape.
         return None
 
 
@@ -67,9 +69,9 @@ def _layout_from_dlpack(
     read = exchange.read(leaves)
     if read is None:
         return None
-    said, addresses = read
-    layout = layout_of_dlpack(said)
-    # torch says the same of several dtypes of one byte, as of uint4 and uint8.
+    words, addresses = read
+    layout = layout_of_dlpack(words)
+    # Several dtypes of one byte have the same code, as uint4 and uint8.
     if layout is None or (layout.has_bytes and tuple(map(_get_dtype, leaves)) != layout.dtypes):
         return None
     return layout, addresses
@@ -88,9 +90,9 @@ def _layout_from_attributes(leaves: list[Tensor]) -> tuple[BufferLayout, bytes] 
 
 
 def tensors_to_send(leaves: list[Tensor]) -> tuple[list[Tensor], BufferLayout, bytes]:
-    """The tensors to carry for plain `leaves`, with their layout and their addresses.
+    """The tensors that travel for plain `leaves`, their layout, and their addresses as `layout_as_is` returns them.
 
-    The latter as `layout_as_is`, none also where one of them has gaps.
+    There are no addresses if a tensor has gaps.
     """
     tensors: list[Tensor] = []
     leaf_sources: list[LeafSource] = [0] * len(leaves)
@@ -102,11 +104,11 @@ def tensors_to_send(leaves: list[Tensor]) -> tuple[list[Tensor], BufferLayout, b
         else:
             tensor = _whole_region(leaves, region, len(tensors), leaf_sources)
         tensors.append(tensor)
-    layout_as_is = leaf_sources == list(range(len(leaves)))
+    is_as_is = leaf_sources == list(range(len(leaves)))
     layout = layout_of(
         tuple(map(_get_dtype, tensors)),
         tuple(map(_get_shape, tensors)),
-        None if layout_as_is else tuple(leaf_sources),
+        None if is_as_is else tuple(leaf_sources),
     )
     if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
         return tensors, layout, b""
@@ -114,22 +116,21 @@ def tensors_to_send(leaves: list[Tensor]) -> tuple[list[Tensor], BufferLayout, b
 
 
 def _regions(leaves: list[Tensor]) -> list[_Region]:
-    """The memory that leaves share, no two regions with a byte in common, in the order of their first leaf."""
+    """The regions of memory that the leaves lie in, none of which overlap, in the order of their first leaf."""
     regions: list[_Region] = []
     for number, leaf in enumerate(leaves):
-        # Memory of the host is one, whichever storages it is in; elsewhere addresses say nothing without a storage.
+        # Addresses on a device are compared within one storage only.
         where = 0 if leaf.device.type == "cpu" else leaf.untyped_storage().data_ptr()
         start = leaf.data_ptr()
         home = leaf.device.type, leaf.device.index or 0, where
         regions.append(_Region(home, start, start + _extent(leaf) * leaf.itemsize, leaf.dtype, [number]))
-    # By address, and of those that begin together the longer first: so that a region grows to its end only.
+    # By address, the longer first: then a region only grows at its end.
     regions.sort(key=lambda one: (one.home, one.start, -one.end))
     apart: list[_Region] = []
     for region in regions:
         grown = region
         while apart and apart[-1].reaches(grown):
             grown = apart.pop().joined(grown)
-        # What is empty lies nowhere.
         if region.start < region.end:
             apart.append(grown)
     empty = [region for region in regions if region.start == region.end]
@@ -138,10 +139,10 @@ def _regions(leaves: list[Tensor]) -> list[_Region]:
 
 @dataclass(slots=True)
 class _Region:
-    """Bytes `start` … `end` - 1 of the memory called `home`, and the leaves in it, by number.
+    """Bytes `start` to `end` of the memory called `home`, and the numbers of the leaves in it.
 
-    `dtype`: of all of them; None where they have several. It then begins at a multiple of `_WIDEST`, so that a view of
-    any dtype lies in a copy of the region as it does here.
+    `dtype` is None if the leaves have several. The region then begins at a multiple of `_WIDEST`, so that a view of any
+    dtype is aligned in a copy of the region as it is here.
     """
 
     home: tuple[str, int, int]
@@ -151,7 +152,7 @@ class _Region:
     numbers: list[int]
 
     def reaches(self, later: _Region) -> bool:
-        """Whether it has bytes of `later`, which does not end before it begins."""
+        """Whether it overlaps `later`, which does not end before this region begins."""
         return later.start < later.end and self.home == later.home and self.end > later.start
 
     def joined(self, later: _Region) -> _Region:
@@ -163,20 +164,20 @@ class _Region:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first in memory to the last."""
+    """The number of elements from the first in memory to the last."""
     if not tensor.numel():
         return 0
     return 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _single_leaf(leaf: Tensor, slot: int) -> tuple[Tensor, LeafSource]:
-    """What to carry for a leaf whose memory no other leaf has a part of."""
+    """The tensor that travels for a leaf that overlaps no other leaf."""
     if leaf.is_contiguous():
         return leaf, slot
     shape, stride = tuple(leaf.shape), tuple(map(int, leaf.stride()))
     extent = _extent(leaf)
     if extent <= leaf.numel():
-        # Without gaps: permuted, or the same value many times.
+        # Without gaps: permuted, or expanded.
         return leaf.as_strided((extent,), (1,)), (slot, None, shape, stride, 0)
     core = leaf
     for dimension, step in enumerate(stride):
@@ -191,7 +192,7 @@ def _single_leaf(leaf: Tensor, slot: int) -> tuple[Tensor, LeafSource]:
 
 
 def _whole_region(leaves: list[Tensor], region: _Region, slot: int, leaf_sources: list[LeafSource]) -> Tensor:
-    """The memory that all leaves of a region lie in, with what is between them."""
+    """A tensor of all memory of a region, with the bytes between its leaves."""
     dtype = region.dtype or torch.uint8
     for number in region.numbers:
         leaf = leaves[number]
@@ -205,7 +206,7 @@ def _whole_region(leaves: list[Tensor], region: _Region, slot: int, leaf_sources
         if before >= 0 and before + length <= storage.nbytes() and before % dtype.itemsize == 0:
             empty = torch.empty(0, dtype=dtype, device=members[0].device)
             return empty.set_(storage, before // dtype.itemsize, (length // dtype.itemsize,), (1,))
-    # Arrays that overlap in part have storages of their own, and none has all of it.
+    # Arrays that overlap in part have storages of their own, and no storage has the whole region.
     memory = (ctypes.c_uint8 * length).from_address(first)
-    memory._members = members  # type: ignore[attr-defined]  # keeps their memory where it is
+    memory._members = members  # type: ignore[attr-defined]  # keeps the memory alive
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

@@ -1,75 +1,32 @@
-"""How one object is made again, and of which parts: the result of a container's rule.
+"""The result of a rule: the parts of an object, and a token that names the builder of the object.
 
 Invariants:
 
 1. A token is hashable, and pickles wherever its classes do.
-2. What changes from batch to batch (sizes, numbers, texts) is a part, not in the token.
+2. A token holds no value that changes from batch to batch, as sizes, numbers and texts do: these are parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-__all__ = [
-    "AGAIN",
-    "CONSTANT",
-    "GIVES_ITSELF",
-    "HOST",
-    "INDEX",
-    "ITSELF",
-    "KEYS",
-    "LIST",
-    "TUPLE",
-    "VALUE",
-    "WHOLE",
-    "HostOnly",
-    "NodeSpec",
-    "Refusal",
-    "Token",
-]
+__all__ = ["NodeSpec", "Refusal", "Token", "key_text", "part_label"]
 
-# The first item names a builder, the others are told to it.
+# The name of the builder, and its arguments.
 Token = tuple[Any, ...]
-
-# In place of a token: the next of the values.
-VALUE: Final = "value"
-# A container that was named before: `(AGAIN, number)`.
-AGAIN: Final = "again"
-# An object that is pickled as a name: `(CONSTANT, object)`.
-CONSTANT: Final = "constant"
-# Exact dicts, lists and tuples: `(KEYS, keys)` of values, `(LIST,)` and `(TUPLE,)` of items.
-KEYS: Final = "keys"
-LIST: Final = "items of a list"
-TUPLE: Final = "items of a tuple"
-# A list or tuple that is a value: `(WHOLE,)` of it.
-WHOLE: Final = "whole"
-# In place of attributes: a dict that has its items as such.
-ITSELF: Final = "itself"
-# In place of a state: the object, which gives itself for that and takes it back.
-GIVES_ITSELF: Final = "gives itself"
-# A tensor that stays in host memory, whatever device the others go to: `(HOST,)`.
-HOST: Final = "host"
-
-# Labels of the parts of a sequence, which are numbered.
-INDEX: Final = None
 
 
 class NodeSpec(NamedTuple):
     """The parts of an object, and the token of its builder.
 
-    `labels` name the parts for a message: `INDEX`, or a text for each, which follows the object's own path.
+    The label of a part follows the object's own path in messages. `labels` contains it, or returns it for the part's
+    number; None numbers the parts.
     """
 
     token: Token
-    children: Sequence[Any]
-    labels: Sequence[str] | None = INDEX
-
-
-class HostOnly(NamedTuple):
-    """A part that has to stay in host memory."""
-
-    tensor: Any
+    parts: Sequence[Any]
+    labels: Sequence[str] | Callable[[int], str] | None = None
 
 
 class Refusal(Exception):
@@ -79,3 +36,27 @@ class Refusal(Exception):
         super().__init__(reason)
         self.kind = kind
         self.reason = reason
+
+
+def part_label(spec: NodeSpec | type | None, key: Any) -> str:
+    """The label of a part: of a node by its number, of a namedtuple's class by its index, else by its key or index."""
+    if isinstance(spec, NodeSpec) and spec.labels is not None:
+        return spec.labels(key) if callable(spec.labels) else spec.labels[key]
+    if isinstance(spec, NodeSpec) and spec.token[0] == "dict":
+        key = spec.token[1][key]
+    elif isinstance(spec, type) and hasattr(spec, "_fields"):
+        return f".{spec._fields[key]}"
+    return f"[{key_text(key)}]"
+
+
+def key_text(key: Any) -> str:
+    """A key of a dict as a message shows it."""
+    if type(key) is str:
+        return '"' + key.replace('"', '\\"') + '"'
+    if not isinstance(key, (int, float, bytes, tuple)):
+        return type(key).__name__
+    try:
+        text = repr(key)
+    except Exception:  # noqa: BLE001 (code of users; a key that cannot be shown can be carried)
+        return type(key).__name__
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,8 @@
 """The schema of an object: everything but its tensors, in memory and in bytes.
 
 A schema has three parts: the *structure* (types, keys, where leaves and values go), the *layout* of the tensors, and
-the *values* (numbers, texts, and what is pickled). Structures and layouts are encoded once and cached, by content where
-they are made and by their bytes where they arrive.
+the *values* (numbers, texts, and pickled objects). Structures and layouts are encoded once. They are cached by content
+in the process that flattens, and by their bytes in the one that decodes.
 
 Invariants:
 
@@ -15,154 +15,124 @@ from __future__ import annotations
 import marshal
 import pickle
 import struct
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tundish._native import QuickProgram
+from tundish._native import TreeProgram
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.buffer_layout import BufferLayout, decode_layout
-from tundish.tree.node_spec import HOST, Token
 
-__all__ = [
-    "MARSHALLED",
-    "Schema",
-    "Structure",
-    "structure_of",
-    "values_of",
-]
+__all__ = ["Schema", "Structure", "decode_values", "encode_values", "structure_of"]
 
 # The first version without references between values, which differ from one equal value to the next.
-MARSHALLED = 2
-_HEADER = struct.Struct("<4sBQQQ")
+_MARSHAL_VERSION = 2
+_HEADER = struct.Struct("<4s4Q")
 _MAGIC = b"tree"
 
 
 class Structure:
-    """How an object is put together: a program for `building`, which makes parts before what they are parts of.
+    """The words and tokens of a traversal: how leaves and values make up an object."""
 
-    An integer puts down the leaf of that number, a range those leaves, None puts down None, the text `VALUE` the next
-    value; a tuple takes what its builder needs off the end of what was put down, and puts down what that makes of it:
-    `(number of parts, token)`.
-    """
-
-    __slots__ = ("__dict__", "encoded", "program")
-
-    def __init__(self, program: tuple[Any, ...], encoded: bytes) -> None:
-        self.program = program
+    def __init__(self, words: bytes, tokens: tuple[Any, ...], encoded: bytes) -> None:
+        self.words = words
+        self.tokens = tokens
         self.encoded = encoded
 
     @cached_property
-    def host_only_leaves(self) -> frozenset[int]:
-        """Leaves of which nothing is made but what has to be in host memory."""
-        found: set[int] = set()
-        others: set[int] = set()
-        for token, after in zip(self.program, (*self.program[1:], None), strict=True):
-            if type(token) is int:
-                is_host = type(after) is tuple and after[1][0] in (HOST, "array", "array of")
-                (found if is_host else others).add(token)
-            elif type(token) is range:
-                others.update(token)
-        return frozenset(found - others)
+    def program(self) -> TreeProgram:
+        """Builds the object."""
+        return TreeProgram(self.words, self.tokens)
 
-    @cached_property
-    def fast_program(self) -> QuickProgram | None:
-        """The program compiled, where only Python's own containers and namedtuples are made.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return self is other or (self.words == other.words and self.tokens == other.tokens)
 
-        Those do not look at what tensors hold; of the values among them, the ones that were pickled may.
-        """
-        return QuickProgram.of(self.program)
+    def __hash__(self) -> int:
+        return hash((self.words, self.tokens))
 
 
 @lru_cache(256)
-def structure_of(program: tuple[Any, ...]) -> Structure:
-    """The structure with this program. Raises what pickling the program raises."""
-    return Structure(program, pickle.dumps(program, 5))
+def structure_of(words: bytes, tokens: tuple[Any, ...]) -> Structure:
+    """The structure with these words and tokens. Raises the errors of pickling them."""
+    return Structure(words, tokens, pickle.dumps((words, tokens), 5))
 
 
 @lru_cache(256)
 def _decode_structure(encoded: bytes) -> Structure:
-    return Structure(pickle.loads(encoded), encoded)  # noqa: S301 (from a rank of the same job)
+    words, tokens = pickle.loads(encoded)  # noqa: S301 (from a rank of the same job)
+    return Structure(words, tokens, encoded)
 
 
+@dataclass(frozen=True, repr=False, slots=True)
 class Schema:
-    """What `unflatten` needs beside the tensors. Pickles; equal where structure, layout and values are.
+    """All that `unflatten` needs beside the tensors. Pickles; equal where structure, layout and values are.
 
     Attributes:
-        structure: equal structures are one object, as long as they are recent.
+        structure: the types and keys; equal structures are one object, as long as they are recent.
         layout: dtypes, shapes, sizes and offsets of the tensors.
-        values: the bytes of what is neither tensor nor container.
-        pickled: whether something had to be pickled into them, so that equal objects may differ in their bytes.
+        values: the encoded values of built-in types.
+        pickles: the pickles of other objects, which may differ for equal objects.
     """
 
-    __slots__ = ("layout", "pickled", "structure", "values")
-
-    def __init__(self, structure: Structure, layout: BufferLayout, values: bytes, pickled: bool) -> None:
-        self.structure = structure
-        self.layout = layout
-        self.values = values
-        self.pickled = pickled
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Schema):
-            return NotImplemented
-        return (
-            (self.structure is other.structure or self.structure.program == other.structure.program)
-            and self.layout == other.layout
-            and self.values == other.values
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.structure.program, self.layout, self.values))
+    structure: Structure
+    layout: BufferLayout
+    values: bytes
+    pickles: bytes
 
     def __repr__(self) -> str:
         return f"<Schema of {len(self.layout.shapes)} tensors, {sum(self.layout.sizes)} bytes>"
 
-    def __reduce__(self) -> Token:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Schema.decode, (self.encode(),)
 
     @property
     def host_only_tensors(self) -> frozenset[int]:
-        """Numbers of the tensors that may stay in host memory: of arrays alone, or of what torch wants there."""
-        leaves, leaf_sources = self.structure.host_only_leaves, self.layout.leaf_sources
+        """Numbers of the tensors that may stay in host memory, since only arrays are made of them."""
+        leaves, leaf_sources = self.structure.program.host_only_leaves, self.layout.leaf_sources
         if leaf_sources is None or not leaves:
-            return leaves
-        carried = [one if isinstance(one, int) else one[0] for one in leaf_sources]
+            return frozenset(leaves)
+        carried = [source if isinstance(source, int) else source[0] for source in leaf_sources]
         others = {number for leaf, number in enumerate(carried) if leaf not in leaves}
         return frozenset(carried[leaf] for leaf in leaves) - others
 
     def encode(self) -> bytes:
-        """The schema in bytes. Only the values were written for this one; the rest is there."""
-        structure, layout = self.structure.encoded, self.layout.encoded
-        header = _HEADER.pack(_MAGIC, self.pickled, len(structure), len(layout), len(self.values))
-        return b"".join((header, structure, layout, self.values))
+        """The schema in bytes. Only the values were encoded for this one object."""
+        parts = self.structure.encoded, self.layout.encoded, self.values, self.pickles
+        return b"".join((_HEADER.pack(_MAGIC, *map(len, parts)), *parts))
 
     @staticmethod
     def decode(encoded: Any) -> Schema:
-        """The schema that `encode` told, from a buffer, which is not held on to.
+        """The schema that `encode` wrote, from a buffer, which is copied.
 
-        Raises `InvalidInputError` if the bytes are none, `NotPicklableError` if a type that they name is not found
-        here.
+        Raises `InvalidInputError` if the bytes are no schema, `NotPicklableError` if a type that they name is not
+        found here.
         """
         view = memoryview(encoded)
         if len(view) < _HEADER.size or bytes(view[:4]) != _MAGIC:
             raise InvalidInputError("these bytes do not begin as a schema does")
-        _, pickled, structure_size, layout_size, values_size = _HEADER.unpack_from(view)
-        first = _HEADER.size
-        second, third = first + structure_size, first + structure_size + layout_size
-        if third + values_size != len(view):
-            raise InvalidInputError(f"a schema of {third + values_size} bytes was cut to {len(view)}")
+        _, *sizes = _HEADER.unpack_from(view)
+        total = _HEADER.size + sum(sizes)
+        if total != len(view):
+            raise InvalidInputError(f"a schema of {total} bytes was cut to {len(view)}")
+        parts, start = [], _HEADER.size
+        for size in sizes:
+            parts.append(bytes(view[start : start + size]))
+            start += size
+        structure, layout, values, pickles = parts
         try:
-            return Schema(
-                _decode_structure(bytes(view[first:second])),
-                decode_layout(bytes(view[second:third])),
-                bytes(view[third:]),
-                bool(pickled),
-            )
+            return Schema(_decode_structure(structure), decode_layout(layout), values, pickles)
         except Exception as error:
             raise NotPicklableError(f"a batch came that cannot be put together here: {error}") from error
 
 
-def values_of(encoded: bytes) -> list[Any]:
-    """The values that marshal wrote."""
+def encode_values(values: list[Any]) -> bytes:
+    """The bytes of values of built-in types. Raises `ValueError` for a text or bytes of 2 GiB."""
+    return marshal.dumps(values, _MARSHAL_VERSION)
+
+
+def decode_values(encoded: bytes) -> list[Any]:
+    """The values that `encode_values` encoded."""
     values: list[Any] = marshal.loads(encoded)  # noqa: S302 (from a rank of the same job)
     return values

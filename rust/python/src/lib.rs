@@ -92,13 +92,13 @@ mod _native {
     #[pymodule_export]
     use super::tensors::TensorReader;
     #[pymodule_export]
-    use super::tree::build::QuickProgram;
+    use super::tree::dlpack_exchange::TensorExchange;
     #[pymodule_export]
-    use super::tree::exchange::TensorExchange;
+    use super::tree::overlap::are_apart;
     #[pymodule_export]
-    use super::tree::loans::TensorPlan;
+    use super::tree::program::TreeProgram;
     #[pymodule_export]
-    use super::tree::spans::are_apart;
+    use super::tree::tensor_plan::TensorPlan;
     #[pymodule_export]
-    use super::tree::walk::quick_walk;
+    use super::tree::traversal::traverse;
 }

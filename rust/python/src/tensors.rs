@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyType};
 
 use crate::tree::dlpack::{COMPLEX, CPU, Dtype, INT, Read, Tensor, UINT};
-use crate::tree::exchange::{functions_of, method_of};
+use crate::tree::dlpack_exchange::{functions_of, method_of};
 
 /// Functions of torch's own types of tensors.
 #[pyclass(frozen)]

@@ -40,11 +40,6 @@ def sparse() -> torch.Tensor:
     return torch.tensor([[0.0, 2.0, 0.0], [3.0, 0.0, 4.0]])
 
 
-def quantized_per_channel(scheme_dtype: torch.dtype) -> torch.Tensor:
-    scales, zeros = torch.tensor([0.1, 0.2]).double(), torch.tensor([1, 2])
-    return torch.quantize_per_channel(base(2, 3), scales, zeros, 0, scheme_dtype)
-
-
 def jagged() -> Any:
     return torch.nested.nested_tensor([base(2, 3), base(4, 3)], layout=torch.jagged)
 
@@ -131,13 +126,6 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     "csr, int32, gradient": lambda: torch.sparse_csr_tensor(
         torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([1, 0], dtype=torch.int32), base(2), (2, 2)
     ).requires_grad_(),
-    "qint8": lambda: torch.quantize_per_tensor(base(2, 3), 0.1, 3, torch.qint8),
-    "quint8, part": lambda: torch.quantize_per_tensor(base(4, 3), 0.1, 3, torch.quint8)[1:],
-    "qint32, transposed": lambda: torch.quantize_per_tensor(base(2, 3), 0.1, 0, torch.qint32).t(),
-    "per channel": lambda: quantized_per_channel(torch.qint8),
-    "per channel, four bits": lambda: torch.quantize_per_channel(
-        base(2, 4), torch.tensor([0.1, 0.2]), torch.tensor([1.0, 2.0]), 0, torch.quint4x2
-    ),
     "meta": lambda: torch.empty(2, 3, device="meta").t(),
     "jagged": jagged,
     "jagged, gradient": lambda: jagged().detach().requires_grad_(),

@@ -171,14 +171,3 @@ BUILTIN_STRUCTURES: some.SearchStrategy[Any] = some.recursive(
     ),
     max_leaves=30,
 )
-
-
-def parts_of(structure: Any, seen: set[int]) -> list[Any]:
-    if id(structure) in seen:
-        return []
-    seen.add(id(structure))
-    if isinstance(structure, dict):
-        structure = list(structure.values())
-    if isinstance(structure, (list, tuple)):
-        return [part for one in structure for part in parts_of(one, seen)]
-    return [structure] if hasattr(structure, "kind") else []

@@ -12,8 +12,8 @@ use pyo3::types::{PyList, PyMemoryView};
 use tundish_store::{Dtype, View};
 
 use crate::shm::drop_without_gil::DropWithoutGil;
-use crate::tree::exchange::TensorExchange;
-use crate::tree::loans::Geometry;
+use crate::tree::dlpack_exchange::TensorExchange;
+use crate::tree::tensor_plan::Geometry;
 
 /// To let go of less does not take so long that other threads should have the GIL meanwhile.
 const LARGE: u64 = 1 << 20;

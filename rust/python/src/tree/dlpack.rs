@@ -1,15 +1,15 @@
-//! DLPack's structures, of version 1, as far as they are needed here; `exchange` and `loans` call what they lead to.
+//! The structures of DLPack, version 1, that `dlpack_exchange` and `tensor_plan` use.
 
 use std::ffi::{CStr, c_int, c_void};
 
-/// The attribute of a type of tensors that has the functions, and the name of the capsule that they are in.
+/// The attribute of a tensor type that holds the exchange API, and the name of its capsule.
 pub(crate) const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
 pub(crate) const CAPSULE: &CStr = c"dlpack_exchange_api";
 
 /// A library with another version may have other structures.
 pub(crate) const MAJOR_VERSION: u32 = 1;
 
-/// `DLDataTypeCode` of complex numbers.
+// `DLDataTypeCode`.
 pub(crate) const INT: u8 = 0;
 pub(crate) const UINT: u8 = 1;
 pub(crate) const COMPLEX: u8 = 5;
@@ -62,13 +62,13 @@ pub(crate) struct Managed {
     pub(crate) tensor: Tensor,
 }
 
-/// Fills in a tensor that lasts as long as the object is not changed; not 0 where it raised.
+/// Fills in a tensor that is valid until the object changes; returns 0 unless it raised.
 pub(crate) type Read = unsafe extern "C" fn(object: *mut c_void, out: *mut Tensor) -> c_int;
 
-/// Makes an object of a tensor, which it takes over; not 0 where it raised.
+/// Makes an object of a tensor, which it takes over; returns 0 unless it raised.
 pub(crate) type Make = unsafe extern "C" fn(tensor: *mut Managed, out: *mut *mut c_void) -> c_int;
 
-/// `DLPackExchangeAPI`. What is not called here is a pointer only.
+/// `DLPackExchangeAPI`. Functions that are not called here are plain pointers.
 #[repr(C)]
 pub(crate) struct Functions {
     pub(crate) version: Version,

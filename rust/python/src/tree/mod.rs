@@ -1,9 +1,8 @@
-//! What `tundish.tree` and `tundish.scatter` do alike for each of many tensors and containers. No core crate is behind
-//! it.
+//! Helpers of `tundish.tree` and `tundish.scatter` that handle many tensors and containers at once.
 
-pub(crate) mod build;
 pub(crate) mod dlpack;
-pub(crate) mod exchange;
-pub(crate) mod loans;
-pub(crate) mod spans;
-pub(crate) mod walk;
+pub(crate) mod dlpack_exchange;
+pub(crate) mod overlap;
+pub(crate) mod program;
+pub(crate) mod tensor_plan;
+pub(crate) mod traversal;

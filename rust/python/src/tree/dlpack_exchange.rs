@@ -1,40 +1,42 @@
-//! What torch says of its tensors by the functions that it has for other libraries: DLPack's exchange API, which torch
-//! has from 2.10 on.
+//! Reads and makes torch's tensors through DLPack's exchange API, which torch has from 2.10 on.
 //!
-//! What always holds: those functions, and those behind the type's own attributes, are called with the GIL held, and
-//! with objects of exactly the type that they were found at; what is read through a pointer of theirs is read before
-//! anything else happens.
+//! Invariants:
+//!
+//! 1. The functions of the API and of the type's attributes are called with the GIL, and with objects of exactly the type
+//!    that they were found at.
+//! 2. Memory behind a pointer that they return is read before any other call.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
 use std::ptr;
+use std::sync::Arc;
 
 use pyo3::ffi::{self, PyTypeObject};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
 use super::dlpack::{ATTRIBUTE, CAPSULE, CPU, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
-use super::loans::{self, Geometry, TensorPlan};
-use super::spans::none_overlap;
+use super::overlap::none_overlap;
+use super::tensor_plan::{self, Geometry, TensorPlan};
 
-/// The functions of torch's own type of tensors.
+/// The functions of the type `torch.Tensor`.
 #[pyclass(frozen)]
 pub(crate) struct TensorExchange {
     kind: Py<PyType>,
-    /// What is behind the type's attributes of these names: to look them up takes longer than to call them.
+    /// The functions of the attributes of these names. A lookup would take longer than the call.
     requires_grad: ffi::getter,
     is_neg: ffi::PyCFunction,
     read: Read,
     make: Make,
 }
 
-/// Dtypes and shapes of tensors, and their addresses where all are in host memory, else none.
-type Facts<'py> = (Bound<'py, PyBytes>, Bound<'py, PyBytes>);
+/// Dtypes and shapes of tensors; their addresses if all are in host memory, else none.
+type Description<'py> = (Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 #[pymethods]
 impl TensorExchange {
-    /// Those of the type `kind`; None where it has none, or none that are known here.
+    /// The functions of the type `kind`; None if it has none, or those of another version.
     #[staticmethod]
     fn of(kind: &Bound<'_, PyType>) -> Option<Self> {
         let functions = functions_of(kind)?;
@@ -47,17 +49,17 @@ impl TensorExchange {
         })
     }
 
-    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses, as native 64-bit
-    /// integers, or nothing where not all are in host memory; None unless all are of the type, have memory and no
-    /// gradient, are dense and not negated lazily, and no two have a byte in common.
+    /// Dtypes and shapes of `tensors`, as `tundish.tree.buffer_layout` reads them, and their addresses as native 64-bit
+    /// integers; no addresses unless all are in host memory.
     ///
-    /// Whether complex values are conjugated lazily is not told.
-    fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Facts<'py>>> {
+    /// None unless all tensors are of the type, have memory and no gradient, are dense and not negated lazily, and no two
+    /// overlap. Complex values may be conjugated lazily.
+    fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Description<'py>>> {
         let py = tensors.py();
         let kind = self.kind.as_ptr().cast::<PyTypeObject>();
-        let mut said = Said::default();
+        let mut words = LayoutWords::default();
         let mut pieces = Vec::with_capacity(tensors.len());
-        let mut are_near = true;
+        let mut are_on_host = true;
         for tensor in tensors.iter() {
             if tensor.get_type_ptr() != kind || self.is_more_than_values(&tensor)? {
                 return Ok(None);
@@ -65,52 +67,51 @@ impl TensorExchange {
             let mut out = MaybeUninit::<Tensor>::uninit();
             // SAFETY: the object is of the type whose function it is, and alive; `out` has room.
             if unsafe { (self.read)(tensor.as_ptr().cast(), out.as_mut_ptr()) } != 0 {
-                // Of one without memory, or of a dtype or on a device that DLPack does not know.
+                // It has no memory, or a dtype or device that DLPack lacks.
                 drop(PyErr::take(py));
                 return Ok(None);
             }
-            // SAFETY: it said that it filled in all of it.
+            // SAFETY: the function reported that it filled it in.
             let out = unsafe { out.assume_init() };
-            let Some(piece) = out.piece().filter(|_| said.add(&out)) else { return Ok(None) };
-            are_near &= out.device.kind == CPU;
+            let Some(piece) = out.piece().filter(|_| words.add(&out)) else { return Ok(None) };
+            are_on_host &= out.device.kind == CPU;
             pieces.push(piece);
         }
-        let addresses: Vec<_> = pieces.iter().map(|(address, _)| address.to_ne_bytes()).filter(|_| are_near).collect();
+        let addresses: Vec<_> =
+            pieces.iter().map(|(address, _)| address.to_ne_bytes()).filter(|_| are_on_host).collect();
         if !none_overlap(&mut pieces) {
             return Ok(None);
         }
-        let words: Vec<_> = said.words.into_iter().map(u64::to_ne_bytes).collect();
+        let words: Vec<_> = words.words.into_iter().map(u64::to_ne_bytes).collect();
         Ok(Some((PyBytes::new(py, words.as_flattened()), PyBytes::new(py, addresses.as_flattened()))))
     }
 
-    /// Where tensors are to lie in memory of the host: for each, its dtype's code and bits, its shape, and its first
-    /// byte.
+    /// Plan tensors over host memory: for each its dtype's code and bits, its shape, and the offset of its first byte.
     fn plan(&self, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<TensorPlan> {
         TensorPlan::new(self.make, places)
     }
 }
 
 impl TensorExchange {
-    /// A tensor over memory that begins at `data`, which `keeper` keeps.
+    /// A tensor over the memory that begins at `data`, which `keeper` keeps.
     ///
     /// # Safety
-    /// As long as the keeper lives the memory is there, as large as the tensor, and only those who have the tensor use
-    /// it.
+    /// As of [`tensor_plan::over`].
     pub(crate) unsafe fn over<'py, K: Send + 'static>(
         &self,
         py: Python<'py>,
         data: *mut u8,
-        geometry: Geometry,
+        geometry: impl Into<Arc<Geometry>>,
         keeper: K,
     ) -> PyResult<Bound<'py, PyAny>> {
         // SAFETY: the caller's promise.
-        unsafe { loans::over(py, self.make, data, geometry, keeper) }
+        unsafe { tensor_plan::over(py, self.make, data, geometry, keeper) }
     }
 
-    /// What the exchange API does not tell.
+    /// Whether it has a gradient or is negated lazily, which the exchange API does not tell.
     fn is_more_than_values(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
         let is_false = |answer: *mut ffi::PyObject| {
-            // SAFETY: what a function of Python's returned: a reference, or null where it raised.
+            // SAFETY: a function of Python returned it: a reference, or null where it raised.
             let answer = unsafe { Bound::from_owned_ptr_or_err(tensor.py(), answer)? };
             Ok::<_, PyErr>(answer.is(PyBool::new(tensor.py(), false)))
         };
@@ -122,31 +123,31 @@ impl TensorExchange {
     }
 }
 
-/// The exchange API of the type `kind`; None where it has none, or none that is known here.
+/// The exchange API of the type `kind`; None if it has none, or one of another version.
 pub(crate) fn functions_of(kind: &Bound<'_, PyType>) -> Option<&'static Functions> {
     let found = kind.getattr(ATTRIBUTE).ok()?;
     let capsule = found.cast::<PyCapsule>().ok()?;
     let functions = capsule.pointer_checked(Some(CAPSULE)).ok()?.cast::<Functions>();
-    // SAFETY: what a capsule of this name has begins with a version in all versions, and lasts as long as the process.
+    // SAFETY: in all versions the structure begins with its version, and lasts as long as the process.
     if unsafe { (&raw const (*functions.as_ptr()).version).read() }.major != MAJOR_VERSION {
         return None;
     }
-    // SAFETY: it is of the version that is written down here.
+    // SAFETY: it has the version that is declared here.
     Some(unsafe { functions.as_ref() })
 }
 
-/// The type whose own attribute of this name, of the kind `descriptor`, the type `kind` has.
+/// The base of `kind` that defines its attribute of this name, which is of the kind `descriptor`.
 fn home_of<'py>(kind: &Bound<'py, PyType>, name: &CStr, descriptor: &str) -> Option<Bound<'py, PyType>> {
     let found = kind.getattr(name.to_str().ok()?).ok()?;
     let is_such = found.get_type().name().is_ok_and(|name| name == descriptor);
     found.getattr("__objclass__").ok()?.cast_into().ok().filter(|_| is_such)
 }
 
-/// What reads the attribute of this name; None where that is not compiled, or has a closure.
+/// The function that reads the attribute of this name; None if it is not compiled, or has a closure.
 fn getter_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::getter> {
     let home = home_of(kind, name, "getset_descriptor")?;
-    // SAFETY: the slot of a type is null or an array whose last name is null, and lasts as long as the type, which
-    // lasts as long as the one that is made of it.
+    // SAFETY: the slot of a type is null or an array whose last name is null. It lasts as long as the type, which its
+    // subclasses keep.
     unsafe {
         let mut found = ffi::PyType_GetSlot(home.as_type_ptr(), ffi::Py_tp_getset).cast::<ffi::PyGetSetDef>();
         while !found.is_null() && !(*found).name.is_null() {
@@ -159,7 +160,7 @@ fn getter_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::getter> {
     None
 }
 
-/// The method of this name; None where it is not compiled, or takes arguments.
+/// The function of the method of this name; None if it is not compiled, or takes arguments.
 pub(crate) fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::PyCFunction> {
     let home = home_of(kind, name, "method_descriptor")?;
     // SAFETY: as above.
@@ -176,8 +177,7 @@ pub(crate) fn method_of(kind: &Bound<'_, PyType>, name: &CStr) -> Option<ffi::Py
 }
 
 impl Tensor {
-    /// Address and bytes; None where it has no memory, or its values do not lie in it one after the other, each in
-    /// whole bytes.
+    /// Address and size in bytes; None unless it has memory, is contiguous, and each value takes whole bytes.
     pub(crate) fn piece(&self) -> Option<(u64, u64)> {
         let Dtype { bits, lanes: 1, .. } = self.dtype else { return None };
         if !bits.is_multiple_of(8) || self.data.is_null() {
@@ -196,28 +196,28 @@ impl Tensor {
         Some(((self.data.addr() as u64).checked_add(self.byte_offset)?, size))
     }
 
-    /// As many numbers as it has dimensions.
+    /// One number for each dimension.
     pub(crate) fn lengths(&self, first: *const i64) -> Option<&[i64]> {
         let dimensions = usize::try_from(self.dimensions).ok()?;
         if dimensions == 0 {
             return Some(&[]);
         }
-        // SAFETY: shape and strides have as many, and are torch's own as long as nobody changes the tensor.
+        // SAFETY: shape and strides have so many, and are torch's own until the tensor changes.
         (!first.is_null()).then(|| unsafe { std::slice::from_raw_parts(first, dimensions) })
     }
 }
 
-/// Dtypes and shapes in words of 64 bits: how many tensors in a row have this one (32 bits), the dtype's code (16) and
-/// bits (8), how many dimensions (8); then the dimensions.
+/// Dtypes and shapes in words of 64 bits: the number of successive tensors that share them (32 bits), the dtype's code
+/// (16) and bits (8), the number of dimensions (8); then the dimensions.
 #[derive(Default)]
-struct Said {
+struct LayoutWords {
     words: Vec<u64>,
-    /// Where that of the last tensor begins.
+    /// The index of the last tensor's first word.
     last: usize,
 }
 
-impl Said {
-    /// Whether there are words for it.
+impl LayoutWords {
+    /// Add a tensor. Returns false if it cannot be described.
     fn add(&mut self, tensor: &Tensor) -> bool {
         let Some(shape) = tensor.lengths(tensor.shape) else { return false };
         let Ok(dimensions) = u8::try_from(shape.len()) else { return false };

@@ -1,4 +1,4 @@
-//! Pieces of memory: whether any two of them have a byte in common.
+//! Tells whether pieces of memory overlap.
 
 use pyo3::prelude::*;
 use pyo3::types::PyList;
@@ -15,7 +15,7 @@ pub(crate) fn are_apart(addresses: &Bound<'_, PyList>, sizes: &[u8]) -> PyResult
     Ok(none_overlap(&mut pieces))
 }
 
-/// The same of addresses and lengths.
+/// As `are_apart`, for pairs of address and length.
 pub(super) fn none_overlap(pieces: &mut [(u64, u64)]) -> bool {
     pieces.sort_unstable();
     pieces.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[1].0 - pair[0].0 >= pair[0].1)
