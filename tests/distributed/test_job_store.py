@@ -43,7 +43,7 @@ def test_all_who_use_a_store_share_one_connection(base: Any) -> None:
 
 
 @pytest.mark.parametrize(("agents", "is_apart"), [("1", True), ("2", False)])
-def test_what_the_start_before_left_is_not_read(
+def test_keys_of_an_earlier_start_are_not_read(
     base: Any, agents: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", agents)

@@ -1,4 +1,4 @@
-"""Which ranks share a node: by the launcher's variables where they fit, else by what the kernel says."""
+"""Which ranks share a node: those of one kernel and one `GROUP_RANK`."""
 
 from __future__ import annotations
 
@@ -9,97 +9,25 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from tundish.distributed import node_group
-from tundish.distributed.nodes import RankLocation, split_into_nodes
+from tundish.distributed import node_group, node_identity
+from tundish.distributed.nodes import _node_name
 from tundish.errors import InvalidInputError
 
 
-def locations(
-    local_sizes: list[int], *, groups: bool = True, identities: list[str] | None = None
-) -> list[RankLocation]:
-    """What torchrun tells the ranks of nodes of these sizes."""
-    made: list[RankLocation] = []
-    for group_rank, size in enumerate(local_sizes):
-        for local_rank in range(size):
-            made.append(
-                RankLocation(
-                    rank=len(made),
-                    identity="machine" if identities is None else identities[len(made)],
-                    group_rank=group_rank if groups else None,
-                    local_rank=local_rank,
-                    local_world_size=size,
-                )
-            )
-    return made
-
-
-@pytest.mark.parametrize("groups", [True, False])
-@pytest.mark.parametrize("sizes", [[1], [4], [2, 2], [3, 1], [1, 3, 2], [1, 1, 1]])
-def test_torchruns_variables_tell_nodes_apart_on_one_machine(sizes: list[int], groups: bool) -> None:
-    nodes = split_into_nodes(locations(sizes, groups=groups), is_whole_job=True)
-    assert [len(node) for node in nodes] == sizes
-    assert [rank for node in nodes for rank in node] == list(range(sum(sizes)))
-
-
-def test_ranks_that_share_no_kernel_share_no_node_whatever_the_launcher_says() -> None:
-    told = locations([4], identities=["a", "b", "a", "b"])
-    assert split_into_nodes(told, is_whole_job=True) == [(0, 2), (1, 3)]
-
-
-def test_without_variables_the_kernel_tells() -> None:
-    bare = [RankLocation(rank=rank, identity=identity) for rank, identity in enumerate("abab")]
-    assert split_into_nodes(bare, is_whole_job=True) == [(0, 2), (1, 3)]
-
-
-def test_variables_of_some_ranks_only_are_not_believed() -> None:
-    told = [*locations([2, 2])[:3], RankLocation(rank=3, identity="machine")]
-    assert split_into_nodes(told, is_whole_job=True) == [(0, 1, 2, 3)]
-
-
-def test_ranks_dealt_out_in_turn_are_not_taken_for_ranks_that_count_through() -> None:
-    # Four ranks on two machines, the even ones on the first: RANK - LOCAL_RANK is 0, 1, 1, 2.
-    told = [
-        RankLocation(rank=rank, identity="ab"[rank % 2], local_rank=rank // 2, local_world_size=2)
-        for rank in range(4)
-    ]
-    assert split_into_nodes(told, is_whole_job=True) == [(0, 2), (1, 3)]
-    # Of a part of the job the numbers alone would not show it.
-    assert split_into_nodes(told[:3], is_whole_job=False) == [(0, 2), (1,)]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"group_rank": 0, "local_rank": 0, "local_world_size": 2},  # twice the same local rank
-        {"group_rank": 0, "local_rank": 1, "local_world_size": 3},  # two sizes of one node
-        {"group_rank": 0, "local_rank": 2, "local_world_size": 2},  # a local rank beyond the size
-    ],
-)
-def test_variables_that_contradict_each_other_are_not_believed(wrong: dict[str, int]) -> None:
-    told = [
-        RankLocation(rank=0, identity="a", group_rank=0, local_rank=0, local_world_size=2),
-        RankLocation(rank=1, identity="a", **wrong),
-        RankLocation(rank=2, identity="a", group_rank=1, local_rank=0, local_world_size=1),
-    ]
-    assert split_into_nodes(told, is_whole_job=False) == [(0, 1, 2)]
-
-
-def test_part_of_a_job_is_split_like_the_whole() -> None:
-    told = locations([3, 1, 2])
-    part = [told[5], told[0], told[2], told[3]]
-    assert split_into_nodes(part, is_whole_job=False) == [(5,), (0, 2), (3,)]
-
-
 def test_variables_of_another_rank_are_not_this_processs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    standing = RankLocation.of_this_process(3)
-    assert (standing.group_rank, standing.local_rank, standing.local_world_size) == (1, 1, 2)
-    started_by_it = RankLocation.of_this_process(0)
-    assert (started_by_it.group_rank, started_by_it.local_rank) == (None, None)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert _node_name(3) == f"{node_identity()}/1"
+    # This process was started by a rank of another job.
+    assert _node_name(0) == f"{node_identity()}/None"
     monkeypatch.setenv("GROUP_RANK", "one")
     with pytest.raises(InvalidInputError, match="GROUP_RANK is 'one'"):
-        RankLocation.of_this_process(3)
+        _node_name(3)
+
+
+def test_without_variables_the_kernel_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    assert _node_name(0) == _node_name(1) == f"{node_identity()}/None"
 
 
 def be_of_node(rank: int, node: int, local_rank: int, size: int) -> None:

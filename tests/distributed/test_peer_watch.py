@@ -29,7 +29,7 @@ def filled(address: str) -> Iterator[None]:
         yield
 
 
-def test_who_does_not_get_in_for_strangers_waits_for_nothing_and_takes_nobody_for_gone(
+def test_a_queue_that_strangers_fill_makes_no_peer_look_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "_BACKLOG", 2)
@@ -49,7 +49,7 @@ def test_who_does_not_get_in_for_strangers_waits_for_nothing_and_takes_nobody_fo
         one.close()
 
 
-def test_who_has_no_descriptor_left_takes_nobody_for_gone() -> None:
+def test_a_lack_of_descriptors_makes_no_peer_look_gone() -> None:
     peer, own = PeerWatch(), PeerWatch()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
 
-from tundish.distributed import long_timeout_group, process_groups, vote
+from tundish.distributed import process_groups, temporary_group, unique_name, vote
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -22,20 +22,16 @@ def groups(rank: int, line: Line) -> None:
 
     world = distributed.distributed_c10d._world
     groups_before = len(world.pg_map)
-    with long_timeout_group(timedelta(seconds=60)) as group:
+    with temporary_group(
+        unique_name("group", tuple(range(4))), timedelta(seconds=60), tuple(range(4))
+    ) as group:
         if rank == 0:
             time.sleep(3)
         distributed.barrier(group)
-        addresses = [f"{group.group_name}//cpu//0/{member}" for member in range(4)]
-        store = distributed.distributed_c10d._get_default_store()
-        line.say("the slow rank was waited for", store.check(addresses))
-        line.hear()
-    line.say("left")
-    line.hear()
-    line.say([address for address in addresses if store.check([address])])
+        line.say("the slow rank was waited for")
 
     def scope(value: str) -> None:
-        with long_timeout_group(30, [3, 1]) as group:
+        with temporary_group(unique_name("group", (1, 3)), 30, (1, 3)) as group:
             total = torch.tensor(rank)
             distributed.all_reduce(total, group=group)
             assert total.item() == 4
@@ -50,40 +46,23 @@ def groups(rank: int, line: Line) -> None:
             # The same ranks again, one earlier than the other: nothing of the former group may be found.
             time.sleep(0.3 * (rank == 3))
             line.say(*outcome(lambda turn=turn: scope(f"turn {turn}")))
-    else:
-        line.say(*outcome(lambda: long_timeout_group(30, [1, 3]).__enter__()))
-    line.say(*outcome(lambda: long_timeout_group(30, [rank, rank]).__enter__()))
-    line.say(*outcome(lambda: long_timeout_group(30, [rank, 4]).__enter__()))
     line.say(len(world.pg_map) - groups_before, len(world.pg_group_ranks) - groups_before)
 
     # Destroyed with everything else, inside the block.
-    with long_timeout_group(30) as group:
+    with temporary_group(unique_name("group", tuple(range(4))), 30, tuple(range(4))) as group:
         distributed.barrier(group)
         line.say("met")
         line.hear()
         distributed.destroy_process_group()
 
 
-def test_long_timeout_groups(tmp_path: Path) -> None:
+def test_temporary_groups(tmp_path: Path) -> None:
     # The default group would give up after two seconds.
     with Job(groups, 4, tmp_path, seconds=2) as job:
-        assert job.hear_all() == [("the slow rank was waited for", True)] * 4
-        # What gloo keeps in the store lasts as long as the group.
-        for expected in (("left",), ([],)):
-            for rank in range(4):
-                job.tell(rank)
-            assert job.hear_all() == [expected] * 4
+        assert job.hear_all() == [("the slow rank was waited for",)] * 4
         for turn in range(3):
             for rank in (1, 3):
                 assert job.hear(rank) == ("KeyError", f"'turn {turn}'", None)
-        for rank in (0, 2):
-            kind, text, _ = job.hear(rank)
-            assert kind == "InvalidInputError"
-            assert "not among the ranks [1, 3]" in text
-        for sentence in ("give distinct ranks", "give distinct ranks of 0 to 3"):
-            for kind, text, _ in job.hear_all():
-                assert kind == "InvalidInputError"
-                assert sentence in text
         assert job.hear_all() == [(0, 0)] * 4
         job.hear_all()
         for rank in range(4):
@@ -93,11 +72,6 @@ def test_long_timeout_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", ["soon", [5], 1j])
 def test_a_timeout_that_is_no_number(timeout: Any) -> None:
-    with (
-        pytest.raises(InvalidTypeError, match="timeout must be a number of seconds"),
-        long_timeout_group(timeout),
-    ):
-        pass
     with pytest.raises(InvalidTypeError, match="timeout must be a number of seconds"):
         vote(what="alone", timeout=timeout)
 
@@ -107,13 +81,6 @@ def test_bad_timeouts(timeout: float | timedelta) -> None:
     # Also where nobody is waited for: what works on one rank works on several.
     with pytest.raises(InvalidInputError, match="positive"):
         vote(what="alone", timeout=timeout)
-    with pytest.raises(InvalidInputError, match="positive"), long_timeout_group(timeout):
-        pass
-
-
-def test_without_torch_distributed() -> None:
-    with pytest.raises(InvalidInputError, match="init_process_group"), long_timeout_group(5):
-        pass
 
 
 @pytest.mark.parametrize(("backend", "bound_during"), [("gloo", "cuda:1"), ("nccl", None)])

@@ -13,7 +13,7 @@ from support.distributed.programs import PIPE, Program, run
 from support.shm.private_shm import private_shm
 
 
-def test_it_has_what_it_is_given(tmp_path: Path) -> None:
+def test_a_program_gets_its_arguments(tmp_path: Path) -> None:
     code = (
         "import os, sys; assert __name__ == '__main__' and sys.modules['__main__'].__dict__ is globals();"
         "print(sys.argv, os.environ, os.getcwd(), sys.stdin.read(), os.getsid(0) == os.getpid())"
@@ -27,7 +27,7 @@ def test_it_has_what_it_is_given(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, real.stdout, "")
 
 
-def test_it_comes_to_the_end_of_an_interpreter() -> None:
+def test_a_program_ends_its_interpreter() -> None:
     code = """
 import atexit, threading, time
 
@@ -69,7 +69,7 @@ def test_modules_and_scripts_are_run(tmp_path: Path) -> None:
     assert run(["-m", "program", "x"], cwd=tmp_path, check=True).stdout.startswith(f"__main__ {script} [")
 
 
-def test_it_hears_signals_and_is_waited_for() -> None:
+def test_a_program_gets_signals_and_is_waited_for() -> None:
     code = """
 import time
 print("up", flush=True)
@@ -88,7 +88,7 @@ except KeyboardInterrupt:
         assert program.returncode == 0
 
 
-def test_it_sees_the_mounts_of_its_test() -> None:
+def test_a_program_sees_the_mounts_of_its_test() -> None:
     with private_shm(1 << 20) as folder:
         (folder / "mine").write_text("")
         assert run(["-c", "import os; print(os.listdir('/dev/shm'))"]).stdout == "['mine']\n"

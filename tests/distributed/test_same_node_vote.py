@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, on_nodes, outcome
+from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, on_nodes, outcome, voter_on_node
 
 from tundish._native import SharedVotes
 from tundish.distributed import Voter
@@ -82,9 +82,7 @@ def votes_of_all_kinds(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_what_goes_well_does_so_without_the_store_and_anything_else_as_ever(
-    seed: int, host: str, tmp_path: Path
-) -> None:
+def test_successful_votes_leave_the_store_alone(seed: int, host: str, tmp_path: Path) -> None:
     with Job(votes_of_all_kinds, _RANKS, tmp_path, host=host) as job:
         for rank in range(_RANKS):
             job.tell(rank, seed)
@@ -108,7 +106,7 @@ def votes_without_end(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.01, 0.05, 0.2])
-def test_all_others_hear_in_the_same_round_of_one_that_is_killed(wait: float, tmp_path: Path) -> None:
+def test_a_killed_rank_fails_the_same_vote_on_all_others(wait: float, tmp_path: Path) -> None:
     with Job(votes_without_end, _RANKS, tmp_path) as job:
         assert job.hear_all() == [("settled",)] * _RANKS
         time.sleep(wait)
@@ -154,7 +152,7 @@ def test_one_that_was_stopped_is_in_step_again(tmp_path: Path) -> None:
         job.expect_end()
 
 
-def votes_where_a_box_is_out_of_reach(rank: int, line: Line) -> None:
+def votes_where_memory_is_out_of_reach(rank: int, line: Line) -> None:
     why = line.hear()
     made = count_requests()
     if why == "nodes":
@@ -166,8 +164,8 @@ def votes_where_a_box_is_out_of_reach(rank: int, line: Line) -> None:
 
         import tundish.distributed.same_node_vote as same_node_vote
 
-        same_node_vote.SharedVotes = type("NoBox", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
-    voter = Voter._without_first_vote(None, f"node {rank // 2}") if why == "nodes" else Voter()
+        same_node_vote.SharedVotes = type("NoMemory", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
+    voter = voter_on_node(f"node {rank // 2}") if why == "nodes" else Voter()
     with voter:
         settle(voter)
         made.clear()
@@ -184,8 +182,8 @@ def votes_where_a_box_is_out_of_reach(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("why", ["nodes", "rank 1"])
-def test_where_not_all_reach_one_box_nobody_uses_any(why: str, tmp_path: Path) -> None:
-    with Job(votes_where_a_box_is_out_of_reach, _RANKS, tmp_path) as job:
+def test_memory_that_one_rank_cannot_reach_is_used_by_none(why: str, tmp_path: Path) -> None:
+    with Job(votes_where_memory_is_out_of_reach, _RANKS, tmp_path) as job:
         for rank in range(_RANKS):
             job.tell(rank, why)
         assert job.hear_all() == [("through",)] * _RANKS
@@ -224,11 +222,14 @@ def test_closing_ends_the_vote_of_another_thread_that_has_not_come_to_the_store(
 
 
 def loses_the_host_of_the_store(rank: int, line: Line) -> None:
+    import torch.distributed as distributed
+
+    pair_group = distributed.new_group([1, 2])
     with Voter() as voter:
         settle(voter)
         if rank > 0:
-            # Of the host, which is gone, none is needed.
-            pair = Voter.among([1, 2])
+            # Votes of this pair need nothing of the host.
+            pair = Voter(pair_group)
             settle(pair)
         voter.vote(what="all are well")
         line.say("settled")
@@ -239,7 +240,7 @@ def loses_the_host_of_the_store(rank: int, line: Line) -> None:
             line.say(*outcome(lambda: pair.vote(what="a step", flag=True))[:1])
 
 
-def test_what_goes_well_among_others_does_so_when_the_host_of_the_store_is_gone(tmp_path: Path) -> None:
+def test_ranks_of_one_node_vote_on_when_the_host_of_the_store_is_gone(tmp_path: Path) -> None:
     with Job(loses_the_host_of_the_store, 3, tmp_path, host=RANK0) as job:
         assert job.hear_all() == [("settled",)] * 3
         job.signal(0, signal.SIGKILL)
@@ -247,7 +248,7 @@ def test_what_goes_well_among_others_does_so_when_the_host_of_the_store_is_gone(
         for rank in (1, 2):
             job.tell(rank)
         assert job.hear_all(1, 2) == [([""],)] * 2
-        # What needs the store says what is wrong.
+        # A vote that needs the store says what is wrong.
         assert job.hear_all(1, 2) == [("PeerFailedError",)] * 2
 
 
@@ -264,7 +265,7 @@ def holds_descriptors(rank: int, line: Line) -> None:
         for voter in voters:
             settle(voter)
             voter.vote(what="a step")
-        # What each takes to watch the other one, and nothing of its box.
+        # What each takes to watch the other one, and nothing for the shared memory.
         grown = count() - before
         for voter in voters:
             voter.close()
@@ -272,7 +273,7 @@ def holds_descriptors(rank: int, line: Line) -> None:
         line.say(grown, count() - before)
 
 
-def test_a_box_takes_no_descriptors_once_all_have_found_it(tmp_path: Path) -> None:
+def test_the_memory_takes_no_descriptors_once_all_have_joined(tmp_path: Path) -> None:
     with Job(holds_descriptors, 2, tmp_path) as job:
         (first, left), (second, also_left) = job.hear_all()
         assert first == second
@@ -280,15 +281,15 @@ def test_a_box_takes_no_descriptors_once_all_have_found_it(tmp_path: Path) -> No
         job.expect_end()
 
 
-def test_a_box_is_found_by_its_address_and_says_what_is_wrong() -> None:
+def test_shared_votes_are_found_by_their_address() -> None:
     made = SharedVotes(2)
     assert made.address is not None
     other = SharedVotes.open(made.address, 2)
     assert other.address is None
     made.join(0)
-    assert not other.are_all_there
+    assert not other.have_all_joined
     other.join(1)
-    assert made.are_all_there and made.address is None
+    assert made.have_all_joined and made.address is None
     assert made.cast(0, 0, bytes(32)) is None
     assert made.wait(0, 0.01) is None
     assert other.cast(1, 0, bytes(32)) is True

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome, voter_on_node
 
 from tundish.distributed import Voter, agreed, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
@@ -64,7 +64,7 @@ def batches_in_a_block(rank: int, line: Line) -> None:
     vote(what="the end")
 
 
-def test_who_breaks_off_a_generator_within_a_block_fails_it_for_all(tmp_path: Path) -> None:
+def test_an_abandoned_generator_fails_its_block_on_all_ranks(tmp_path: Path) -> None:
     with Job(batches_in_a_block, 2, tmp_path) as job:
         (kind, text, named), (closed, *_) = job.hear_all()
         assert (kind, named, closed) == ("PeerFailedError", 1, "")
@@ -177,11 +177,11 @@ def resources(rank: int, line: Line) -> None:
     for voter in voters.values():
         voter.close()
     grown = _open_descriptors() - descriptors
-    line.say(grown <= 0, _threads(1), len(voter_module._voters))
+    line.say(grown <= 0, _threads(1), len(voter_module.group_voters))
     distributed.barrier()
     distributed.destroy_process_group()
     gc.collect()
-    line.say(len(voter_module._voters), _threads(0))
+    line.say(len(voter_module.group_voters), _threads(0))
     line.say(*outcome(lambda: voters["a"].vote(what="after closing")))
     line.hear()
 
@@ -271,7 +271,7 @@ def builds(rank: int, line: Line) -> None:
     # Five seconds, where the default group's timeout is two.
     line.say(build_once_per_node(slow, what="building"), time.monotonic() - began > 4.9)
     # Ranks of a node need not be neighbours.
-    two_nodes = Voter._without_first_vote(None, f"node {rank % 2}")
+    two_nodes = voter_on_node(f"node {rank % 2}")
     line.say(two_nodes.build_once_per_node(lambda: rank, what="building on two nodes"))
 
     def fail() -> None:
@@ -352,20 +352,3 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "<0 PeerFailedError a step: rank 1 failed with ValueError: text>" in done.stdout
     assert "<1 ValueError text>" in done.stdout
-
-
-def some_ranks_vote(rank: int, line: Line) -> None:
-    if rank == 1:
-        kind, text, _ = outcome(lambda: Voter.among([2, 0]))
-        assert kind == "InvalidInputError" and "rank 1 is not among the ranks [2, 0]" in text
-        return
-    with Voter.among([2, 0], timeout=20) as voter:
-        assert voter.ranks == (2, 0)
-        assert voter.gather(f"of {rank}", what="gathering") == (["of 2", "of 0"] if rank == 2 else [])
-        kind, _, named = outcome(lambda: voter.vote(ValueError("no") if rank == 0 else None, what="voting"))
-        assert (kind, named) == (("ValueError", None) if rank == 0 else ("PeerFailedError", 0))
-
-
-def test_ranks_that_are_no_group_vote_among_themselves(tmp_path: Path) -> None:
-    with Job(some_ranks_vote, 3, tmp_path) as job:
-        job.expect_end()

@@ -23,7 +23,7 @@ def exchange(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
-def test_what_votes_carry(host: str, tmp_path: Path) -> None:
+def test_votes_carry_values(host: str, tmp_path: Path) -> None:
     with Job(exchange, 3, tmp_path, host=host) as job:
         assert job.hear_all() == [("", "", None)] * 3
         heard = job.hear_all()
@@ -92,7 +92,7 @@ def note(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
-def test_what_one_rank_notes_all_know(host: str, tmp_path: Path) -> None:
+def test_a_flag_of_one_rank_reaches_all(host: str, tmp_path: Path) -> None:
     with Job(note, 3, tmp_path, host=host) as job:
         assert job.hear_all() == [(False,)] * 3
         assert job.hear_all() == [(True,)] * 3
@@ -102,7 +102,7 @@ def test_what_one_rank_notes_all_know(host: str, tmp_path: Path) -> None:
         job.expect_end()
 
 
-def test_a_world_of_one_knows_what_it_notes() -> None:
+def test_a_world_of_one_gets_its_flag() -> None:
     with Voter() as voter:
         assert voter.vote(what="noting", flag=True)
         assert not voter.vote(what="noting nothing")
@@ -118,12 +118,12 @@ def broadcast(rank: int, line: Line) -> None:
         voter.vote(what="a plain vote")
         voter.vote(what="another")
         # Nothing that was told stays in the store.
-        store = voter._thread._protocol._store  # type: ignore[union-attr]
+        store = voter._protocol._store  # type: ignore[union-attr]
         line.say(store.missing([f"{number}/value/{teller}" for number in range(8) for teller in range(3)]))
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
-def test_what_ranks_tell_others(host: str, tmp_path: Path) -> None:
+def test_broadcasts(host: str, tmp_path: Path) -> None:
     with Job(broadcast, 3, tmp_path, host=host) as job:
         assert job.hear_all() == [("from 2",), ("from 1",), ("from 2",)]
         assert job.hear_all() == [("é" * 10_000,)] * 3
@@ -157,7 +157,7 @@ def too_much(rank: int, line: Line) -> None:
         line.say(*outcome(lambda: other.vote(what="of another voter")))
 
 
-def test_what_no_store_takes_is_refused_before_it_ends_a_connection(tmp_path: Path) -> None:
+def test_a_text_that_the_store_cannot_take_is_refused(tmp_path: Path) -> None:
     with Job(too_much, 2, tmp_path) as job:
         for reason in ("10485760 bytes", "10485760 bytes", "is no Unicode"):
             (first, text, named), (second, own, _) = job.hear_all()

@@ -1,4 +1,4 @@
-"""Ranks, nodes, process groups and votes: what every part that runs on several ranks builds on.
+"""Ranks, nodes, process groups and votes, for all parts that run on several ranks.
 
 A vote is a collective step in which each rank brings its status. All ranks then go on, or all raise an error that names
 the rank that failed. Importing this package does not import torch.
@@ -6,7 +6,7 @@ the rank that failed. Importing this package does not import torch.
 
 from __future__ import annotations
 
-from tundish.distributed.compressed_lists import compress_list, decompress_list
+from tundish.distributed.group_votes import agreed, build_once_per_node, vote, voter_of
 from tundish.distributed.job_store import (
     JobStore,
     second_client,
@@ -20,21 +20,13 @@ from tundish.distributed.process_groups import (
     GroupInfo,
     VoteId,
     group_info,
-    long_timeout_group,
     new_subgroup,
     temporary_group,
     unique_name,
 )
 from tundish.distributed.ranks import env_integer, is_local_rank0, local_rank, local_world_size
 from tundish.distributed.vote_result import RankFailure
-from tundish.distributed.voter import (
-    DEFAULT_TIMEOUT,
-    Voter,
-    agreed,
-    build_once_per_node,
-    vote,
-    voter_of,
-)
+from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -46,14 +38,11 @@ __all__ = [
     "Voter",
     "agreed",
     "build_once_per_node",
-    "compress_list",
-    "decompress_list",
     "env_integer",
     "group_info",
     "is_local_rank0",
     "local_rank",
     "local_world_size",
-    "long_timeout_group",
     "new_subgroup",
     "node_group",
     "node_identity",

@@ -1,9 +1,9 @@
 """Access to the job's c10d key-value store that never blocks other users of it.
 
 No operation waits for a key to appear: each returns as soon as the store answers. A client of a TCPStore serves one
-request at a time, and the rendezvous of a new group may block it for minutes. So they use a second connection,
-which the whole process shares: the rank that serves the store needs a descriptor for each. An operation still blocks
-while the host of the store is stopped: call it from a thread that nobody waits for without a timeout.
+request at a time, and the rendezvous of a new group may block it for minutes. So operations use a second connection,
+which the whole process shares: the rank that serves the store needs a descriptor for each. An operation blocks while
+the host of the store is stopped: call it on a thread that no other thread waits for without a timeout.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def job_start() -> str:
     """The number of this start of the job, the same on all ranks.
 
     torchrun restarts a job with the same store, and newer torch puts no prefix of its own before the keys. Keys carry
-    this number, so that no start reads what the one before left. With several torchrun agents it is always 0: each
+    this number, so that no start reads keys of the one before. With several torchrun agents it is always 0: each
     agent counts its own restarts, and ranks that count differently would never meet.
     """
     is_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -102,7 +102,7 @@ def second_client(base: Any) -> Any:
 
 
 def shared_client(base: Any) -> Any:
-    """This process's shared second client of the store of `base`, which lives as long as somebody holds it."""
+    """This process's shared second client of the store of `base`, which lives as long as it is referenced."""
     client = _known_client(base)
     if client is not None:
         return client
@@ -157,7 +157,7 @@ class JobStore:
         return None if value == _ABSENT else value
 
     def read_all(self, keys: list[str]) -> list[str | None]:
-        """The values of `keys`, in order, in few requests. Nobody may delete one of them meanwhile."""
+        """The values of `keys`, in order, in few requests. No rank may delete one of them meanwhile."""
         missing = set(self.missing(keys))
         there = [key for key in keys if key not in missing]
         values: dict[str, str] = {}

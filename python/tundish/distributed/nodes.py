@@ -1,22 +1,16 @@
 """Which ranks of a job share a node, the same answer on all ranks, and the process groups of nodes.
 
-Ranks share a node only if they have one kernel and the same network and IPC namespaces. Ranks that the launcher put on
-different nodes are apart, also on one machine. `GROUP_RANK` numbers the launcher's nodes; without it `RANK -
-LOCAL_RANK` names one. Either is believed only where `LOCAL_RANK` and `LOCAL_WORLD_SIZE` of all ranks fit it. The first
-rank computes the split from what every rank reports and broadcasts it.
+Ranks share a node if they have one kernel, the same network and IPC namespaces, and, where the launcher sets it, the
+same `GROUP_RANK`. The first rank computes the split from what every rank reports and broadcasts it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed.compressed_lists import compress_list, decompress_list
 from tundish.distributed.job_store import torch_distributed
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import group_info, new_subgroup
@@ -24,73 +18,16 @@ from tundish.distributed.ranks import env_integer
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 from tundish.timeouts import timeout_seconds
 
-__all__ = ["RankLocation", "node_group", "nodes_of", "split_into_nodes"]
+__all__ = ["node_group", "nodes_of"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankLocation:
-    """Where a rank runs, as the system and the launcher say it.
-
-    Attributes:
-        rank: the global rank.
-        identity: equal exactly on ranks with one kernel and the same network and IPC namespaces.
-        group_rank, local_rank, local_world_size: torchrun's variables; None where they are not set.
-    """
-
-    rank: int
-    identity: str
-    group_rank: int | None = None
-    local_rank: int | None = None
-    local_world_size: int | None = None
-
-    @classmethod
-    def of_this_process(cls, rank: int) -> RankLocation:
-        """The location of this process, `rank` in its job. Raises `InvalidInputError` for a bad variable."""
-        alone = cls(rank=rank, identity=node_identity())
-        if env_integer("RANK", 0) not in (None, rank):
-            # The variables are those of another job, in which this one was started.
-            return alone
-        return dataclasses.replace(
-            alone,
-            group_rank=env_integer("GROUP_RANK", 0),
-            local_rank=env_integer("LOCAL_RANK", 0),
-            local_world_size=env_integer("LOCAL_WORLD_SIZE", 1),
-        )
-
-
-def split_into_nodes(locations: Sequence[RankLocation], *, is_whole_job: bool) -> list[tuple[int, ...]]:
-    """The ranks of each node, in the order of `locations`, by the rule at the head of this module."""
-    said = [location.group_rank for location in locations]
-    if not _fits(locations, said, is_whole_job):
-        # In a part of the job, consecutive ranks of a node cannot be told from ranks dealt out in turn.
-        said = [_first_of_node(location) if is_whole_job else None for location in locations]
-    if not _fits(locations, said, is_whole_job):
-        said = [None] * len(locations)
-    nodes: dict[tuple[int | None, str], list[int]] = {}
-    for location, node in zip(locations, said, strict=True):
-        nodes.setdefault((node, location.identity), []).append(location.rank)
-    return [tuple(ranks) for ranks in nodes.values()]
-
-
-def _first_of_node(location: RankLocation) -> int | None:
-    return None if location.local_rank is None else location.rank - location.local_rank
-
-
-def _fits(locations: Sequence[RankLocation], said: Sequence[int | None], is_whole_job: bool) -> bool:
-    """Whether `said`, the node of each rank, is possible with the local ranks that the launcher gave them."""
-    places: dict[int, list[tuple[int, int]]] = {}
-    for location, node in zip(locations, said, strict=True):
-        rank, size = location.local_rank, location.local_world_size
-        if node is None or rank is None or size is None:
-            return False
-        places.setdefault(node, []).append((rank, size))
-    for members in places.values():
-        ranks = {rank for rank, _ in members}
-        size, *others = {size for _, size in members}
-        missing = size - len(ranks)
-        if others or len(ranks) < len(members) or max(ranks) >= size or (is_whole_job and missing):
-            return False
-    return True
+def _node_name(rank: int) -> str:
+    """A name that ranks of one node share. Raises `InvalidInputError` for a bad variable."""
+    group_rank = None
+    # Otherwise the variables are those of another job, in which this one was started.
+    if env_integer("RANK", 0) in (None, rank):
+        group_rank = env_integer("GROUP_RANK", 0)
+    return f"{node_identity()}/{group_rank}"
 
 
 def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> list[tuple[int, ...]]:
@@ -107,19 +44,15 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
     what = "finding the nodes of the job"
     error, own = None, ""
     try:
-        own = json.dumps(dataclasses.asdict(RankLocation.of_this_process(voter.rank)))
+        own = _node_name(voter.rank)
     except Exception as caught:  # noqa: BLE001 (the vote raises it again)
         error = caught
-    gathered = voter.gather(own, error, what=what, timeout=timeout)
-    told = None
-    if gathered:
-        locations = [RankLocation(**json.loads(location)) for location in gathered]
-        is_whole_job = len(voter.ranks) == len(group_info(None).ranks)
-        told = compress_list(split_into_nodes(locations, is_whole_job=is_whole_job))
-    return [
-        tuple(ranks)
-        for ranks in decompress_list(voter.broadcast(told, source=voter.ranks[0], what=what, timeout=timeout))
-    ]
+    nodes: dict[str, list[int]] = {}
+    for rank, name in zip(voter.ranks, voter.gather(own, error, what=what, timeout=timeout), strict=False):
+        nodes.setdefault(name, []).append(rank)
+    text = json.dumps(list(nodes.values())) if nodes else None
+    split = voter.broadcast(text, source=voter.ranks[0], what=what, timeout=timeout)
+    return [tuple(ranks) for ranks in json.loads(split)]
 
 
 # Node groups, by the group that they are parts of and live as long as.
@@ -130,9 +63,7 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
     """Collective over `group`: the process group of those of its ranks that share this rank's node.
 
     Ranks share a node if they have the same hostname, boot id, network and IPC namespaces: containers of one machine
-    are nodes of their own. torchrun's variables come first: ranks on different nodes by `GROUP_RANK` (without it by
-    `RANK`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`) are apart, also on one machine, unless the variables contradict each
-    other.
+    are nodes of their own. Ranks with different `GROUP_RANK`, which torchrun sets, are apart, also on one machine.
 
         node = td.distributed.node_group()
         torch.distributed.barrier(node)

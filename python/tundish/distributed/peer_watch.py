@@ -1,17 +1,17 @@
-"""Notices at once that another process of the node is gone, by the connections that the kernel closes with it.
+"""Notices at once that another process of the node is gone, since the kernel closes its connections.
 
 A `PeerWatch` listens on one unix socket in the abstract namespace, which leaves no file behind, and holds a connection
-to the socket of each watched peer. Systems without abstract sockets (all but Linux) watch nothing: there only deadlines
-tell.
+to the socket of each watched peer. Systems without abstract sockets (all but Linux) watch nothing; there a lost peer is
+noticed by a timeout.
 
 Invariants:
 
-1. Nobody accepts or writes on these connections, so any event on one means that the peer ended or closed its watch. A
-   connection that was given (`adopt`) carries one message: why its peer closed its watch.
+1. No process accepts or writes on these connections, so any event on one means that the peer ended or closed its watch.
+   A connection that was given (`adopt`) carries one message: why its peer closed its watch.
 2. Only this process holds its sockets: they are closed on exec and in forked children, which would keep a killed parent
    looking alive.
-3. Only the kernel's word counts. Another user can fill a socket's queue: a peer that cannot connect watches nothing.
-4. Abstract sockets belong to a network namespace: peers must share one (`node_identity` says so).
+3. A failed connection is no sign of death, unless it is refused: another user can fill a socket's queue.
+4. Abstract sockets belong to a network namespace, so watched peers share one (`node_identity`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def node_identity() -> str:
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
         parts.extend(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("net", "ipc"))
     except OSError:
-        pass  # without /proc the host name alone has to do
+        pass  # without /proc the host name is the identity
     return "/".join(parts)
 
 
@@ -86,7 +86,7 @@ class PeerWatch:
         for rank, address in peers.items():
             if not address or not self.address:
                 continue
-            # Errors but a refusal are no sign of death (no descriptors left, a full queue): deadlines have to do.
+            # Errors but a refusal are no sign of death: there are no descriptors left, or the queue is full.
             with contextlib.suppress(OSError):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(_CONNECT_SECONDS)

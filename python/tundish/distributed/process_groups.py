@@ -13,27 +13,23 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from tundish.distributed.job_store import job_start, shared_client, torch_distributed
-from tundish.errors import InvalidInputError, listed
+from tundish.distributed.job_store import job_start, torch_distributed
+from tundish.errors import InvalidInputError
 from tundish.timeouts import timeout_seconds
 
 __all__ = [
     "GroupInfo",
     "VoteId",
     "group_info",
-    "long_timeout_group",
     "new_subgroup",
     "temporary_group",
     "unique_name",
 ]
-
-# How long the end of a group waits for the store to delete its keys.
-_CLEANUP_SECONDS = 1.0
 
 _counters: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 _counters_lock = threading.Lock()
@@ -77,7 +73,7 @@ def group_info(group: Any) -> GroupInfo:
         InvalidInputError: this process is not in `group`, `group` was destroyed, or `WORLD_SIZE` says that there are
             other processes but no process group is initialised.
     """
-    # Where nothing imported torch.distributed yet, nothing initialised it: not worth the seconds.
+    # The import takes seconds, and a module that nothing imported is not initialised.
     loaded = "torch.distributed" in sys.modules
     distributed = torch_distributed() if loaded or group is not None else None
     if distributed is None or not distributed.is_initialized():
@@ -95,7 +91,7 @@ def group_info(group: Any) -> GroupInfo:
     if group is None:
         group = distributed.group.WORLD
     ranks: tuple[int, ...] = ()
-    # Else it is what torch hands to ranks that are not in the group they made, or something that it takes for None.
+    # torch returns another object to ranks that are not in the group they made.
     if isinstance(group, distributed.ProcessGroup):
         with contextlib.suppress(AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             ranks = tuple(distributed.get_process_group_ranks(group))
@@ -108,7 +104,7 @@ def group_info(group: Any) -> GroupInfo:
 
 
 def unique_name(kind: str, ranks: tuple[int, ...]) -> str:
-    """A name never used before for `kind` among `ranks`: the same on all of them if all call this equally often."""
+    """A new name for `kind` among `ranks`, the same on all of them if all call this equally often."""
     with _counters_lock:
         number = next(_counters.setdefault((kind, ranks), itertools.count()))
     digest = hashlib.sha256(repr((kind, ranks, job_start())).encode()).hexdigest()[:24]
@@ -116,95 +112,30 @@ def unique_name(kind: str, ranks: tuple[int, ...]) -> str:
 
 
 @contextlib.contextmanager
-def long_timeout_group(
-    timeout: timedelta | float, ranks: Sequence[int] | None = None, *, backend: str = "gloo"
+def temporary_group(
+    name: str, timeout: timedelta | float, members: tuple[int, ...], *, store: Any = None
 ) -> Iterator[Any]:
-    """Collective over `ranks`: a process group with a timeout of its own, destroyed at the end of the block.
-
-    Use it to wait for slow work, which the default group's timeout must not cut short:
-
-        with long_timeout_group(timedelta(hours=2)) as group:
-            torch.distributed.barrier(group)
+    """Collective over `members`: a gloo group with a timeout of its own, destroyed at the end of the block.
 
     Args:
+        name: a name that no group had before.
         timeout: of every collective of the group; seconds or a `timedelta`.
-        ranks: global ranks of the members (None: all ranks). Only members make the call, in the same
-            order as their other calls over the same ranks; others are not waited for.
-        backend: of the group. Keep gloo unless the caller's thread alone uses the group.
+        members: global ranks. Others do not make the call, and are not waited for.
+        store: a client of the job's store in place of the default group's, which others may block.
 
     Yields:
         The `ProcessGroup`. It is destroyed also when the block raises, without waiting for the other members.
-
-    Raises:
-        InvalidInputError: the timeout is not positive, ranks are repeated, out of range or leave out this one, or
-            torch.distributed is not initialised.
-    """
-    limit = timedelta(seconds=timeout_seconds(timeout))
-    distributed = torch_distributed()
-    if distributed is None or not distributed.is_initialized():
-        raise InvalidInputError(
-            "a group needs torch.distributed: call torch.distributed.init_process_group first"
-        )
-    size, rank = distributed.get_world_size(), distributed.get_rank()
-    members = tuple(range(size)) if ranks is None else tuple(sorted(ranks))
-    if len(set(members)) != len(members) or not all(0 <= member < size for member in members):
-        raise InvalidInputError(f"ranks are [{listed(members)}]: give distinct ranks of 0 to {size - 1}")
-    if rank not in members:
-        raise InvalidInputError(
-            f"rank {rank} is not among the ranks [{listed(members)}]: only members make this call"
-        )
-    with temporary_group(unique_name("group", members), limit, members, backend=backend) as group:
-        yield group
-
-
-@contextlib.contextmanager
-def temporary_group(
-    name: str,
-    timeout: timedelta | float,
-    members: tuple[int, ...],
-    *,
-    backend: str = "gloo",
-    store: Any = None,
-) -> Iterator[Any]:
-    """Collective over `members`: as `long_timeout_group`, under a `name` that no group had before.
-
-    `store`: a client of the job's store in place of the default group's, which others may block.
     """
     distributed = torch_distributed()
-    limit = timedelta(seconds=timeout_seconds(timeout))
-    base = distributed.distributed_c10d._get_default_store()
-    # Before the group: it holds the process's connection to the store.
-    client = shared_client(base) if hasattr(base, "clone") else None
+    group = new_subgroup(
+        distributed, members, name, timedelta(seconds=timeout_seconds(timeout)), "gloo", store
+    )
     try:
-        group = new_subgroup(distributed, members, name, limit, backend, store)
-        try:
-            yield group
-        finally:
-            # The default group takes all others along when the block destroyed it.
-            if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
-                distributed.destroy_process_group(group)
+        yield group
     finally:
-        if client is not None and backend == "gloo":
-            keys = distributed.PrefixStore(f"{name}/", client)
-            cleaner = threading.Thread(
-                target=_delete_addresses, args=(keys, len(members)), name="tundish-cleanup", daemon=True
-            )
-            # At the interpreter's end no thread starts any more.
-            with contextlib.suppress(RuntimeError):
-                cleaner.start()
-                # The store may be stopped, which the end of a group does not wait for.
-                cleaner.join(_CLEANUP_SECONDS)
-
-
-def _delete_addresses(store: Any, size: int) -> None:
-    """Delete gloo's address keys of a group, on the last of its ranks that leaves."""
-    # The host of the store may have ended.
-    with contextlib.suppress(Exception):
-        if store.add("left", 1) == size:
-            for member in range(size):
-                # As torch and gloo name them: device, context, rank.
-                store.delete_key(f"cpu//0/{member}")
-            store.delete_key("left")
+        # The default group takes all others along when the block destroyed it.
+        if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
+            distributed.destroy_process_group(group)
 
 
 def new_subgroup(
@@ -217,11 +148,9 @@ def new_subgroup(
 ) -> Any:
     """A group of `members` that only they wait for, under a name of its own.
 
-    `new_group(use_local_synchronization=True)` has the right waiting, but names a group by its ranks and the
-    number of groups that the process holds: a second group of the same ranks, made after the first was
-    destroyed, gets the same name, finds the first one's dead addresses in the store and hangs; and members
-    that hold different numbers of groups never meet. So this takes the step below it, where the name can be
-    chosen.
+    `new_group(use_local_synchronization=True)` names a group by its ranks and the number of groups that the process
+    holds. So a second group of the same ranks finds the dead addresses of the first one and hangs, and members that
+    hold different numbers of groups never meet. This takes the step below it, where the name can be chosen.
     """
     c10d = distributed.distributed_c10d
     with _unbound(c10d._get_default_group(), backend):

@@ -11,7 +11,7 @@ __all__ = ["env_integer", "is_local_rank0", "local_rank", "local_world_size"]
 
 
 def is_local_rank0() -> bool:
-    """Whether this process is local rank 0, the one that does what one process a node does for all.
+    """Whether this process is local rank 0, the process that works for all ranks of its node.
 
     Returns:
         True also in a job of one process.

@@ -37,7 +37,7 @@ class SameNodeVote:
         self._index = index
         self._size = size
         self._offered: SharedVotes | None = None
-        self._box: SharedVotes | None = None
+        self._memory: SharedVotes | None = None
 
     def offer(self) -> tuple[int, int, int] | None:
         """Create the memory; returns its address for the other ranks, None where there can be none."""
@@ -53,18 +53,18 @@ class SameNodeVote:
         """Use the memory at `address`. If one rank cannot reach it, no rank uses it."""
         try:
             if self._offered is not None:
-                self._box = self._offered
+                self._memory = self._offered
             elif address is not None:
                 process, descriptor, identity = address
-                self._box = SharedVotes.open((process, descriptor, identity), self._size)
+                self._memory = SharedVotes.open((process, descriptor, identity), self._size)
         except (TundishError, OSError):
             return
-        if self._box is not None:
-            self._box.join(self._index)
+        if self._memory is not None:
+            self._memory.join(self._index)
 
     def release(self) -> None:
         """Use no shared memory: the ranks are not all on one node, or the voter closes."""
-        self._offered = self._box = None
+        self._offered = self._memory = None
 
     def decide(self, number: int, *, is_plain: bool, same: str | None, seconds: float | None) -> bool:
         """Whether vote `number` succeeded here; if not, it has to be held in the store.
@@ -72,26 +72,26 @@ class SameNodeVote:
         Args:
             number: of the vote.
             is_plain: this rank is well and brings nothing that only the store can carry.
-            same: what has to be equal on all ranks.
+            same: the text that must be equal on all ranks.
             seconds: until the vote's deadline.
         """
-        box, succeeded = self._box, False
-        if box is None:
+        memory, succeeded = self._memory, False
+        if memory is None:
             return False
         try:
-            if is_plain and box.are_all_there:
-                decided = box.cast(self._index, number, _digest(same))
+            if is_plain and memory.have_all_joined:
+                decided = memory.cast(self._index, number, _digest(same))
                 wait = _MAX_WAIT_SECONDS if seconds is None else min(seconds, _MAX_WAIT_SECONDS)
                 until = time.monotonic() + wait
                 while decided is None and (left := until - time.monotonic()) > 0:
-                    decided = box.wait(number, min(_SIGNAL_CHECK_SECONDS, left))
+                    decided = memory.wait(number, min(_SIGNAL_CHECK_SECONDS, left))
         finally:
-            succeeded = box.give_up(number)
+            succeeded = memory.give_up(number)
         return succeeded
 
     def give_up(self, number: int) -> bool:
         """Send vote `number` to the store unless it was decided here; returns whether it succeeded here."""
-        return self._box is not None and self._box.give_up(number)
+        return self._memory is not None and self._memory.give_up(number)
 
 
 def _digest(same: str | None) -> bytes:

@@ -1,13 +1,12 @@
-"""Holds votes in the job's store: what each rank writes there, and how all come to read the same result.
+"""Holds votes in the job's store, so that all ranks read the same result.
 
 Every rank writes its status and counts itself. The last to arrive, or a rank that sees a peer die or the deadline pass,
-writes the result with compare-and-set: all ranks read the first one written, so all raise or none does. A rank that
-comes late reads the result of the vote that it is late for, at once, and is in step again.
+writes the result with compare-and-set: all ranks read the first one written, so all raise or none does. A late rank
+reads the result of the vote that it missed, at once, and is in step again.
 
 Invariants:
 
-1. A vote succeeds only if every rank took part in it. So in a successful vote no rank reads keys of earlier votes any
-   more, and they are deleted.
+1. In a complete vote every rank took part. So no rank reads keys of earlier votes any more, and they are deleted.
 2. The rank that hosts the store leaves a vote last, so that it can exit right after.
 """
 
@@ -23,38 +22,38 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tundish.distributed.job_store import JobStore, store_host_rank, store_load_factor
 from tundish.distributed.peer_watch import PeerWatch
 from tundish.distributed.process_groups import GroupInfo
 from tundish.distributed.vote_result import RankFailure, VoteResult
-from tundish.errors import ranks_named
+from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, ranks_named
 
-__all__ = ["LINGER_SECONDS", "FailureSource", "PendingVote", "VoteProtocol"]
+__all__ = ["LINGER_SECONDS", "PendingVote", "VoteProtocol", "check_same", "check_size"]
 
 # How long a failed rank waits for the others to bring their failures too, so that all are named.
 _GATHER_SECONDS = 0.5
 # How long the host of the store stays in a vote for the others to read its result.
 LINGER_SECONDS = 5.0
-# A rank looks for the result after a tenth of the time that it has waited, but not more and not less often than this.
+# A rank pauses for a tenth of the time that it has waited before it looks for the result, within these bounds.
 _SHORTEST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.1
-# One rank writes the result. The next in line does so this much later, in case that rank died.
+# One rank writes the result. The next in line does so after this time, in case that rank died.
 _TURN_SECONDS = 0.5
-# Failures that the result is made of, the first ones to be counted.
+# The result has so many failures: the first ones to be counted.
 _MAX_FAILURES = 64
+# The largest value that torch's store server takes, in bytes.
+_MAX_TEXT_BYTES = 8 << 20
 # Characters of a text to compare that are shown.
 _MAX_COMPARED = 1000
-# How often a waiting rank checks what nobody tells it; in its first vote it learns who else is on its node so.
+# How often a waiting rank checks for a result that was not written, and in its first vote for ranks of its node.
 _CHECK_SECONDS = 1.0
 _FIRST_VOTE_CHECK_SECONDS = 0.25
 # Ranks that a warning names.
 _MAX_WARNED = 64
 
 _logger = logging.getLogger("tundish.distributed")
-
-# Returns the failure of a rank that will not come to a vote; None while all may.
-FailureSource = Callable[[], RankFailure | None]
 
 
 @dataclass(kw_only=True)
@@ -68,12 +67,11 @@ class PendingVote:
         gathers: whether the group's first rank gets the values of all.
         source: the rank whose value this rank gets.
         flag: this rank's flag.
-        extra_failure: asked now and then for the failure of a rank that will not come.
         warn_after: seconds after which one rank logs which ranks it waits for; then doubled.
-        interruption, abandoned: set by the caller's thread: what interrupted it, and whether it stopped waiting.
+        interruption, abandoned: set by the caller's thread: its interruption, and whether it stopped waiting.
         result, values, received, posted: set by the thread that holds the vote: the result, the values of all ranks,
             the value of `source`, and whether this rank brought its status in time.
-        lock: decides between a caller that stops waiting and a result that comes at that moment.
+        lock: held to stop waiting and to set the result.
     """
 
     number: int
@@ -84,7 +82,6 @@ class PendingVote:
     gathers: bool = False
     source: int | None = None
     flag: bool = False
-    extra_failure: FailureSource | None = None
     warn_after: float | None = None
     started: float = field(default_factory=time.monotonic)
     deadline: float | None = None
@@ -102,7 +99,7 @@ class VoteProtocol:
 
     Args:
         member: the group.
-        node: ranks that give the same name watch each other; they must share a kernel and a network namespace.
+        node: ranks that give the same name watch each other; they share a kernel and a network namespace.
         name: the namespace of the group's keys.
         known_losses: returns, until the first complete vote, the lost ranks that other voters know of.
         offer: makes the address that the first member of a node passes to the others of it.
@@ -141,7 +138,7 @@ class VoteProtocol:
         self._watch = PeerWatch()
 
     def hold(self, vote: PendingVote) -> None:
-        """Take part in `vote` and set its result. Raises what the store fails with."""
+        """Take part in `vote` and set its result. Raises the errors of the store."""
         store, number = self._store, vote.number
         store.connect()
         self._introduce()
@@ -211,7 +208,7 @@ class VoteProtocol:
     def _wait(self, vote: PendingVote) -> tuple[VoteResult, int | None]:
         """Wait for the result, or write it when this rank sees that the vote is over.
 
-        Returns it, and the place of this rank in the line of those who saw that.
+        Returns it, and this rank's place in the line of ranks that saw that.
         """
         check_seconds = (_CHECK_SECONDS if self.node_ranks else _FIRST_VOTE_CHECK_SECONDS) * self._load
         next_check, turn, turn_at = vote.started + check_seconds, None, 0.0
@@ -238,20 +235,14 @@ class VoteProtocol:
                 return self._read_result(vote.number) or self._write_result(vote, lost), turn
 
     def _check(self, vote: PendingVote) -> bool:
-        """Find out what nobody tells a waiting rank; whether the vote is over."""
+        """Meet new ranks of the node, warn, and return whether all ranks have arrived."""
         if not self.node_ranks:
             self._meet_node()
         if vote.warn_after is not None and time.monotonic() - vote.started >= vote.warn_after:
             self._warn(vote, vote.warn_after)
             vote.warn_after *= 2
         # The last to arrive may have died before it could write the result.
-        return (
-            self._store.add(f"{vote.number}/arrived", 0) >= len(self._ranks)
-            or self._extra_failure(vote) is not None
-        )
-
-    def _extra_failure(self, vote: PendingVote) -> RankFailure | None:
-        return None if vote.extra_failure is None else vote.extra_failure()
+        return self._store.add(f"{vote.number}/arrived", 0) >= len(self._ranks)
 
     def _is_out_of_time(self, vote: PendingVote) -> bool:
         now = time.monotonic()
@@ -264,7 +255,7 @@ class VoteProtocol:
         return vote.failure is not None and now >= vote.started + _GATHER_SECONDS
 
     def _warn(self, vote: PendingVote, seconds: float) -> None:
-        """Log, on one rank, which ranks are waited for: perhaps they do not make this call."""
+        """Log, on one rank, which ranks the vote waits for."""
         key = f"{vote.number}/warned/{seconds:g}"
         if self._store.add(key, 1) > 1:
             return
@@ -288,7 +279,7 @@ class VoteProtocol:
     def _write_result(
         self, vote: PendingVote, lost: Mapping[int, RankFailure], *, all_arrived: bool = False
     ) -> VoteResult:
-        """Write the result as this rank knows it, unless there is one; returns the one that counts."""
+        """Write the result as this rank knows it, unless there is one; returns the stored one."""
         store, number = self._store, vote.number
         missing = set() if all_arrived else set(self._missing(number))
         failed = int(store.read(f"{number}/failed") or "0")
@@ -298,17 +289,14 @@ class VoteProtocol:
             if text is not None:
                 failure = RankFailure.from_json(text)
                 failures[failure.rank] = failure
-        extra = None if all_arrived else self._extra_failure(vote)
-        if extra is not None:
-            failures.setdefault(extra.rank, extra)
         if vote.interruption is not None:
             failures[self._rank] = vote.interruption
         silent = sorted(missing)
         if vote.abandoned:
-            # The store did not answer in time; which other ranks were silent is unknown.
+            # The store did not answer in time, so other silent ranks are unknown.
             silent = [] if self.host is None else [self.host]
         result = VoteResult.bounded(
-            complete=not (missing or lost or extra or vote.interruption or vote.abandoned),
+            complete=not (missing or lost or vote.interruption or vote.abandoned),
             failures=list(failures.values()),
             failed_count=failed,
             silent=[] if failures else silent,
@@ -335,7 +323,7 @@ class VoteProtocol:
             vote.received = self._store.read(f"{vote.number}/value/{vote.source}")
 
     def _introduce(self) -> None:
-        """Once: say which node this rank is on and where it can be watched."""
+        """Once: write this rank's node, and the address to watch it at."""
         if self._introduction:
             return
         position = self._store.add(f"node/{self._node}", 1)
@@ -364,12 +352,11 @@ class VoteProtocol:
         return ("" if process is None else f"({process}) ") + "was killed or vanished"
 
     def _clean_up(self, vote: PendingVote, result: VoteResult, *, deletes_common: bool) -> None:
-        """Delete keys that nobody reads again; one rank deletes those that are common to all."""
+        """Delete keys that no rank reads again; one rank deletes those that are common to all."""
         store, number = self._store, vote.number
         if vote.posted:
             store.delete(f"{number}/vote/{self._rank}")
         if result.complete:
-            # All ranks are in this vote: those of earlier ones are read no more.
             store.delete(*(key for held, key in self._own_keys if held < number))
             self._own_keys = [(held, key) for held, key in self._own_keys if held >= number]
             if deletes_common:
@@ -384,8 +371,7 @@ class VoteProtocol:
     def _leave(self, vote: PendingVote, result: VoteResult) -> None:
         """The host of the store waits until the others have read the result; they say when they have.
 
-        They also say when it came too late for them: a host that was stopped can complete a vote that the others gave
-        up. It then has to raise as they did.
+        A host that was stopped may complete a vote that the others gave up. They say so, and it raises as they did.
         """
         left, unread = f"{vote.number}/left", f"{vote.number}/unread"
         if self._rank != self.host:
@@ -420,3 +406,26 @@ def _shortened(same: str) -> str:
         return same
     digest = hashlib.sha256(same.encode(errors="surrogatepass")).hexdigest()
     return f"{text} … ({len(same)} characters, sha256 {digest})"
+
+
+def check_same(same: Any, what: str) -> TundishError | None:
+    """The error of a bad `same`. It is voted on: the text is often computed, and bad on one rank alone."""
+    if not isinstance(same, str):
+        return InvalidTypeError(f"{what}: same must be a text, not of type {type(same).__name__}")
+    if not same:
+        return InvalidInputError(f"{what}: an empty text was given as same; give what to compare")
+    return None
+
+
+def check_size(text: str | None, what: str) -> TundishError | None:
+    """The error of a text that would make the store end the connection that all voters of the process share."""
+    try:
+        size = 0 if text is None else len(text.encode())
+    except UnicodeEncodeError as error:
+        return InvalidInputError(f"{what}: a text was given that is no Unicode ({error}): give it as JSON")
+    if size <= _MAX_TEXT_BYTES:
+        return None
+    return InvalidInputError(
+        f"{what}: a text of {size} bytes was given, and the job's store takes no more than {_MAX_TEXT_BYTES}: share "
+        "large data in another way"
+    )

@@ -1,4 +1,4 @@
-"""The result of a vote: what all ranks read from the store, and the error that it means for each of them.
+"""The result of a vote, which all ranks read from the store, and the error that each of them raises for it.
 
 A result travels as JSON of bounded size, however many ranks fail and whatever their errors say.
 """

@@ -1,37 +1,61 @@
-"""Votes: every rank brings its status, and all ranks raise one error or none.
+"""Votes of a group: every rank brings its status, and all ranks raise one error or none.
 
-The functions `vote`, `agreed` and `build_once_per_node` are for code on each rank's calling thread. A `Voter` is for a
-thread or a part that needs votes of its own. A rank that fails raises its own error, all others `PeerFailedError` (or
-`VoteTimeoutError` for a silent rank), and the next vote works.
+A rank that fails raises its own error, all others `PeerFailedError` (or `VoteTimeoutError` for a silent rank), and the
+next vote works. The job's store can block for as long as its host is stopped. So the caller's thread never touches it:
+a daemon thread does, and a caller whose time is up leaves that thread behind.
+
+Invariants:
+
+1. Every vote is the next one on its rank, whatever came of the one before.
+2. A vote is first decided, or given up, in the shared memory of its node; the others go to the store.
+3. A vote that was interrupted closes the voter; the other ranks are told, in that vote or in the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tundish.distributed.job_store import torch_distributed
+from tundish.distributed.job_store import store_load_factor, torch_distributed
 from tundish.distributed.peer_watch import node_identity
-from tundish.distributed.process_groups import GroupInfo, VoteId, group_info
-from tundish.distributed.vote_protocol import FailureSource, PendingVote
-from tundish.distributed.vote_result import LostPeerError, RankFailure
-from tundish.distributed.vote_thread import VoteThread
-from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, listed
+from tundish.distributed.process_groups import VoteId, group_info, unique_name
+from tundish.distributed.same_node_vote import SameNodeVote
+from tundish.distributed.store_thread import StoreThread
+from tundish.distributed.vote_protocol import (
+    LINGER_SECONDS,
+    PendingVote,
+    VoteProtocol,
+    check_same,
+    check_size,
+)
+from tundish.distributed.vote_result import LostPeerError, RankFailure, VoteResult
+from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
 from tundish.timeouts import timeout_seconds
 
-__all__ = ["DEFAULT_TIMEOUT", "Voter", "agreed", "build_once_per_node", "vote", "voter_of"]
+__all__ = ["DEFAULT_TIMEOUT", "Voter", "group_voters"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # Seconds.
 WARN_AFTER = 60.0
-# The largest value that torch's store server takes, in bytes.
-_MAX_TEXT_BYTES = 8 << 20
+# How long after its deadline a caller waits for the store to record that the deadline passed.
+_ANSWER_SECONDS = 1.0
+# In parts: a process that was stopped loses one of them, not all.
+_ANSWER_PARTS = 8
+# How long an interrupted caller waits for the others to be told.
+_TELL_SECONDS = 0.4
+# The longest single wait: a signal that comes just before a wait begins does not end it.
+_LONGEST_WAIT = 0.5
+
+# The voter of each group's calling threads.
+group_voters: weakref.WeakKeyDictionary[Any, Voter] = weakref.WeakKeyDictionary()
 
 T = TypeVar("T")
 
@@ -40,13 +64,12 @@ class Voter:
     """Votes among the members of a group, apart from all other voters. A context manager.
 
     Collective: all members create it, on their calling threads and in the same order; the constructor ends with a first
-    vote. Afterwards any one thread may vote with it, in the background too: it uses neither NCCL nor the group's own
-    collectives, only the job's store and memory that the ranks of a node share. Two threads need two voters, else their
-    votes could meet in another order on another rank.
+    vote. Afterwards any one thread may vote with it, in the background too: it uses only the job's store and memory
+    that the ranks of a node share. Two threads need two voters.
 
-    From the constructor on, a member on the same node that is killed is noticed within 1 s by every rank that is in a
-    vote, and reported to other nodes through the store. A member that was gone before is noticed as soon by ranks of
-    its node that had voted with it in the whole job or in `group`; where none had, the constructor waits for `timeout`.
+    A member on the same node that is killed is noticed within 1 s by every rank that is in a vote, and reported to
+    other nodes through the store. If it was gone before, ranks that voted with it in the whole job or in `group` notice
+    it as soon; where none did, the constructor waits for `timeout`.
 
     A vote that Ctrl-C interrupts closes the voter, which says so at its next use. The other ranks raise an error that
     names this rank, in that vote or in the next one.
@@ -56,6 +79,7 @@ class Voter:
         timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
         warn_after: seconds after which a vote that waits logs, on one rank, which ranks it waits for, and again after
             twice as many; None where members may take long as a matter of course.
+        meets: whether the constructor ends with a first vote.
 
     Attributes:
         rank: this process's global rank.
@@ -65,59 +89,40 @@ class Voter:
         What `vote` raises.
     """
 
-    rank: int
-    ranks: tuple[int, ...]
-
     def __init__(
         self,
         group: Any = None,
         *,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         warn_after: float | None = WARN_AFTER,
+        meets: bool = True,
     ) -> None:
-        self._join(group_info(group), node_identity(), group, warn_after)
-        self._meet(timeout)
-
-    @classmethod
-    def among(cls, ranks: Sequence[int], *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Self:
-        """A voter of global `ranks` that need not be a group. Only they create it, with the same ranks in order.
-
-        Raises:
-            InvalidInputError: this process is none of them.
-            What `vote` raises.
-        """
-        world = group_info(None)
-        members = tuple(ranks)
-        if world.rank not in members:
-            raise InvalidInputError(
-                f"rank {world.rank} is not among the ranks [{listed(members)}]: only they make this call"
-            )
-        voter = cls.__new__(cls)
-        voter._join(dataclasses.replace(world, ranks=members, name="among"), node_identity())
-        voter._meet(timeout)
-        return voter
-
-    @classmethod
-    def _without_first_vote(cls, group: Any, node: str) -> Self:
-        """A voter on a node called `node`. Tests give ranks of one machine different names, and have several nodes."""
-        voter = cls.__new__(cls)
-        voter._join(group_info(group), node, group)
-        return voter
-
-    def _meet(self, timeout: timedelta | float) -> None:
-        try:
-            self.vote(what="meeting of a new voter", timeout=timeout)
-        except BaseException:
-            self.close()
-            raise
-
-    def _join(
-        self, member: GroupInfo, node: str, group: Any = None, warn_after: float | None = WARN_AFTER
-    ) -> None:
+        member = group_info(group)
         self.rank, self.ranks = member.rank, member.ranks
-        self._thread = VoteThread(member, node, _known_losses(group)) if len(member.ranks) > 1 else None
-        if self._thread is not None:
-            self._thread.warn_after = warn_after
+        self._warn_after = warn_after
+        self._name = unique_name(member.name, member.ranks)
+        self._process = os.getpid()
+        self._number = 0
+        self._closed = ""
+        self._store_error: Exception | None = None
+        self._check: tuple[int, Future[bool]] | None = None
+        self._one_vote = threading.Lock()
+        self._thread = StoreThread()
+        self._memory = SameNodeVote(member.ranks.index(member.rank), len(member.ranks))
+        self._protocol_lock = threading.Lock()
+        # None in a world of one.
+        self._protocol: VoteProtocol | None = None
+        if len(member.ranks) > 1:
+            name = f"votes/{self._name}"
+            self._protocol = VoteProtocol(
+                member, node_identity(), name, _known_losses(group), self._memory.offer
+            )
+        if meets:
+            try:
+                self.vote(what="meeting of a new voter", timeout=timeout)
+            except BaseException:
+                self.close()
+                raise
 
     def vote(
         self,
@@ -133,11 +138,11 @@ class Voter:
         A rank whose vote failed waits half a second for the others, so that all failures are named.
 
         Args:
-            error: what went wrong on this rank; None when nothing did.
+            error: the error of this rank; None when it is well.
             what: the step voted on, for messages: "building the plan".
-            same: what has to be equal on all ranks, a text that is not empty: a rank that brings another one fails.
-                Either all ranks give it or none.
-            flag: something that all ranks are to know of when it is true on one of them.
+            same: a text that must be equal on all ranks, and not empty: a rank that brings another one fails. Either
+                all ranks give it or none.
+            flag: all ranks learn whether one of them gave True.
             timeout: how long this rank waits for the others; None for as long as it takes.
 
         Returns:
@@ -155,63 +160,6 @@ class Voter:
         """
         pending = self._hold(error, what, timeout, same=same, flag=flag)
         return pending.result.flagged if pending.result is not None else flag
-
-    @contextlib.contextmanager
-    def extra_failure_source(self, find: FailureSource) -> Iterator[None]:
-        """A block in whose votes this rank, while it waits, asks `find` now and then for a rank that will not come.
-
-        `find` returns that rank's failure, or None; it is called on another thread. The vote fails as if that rank had.
-        """
-        if self._thread is None:
-            yield
-            return
-        before, self._thread.extra_failure = self._thread.extra_failure, find
-        try:
-            yield
-        finally:
-            self._thread.extra_failure = before
-
-    def next_vote_fails(self, seconds: float) -> bool:
-        """Whether it is known before this rank votes that the next vote fails or is flagged.
-
-        For a rank that waits for the others in another way, in which it does not hear of a failure.
-
-        Args:
-            seconds: how long the job's store may take to answer. If it does not, the answer is False.
-        """
-        return self._thread is not None and self._thread.next_vote_fails(seconds)
-
-    def lost_peers(self) -> Mapping[int, RankFailure]:
-        """The other members of this node that are gone or closed their voter, by rank. For any thread."""
-        return {} if self._thread is None else self._thread.lost_peers()
-
-    def lost_peer(self) -> RankFailure | None:
-        """The failure of the lowest lost peer of this node; None while all are there."""
-        lost = self.lost_peers()
-        return lost[min(lost)] if lost else None
-
-    def raise_if_peer_lost(self) -> None:
-        """Raise `PeerFailedError` where another member of this node is known to be gone.
-
-        For long work that ends in a vote, to be called now and then, on any thread: it asks the kernel, not the store.
-        Brought to the vote, the error counts as that member's failure, and all ranks raise the same.
-        """
-        lost = self.lost_peer()
-        if lost is not None:
-            raise LostPeerError(lost)
-
-    @property
-    def last_vote(self) -> VoteId:
-        """The name and number of the last vote, to name what its ranks create together next."""
-        return VoteId("alone", 0) if self._thread is None else self._thread.last_vote
-
-    def skip_to(self, number: int) -> None:
-        """Make `number` the next vote, counted from the one in the constructor, if it is yet to come.
-
-        Ranks may hold different numbers of votes when one of them loses the store. They meet again so.
-        """
-        if self._thread is not None:
-            self._thread.skip_to(number)
 
     def gather(
         self,
@@ -232,7 +180,7 @@ class Voter:
             InvalidInputError: the value has more than 8 MiB (the others are told).
         """
         pending = self._hold(error, what, timeout, value=value, gathers=True)
-        return [value] if self._thread is None else pending.values
+        return [value] if self._protocol is None else pending.values
 
     def broadcast(
         self,
@@ -247,8 +195,7 @@ class Voter:
         """Collective: a vote after which every rank knows the `text` of its `source`.
 
         Args:
-            text: what this rank sends; not None on a rank that is the source of any. A text that nobody asks for is not
-                read.
+            text: what this rank sends; not None on a rank that is the source of any.
             error: as in `vote`.
             source: the global rank whose text this rank gets. Ranks may name different ones.
             what, same, timeout: as in `vote`.
@@ -261,40 +208,20 @@ class Voter:
             InvalidInputError: the source sent nothing, or the text has more than 8 MiB (the others are told).
         """
         pending = self._hold(error, what, timeout, same=same, value=text, source=source)
-        received = text if self._thread is None else pending.received
+        received = text if self._protocol is None else pending.received
         if received is None:
             raise InvalidInputError(f"{what}: rank {source} sent nothing")
         return received
 
-    def _hold(
-        self, error: BaseException | None, what: str, timeout: timedelta | float | None, **brought: Any
-    ) -> PendingVote:
-        seconds = None if timeout is None else timeout_seconds(timeout)
-        if error is None and brought.get("same") is not None:
-            error = _check_same(brought["same"], what)
-        problem: TundishError | None = None
-        pending = PendingVote(number=0, what=what)
-        if self._thread is not None:
-            refusal = _check_size(brought.get("value"), what)
-            if refusal is not None:
-                brought["value"], error = None, error or refusal
-            problem, pending = self._thread.hold(error, what, seconds, **brought)
-        # A rank that only saw that another one is gone raises what all do.
-        if error is not None and (problem is None or not isinstance(error, LostPeerError)):
-            raise error
-        if problem is not None:
-            raise problem
-        return pending
-
     def agreed(
-        self, what: str, *, same: str | None = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
+        self, what: str, *, timeout: timedelta | float | None = DEFAULT_TIMEOUT
     ) -> contextlib.AbstractContextManager[None]:
         """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises.
 
         Args:
-            what, same, timeout: as in `vote`.
+            what, timeout: as in `vote`.
         """
-        return _AgreedBlock(self, what, same, timeout)
+        return _AgreedBlock(self, what, timeout)
 
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
@@ -319,14 +246,66 @@ class Voter:
         self.vote(what=f"{what}: meeting before it")
         built: T | None = None
         with self.agreed(what, timeout=timeout):
-            if self._thread is None or self._thread.node_ranks[0] == self.rank:
+            if self._protocol is None or self._protocol.node_ranks[0] == self.rank:
                 built = build()
         return built
 
-    def close(self) -> None:
-        """Release sockets and the store; not collective. Members that still vote see this rank vanish."""
-        if self._thread is not None:
-            self._thread.close()
+    def lost_peers(self) -> Mapping[int, RankFailure]:
+        """The other members of this node that are gone or closed their voter, by rank. For any thread."""
+        return {} if self._protocol is None else self._protocol.lost()
+
+    def raise_if_peer_lost(self) -> None:
+        """Raise `PeerFailedError` where another member of this node is known to be gone.
+
+        For long work that ends in a vote, to be called now and then, on any thread: it asks the kernel, not the store.
+        Brought to the vote, the error counts as that member's failure, and all ranks raise the same.
+        """
+        lost = self.lost_peers()
+        if lost:
+            raise LostPeerError(lost[min(lost)])
+
+    def next_vote_fails(self, seconds: float) -> bool:
+        """Whether it is known before this rank votes that the next vote fails or is flagged.
+
+        For a rank that waits for the others in another way, in which it does not hear of a failure.
+
+        Args:
+            seconds: how long the job's store may take to answer. If it does not, the answer is False.
+        """
+        protocol = self._protocol
+        if protocol is None or self._closed:
+            return bool(self._closed)
+        with self._one_vote:
+            number, check = self._number, self._check
+            # An earlier check that the store answers late counts too.
+            if check is None or check[0] != number or (check[1].done() and not _fails(check[1])):
+                future = self._thread.submit(lambda: self._locked(lambda: protocol.fails(number)))
+                check = self._check = number, future
+        wait([check[1]], seconds)
+        return check[1].done() and _fails(check[1])
+
+    @property
+    def last_vote(self) -> VoteId:
+        """The name and number of the last vote, to name what its ranks create together next."""
+        return VoteId(f"{self._name}-{self._number}", self._number)
+
+    def skip_to(self, number: int) -> None:
+        """Make `number` the next vote, counted from the one in the constructor, if it is yet to come.
+
+        Ranks that held different numbers of votes, because one of them left early, meet again so.
+        """
+        with self._one_vote:
+            self._number = max(self._number, number)
+
+    def close(self, reason: str = "is closed") -> None:
+        """Release sockets and the store; not collective, never waits. Members that still vote see this rank vanish.
+
+        Args:
+            reason: what the voter says at its next use.
+        """
+        self._closed = self._closed or reason
+        self._thread.close()
+        self._release_if_closed()
 
     def __enter__(self) -> Self:
         return self
@@ -339,14 +318,164 @@ class Voter:
     ) -> None:
         self.close()
 
+    def _hold(
+        self, error: BaseException | None, what: str, timeout: timedelta | float | None, **brought: Any
+    ) -> PendingVote:
+        """Hold the next vote. `brought`: fields of `PendingVote`."""
+        seconds = None if timeout is None else timeout_seconds(timeout)
+        if error is None and brought.get("same") is not None:
+            error = check_same(brought["same"], what)
+        protocol = self._protocol
+        if protocol is None:
+            if error is not None:
+                raise error
+            return PendingVote(number=0, what=what)
+        refusal = check_size(brought.get("value"), what)
+        if refusal is not None:
+            brought["value"], error = None, error or refusal
+        self._refuse_unusable(what)
+        with self._one_vote:
+            failure = None if error is None else RankFailure.of(self.rank, error)
+            vote = PendingVote(
+                number=self._number, what=what, failure=failure, warn_after=self._warn_after, **brought
+            )
+            vote.deadline = None if seconds is None else vote.started + seconds
+            self._number += 1
+            task: Future[Any] | None = None
+            try:
+                if not self._decide_in_memory(protocol, vote, seconds):
+                    task = self._thread.submit(lambda: self._hold_in_store(protocol, vote))
+                    self._wait(task, vote)
+            except BaseException as interruption:
+                self._report_interruption(protocol, vote, interruption)
+                raise
+            with vote.lock:
+                result = vote.result
+                vote.abandoned = result is None
+        if result is None:
+            problem: TundishError | None = self._no_result(protocol.host, what, task, seconds or 0.0)
+        else:
+            problem = result.error(what, self.rank, late=task is not None and not vote.posted)
+        # A rank that only saw that another one is gone raises the common error.
+        if error is not None and (problem is None or not isinstance(error, LostPeerError)):
+            raise error
+        if problem is not None:
+            raise problem
+        return vote
+
+    def _refuse_unusable(self, what: str) -> None:
+        if self._closed:
+            raise InvalidInputError(f"{what}: this voter {self._closed}")
+        if os.getpid() != self._process:
+            raise InvalidInputError(
+                f"{what}: this voter was made before a fork: make one in the process that votes"
+            )
+
+    def _decide_in_memory(self, protocol: VoteProtocol, vote: PendingVote, seconds: float | None) -> bool:
+        needs_store = (vote.failure, vote.value, vote.source, self._store_error)
+        is_plain = not (vote.flag or protocol.has_values) and all(one is None for one in needs_store)
+        if self._memory.decide(vote.number, is_plain=is_plain, same=vote.same, seconds=seconds):
+            vote.result = VoteResult(complete=True)
+        return vote.result is not None
+
+    def _wait(self, task: Future[Any], vote: PendingVote) -> None:
+        """Until the vote is over, or a little after its deadline."""
+        while not task.done():
+            left = _LONGEST_WAIT if vote.deadline is None else vote.deadline - time.monotonic()
+            if left <= 0:
+                break
+            wait([task], min(left, _LONGEST_WAIT))
+        part = _ANSWER_SECONDS * store_load_factor(len(self.ranks)) / _ANSWER_PARTS
+        any(wait([task], part).done for _ in range(_ANSWER_PARTS))
+        if vote.result is not None:
+            # The rank that hosts the store waits for the others.
+            wait([task], LINGER_SECONDS + _ANSWER_SECONDS)
+
+    def _report_interruption(
+        self, protocol: VoteProtocol, vote: PendingVote, interruption: BaseException
+    ) -> None:
+        """Tell the other ranks in this vote, or in the next one where this one has succeeded; then close."""
+        failure = vote.interruption = RankFailure.of(self.rank, interruption)
+
+        def tell() -> None:
+            if vote.result is None:
+                self._hold_in_store(protocol, vote)
+            if vote.result is not None and vote.result.succeeded:
+                self._locked(lambda: protocol.fail(vote.number + 1, failure))
+
+        if vote.result is None and self._memory.give_up(vote.number):
+            vote.result = VoteResult(complete=True)
+        self._memory.give_up(vote.number + 1)
+        # A vote in progress ends early, as it sees the interruption.
+        wait([self._thread.submit(tell, waits=True)], _TELL_SECONDS)
+        self.close("was interrupted in a vote and is closed: make a new one on all ranks")
+
+    def _no_result(
+        self, host: int | None, what: str, task: Future[Any] | None, seconds: float
+    ) -> TundishError:
+        """The error where the vote has no result on this rank."""
+        if task is None or not task.done():
+            text = f"{what}: the job's store did not answer within {seconds:.4g} s"
+            if host is None:
+                return VoteTimeoutError(f"{text}: look at the launcher that serves it", ())
+            return VoteTimeoutError(f"{text}: rank {host}, which hosts it, is stopped or hung", (host,))
+        trouble = task.exception()
+        if isinstance(trouble, InvalidInputError):
+            return trouble
+        if host is None or host == self.rank:
+            return StoreLostError(f"{what}: the job's store is gone or refuses ({trouble}): restart the job")
+        return PeerFailedError(
+            f"{what}: rank {host}, which hosts the job's store, was killed or vanished ({trouble})", host
+        )
+
+    # On the background thread.
+
+    def _hold_in_store(self, protocol: VoteProtocol, vote: PendingVote) -> None:
+        def hold() -> None:
+            is_first = not protocol.node_ranks
+            protocol.hold(vote)
+            if is_first and protocol.node_ranks == self.ranks:
+                self._memory.join(protocol.offered)
+            elif is_first and protocol.node_ranks:
+                self._memory.release()
+
+        try:
+            self._locked(hold)
+        except InvalidInputError:
+            raise
+        except Exception as error:
+            self._store_error = self._store_error or error
+            raise
+
+    def _locked(self, function: Callable[[], Any]) -> Any:
+        """Call `function` unless the store was lost or the voter was closed."""
+        try:
+            with self._protocol_lock:
+                if self._store_error is not None:
+                    raise self._store_error
+                if self._closed:
+                    raise InvalidInputError("this voter was closed during the vote")
+                return function()
+        finally:
+            self._release_if_closed()
+
+    def _release_if_closed(self) -> None:
+        # A vote in progress holds the lock; its thread comes here when it ends.
+        if self._closed and self._protocol_lock.acquire(blocking=False):
+            try:
+                self._memory.release()
+                if self._protocol is not None:
+                    self._protocol.close()
+            finally:
+                self._protocol_lock.release()
+
 
 class _AgreedBlock(contextlib.AbstractContextManager[None]):
     """A block that ends in a vote. No generator: one that is dropped unfinished would vote when it is collected."""
 
-    def __init__(self, voter: Voter, what: str, same: str | None, timeout: timedelta | float | None) -> None:
+    def __init__(self, voter: Voter, what: str, timeout: timedelta | float | None) -> None:
         self._voter = voter
         self._what = what
-        self._same = same
         self._timeout = timeout
 
     def __exit__(
@@ -355,56 +484,7 @@ class _AgreedBlock(contextlib.AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._voter.vote(error, what=self._what, same=self._same, timeout=self._timeout)
-
-
-def _check_same(same: Any, what: str) -> TundishError | None:
-    """What is wrong with `same`. Brought as this rank's status: it is often computed, and wrong on one rank alone."""
-    if not isinstance(same, str):
-        return InvalidTypeError(f"{what}: same must be a text, not of type {type(same).__name__}")
-    return (
-        None if same else InvalidInputError(f"{what}: an empty text was given as same; give what to compare")
-    )
-
-
-def _check_size(text: str | None, what: str) -> TundishError | None:
-    """What is wrong with a text to send: the store would end the connection that all voters of the process share."""
-    try:
-        size = 0 if text is None else len(text.encode())
-    except UnicodeEncodeError as error:
-        return InvalidInputError(f"{what}: a text was given that is no Unicode ({error}): give it as JSON")
-    if size <= _MAX_TEXT_BYTES:
-        return None
-    return InvalidInputError(
-        f"{what}: a text of {size} bytes was given, and the job's store takes no more than {_MAX_TEXT_BYTES}: share "
-        "what is so large in another way"
-    )
-
-
-# The voter of a group's calling threads lives exactly as long as the group.
-_voters: weakref.WeakKeyDictionary[Any, Voter] = weakref.WeakKeyDictionary()
-_voters_lock = threading.Lock()
-
-
-def voter_of(group: Any) -> Voter:
-    """The voter of a group's calling threads, which lives as long as the group; nobody closes it.
-
-    Its members watch one another from the group's first vote on, also between calls.
-
-    Raises:
-        InvalidInputError: as `vote` does.
-    """
-    member = group_info(group)
-    if len(member.ranks) == 1:
-        return Voter._without_first_vote(group, node_identity())
-    key = torch_distributed().group.WORLD if group is None else group
-    with _voters_lock:
-        voter = _voters.get(key)
-        if voter is None:
-            voter = _voters[key] = Voter._without_first_vote(group, node_identity())
-            # At exit the kernel closes everything; a finaliser would only meet a half-dead interpreter.
-            weakref.finalize(key, voter.close).atexit = False
-    return voter
+        self._voter.vote(error, what=self._what, timeout=self._timeout)
 
 
 def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
@@ -416,7 +496,7 @@ def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
 
     def losses() -> Mapping[int, RankFailure]:
         groups = [torch_distributed().group.WORLD, None if own is None else own()]
-        voters = [_voters.get(one) for one in groups if one is not None]
+        voters = [group_voters.get(one) for one in groups if one is not None]
         return {
             rank: one for voter in voters if voter is not None for rank, one in voter.lost_peers().items()
         }
@@ -424,60 +504,5 @@ def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
     return losses
 
 
-def vote(
-    error: BaseException | None = None,
-    *,
-    what: str,
-    same: str | None = None,
-    group: Any = None,
-    timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-) -> None:
-    """Collective over `group` (None: all ranks): bring this rank's status; see `Voter.vote`.
-
-    With `same` all ranks make sure that they go on with the same: a hash of the configuration, the step.
-
-    All members call it from one thread each, in the same order; a background thread uses a `Voter`. In a world of one
-    it raises `error`, if any. A killed peer is noticed by the others of its node once it came to a vote of the group,
-    or of the whole job; one that was gone before is waited for.
-
-    Raises:
-        What `Voter.vote` raises.
-        InvalidInputError: this rank is not in `group`, or `WORLD_SIZE` says that there are several processes but no
-            process group is initialised.
-
-    Example:
-        >>> vote(what="loading the data")
-        >>> vote(what="comparing the vocabularies", same="sha256:2c26b46b")
-    """
-    voter_of(group).vote(error, what=what, same=same, timeout=timeout)
-
-
-def agreed(
-    what: str, *, group: Any = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
-) -> contextlib.AbstractContextManager[None]:
-    """Collective over `group`: a block of fallible work that ends in a vote; see `Voter.vote`.
-
-    If the block raises, the other ranks are told and its error is raised again. If it ends well, it raises when it
-    failed on another rank.
-
-    Example:
-        >>> with agreed("loading the data"):
-        ...     lengths = [3, 4]
-    """
-    return voter_of(group).agreed(what, timeout=timeout)
-
-
-def build_once_per_node(
-    build: Callable[[], T],
-    *,
-    what: str,
-    group: Any = None,
-    timeout: timedelta | float | None = None,
-) -> T | None:
-    """Collective over `group`: run `build` on one rank of every node; see `Voter.build_once_per_node`.
-
-    Example:
-        >>> build_once_per_node(lambda: 42, what="building the answer")
-        42
-    """
-    return voter_of(group).build_once_per_node(build, what=what, timeout=timeout)
+def _fails(check: Future[bool]) -> bool:
+    return check.exception() is not None or check.result()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.distributed.rank_processes import Job, Line, outcome
+from support.distributed.rank_processes import Job, Line, outcome, voter_on_node
 
 from tundish.distributed import Voter, node_identity
 
@@ -19,7 +19,7 @@ def interrupted(rank: int, line: Line) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     in_store, several_nodes = line.hear()
     for _ in range(TURNS):
-        voter = Voter._without_first_vote(None, f"node {rank}" if several_nodes else node_identity())
+        voter = voter_on_node(f"node {rank}" if several_nodes else node_identity())
         for _ in range(3):
             voter.vote(what="all are well", timeout=60)
         line.say("ready")

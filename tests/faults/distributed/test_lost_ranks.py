@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
+from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome, voter_on_node
 
 from tundish.distributed import Voter, build_once_per_node, vote
 from tundish.distributed import voter as voter_module
@@ -30,7 +30,7 @@ def timed(call: Callable[[], Any]) -> tuple[str, str, Any, float]:
 
 def killed_voter(rank: int, line: Line) -> None:
     # Ranks 0 and 2 are one node, 1 and 3 another.
-    voter = Voter._without_first_vote(None, f"node {rank % 2}")
+    voter = voter_on_node(f"node {rank % 2}")
     voter.vote(what="all are well")
     child = 0
     if rank == 3:
@@ -76,7 +76,7 @@ def killed_in_its_first_vote(rank: int, line: Line) -> None:
             line.say("watches")
 
     PeerWatch.connect = connect_and_tell  # type: ignore[method-assign]  # in this process alone
-    voter = Voter._without_first_vote(None, f"node {rank % 2}")
+    voter = voter_on_node(f"node {rank % 2}")
     line.say("ready")
     if rank == 0:
         # The one that all the others wait for.
@@ -119,9 +119,6 @@ def killed_before_they_meet(rank: int, line: Line) -> None:
     for call in calls:
         begun = time.monotonic()
         line.say(*outcome(call), time.monotonic() - begun)
-    if rank < 2:
-        # It is missed by nobody who does not wait for it.
-        Voter.among((0, 1), timeout=20).close()
 
 
 @pytest.mark.parametrize("host", [LAUNCHER, FILE])
@@ -303,7 +300,7 @@ def test_a_rank_forty_votes_late_gets_in_step(tmp_path: Path) -> None:
 
 
 def killed_builder(rank: int, line: Line) -> None:
-    voter = Voter._without_first_vote(None, f"node {rank % 2}")
+    voter = voter_on_node(f"node {rank % 2}")
 
     def build() -> None:
         line.say("building")
@@ -426,14 +423,14 @@ def vote_and_end(rank: int, line: Line) -> None:
     with Voter(timeout=30) as voter:
         if rank == 2:
             # Its thread has voted, and does not come to read the outcome.
-            _await = voter._thread._protocol._wait  # type: ignore[union-attr]
+            _await = voter._protocol._wait  # type: ignore[union-attr]
 
             def late(current: Any) -> Any:
                 line.say("voted")
                 line.hear()
                 return _await(current)
 
-            voter._thread._protocol._wait = late  # type: ignore[union-attr,method-assign]
+            voter._protocol._wait = late  # type: ignore[union-attr,method-assign]
         elif rank == 0:
             line.hear()
         line.say(outcome(lambda: voter.vote(what="the last step", timeout=30)))
@@ -457,9 +454,9 @@ def die(_: Any) -> Any:
 
 
 def die_once_voted(rank: int, line: Line) -> None:
-    voter = Voter._without_first_vote(None, node_identity())
+    voter = voter_on_node(node_identity())
     if rank == 1:
-        voter._thread._protocol._wait = die  # type: ignore[union-attr,method-assign]
+        voter._protocol._wait = die  # type: ignore[union-attr,method-assign]
     else:
         line.hear()
     started = time.monotonic()

@@ -39,8 +39,8 @@ def as_nobody(attempt: Callable[[], None]) -> str:
 
 
 def test_the_memory_in_which_ranks_vote_is_closed_to_another_user() -> None:
-    box = SharedVotes(2)
-    address = box.address
+    memory = SharedVotes(2)
+    address = memory.address
     assert address is not None
     assert as_nobody(lambda: SharedVotes.open(address, 2) and None) != ""
     # Its own user opens it.

@@ -270,6 +270,17 @@ def on_nodes(rank: int, size: int) -> None:
     }
 
 
+def voter_on_node(name: str) -> Any:
+    """A voter without a first vote, of a rank whose node is called `name`."""
+    from tundish.distributed import voter
+
+    before, voter.node_identity = voter.node_identity, lambda: name
+    try:
+        return voter.Voter(meets=False)
+    finally:
+        voter.node_identity = before
+
+
 def outcome(call: Callable[[], Any]) -> tuple[str, str, Any]:
     """What `call` came to: the error's kind ("" for none), its text, and the ranks it names."""
     try:

@@ -50,9 +50,14 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
             line.update(phase, done, total)
 
         if destination.is_memory:
-            # A rank that left this call takes no part in the votes of node_shared.
-            with lasting.extra_failure_source(voter.lost_peer):
+            try:
                 return _build_in_memory(checked, expected, destination, tick)
+            except Exception:
+                raise
+            except BaseException:
+                # The other ranks wait in votes of node_shared, which the group's voter holds.
+                lasting.close("was interrupted and is closed: make the process group anew")
+                raise
         target = destination.folder(expected)
 
         def build() -> None:

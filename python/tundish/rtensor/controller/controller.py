@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
-from tundish.distributed import compress_list, decompress_list, voter_of
+from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.arguments import check_owners, check_seconds
 from tundish.rtensor.controller.drain_functions import DrainFunctions
@@ -127,8 +127,8 @@ class Controller:
             error = caught
         what = "collect the addresses of the ranks"
         gathered = voter.gather(own, error, what=what)
-        together = compress_list([json.loads(one) for one in gathered]) if gathered else None
-        collected = decompress_list(voter.broadcast(together, source=voter.ranks[0], what=what))
+        together = json.dumps([json.loads(one) for one in gathered]) if gathered else None
+        collected = json.loads(voter.broadcast(together, source=voter.ranks[0], what=what))
         workers = [
             Worker(addr, role, rank) for rank, (addr, role) in zip(voter.ranks, collected, strict=True)
         ]
