@@ -1,7 +1,7 @@
-//! The one door from Python into long work.
+//! Runs long work for Python: every binding that may take over 50 µs enters through [`enter`].
 //!
-//! What always holds: the work runs without the GIL; at least every `LOOK_AROUND` the door looks for signals, so
-//! that Ctrl-C ends the work within 100 ms, and tells the caller's progress callback how far it is.
+//! Invariant: the work runs without the GIL, and calls its [`Door`] at least every 30 ms. So Ctrl-C ends it within
+//! 100 ms, and the caller's progress callback learns how far it is.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,10 @@ use tundish_store::StoreError;
 
 use crate::error::BindingError;
 
-/// Between two looks at signals and progress.
-const LOOK_AROUND: Duration = Duration::from_millis(30);
+/// The time between two checks for signals.
+const CHECK_INTERVAL: Duration = Duration::from_millis(30);
 
-/// Looks around while work runs.
+/// Checks for signals, and reports progress, while work runs.
 pub(crate) struct Door {
     progress: Option<Py<PyAny>>,
     last: Instant,
@@ -25,21 +25,21 @@ pub(crate) struct Door {
 }
 
 impl Door {
-    /// Look for signals at once; whether to go on.
+    /// Check for signals now. Returns whether to go on.
     pub(crate) fn look(&mut self) -> bool {
-        let looked = Python::attach(|py| py.check_signals());
+        let checked = Python::attach(|py| py.check_signals());
         self.last = Instant::now();
-        looked.map_err(|error| self.raised = Some(error)).is_ok()
+        checked.map_err(|error| self.raised = Some(error)).is_ok()
     }
 }
 
 impl Progress for Door {
     fn tick(&mut self, phase: &'static str, done: u64, total: u64) -> Result<(), PackError> {
-        if self.last.elapsed() < LOOK_AROUND {
+        if self.last.elapsed() < CHECK_INTERVAL {
             return Ok(());
         }
         let progress = &self.progress;
-        let looked = Python::attach(|py| {
+        let checked = Python::attach(|py| {
             py.check_signals()?;
             if let Some(callback) = progress {
                 callback.call1(py, (phase, done, total))?;
@@ -47,7 +47,7 @@ impl Progress for Door {
             Ok(())
         });
         self.last = Instant::now();
-        looked.map_err(|error: PyErr| {
+        checked.map_err(|error: PyErr| {
             self.raised = Some(error);
             PackError::Interrupted
         })

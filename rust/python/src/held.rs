@@ -1,7 +1,7 @@
-//! The GIL, for anyone who is called by another library's code, at any time and in any thread.
+//! Takes the GIL in code that another library calls, at any time and in any thread.
 //!
-//! What always holds: it is asked of Python. PyO3 counts its own calls instead, and takes the GIL for held in the
-//! middle of one of them, though torch gives it up while it frees a tensor.
+//! Invariant: Python is asked for the GIL. PyO3 counts its own calls instead, and would take the GIL for held where torch
+//! releases it while it frees a tensor.
 #![allow(unsafe_code)]
 
 use pyo3::ffi;
@@ -11,18 +11,18 @@ struct Held(ffi::PyGILState_STATE);
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // SAFETY: it was got in this thread, and all that was got since has been given back.
+        // SAFETY: it was taken in this thread, and every one taken since was released.
         unsafe { ffi::PyGILState_Release(self.0) };
     }
 }
 
-/// Whether there is no interpreter any more, or it is at its end.
+/// Whether the interpreter has ended or is ending.
 pub(crate) fn is_over() -> bool {
-    // SAFETY: may be asked at any time.
+    // SAFETY: may be called at any time.
     unsafe { ffi::Py_IsInitialized() == 0 }
 }
 
-/// What `call` returns, which is made with the GIL; the call itself where there is no interpreter any more.
+/// Make `call` with the GIL and return its result; return the call itself if the interpreter has ended.
 pub(crate) fn held<T, F: FnOnce(Python<'_>) -> T>(call: F) -> Result<T, F> {
     if is_over() {
         return Err(call);

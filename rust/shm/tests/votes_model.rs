@@ -17,11 +17,11 @@ use std::sync::Arc;
 use loom::thread;
 
 use atomic::AtomicU64;
-use protocol::{Standing, VOTE_WORDS, Words, cast, give_up, look};
+use protocol::{VOTE_WORDS, VoteState, Words, cast, give_up, state_of};
 
 struct Memory {
     newest: AtomicU64,
-    last_well: AtomicU64,
+    last_success: AtomicU64,
     shared_votes: Vec<[AtomicU64; VOTE_WORDS]>,
 }
 
@@ -34,28 +34,28 @@ impl Words for Memory {
         &self.newest
     }
 
-    fn last_well(&self) -> &AtomicU64 {
-        &self.last_well
+    fn last_success(&self) -> &AtomicU64 {
+        &self.last_success
     }
 
     fn shared_vote(&self, member: usize) -> &[AtomicU64; VOTE_WORDS] {
         &self.shared_votes[member]
     }
 
-    fn ring(&self) {}
+    fn wake_all(&self) {}
 }
 
 /// What each member came to in each round; it does this in it.
-type Does = fn(&Memory, usize, u64) -> Standing;
+type Does = fn(&Memory, usize, u64) -> VoteState;
 
-fn run(plans: [[Does; 2]; 2], check: fn([[Standing; 2]; 2])) {
+fn run(plans: [[Does; 2]; 2], check: fn([[VoteState; 2]; 2])) {
     let mut builder = loom::model::Builder::new();
     // Times that a thread is held up in favour of the other though it could have gone on.
     builder.preemption_bound = Some(3);
     builder.check(move || {
         let word = || AtomicU64::new(0);
         let words = || core::array::from_fn(|_| word());
-        let memory = Arc::new(Memory { newest: word(), last_well: word(), shared_votes: vec![words(), words()] });
+        let memory = Arc::new(Memory { newest: word(), last_success: word(), shared_votes: vec![words(), words()] });
         let both = [0, 1].map(|member| {
             let memory = Arc::clone(&memory);
             let [first, second] = plans[member];
@@ -65,37 +65,37 @@ fn run(plans: [[Does; 2]; 2], check: fn([[Standing; 2]; 2])) {
     });
 }
 
-fn patient(memory: &Memory, member: usize, round: u64) -> Standing {
-    let mut standing = cast(memory, member, round, &[round; VOTE_WORDS]);
-    while standing == Standing::Open {
+fn patient(memory: &Memory, member: usize, round: u64) -> VoteState {
+    let mut state = cast(memory, member, round, &[round; VOTE_WORDS]);
+    while state == VoteState::Open {
         thread::yield_now();
-        standing = look(memory, round);
+        state = state_of(memory, round);
     }
-    standing
+    state
 }
 
-fn hasty(memory: &Memory, member: usize, round: u64) -> Standing {
+fn hasty(memory: &Memory, member: usize, round: u64) -> VoteState {
     cast(memory, member, round, &[round; VOTE_WORDS]);
     give_up(memory, round)
 }
 
-fn absent(memory: &Memory, _member: usize, round: u64) -> Standing {
+fn absent(memory: &Memory, _member: usize, round: u64) -> VoteState {
     give_up(memory, round)
 }
 
 /// As where Ctrl-C comes before the first step.
-fn unheard(_memory: &Memory, _member: usize, _round: u64) -> Standing {
-    Standing::Elsewhere
+fn unheard(_memory: &Memory, _member: usize, _round: u64) -> VoteState {
+    VoteState::Deferred
 }
 
-fn apart(memory: &Memory, member: usize, round: u64) -> Standing {
+fn apart(memory: &Memory, member: usize, round: u64) -> VoteState {
     cast(memory, member, round, &[7 + member as u64; VOTE_WORDS]);
     give_up(memory, round)
 }
 
 #[test]
 fn rounds_of_patient_members_go_well() {
-    run([[patient as Does; 2]; 2], |came_to| assert_eq!(came_to, [[Standing::Well; 2]; 2]));
+    run([[patient as Does; 2]; 2], |came_to| assert_eq!(came_to, [[VoteState::Succeeded; 2]; 2]));
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn all_come_to_the_same_however_soon_one_gives_up() {
     for plans in [[[hasty; 2]; 2], [[patient; 2], [hasty; 2]], [[hasty, patient]; 2]] {
         run(plans, |[one, other]| {
             assert_eq!(one, other);
-            assert!(!one.contains(&Standing::Open));
+            assert!(!one.contains(&VoteState::Open));
         });
     }
 }
@@ -114,7 +114,7 @@ fn no_round_goes_well_without_one_or_where_they_do_not_agree() {
     let hasty: Does = hasty;
     for not_well in [absent as Does, apart, unheard] {
         run([[hasty, not_well], [not_well, hasty]], |[one, other]| {
-            assert_eq!((one, other), ([Standing::Elsewhere; 2], [Standing::Elsewhere; 2]));
+            assert_eq!((one, other), ([VoteState::Deferred; 2], [VoteState::Deferred; 2]));
         });
     }
 }

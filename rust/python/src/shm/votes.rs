@@ -1,20 +1,19 @@
 //! Binds the shared votes of `tundish-shm`.
 //!
-//! What always holds: anyone who waits does so without the GIL; every call is over by itself after the time that it is given,
-//! so that its caller hears of signals between two of them.
+//! Invariant: a wait releases the GIL and ends after the time given, so that its caller can handle signals.
 
 use std::time::Duration;
 
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
-use tundish_shm::votes::{self, BoxAddress, Standing};
+use tundish_shm::votes::{self, MemoryAddress, VoteState};
 
 use crate::error::BindingError;
 
-/// Where processes of one node agree in some microseconds, as long as all is well.
+/// Shared memory in which processes of one node vote.
 ///
-/// `SharedVotes(members)` makes one, `SharedVotes.open(address, members)` is another member's. Whatever says how a round
-/// stands says True where it went well, False where it is to be decided elsewhere, None as long as it is open.
+/// `SharedVotes(members)` creates it, `SharedVotes.open(address, members)` maps it in another process. The state of a
+/// round is True if it succeeded, False if it is to be decided in another way, None while it is open.
 #[pyclass(frozen, module = "tundish._native")]
 pub(crate) struct SharedVotes {
     inner: votes::SharedVotes,
@@ -29,49 +28,49 @@ impl SharedVotes {
         Ok(Self { inner, members })
     }
 
-    /// The box at another one's `address`.
+    /// Map the memory at the `address` of another process.
     #[staticmethod]
-    fn open(address: BoxAddress, members: usize) -> PyResult<Self> {
+    fn open(address: MemoryAddress, members: usize) -> PyResult<Self> {
         let inner = votes::SharedVotes::open(address, members).map_err(BindingError::from)?;
         Ok(Self { inner, members })
     }
 
-    /// Where others find it: process, descriptor, identity; None of one that was opened, or that all have found.
+    /// Where others find it: process, descriptor, identity; None if it was opened here, or all have joined.
     #[getter]
-    fn address(&self) -> Option<BoxAddress> {
+    fn address(&self) -> Option<MemoryAddress> {
         self.inner.address()
     }
 
     /// Whether all members have joined.
     #[getter]
-    fn are_all_there(&self) -> bool {
-        self.inner.are_all_there()
+    fn have_all_joined(&self) -> bool {
+        self.inner.have_all_joined()
     }
 
-    /// Say that `member` will use it; once.
+    /// Say that `member` will vote here; once.
     fn join(&self, member: usize) -> PyResult<()> {
         self.inner.join(self.checked(member)?);
         Ok(())
     }
 
-    /// Cast the 32 bytes of a shared vote in round `number`, once: the round goes well where those of all are equal.
-    fn cast(&self, member: usize, number: u64, shared_vote: &[u8]) -> PyResult<Option<bool>> {
+    /// Cast a vote of 32 bytes in round `number`, once. The round succeeds if all votes are equal.
+    fn cast(&self, member: usize, number: u64, vote: &[u8]) -> PyResult<Option<bool>> {
         let member = self.checked(member)?;
-        let parts = shared_vote.chunks_exact(8).map(|part| u64::from_ne_bytes(part.try_into().unwrap_or_default()));
+        let parts = vote.chunks_exact(8).map(|part| u64::from_ne_bytes(part.try_into().unwrap_or_default()));
         let parts: Vec<u64> = parts.collect();
-        let shared_vote = parts.try_into().map_err(|_| PyValueError::new_err("a shared_vote has 32 bytes"))?;
-        Ok(is_well(self.inner.cast(member, number, shared_vote)))
+        let vote = parts.try_into().map_err(|_| PyValueError::new_err("a vote has 32 bytes"))?;
+        Ok(succeeded(self.inner.cast(member, number, vote)))
     }
 
-    /// How a round stands in which this member cast its shared vote; waits up to `seconds` for it to be decided.
+    /// The state of a round in which this member voted, after waiting up to `seconds` for its end.
     fn wait(&self, py: Python<'_>, number: u64, seconds: f64) -> PyResult<Option<bool>> {
         let longest = Duration::try_from_secs_f64(seconds).map_err(|error| PyValueError::new_err(error.to_string()))?;
-        Ok(is_well(py.detach(|| self.inner.wait(number, longest))))
+        Ok(succeeded(py.detach(|| self.inner.wait(number, longest))))
     }
 
-    /// Have a round be decided elsewhere, unless it was decided here: then how.
+    /// Give a round up, unless it is decided. Returns whether it succeeded.
     fn give_up(&self, number: u64) -> bool {
-        is_well(self.inner.give_up(number)) == Some(true)
+        succeeded(self.inner.give_up(number)) == Some(true)
     }
 }
 
@@ -80,14 +79,14 @@ impl SharedVotes {
         if member < self.members {
             return Ok(member);
         }
-        Err(PyIndexError::new_err(format!("a box of {} members has none of number {member}", self.members)))
+        Err(PyIndexError::new_err(format!("there are {} members, and none of number {member}", self.members)))
     }
 }
 
-fn is_well(standing: Standing) -> Option<bool> {
-    match standing {
-        Standing::Open => None,
-        Standing::Well => Some(true),
-        Standing::Elsewhere => Some(false),
+fn succeeded(state: VoteState) -> Option<bool> {
+    match state {
+        VoteState::Open => None,
+        VoteState::Succeeded => Some(true),
+        VoteState::Deferred => Some(false),
     }
 }

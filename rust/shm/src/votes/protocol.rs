@@ -1,144 +1,143 @@
-//! The rounds of shared votes, as steps on its words. A model checks them (`tests/votes_model.rs`).
+//! The rounds of shared votes, as atomic steps on shared words. A model checks them (`tests/votes_model.rs`).
 //!
-//! What always holds:
+//! Invariants:
 //!
-//! 1. A round has one end: anyone who moves its word on from "open" decides for all, and nobody undoes that.
-//! 2. It goes well only where every member cast its shared vote in it, and all of these are equal: a member that gave up or
-//!    never came is not among them. So while a member has not heard of a round that went well, no later one goes
-//!    well.
-//! 3. A step is whole or was not made: who is killed between two of them leaves nothing half done but a wake_word that is
-//!    not rung, so that nobody may sleep for long.
+//! 1. A round has one end: the member that moves its word on from "open" decides it for all.
+//! 2. A round succeeds only if every member cast its vote in it and all votes are equal. So while a member has not heard
+//!    of a round that succeeded, no later one succeeds.
+//! 3. A member that is killed between two steps leaves nothing half done, but may have woken nobody. So nobody sleeps
+//!    long.
 
 use super::atomic::{AcqRel, Acquire, AtomicU64, Relaxed};
 
-/// Words of a shared vote.
+/// Words of a vote.
 pub(crate) const VOTE_WORDS: usize = 4;
 
-/// What is cast: equal ones agree.
+/// The vote of a member. Equal votes agree.
 pub(crate) type SharedVote = [u64; VOTE_WORDS];
 
-/// Members that a box has room for: as many can be counted in its word.
-pub(crate) const MOST_MEMBERS: usize = (1 << COUNT_BITS) - 1;
+/// The largest number that the newest round's word can count.
+pub(crate) const MAX_MEMBERS: usize = (1 << COUNT_BITS) - 1;
 const COUNT_BITS: u32 = 16;
 const PHASE_BITS: u32 = 2;
 
-/// How a round stands.
+/// The state of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standing {
-    /// Not all have cast their shared votes.
+pub enum VoteState {
+    /// Not all members have voted.
     Open,
-    /// All have, and agree.
+    /// All members voted and agree.
     Well,
-    /// It is to be decided in another way: somebody gave up, or does not agree.
+    /// A member gave up or does not agree: the round is decided in another way.
     Elsewhere,
 }
 
-/// The words of a box, all zero at first.
+/// The shared words, all zero at first.
 pub(crate) trait Words {
     fn members(&self) -> usize;
-    /// The newest round, how many cast their shared votes in it, and its standing.
+    /// The newest round, the number of its votes, and its state.
     fn newest(&self) -> &AtomicU64;
-    /// The newest round that went well of those before the newest one.
-    fn last_well(&self) -> &AtomicU64;
+    /// The newest round that succeeded before the newest one.
+    fn last_success(&self) -> &AtomicU64;
     fn shared_vote(&self, member: usize) -> &[AtomicU64; VOTE_WORDS];
-    /// Wake all who sleep until a round is decided.
-    fn ring(&self);
+    /// Wake the members that sleep until a round is decided.
+    fn wake_all(&self);
 }
 
-/// A value of the newest round's word. Rounds are counted from one: a box begins with all zero.
+/// A value of the newest round's word. Rounds are counted from one, since the words begin with zero.
 #[derive(Clone, Copy)]
 struct Newest {
     round: u64,
     count: u64,
-    standing: Standing,
+    state: VoteState,
 }
 
 impl Newest {
     fn of(word: u64) -> Self {
-        let standing = match word & ((1 << PHASE_BITS) - 1) {
-            0 => Standing::Open,
-            1 => Standing::Well,
-            _ => Standing::Elsewhere,
+        let state = match word & ((1 << PHASE_BITS) - 1) {
+            0 => VoteState::Open,
+            1 => VoteState::Succeeded,
+            _ => VoteState::Deferred,
         };
         let count = (word >> PHASE_BITS) & ((1 << COUNT_BITS) - 1);
-        Newest { round: word >> (PHASE_BITS + COUNT_BITS), count, standing }
+        Newest { round: word >> (PHASE_BITS + COUNT_BITS), count, state }
     }
 
     fn word(self) -> u64 {
-        let phase = match self.standing {
-            Standing::Open => 0,
-            Standing::Well => 1,
-            Standing::Elsewhere => 2,
+        let phase = match self.state {
+            VoteState::Open => 0,
+            VoteState::Succeeded => 1,
+            VoteState::Deferred => 2,
         };
         (self.round << (PHASE_BITS + COUNT_BITS)) | (self.count << PHASE_BITS) | phase
     }
 }
 
-/// Cast the `shared vote` of `member` in a round, once.
-pub(crate) fn cast(words: &impl Words, member: usize, round: u64, shared_vote: &SharedVote) -> Standing {
-    // The round before is decided for this member, so anyone who still looks at its old shared vote decides nothing by it.
+/// Cast the vote of `member` in a round, once.
+pub(crate) fn cast(words: &impl Words, member: usize, round: u64, shared_vote: &SharedVote) -> VoteState {
+    // The round before is decided for this member, so no other member decides by its old vote any more.
     for (word, part) in words.shared_vote(member).iter().zip(shared_vote) {
         word.store(*part, Relaxed);
     }
     loop {
         let seen = words.newest().load(Acquire);
         let newest = Newest::of(seen);
-        if newest.round > round || (newest.round == round && newest.standing != Standing::Open) {
-            return look(words, round);
+        if newest.round > round || (newest.round == round && newest.state != VoteState::Open) {
+            return state_of(words, round);
         }
         let count = if newest.round == round { newest.count + 1 } else { 1 };
-        let standing = match count < words.members() as u64 {
-            true => Standing::Open,
+        let state = match count < words.members() as u64 {
+            true => VoteState::Open,
             false if (0..words.members()).all(|other| is_equal(words.shared_vote(other), shared_vote)) => {
-                Standing::Well
+                VoteState::Succeeded
             }
-            false => Standing::Elsewhere,
+            false => VoteState::Deferred,
         };
-        if let Some(standing) = step(words, seen, Newest { round, count, standing }) {
-            return standing;
+        if let Some(state) = step(words, seen, Newest { round, count, state }) {
+            return state;
         }
     }
 }
 
-/// How a round stands of which this member is.
-pub(crate) fn look(words: &impl Words, round: u64) -> Standing {
+/// The state of a round that this member takes part in.
+pub(crate) fn state_of(words: &impl Words, round: u64) -> VoteState {
     let newest = Newest::of(words.newest().load(Acquire));
     if newest.round < round {
-        return Standing::Open;
+        return VoteState::Open;
     }
     if newest.round == round {
-        return newest.standing;
+        return newest.state;
     }
-    // Others are further: nothing went well since then, as this member was not in it.
-    if words.last_well().load(Acquire) >= round { Standing::Well } else { Standing::Elsewhere }
+    // The other members are further. No later round succeeded, as this member was not in it.
+    if words.last_success().load(Acquire) >= round { VoteState::Succeeded } else { VoteState::Deferred }
 }
 
-/// Have a round that is still open be decided elsewhere; never returns that it is open.
-pub(crate) fn give_up(words: &impl Words, round: u64) -> Standing {
+/// Defer a round that is still open; never returns that it is open.
+pub(crate) fn give_up(words: &impl Words, round: u64) -> VoteState {
     loop {
         let seen = words.newest().load(Acquire);
         let newest = Newest::of(seen);
-        if newest.round > round || (newest.round == round && newest.standing != Standing::Open) {
-            return look(words, round);
+        if newest.round > round || (newest.round == round && newest.state != VoteState::Open) {
+            return state_of(words, round);
         }
-        if let Some(standing) = step(words, seen, Newest { round, count: 0, standing: Standing::Elsewhere }) {
-            return standing;
+        if let Some(state) = step(words, seen, Newest { round, count: 0, state: VoteState::Deferred }) {
+            return state;
         }
     }
 }
 
-/// Put `next` in the place of what was `seen`; `None` where another one was faster.
-fn step(words: &impl Words, seen: u64, next: Newest) -> Option<Standing> {
+/// Replace the word `seen` by `next`; `None` where another member changed it first.
+fn step(words: &impl Words, seen: u64, next: Newest) -> Option<VoteState> {
     let before = Newest::of(seen);
-    if before.standing == Standing::Well {
-        // For those who have yet to look, and find that the next one is on.
-        words.last_well().fetch_max(before.round, AcqRel);
+    if before.state == VoteState::Succeeded {
+        // For the members that read the word only after the next round began.
+        words.last_success().fetch_max(before.round, AcqRel);
     }
     words.newest().compare_exchange(seen, next.word(), AcqRel, Acquire).ok()?;
-    if next.standing != Standing::Open {
-        words.ring();
+    if next.state != VoteState::Open {
+        words.wake_all();
     }
-    Some(next.standing)
+    Some(next.state)
 }
 
 fn is_equal(cast: &[AtomicU64; VOTE_WORDS], shared_vote: &SharedVote) -> bool {
