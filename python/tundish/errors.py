@@ -56,6 +56,13 @@ class TundishError(Exception):
     """Base class of every error that tundish raises."""
 
 
+class _DetailedError(TundishError):
+    """An error whose first argument is the message; the others are attributes, so that it pickles with them."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class InvalidInputError(TundishError, ValueError):
     """An argument has an invalid value."""
 
@@ -116,7 +123,7 @@ class PoolError(TundishError, RuntimeError):
     """A pool accepts no tasks: it is shut down, broken, or belongs to another process."""
 
 
-class WorkerDiedError(PoolError):
+class WorkerDiedError(_DetailedError, PoolError):
     """The worker process that ran a task died.
 
     Attributes:
@@ -128,9 +135,6 @@ class WorkerDiedError(PoolError):
         super().__init__(message, pid, status)
         self.pid = pid
         self.status = status
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class UnsupportedError(TundishError, NotImplementedError):
@@ -157,7 +161,7 @@ class StepOrderError(InvalidInputError):
     """A save has a lower step than the newest published one of its kind."""
 
 
-class CorruptCheckpointError(TundishError, ValueError):
+class CorruptCheckpointError(_DetailedError, ValueError):
     """A checkpoint is damaged.
 
     Attributes:
@@ -168,11 +172,8 @@ class CorruptCheckpointError(TundishError, ValueError):
         super().__init__(message, paths)
         self.paths = paths
 
-    def __str__(self) -> str:
-        return str(self.args[0])
 
-
-class PeerFailedError(TundishError, RuntimeError):
+class PeerFailedError(_DetailedError, RuntimeError):
     """Another rank failed. The message contains its error.
 
     Attributes:
@@ -183,11 +184,8 @@ class PeerFailedError(TundishError, RuntimeError):
         super().__init__(message, rank)
         self.rank = rank
 
-    def __str__(self) -> str:
-        return str(self.args[0])
 
-
-class PeerStoppedError(TundishError, RuntimeError):
+class PeerStoppedError(_DetailedError, RuntimeError):
     """Another rank left a collective loop early.
 
     Attributes:
@@ -198,15 +196,12 @@ class PeerStoppedError(TundishError, RuntimeError):
         super().__init__(message, rank)
         self.rank = rank
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class TimedOutError(TundishError, TimeoutError):
     """An operation did not finish within its timeout."""
 
 
-class VoteTimeoutError(TundishError, TimeoutError):
+class VoteTimeoutError(_DetailedError, TimeoutError):
     """A rank did not vote before its deadline.
 
     Attributes:
@@ -217,20 +212,13 @@ class VoteTimeoutError(TundishError, TimeoutError):
         super().__init__(message, ranks)
         self.ranks = ranks
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class StoreLostError(TundishError, ConnectionError):
     """The job's c10d store no longer answers."""
 
 
-class ShardGoneError(TundishError, KeyError):
+class ShardGoneError(_DetailedError, KeyError):
     """A shard does not exist: it was removed, drained with its step, or never stored."""
-
-    def __str__(self) -> str:
-        # `KeyError` would put the message in quotes.
-        return str(self.args[0])
 
 
 class ShardMismatchError(TundishError, ValueError):
@@ -249,7 +237,7 @@ class NotAuthorizedError(TundishError, PermissionError):
     """A server refused the token of a request, or its user."""
 
 
-class DrainError(TundishError, RuntimeError):
+class DrainError(_DetailedError, RuntimeError):
     """A process could not be drained, in this step and in earlier ones.
 
     Attributes:
@@ -259,9 +247,6 @@ class DrainError(TundishError, RuntimeError):
     def __init__(self, message: str, workers: tuple[object, ...] = ()) -> None:
         super().__init__(message, workers)
         self.workers = workers
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class MissingExtraError(TundishError, ImportError):

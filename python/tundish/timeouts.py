@@ -1,32 +1,13 @@
-"""Checks timeout arguments and turns them into seconds or deadlines."""
+"""Checks timeout arguments and turns them into seconds."""
 
 from __future__ import annotations
 
 import math
-import numbers
-import time
 from datetime import timedelta
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["deadline_of", "timeout_seconds"]
-
-
-def deadline_of(seconds: float | None) -> float | None:
-    """The `time.monotonic()` value at which a wait of `seconds` ends; None for a wait without end.
-
-    Raises:
-        InvalidTypeError: `seconds` is no number.
-        InvalidInputError: `seconds` is NaN.
-    """
-    given: object = seconds
-    if given is None:
-        return None
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise InvalidTypeError(f"timeout is {given!r}: give a number of seconds, or None to wait without end")
-    if math.isnan(given):
-        raise InvalidInputError("timeout is NaN: give a number of seconds, or None to wait without end")
-    return time.monotonic() + float(given)
+__all__ = ["timeout_seconds"]
 
 
 def timeout_seconds(timeout: timedelta | float) -> float:
