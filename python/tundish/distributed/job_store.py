@@ -9,7 +9,6 @@ the host of the store is stopped: call it on a thread that no other thread waits
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from typing import Any
 
@@ -17,7 +16,6 @@ __all__ = [
     "JobStore",
     "job_start",
     "second_client",
-    "shared_client",
     "store_address",
     "store_host_rank",
     "store_load_factor",
@@ -31,17 +29,8 @@ _BATCH = 256
 # Up to this many ranks the store answers all of them without noticeable delay.
 _SMALL_JOB = 256
 
-_shared_clients: weakref.WeakKeyDictionary[Any, tuple[int, weakref.ref[Any]]] = weakref.WeakKeyDictionary()
-_shared_clients_lock = threading.Lock()
-
-
-def _renew_lock() -> None:
-    # Another thread of the parent may have held it during the fork.
-    global _shared_clients_lock
-    _shared_clients_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
+# The process's second client of each store, and the process that made it. It is closed with the store.
+_shared_clients: weakref.WeakKeyDictionary[Any, tuple[int, Any]] = weakref.WeakKeyDictionary()
 
 
 def torch_distributed() -> Any:
@@ -101,26 +90,14 @@ def second_client(base: Any) -> Any:
     )
 
 
-def shared_client(base: Any) -> Any:
-    """This process's shared second client of the store of `base`, which lives as long as it is referenced."""
-    client = _known_client(base)
-    if client is not None:
-        return client
-    # Without the lock: connecting to a host that is gone takes minutes, and others may use another store.
-    made = second_client(base)
-    with _shared_clients_lock:
-        process, known = _shared_clients.get(base, (0, None))
-        client = None if known is None or process != os.getpid() else known()
-        if client is None:
-            client = made
-            _shared_clients[base] = os.getpid(), weakref.ref(client)
+def _shared_client(base: Any) -> Any:
+    """This process's shared second client of the store of `base`."""
+    process, client = _shared_clients.get(base, (0, None))
+    if process != os.getpid():
+        # Without a lock, since a connection to a host that is gone takes minutes: two threads may make one each.
+        client = second_client(base)
+        _shared_clients[base] = os.getpid(), client
     return client
-
-
-def _known_client(base: Any) -> Any:
-    with _shared_clients_lock:
-        process, known = _shared_clients.get(base, (0, None))
-        return None if known is None or process != os.getpid() else known()
 
 
 class JobStore:
@@ -148,7 +125,7 @@ class JobStore:
         if not hasattr(self._base, "clone"):
             # A second client lacks the prefixes of the first one, among them the number of an elastic restart.
             namespace = f"{namespace}/restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._client = shared_client(self._base)
+        self._client = _shared_client(self._base)
         self._connection = distributed.PrefixStore(namespace, self._client)
 
     def read(self, key: str) -> str | None:
@@ -203,9 +180,7 @@ class JobStore:
             return getattr(self._connection, operation)(*arguments)
         except Exception:
             # The connection may be broken: the next user makes a new one.
-            with _shared_clients_lock:
-                _, known = _shared_clients.get(self._base, (0, None))
-                if self._client is not None and known is not None and known() is self._client:
-                    del _shared_clients[self._base]
+            if self._client is not None and _shared_clients.get(self._base, (0, None))[1] is self._client:
+                _shared_clients.pop(self._base, None)
             self._connection = None
             raise
