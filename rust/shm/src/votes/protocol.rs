@@ -27,9 +27,9 @@ pub enum VoteState {
     /// Not all members have voted.
     Open,
     /// All members voted and agree.
-    Well,
+    Succeeded,
     /// A member gave up or does not agree: the round is decided in another way.
-    Elsewhere,
+    Deferred,
 }
 
 /// The shared words, all zero at first.
