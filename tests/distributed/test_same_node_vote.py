@@ -222,14 +222,11 @@ def test_closing_ends_the_vote_of_another_thread_that_has_not_come_to_the_store(
 
 
 def loses_the_host_of_the_store(rank: int, line: Line) -> None:
-    import torch.distributed as distributed
-
-    pair_group = distributed.new_group([1, 2])
     with Voter() as voter:
         settle(voter)
         if rank > 0:
             # Votes of this pair need nothing of the host.
-            pair = Voter(pair_group)
+            pair = Voter(ranks=[1, 2])
             settle(pair)
         voter.vote(what="all are well")
         line.say("settled")

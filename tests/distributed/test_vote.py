@@ -352,3 +352,18 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "<0 PeerFailedError a step: rank 1 failed with ValueError: text>" in done.stdout
     assert "<1 ValueError text>" in done.stdout
+
+
+def some_ranks_vote(rank: int, line: Line) -> None:
+    if rank == 1:
+        return
+    with Voter(ranks=[2, 0], timeout=20) as voter:
+        assert voter.ranks == (2, 0)
+        assert voter.gather(f"of {rank}", what="gathering") == (["of 2", "of 0"] if rank == 2 else [])
+        kind, _, named = outcome(lambda: voter.vote(ValueError("no") if rank == 0 else None, what="voting"))
+        assert (kind, named) == (("ValueError", None) if rank == 0 else ("PeerFailedError", 0))
+
+
+def test_some_ranks_of_a_group_vote_among_themselves(tmp_path: Path) -> None:
+    with Job(some_ranks_vote, 3, tmp_path) as job:
+        job.expect_end()

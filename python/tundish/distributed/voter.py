@@ -14,11 +14,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from types import TracebackType
@@ -76,6 +77,7 @@ class Voter:
 
     Args:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
+        ranks: the global ranks that vote, in order, this one among them; None for the whole group.
         timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
         warn_after: seconds after which a vote that waits logs, on one rank, which ranks it waits for, and again after
             twice as many; None where members may take long as a matter of course.
@@ -93,11 +95,14 @@ class Voter:
         self,
         group: Any = None,
         *,
+        ranks: Sequence[int] | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         warn_after: float | None = WARN_AFTER,
         meets: bool = True,
     ) -> None:
         member = group_info(group)
+        if ranks is not None:
+            member = dataclasses.replace(member, ranks=tuple(ranks), name="ranks")
         self.rank, self.ranks = member.rank, member.ranks
         self._warn_after = warn_after
         self._name = unique_name(member.name, member.ranks)

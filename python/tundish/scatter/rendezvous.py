@@ -82,7 +82,7 @@ def agree_on_participants(
     with contextlib.suppress(InvalidInputError, InvalidTypeError):
         same_group = voter_of(group)
     participants = replicated_participants(group, src, same_batch, same_group, timeout=timeout)
-    with Voter.among(participants.ranks, timeout=timeout) as voter:
+    with Voter(ranks=participants.ranks, timeout=timeout) as voter:
         yield voter, participants, timeout
 
 
