@@ -65,12 +65,10 @@ class Voter:
     """Votes among the members of a group, apart from all other voters. A context manager.
 
     Collective: all members create it, on their calling threads and in the same order; the constructor ends with a first
-    vote. Afterwards any one thread may vote with it, in the background too: it uses only the job's store and memory
-    that the ranks of a node share. Two threads need two voters.
+    vote. Afterwards any one thread may vote with it, in the background too. Two threads need two voters.
 
-    A member on the same node that is killed is noticed within 1 s by every rank that is in a vote, and reported to
-    other nodes through the store. If it was gone before, ranks that voted with it in the whole job or in `group` notice
-    it as soon; where none did, the constructor waits for `timeout`.
+    A rank that is killed is noticed within 1 s by the other ranks of its node, and reported to other nodes through the
+    job's store. If it was gone before, ranks that voted with it in the whole job or in `group` notice it as soon.
 
     A vote that Ctrl-C interrupts closes the voter, which says so at its next use. The other ranks raise an error that
     names this rank, in that vote or in the next one.
@@ -155,8 +153,8 @@ class Voter:
 
         Raises:
             The `error` given, on the rank that gave it.
-            PeerFailedError: another rank failed, or was killed. `rank` is its global rank, the lowest of several; the
-                message has the errors of eight ranks, names up to 64 ranks and counts the others.
+            PeerFailedError: another rank failed, or was killed. `rank` is the lowest of the ranks that failed; the
+                message has the errors of eight ranks, and names up to 64.
             VoteTimeoutError: a rank did not vote in time (`ranks` names the lowest 256 of them), or this rank came
                 after the others had given up on it. All ranks are in step for the next vote.
             StoreLostError: the launcher's store is gone, and the vote needs it: not all ranks are on one node, or well.
@@ -236,17 +234,16 @@ class Voter:
         The builder of a node is its first rank in the group (local rank 0, where the group holds it).
 
         Args:
-            build: slow work that may raise anything. It must not vote with this voter. It may call
-                `raise_if_peer_lost`, which ends it when another rank of its node is gone.
+            build: slow work that may raise anything. It does not vote with this voter, and may call
+                `raise_if_peer_lost`.
             what: what is built, for messages.
             timeout: how long the others wait for the builders; None, the default, for as long as they take.
 
         Returns:
-            What `build` returned on builders, None on the others, once all builders are done.
+            The result of `build` on builders, None on the others, once all builders are done.
 
         Raises:
-            What `vote` raises: a builder's own error on it, `PeerFailedError` on all others, also within 1 s when a
-            builder is killed. Ctrl-C in a builder is reported to the others likewise.
+            What `vote` raises: a builder's own error on it, `PeerFailedError` on all others.
         """
         self.vote(what=f"{what}: meeting before it")
         built: T | None = None
@@ -493,10 +490,7 @@ class _AgreedBlock(contextlib.AbstractContextManager[None]):
 
 
 def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
-    """Returns which ranks of this node the voters of the whole job and of `group` know to be gone.
-
-    Other voters do not count: their members may close them and live on.
-    """
+    """Returns the lost ranks that the voters of the whole job and of `group` know of."""
     own = None if group is None else weakref.ref(group)
 
     def losses() -> Mapping[int, RankFailure]:
