@@ -21,6 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +29,24 @@ from tundish.distributed.job_store import JobStore, store_host_rank, store_load_
 from tundish.distributed.peer_watch import PeerWatch
 from tundish.distributed.process_groups import GroupInfo
 from tundish.distributed.vote_result import RankFailure, VoteResult
-from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, ranks_named
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    PeerFailedError,
+    StoreLostError,
+    TundishError,
+    VoteTimeoutError,
+    ranks_named,
+)
 
-__all__ = ["LINGER_SECONDS", "PendingVote", "VoteProtocol", "check_same", "check_size"]
+__all__ = [
+    "LINGER_SECONDS",
+    "PendingVote",
+    "VoteProtocol",
+    "check_same",
+    "check_size",
+    "no_result_error",
+]
 
 # How long a failed rank waits for the others to bring their failures too, so that all are named.
 _GATHER_SECONDS = 0.5
@@ -428,4 +444,23 @@ def check_size(text: str | None, what: str) -> TundishError | None:
     return InvalidInputError(
         f"{what}: a text of {size} bytes was given, and the job's store takes no more than {_MAX_TEXT_BYTES}: share "
         "large data in another way"
+    )
+
+
+def no_result_error(
+    what: str, rank: int, host: int | None, task: Future[None] | None, seconds: float | None
+) -> TundishError:
+    """The error of a vote that has no result on this `rank`: its `task` failed, or the store did not answer in time."""
+    if task is None or not task.done():
+        text = f"{what}: the job's store did not answer within {seconds or 0.0:.4g} s"
+        if host is None:
+            return VoteTimeoutError(f"{text}: look at the launcher that serves it", ())
+        return VoteTimeoutError(f"{text}: rank {host}, which hosts it, is stopped or hung", (host,))
+    trouble = task.exception()
+    if isinstance(trouble, InvalidInputError):
+        return trouble
+    if host is None or host == rank:
+        return StoreLostError(f"{what}: the job's store is gone or refuses ({trouble}): restart the job")
+    return PeerFailedError(
+        f"{what}: rank {host}, which hosts the job's store, was killed or vanished ({trouble})", host
     )

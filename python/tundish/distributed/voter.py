@@ -36,9 +36,10 @@ from tundish.distributed.vote_protocol import (
     VoteProtocol,
     check_same,
     check_size,
+    no_result_error,
 )
 from tundish.distributed.vote_result import LostPeerError, RankFailure, VoteResult
-from tundish.errors import InvalidInputError, PeerFailedError, StoreLostError, TundishError, VoteTimeoutError
+from tundish.errors import InvalidInputError, TundishError
 from tundish.timeouts import timeout_seconds
 
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "group_voters"]
@@ -355,7 +356,7 @@ class Voter:
                 result = vote.result
                 vote.abandoned = result is None
         if result is None:
-            problem: TundishError | None = self._no_result(protocol.host, what, task, seconds or 0.0)
+            problem: TundishError | None = no_result_error(what, self.rank, protocol.host, task, seconds)
         else:
             problem = result.error(what, self.rank, late=task is not None and not vote.posted)
         # A rank that only saw that another one is gone raises the common error.
@@ -411,24 +412,6 @@ class Voter:
         # A vote in progress ends early, as it sees the interruption.
         wait([self._thread.submit(tell, waits=True)], _TELL_SECONDS)
         self.close("was interrupted in a vote and is closed: make a new one on all ranks")
-
-    def _no_result(
-        self, host: int | None, what: str, task: Future[Any] | None, seconds: float
-    ) -> TundishError:
-        """The error where the vote has no result on this rank."""
-        if task is None or not task.done():
-            text = f"{what}: the job's store did not answer within {seconds:.4g} s"
-            if host is None:
-                return VoteTimeoutError(f"{text}: look at the launcher that serves it", ())
-            return VoteTimeoutError(f"{text}: rank {host}, which hosts it, is stopped or hung", (host,))
-        trouble = task.exception()
-        if isinstance(trouble, InvalidInputError):
-            return trouble
-        if host is None or host == self.rank:
-            return StoreLostError(f"{what}: the job's store is gone or refuses ({trouble}): restart the job")
-        return PeerFailedError(
-            f"{what}: rank {host}, which hosts the job's store, was killed or vanished ({trouble})", host
-        )
 
     # On the background thread.
 
