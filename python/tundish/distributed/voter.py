@@ -218,14 +218,14 @@ class Voter:
         return received
 
     def agreed(
-        self, what: str, *, timeout: timedelta | float | None = DEFAULT_TIMEOUT
+        self, what: str, *, same: str | None = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
     ) -> contextlib.AbstractContextManager[None]:
         """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises.
 
         Args:
-            what, timeout: as in `vote`.
+            what, same, timeout: as in `vote`.
         """
-        return _AgreedBlock(self, what, timeout)
+        return _AgreedBlock(self, what, same, timeout)
 
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
@@ -458,9 +458,10 @@ class Voter:
 class _AgreedBlock(contextlib.AbstractContextManager[None]):
     """A block that ends in a vote. No generator: one that is dropped unfinished would vote when it is collected."""
 
-    def __init__(self, voter: Voter, what: str, timeout: timedelta | float | None) -> None:
+    def __init__(self, voter: Voter, what: str, same: str | None, timeout: timedelta | float | None) -> None:
         self._voter = voter
         self._what = what
+        self._same = same
         self._timeout = timeout
 
     def __exit__(
@@ -469,7 +470,7 @@ class _AgreedBlock(contextlib.AbstractContextManager[None]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._voter.vote(error, what=self._what, timeout=self._timeout)
+        self._voter.vote(error, what=self._what, same=self._same, timeout=self._timeout)
 
 
 def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:

@@ -116,7 +116,7 @@ def rule_of(kind: type) -> Rule:
 
 def spec_of(value: Any) -> NodeSpec | None:
     """The parts of any object; None for an object to pickle."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is dict and _KEY_TYPES.issuperset(map(type, value)):
         return NodeSpec(("dict", tuple(value)), list(value.values()))
     if kind is list or kind is tuple:

@@ -125,7 +125,7 @@ class Traversal:
         return found
 
     def _spec(self, value: Any) -> NodeSpec | None:
-        kind = type(value)
+        kind: Any = type(value)
         spec = rule_of(kind)(value)
         if spec is not None:
             _check_importable(value if kind is type else kind)
