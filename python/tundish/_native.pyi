@@ -457,6 +457,7 @@ class TensorExchange:
 class TensorReader:
     @staticmethod
     def of(kinds: list[type], storage: type) -> TensorReader | None: ...
+    def unusual(self, tensors: Sequence[Any]) -> list[int]: ...
 
 @final
 class TensorPlan:

@@ -1,10 +1,10 @@
 //! Copies that another processor reads next: through the caches or past them, whichever was faster lately.
 //!
-//! Where the reader shares a cache with this processor, a copy through it is better: the reader finds the bytes there.
+//! If the reader shares a cache with this processor, a copy through it is better: the reader finds the bytes there.
 //! Otherwise (another chiplet or socket, or a virtual machine that its host has spread out) the reader's cache still
-//! has the lines of the last contents, and each has to be fetched back before it is written. That took twelve times as
-//! long as a copy past the caches, which takes a fifth longer at worst. The reader's processor may change, so the time
-//! of each copy is measured.
+//! has the lines of the old contents, and each is fetched back before it is written. That took twelve times as long as a
+//! copy past the caches, which takes a fifth longer at worst. The reader may move to another processor, so the time of
+//! each copy is measured.
 #![allow(unsafe_code)]
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,34 +13,34 @@ use std::time::{Duration, Instant};
 use crate::copying;
 use crate::pieces::Copy;
 
-/// Bytes. Of more no cache would have all until it is read.
+/// Bytes that no cache keeps until they are read.
 const LARGE: usize = 8 << 20;
 
-/// Copies until the way that was not taken is tried again; in the beginning, when memory is fresh and takes several
-/// times as long, fewer.
+/// Copies until the other way is tried again. The first trials come earlier, since fresh memory takes several times as
+/// long.
 const TRIED_EVERY: u32 = 64;
 
-/// What is left of a rate after a copy that was slower, one part in so many less: somebody else may have had the
-/// processor, or the memory was fresh, so that one copy says little.
-const FORGOTTEN: u32 = 8;
+/// A slower copy lowers the rate by one part in this many: another process may have had the processor, or the memory
+/// was fresh.
+const DECAY: u32 = 8;
 
-/// How much slower copies through the caches have to be: the reader's time, which is not seen, is less after them.
+/// How much slower copies through the caches have to be: the reader, whose time is not measured, is faster after them.
 const MUCH_SLOWER: u32 = 3;
 
-/// The ways to one kind of readers.
+/// Chooses the way of copies to one kind of readers.
 #[derive(Debug, Default)]
 pub struct AdaptiveCopy {
-    /// Bytes a microsecond, of the fastest of the last copies of each way; 0 where there was none.
+    /// Bytes per microsecond of the fastest recent copies each way; 0 before the first.
     through: AtomicU32,
     past: AtomicU32,
     copies: AtomicU32,
 }
 
 impl AdaptiveCopy {
-    /// As [`copying::copy`]; only large copies are made by several threads, and ask `go_on`.
+    /// Copies as [`copying::copy`]. Only large copies use several threads and call `go_on`.
     ///
     /// # Safety
-    /// As of [`copying::copy`].
+    /// As for [`copying::copy`].
     pub unsafe fn copy<E>(
         &self,
         copies: &[Copy],
@@ -67,7 +67,7 @@ impl AdaptiveCopy {
         Ok(())
     }
 
-    /// Whether the next copy is to go past the caches.
+    /// Whether the next copy goes past the caches.
     fn is_past(&self) -> bool {
         let (through, past) = (self.through.load(Ordering::Relaxed), self.past.load(Ordering::Relaxed));
         let is_better = through > 0 && through.saturating_mul(MUCH_SLOWER) < past;
@@ -80,7 +80,7 @@ impl AdaptiveCopy {
         let rate = u32::try_from(bytes as u128 * 1000 / time.as_nanos().max(1)).unwrap_or(u32::MAX);
         let way = if is_past { &self.past } else { &self.through };
         let before = way.load(Ordering::Relaxed);
-        way.store(rate.max(before - before / FORGOTTEN), Ordering::Relaxed);
+        way.store(rate.max(before - before / DECAY), Ordering::Relaxed);
     }
 }
 
@@ -90,7 +90,7 @@ mod tests {
 
     const BYTES: usize = 1 << 20;
 
-    /// How many of `copies` go past the caches, where a copy takes so many microseconds on either way.
+    /// How many of `copies` go past the caches, if a copy takes this many microseconds either way.
     fn count_past(adaptive: &AdaptiveCopy, copies: usize, through: u64, past: u64) -> usize {
         (0..copies)
             .filter(|_| {
@@ -102,7 +102,7 @@ mod tests {
     }
 
     const TRIES: usize = 10 * TRIED_EVERY as usize;
-    /// So many of them are trials: the powers of two below `TRIED_EVERY` and its multiples.
+    /// The trials among them: the powers of two below `TRIED_EVERY`, and its multiples.
     const TRIALS: usize = 5 + 10;
 
     #[test]
@@ -146,7 +146,7 @@ mod tests {
         for _ in 0..3 {
             let mut target = vec![0u8; source.len()];
             let copies = [Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
-            // SAFETY: both are vectors, which nobody else looks at.
+            // SAFETY: both are vectors that nobody else accesses.
             let copied: Result<(), ()> = unsafe { adaptive.copy(&copies, 1, |_| Ok(())) };
             assert_eq!(copied, Ok(()));
             assert!(target == source);

@@ -1,16 +1,16 @@
 //! Copies host memory past the caches, on several threads.
 //!
-//! The bytes that a save stages are read again only when they are written, and are larger than any cache. Ordinary
-//! stores would first read each line of the target, and push the training's data out of the caches. Streaming stores do
-//! neither: two transfers instead of three take two thirds of the time where memory is the limit.
+//! The bytes that a save stages are not read again before they are written to the disk, and are larger than any cache.
+//! Ordinary stores would first read each line of the target, and push the training's data out of the caches. Streaming
+//! stores do neither: two transfers instead of three take two thirds of the time where memory is the limit.
 //!
 //! Invariants: every byte is copied once, by one thread. When [`copy`] or [`Copying::finish`] returns, or a [`Copying`]
 //! is dropped, no other thread runs for it.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::{mem, panic, process};
 
@@ -19,173 +19,91 @@ use crate::pieces::{Copy, Pieces};
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
 pub const WORTH_A_THREAD: usize = 8 << 20;
 
-/// What a thread takes at a time. Threads that were given their shares at the beginning would all wait for the one
-/// whose processor somebody else wants, too.
+/// Bytes that a thread takes at a time. With fixed shares, all threads would wait for the one whose processor is busy.
 const PIECE: usize = 1 << 20;
 
-/// Pieces of a thread between two looks at whether to go on: some milliseconds, ten times that where memory is fresh.
-const LOOK_AROUND: usize = 32;
+/// Pieces between two calls of `go_on`: some milliseconds, ten times that if memory is fresh.
+const PIECES_PER_CHECK: usize = 32;
 
-/// Copies all of `copies` on up to `threads` threads, the caller's among them. That one asks `go_on` now and then, with
-/// the bytes that were begun; at an error nothing more is begun, and it is returned.
+/// Copies all of `copies` on up to `threads` threads, including the caller's. The caller's thread calls `go_on` now and
+/// then with the number of bytes that were begun. If that fails, no more is begun, and its error is returned.
 ///
 /// # Safety
-/// All sources can be read and all targets written until this returns; no target overlaps another or a source, and
-/// nobody else looks at a target. Who changes a source meanwhile gets some of the old bytes and some of the new.
+/// All sources can be read and all targets written until this returns. No target overlaps another target or a source,
+/// and nobody else accesses a target. If a source changes meanwhile, its copy mixes old and new bytes.
 pub unsafe fn copy<E>(copies: &[Copy], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
-    let mut copying = Copying::new(threads);
-    copying.add(copies);
-    copying.be_helped(copying.total / WORTH_A_THREAD);
-    copying.finish(go_on)
+    // SAFETY: the caller's promise.
+    unsafe { Copying::start(copies.to_vec(), threads) }.finish(go_on)
 }
 
-/// Copies that other threads make, as far as they are worth them, while their caller finds more of them, and does other
-/// work. It takes part when it finishes them; when this is dropped, no more is begun.
+/// Copies that other threads make while the caller does other work. [`finish`](Self::finish) takes part; dropping this
+/// begins no more of them.
 #[derive(Debug)]
 pub struct Copying {
-    portions: Arc<Portions>,
-    total: usize,
-    threads: usize,
+    pieces: Arc<Pieces>,
     helpers: Vec<JoinHandle<()>>,
     process: u32,
 }
 
 impl Copying {
-    /// Nothing yet. Up to `threads` are to take part, the caller's among them.
-    #[must_use]
-    pub fn new(threads: usize) -> Self {
-        Copying { portions: Arc::default(), total: 0, threads, helpers: Vec::new(), process: process::id() }
-    }
-
-    /// Begins with `copies` on other threads, once all that was handed in is worth them.
+    /// Begins with `copies` on as many other threads as they are worth, at most `threads` - 1.
     ///
     /// # Safety
-    /// As of [`copy`](fn@copy), for all that is handed in, until this is finished or dropped.
-    pub unsafe fn hand_in(&mut self, copies: &[Copy]) {
-        self.add(copies);
-        // The caller's does not count, which is at something else.
-        self.be_helped(1 + self.total / WORTH_A_THREAD);
+    /// As for [`copy`](fn@copy), until this is finished or dropped.
+    #[must_use]
+    pub unsafe fn start(copies: Vec<Copy>, threads: usize) -> Self {
+        let pieces = Arc::new(Pieces::new(copies));
+        let mut helpers = Vec::new();
+        while helpers.len() < (pieces.total / WORTH_A_THREAD).min(threads.saturating_sub(1)) {
+            let shared = Arc::clone(&pieces);
+            let Ok(helper) = thread::Builder::new().spawn(move || while shared.copy_next().is_some() {}) else {
+                // The caller's thread copies what this one would.
+                break;
+            };
+            helpers.push(helper);
+        }
+        Copying { pieces, helpers, process: process::id() }
     }
 
-    /// Copies what no other thread has begun. Asks `go_on` now and then, with the bytes that were begun; at an error
-    /// nothing more is begun.
+    /// Copies everything that no other thread has begun, and waits for the others. Calls `go_on` as [`copy`](fn@copy).
     ///
     /// # Errors
-    /// What `go_on` returns.
+    /// The error of `go_on`.
     pub fn finish<E>(mut self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
-        self.portions.complete();
-        let (mut copied, mut before, mut own) = (Ok(()), 0, 0);
-        self.portions.each(|pieces| {
-            while copied.is_ok()
-                && let Some(begun) = pieces.copy_next()
-            {
-                own += 1;
-                if own % LOOK_AROUND == 0 {
-                    copied = go_on(before + begun);
-                }
+        let (mut copied, mut own) = (Ok(()), 0);
+        while copied.is_ok()
+            && let Some(begun) = self.pieces.copy_next()
+        {
+            own += 1;
+            if own % PIECES_PER_CHECK == 0 {
+                copied = go_on(begun);
             }
-            before += pieces.total;
-        });
-        self.portions.stop();
-        // One after the other: where one panicked, the others are waited for all the same.
+        }
+        self.pieces.stop();
+        // One after the other: if one panicked, `drop` waits for the rest.
         while let Some(helper) = self.helpers.pop() {
             helper.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
         }
         copied
-    }
-
-    fn add(&mut self, copies: &[Copy]) {
-        let pieces = Pieces::of(copies);
-        self.total += pieces.total;
-        self.portions.add(pieces);
-    }
-
-    /// Have other threads copy, so that they are up to `threads` with the caller's.
-    fn be_helped(&mut self, threads: usize) {
-        while self.helpers.len() + 1 < threads.min(self.threads) {
-            let portions = Arc::clone(&self.portions);
-            let Ok(helper) = thread::Builder::new().spawn(move || portions.each(Pieces::copy_all)) else {
-                // What another thread would copy, the caller's does.
-                break;
-            };
-            self.helpers.push(helper);
-        }
     }
 }
 
 impl Drop for Copying {
     fn drop(&mut self) {
         if self.process != process::id() {
-            // In a child made by `fork`, which has none of the threads, and may find the lock held.
+            // A child made by `fork` has none of the threads.
             mem::forget(mem::take(&mut self.helpers));
             return;
         }
-        self.portions.stop();
+        self.pieces.stop();
         for helper in self.helpers.drain(..) {
-            // It has nothing to say any more.
             drop(helper.join());
         }
     }
 }
 
-/// What is to be copied, as it comes to be known.
-#[derive(Debug, Default)]
-struct Portions {
-    known: Mutex<Known>,
-    changed: Condvar,
-}
-
-#[derive(Debug, Default)]
-struct Known {
-    portions: Vec<Arc<Pieces>>,
-    is_all: bool,
-}
-
-impl Portions {
-    fn add(&self, pieces: Pieces) {
-        self.change(|known| known.portions.push(Arc::new(pieces)));
-    }
-
-    /// There will be no more.
-    fn complete(&self) {
-        self.change(|known| known.is_all = true);
-    }
-
-    /// No piece is begun any more.
-    fn stop(&self) {
-        self.complete();
-        self.each(Pieces::stop);
-    }
-
-    /// Visits each, and waits for those that are not known yet.
-    fn each(&self, mut visit: impl FnMut(&Pieces)) {
-        let mut number = 0;
-        while let Some(pieces) = self.get(number) {
-            visit(&pieces);
-            number += 1;
-        }
-    }
-
-    fn get(&self, number: usize) -> Option<Arc<Pieces>> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_awaited = |known: &mut Known| !known.is_all && known.portions.len() <= number;
-        let known = self.changed.wait_while(known, is_awaited).unwrap_or_else(PoisonError::into_inner);
-        known.portions.get(number).map(Arc::clone)
-    }
-
-    fn change(&self, change: impl FnOnce(&mut Known)) {
-        change(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner));
-        self.changed.notify_all();
-    }
-}
-
 impl Pieces {
-    /// Copies pieces until all are taken.
-    fn copy_all(&self) {
-        while self.copy_next().is_some() {}
-    }
-
-    /// Copies the next piece; where it ends, or nothing where all are taken.
+    /// Copies the next piece and returns where it ends; `None` if all are taken.
     fn copy_next(&self) -> Option<usize> {
         let start = self.next.fetch_add(PIECE, Ordering::Relaxed);
         let end = (start < self.total).then(|| self.total.min(start + PIECE))?;
@@ -193,7 +111,7 @@ impl Pieces {
         Some(end)
     }
 
-    /// No piece is begun any more.
+    /// Begins no more pieces.
     fn stop(&self) {
         self.next.store(self.total, Ordering::Relaxed);
     }
@@ -201,12 +119,12 @@ impl Pieces {
     fn copy_bytes(&self, bytes: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
         if std::arch::is_x86_feature_detected!("avx") {
-            // SAFETY: what the caller of `copy` answers for; the processor has the instructions.
+            // SAFETY: the promise of the caller of `copy`; the processor has the instructions.
             unsafe { crate::streaming::copy(self, bytes) };
             return;
         }
         for part in self.parts(bytes) {
-            // SAFETY: within a copy, which the caller of `copy` answers for.
+            // SAFETY: within a copy, by the promise of the caller of `copy`.
             unsafe { part.source.copy_to_nonoverlapping(part.target, part.length) };
         }
     }
@@ -250,7 +168,7 @@ mod tests {
                 copies.push(Copy { source, target, length: *length });
                 at += length + gap;
             }
-            let pieces = Pieces::of(&copies);
+            let pieces = Pieces::new(copies);
             let each = pieces.total.div_ceil(shares).max(1);
             for start in (0..pieces.total).step_by(each) {
                 pieces.copy_bytes(start..(start + each).min(pieces.total));
@@ -271,7 +189,7 @@ mod tests {
                 length: stop - start,
             });
             let mut begun = 0;
-            // SAFETY: both lie within their vectors, which nobody else looks at.
+            // SAFETY: both lie within their vectors, which nobody else accesses.
             let copied: Result<(), ()> = unsafe {
                 copy(&copies, threads, |bytes| {
                     assert!(begun < bytes && bytes <= source.len());
@@ -285,141 +203,76 @@ mod tests {
     }
 
     #[test]
-    fn who_is_told_to_stop_begins_nothing_more() {
-        let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
+    fn nothing_is_begun_after_an_error() {
+        let source = vec![1u8; 4 * PIECES_PER_CHECK * PIECE];
         for threads in [1, 2] {
             let mut target = vec![0u8; source.len()];
             let copies = [Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
             let mut asked = 0;
-            // SAFETY: both are vectors, which nobody else looks at.
+            // SAFETY: both are vectors that nobody else accesses.
             let copied = unsafe {
                 copy(&copies, threads, |_| {
                     asked += 1;
                     Err("stop")
                 })
             };
-            // Another thread may have taken so much that this one was not yet to ask.
+            // Another thread may have taken so much that this one did not ask.
             assert!(copied.is_err() == (asked == 1) && (threads > 1 || asked == 1));
-            assert!(threads > 1 || target.iter().filter(|&&byte| byte == 1).count() == LOOK_AROUND * PIECE);
+            assert!(threads > 1 || target.iter().filter(|&&byte| byte == 1).count() == PIECES_PER_CHECK * PIECE);
         }
     }
 
-    /// The halves of a copy.
-    fn halves(source: &[u8], target: &mut [u8]) -> [Copy; 2] {
-        let whole = Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() };
-        [whole.before(source.len() / 2), whole.after(source.len() / 2)]
+    fn whole(source: &[u8], target: &mut [u8]) -> Vec<Copy> {
+        vec![Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }]
     }
 
-    /// Waits until other threads have taken all pieces that are known.
-    fn wait_for_others(copying: &Copying) {
+    #[test]
+    fn other_threads_copy_before_the_caller_takes_part() {
+        let source: Vec<u8> = (0..4 * WORTH_A_THREAD + 17).map(|at| (at % 251) as u8).collect();
+        let mut target = vec![0u8; source.len()];
+        // SAFETY: both are vectors that nobody else accesses.
+        let copying = unsafe { Copying::start(whole(&source, &mut target), 2) };
         let deadline = Instant::now() + Duration::from_secs(60);
-        let known = copying.portions.known.lock().unwrap().portions.clone();
-        while known.iter().any(|pieces| pieces.next.load(Ordering::Relaxed) < pieces.total) {
+        while copying.pieces.next.load(Ordering::Relaxed) < source.len() {
             assert!(Instant::now() < deadline);
             thread::yield_now();
         }
+        let finished = copying.finish(|_| Err("asked, though nothing was left"));
+        assert_eq!(finished, Ok(()));
+        assert!(target == source);
     }
 
     #[test]
-    fn what_is_known_is_copied_while_the_rest_is_found_and_after() {
-        let source: Vec<u8> = (0..4 * LOOK_AROUND * PIECE + 34).map(|at| (at % 251) as u8).collect();
-        for threads in [1, 2, 5] {
+    fn threads_begin_if_the_copies_are_worth_them() {
+        for (length, threads, helpers) in [
+            (WORTH_A_THREAD - 1, 64, 0),
+            (2 * WORTH_A_THREAD, 64, 2),
+            (9 * WORTH_A_THREAD, 3, 2),
+            (2 * WORTH_A_THREAD, 0, 0),
+        ] {
+            let source = vec![1u8; length];
             let mut target = vec![0u8; source.len()];
-            let mut begun = 0;
-            let mut copying = Copying::new(threads);
-            for half in halves(&source, &mut target) {
-                // SAFETY: both lie within their vectors, which nobody else looks at.
-                unsafe { copying.hand_in(&[half]) };
-                assert!(copying.helpers.len() == threads - 1);
-                if threads > 1 {
-                    wait_for_others(&copying);
-                }
-            }
-            let copied: Result<(), ()> = copying.finish(|bytes| {
-                assert!(threads == 1 && begun < bytes && bytes <= source.len());
-                begun = bytes;
-                Ok(())
-            });
-            assert_eq!(copied, Ok(()));
-            assert!(target == source, "{threads} threads");
-            assert!(threads > 1 || begun > source.len() / 2 + LOOK_AROUND * PIECE / 2);
-        }
-    }
-
-    #[test]
-    fn who_finishes_many_small_portions_asks_as_often_as_for_one() {
-        let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
-        let mut target = vec![0u8; source.len()];
-        let whole = Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() };
-        let mut copying = Copying::new(1);
-        for start in (0..source.len()).step_by(WORTH_A_THREAD) {
-            // SAFETY: both are vectors, which nobody else looks at.
-            unsafe { copying.hand_in(&[whole.after(start).before(WORTH_A_THREAD)]) };
-        }
-        let mut asked = Vec::new();
-        let copied: Result<(), ()> = copying.finish(|begun| {
-            asked.push(begun);
-            Ok(())
-        });
-        assert_eq!(copied, Ok(()));
-        assert_eq!(asked, [1, 2, 3, 4].map(|time| time * LOOK_AROUND * PIECE));
-    }
-
-    #[test]
-    fn threads_begin_when_they_are_worth_it() {
-        let source = vec![1u8; 2 * WORTH_A_THREAD - 2];
-        let mut target = vec![0u8; source.len()];
-        let mut copying = Copying::new(64);
-        for (half, helpers) in halves(&source, &mut target).into_iter().zip([0, 1]) {
-            // SAFETY: both are vectors, which nobody else looks at.
-            unsafe { copying.hand_in(&[half]) };
+            // SAFETY: both are vectors that nobody else accesses.
+            let copying = unsafe { Copying::start(whole(&source, &mut target), threads) };
             assert_eq!(copying.helpers.len(), helpers);
         }
     }
 
     #[test]
-    fn no_thread_outlives_copies_that_are_given_up() {
+    fn no_thread_outlives_copies_that_are_dropped() {
         let source = vec![1u8; 8 * WORTH_A_THREAD];
         for threads in [1, 3] {
             let mut target = vec![0u8; source.len()];
-            let mut copying = Copying::new(threads);
-            for half in halves(&source, &mut target) {
-                // SAFETY: both are vectors, which nobody else looks at.
-                unsafe { copying.hand_in(&[half]) };
-            }
-            let portions = Arc::downgrade(&copying.portions);
+            // SAFETY: both are vectors that nobody else accesses.
+            let copying = unsafe { Copying::start(whole(&source, &mut target), threads) };
+            let pieces = Arc::downgrade(&copying.pieces);
             drop(copying);
-            assert!(portions.upgrade().is_none());
+            assert!(pieces.upgrade().is_none());
         }
     }
 
     #[test]
-    fn nothing_is_begun_after_an_error() {
-        let source = vec![1u8; 4 * LOOK_AROUND * PIECE];
-        // In the first half, and in the second.
-        for asked_before in [0, 2] {
-            for threads in [1, 2] {
-                let mut target = vec![0u8; source.len()];
-                let mut asked = 0;
-                let mut copying = Copying::new(threads);
-                for half in halves(&source, &mut target) {
-                    // SAFETY: both lie within their vectors, which nobody else looks at.
-                    unsafe { copying.hand_in(&[half]) };
-                }
-                let copied = copying.finish(|_| {
-                    asked += 1;
-                    if asked > asked_before { Err("stop") } else { Ok(()) }
-                });
-                // Another thread may have taken so much that this one was not to ask so often.
-                assert!(copied.is_err() == (asked > asked_before) && (threads > 1 || copied.is_err()));
-                let copied = target.iter().filter(|&&byte| byte == 1).count();
-                assert!(threads > 1 || copied == (asked_before + 1) * LOOK_AROUND * PIECE);
-            }
-        }
-    }
-
-    #[test]
-    fn nothing_is_copied_of_nothing() {
+    fn no_copies_are_nothing_to_do() {
         // SAFETY: nothing is read or written.
         let copied = unsafe { copy(&[], 3, |_| Err(())) };
         assert_eq!(copied, Ok(()));

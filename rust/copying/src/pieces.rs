@@ -7,43 +7,42 @@ use std::sync::atomic::AtomicUsize;
 /// `length` bytes from `source` to `target`.
 #[derive(Clone, Copy, Debug)]
 pub struct Copy {
-    /// The first byte that is read.
+    /// The first byte to read.
     pub source: *const u8,
-    /// Where it goes.
+    /// The first byte to write.
     pub target: *mut u8,
-    /// How many.
+    /// Bytes.
     pub length: usize,
 }
 
-// SAFETY: only addresses; anyone who calls `copy` answers for what is there.
+// SAFETY: only addresses; the caller of `copy` answers for the memory there.
 unsafe impl Send for Copy {}
 // SAFETY: as above.
 unsafe impl Sync for Copy {}
 
-/// All copies, counted through one after the other and cut into pieces, which threads take in turn.
+/// Copies as one run of bytes, from which threads take pieces.
 #[derive(Debug)]
 pub(crate) struct Pieces {
-    /// Its own, as threads may look at them when anyone who handed them in is gone.
-    pub(crate) copies: Vec<Copy>,
-    /// Where each copy ends.
-    pub(crate) ends: Vec<usize>,
+    copies: Vec<Copy>,
+    /// The end of each copy in the run.
+    ends: Vec<usize>,
     pub(crate) total: usize,
     /// The first byte that no thread has taken.
     pub(crate) next: AtomicUsize,
 }
 
 impl Pieces {
-    pub(crate) fn of(copies: &[Copy]) -> Self {
+    pub(crate) fn new(copies: Vec<Copy>) -> Self {
         let mut total = 0;
         let end_of = |copy: &Copy| {
             total += copy.length;
             total
         };
         let ends = copies.iter().map(end_of).collect();
-        Pieces { copies: copies.to_vec(), ends, total, next: AtomicUsize::new(0) }
+        Pieces { copies, ends, total, next: AtomicUsize::new(0) }
     }
 
-    /// What the copies have of `bytes`, in order.
+    /// The parts of the copies that lie in `bytes` of the run, in order.
     pub(crate) fn parts(&self, bytes: Range<usize>) -> impl Iterator<Item = Copy> {
         let first = self.ends.partition_point(|&end| end <= bytes.start);
         self.copies[first..].iter().zip(&self.ends[first..]).map_while(move |(copy, end)| {
@@ -55,7 +54,7 @@ impl Pieces {
 }
 
 impl Copy {
-    /// All but its first `bytes`, of which it has as many.
+    /// All but its first `bytes`.
     pub(crate) fn after(self, bytes: usize) -> Self {
         // Nothing is read or written here.
         let (source, target) = (self.source.wrapping_add(bytes), self.target.wrapping_add(bytes));

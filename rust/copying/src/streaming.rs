@@ -1,10 +1,10 @@
 //! Stores that go past the caches, of several streams at once.
 //!
-//! One stream waits at each page, where the processor's prefetching ends and begins anew; four wait side by side. On
-//! one thread they take 0.78 of the time of one (Zen 4, pages of 4 KiB), on two 0.8 to 0.9. Two or eight gain less, and
-//! so do streams that are closer than 64 KiB; at 16 KiB nothing is gained.
+//! One stream waits at each page, where the processor's prefetching ends and begins anew; four wait side by side. Four
+//! take 0.78 of the time of one on one thread (Zen 4, pages of 4 KiB), and 0.8 to 0.9 on two. Two or eight gain less, as
+//! do streams that are closer than 64 KiB.
 //!
-//! Invariants: when [`copy`] returns, every thread that is told so sees every byte that it stored.
+//! Invariants: when [`copy`] returns, its bytes are visible to every thread that synchronizes with this one.
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
@@ -12,21 +12,20 @@ use std::ops::Range;
 
 use crate::pieces::{Copy, Pieces};
 
-/// Less may as well stay in a cache.
+/// Copies of fewer bytes may stay in a cache.
 const LEAST: usize = 4096;
 
-/// What is stored at once.
+/// Bytes of one store.
 const STORE: usize = 32;
-/// Two lines of the cache, of each stream in turn: stores that fill lines one after the other are put together on
-/// the way to memory.
+/// Two cache lines, from each stream in turn: stores that fill a line at once are combined on the way to memory.
 const BLOCK: usize = 4 * STORE;
 
 const STREAMS: usize = 4;
-/// Less is one stream's: several would be so close to each other that they gain little.
+/// Fewer bytes go through one stream: several would be too close to each other.
 const WORTH_STREAMS: usize = STREAMS << 15;
 
 /// # Safety
-/// As of [`copy`](crate::copy); the processor has AVX.
+/// As for [`copy`](crate::copy); the processor has AVX.
 #[target_feature(enable = "avx")]
 pub(crate) unsafe fn copy(pieces: &Pieces, bytes: Range<usize>) {
     let each = if bytes.len() < WORTH_STREAMS { bytes.len() } else { bytes.len().div_ceil(STREAMS) };
@@ -34,7 +33,7 @@ pub(crate) unsafe fn copy(pieces: &Pieces, bytes: Range<usize>) {
         let [start, end] = [number, number + 1].map(|edge| bytes.end.min(bytes.start + edge * each));
         Stream::over(pieces.parts(start..end))
     });
-    // SAFETY: of every stream as many bytes are left as are stored.
+    // SAFETY: every stream has as many bytes left as are stored.
     unsafe {
         loop {
             let run = streams.iter_mut().map(|stream| stream.prepare()).min().unwrap_or(0);
@@ -43,22 +42,21 @@ pub(crate) unsafe fn copy(pieces: &Pieces, bytes: Range<usize>) {
             }
             store(streams.each_mut().map(|stream| stream.take(run)), run);
         }
-        // The last bytes of streams with more copies to begin and to end, and all of few bytes.
+        // The rest of the streams that are longer than the shortest one.
         for stream in &mut streams {
             while let run @ 1.. = stream.prepare() {
                 store([stream.take(run)], run);
             }
         }
     }
-    // Streaming stores are in no order with others: without this a thread that is told that they are over might
-    // read what was there before.
+    // Streaming stores are not ordered with others: without this another thread might read the old bytes.
     _mm_sfence();
 }
 
 /// Copies one after the other.
 struct Stream<I> {
     copies: I,
-    /// What is left of the one that was begun; its target is at a multiple of `STORE`.
+    /// The rest of the copy that was begun; its target is at a multiple of `STORE`.
     left: Copy,
 }
 
@@ -67,10 +65,11 @@ impl<I: Iterator<Item = Copy>> Stream<I> {
         Stream { copies, left: Copy { source: std::ptr::null(), target: std::ptr::null_mut(), length: 0 } }
     }
 
-    /// Copies what is not to be streamed, up to what is; the bytes of that, in whole blocks; 0 at the end.
+    /// Copies the bytes that are not streamed, up to those that are. Returns the number of those, in whole blocks; 0 at
+    /// the end.
     ///
     /// # Safety
-    /// As of [`copy`](crate::copy).
+    /// As for [`copy`](crate::copy).
     unsafe fn prepare(&mut self) -> usize {
         while self.left.length < BLOCK {
             // SAFETY: the caller's promise.
@@ -85,7 +84,7 @@ impl<I: Iterator<Item = Copy>> Stream<I> {
         self.left.length / BLOCK * BLOCK
     }
 
-    /// The next `length` bytes, which are not this stream's any more.
+    /// Takes the next `length` bytes off this stream.
     fn take(&mut self, length: usize) -> Copy {
         let taken = self.left.before(length);
         self.left = self.left.after(length);
@@ -98,10 +97,10 @@ unsafe fn copy_plainly(copy: Copy) {
     unsafe { copy.source.copy_to_nonoverlapping(copy.target, copy.length) };
 }
 
-/// `length` bytes of each, a multiple of `BLOCK`, to targets at multiples of `STORE`.
+/// Streams `length` bytes of each, a multiple of `BLOCK`, to targets at multiples of `STORE`.
 ///
 /// # Safety
-/// As of [`copy`](crate::copy); the processor has AVX.
+/// As for [`copy`](crate::copy); the processor has AVX.
 #[target_feature(enable = "avx")]
 unsafe fn store<const N: usize>(copies: [Copy; N], length: usize) {
     for at in (0..length).step_by(BLOCK) {

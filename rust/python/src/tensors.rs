@@ -10,12 +10,12 @@ use std::ptr;
 use pyo3::ffi::{self, PyTypeObject};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyType};
+use pyo3::types::{PyBool, PySequence, PyType};
 
-use crate::tree::dlpack::{COMPLEX, CPU, Dtype, INT, Read, Tensor, UINT};
+use crate::tree::dlpack::{COMPLEX, CPU, CUDA, Dtype, INT, Read, Tensor, UINT};
 use crate::tree::dlpack_exchange::{functions_of, method_of};
 
-/// Functions of torch's own types of tensors.
+/// Functions of torch's own tensor types.
 #[pyclass(frozen)]
 pub(crate) struct TensorReader {
     kinds: Vec<Py<PyType>>,
@@ -27,14 +27,14 @@ pub(crate) struct TensorReader {
     nbytes: ffi::PyCFunction,
 }
 
-/// A dtype as torch has it, and what it is in the exchange API.
+/// A dtype of torch, and its value in the exchange API.
 #[derive(Default)]
 pub(crate) struct KnownDtypes<'py>(Vec<(Bound<'py, PyAny>, Dtype)>);
 
 #[pymethods]
 impl TensorReader {
-    /// Those of the types `kinds`, which have all that the first of them has, and of their storages' type; None where
-    /// they have none that are known here.
+    /// The functions of `kinds`, which inherit from the first, and of the type of their storages; None if this torch has
+    /// not all of them.
     #[staticmethod]
     fn of(kinds: Vec<Bound<'_, PyType>>, storage: &Bound<'_, PyType>) -> Option<Self> {
         let first = kinds.first()?;
@@ -48,11 +48,22 @@ impl TensorReader {
             kinds: kinds.into_iter().map(Bound::unbind).collect(),
         })
     }
+
+    /// The indices of tensors that are not ordinary: empty, not dense, of another type or device, or with a storage that
+    /// ends before them.
+    fn unusual(&self, tensors: &Bound<'_, PySequence>) -> PyResult<Vec<usize>> {
+        let mut unusual = Vec::new();
+        for (number, tensor) in tensors.try_iter()?.enumerate() {
+            if !self.is_ordinary(&tensor?)? {
+                unusual.push(number);
+            }
+        }
+        Ok(unusual)
+    }
 }
 
 impl TensorReader {
-    /// Address and bytes of the values of `tensor`, where all of them lie in host memory one after the other, as they
-    /// are and as `dtype`; None where this cannot tell.
+    /// Address and size in bytes of a tensor whose values lie densely in host memory as `dtype`; None if this cannot tell.
     pub(crate) fn plain<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -64,58 +75,59 @@ impl TensorReader {
         else {
             return Ok(None);
         };
-        // SAFETY: `read` found it to be of its type; it takes no argument.
+        // SAFETY: `read` checked the type; the method takes no argument.
         let is_neg = unsafe { called(self.is_neg, tensor)? };
         let is_plain = is_neg.is(PyBool::new(tensor.py(), false))
             && known.is(tensor, seen.dtype, dtype)?
-            // SAFETY: `read` found it to be of its type.
+            // SAFETY: `read` checked the type.
             && unsafe { self.is_all_there(tensor, u64::from(seen.dtype.bits / 8), size)? };
         Ok(is_plain.then_some((usize::try_from(address)?, usize::try_from(size)?)))
     }
 
-    /// Whether memory is there for all of a dense tensor, of values of so many bytes and of `size` in all.
+    fn is_ordinary(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let Some(seen) = self.read(tensor).filter(|seen| [CPU, CUDA].contains(&seen.device.kind)) else {
+            return Ok(false);
+        };
+        let Some((_, size)) = seen.piece().filter(|&(_, size)| size > 0) else { return Ok(false) };
+        // SAFETY: `read` checked the type.
+        unsafe { self.is_all_there(tensor, u64::from(seen.dtype.bits / 8), size) }
+    }
+
+    /// Whether the storage of a dense tensor contains all of its `size` bytes.
     ///
     /// # Safety
-    /// `read` found it to be of its type.
+    /// `read` accepted the tensor.
     unsafe fn is_all_there(&self, tensor: &Bound<'_, PyAny>, itemsize: u64, size: u64) -> PyResult<bool> {
-        // SAFETY: the caller's promise.
-        let Some(storage) = (unsafe { self.storage_of(tensor)? }) else { return Ok(false) };
-        // SAFETY: each is of the type whose function it is, which takes no argument.
+        // SAFETY: the caller's promise; the method takes no argument.
+        let storage = unsafe { called(self.untyped_storage, tensor)? };
+        if storage.get_type_ptr() != self.storage.bind(tensor.py()).as_type_ptr() {
+            return Ok(false);
+        }
+        // SAFETY: each is of the type that has the method, which takes no argument.
         let (offset, held) = unsafe { (called(self.storage_offset, tensor)?, called(self.nbytes, &storage)?) };
         let (offset, held): (u64, u64) = (offset.extract()?, held.extract()?);
         Ok(offset.saturating_mul(itemsize).saturating_add(size) <= held)
     }
 
-    /// Nothing where it is of another type than is known here.
-    ///
-    /// # Safety
-    /// As of `is_all_there`.
-    unsafe fn storage_of<'py>(&self, tensor: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        // SAFETY: it is of the type whose function it is, which takes no argument.
-        let storage = unsafe { called(self.untyped_storage, tensor)? };
-        let is_known = storage.get_type_ptr() == self.storage.bind(tensor.py()).as_type_ptr();
-        Ok(is_known.then_some(storage))
-    }
-
-    /// Nothing of another type, or where the exchange API has no word for it. Good until the tensor is changed.
+    /// Reads a tensor of the known types; None if the exchange API cannot express it. Valid until the tensor is changed.
     fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<Tensor> {
         let kind = tensor.get_type_ptr();
         if !self.kinds.iter().any(|known| known.as_ptr().cast::<PyTypeObject>() == kind) {
             return None;
         }
         let mut out = MaybeUninit::<Tensor>::uninit();
-        // SAFETY: the object is of a type whose function it is, and alive; `out` has room.
+        // SAFETY: the function belongs to the object's type; the object is alive, and `out` has room.
         if unsafe { (self.read)(tensor.as_ptr().cast(), out.as_mut_ptr()) } != 0 {
             drop(PyErr::take(tensor.py()));
             return None;
         }
-        // SAFETY: it said that it filled in all of it.
+        // SAFETY: the function reported success, so it wrote all of it.
         Some(unsafe { out.assume_init() })
     }
 }
 
 impl<'py> KnownDtypes<'py> {
-    /// Whether a tensor, which the exchange API says to be of `seen`, is of `asked`.
+    /// Whether a tensor, whose dtype in the exchange API is `seen`, has the dtype `asked`.
     fn is(&mut self, tensor: &Bound<'py, PyAny>, seen: Dtype, asked: &Bound<'py, PyAny>) -> PyResult<bool> {
         if !is_ambiguous(seen) && self.0.iter().any(|(dtype, known)| *known == seen && dtype.is(asked)) {
             return Ok(true);
@@ -128,16 +140,16 @@ impl<'py> KnownDtypes<'py> {
     }
 }
 
-/// Whether the exchange API says the same of several dtypes: of torch's integers of fewer bits as of those of eight.
+/// Whether several dtypes have this value in the exchange API: torch's integers of fewer than eight bits do.
 fn is_ambiguous(seen: Dtype) -> bool {
     seen.bits == 8 && [INT, UINT].contains(&seen.code)
 }
 
-/// What a method without arguments returns.
+/// Calls a method without arguments.
 ///
 /// # Safety
-/// It is one of the object's type.
+/// The method belongs to the object's type.
 unsafe fn called<'py>(method: ffi::PyCFunction, object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-    // SAFETY: called as Python does; it returns a reference, or null where it raised.
+    // SAFETY: called as Python does; it returns a reference, or null after an error.
     unsafe { Bound::from_owned_ptr_or_err(object.py(), method(object.as_ptr(), ptr::null_mut())) }
 }

@@ -54,13 +54,12 @@ impl FileImage {
     #[pyo3(signature = (spans, tensors, threads, reader=None))]
     fn fill(
         &self,
-        py: Python<'_>,
         spans: &TensorSpans,
         tensors: &Bound<'_, PySequence>,
         threads: usize,
         reader: Option<&TensorReader>,
     ) -> PyResult<TensorCopy> {
-        TensorCopy::begin(py, &self.image, spans, tensors, threads, reader)
+        TensorCopy::begin(&self.image, spans, tensors, threads, reader)
     }
 
     /// The buffer protocol of Python 3.12 (PEP 688).

@@ -14,7 +14,7 @@ use tundish_commit::staging;
 use tundish_copying::{self as copying, Copying};
 use tundish_packing::Progress;
 
-use super::tensor_spans::{Span, TensorSpans};
+use super::tensor_spans::TensorSpans;
 use crate::enter::enter;
 use crate::tensors::{KnownDtypes, TensorReader};
 
@@ -59,7 +59,6 @@ impl TensorCopy {
 
 impl TensorCopy {
     pub(super) fn begin(
-        py: Python<'_>,
         image: &Arc<staging::FileImage>,
         spans: &TensorSpans,
         tensors: &Bound<'_, PySequence>,
@@ -69,23 +68,12 @@ impl TensorCopy {
         if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > image.size()) {
             return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
         }
-        let mut finder = Finder {
-            image,
-            spans,
-            reader,
-            tensors: tensors.try_iter()?.zip(&spans.spans).enumerate(),
-            known: KnownDtypes::default(),
-            left: Vec::new(),
-        };
-        let mut copying = Copying::new(threads);
-        // SAFETY: the result holds the image and the tensors as long as anything is copied. Freeing the memory of a tensor
-        // meanwhile would break torch's own copy too.
-        if let Err(error) = unsafe { finder.submit_all(&mut copying) } {
-            py.detach(|| drop(copying));
-            return Err(error);
-        }
+        let (copies, left) = find_copies(image, spans, tensors, reader)?;
+        // SAFETY: the result holds the image and the tensors as long as anything is copied. Spans are disjoint. Freeing the
+        // memory of a tensor meanwhile would break torch's own copy too.
+        let copying = unsafe { Copying::start(copies, threads) };
         let running = Running { copying, _image: Arc::clone(image), _tensors: tensors.clone().unbind() };
-        Ok(TensorCopy { left: finder.left, running: Mutex::new(Some(running)) })
+        Ok(TensorCopy { left, running: Mutex::new(Some(running)) })
     }
 
     fn take_running(&self) -> Option<Running> {
@@ -100,62 +88,33 @@ impl Drop for TensorCopy {
     }
 }
 
-/// Finds the copies of a `TensorCopy`.
-struct Finder<'a, 'py, T> {
-    image: &'a staging::FileImage,
-    spans: &'a TensorSpans,
-    reader: Option<&'a TensorReader>,
-    /// The remaining tensors with their spans and indices.
-    tensors: T,
-    known: KnownDtypes<'py>,
-    /// The indices of tensors that cannot be copied here.
-    left: Vec<usize>,
-}
-
-impl<'a, 'py, T> Finder<'a, 'py, T>
-where
-    T: Iterator<Item = (usize, (PyResult<Bound<'py, PyAny>>, &'a Span))>,
-{
-    /// Submits the copies of all tensors, in portions that are worth a thread.
-    ///
-    /// # Safety
-    /// The image and the tensors live until `copying` is finished or dropped.
-    unsafe fn submit_all(&mut self, copying: &mut Copying) -> PyResult<()> {
-        loop {
-            let found = self.copies(copying::WORTH_A_THREAD)?;
-            if found.is_empty() {
-                return Ok(());
-            }
-            // SAFETY: the spans are disjoint ranges of the image, and sources lie in the memory of dense tensors.
-            unsafe { copying.hand_in(&found) };
+/// The copies of the tensors, and the indices of tensors that cannot be copied here.
+fn find_copies(
+    image: &staging::FileImage,
+    spans: &TensorSpans,
+    tensors: &Bound<'_, PySequence>,
+    reader: Option<&TensorReader>,
+) -> PyResult<(Vec<copying::Copy>, Vec<usize>)> {
+    let mut known = KnownDtypes::default();
+    let (mut copies, mut left) = (Vec::with_capacity(spans.spans.len()), Vec::new());
+    for (number, (tensor, span)) in tensors.try_iter()?.zip(&spans.spans).enumerate() {
+        let tensor = tensor?;
+        let dtype = spans.dtypes[span.dtype].bind(tensor.py());
+        let read = reader.map(|reader| reader.plain(&tensor, dtype, &mut known)).transpose()?.flatten();
+        let Some((address, length)) = read.map_or_else(|| plain(&tensor, dtype), |read| Ok(Some(read)))? else {
+            left.push(number);
+            continue;
+        };
+        if length != span.stop - span.start {
+            return Err(PyValueError::new_err(format!("span {number} is not as large as its tensor")));
         }
+        copies.push(copying::Copy {
+            source: ptr::with_exposed_provenance(address),
+            target: image.as_ptr().wrapping_add(span.start),
+            length,
+        });
     }
-
-    /// The copies of the next tensors, of at least `enough` bytes together.
-    fn copies(&mut self, enough: usize) -> PyResult<Vec<copying::Copy>> {
-        let (mut copies, mut found) = (Vec::new(), 0);
-        while found < enough
-            && let Some((number, (tensor, span))) = self.tensors.next()
-        {
-            let tensor = tensor?;
-            let dtype = self.spans.dtypes[span.dtype].bind(tensor.py());
-            let read = self.reader.map(|reader| reader.plain(&tensor, dtype, &mut self.known)).transpose()?.flatten();
-            let Some((address, length)) = read.map_or_else(|| plain(&tensor, dtype), |read| Ok(Some(read)))? else {
-                self.left.push(number);
-                continue;
-            };
-            if length != span.stop - span.start {
-                return Err(PyValueError::new_err(format!("span {number} is not as large as its tensor")));
-            }
-            found += length;
-            copies.push(copying::Copy {
-                source: ptr::with_exposed_provenance(address),
-                target: self.image.as_ptr().wrapping_add(span.start),
-                length,
-            });
-        }
-        Ok(copies)
-    }
+    Ok((copies, left))
 }
 
 /// Address and size in bytes of a torch tensor whose values lie densely in host memory as `dtype`.

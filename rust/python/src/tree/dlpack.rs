@@ -14,8 +14,9 @@ pub(crate) const INT: u8 = 0;
 pub(crate) const UINT: u8 = 1;
 pub(crate) const COMPLEX: u8 = 5;
 
-/// Host memory.
+/// Host memory, and memory of a CUDA device.
 pub(crate) const CPU: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
 
 /// `DLPackVersion`.
 #[repr(C)]
