@@ -196,12 +196,11 @@ def test_a_save_that_is_refused_while_it_is_copied_gives_all_back(
 def test_a_save_that_is_refused_waits_for_no_memory(root: Path, tensors: dict[str, torch.Tensor]) -> None:
     with Checkpointer(root, on_failure="raise", staging_limit_bytes=100_000) as checkpointer:
         checkpointer.save_hf(5, tensors, blocking=True)
-        # As of a save that is under way.
-        other = checkpointer._root.budget.claim()
-        other.take(100_000, "another save")
+        # As if a save were under way.
+        checkpointer._root.budget.take(100_000, "another save")
         with pytest.raises(StepExistsError, match="5"):
             checkpointer.save_hf(5, tensors)
-        other.give_back()
+        checkpointer._root.budget.give_back(100_000)
         checkpointer.save_hf(6, tensors, blocking=True)
 
 

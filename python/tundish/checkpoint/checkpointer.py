@@ -25,7 +25,7 @@ from typing import Any, Self
 from tundish.checkpoint.dcp.loading.load import load_from_root
 from tundish.checkpoint.dcp.loading.open_checkpoint import Readers
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.hf.stager import make_hf_stager
+from tundish.checkpoint.hf.stager import HfStager
 from tundish.checkpoint.open_root import open_roots
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
@@ -188,7 +188,7 @@ class Checkpointer:
                 overwrite=overwrite,
                 blocking=blocking,
                 make_stager=functools.partial(
-                    make_hf_stager,
+                    HfStager,
                     model_or_tensors,
                     config=config,
                     tokenizer=tokenizer,

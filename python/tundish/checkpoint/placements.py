@@ -1,11 +1,11 @@
 """Computes which rank holds which part of a DTensor.
 
-A part is a product of runs: for each dimension the (start, length) stretches that the rank holds, in the order of its
-local tensor. `Shard` cuts as `torch.chunk` does. `_StridedShard`, which FSDP2 over tensor parallelism makes, cuts into
+A part is a product of runs: for each dimension the (start, length) stretches of the rank, in the order of its local
+tensor. `Shard` cuts as `torch.chunk` does. `_StridedShard`, which FSDP2 over tensor parallelism makes, cuts into
 `split_factor` pieces first and then each of them.
 
 Invariants:
-    - The parts of one replica cover the tensor, each element once, whether or not the ranks divide its dimensions.
+    - The parts of one replica cover each element of the tensor once, even if its dimensions do not divide evenly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The part of a tensor that the global rank `rank` holds: `runs` of each dimension."""
+    """The part of a tensor on one global rank: its runs of each dimension."""
 
     rank: int
     runs: tuple[tuple[Run, ...], ...]
@@ -38,9 +38,9 @@ class Share:
 
 
 def shares_for(tensor: Any, reader: int) -> tuple[Share, ...]:
-    """The parts of the DTensor `tensor` by rank, in the replica that the global rank `reader` belongs to.
+    """The parts of a DTensor in the replica that the global rank `reader` belongs to.
 
-    Empty where `reader` holds no part of the tensor. Ranks whose part is empty are left out.
+    Returns nothing if `reader` is not on the mesh. Ranks with an empty part are left out.
     """
     mesh = tensor.device_mesh
     return _shares(
@@ -53,7 +53,7 @@ def shares_for(tensor: Any, reader: int) -> tuple[Share, ...]:
 
 
 def is_cut(tensor: Any) -> bool:
-    """Whether ranks hold different parts of the DTensor `tensor`; a dimension of one rank cuts nothing."""
+    """Whether ranks hold different parts of a DTensor; a mesh dimension of one rank does not cut."""
     return any(
         not placement.is_replicate() and (size > 1 or _cut(placement) is None)
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -61,7 +61,7 @@ def is_cut(tensor: Any) -> bool:
 
 
 def check_placement(name: str, tensor: Any, rank: int) -> None:
-    """Refuse a DTensor whose layout is not understood, or whose local tensor is not what its layout says.
+    """Refuse a DTensor with an unknown placement, or with a local tensor that does not match its placement.
 
     Raises `InvalidInputError`.
     """
@@ -82,7 +82,7 @@ def check_placement(name: str, tensor: Any, rank: int) -> None:
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """The rectangles that a part is made of: where each lies in the whole tensor, and where in the local one."""
+    """The rectangles of a part: the slices of each in the whole tensor, and in the local one."""
     pairs: list[list[tuple[slice, slice]]] = []
     for stretches in runs:
         at = 0
@@ -95,7 +95,7 @@ def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tu
 
 
 def _cut(placement: Any) -> tuple[int, int] | None:
-    """Dimension and split factor where `placement` cuts; None where it does not, or in a way that is not known."""
+    """Dimension and split factor of a placement; None if it does not cut, or is not known."""
     if type(placement).__name__ == "_StridedShard":
         return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if placement.is_shard() and type(placement).__name__ == "Shard" else None
@@ -111,10 +111,10 @@ def _shares(
 ) -> tuple[Share, ...]:
     if reader not in ranks:
         return ()
-    home = _coordinate(ranks.index(reader), mesh_shape)
+    coordinates = list(itertools.product(*map(range, mesh_shape)))
+    home = coordinates[ranks.index(reader)]
     shares = []
-    for place, rank in enumerate(ranks):
-        coordinate = _coordinate(place, mesh_shape)
+    for rank, coordinate in zip(ranks, coordinates, strict=True):
         if any(cut is None and own != at for cut, own, at in zip(cuts, home, coordinate, strict=True)):
             continue
         runs: list[tuple[Run, ...]] = [((0, size),) for size in shape]
@@ -127,19 +127,11 @@ def _shares(
     return tuple(shares)
 
 
-def _coordinate(place: int, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(mesh_shape):
-        place, at = divmod(place, size)
-        coordinate.append(at)
-    return tuple(reversed(coordinate))
-
-
 def _strided(runs: tuple[Run, ...], split_factor: int, parts: int, at: int) -> tuple[Run, ...]:
     taken: list[Run] = []
     for piece in range(split_factor):
         for start, length in _chunk(_chunk(runs, split_factor, piece), parts, at):
-            # Neighbours become one, so that most parts are a single rectangle.
+            # Neighbours are joined, so that most parts are a single rectangle.
             if taken and sum(taken[-1]) == start:
                 taken[-1] = (taken[-1][0], taken[-1][1] + length)
             else:
@@ -148,7 +140,7 @@ def _strided(runs: tuple[Run, ...], split_factor: int, parts: int, at: int) -> t
 
 
 def _chunk(runs: tuple[Run, ...], parts: int, at: int) -> tuple[Run, ...]:
-    """Chunk number `at` of what `torch.chunk(parts)` makes of the elements of `runs`."""
+    """Chunk `at` of the chunks that `torch.chunk(parts)` makes of the elements of `runs`."""
     total = sum(length for _, length in runs)
     size = -(-total // parts)
     first, last = size * at, min(size * (at + 1), total)

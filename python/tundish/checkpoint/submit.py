@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
@@ -49,14 +50,14 @@ class _Attempt:
     """A save until it is taken, and what it holds: a stager, a part of the staging budget, a folder in the root.
 
     Attributes:
-        claim: on the staging budget.
+        memory: gives back the part of the budget; closed when the save is over.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
 
     def __init__(self, root: OpenRoot, request: Request) -> None:
         self._root = root
         self._request = request
-        self.claim = root.budget.claim()
+        self.memory = contextlib.ExitStack()
         self._stager: Stager | None = None
         self._has_begun = False
         self.needs_room = False
@@ -89,7 +90,7 @@ class _Attempt:
 
     def release(self) -> None:
         """Give everything back."""
-        self.claim.give_back()
+        self.memory.close()
         if self._stager is not None:
             self._stager.release()
         self._abandon()
@@ -109,18 +110,13 @@ class _Attempt:
         return self._stager
 
     def _reserve(self, stager: Stager) -> None:
-        # `reserve` begins to copy, so that the rest happens meanwhile; but a refused save must not wait for memory.
-        self.claim.give_back()
-        has_memory = self._take_memory(stager, waits=False)
+        self.memory.close()
+        # First, since a refused save must not wait for memory.
         self._begin(stager)
-        if not has_memory:
-            self._take_memory(stager, waits=True)
-
-    def _take_memory(self, stager: Stager, *, waits: bool) -> bool:
-        if not self.claim.take(stager.staged_bytes, self._request.what, waits=waits):
-            return False
+        size = stager.staged_bytes
+        self._root.budget.take(size, self._request.what)
+        self.memory.callback(self._root.budget.give_back, size)
         stager.reserve()
-        return True
 
     def _begin(self, stager: Stager) -> None:
         """On the first rank: make the folder of the step, or refuse the step."""
@@ -217,7 +213,7 @@ def _queued_save(root: OpenRoot, request: Request, stager: Stager, attempt: _Att
         extra=copy.deepcopy(dict(request.extra or {})),
         needs_room=attempt.needs_room,
         caller_raises=request.blocking,
-        release=attempt.claim.give_back,
+        release=attempt.memory.close,
     )
 
 

@@ -1,37 +1,38 @@
 """Turns the argument of `save_hf` into named tensors: a module, a mapping of tensors, or a mapping of modules.
 
-The names of wrappers (DataParallel, torch.compile, activation checkpointing) are taken off. Names are distinct,
-printable text that is no path to elsewhere. Nothing is copied.
+The names of wrappers (DataParallel, torch.compile, activation checkpointing) are removed. Names are distinct, printable
+text and not paths to another folder. No tensor is copied.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tundish.checkpoint.tensors import are_of_torch
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["Part", "check_name", "parts_of", "without_wrappers"]
+__all__ = ["WRAPPERS", "Part", "check_name", "parts_of", "refuse_repeated", "without_wrappers"]
 
-# Of DataParallel and DistributedDataParallel, of torch.compile, of torch's activation checkpointing.
+# torch.compile and activation checkpointing put these into the paths of modules.
+WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.")
+# The child of DataParallel, DistributedDataParallel and similar wrappers.
 _DATA_PARALLEL = "module"
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
-_MAY_BE_WRAPPED = re.compile("|".join([_DATA_PARALLEL, *_TRANSPARENT]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One module of the input, or all of a mapping.
+    """One module of the input, or a whole mapping of tensors.
 
-    `prefix`: what its names begin with in the files; empty, or ends with a dot. `module`: without wrappers; None where
-    tensors were given. `tensors`: names, without the prefix, to tensors.
+    Attributes:
+        prefix: the start of its names in the files; empty, or ends with a dot.
+        module: without wrappers; None if tensors were given.
+        tensors: by their names without the prefix.
     """
 
     prefix: str
@@ -40,18 +41,17 @@ class Part:
 
 
 def parts_of(model_or_tensors: Any) -> list[Part]:
-    """Take the input apart.
+    """Split the input into parts.
 
     Raises:
-        InvalidTypeError: it is something else, or holds what is neither tensor nor module; the name is given.
-        InvalidInputError: it is empty, a name cannot be used, or two names are the same once wrappers are taken off.
+        InvalidTypeError: it is no module and no mapping, or contains a value that is neither a tensor nor a module.
+        InvalidInputError: it is empty, a name cannot be used, or two names are the same without wrappers.
     """
     if isinstance(model_or_tensors, nn.Module):
         parts = [_part_of_module("", model_or_tensors)]
     elif isinstance(model_or_tensors, Mapping):
         given = dict(model_or_tensors.items())
-        is_of_tensors = are_of_torch(given.values())
-        modules = [] if is_of_tensors else [name for name, one in given.items() if isinstance(one, nn.Module)]
+        modules = [name for name, one in given.items() if isinstance(one, nn.Module)]
         if not modules:
             parts = [Part(prefix="", module=None, tensors=_named(given))]
         elif len(modules) == len(given):
@@ -68,12 +68,15 @@ def parts_of(model_or_tensors: Any) -> list[Part]:
     if not any(part.tensors for part in parts):
         raise InvalidInputError("there is nothing to save: the model has no tensors")
     if len(parts) > 1:
-        _refuse_same(part.prefix + name for part in parts for name in part.tensors)
+        refuse_repeated(
+            (part.prefix + name for part in parts for name in part.tensors),
+            "the name {!r} is there twice, under two prefixes: change one of them",
+        )
     return parts
 
 
 def check_name(name: object) -> None:
-    """Refuse a tensor's name that is no string, is empty, or could lead somewhere when it is taken for a path."""
+    """Refuse a tensor name that is no string, is empty, or leads to another folder as a path."""
     if not isinstance(name, str):
         raise InvalidTypeError(f"the name of a tensor is {name!r}: names are strings")
     if not name or name == "__metadata__" or not name.isprintable():
@@ -82,92 +85,59 @@ def check_name(name: object) -> None:
         raise InvalidInputError(f"{name!r} cannot name a tensor: as a path it leads elsewhere")
 
 
+def refuse_repeated(names: Iterable[str], message: str) -> None:
+    """Raise `InvalidInputError` with `message`, formatted with the first name that is there twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidInputError(message.format(name))
+        seen.add(name)
+
+
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """The module inside of wrappers."""
+    children = dict(module.named_children())
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        if name in children:
+            return without_wrappers(children[name])
+    # Wrappers of other libraries have this child alone.
+    if [*children] == [_DATA_PARALLEL]:
+        return without_wrappers(children[_DATA_PARALLEL])
+    return module
+
+
 def _part_of_module(prefix: Any, module: nn.Module) -> Part:
     if not isinstance(prefix, str):
         raise InvalidTypeError(f"the prefix of a module is {prefix!r}: prefixes are strings")
     if prefix:
         check_name(prefix)
         prefix = prefix if prefix.endswith(".") else f"{prefix}."
-    # The parameters themselves and no detached copies: 50 µs apiece where they are DTensors.
-    tensors = _named(dict(module.state_dict(keep_vars=True)), module)
-    if prefix:
-        for name in tensors:
-            check_name(prefix + name)
+    # The parameters themselves: a detached copy takes 50 µs for a DTensor.
+    tensors = _named(dict(module.state_dict(keep_vars=True)))
     return Part(prefix=prefix, module=without_wrappers(module), tensors=tensors)
 
 
-def _named(tensors: dict[Any, Any], module: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """Tensors by their names without wrappers; `module`: where they come from."""
-    if are_of_torch(tensors.values()) and _are_plain(tuple(tensors)):
-        return tensors
-    named: dict[str, torch.Tensor] = {}
+def _named(tensors: dict[Any, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by their names without wrappers."""
+    names = _names_without_wrappers(tuple(tensors))
     for given, tensor in tensors.items():
-        check_name(given)
-        name = given
-        if _MAY_BE_WRAPPED.search(given):
-            name = _without_wrapper_names(given, module)
-            # What is left may be nothing, or lead elsewhere.
-            check_name(name)
         if not isinstance(tensor, torch.Tensor):
             raise InvalidTypeError(
                 f"{given!r} is a {type(tensor).__name__}, not a tensor: give the mapping of names to tensors without it"
             )
-        if name in named:
-            raise InvalidInputError(
-                f"the name {name!r} is there twice: {given!r} has it too, once the names of wrappers are taken off"
-            )
-        named[name] = tensor
-    return named
+    return dict(zip(names, tensors.values(), strict=True))
 
 
-# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
+# A training loop saves the same thousands of names again and again.
 @functools.lru_cache(maxsize=8)
-def _are_plain(names: tuple[Any, ...]) -> bool:
-    """Whether all can be used as they are; where not, each is looked at by itself."""
+def _names_without_wrappers(names: tuple[Any, ...]) -> tuple[str, ...]:
+    plain: list[str] = []
     for name in names:
-        try:
-            check_name(name)
-        except (InvalidInputError, InvalidTypeError):
-            return False
-    return not any(map(_MAY_BE_WRAPPED.search, names))
-
-
-def _without_wrapper_names(name: str, module: nn.Module | None) -> str:
-    kept: list[str] = []
-    *path, leaf = name.split(".")
-    for word in path:
-        if word == _DATA_PARALLEL and kept:
-            # A model may have a child of this name that is no wrapper's; in front of everything it always is one.
-            is_wrapper = _is_data_parallel(module)
-        else:
-            is_wrapper = word == _DATA_PARALLEL or word in _TRANSPARENT
-        if not is_wrapper:
-            kept.append(word)
-        module = getattr(module, word, None)
-    return ".".join([*kept, leaf])
-
-
-def _is_data_parallel(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel)
-
-
-def without_wrappers(module: nn.Module) -> nn.Module:
-    """The module that wrappers were put around."""
-    children = dict(module.named_children())
-    # Of other libraries' wrappers that is the only child; their names are taken off above.
-    is_alone = [*children] == [_DATA_PARALLEL]
-    names = (_DATA_PARALLEL,) if is_alone or _is_data_parallel(module) else _TRANSPARENT
-    for name in names:
-        if name in children:
-            return without_wrappers(children[name])
-    return module
-
-
-def _refuse_same(names: Iterator[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise InvalidInputError(
-                f"the name {name!r} is there twice, under two prefixes: change one of them"
-            )
-        seen.add(name)
+        check_name(name)
+        kept = WRAPPERS.sub("", name)
+        while kept.startswith(f"{_DATA_PARALLEL}."):
+            kept = kept.removeprefix(f"{_DATA_PARALLEL}.")
+        check_name(kept)
+        plain.append(kept)
+    refuse_repeated(plain, "the name {!r} is there twice, once the names of wrappers are taken off")
+    return tuple(plain)

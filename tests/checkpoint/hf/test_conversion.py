@@ -1,4 +1,4 @@
-"""How tensors of the training become tensors in the files, and what is known of them beforehand."""
+"""Conversion of the tensors of the training to those in the files, and their shapes beforehand."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_a_function_that_needs_values_gets_zeros() -> None:
 @pytest.mark.parametrize(
     "outcome", [3, "ab", [("a",)], [("a", 3)], [("a", "b", "c")], {"a": 1}, torch.ones(3), None]
 )
-def test_what_a_function_must_not_give(outcome: Any) -> None:
+def test_functions_that_give_no_pairs_are_refused(outcome: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"of 'a'.* iterable of pairs of a name and a tensor"):
         by_function(SOURCES, lambda name, tensor: outcome)
 
 
-def test_names_that_a_function_must_not_give() -> None:
+def test_names_from_a_function_are_checked() -> None:
     with pytest.raises(InvalidInputError, match="to_hf gives the name 'same' twice"):
         by_function(SOURCES, lambda name, tensor: [("same", tensor)])
     with pytest.raises(InvalidInputError, match=r"'\.\./a' cannot name a tensor"):
@@ -111,13 +111,13 @@ def test_errors_of_a_function_are_its_own() -> None:
         by_function(SOURCES, fail)
 
 
-def test_a_function_that_changes_its_mind_is_found() -> None:
+def test_a_function_whose_shapes_depend_on_values_is_refused() -> None:
     def by_values(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.view(-1)[: 2 if tensor.is_meta else 3].clone())]
 
     (unit, *_) = by_function(SOURCES[:1], by_values).units
     assert unit.convert is not None
-    with pytest.raises(InvalidInputError, match=r"to_hf makes .*\(3,\).* of 'a', but made .*\(2,\)"):
+    with pytest.raises(InvalidInputError, match=r"the conversion of a gives .*\(3,\).* and gave .*\(2,\)"):
         unit.convert(values(SOURCES)[:1])
 
 
@@ -146,7 +146,7 @@ MERGED: tuple[Facts, ...] = (
 )
 
 
-def test_a_conversion_of_all_is_cut_into_units() -> None:
+def test_a_conversion_is_split_into_units() -> None:
     conversion = by_reverting(MERGED, merged_layout)
     whole = merged_layout({name: tensor for (name, _, _), tensor in zip(MERGED, values(MERGED), strict=True)})
     assert [name for name, _, _ in conversion.products] == list(whole)
@@ -173,18 +173,18 @@ def test_a_conversion_that_changes_nothing() -> None:
     assert by_reverting(MERGED, lambda named: named) is as_they_are(MERGED)
 
 
-def test_weights_that_come_from_nowhere() -> None:
+def test_products_without_sources_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="which weights 'new' is converted from"):
         by_reverting(MERGED, lambda named: {"new": torch.zeros(3)})
 
 
-def test_a_conversion_that_looks_at_other_weights() -> None:
+def test_a_conversion_that_depends_on_other_weights_is_refused() -> None:
     def by_company(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor[: len(named)] + 0 for name, tensor in named.items()}
 
     unit = by_reverting(MERGED, by_company).units[0]
     assert unit.convert is not None
-    with pytest.raises(InvalidInputError, match=r"the conversion of 1\.experts gives other shapes"):
+    with pytest.raises(InvalidInputError, match=r"the conversion of 1\.experts gives the shapes"):
         unit.convert(values(MERGED)[:1])
 
 
@@ -235,6 +235,6 @@ def test_names_to_keep_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
-def test_dtypes_that_files_do_not_know(dtype: torch.dtype) -> None:
+def test_unknown_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(InvalidTypeError, match=f"'w' is {dtype}, which a safetensors file cannot hold"):
         cast(as_they_are((("w", (1,), dtype),)), None, None)

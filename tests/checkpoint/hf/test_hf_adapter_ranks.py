@@ -1,4 +1,4 @@
-"""Models with adapters that are spread over ranks: what `save_pretrained` writes of the whole ones."""
+"""Models with adapters that are sharded over ranks, saved as `save_pretrained` saves the whole ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_BYTES = 300
 
 
 def spread(model: Any, *, is_by_layer: bool = True) -> Any:
-    """The model, sharded over all ranks: every layer and what is left of it, or all of it but prompts at once."""
+    """The model, sharded over all ranks: layer by layer, or as one unit beside its prompts."""
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -33,7 +33,7 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 def saving(rank: int, line: Line) -> None:
-    """Saves what the test names, and says in what the checkpoint is not what `save_pretrained` writes."""
+    """Saves models as the test orders, and compares each export with that of `save_pretrained`."""
     import warnings
 
     import torch
@@ -82,7 +82,7 @@ def saving(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_same_files_as_of_the_whole_model(size: int, path_in_memory: Path) -> None:
+def test_sharded_adapters_give_the_same_files(size: int, path_in_memory: Path) -> None:
     orders = [("two", kind, False) for kind in KINDS]
     orders += [("added", "plain", False), ("added", "lazy", False), ("two", "plain", True)]
     orders += [("prompts", "plain", False)]
@@ -98,7 +98,7 @@ def test_the_same_files_as_of_the_whole_model(size: int, path_in_memory: Path) -
 
 
 def saving_what_is_computed(rank: int, line: Line) -> None:
-    """Saves adapters whose weights peft computes when it saves; says what that comes to, and saves others."""
+    """Saves adapters whose weights peft computes when it saves; sends the errors, and saves other adapters."""
     import warnings
 
     from support.checkpoint.adapter_models import adapted
@@ -116,7 +116,7 @@ def saving_what_is_computed(rank: int, line: Line) -> None:
     line.say("saved")
 
 
-def test_weights_that_are_computed_of_what_is_spread_are_refused(path_in_memory: Path) -> None:
+def test_weights_computed_from_sharded_parameters_are_refused(path_in_memory: Path) -> None:
     with Job(saving_what_is_computed, 2, path_in_memory) as job:
         for rank in range(2):
             job.tell(rank, path_in_memory / "root")

@@ -22,8 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.hf import adapters
-from tundish.checkpoint.hf.stager import make_hf_stager
+from tundish.checkpoint.hf.stager import HfStager
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
 take_any_peft()
@@ -122,7 +121,7 @@ def assert_same_state(left: Any, right: Any) -> None:
         assert bits(tensor) == bits(theirs[name]), name
 
 
-def test_ranks_that_adalora_chose_are_saved_and_stay_as_they_were(base: Path, tmp_path: Path) -> None:
+def test_the_ranks_that_adalora_chose_are_saved_and_unchanged(base: Path, tmp_path: Path) -> None:
     model = with_adapter(base, KINDS["adalora"]())
     pattern = {}
     for name, parameter in model.named_parameters():
@@ -140,7 +139,7 @@ def test_ranks_that_adalora_chose_are_saved_and_stay_as_they_were(base: Path, tm
     assert {len(tensor) for name, tensor in tensors.items() if "lora_E" in name} == {2}
 
 
-def test_a_vocabulary_that_was_changed_is_saved(base: Path, tmp_path: Path) -> None:
+def test_a_changed_vocabulary_is_saved(base: Path, tmp_path: Path) -> None:
     larger = LlamaForCausalLM.from_pretrained(base)
     larger.resize_token_embeddings(SMALL["vocab_size"] + 5)
     model = changed(peft.get_peft_model(larger, KINDS["lora"]()))
@@ -151,7 +150,7 @@ def test_a_vocabulary_that_was_changed_is_saved(base: Path, tmp_path: Path) -> N
     assert {"base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"} <= names.keys()
 
 
-def test_each_adapter_but_the_default_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_each_adapter_except_the_default_has_its_own_folder(tmp_path: Path) -> None:
     model = adapted(TWO)
     export(tmp_path / "ours", model)
     model.save_pretrained(tmp_path / "theirs")
@@ -164,7 +163,7 @@ def test_each_adapter_but_the_default_has_a_folder_of_its_own(tmp_path: Path) ->
     assert_same_adapters(tmp_path / "alone", tmp_path / "their alone")
 
 
-def test_what_loads_adapters_by_their_folder_loads_the_export(base: Path, tmp_path: Path) -> None:
+def test_peft_and_transformers_load_the_export(base: Path, tmp_path: Path) -> None:
     model = with_adapter(base, KINDS["of a task"]())
     export(tmp_path / "ours", model)
     tokens = torch.arange(9)[None]
@@ -179,7 +178,7 @@ def test_what_loads_adapters_by_their_folder_loads_the_export(base: Path, tmp_pa
 
 
 def added(base: Path) -> Any:
-    """A model of transformers with two adapters of its own, the first of which is active."""
+    """A transformers model with two adapters; the first is active."""
     model = LlamaForCausalLM.from_pretrained(base)
     model.add_adapter(peft.LoraConfig(**LORA), "first")
     model.add_adapter(peft.LoraConfig(target_modules=["o_proj"], r=3), "second")
@@ -187,7 +186,7 @@ def added(base: Path) -> Any:
     return changed(model)
 
 
-def test_a_model_of_transformers_saves_the_adapter_that_is_active(base: Path, tmp_path: Path) -> None:
+def test_a_transformers_model_saves_its_active_adapter(base: Path, tmp_path: Path) -> None:
     model = added(base)
     for name in ("first", "second"):
         model.set_adapter(name)
@@ -201,19 +200,19 @@ def test_a_model_of_transformers_saves_the_adapter_that_is_active(base: Path, tm
         assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
     model.set_adapter(["first", "second"])
     with pytest.raises(InvalidInputError, match=r"first, second are active, and LlamaForCausalLM saves one"):
-        make_hf_stager(model)
+        HfStager(model)
     model.set_adapter([])
     with pytest.raises(
         InvalidInputError, match=r"no adapter is active, and LlamaForCausalLM saves the active"
     ):
-        make_hf_stager(model)
+        HfStager(model)
     # Without its adapters it is a model as any.
     model.delete_adapter(["first", "second"])
     export(tmp_path / "whole", model)
     assert (tmp_path / "whole" / "model.safetensors").exists()
 
 
-def test_code_of_a_model_of_ones_own_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_custom_model_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
     (tmp_path / "code").mkdir()
@@ -233,7 +232,7 @@ def test_code_of_a_model_of_ones_own_is_copied(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_save_in_the_middle_of_training(dtype: torch.dtype | None, staging: Any, tmp_path: Path) -> None:
+def test_a_save_during_training(dtype: torch.dtype | None, staging: Any, tmp_path: Path) -> None:
     model = adapted(TWO)
     expected = copy.deepcopy(model)
     expected.to(dtype).save_pretrained(tmp_path / "theirs")
@@ -251,7 +250,7 @@ def test_a_save_in_the_middle_of_training(dtype: torch.dtype | None, staging: An
     assert any(not torch.equal(saved[name], tensor.to(dtype)) for name, tensor in trained.items())
 
 
-def test_weights_that_the_base_wants_in_float32_stay(tmp_path: Path) -> None:
+def test_weights_that_the_base_keeps_in_float32_are_not_cast(tmp_path: Path) -> None:
     class Routed(LlamaForCausalLM):
         _keep_in_fp32_modules_strict = ("norm",)
 
@@ -263,9 +262,7 @@ def test_weights_that_the_base_wants_in_float32_stay(tmp_path: Path) -> None:
     assert dtypes["lm_head.weight"] == torch.bfloat16
 
 
-def test_later_saves_hold_later_values_and_peft_is_asked_again_where_something_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peft_is_asked_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(TWO)
     asked: list[str] = []
     choose = peft.get_peft_model_state_dict
@@ -294,7 +291,7 @@ def test_later_saves_hold_later_values_and_peft_is_asked_again_where_something_c
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_weights_that_are_untied_between_saves_are_saved_each(tmp_path: Path) -> None:
+def test_weights_untied_between_saves_are_saved_separately(tmp_path: Path) -> None:
     config = peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], r=2)
     base = LlamaForCausalLM(LlamaConfig(**{**SMALL, "tie_word_embeddings": True}))
     model = changed(peft.get_peft_model(base, config))
@@ -307,30 +304,6 @@ def test_weights_that_are_untied_between_saves_are_saved_each(tmp_path: Path) ->
     assert_same_adapters(tmp_path / "untied", tmp_path / "theirs")
 
 
-def test_nothing_is_kept_of_adapters_that_were_deleted(tmp_path: Path) -> None:
-    model = adapted(TWO)
-    for name in ("third", "fourth"):
-        model.add_adapter(name, peft.LoraConfig(target_modules=["o_proj"], r=3))
-        export(tmp_path / name, model)
-        model.delete_adapter(name)
-    export(tmp_path / "last", model)
-    assert adapters._known[model].keys() == {"default", "other"}
-
-
-def test_settings_are_never_gone_however_a_save_is_interrupted(base: Path, tmp_path: Path) -> None:
-    class Interrupted(dict[str, Any]):
-        def clear(self) -> None:
-            super().clear()
-            raise TimeoutError
-
-    model = with_adapter(base, KINDS["lora"]())
-    config = model.peft_config["default"]
-    config.__dict__ = Interrupted(config.__dict__)
-    before = dict(vars(config))
-    export(tmp_path / "ours", model)
-    assert vars(config) == before
-
-
 def partitioned(parameter: Any) -> None:
     """As ZeRO-3 of DeepSpeed leaves a parameter while nobody computes with it."""
     parameter.ds_id, parameter.ds_status, parameter.ds_numel = 3, "NOT_AVAILABLE", parameter.numel()
@@ -338,20 +311,20 @@ def partitioned(parameter: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "computed", "prompts"])
-def test_parameters_that_deepspeed_sharded_are_refused(kind: str, base: Path) -> None:
+def test_parameters_sharded_by_deepspeed_are_refused(kind: str, base: Path) -> None:
     model = with_adapter(base, KINDS[kind]())
     for parameter in model.parameters():
         if parameter.requires_grad:
             partitioned(parameter)
     with pytest.raises(InvalidInputError, match=r"is sharded by DeepSpeed \(ZeRO-3\) and has no values here"):
-        make_hf_stager(model)
+        HfStager(model)
     whole = LlamaForCausalLM.from_pretrained(base)
     partitioned(whole.lm_head.weight)
     empty = nn.Parameter(torch.empty(0))
     for one in (whole, {"some": empty, "lm_head.weight": whole.lm_head.weight}):
         with pytest.raises(InvalidInputError, match=r"^'lm_head\.weight' is sharded by DeepSpeed"):
-            make_hf_stager(one)
-    make_hf_stager({"some": empty}).release()
+            HfStager(one)
+    HfStager({"some": empty}).release()
 
 
 def wrapped_inside(model: Any) -> Any:
@@ -388,9 +361,7 @@ def test_checkpoints_of_adapters_are_listed_verified_and_pruned(tmp_path: Path) 
         readonly.verify(path)
 
 
-def test_what_lies_in_a_source_folder_does_not_say_that_the_whole_model_is_there(
-    base: Path, tmp_path: Path
-) -> None:
+def test_config_json_is_not_copied_beside_adapters(base: Path, tmp_path: Path) -> None:
     (base / "tokenizer.json").write_text("{}")
     (base / "README.md").write_text("of the base")
     model = with_adapter(base, KINDS["lora"]())
@@ -402,22 +373,22 @@ def test_what_lies_in_a_source_folder_does_not_say_that_the_whole_model_is_there
     AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
 
 
-def test_what_cannot_be_saved_rightly_is_refused(base: Path) -> None:
+def test_adapters_that_cannot_be_saved_are_refused(base: Path) -> None:
     model = with_adapter(base, KINDS["lora"]())
     mixed = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), KINDS["lora"](), mixed=True)
     with pytest.raises(
         InvalidTypeError, match=r"PeftMixedModel\) mixes kinds of adapters, which peft cannot"
     ):
-        make_hf_stager(mixed)
+        HfStager(mixed)
     for one in (model, mixed, added(base)):
         with pytest.raises(InvalidTypeError, match=r"under 'part\.' holds adapters"):
-            make_hf_stager({"part": one})
+            HfStager({"part": one})
     with pytest.raises(InvalidInputError, match=r"to_hf is given for the adapters of a PeftModel"):
-        make_hf_stager(model, to_hf=lambda name, tensor: [(name, tensor)])
+        HfStager(model, to_hf=lambda name, tensor: [(name, tensor)])
     with pytest.raises(InvalidInputError, match=r"config is given for a model that holds adapters"):
-        make_hf_stager(model, config=model.config)
+        HfStager(model, config=model.config)
     named = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), KINDS["lora"](), adapter_name="a/b")
     with pytest.raises(InvalidInputError, match=r"an adapter is called 'a/b', which cannot name its folder"):
-        make_hf_stager(named)
+        HfStager(named)
     # Once they are merged it is a model as any.
-    make_hf_stager(model.merge_and_unload()).release()
+    HfStager(model.merge_and_unload()).release()

@@ -36,7 +36,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tundish.checkpoint.hf.stager import make_hf_stager
+from tundish.checkpoint.hf.stager import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -95,7 +95,7 @@ def test_files_are_those_of_save_pretrained(name: str, shard_bytes: int, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["experts", "tied thrice"])
-def test_a_model_that_was_loaded(name: str, tmp_path: Path) -> None:
+def test_a_loaded_model(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "first")
     model = type(model).from_pretrained(tmp_path / "first")
@@ -122,7 +122,7 @@ def test_conversion_to_another_dtype(name: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_weights_that_the_model_wants_in_float32_stay(tmp_path: Path) -> None:
+def test_weights_that_the_model_keeps_in_float32_are_not_cast(tmp_path: Path) -> None:
     class Routed(LlamaForCausalLM):
         _keep_in_fp32_modules_strict = ("input_layernorm",)
 
@@ -134,7 +134,7 @@ def test_weights_that_the_model_wants_in_float32_stay(tmp_path: Path) -> None:
     assert dtypes["model.layers.0.post_attention_layernorm.weight"] == torch.bfloat16
 
 
-def test_values_that_are_no_numbers_are_saved_as_they_are(tmp_path: Path) -> None:
+def test_nan_and_infinite_values_are_saved_unchanged(tmp_path: Path) -> None:
     model = MODELS["llama"]()
     with torch.no_grad():
         weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
@@ -146,7 +146,7 @@ def test_values_that_are_no_numbers_are_saved_as_they_are(tmp_path: Path) -> Non
         assert bits(loaded[key]) == bits(tensor)
 
 
-def test_a_save_in_the_middle_of_training(tmp_path: Path) -> None:
+def test_a_save_during_training(tmp_path: Path) -> None:
     model = MODELS["tied"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     tokens = torch.randint(0, 60, (2, 12))
@@ -157,7 +157,7 @@ def test_a_save_in_the_middle_of_training(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     step()
-    plan = make_hf_stager(model, shard_bytes=20_000)
+    plan = HfStager(model, shard_bytes=20_000)
     plan.reserve()
     save = plan.stage()
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -193,7 +193,7 @@ def test_models_by_prefix(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "config.json").exists()
 
 
-def test_code_of_a_model_of_ones_own_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_custom_model_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "modeling_own_tundish.py").write_text(CODE)
     monkeypatch.syspath_prepend(tmp_path / "code")
@@ -208,11 +208,11 @@ def test_code_of_a_model_of_ones_own_is_copied(tmp_path: Path, monkeypatch: pyte
     assert_same_export(tmp_path / "ours", tmp_path / "theirs")
 
 
-def test_weights_tied_in_a_way_that_is_not_declared() -> None:
+def test_undeclared_ties_are_refused() -> None:
     model = MODELS["llama"]()
     model.model.layers[1].mlp = model.model.layers[0].mlp
     with pytest.raises(InvalidInputError, match=r"layers\.0\.mlp\.\w+\.weight, .* does not declare"):
-        make_hf_stager(model)
+        HfStager(model)
 
 
 class Pair(PreTrainedModel):
@@ -228,7 +228,7 @@ class Pair(PreTrainedModel):
         self.a.weight = self.b.weight
 
 
-def test_one_of_weights_that_are_all_declared_as_tied_is_kept(tmp_path: Path) -> None:
+def test_one_of_the_declared_tied_weights_is_kept(tmp_path: Path) -> None:
     model = Pair(LlamaConfig(**SMALL))
     export(tmp_path / "ours", model)
     model.save_pretrained(tmp_path / "theirs")
@@ -236,17 +236,17 @@ def test_one_of_weights_that_are_all_declared_as_tied_is_kept(tmp_path: Path) ->
     assert sorted(load_file(tmp_path / "ours" / "model.safetensors")) == ["a.bias", "b.bias", "b.weight"]
 
 
-def test_settings_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> None:
+def test_configs_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> None:
     model = MODELS["llama"]()
-    make_hf_stager(model)
+    HfStager(model)
     # transformers generates with this and refuses to save it.
     model.generation_config.num_beams = 1
     model.generation_config.num_return_sequences = 4
     with pytest.raises(ValueError, match="num_return_sequences"):
-        make_hf_stager(model)
+        HfStager(model)
 
 
-def test_what_save_pretrained_writes_otherwise_is_refused() -> None:
+def test_a_quantization_that_cannot_be_saved_is_refused() -> None:
     from transformers.quantizers.quantizer_quanto import QuantoHfQuantizer
 
     model = MODELS["llama"]()
@@ -254,11 +254,11 @@ def test_what_save_pretrained_writes_otherwise_is_refused() -> None:
     quantizer.quantization_config = transformers.QuantoConfig(weights="int8")
     model.hf_quantizer = quantizer
     with pytest.raises(InvalidTypeError, match=r"quantized \(quanto\)"):
-        make_hf_stager(model)
+        HfStager(model)
 
 
 def test_weights_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = MODELS["llama"]()
     with pytest.raises(InvalidInputError, match=r"'model\.embed_tokens\.weight' is on the meta device"):
-        make_hf_stager(model)
+        HfStager(model)

@@ -1,4 +1,4 @@
-"""Exports of models that are spread over ranks: the same bytes as from one rank, in bounded memory."""
+"""Exports of models that are sharded over ranks: the same bytes as from one rank, in bounded memory."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def train(model: Any, optimizer: Any) -> None:
 
 
 def saving(rank: int, line: Line) -> None:
-    """Saves what the test names, then says whether the files are those that one rank writes of the whole model."""
+    """Saves models as the test orders, and compares the files with those that one rank writes of the whole model."""
     import torch
     import torch.distributed as distributed
     from support.checkpoint.exports import export, staged, write
     from support.checkpoint.sharded_models import spread, whole
 
     from tundish import _native
-    from tundish.checkpoint.hf.stager import make_hf_stager
+    from tundish.checkpoint.hf.stager import HfStager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
@@ -75,7 +75,7 @@ def saving(rank: int, line: Line) -> None:
         layout, kind, folder = order
         model = spread(layout)
         arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
-        plan = make_hf_stager(model, exchange_group=background, **arguments)
+        plan = HfStager(model, exchange_group=background, **arguments)
         if rank == 0:
             folder.mkdir()
         distributed.barrier()
@@ -123,7 +123,7 @@ def test_the_same_bytes_as_from_one_rank(size: int, path_in_memory: Path) -> Non
 
 
 def saving_alone(rank: int, line: Line) -> None:
-    """Saves models that are spread over the one rank there is, and says which files differ from the whole ones."""
+    """Saves models of DTensors in a job of one rank, and sends the files that differ from those of whole models."""
     import torch
     from support.checkpoint.sharded_models import spread, whole
 
@@ -148,7 +148,7 @@ def saving_alone(rank: int, line: Line) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*staging_limit_bytes")
-def test_a_job_of_one_rank_exports_what_is_spread_over_it(path_in_memory: Path) -> None:
+def test_a_job_of_one_rank_exports_dtensors(path_in_memory: Path) -> None:
     orders = [(layout, kind) for layout in ("fsdp", "tp") for kind in KINDS] + [
         ("llama", "plain"),
         ("llama", "lazy"),
@@ -183,7 +183,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from torch.distributed.tensor import Shard, full
 
     from tundish import _native
-    from tundish.checkpoint.hf.stager import make_hf_stager
+    from tundish.checkpoint.hf.stager import HfStager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
@@ -209,7 +209,7 @@ def gathering_much(rank: int, line: Line) -> None:
         distributed.barrier()
         _native.trim_staging()
         before = reset_peak()
-        plan = make_hf_stager(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=background, **arguments)
+        plan = HfStager(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=background, **arguments)
         with staged(plan) as save:
             write(save, folder, is_first=rank == 0)
         line.say(peak() - before, plan.staged_bytes, plan.file_bytes)
@@ -241,7 +241,7 @@ def test_no_rank_holds_the_whole_model(path_in_memory: Path) -> None:
 
 
 def failing(rank: int, line: Line) -> None:
-    """A conversion that fails on one rank, then a save that succeeds; then what cannot be saved."""
+    """Runs a conversion that fails on one rank, a save that succeeds, and saves that are refused."""
     import torch
     import torch.distributed as distributed
     from support.checkpoint.exports import staged, write
@@ -251,7 +251,7 @@ def failing(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
-    from tundish.checkpoint.hf.stager import make_hf_stager
+    from tundish.checkpoint.hf.stager import HfStager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
@@ -268,7 +268,7 @@ def failing(rank: int, line: Line) -> None:
         return [(name, tensor + 0)]
 
     def save(to_hf: Any) -> None:
-        plan = make_hf_stager(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=background)
+        plan = HfStager(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=background)
         with staged(plan) as staging:
             write(staging, folder, is_first=rank == 0)
 
@@ -287,14 +287,12 @@ def failing(rank: int, line: Line) -> None:
         DTensor.from_local(whole, mesh, [Partial()]),
         DTensor.from_local(uneven, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
     ):
-        line.say(
-            *outcome(lambda tensor=tensor: make_hf_stager({"layer.w": tensor}, exchange_group=background))
-        )
+        line.say(*outcome(lambda tensor=tensor: HfStager({"layer.w": tensor}, exchange_group=background)))
     given = {"a": whole, "b": distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])}
-    line.say(*outcome(lambda: make_hf_stager(given, shard_bytes=whole.nbytes, exchange_group=background)))
+    line.say(*outcome(lambda: HfStager(given, shard_bytes=whole.nbytes, exchange_group=background)))
 
 
-def test_what_fails_on_one_rank_fails_there(tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_there(tmp_path: Path) -> None:
     with Job(failing, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, tmp_path / "hf")
@@ -315,7 +313,7 @@ def test_what_fails_on_one_rank_fails_there(tmp_path: Path) -> None:
 
 
 def within_a_limit(rank: int, line: Line) -> None:
-    """Saves 36 MB a rank with less and less memory; says what was counted, what was taken, and what came of it."""
+    """Saves 36 MB a rank under a limit; sends the counted bytes, the peak of memory and a hash of the files."""
     import torch
     import torch.distributed as distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -349,7 +347,7 @@ def within_a_limit(rank: int, line: Line) -> None:
         line.say(counted, taken, hash(tuple(files.items())))
 
 
-def test_a_limit_on_staging_is_a_bound(path_in_memory: Path) -> None:
+def test_staging_stays_within_its_limit(path_in_memory: Path) -> None:
     size = 2
     # Buffers of sockets and the interpreter.
     slack = 24 * MEBIBYTE

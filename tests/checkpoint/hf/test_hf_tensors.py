@@ -1,4 +1,4 @@
-"""Exports of tensors by name: what is written, when it is taken, and what is refused."""
+"""Exports of tensors by name: their files, the time of their copy, and refusals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.checkpoint.exports import bits, export, header_and_data, options, s
 from torch import nn
 
 from tundish import _native
-from tundish.checkpoint.hf.stager import make_hf_stager
+from tundish.checkpoint.hf.stager import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MEBIBYTE = 1 << 20
@@ -55,7 +55,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 100])
-def test_every_tensor_is_there(shard_bytes: int, tmp_path: Path) -> None:
+def test_every_tensor_is_saved(shard_bytes: int, tmp_path: Path) -> None:
     given = tensors()
     facts = export(tmp_path / "hf", given, shard_bytes=shard_bytes)
     assert sorted(fact.name for fact in facts) == sorted(path.name for path in (tmp_path / "hf").iterdir())
@@ -70,15 +70,15 @@ def test_every_tensor_is_there(shard_bytes: int, tmp_path: Path) -> None:
         assert bits(loaded[name]) == bits(tensor.resolve_conj())
 
 
-def test_the_file_is_that_of_safetensors(tmp_path: Path) -> None:
+def test_the_file_equals_that_of_safetensors(tmp_path: Path) -> None:
     given = {name: tensor.detach().resolve_conj().contiguous() for name, tensor in tensors().items()}
     export(tmp_path / "ours", given)
     safetensors.torch.save_file(given, tmp_path / "theirs", {"format": "pt"})
     assert header_and_data(tmp_path / "ours" / "model.safetensors") == header_and_data(tmp_path / "theirs")
 
 
-def test_the_plan_says_what_is_written(tmp_path: Path) -> None:
-    plan = make_hf_stager(tensors(), shard_bytes=100)
+def test_the_plan_counts_the_written_bytes(tmp_path: Path) -> None:
+    plan = HfStager(tensors(), shard_bytes=100)
     with staged(plan) as save:
         in_use = _native.staging_stats()["in_use"]
         write(save, tmp_path / "hf")
@@ -91,24 +91,22 @@ def test_the_plan_says_what_is_written(tmp_path: Path) -> None:
 
 def test_fingerprints() -> None:
     given = tensors()
-    same = make_hf_stager(given).fingerprint
-    assert (
-        make_hf_stager({name: torch.ones_like(tensor) for name, tensor in given.items()}).fingerprint == same
-    )
+    same = HfStager(given).fingerprint
+    assert HfStager({name: torch.ones_like(tensor) for name, tensor in given.items()}).fingerprint == same
     others = [
-        make_hf_stager(given, shard_bytes=100),
-        make_hf_stager(given, dtype=torch.float16),
-        make_hf_stager(given, to_hf=lambda name, tensor: [(name, tensor + 0)]),
-        make_hf_stager({**given, "half": torch.zeros(8, dtype=torch.bfloat16)}),
-        make_hf_stager({**given, "one more": torch.zeros(1)}),
-        make_hf_stager(given, staging="lazy", optimizer=torch.optim.SGD([given["parameter"]])),
+        HfStager(given, shard_bytes=100),
+        HfStager(given, dtype=torch.float16),
+        HfStager(given, to_hf=lambda name, tensor: [(name, tensor + 0)]),
+        HfStager({**given, "half": torch.zeros(8, dtype=torch.bfloat16)}),
+        HfStager({**given, "one more": torch.zeros(1)}),
+        HfStager(given, staging="lazy", optimizer=torch.optim.SGD([given["parameter"]])),
     ]
     assert len({same, *(plan.fingerprint for plan in others)}) == len(others) + 1
 
 
 def test_ranks_that_convert_other_tensors_do_not_agree() -> None:
     plans = [
-        make_hf_stager({name: torch.zeros(3)}, to_hf=lambda name, tensor: [("x", tensor + 0)])
+        HfStager({name: torch.zeros(3)}, to_hf=lambda name, tensor: [("x", tensor + 0)])
         for name in ("a", "b")
     ]
     assert plans[0].fingerprint != plans[1].fingerprint
@@ -117,7 +115,7 @@ def test_ranks_that_convert_other_tensors_do_not_agree() -> None:
 def test_changes_after_staging_change_nothing(tmp_path: Path) -> None:
     given = tensors()
     expected = {name: tensor.detach().resolve_conj().clone() for name, tensor in given.items()}
-    with staged(make_hf_stager(given)) as save:
+    with staged(HfStager(given)) as save:
         for tensor in given.values():
             (tensor if tensor._base is None else tensor._base).detach().zero_()
         given.clear()
@@ -127,7 +125,7 @@ def test_changes_after_staging_change_nothing(tmp_path: Path) -> None:
         assert bits(loaded[name]) == bits(tensor), name
 
 
-def test_one_memory_is_written_once(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     memory = torch.randn(4, 4)
     given = {
         "a": memory,
@@ -147,7 +145,7 @@ def test_one_memory_is_written_once(tmp_path: Path) -> None:
     assert loaded["rest"].equal(memory[2:])
 
 
-def test_fp8_and_its_scales_are_carried_as_given(tmp_path: Path) -> None:
+def test_fp8_and_its_scales_are_not_cast(tmp_path: Path) -> None:
     given = {
         "layer.weight": torch.randn(8, 8).to(torch.float8_e4m3fn),
         "layer.weight_scale_inv": torch.rand(1, 1),
@@ -158,7 +156,6 @@ def test_fp8_and_its_scales_are_carried_as_given(tmp_path: Path) -> None:
         "attention.k_scale": torch.rand(1),
         "norm.scale": torch.rand(8),
         "micro": torch.randint(0, 256, (4,), dtype=torch.uint8).view(torch.float8_e8m0fnu),
-        "packed": torch.randint(0, 256, (2, 4), dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
     }
     export(tmp_path / "hf", given, dtype=torch.bfloat16)
     loaded = load_file(tmp_path / "hf" / "model.safetensors")
@@ -178,7 +175,7 @@ def test_many_small_tensors(tmp_path: Path) -> None:
     assert all(loaded[name].equal(tensor.to(torch.float16)) for name, tensor in given.items())
 
 
-def test_conversion_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_tensors_are_converted_one_at_a_time(tmp_path: Path) -> None:
     given = {f"w{number}": torch.full((1024, 1024), float(number)) for number in range(8)}
     alive: list[int] = []
 
@@ -198,8 +195,8 @@ def test_conversion_one_tensor_at_a_time(tmp_path: Path) -> None:
     assert all(loaded[f"w{number}.3"].eq(2 * number).all() for number in range(8))
 
 
-def test_no_copy_of_a_conversion_is_left_behind(tmp_path: Path) -> None:
-    """What a conversion makes, and nothing else, is in memory beside the files."""
+def test_memory_of_conversions_is_freed(tmp_path: Path) -> None:
+    """Only the products of one conversion are in memory beside the files."""
     given = {f"w{number}": torch.full((1024, 1024), float(number)) for number in range(16)}
     most = 0
 
@@ -210,7 +207,7 @@ def test_no_copy_of_a_conversion_is_left_behind(tmp_path: Path) -> None:
             most = max(most, int(status[1]) * 4096)
         return [(name, tensor * 2)]
 
-    plan = make_hf_stager(given, to_hf=doubled)
+    plan = HfStager(given, to_hf=doubled)
     plan.reserve()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     save = plan.stage()
@@ -218,12 +215,12 @@ def test_no_copy_of_a_conversion_is_left_behind(tmp_path: Path) -> None:
     assert most - before < plan.checkpoint_bytes + 6 * 4 * MEBIBYTE
 
 
-def test_progress_can_be_asked_for(tmp_path: Path) -> None:
+def test_progress_is_reported(tmp_path: Path) -> None:
     told: list[Callable[[], int]] = []
-    plan = make_hf_stager({"w": torch.randn(1024, 1024)})
+    plan = HfStager({"w": torch.randn(1024, 1024)})
     with staged(plan) as save:
         save.wait_staged(10)
-        save.write_other_files(tmp_path)
+        save.write_other_files(tmp_path, [])
         save.write(tmp_path, options(told.append))
     assert told[-1]() == plan.file_bytes
     assert not [thread for thread in threading.enumerate() if "tundish-hf" in thread.name]
@@ -259,9 +256,9 @@ class Dispatching(torch.Tensor):
         (lambda: torch.ones(3, dtype=torch.complex128), InvalidTypeError, "complex128"),
     ],
 )
-def test_tensors_that_are_refused(make: Any, kind: type[Exception], message: str) -> None:
+def test_bad_tensors_are_refused(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=rf"'layer\.w' .*({message})"):
-        make_hf_stager({"fine": torch.ones(2), "layer.w": make()})
+        HfStager({"fine": torch.ones(2), "layer.w": make()})
 
 
 @pytest.mark.parametrize(
@@ -285,14 +282,14 @@ def test_tensors_that_are_refused(make: Any, kind: type[Exception], message: str
         ({"source_dir": "missing"}, FileNotFoundError),
     ],
 )
-def test_arguments_that_are_refused(arguments: dict[str, Any], kind: type[Exception]) -> None:
+def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"(?i){'|'.join(arguments)}"):
-        make_hf_stager({"w": torch.ones(2)}, **arguments)
+        HfStager({"w": torch.ones(2)}, **arguments)
 
 
-def test_planning_leaves_no_trace() -> None:
+def test_planning_changes_nothing() -> None:
     in_use = _native.staging_stats()["in_use"]
-    plan = make_hf_stager(tensors())
+    plan = HfStager(tensors())
     assert _native.staging_stats()["in_use"] == in_use
     plan.reserve()
     assert _native.staging_stats()["in_use"] > in_use
@@ -302,7 +299,7 @@ def test_planning_leaves_no_trace() -> None:
 
 
 def test_memory_is_given_back_by_release() -> None:
-    plan = make_hf_stager(tensors())
+    plan = HfStager(tensors())
     plan.reserve()
     save = plan.stage()
     save.release()
@@ -310,15 +307,15 @@ def test_memory_is_given_back_by_release() -> None:
     save.release()
 
 
-def test_memory_that_there_is_not() -> None:
-    plan = make_hf_stager({"w": torch.zeros(1).expand(1 << 50)})
+def test_a_save_without_memory_fails() -> None:
+    plan = HfStager({"w": torch.zeros(1).expand(1 << 50)})
     with pytest.raises(MemoryError):
         plan.reserve()
     plan.release()
 
 
-def test_wait_staged_is_over_at_once() -> None:
-    with staged(make_hf_stager(tensors())) as save:
+def test_wait_staged_returns_at_once_on_the_host() -> None:
+    with staged(HfStager(tensors())) as save:
         started = time.monotonic()
         save.wait_staged(0)
         save.wait_staged(None)

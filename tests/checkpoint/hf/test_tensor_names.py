@@ -1,4 +1,4 @@
-"""What is taken as a model, under which names its tensors are saved, and what is refused by name."""
+"""The kinds of models that `save_hf` takes, the names of their tensors, and refusals."""
 
 from __future__ import annotations
 
@@ -49,12 +49,6 @@ class Engine(nn.Module):
         self.module = module
 
 
-def wrapped_child() -> nn.Module:
-    model = Model()
-    model.last = nn.DataParallel(model.last)
-    return model
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -64,17 +58,16 @@ def wrapped_child() -> nn.Module:
         lambda: nn.DataParallel(torch.compile(Model())),
         lambda: torch.compile(nn.DataParallel(Model())),
         lambda: Engine(nn.DataParallel(Model())),
-        wrapped_child,
     ],
 )
-def test_wrappers_lose_their_names(wrap: Any) -> None:
+def test_names_of_wrappers_are_removed(wrap: Any) -> None:
     (part,) = parts_of(wrap())
     assert list(part.tensors) == NAMES
     assert isinstance(part.module, Model)
     assert part.prefix == ""
 
 
-def test_activation_checkpointing_loses_its_name() -> None:
+def test_the_name_of_activation_checkpointing_is_removed() -> None:
     model = Model()
     model.last = checkpoint_wrapper(model.last)
     # The wrapper takes its name off itself; a mapping made by hand may still have it.
@@ -99,7 +92,7 @@ def test_names_of_a_mapping() -> None:
     assert names({name: torch.ones(1) for name in given}) == kept
 
 
-def test_tensors_are_those_of_the_model() -> None:
+def test_tensors_are_not_copied() -> None:
     model = Model()
     (part,) = parts_of(model)
     assert part.tensors["last.weight"] is model.last.weight
@@ -138,7 +131,7 @@ def test_modules_by_prefix() -> None:
         "C:\\w",
     ],
 )
-def test_names_that_cannot_be_used(name: str) -> None:
+def test_unusable_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="cannot name a tensor"):
         check_name(name)
     with pytest.raises(InvalidInputError, match="cannot name a tensor"):
@@ -151,7 +144,7 @@ def test_names_that_cannot_be_used(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["module.", "module./etc", "_orig_mod./etc", "module._orig_mod.", "module.C:/w"]
 )
-def test_names_that_cannot_be_used_without_those_of_wrappers(name: str) -> None:
+def test_names_that_are_unusable_without_wrappers_are_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="cannot name a tensor"):
         parts_of({name: torch.ones(1)})
 
@@ -162,8 +155,8 @@ def test_names_are_strings(name: Any) -> None:
         parts_of({name: torch.ones(1)})
 
 
-def test_names_that_are_the_same_without_wrappers() -> None:
-    with pytest.raises(InvalidInputError, match=r"'a' is there twice: 'module.a' has it too"):
+def test_names_that_are_equal_without_wrappers_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="'a' is there twice, once the names of"):
         parts_of({"a": torch.ones(1), "module.a": torch.ones(1)})
 
 
@@ -177,18 +170,18 @@ def test_names_that_are_the_same_without_wrappers() -> None:
         ({"a": {"b": torch.ones(1)}}, "'a' is a dict, not a tensor"),
     ],
 )
-def test_what_is_no_model(given: Any, message: str) -> None:
+def test_arguments_that_are_no_model_are_refused(given: Any, message: str) -> None:
     with pytest.raises(InvalidTypeError, match=message):
         parts_of(given)
 
 
 @pytest.mark.parametrize("given", [{}, nn.Module(), {"a": nn.Module()}])
-def test_nothing_to_save(given: Any) -> None:
+def test_an_empty_model_is_refused(given: Any) -> None:
     with pytest.raises(InvalidInputError, match="nothing to save"):
         parts_of(given)
 
 
-def test_state_that_is_no_tensor_is_refused() -> None:
+def test_extra_state_is_refused() -> None:
     class Extra(Layer):
         def get_extra_state(self) -> Any:
             return {"a": 1}

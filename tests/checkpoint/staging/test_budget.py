@@ -10,46 +10,43 @@ from tundish.checkpoint.staging.budget import StagingBudget
 from tundish.errors import InvalidInputError
 
 
-def test_a_save_that_exceeds_what_is_free_waits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_waits_for_staging_memory_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     budget = StagingBudget(100)
-    one, two = budget.claim(), budget.claim()
-    one.take(70, "save one")
-    two.take(30, "save two")
+    budget.take(70, "save one")
+    budget.take(30, "save two")
     assert not caplog.records
     taken = threading.Event()
 
     def third() -> None:
-        budget.claim().take(60, "save three")
+        budget.take(60, "save three")
         taken.set()
 
     thread = threading.Thread(target=third)
     thread.start()
-    two.give_back()
+    budget.give_back(30)
     assert not taken.wait(0.2)
-    one.give_back()
+    budget.give_back(70)
     assert taken.wait(10)
     thread.join()
     assert "save three waits for the save before it" in caplog.text
-    assert not budget.claim().take(50, "save four", waits=False)
-    assert "save four" not in caplog.text
     assert budget.stats() == {"in_use": 60, "peak": 100, "limit": 100}
 
 
 def test_a_save_larger_than_the_limit_is_refused() -> None:
     budget = StagingBudget(100)
     with pytest.raises(InvalidInputError, match=r"stages 1000 bytes .* staging_limit_bytes=100"):
-        budget.claim().take(1000, "a large save")
+        budget.take(1000, "a large save")
     assert budget.stats()["in_use"] == 0
 
 
 def test_without_a_limit_nothing_waits() -> None:
     budget = StagingBudget(None)
     for _ in range(10):
-        budget.claim().take(1 << 50, "a save")
+        budget.take(1 << 50, "a save")
     assert budget.stats()["peak"] == 10 << 50
 
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, True, "1GB"])
-def test_limits_that_are_none_are_refused(limit: object) -> None:
+def test_bad_limits_are_refused(limit: object) -> None:
     with pytest.raises(InvalidInputError, match="staging_limit_bytes"):
         StagingBudget(limit)  # type: ignore[arg-type]

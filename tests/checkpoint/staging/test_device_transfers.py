@@ -1,4 +1,4 @@
-"""What of a device is copied in one transfer: here the way is gone in host memory."""
+"""Which tensors of a device are copied in one transfer; here the device is the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _around(form: str, before: int = 0) -> list[Any]:
 
 
 def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[Block, list[Place]]:
-    """Of these, and the places of others; `is_free`: what lies between places is of no value."""
+    """A block of the chosen tensors, and the places of the others; `is_free`: gaps may be overwritten."""
     places, sources, others, end = [], [], [], 0
     for (dtype, saved_as), shape, form, before in tensors:
         values = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else None) * 5
@@ -73,7 +73,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[Block, list[P
         places=Places(places),
         sources=sources,
         names=[f"tensor {number}" for number in range(len(sources))],
-        free_from=Places(places).stops_before if is_free else None,
+        are_gaps_free=is_free,
     )
     chosen = [number for number, (_, _, form, _) in enumerate(tensors) if form != "not chosen"]
     return block.chosen(chosen), others
@@ -84,7 +84,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[Block, list[P
 @example(tensors=_around("not chosen"), is_free=True)
 @example(tensors=_around("whole", before=64), is_free=False)
 @settings(max_examples=150)
-def test_everything_comes_to_its_place_and_nothing_else_to_any(tensors: list[Any], is_free: bool) -> None:
+def test_each_tensor_is_copied_to_its_place_alone(tensors: list[Any], is_free: bool) -> None:
     block, others = block_of(tensors, is_free=is_free)
     block.buffer.bytes.fill_(1)
     copy_from_device(_HOST, block, None)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_everything_comes_to_its_place_and_nothing_else_to_any(tensors: list[Any
     block.buffer.release()
 
 
-def test_small_ones_of_a_kind_travel_together_and_no_more_than_so_much() -> None:
+def test_small_tensors_share_bounded_transfers() -> None:
     small = ((torch.float32, torch.bfloat16), (600, 500), "whole", 1000)
     large = ((torch.float32, torch.bfloat16), (1200, 500), "whole", 0)
     other = ((torch.float32, torch.float32), (5,), "whole", 0)

@@ -37,7 +37,7 @@ class Gate:
 @pytest.mark.parametrize(
     "change", ["none", "unannounced", "after staged()", "by the step", "before the step"]
 )
-def test_a_change_fails_the_save_unless_it_may_come(tmp_path: Path, kind: str, change: str) -> None:
+def test_a_change_before_the_step_fails_a_lazy_save(tmp_path: Path, kind: str, change: str) -> None:
     model, gate = torch.nn.Linear(50, 50), Gate()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(50)).sum().backward()

@@ -1,4 +1,4 @@
-"""What ranks hold of a DTensor is looked at as it is now: once it has arrived, and again where its kind is another."""
+"""Local tensors of a DTensor: those that still arrive are waited for, and unknown types are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def saving(rank: int, line: Line) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
-def test_parts_that_arrive_are_waited_for_and_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
+def test_async_parts_are_waited_for_and_other_subclasses_refused(kind: str, tmp_path: Path) -> None:
     with Job(saving, 2, tmp_path) as job:
         for rank in (0, 1):
             job.tell(rank, (tmp_path / "root", kind))

@@ -42,7 +42,7 @@ assert stats["in_use"] == stats["cached"] == 0, "kept with no checkpointer left 
 
 
 @pytest.mark.parametrize(("kind", "staging"), [("hf", "eager"), ("hf", "lazy"), ("dcp", "eager")])
-def test_a_save_takes_the_memory_of_what_it_stages(kind: str, staging: str, path_in_memory: Path) -> None:
+def test_a_save_takes_as_much_memory_as_it_stages(kind: str, staging: str, path_in_memory: Path) -> None:
     done = run(["-c", SAVE, kind, staging, path_in_memory / "root"])
     assert done.returncode == 0, done.stderr
     taken, staged = map(float, done.stdout.split())

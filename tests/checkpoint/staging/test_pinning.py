@@ -17,7 +17,7 @@ from tundish.checkpoint.staging import buffers
 
 
 class Runtime:
-    """Knows what is pinned; `interrupts`: whether Ctrl-C comes while it pins."""
+    """Records pinned memory; `interrupts`: whether Ctrl-C comes while it pins."""
 
     def __init__(self) -> None:
         self.pinned: set[int] = set()
@@ -40,7 +40,7 @@ class Runtime:
 
 
 def resident_bytes() -> int:
-    """Of the memory of this process, what has pages."""
+    """The resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -58,7 +58,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     assert _native.staging_stats()["in_use"] == 0
 
 
-def test_memory_is_pinned_once_and_goes_back_unpinned(runtime: Runtime) -> None:
+def test_memory_is_pinned_once_and_freed_unpinned(runtime: Runtime) -> None:
     first = buffers.Buffer(1 << 20, is_pinned=True)
     address = first.image.address
     first.release()
@@ -72,14 +72,14 @@ def test_memory_is_pinned_once_and_goes_back_unpinned(runtime: Runtime) -> None:
     other.release()
 
 
-def test_pages_are_there_before_the_device_asks_for_each_of_them(runtime: Runtime) -> None:
+def test_pages_are_populated_before_pinning(runtime: Runtime) -> None:
     buffers.trim()
     before = resident_bytes()
     buffers.Buffer(300 << 20, is_pinned=True).release()
     assert runtime.resident - before >= 290 << 20
 
 
-def test_memory_that_ctrl_c_finds_being_pinned_is_kept_as_pinned(runtime: Runtime) -> None:
+def test_memory_stays_registered_if_ctrl_c_interrupts_pinning(runtime: Runtime) -> None:
     runtime.interrupts = True
     with pytest.raises(KeyboardInterrupt):
         buffers.Buffer(1 << 20, is_pinned=True)

@@ -21,10 +21,10 @@ from torch import nn
 
 from tundish import _native
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.stager import make_hf_stager
+from tundish.checkpoint.hf.stager import HfStager
 from tundish.checkpoint.staging import copies as staging
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.copies import Copies, LazyCopy, optimizers_of
 from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -89,7 +89,7 @@ def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_
     for turn in range(3):
         gate.clear()
         expected = state(model)
-        with staged(make_hf_stager(model, staging="lazy", optimizer=steps)) as save:
+        with staged(HfStager(model, staging="lazy", optimizer=steps)) as save:
             with pytest.raises(TimeoutError):
                 save.wait_staged(0.01)
             # The buffer changes in the forward, and what no optimizer has may change at any time.
@@ -110,7 +110,7 @@ def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_
 def test_the_call_does_not_wait_for_the_copy(gate: threading.Event, tmp_path: Path) -> None:
     parameters = {f"w{number}": nn.Parameter(torch.zeros(1 << 20)) for number in range(8)}
     optimizer = torch.optim.SGD(parameters.values(), lr=1)
-    with staged(make_hf_stager(parameters, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(parameters, staging="lazy", optimizer=optimizer)) as save:
         with pytest.raises(TimeoutError):
             save.wait_staged(0)
         gate.set()
@@ -124,7 +124,7 @@ def test_the_call_does_not_wait_for_the_copy(gate: threading.Event, tmp_path: Pa
     assert load_file(tmp_path / "hf" / "model.safetensors")["w3"].eq(0).all()
 
 
-def test_the_copy_begins_when_the_fences_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_begins_after_the_step_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.zeros(3)
     optimizers = [torch.optim.SGD([parameter], lr=1), torch.optim.SGD([torch.zeros(1)], lr=1)]
     order: list[str] = []
@@ -161,7 +161,7 @@ def test_several_optimizers(gate: threading.Event, tmp_path: Path) -> None:
         torch.optim.Adam(model.head.parameters(), lr=1),
     ]
     expected = state(model)
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizers)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizers)) as save:
         model(torch.randn(4, 64)).backward()
         opener = threading.Timer(0.2, gate.set)
         opener.start()
@@ -183,11 +183,11 @@ def test_several_optimizers(gate: threading.Event, tmp_path: Path) -> None:
         lambda model: torch.optim.SGD(model.layer.parameters(), lr=1).step(),
     ],
 )
-def test_what_changes_otherwise_fails_the_save(change: Any, gate: threading.Event, tmp_path: Path) -> None:
+def test_other_changes_fail_a_lazy_save(change: Any, gate: threading.Event, tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     model(torch.randn(4, 64)).backward()
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
         change(model)
         gate.set()
         with pytest.raises(InvalidInputError, match=r"(layer\.weight|and more) changed while a lazy"):
@@ -196,11 +196,11 @@ def test_what_changes_otherwise_fails_the_save(change: Any, gate: threading.Even
         optimizer.step()
 
 
-def test_what_changes_after_the_copy_changes_nothing(tmp_path: Path) -> None:
+def test_changes_after_the_copy_are_allowed(tmp_path: Path) -> None:
     model = Net()
     expected = state(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
         save.allow_changes()
         model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
@@ -208,12 +208,12 @@ def test_what_changes_after_the_copy_changes_nothing(tmp_path: Path) -> None:
     assert_holds(tmp_path / "hf", expected)
 
 
-def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tmp_path: Path) -> None:
+def test_cleared_gradients_and_replaced_memory_are_allowed(gate: threading.Event, tmp_path: Path) -> None:
     model = Net()
     model(torch.randn(4, 64)).backward()
     expected = state(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
         model.zero_grad()
         optimizer.zero_grad(set_to_none=False)
         # As moving a model to another device or dtype does.
@@ -224,9 +224,9 @@ def test_gradients_may_be_cleared_and_memory_exchanged(gate: threading.Event, tm
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_another_thread_copies_while_the_other_ranks_are_waited_for() -> None:
+def test_copying_begins_before_the_vote() -> None:
     values = torch.randint(256, (64 << 20,), dtype=torch.uint8)
-    plan = make_hf_stager({"w": values})
+    plan = HfStager({"w": values})
     plan.reserve()
     try:
         (image,) = plan._buffers
@@ -238,7 +238,7 @@ def test_another_thread_copies_while_the_other_ranks_are_waited_for() -> None:
         plan.release()
 
 
-def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event) -> None:
+def test_tensors_without_an_optimizer_are_copied_at_once(gate: threading.Event) -> None:
     owned, other = torch.ones(3), torch.ones(3)
     parameter = nn.Parameter(owned)
     buffer = Buffer(48)
@@ -249,17 +249,16 @@ def test_what_the_optimizer_does_not_own_is_copied_at_once(gate: threading.Event
         sources=[parameter, other, parameter.detach().view(3)],
         names=["a", "b", "c"],
     )
-    copies: list[EagerCopy | LazyCopy] = []
-    begin_copies([block], [torch.optim.SGD([parameter], lr=1)], copies)
-    run_copies(copies)
+    copies = Copies()
+    copies.begin([block], [torch.optim.SGD([parameter], lr=1)])
+    copies.run()
     assert targets.tolist() == [[0] * 3, [1] * 3, [0] * 3, [0] * 3]
     gate.set()
-    for copy in copies:
-        copy.wait(None)
+    copies.wait(None)
     assert targets.tolist() == [[1] * 3, [1] * 3, [1] * 3, [0] * 3]
 
 
-def test_lazy_conversions_take_place_later(gate: threading.Event, tmp_path: Path) -> None:
+def test_lazy_conversions_run_in_the_background(gate: threading.Event, tmp_path: Path) -> None:
     model = Net()
     expected = {
         f"{name}.t": (tensor.t() if tensor.ndim == 2 else tensor) for name, tensor in state(model).items()
@@ -272,7 +271,7 @@ def test_lazy_conversions_take_place_later(gate: threading.Event, tmp_path: Path
             threads.append(threading.current_thread().name)
         return [(f"{name}.t", tensor.t().contiguous() if tensor.ndim == 2 else tensor.clone())]
 
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
         model(torch.randn(4, 64)).backward()
         assert threads == []
         gate.set()
@@ -284,18 +283,18 @@ def test_lazy_conversions_take_place_later(gate: threading.Event, tmp_path: Path
     assert_holds(tmp_path / "hf", expected)
 
 
-def test_a_save_that_is_given_up_holds_up_nothing() -> None:
+def test_an_abandoned_save_holds_up_no_step() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
     model(torch.randn(4, 64)).backward()
     optimizer.step()
 
 
-def test_memory_is_given_back_once_nothing_is_copied_into_it(gate: threading.Event) -> None:
+def test_memory_is_released_after_the_copy_ends(gate: threading.Event) -> None:
     model = Net()
-    plan = make_hf_stager(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
+    plan = HfStager(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
     plan.reserve()
     giving = threading.Thread(target=plan.stage().release)
     giving.start()
@@ -309,7 +308,7 @@ def test_memory_is_given_back_once_nothing_is_copied_into_it(gate: threading.Eve
 def test_optimizers_are_not_kept_alive() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
     remains = weakref.ref(optimizer)
     del optimizer, save
@@ -328,35 +327,35 @@ def test_an_error_of_the_copy_is_raised_by_the_save(monkeypatch: pytest.MonkeyPa
         run(self)
 
     monkeypatch.setattr(staging.EagerCopy, "run", fail)
-    with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
         model(torch.randn(4, 64)).backward()
         optimizer.step()
         with pytest.raises(MemoryError, match="device"):
             save.wait_staged(60)
 
 
-def test_what_is_no_optimizer() -> None:
+def test_arguments_that_are_no_optimizer_are_refused() -> None:
     class Wrapper:
         def __init__(self, optimizer: Any) -> None:
             self.optimizer = optimizer
 
     inner = torch.optim.SGD([torch.zeros(1)])
-    assert optimizers_of(inner) == (inner,)
-    assert optimizers_of([inner, inner]) == (inner, inner)
+    assert optimizers_of("lazy", inner) == (inner,)
+    assert optimizers_of("lazy", [inner, inner]) == (inner, inner)
     for given in (Wrapper(inner), [inner, None], "sgd"):
         with pytest.raises(InvalidTypeError, match=r"give the torch\.optim\.Optimizer itself"):
-            optimizers_of(given)
+            optimizers_of("lazy", given)
     for given in (None, [], ()):
         with pytest.raises(InvalidInputError, match="give optimizer="):
-            optimizers_of(given)
+            optimizers_of("lazy", given)
 
 
-def test_one_step_fences_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_gets_one_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer gets one hook, however many saves it fences."""
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     for _ in range(3):
-        with staged(make_hf_stager(model, staging="lazy", optimizer=optimizer)) as save:
+        with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
             save.wait_staged(60)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     fenced: list[Any] = []
@@ -377,7 +376,7 @@ class Adding(torch.optim.Optimizer):
                 parameter.data.add_(1.0)
 
 
-def test_a_step_waits_also_after_ctrl_c_ended_an_earlier_wait(gate: threading.Event) -> None:
+def test_a_step_waits_again_after_ctrl_c(gate: threading.Event) -> None:
     parameter = nn.Parameter(torch.zeros(1000))
     optimizer = Adding(parameter)
     buffer, place = Buffer(4000), Place(0, 4000, torch.float32, (1000,))
@@ -413,9 +412,7 @@ def test_freed_tensors_are_refused_by_name(tmp_path: Path, kind: str, left_bytes
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])
 @pytest.mark.parametrize("left_bytes", [0, 4096])
-def test_tensors_that_were_saved_before_are_refused_once_they_are_freed(
-    tmp_path: Path, kind: str, left_bytes: int
-) -> None:
+def test_tensors_freed_after_a_save_are_refused(tmp_path: Path, kind: str, left_bytes: int) -> None:
     whole, freed = torch.ones(3), torch.arange(1 << 16, dtype=torch.float32)
     with Checkpointer(tmp_path / "root", on_failure="raise") as checkpointer:
         save = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp

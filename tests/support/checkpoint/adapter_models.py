@@ -1,4 +1,4 @@
-"""Models with adapters of peft, for tests of exports, and the comparison of what is written of them."""
+"""Models with adapters of peft for tests of exports, and the comparison of their files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take_any_peft() -> None:
 
 
 def adapted(kind: str) -> Any:
-    """The same model on every rank, not spread yet, its adapters no longer as they began.
+    """The same model on every rank, not sharded yet, with adapters that were changed.
 
     TWO: an adapter "default" with modules of its own beside it, and one "other"; else of the type `kind` of peft.
     """

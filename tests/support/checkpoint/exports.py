@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.stager import HfStager, make_hf_stager
+from tundish.checkpoint.hf.stager import HfStager
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 
 PAGE = 4096
@@ -37,20 +37,20 @@ def staged(stager: HfStager) -> Iterator[StagedSave]:
 
 
 def write(save: StagedSave, folder: Path, *, is_first: bool = True) -> list[FileMetadata]:
-    """Everything that follows staging, into `folder`, which is made where it is missing."""
+    """Write a staged save into `folder`, which is created if it is missing."""
     folder.mkdir(exist_ok=True)
     save.wait_staged(60)
-    facts = save.write_other_files(folder) if is_first else []
-    return facts + save.write(folder, options())
+    facts = save.write(folder, options())
+    return facts + (save.write_other_files(folder, []) if is_first else [])
 
 
 def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileMetadata]:
-    with staged(make_hf_stager(model_or_tensors, **arguments)) as save:
+    with staged(HfStager(model_or_tensors, **arguments)) as save:
         return write(save, folder)
 
 
 def header_and_data(path: Path) -> tuple[bytes, bytes]:
-    """The header of a safetensors file, without its padding, and what follows it."""
+    """The header of a safetensors file without its padding, and the data."""
     contents = path.read_bytes()
     start = 8 + int.from_bytes(contents[:8], "little")
     return contents[8:start].rstrip(b" "), contents[start:]

@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    """Small, with what ranks do not divide: odd sizes, a size below the number of ranks, counters, masks."""
+    """A small model with sizes that ranks do not divide, counters and masks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """Converts the tensors of the training to those in the files, in small groups called units.
 
-A unit is the least that has to be in one place at once: a tensor that is saved as it is, or the tensors that a
+A unit is the smallest group that has to be on one rank at once: a tensor that is saved as it is, or the tensors that a
 conversion takes together.
 
 Invariants:
-    - Names, shapes and dtypes of the products are known before a value is looked at.
+    - Names, shapes and dtypes of the products are known before any value is read.
     - Each product belongs to one unit. A conversion sees no more than its unit.
 """
 
@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
-from tundish.checkpoint.tensor_names import check_name
+from tundish.checkpoint.tensor_names import check_name, refuse_repeated
 from tundish.checkpoint.tensors import DTYPES, Facts, is_fp8
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -40,9 +41,12 @@ Convert = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Sources and products that belong together, by number.
+    """Sources and products that belong together, by index.
 
-    `convert` makes the products, in order, of the whole sources, in order; None where a single source is the product.
+    Attributes:
+        sources: indices of the tensors of the training.
+        products: indices of the tensors in the files.
+        convert: makes the products of the whole sources, both in order; None if the only source is the product.
     """
 
     sources: tuple[int, ...]
@@ -52,10 +56,13 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversion:
-    """All units, and what the files will hold; equal to itself alone.
+    """All units, and the contents of the files. Equal to itself alone.
 
-    `sources`: what there is. `products`: what is made of it, in the order in which files are filled. `blocks`: a number
-    a product; products of the same number go into the same file.
+    Attributes:
+        sources: the tensors of the training.
+        units: in the order of their products.
+        products: the tensors in the files, in the order in which files are filled.
+        blocks: a number for each product; products with the same number go into the same file.
     """
 
     sources: tuple[Facts, ...]
@@ -65,7 +72,7 @@ class Conversion:
 
     @functools.cached_property
     def converts(self) -> bool:
-        """Whether anything is not saved as it is."""
+        """Whether any unit converts."""
         return any(unit.convert is not None for unit in self.units)
 
     @functools.cached_property
@@ -75,7 +82,7 @@ class Conversion:
         return [units[product] for product in range(len(self.products))]
 
 
-# A training loop saves the same tensors again and again, and with thousands of them this costs milliseconds.
+# A training loop saves the same thousands of tensors again and again.
 @functools.lru_cache(maxsize=4)
 def as_they_are(sources: tuple[Facts, ...]) -> Conversion:
     """Every source is a product."""
@@ -91,31 +98,35 @@ def as_they_are(sources: tuple[Facts, ...]) -> Conversion:
 def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
     """`to_hf` turns each source into its products.
 
-    To learn their names and shapes it is called with a tensor on the meta device; where it cannot deal with
-    that, with zeros.
+    It is called with tensors on the meta device to learn names and shapes, or with zeros if that fails.
 
     Raises:
-        InvalidTypeError: it gives something else than pairs of a name and a tensor.
-        InvalidInputError: a name cannot be used, or is given twice.
-        Whatever `to_hf` raises.
+        InvalidTypeError: it returns something else than pairs of a name and a tensor.
+        InvalidInputError: a name cannot be used, or is there twice.
+        Exception: raised by `to_hf`.
     """
     units: list[Unit] = []
     products: list[Facts] = []
     for number, (name, shape, dtype) in enumerate(sources):
-        given, pairs = _trial(to_hf, name, shape, dtype)
-        start = len(products)
-        products += [(product, tensor.shape, tensor.dtype) for product, tensor in pairs]
+        given = torch.empty(shape, dtype=dtype, device="meta")
+        try:
+            pairs = _pairs(to_hf, name, given)
+        except Exception:  # noqa: BLE001 (some functions need values, whatever they raise without them)
+            given = torch.zeros(shape, dtype=dtype, device="cpu")
+            pairs = _pairs(to_hf, name, given)
+        made: list[Facts] = [(product, tensor.shape, tensor.dtype) for product, tensor in pairs]
         is_same = len(pairs) == 1 and pairs[0][1] is given
         units.append(
             Unit(
                 sources=(number,),
-                products=tuple(range(start, len(products))),
-                convert=None if is_same else _converting(to_hf, name, products[start:]),
+                products=tuple(range(len(products), len(products) + len(made))),
+                convert=None if is_same else _checked(functools.partial(_apply, to_hf, name), [name], made),
             )
         )
+        products += made
     if not products:
         raise InvalidInputError("there is nothing to save: to_hf gives no tensor")
-    _refuse_same(products, "to_hf gives")
+    refuse_repeated((name for name, _, _ in products), "to_hf gives the name {!r} twice")
     return Conversion(
         sources=sources,
         units=tuple(units),
@@ -127,46 +138,53 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
 def by_reverting(
     sources: tuple[Facts, ...], revert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 ) -> Conversion:
-    """`revert` turns all sources into all products at once, and a part of them into what comes of that part.
+    """`revert` turns all sources into all products at once, and the sources of a unit into its products.
 
-    Which part a product needs is found by letting `revert` work on tensors without values that remember what they
-    were made of. Products that `revert` cuts out of one tensor, as views, make a block.
+    The units are found by a run of `revert` on tensors without values that track their origins. Products that are views
+    of one tensor make a block.
 
-    Raises `InvalidInputError` where a product is made of nothing.
+    Raises `InvalidInputError` if a product comes from no source.
     """
-    metas = [_Traced.of(number, shape, dtype) for number, (_, shape, dtype) in enumerate(sources)]
+    metas = [_Traced.make(number, shape, dtype) for number, (_, shape, dtype) in enumerate(sources)]
     named: dict[str, torch.Tensor] = {name: meta for (name, _, _), meta in zip(sources, metas, strict=True)}
     with torch.no_grad():
         outcome = revert(named)
     if outcome is named:
         return as_they_are(sources)
     products = tuple([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in outcome.items()])
-    storages: dict[int, int] = {}
-    blocks = tuple(
-        storages.setdefault(tensor.untyped_storage()._cdata, number)
-        for number, tensor in enumerate(outcome.values())
-    )
-    identities = {id(meta): number for number, meta in enumerate(metas)}
+    numbers = {id(meta): number for number, meta in enumerate(metas)}
     units: list[Unit] = []
-    groups = _Groups()
+    storages: dict[int, int] = {}
+    blocks: list[int] = []
+    # The sources that are needed together, by each of them; and the products of each such group.
+    groups: dict[int, set[int]] = {}
+    origins_of: dict[int, frozenset[int]] = {}
     for number, (name, tensor) in enumerate(outcome.items()):
-        origins = getattr(tensor, "origins", frozenset[int]())
+        blocks.append(storages.setdefault(tensor.untyped_storage()._cdata, number))
+        if id(tensor) in numbers:
+            units.append(Unit(sources=(numbers[id(tensor)],), products=(number,), convert=None))
+            continue
+        origins = origins_of[number] = getattr(tensor, "origins", frozenset[int]())
         if not origins:
             raise InvalidInputError(f"cannot tell which weights {name!r} is converted from: give a to_hf")
-        if id(tensor) in identities:
-            units.append(Unit(sources=(identities[id(tensor)],), products=(number,), convert=None))
-        else:
-            groups.add(origins, number)
-    for origins, made in groups:
-        names = [sources[origin][0] for origin in origins]
-        shapes = [products[number] for number in made]
-        units.append(Unit(sources=origins, products=made, convert=_reverting(revert, names, shapes)))
+        group = set(origins).union(*(groups.get(origin, ()) for origin in origins))
+        groups.update(dict.fromkeys(group, group))
+    made: dict[int, list[int]] = {}
+    for number, origins in origins_of.items():
+        made.setdefault(id(groups[min(origins)]), []).append(number)
+    for numbers_made in made.values():
+        group = groups[min(origins_of[numbers_made[0]])]
+        names = [sources[origin][0] for origin in sorted(group)]
+        convert = _checked(
+            functools.partial(_revert, revert, names), names, [products[number] for number in numbers_made]
+        )
+        units.append(Unit(sources=tuple(sorted(group)), products=tuple(numbers_made), convert=convert))
     units.sort(key=lambda unit: unit.products)
-    return Conversion(sources=sources, units=tuple(units), products=products, blocks=blocks)
+    return Conversion(sources=sources, units=tuple(units), products=products, blocks=tuple(blocks))
 
 
 def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
-    """The conversions of several models, whose names begin with the prefix that stands before each."""
+    """Joins the conversions of several models; the names of each get its prefix."""
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
     sources: list[Facts] = []
@@ -186,20 +204,19 @@ def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
             )
             for unit in part.units
         ]
-    _refuse_same(products, "the models together have")
+    refuse_repeated((name for name, _, _ in products), "the models together have the name {!r} twice")
     return Conversion(
         sources=tuple(sources), units=tuple(units), products=tuple(products), blocks=tuple(blocks)
     )
 
 
 def cast(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) -> tuple[Facts, ...]:
-    """The products as the files hold them: floats become `dtype`.
+    """The products as the files contain them: floats become `dtype`.
 
-    As given stay fp8 tensors and what scales them: what is called a scale, in their module or in one around it, as
-    scales of a key-value cache lie beside the projections. As given stay also what is no float, and what is made of a
-    source whose name the regular expression `keep` is found in.
+    These stay as they are: products of a source whose name the regular expression `keep` matches, fp8 tensors, and the
+    scales of fp8 tensors. A scale has "scale" in its name and lies in the module of an fp8 tensor or in one around it.
 
-    Raises `InvalidTypeError` for a dtype that files cannot hold.
+    Raises `InvalidTypeError` for a dtype that files cannot contain.
     """
     for name, _, given in conversion.products:
         if given not in DTYPES:
@@ -228,18 +245,6 @@ def cast(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) ->
     )
 
 
-def _trial(
-    to_hf: ToHf, name: str, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """What `to_hf` is called with to learn what it makes of `name`, and what that is."""
-    given = torch.empty(shape, dtype=dtype, device="meta")
-    try:
-        return given, _pairs(to_hf, name, given)
-    except Exception:  # noqa: BLE001 (whatever it is that has no answer without values, it is asked again)
-        given = torch.zeros(shape, dtype=dtype, device="cpu")
-        return given, _pairs(to_hf, name, given)
-
-
 def _pairs(to_hf: ToHf, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     with torch.no_grad():
         made = to_hf(name, tensor)
@@ -253,57 +258,46 @@ def _pairs(to_hf: ToHf, name: str, tensor: torch.Tensor) -> list[tuple[str, torc
     return [(pair[0], pair[1]) for pair in pairs]
 
 
-def _converting(to_hf: ToHf, name: str, products: Sequence[Facts]) -> Convert:
-    expected = [(product, tuple(shape)) for product, shape, _ in products]
-
-    def convert(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        pairs = _pairs(to_hf, name, tensors[0])
-        if [(product, tuple(tensor.shape)) for product, tensor in pairs] != expected:
-            raise InvalidInputError(
-                f"to_hf makes {[(product, tuple(tensor.shape)) for product, tensor in pairs]} of {name!r}, but made "
-                f"{expected} when the save was planned: names and shapes must follow from name, shape and dtype alone"
-            )
-        return [tensor for _, tensor in pairs]
-
-    return convert
+def _apply(to_hf: ToHf, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor for _, tensor in _pairs(to_hf, name, tensors[0])]
 
 
-def _reverting(
+def _revert(
     revert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
     names: Sequence[str],
-    products: Sequence[Facts],
-) -> Convert:
+    tensors: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(revert(dict(zip(names, tensors, strict=True))).values())
+
+
+def _checked(convert: Convert, names: Sequence[str], products: Sequence[Facts]) -> Convert:
+    """`convert`, which fails if it gives other shapes than those of `products`.
+
+    Names are not compared: they may depend on tensors outside of the unit.
+    """
     expected = [tuple(shape) for _, shape, _ in products]
 
-    def convert(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        with torch.no_grad():
-            made = list(revert(dict(zip(names, tensors, strict=True))).values())
-        # Not by name: a renaming may depend on weights outside of the unit.
-        if [tuple(tensor.shape) for tensor in made] != expected:
+    def checked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        made = convert(tensors)
+        shapes = [tuple(tensor.shape) for tensor in made]
+        if shapes != expected:
             raise InvalidInputError(
-                f"the conversion of {', '.join(names)} gives other shapes for them alone than among all weights: give "
-                "a to_hf that converts them"
+                f"the conversion of {', '.join(names)} gives the shapes {shapes}, and gave {expected} when the save "
+                "was planned: it must follow from names, shapes and dtypes of these tensors alone; give another to_hf"
             )
         return made
 
-    return convert
-
-
-def _refuse_same(products: Sequence[Facts], who: str) -> None:
-    seen: set[str] = set()
-    for name, _, _ in products:
-        if name in seen:
-            raise InvalidInputError(f"{who} the name {name!r} twice")
-        seen.add(name)
+    return checked
 
 
 class _Traced(torch.Tensor):
-    """A tensor without values that remembers which sources it was made of."""
+    """A tensor without values that tracks from which sources it was made."""
 
     origins: frozenset[int]
 
     @classmethod
-    def of(cls, number: int, shape: Sequence[int], dtype: torch.dtype) -> _Traced:
+    def make(cls, number: int, shape: Sequence[int], dtype: torch.dtype) -> _Traced:
         traced = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(cls)
         traced.origins = frozenset([number])
         return traced
@@ -312,57 +306,15 @@ class _Traced(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        origins = frozenset[int]().union(*(one.origins for one in _traced_in([args, kwargs or {}])))
+        kwargs = kwargs or {}
+        leaves = _pytree.tree_leaves([args, dict(kwargs)])
+        origins = frozenset[int]().union(*(leaf.origins for leaf in leaves if isinstance(leaf, cls)))
         with torch._C.DisableTorchFunctionSubclass():
-            outcome = func(*args, **(kwargs or {}))
-        return _mark(outcome, origins)
+            outcome = func(*args, **kwargs)
 
+        def mark(tensor: torch.Tensor) -> torch.Tensor:
+            traced = tensor if isinstance(tensor, cls) else tensor.as_subclass(cls)
+            traced.origins = origins | getattr(tensor, "origins", frozenset[int]())
+            return traced
 
-def _traced_in(value: Any) -> Iterator[_Traced]:
-    if isinstance(value, _Traced):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _traced_in(item)
-    elif isinstance(value, dict):
-        yield from _traced_in(list(value.values()))
-
-
-def _mark(outcome: Any, origins: frozenset[int]) -> Any:
-    if isinstance(outcome, torch.Tensor):
-        marked = outcome if isinstance(outcome, _Traced) else outcome.as_subclass(_Traced)
-        marked.origins = origins | getattr(marked, "origins", frozenset())
-        return marked
-    if type(outcome) in (list, tuple):
-        return type(outcome)(_mark(item, origins) for item in outcome)
-    return outcome
-
-
-class _Groups:
-    """Products together with the sources they need, joined wherever they share one."""
-
-    def __init__(self) -> None:
-        self._joined: dict[int, int] = {}
-        self._products: dict[int, list[int]] = {}
-
-    def add(self, origins: frozenset[int], product: int) -> None:
-        """`product` needs all of `origins`."""
-        roots = {self._root(origin) for origin in origins}
-        root = min(roots)
-        for other in roots - {root}:
-            self._joined[other] = root
-            self._products.setdefault(root, []).extend(self._products.pop(other, []))
-        self._products.setdefault(root, []).append(product)
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        sources: dict[int, list[int]] = {}
-        for origin in sorted(self._joined):
-            sources.setdefault(self._root(origin), []).append(origin)
-        for root, products in self._products.items():
-            yield tuple(sources[root]), tuple(sorted(products))
-
-    def _root(self, origin: int) -> int:
-        above = self._joined.setdefault(origin, origin)
-        while above != origin:
-            origin, above = above, self._joined[above]
-        return origin
+        return _pytree.tree_map_only(torch.Tensor, mark, outcome)

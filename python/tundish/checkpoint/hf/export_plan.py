@@ -1,6 +1,6 @@
-"""Plans an export before a value is touched: tensors, conversions, the layout of the files, who writes which.
+"""Plans an export before any value is read: tensors, conversions, the layout of the files, and their writers.
 
-Ranks that hold parts of the same model come to the same plan, but for the tensors themselves.
+Ranks that hold parts of the same model make the same plan, except for the tensors themselves.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,18 +25,10 @@ from tundish.checkpoint.hf.conversion import (
     cast,
     together,
 )
-from tundish.checkpoint.hf.shards import Layout, ShardFile, assign, lay_out, lay_out_as_named
+from tundish.checkpoint.hf.shards import Layout, ShardFile, assign, lay_out
 from tundish.checkpoint.placements import check_placement, is_cut, shares_for
 from tundish.checkpoint.tensor_names import Part, parts_of
-from tundish.checkpoint.tensors import (
-    Facts,
-    are_of_torch,
-    check_tensors,
-    facts_of,
-    is_dtensor,
-    local_of,
-    tied_names,
-)
+from tundish.checkpoint.tensors import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -47,31 +39,19 @@ _logger = logging.getLogger("tundish.checkpoint")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Origins(NamedTuple):
-    """The first source of each entry of a file: its number and its name."""
-
-    sources: tuple[int, ...]
-    names: tuple[str, ...]
-
-
-# Facts of the products, the files, and the origins of each file by its name.
-_LaidOut = tuple[tuple[Facts, ...], Layout, dict[str, Origins]]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportPlan:
-    """What an export consists of.
+    """The contents of an export.
 
     Attributes:
         tensors: the sources of `conversion`.
         is_sharded: which sources are sharded over ranks.
         conversion: how sources become products.
-        products: name, shape and dtype of what the files hold.
+        products: name, shape and dtype of the tensors in the files.
         layout: where each product lies.
-        origins: the sources of each file, by its name.
         writers: the rank that writes each file.
         model: the transformers model that is saved, or None.
-        adapters: of a model that holds some, or None.
+        adapters: of a model that has some, or None.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -79,14 +59,13 @@ class ExportPlan:
     conversion: Conversion
     products: tuple[Facts, ...]
     layout: Layout
-    origins: Mapping[str, Origins]
     writers: tuple[int, ...]
-    model: Any = None
-    adapters: Adapters | None = None
+    model: Any
+    adapters: Adapters | None
 
     @functools.cached_property
     def any_sharded(self) -> bool:
-        """Whether ranks have to exchange anything."""
+        """Whether ranks have to exchange parts."""
         return any(self.is_sharded)
 
     def files_of(self, rank: int) -> list[ShardFile]:
@@ -116,7 +95,7 @@ def make_export_plan(
     info: GroupInfo,
     are_nodes_alike: bool,
 ) -> ExportPlan:
-    """Decide what is saved and where it lies.
+    """Decide which tensors are saved and where they lie.
 
     Args:
         model_or_tensors, dtype, shard_bytes, to_hf: as `Checkpointer.save_hf` takes them.
@@ -128,111 +107,84 @@ def make_export_plan(
         InvalidInputError: a name, a layout or a number cannot be used.
     """
     _check_arguments(dtype, shard_bytes, to_hf)
-    ranks = tuple(_by_node(info.ranks)) if are_nodes_alike else info.ranks
     adapters = adapters_of(model_or_tensors)
-    if adapters is not None:
-        return _plan_adapters(adapters, dtype, to_hf, ranks, info.rank)
+    contents = _whole(model_or_tensors, to_hf) if adapters is None else _adapted(adapters, to_hf)
+    models = [model for model in contents.models if pretrained.is_pretrained(model)]
+    keep = filter(None, (pretrained.fp32_pattern(model, dtype) for model in models))
+    # A cache would keep alive what `to_hf` closes over.
+    lay_out_products = _lay_out if to_hf is None else _lay_out.__wrapped__
+    products, layout = lay_out_products(
+        contents.conversion,
+        dtype,
+        "|".join(keep) or None,
+        shard_bytes,
+        tuple({**contents.metadata, "format": "pt"}.items()),
+        contents.total_parameters,
+        contents.files,
+    )
+    ranks = _by_node(info.ranks) if are_nodes_alike else info.ranks
+    plan = ExportPlan(
+        tensors=tuple(contents.tensors),
+        is_sharded=tuple([is_dtensor(tensor) and is_cut(tensor) for tensor in contents.tensors]),
+        conversion=contents.conversion,
+        products=products,
+        layout=layout,
+        writers=tuple(assign([file.size for file in layout.files], ranks)),
+        model=models[0] if adapters is None and len(contents.models) == 1 and models else None,
+        adapters=adapters,
+    )
+    if any(map(is_dtensor, plan.tensors)):
+        _check_parts_at_hand(plan, info.rank)
+    return plan
+
+
+@dataclass(kw_only=True)
+class _Contents:
+    """The tensors of an export and their conversion.
+
+    Attributes:
+        models: the modules that the tensors are from; None for a mapping.
+        metadata: of the files.
+        total_parameters: for the index.
+        files: names of the files and how many products each has; empty if shards are made.
+    """
+
+    tensors: list[torch.Tensor]
+    conversion: Conversion
+    models: Sequence[Any]
+    metadata: dict[str, str]
+    total_parameters: int | None = None
+    files: tuple[tuple[str, int], ...] = ()
+
+
+def _whole(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
+    """The contents of an export of whole models or tensors."""
     parts = parts_of(model_or_tensors)
-    model = parts[0].module if len(parts) == 1 and pretrained.is_pretrained(parts[0].module) else None
-    metadata = {"format": "pt"}
     tensors: list[torch.Tensor] = []
     conversions: list[tuple[str, Conversion]] = []
-    totals: list[int] = []
-    keep: list[str] = []
+    metadata: dict[str, str] = {}
+    total_parameters = None
     for part in parts:
         kept, added = _kept(part)
         facts = facts_of(kept)
         metadata = added | metadata
         tensors += kept.values()
-        if pretrained.is_pretrained(part.module):
-            keep += filter(None, [pretrained.fp32_pattern(part.module, dtype)])
-            if to_hf is None:
-                conversion, total = pretrained.conversion_of(part.module, facts)
-                conversions.append((part.prefix, conversion))
-                totals.append(total)
-                continue
-        conversions.append((part.prefix, as_they_are(facts)))
+        conversion = as_they_are(facts)
+        if to_hf is None and pretrained.is_pretrained(part.module):
+            conversion, total_parameters = pretrained.conversion_of(part.module, facts)
+        conversions.append((part.prefix, conversion))
     conversion = together(conversions)
-    if to_hf is not None:
-        conversion = by_function(conversion.sources, to_hf)
-    # A conversion by a function is a new one each time, and a cache would keep what the function closes over.
-    lay_out_products = _lay_out_cached if to_hf is None else _lay_out
-    laid_out = lay_out_products(
-        conversion,
-        dtype,
-        "|".join(keep) or None,
-        shard_bytes,
-        tuple(metadata.items()),
-        totals[0] if model is not None and totals else None,
+    return _Contents(
+        tensors=tensors,
+        conversion=conversion if to_hf is None else by_function(conversion.sources, to_hf),
+        models=[part.module for part in parts],
+        metadata=metadata,
+        total_parameters=total_parameters if len(parts) == 1 else None,
     )
-    return replace(_plan_of(tensors, conversion, laid_out, ranks, info.rank), model=model)
 
 
-def _plan_of(
-    tensors: Sequence[torch.Tensor],
-    conversion: Conversion,
-    laid_out: _LaidOut,
-    ranks: Sequence[int],
-    rank: int,
-) -> ExportPlan:
-    """The plan; `ranks` get files in this order. Refuses what `rank` has to write and holds no part of."""
-    products, layout, origins = laid_out
-    plan = ExportPlan(
-        tensors=tuple(tensors),
-        is_sharded=_are_sharded(tensors),
-        conversion=conversion,
-        products=products,
-        layout=layout,
-        origins=origins,
-        writers=tuple(assign([file.size for file in layout.files], ranks)),
-    )
-    _check_parts_at_hand(plan, rank)
-    return plan
-
-
-def _lay_out(
-    conversion: Conversion,
-    dtype: torch.dtype | None,
-    keep: str | None,
-    shard_bytes: int,
-    metadata: tuple[tuple[str, str], ...],
-    total_parameters: int | None,
-) -> _LaidOut:
-    products = cast(conversion, dtype, keep)
-    layout = lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters)
-    return products, layout, _origins_of(conversion, layout)
-
-
-# A training loop saves the same tensors again and again: with thousands of them this saves milliseconds.
-_lay_out_cached = functools.lru_cache(maxsize=4)(_lay_out)
-
-
-# As above.
-@functools.lru_cache(maxsize=4)
-def _lay_out_as_named(
-    conversion: Conversion,
-    dtype: torch.dtype | None,
-    keep: str | None,
-    files: tuple[tuple[str, int], ...],
-    metadata: tuple[tuple[str, str], ...],
-) -> _LaidOut:
-    products = cast(conversion, dtype, keep)
-    layout = lay_out_as_named(products, files, metadata)
-    return products, layout, _origins_of(conversion, layout)
-
-
-def _origins_of(conversion: Conversion, layout: Layout) -> dict[str, Origins]:
-    origins: dict[str, Origins] = {}
-    for file in layout.files:
-        sources = tuple([conversion.unit_of[entry.product].sources[0] for entry in file.entries])
-        origins[file.name] = Origins(sources, tuple([conversion.sources[source][0] for source in sources]))
-    return origins
-
-
-def _plan_adapters(
-    adapters: Adapters, dtype: torch.dtype | None, to_hf: ToHf | None, ranks: Sequence[int], rank: int
-) -> ExportPlan:
-    """The plan of a model that holds adapters: one file each, however large, as their loaders expect."""
+def _adapted(adapters: Adapters, to_hf: ToHf | None) -> _Contents:
+    """The contents of an export of adapters: one file for each, whatever its size, as peft's loaders expect."""
     if to_hf is not None:
         raise InvalidInputError(
             f"to_hf is given for the adapters of a {type(adapters.model).__name__}, which are saved under the names "
@@ -244,16 +196,28 @@ def _plan_adapters(
         check_tensors(f"{adapter.folder}/" if adapter.folder else "", adapter.tensors)
         tensors += adapter.tensors.values()
         facts += facts_of(adapter.tensors)
-    conversion = as_they_are(tuple(facts))
-    base = adapters.base
-    laid_out = _lay_out_as_named(
-        conversion,
-        dtype,
-        pretrained.fp32_pattern(base, dtype) if pretrained.is_pretrained(base) else None,
-        tuple((adapter.file, len(adapter.tensors)) for adapter in adapters.adapters),
-        tuple({**adapters.metadata, "format": "pt"}.items()),
+    return _Contents(
+        tensors=tensors,
+        conversion=as_they_are(tuple(facts)),
+        models=[adapters.base],
+        metadata=dict(adapters.metadata),
+        files=tuple((adapter.file, len(adapter.tensors)) for adapter in adapters.adapters),
     )
-    return replace(_plan_of(tensors, conversion, laid_out, ranks, rank), adapters=adapters)
+
+
+# A training loop saves the same thousands of tensors again and again.
+@functools.lru_cache(maxsize=4)
+def _lay_out(
+    conversion: Conversion,
+    dtype: torch.dtype | None,
+    keep: str | None,
+    shard_bytes: int,
+    metadata: tuple[tuple[str, str], ...],
+    total_parameters: int | None,
+    files: tuple[tuple[str, int], ...],
+) -> tuple[tuple[Facts, ...], Layout]:
+    products = cast(conversion, dtype, keep)
+    return products, lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters, files)
 
 
 def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
@@ -268,7 +232,7 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
 
 
 def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a part that are saved, each memory once, and what they add to the files' metadata."""
+    """The tensors of a part that are saved, each memory once, and metadata of the files."""
     if holds_adapters(part.module):
         raise InvalidTypeError(
             f"the model under {part.prefix!r} holds adapters, which are saved in files of their own: give the model "
@@ -288,55 +252,36 @@ def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 @functools.cache
 def _warn_of_tied(tied: tuple[tuple[str, ...], ...]) -> None:
-    """Warn once: a mapping of names has no model that ties them again when it is loaded."""
+    """Warn once: no model ties the names of a mapping again when they are loaded."""
     _logger.warning(
         "these are one tensor each, and are saved under the first name alone: %s; give clones to save them all",
         "; ".join(", ".join(names) for names in tied[:3]) + ("; and more" if tied[3:] else ""),
     )
 
 
-def _are_sharded(tensors: Sequence[Any]) -> tuple[bool, ...]:
-    if are_of_torch(tensors):
-        return (False,) * len(tensors)
-    return tuple([is_dtensor(tensor) and is_cut(tensor) for tensor in tensors])
-
-
-def _by_node(ranks: tuple[int, ...]) -> list[int]:
+def _by_node(ranks: tuple[int, ...]) -> Sequence[int]:
     """Sort ranks so that neighbours are on different nodes: few files are then written by many disks."""
     try:
         size = local_world_size()
     except InvalidInputError:
         # The launcher does not say how many ranks a node has.
-        return list(ranks)
+        return ranks
     return sorted(ranks, key=lambda rank: (rank % size, rank // size))
 
 
 def _check_parts_at_hand(plan: ExportPlan, rank: int) -> None:
     """Refuse unknown placements, and tensors that this rank has to write but holds no part of."""
-    if are_of_torch(plan.tensors):
-        return
     names = [name for name, _, _ in plan.conversion.sources]
     for name, tensor, is_sharded in zip(names, plan.tensors, plan.is_sharded, strict=True):
         if is_sharded:
             check_placement(name, tensor, rank)
-    for source in _sources_of(plan, rank):
+    products = [product for file in plan.files_of(rank) for product in file.products]
+    for source in {source for product in products for source in plan.conversion.unit_of[product].sources}:
         tensor = plan.tensors[source]
-        has_part = (
-            bool(shares_for(tensor, rank))
-            if plan.is_sharded[source]
-            else local_of(tensor).shape == tensor.shape
-        )
+        is_whole = not plan.is_sharded[source] and local_of(tensor).shape == tensor.shape
+        has_part = is_whole or (plan.is_sharded[source] and shares_for(tensor, rank))
         if tensor.numel() and not has_part:
             raise InvalidInputError(
                 f"{names[source]!r} is a DTensor on a mesh without rank {rank}, which is to write it: give the "
                 "checkpointer a group of ranks that all hold a part of each tensor"
             )
-
-
-def _sources_of(plan: ExportPlan, rank: int) -> Iterator[int]:
-    """The sources of the files of `rank`, where any source is a DTensor."""
-    if not any(is_dtensor(tensor) for tensor in plan.tensors):
-        return
-    for file in plan.files_of(rank):
-        for entry in file.entries:
-            yield from plan.conversion.unit_of[entry.product].sources

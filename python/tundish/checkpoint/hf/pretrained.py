@@ -1,9 +1,9 @@
-"""Finds what `save_pretrained` of a transformers model writes: its weights, its configs, its code.
+"""Finds the weights that `save_pretrained` of a transformers model writes, and saves its configs and code.
 
 Follows `PreTrainedModel.save_pretrained` of transformers 5, step by step.
 
 Invariants:
-    - transformers is imported only where the caller's model is one of its own.
+    - transformers is imported only if the caller's model is one of its own.
     - The model and its configs are not changed, though `save_pretrained` changes them.
 """
 
@@ -20,23 +20,22 @@ import torch
 from torch import nn
 
 from tundish.checkpoint.hf.conversion import Conversion, by_reverting
+from tundish.checkpoint.tensor_names import WRAPPERS
 from tundish.checkpoint.tensors import Facts, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
-    "WRAPPERS",
     "conversion_of",
     "fp32_pattern",
     "is_pretrained",
     "own_class",
     "save_code",
-    "settings_of",
+    "save_generation_config",
+    "save_settings",
+    "set_dtype",
     "tied_away",
     "weights_of",
 ]
-
-# What some wrappers put into the paths of modules.
-WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
 
 
 def is_pretrained(module: nn.Module | None) -> bool:
@@ -48,7 +47,7 @@ def is_pretrained(module: nn.Module | None) -> bool:
 def weights_of(
     model: Any, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Those of `tensors`, the model's own, that `save_pretrained` writes, and what it adds to the files' metadata.
+    """The tensors that `save_pretrained` writes, of all `tensors` of the model, and metadata of the files.
 
     Raises:
         InvalidTypeError: the model is quantized in a way that cannot be saved.
@@ -72,11 +71,9 @@ def weights_of(
 
 
 def conversion_of(model: Any, sources: tuple[Facts, ...]) -> tuple[Conversion, int]:
-    """What `save_pretrained` makes of weights whose layout in the model is not that of the hub; and how many there are.
+    """The conversion of weights from their layout in the model to that on the hub, and the number of parameters.
 
-    The second is the number of parameters of the model as it counts them itself.
-
-    Raises `InvalidInputError` where this transformers is too old to tell.
+    Raises `InvalidInputError` if this transformers is too old.
     """
     try:
         loading = importlib.import_module("transformers.core_model_loading")
@@ -104,7 +101,7 @@ _conversions: weakref.WeakKeyDictionary[Any, tuple[tuple[Facts, ...], Conversion
 
 
 def fp32_pattern(model: Any, dtype: torch.dtype | None) -> str | None:
-    """Matches the names of weights that the model wants in float32 even where all others are loaded as `dtype`."""
+    """A regular expression for the names of weights that the model keeps in float32 though it is saved as `dtype`."""
     globs: set[str] = set()
     if dtype == torch.float16:
         globs.update(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -113,19 +110,38 @@ def fp32_pattern(model: Any, dtype: torch.dtype | None) -> str | None:
     return "|".join(sorted(glob.replace("*", ".*") for glob in globs)) or None
 
 
-def settings_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """The model's config and generation config (None where it generates nothing), as they are to be saved.
+def save_settings(model: Any, config: Any, dtype: torch.dtype | None, folder: str) -> None:
+    """Write the configs of a model into `folder`, and its code if that is not part of transformers.
 
-    Both are the caller's to change. `dtype`: what the weights are converted to.
+    Args:
+        model: the model; it is not changed.
+        config: replaces the model's own config, unless it is None.
+        dtype: the weights are converted to this dtype.
+        folder: an existing folder.
     """
-    config = copy.deepcopy(model.config)
-    config.dtype = str(dtype or model.dtype).removeprefix("torch.")
-    config.architectures = [own_class(model).__name__]
-    return config, copy.deepcopy(model.generation_config) if model.can_generate() else None
+    own = copy.deepcopy(model.config if config is None else config)
+    if config is None:
+        own.architectures = [own_class(model).__name__]
+    set_dtype(own, dtype or (model.dtype if config is None else None))
+    save_code(model, own, folder)
+    own.save_pretrained(folder)
+    save_generation_config(model, folder)
+
+
+def set_dtype(config: Any, dtype: torch.dtype | None) -> None:
+    """Write the dtype of the weights into a config that has a field for it."""
+    if dtype is not None and hasattr(config, "dtype"):
+        config.dtype = str(dtype).removeprefix("torch.")
+
+
+def save_generation_config(model: Any, folder: str) -> None:
+    """Write the generation config of a model that generates."""
+    if model.can_generate():
+        copy.deepcopy(model.generation_config).save_pretrained(folder)
 
 
 def save_code(model: Any, config: Any, folder: str) -> None:
-    """Copy the code of a model that is not part of transformers into `folder`, and name it in `config`."""
+    """Copy the code of a model that is not part of transformers into `folder`, and name it in `config`, if given."""
     if model.is_remote_code():
         modules = importlib.import_module("transformers.dynamic_module_utils")
         # An instance without weights, since fully_shard gives the model another class, of another module.
@@ -133,12 +149,12 @@ def save_code(model: Any, config: Any, folder: str) -> None:
 
 
 def own_class(model: Any) -> type[Any]:
-    """The class of a model as the user knows it, where `fully_shard` put its own in front."""
+    """The class of a model without the one that `fully_shard` puts in front."""
     return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
 
 
 def tied_away(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
-    """The names of tied weights that are not written, since the model ties them again when it is loaded."""
+    """The names of tied weights that are not written: the model ties them again when it is loaded."""
     groups = tied_names(tensors)
     if not groups:
         return set()

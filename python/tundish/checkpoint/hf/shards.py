@@ -15,47 +15,42 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place, Places
 from tundish.checkpoint.tensors import DTYPES, Facts
 from tundish.errors import InvalidInputError
 
 __all__ = [
     "INDEX_NAME",
-    "Entry",
     "Layout",
     "ShardBuffer",
     "ShardFile",
     "assign",
     "lay_out",
-    "lay_out_as_named",
 ]
 
 INDEX_NAME = "model.safetensors.index.json"
-# Readers of the format refuse more.
+# Readers of the format refuse longer headers.
 _MOST_HEADER_BYTES = 100_000_000
 
 _ORDER = {dtype: place for place, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A tensor in a file: bytes `start` to `stop` - 1 hold the product of this number."""
-
-    product: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardFile:
-    """A file: the header, then the entries, in order and without gaps. `places`: of the entries."""
+    """A file: the header, then the tensors without gaps.
+
+    Attributes:
+        name: in the checkpoint.
+        size: bytes.
+        header: the first bytes.
+        products: the number of each product in the file, in the order of their places.
+        places: where each product lies.
+    """
 
     name: str
     size: int
     header: bytes
-    entries: tuple[Entry, ...]
+    products: tuple[int, ...]
     places: Places
 
 
@@ -70,7 +65,7 @@ class ShardBuffer(Buffer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All files with weights. `index`: None where there is one file. `fingerprint`: equal for equal layouts."""
+    """All files with weights. `index`: None if there is one file. `fingerprint`: equal for equal layouts."""
 
     files: tuple[ShardFile, ...]
     index: bytes | None
@@ -82,69 +77,39 @@ def lay_out(
     blocks: tuple[int, ...],
     shard_bytes: int,
     metadata: tuple[tuple[str, str], ...],
-    total_parameters: int | None,
+    total_parameters: int | None = None,
+    named: tuple[tuple[str, int], ...] = (),
 ) -> Layout:
     """Lay products out in files.
 
     Args:
         products: in the order in which files are filled.
-        blocks: products of one number share a file.
-        shard_bytes: a file holds no more bytes of tensors, unless a block alone has more.
+        blocks: products with the same number share a file.
+        shard_bytes: most bytes of tensors in a file, unless a block alone has more.
         metadata: of every file's header.
         total_parameters: for the index; None leaves it out.
+        named: names of files and how many products each has, in place of shards; such files have no index.
 
     Raises `InvalidInputError` for a header that readers would refuse.
     """
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in products]
-    shards = _split(sizes, blocks, shard_bytes)
-    names = [
-        "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        for number in range(1, len(shards) + 1)
-    ]
+    if named:
+        numbers = iter(range(len(products)))
+        shards = [(name, list(itertools.islice(numbers, count))) for name, count in named]
+    else:
+        shards = _named_shards(_split(sizes, blocks, shard_bytes))
     files = tuple(
         _file(name, [(number, products[number], sizes[number]) for number in shard], metadata)
-        for name, shard in zip(names, shards, strict=True)
+        for name, shard in shards
     )
     index = None
-    if len(files) > 1:
-        index = _index(
-            {
-                products[number][0]: name
-                for name, shard in zip(names, shards, strict=True)
-                for number in shard
-            },
-            sum(sizes),
-            total_parameters,
-        )
+    if len(files) > 1 and not named:
+        weight_map = {products[number][0]: name for name, shard in shards for number in shard}
+        index = _index(weight_map, sum(sizes), total_parameters)
     digest = hashlib.sha256(index or b"")
     for file in files:
-        digest.update(file.header)
+        digest.update(file.name.encode() + file.header)
     return Layout(files=files, index=index, fingerprint=digest.hexdigest())
-
-
-def lay_out_as_named(
-    products: tuple[Facts, ...], files: tuple[tuple[str, int], ...], metadata: tuple[tuple[str, str], ...]
-) -> Layout:
-    """Lay products out in files with given names and contents.
-
-    Args:
-        products: those of the first file, then those of the next; names are distinct within a file.
-        files: the name of each, and how many products it holds.
-        metadata: of every file's header.
-
-    Raises `InvalidInputError` for a header that readers would refuse.
-    """
-    numbered = enumerate(products)
-    laid: list[ShardFile] = []
-    digest = hashlib.sha256()
-    for name, count in files:
-        own = [
-            (number, product, math.prod(product[1]) * product[2].itemsize)
-            for number, product in itertools.islice(numbered, count)
-        ]
-        laid.append(_file(name, own, metadata))
-        digest.update(name.encode() + laid[-1].header)
-    return Layout(files=tuple(laid), index=None, fingerprint=digest.hexdigest())
 
 
 def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
@@ -166,6 +131,15 @@ def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
         writers[number] = rank
         heapq.heapreplace(loads, (load + sizes[number], place, rank))
     return writers
+
+
+def _named_shards(shards: Sequence[list[int]]) -> list[tuple[str, list[int]]]:
+    count = len(shards)
+    if count == 1:
+        return [("model.safetensors", shards[0])]
+    return [
+        (f"model-{number:05d}-of-{count:05d}.safetensors", shard) for number, shard in enumerate(shards, 1)
+    ]
 
 
 def _split(sizes: Sequence[int], blocks: Sequence[int], shard_bytes: int) -> list[list[int]]:
@@ -194,17 +168,14 @@ def _file(
     name: str, tensors: Sequence[tuple[int, Facts, int]], metadata: tuple[tuple[str, str], ...]
 ) -> ShardFile:
     described: dict[str, object] = {"__metadata__": dict(sorted(metadata))}
-    spans: list[tuple[int, Place]] = []
+    ordered = sorted(tensors, key=lambda one: (_ORDER[one[1][2]], one[1][0]))
     at = 0
-    for number, (tensor, shape, dtype), size in sorted(
-        tensors, key=lambda one: (_ORDER[one[1][2]], one[1][0])
-    ):
+    for _, (tensor, shape, dtype), size in ordered:
         described[tensor] = {
             "dtype": DTYPES[dtype],
-            "shape": _shape_in_file(tensor, shape, dtype),
+            "shape": list(shape),
             "data_offsets": [at, at + size],
         }
-        spans.append((number, Place(at, at + size, dtype, tuple(shape))))
         at += size
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     length = -(-(len(text) + 8) // PAGE) * PAGE
@@ -213,31 +184,18 @@ def _file(
             f"the names of {len(tensors)} tensors in {name} take {len(text)} bytes, and readers of safetensors take "
             f"{_MOST_HEADER_BYTES}: give a smaller shard_bytes"
         )
+    places = []
+    at = length
+    for _, (_, shape, dtype), size in ordered:
+        places.append(Place(at, at + size, dtype, tuple(shape)))
+        at += size
     return ShardFile(
         name=name,
-        size=length + at,
+        size=at,
         header=(length - 8).to_bytes(8, "little") + text.ljust(length - 8),
-        entries=tuple(
-            [
-                Entry(product=number, start=length + place.start, stop=length + place.stop)
-                for number, place in spans
-            ]
-        ),
-        places=Places(
-            [place._replace(start=length + place.start, stop=length + place.stop) for _, place in spans]
-        ),
+        products=tuple([number for number, _, _ in ordered]),
+        places=Places(places),
     )
-
-
-def _shape_in_file(name: str, shape: Sequence[int], dtype: torch.dtype) -> list[int]:
-    if DTYPES[dtype] != "F4":
-        return list(shape)
-    # torch counts pairs of these, files count values.
-    if not shape:
-        raise InvalidInputError(
-            f"{name!r} has no dimension and a dtype that packs two values: reshape it to (1,)"
-        )
-    return [*shape[:-1], shape[-1] * 2]
 
 
 def _index(weight_map: dict[str, str], total_size: int, total_parameters: int | None) -> bytes:

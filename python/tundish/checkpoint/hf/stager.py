@@ -1,13 +1,12 @@
-"""Stages a Hugging Face export: reserves its memory, gathers what is sharded, copies everything else.
+"""Stages a Hugging Face export: reserves its memory, gathers sharded tensors, and copies all others.
 
 Invariants:
     - Making a stager is not collective.
-    - Staging goes through the same exchanges on all ranks, and ends on all of them, whatever fails on one.
+    - Staging goes through the same exchanges on all ranks, and ends on all of them, even if it fails on one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -18,13 +17,11 @@ from typing import Any
 import torch
 
 from tundish.checkpoint.hf.conversion import ToHf
-from tundish.checkpoint.hf.export_plan import ExportPlan, make_export_plan
+from tundish.checkpoint.hf.export_plan import make_export_plan
 from tundish.checkpoint.hf.gather.exchange import Gather
 from tundish.checkpoint.hf.gather.file_sink import FileSink
-from tundish.checkpoint.hf.gather.schedule import gather_rounds
-from tundish.checkpoint.hf.gather.staging_size import aligned_bytes, exchange_bytes, snapshots
+from tundish.checkpoint.hf.gather.schedule import exchange_bytes, gather_rounds, snapshots
 from tundish.checkpoint.hf.gather.transport import (
-    NO_TRANSPORT,
     TensorTransport,
     device_transport,
     host_transport,
@@ -32,42 +29,24 @@ from tundish.checkpoint.hf.gather.transport import (
 )
 from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
-from tundish.checkpoint.hf.staged_export import LazyGather, StagedExport
+from tundish.checkpoint.hf.staged_export import StagedExport
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.staging.copies import (
-    EagerCopy,
-    LazyCopy,
-    begin_copies,
-    optimizers_of,
-    run_copies,
-)
+from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
-from tundish.distributed import GroupInfo, VoteId, group_info
-from tundish.errors import InvalidInputError, counted
+from tundish.distributed import VoteId, group_info
+from tundish.errors import counted
 
-__all__ = ["HfStager", "make_hf_stager"]
+__all__ = ["HfStager"]
+
+# Places in a buffer of several tensors are aligned to this, so that any dtype can be viewed in them.
+_ALIGNMENT = 64
 
 
-def make_hf_stager(
-    model_or_tensors: Any,
-    *,
-    config: Any = None,
-    tokenizer: Any = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    source_dir: str | os.PathLike[str] | None = None,
-    root: Path | None = None,
-    to_hf: ToHf | None = None,
-    staging: Staging = "eager",
-    optimizer: Any = None,
-    group: Any = None,
-    exchange_group: PrivateGroup | None = None,
-    are_nodes_alike: bool = True,
-) -> HfStager:
-    """Plan an export, on every rank of `group`. Not collective, and without side effects.
+class HfStager:
+    """A `tundish.checkpoint.stager.Stager` of an export. Its constructor is not collective and has no side effects.
 
     Args:
         model_or_tensors, config, tokenizer, dtype, shard_bytes, source_dir, to_hf, staging, optimizer: as
@@ -75,103 +54,99 @@ def make_hf_stager(
         root: the root, which must not be `source_dir`.
         group: the ranks that save together (None: all ranks of the job). Parts of tensors travel over it between CUDA
             devices, on the caller's thread.
-        exchange_group: of the same ranks, for parts that travel through host memory; None in a world of one.
+        exchange_group: of the same ranks, for parts that travel through host memory; None for a single rank.
         are_nodes_alike: whether all nodes have as many ranks as this one; the same on all ranks.
 
     Raises:
         InvalidTypeError: a tensor or an argument has a kind or dtype that cannot be saved.
         InvalidInputError: a name, a layout or a value cannot be used; a lazy save has no optimizer.
         NotFoundError: `source_dir` is no folder.
-        Exception: what `to_hf`, or the `save_pretrained` of a config, raises.
+        Exception: raised by `to_hf`, or by the `save_pretrained` of a config.
     """
-    if staging not in ("eager", "lazy"):
-        raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
-    optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
-    info = group_info(group)
-    plan = make_export_plan(
-        model_or_tensors,
-        dtype=dtype,
-        shard_bytes=shard_bytes,
-        to_hf=to_hf,
-        info=info,
-        are_nodes_alike=are_nodes_alike,
-    )
-    sidecars = None
-    if info.rank == info.ranks[0]:
-        sidecars = gather_sidecars(
-            model=plan.model,
-            adapters=plan.adapters,
-            config=config,
-            tokenizer=tokenizer,
-            source_dir=source_dir,
-            root=root,
-            dtype=dtype,
-            index=plan.layout.index,
-        )
-    return HfStager(
-        plan,
-        info=info,
-        sidecars=sidecars,
-        optimizers=optimizers,
-        group=group,
-        exchange_group=exchange_group,
-    )
-
-
-class HfStager:
-    """A `tundish.checkpoint.stager.Stager` of an export; made by `make_hf_stager`."""
 
     def __init__(
         self,
-        plan: ExportPlan,
+        model_or_tensors: Any,
         *,
-        info: GroupInfo,
-        sidecars: Sidecars | None,
-        optimizers: Sequence[Any],
-        group: Any,
-        exchange_group: PrivateGroup | None,
+        config: Any = None,
+        tokenizer: Any = None,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        source_dir: str | os.PathLike[str] | None = None,
+        root: Path | None = None,
+        to_hf: ToHf | None = None,
+        staging: Staging = "eager",
+        optimizer: Any = None,
+        group: Any = None,
+        exchange_group: PrivateGroup | None = None,
+        are_nodes_alike: bool = True,
     ) -> None:
-        self._plan = plan
-        self._rank = info.rank
-        self._sidecars = sidecars
-        self._optimizers = optimizers
+        self._optimizers = optimizers_of(staging, optimizer)
         self._group = group
         self._exchange_group = exchange_group
+        info = group_info(group)
+        self._rank = info.rank
+        self._plan = plan = make_export_plan(
+            model_or_tensors,
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+            to_hf=to_hf,
+            info=info,
+            are_nodes_alike=are_nodes_alike,
+        )
         self._local = locals_of(plan.tensors)
+        # The device of the sharded tensors; None if there are none.
+        self._sharded_device = next(
+            (local.device for local, cut in zip(self._local, plan.is_sharded, strict=True) if cut), None
+        )
+        # A lazy save gathers in the background, and the caller's group belongs to the caller's thread.
+        self._uses_devices = (
+            not self._optimizers
+            and self._sharded_device is not None
+            and joins_devices(group, self._sharded_device)
+        )
         self._rounds = gather_rounds(plan, info.ranks if plan.any_sharded else (info.rank,))
-        # A lazy save gathers in the background, of snapshots.
-        self._snapshots = snapshots(plan, self._rounds, info.rank) if optimizers else {}
+        # A lazy save gathers snapshots: their sources, and their places in one buffer.
+        kept = snapshots(plan, self._rounds, info.rank) if self._optimizers else {}
+        self._snapshot_sources = list(kept)
+        self._snapshot_places, self._snapshot_bytes = _places_of(list(kept.values()))
         self._buffers: list[ShardBuffer] = []
-        self._held: list[Buffer] = []
-        self._snapshot_block: Block | None = None
-        # Copies of what needs no exchange, begun by `reserve`; and of what was gathered from devices.
-        self._copies: list[EagerCopy | LazyCopy] = []
-        self._gathered: list[EagerCopy] = []
+        self._snapshot_buffers: list[Buffer] = []
+        self._copies = Copies()
         self._number = 0
         # The generation of the exchange group in which other ranks wait for this one, if they do.
         self._awaited_in: int | None = None
         self._files = plan.files_of(info.rank)
         self.file_bytes = sum(file.size for file in self._files)
         self.staged_bytes = (
-            self.file_bytes
-            + sum(aligned_bytes(*snapshot) for snapshot in self._snapshots.values())
-            + exchange_bytes(plan, self._rounds, info.rank)
+            self.file_bytes + self._snapshot_bytes + exchange_bytes(plan, self._rounds, info.rank)
         )
-        self.checkpoint_bytes = (
-            sum(file.size for file in plan.layout.files)
-            + len(plan.layout.index or b"")
-            + (0 if sidecars is None else sidecars.size)
-        )
+        self.checkpoint_bytes = sum(file.size for file in plan.layout.files)
         self.fingerprint = self._fingerprint()
+        self._sidecars: Sidecars | None = None
+        if info.rank == info.ranks[0]:
+            # Last, since it opens files.
+            self._sidecars = gather_sidecars(
+                model=plan.model,
+                adapters=plan.adapters,
+                config=config,
+                tokenizer=tokenizer,
+                source_dir=source_dir,
+                root=root,
+                dtype=dtype,
+                index=plan.layout.index,
+            )
+            self.checkpoint_bytes += self._sidecars.size
 
     @property
     def needs_preparation(self) -> bool:
         """Whether the exchange group is needed, and is not connected on this rank."""
         group = self._exchange_group
-        return group is not None and group.is_absent and self._uses_host_transport
+        uses_host = self._sharded_device is not None and not self._uses_devices
+        return group is not None and group.is_absent and uses_host
 
     def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
-        """Collective where a rank needs it: connect the exchange group."""
+        """Collective if a rank needs it: connect the exchange group."""
         self._number = vote.number
         group = self._exchange_group
         if group is not None:
@@ -186,112 +161,83 @@ class HfStager:
         is_pinned = any_on_cuda(self._local)
         for file in self._files:
             self._buffers.append(ShardBuffer(file, is_pinned=is_pinned))
-        size = sum(aligned_bytes(*snapshot) for snapshot in self._snapshots.values())
-        if size:
-            self._held.append(Buffer(size, is_pinned=is_pinned))
-            self._snapshot_block = self._make_snapshot_block(self._held[0])
+        if self._snapshot_bytes:
+            self._snapshot_buffers.append(Buffer(self._snapshot_bytes, is_pinned=is_pinned))
         blocks = [self._direct_block(buffer) for buffer in self._buffers]
-        begin_copies(
-            blocks if self._snapshot_block is None else [*blocks, self._snapshot_block],
-            self._optimizers,
-            self._copies,
-        )
+        blocks += [
+            self._block(buffer, self._snapshot_places, self._snapshot_sources)
+            for buffer in self._snapshot_buffers
+        ]
+        self._copies.begin(blocks, self._optimizers)
 
     def stage(self) -> StagedExport:
-        """Copy tensors into the files' buffers; collective where tensors are sharded.
+        """Copy tensors into the files' buffers; collective if tensors are sharded.
 
-        What fails on this rank is raised after all exchanges, so that the other ranks are not held up.
+        An error of this rank is raised after all exchanges, so that the other ranks are not held up.
         """
-        lazy_gather = None
+        gather = None
         if self._rounds:
-            sink = FileSink(self._buffers, self._gathered)
-            gather = Gather(self._plan, local=self._sources(), rank=self._rank, transport=self._transport())
-            if self._optimizers:
-                lazy_gather = LazyGather(gather=gather, rounds=self._rounds, sink=sink)
-            else:
+            gather = Gather(
+                self._plan,
+                rounds=self._rounds,
+                local=self._sources(),
+                rank=self._rank,
+                transport=self._transport(),
+                sink=FileSink(self._buffers, self._copies),
+            )
+            if not self._optimizers:
                 # First, since the other ranks take part.
-                gather.run(self._rounds, sink)
-                self._awaited_in = None
-        run_copies(self._copies)
+                gather.run()
+                gather = self._awaited_in = None
+        self._copies.run()
         return StagedExport(
             files=self._buffers,
-            snapshots=self._held,
-            copies=(*self._copies, *self._gathered),
-            lazy_gather=lazy_gather,
+            snapshots=self._snapshot_buffers,
+            copies=self._copies,
+            gather=gather,
             sidecars=self._sidecars,
-            weight_names=[file.name for file in self._plan.layout.files],
         )
 
     def release(self) -> None:
-        """Give back what was reserved and is not handed on; no rank goes on waiting for this one in host memory."""
+        """Give back all that was reserved; ranks that wait for this one in an exchange through host memory fail."""
         if self._awaited_in is not None and self._exchange_group is not None:
             self._exchange_group.close(self._awaited_in)
-        for copy in (*self._copies, *self._gathered):
-            # The save fails with another error.
-            with contextlib.suppress(Exception):
-                copy.release()
-        for buffer in (*self._buffers, *self._held):
+        self._copies.release()
+        for buffer in (*self._buffers, *self._snapshot_buffers):
             buffer.release()
         if self._sidecars is not None:
             self._sidecars.release()
 
     def _sources(self) -> Sequence[torch.Tensor]:
-        """What this rank gives of each source: a snapshot, where it is gathered later."""
-        block = self._snapshot_block
-        if block is None:
-            return self._local
+        """This rank's part of each source: a snapshot, if it is gathered later."""
         given = list(self._local)
-        for source, place in zip(self._snapshots, block.places, strict=True):
-            given[source] = block.buffer.view(place)
+        for buffer in self._snapshot_buffers:
+            for source, place in zip(self._snapshot_sources, self._snapshot_places, strict=True):
+                given[source] = buffer.view(place)
         return given
 
     def _direct_block(self, buffer: ShardBuffer) -> Block:
         """The tensors of a file that need neither other ranks nor a conversion."""
-        file, plan = buffer.file, self._plan
-        origins = plan.origins[file.name]
-        block = Block(
-            buffer=buffer,
-            places=file.places,
-            sources=[self._local[number] for number in origins.sources],
-            names=origins.names,
-        )
+        units = [self._plan.conversion.unit_of[product] for product in buffer.file.products]
+        block = self._block(buffer, buffer.file.places, [unit.sources[0] for unit in units])
         if not self._rounds:
             return block
-        units = [plan.conversion.unit_of[entry.product] for entry in file.entries]
-        return block.chosen([number for number, unit in enumerate(units) if plan.is_direct(unit)])
+        return block.chosen([number for number, unit in enumerate(units) if self._plan.is_direct(unit)])
 
-    def _make_snapshot_block(self, buffer: Buffer) -> Block:
-        """The copies of this rank's snapshots, which are yet to be made."""
-        places: list[Place] = []
-        at = 0
-        for dtype, shape in self._snapshots.values():
-            places.append(Place(at, at + math.prod(shape) * dtype.itemsize, dtype, shape))
-            at += aligned_bytes(dtype, shape)
+    def _block(self, buffer: Buffer, places: Places, sources: Sequence[int]) -> Block:
         return Block(
             buffer=buffer,
-            places=Places(places),
-            sources=[self._local[source] for source in self._snapshots],
-            names=[self._plan.conversion.sources[source][0] for source in self._snapshots],
+            places=places,
+            sources=[self._local[source] for source in sources],
+            names=[self._plan.conversion.sources[source][0] for source in sources],
         )
-
-    @property
-    def _sharded_device(self) -> torch.device | None:
-        """Where the sharded tensors are; None where no tensor is sharded."""
-        sources = zip(self._local, self._plan.is_sharded, strict=True)
-        return next((tensor.device for tensor, is_sharded in sources if is_sharded), None)
-
-    @property
-    def _uses_host_transport(self) -> bool:
-        device = self._sharded_device
-        return device is not None and (bool(self._optimizers) or not joins_devices(self._group, device))
 
     def _transport(self) -> TensorTransport:
         """Between devices on the caller's thread, else through host memory."""
-        device = self._sharded_device
-        if device is None:
-            return NO_TRANSPORT
-        if not self._optimizers and (transport := device_transport(self._group, device)) is not None:
-            return transport
+        if self._sharded_device is None:
+            return TensorTransport()
+        if self._uses_devices:
+            return device_transport(self._group, self._sharded_device)
         if self._exchange_group is None:
             raise RuntimeError("tensors are sharded over ranks that have no group")
         return host_transport(self._exchange_group, self._number)
@@ -305,10 +251,21 @@ class HfStager:
             digest.update(bytes(plan.is_sharded))
         if plan.conversion.converts:
             digest.update(repr(plan.conversion.sources).encode())
-        # A message shows this: what people understand comes first.
+        # A message shows this: the readable part comes first.
         tensors, files = (
             counted(len(plan.products), "tensor"),
             counted(len(plan.layout.files), "file"),
         )
         size = sum(file.size for file in plan.layout.files)
         return f"{tensors} in {files} of {size} bytes ({digest.hexdigest()})"
+
+
+def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[Places, int]:
+    """Aligned places of tensors in one buffer, and its bytes."""
+    places: list[Place] = []
+    at = 0
+    for dtype, shape in tensors:
+        size = math.prod(shape) * dtype.itemsize
+        places.append(Place(at, at + size, dtype, shape))
+        at += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return Places(places), at

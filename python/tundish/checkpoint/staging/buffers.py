@@ -1,4 +1,4 @@
-"""Host memory that saves are staged in, pinned where a CUDA device copies into it.
+"""Host memory for staging, pinned if a CUDA device copies into it.
 
 Pinned buffers are kept for the next save, since pinning costs more than a copy. `trim` gives them back.
 
@@ -28,7 +28,7 @@ _logger = logging.getLogger("tundish.checkpoint")
 PAGE = 4096
 
 _PORTABLE = 1
-# All pinned memory, by address: if it went back to the system while pinned, devices would copy into freed pages.
+# All pinned memory, by address. If it were freed while it is pinned, devices would copy into freed pages.
 _registered: dict[int, FileImage] = {}
 # The pinned memory that no buffer uses.
 _pinned: list[FileImage] = []
@@ -49,13 +49,8 @@ class Places(tuple[Place, ...]):
 
     @functools.cached_property
     def spans(self) -> TensorSpans:
-        """As `FileImage.fill` takes them; made once, as the places of a file are the same in each save."""
+        """The argument of `FileImage.fill`, made once: the places of a file are the same in each save."""
         return TensorSpans(self)
-
-    @functools.cached_property
-    def stops_before(self) -> list[int]:
-        """Of each, where the one before it stops; of the first, where that starts itself."""
-        return [place.start for place in self[:1]] + [place.stop for place in self[:-1]]
 
 
 class Buffer:
@@ -89,20 +84,20 @@ class Buffer:
 
 
 def _take_pinned(size: int) -> tuple[FileImage, bool]:
-    """Memory for a device to copy into, and whether it is pinned."""
+    """Memory that a device copies into, and whether it is pinned."""
     with _pinned_lock:
         for place, image in enumerate(_pinned):
             if image.size == size:
                 return _pinned.pop(place), True
-        # What is kept is of another model.
+        # The kept memory is of another model.
         _unpin()
     image = FileImage(size)
     return image, _pin(image)
 
 
 def _pin(image: FileImage) -> bool:
-    """Pin the memory; whether the system allows it."""
-    # The runtime would fault the pages in one by one, on one thread.
+    """Pin the memory; returns whether the system allows it."""
+    # Else the runtime faults the pages in one by one, on one thread.
     image.populate()
     with _on_device_in_use():
         _registered[image.address] = image
@@ -114,7 +109,7 @@ def _pin(image: FileImage) -> bool:
             _warn_unpinned(image.size, str(error))
             return False
         except BaseException:
-            # Ctrl-C, perhaps after it was pinned: kept like any pinned memory, so that it is not freed while pinned.
+            # Ctrl-C, perhaps after it was pinned: kept as pinned, so that it is not freed while it is pinned.
             with _pinned_lock:
                 _pinned.append(image)
             raise
@@ -132,14 +127,14 @@ def _warn_unpinned(size: int, reason: str) -> None:
 
 
 def trim() -> None:
-    """Give back to the system what is kept for the next save."""
+    """Free the memory that is kept for the next save."""
     with _pinned_lock:
         _unpin()
     trim_staging()
 
 
 def _unpin() -> None:
-    """Unpin what no buffer uses. Under the lock."""
+    """Unpin and free the memory that no buffer uses. Call it under the lock."""
     if not _pinned:
         return
     try:
@@ -148,7 +143,7 @@ def _unpin() -> None:
                 torch.cuda.check_error(_runtime().cudaHostUnregister(_pinned[-1].address))
                 del _registered[_pinned.pop().address]
     except RuntimeError as error:
-        # After an error of the device, which is what the user should hear of.
+        # The device had an error, which is raised elsewhere.
         _logger.warning(
             "pinned memory is kept to the end of the process, as it cannot be unpinned: %s", error
         )
@@ -156,7 +151,7 @@ def _unpin() -> None:
 
 
 def _on_device_in_use() -> contextlib.AbstractContextManager[object]:
-    """Switch to a device that this process uses: a call on another one takes memory there."""
+    """Switch to a device that this process uses: a call on another device takes memory there."""
     here = torch.cuda.current_device()
     places = [here, *range(torch.cuda.device_count())]
     is_used = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # not in the stubs

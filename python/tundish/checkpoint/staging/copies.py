@@ -3,17 +3,17 @@
 Invariants:
     - An eager copy reads its sources as they are in the order of the caller's stream.
     - A lazy copy is over before a step of the optimizers that own its sources begins.
-    - A lazy copy fails where anything else changed a source before it was over.
+    - A lazy copy fails if anything else changed a source before it was over.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
+import contextlib
+import functools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,39 +30,94 @@ from tundish.checkpoint.staging.tensor_copy import (
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
-__all__ = ["EagerCopy", "LazyCopy", "begin_copies", "optimizers_of", "run_copies"]
+__all__ = ["Copies", "EagerCopy", "LazyCopy", "optimizers_of"]
 
-# One a device: torch hands out the same 32 streams in turn, and keeps the memory freed on each for that one alone.
-_side_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+class Copies:
+    """All copies of one save."""
+
+    def __init__(self) -> None:
+        self._eager: list[EagerCopy] = []
+        self._lazy: list[LazyCopy] = []
+
+    def begin(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
+        """Begin to copy; `run` goes on. Tensors that steps of `optimizers` change are copied lazily."""
+        now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
+        # Noted before they begin, so that `release` stops them.
+        self._eager.append(EagerCopy(now))
+        if later:
+            self._lazy.append(LazyCopy(later, optimizers))
+        self._eager[-1].begin()
+
+    def run(self) -> None:
+        """Run the eager copies and start the lazy ones."""
+        for copy in self._eager:
+            copy.run()
+            copy.hold_up_streams()
+        for lazy in self._lazy:
+            lazy.start()
+
+    def add(self, copy: EagerCopy) -> None:
+        """Take over a copy that the caller runs."""
+        self._eager.append(copy)
+
+    def wait(self, timeout: float | None) -> None:
+        """Block until everything is copied, up to `timeout` seconds.
+
+        Raises:
+            TimedOutError: not everything is copied in time.
+            Exception: the error of a copy.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for copy in self._all():
+            copy.wait(deadline)
+
+    def allow_changes(self) -> None:
+        """Check for changes so far; from here on the sources may change."""
+        for lazy in self._lazy:
+            lazy.allow_changes()
+
+    def confirm(self) -> None:
+        """After everything is written: raise the error of a lazy copy, such as a change of its sources."""
+        for lazy in self._lazy:
+            lazy.confirm()
+
+    def release(self) -> None:
+        """Stop copying, and block until no copy runs. Never raises."""
+        for copy in self._all():
+            # Its error was raised by `wait`, or the save fails with another one.
+            with contextlib.suppress(Exception):
+                copy.release()
+
+    def _all(self) -> list[EagerCopy | LazyCopy]:
+        return [*self._eager, *self._lazy]
 
 
 class EagerCopy:
-    """Copies that the caller waits for. Made on the caller's thread; holds its sources until they are copied.
+    """A copy that the caller waits for. Made on the caller's thread; holds its sources until they are copied.
 
     CUDA sources are copied on a side stream, after everything that the caller's stream was given before. The caller
-    does not wait for them where the buffer is pinned.
+    does not wait for them if the buffer is pinned.
 
     Args:
-        blocks: what to copy.
-        threads: of the copies on the host; None takes as many as torch does.
+        blocks: the tensors and their places.
+        threads: for tensors on the host; None takes as many as torch does.
     """
 
     def __init__(self, blocks: Sequence[Block], threads: int | None = None) -> None:
         self._blocks = blocks
         self._threads = torch.get_num_threads() if threads is None else threads
-        self._devices = sorted(
-            {
-                source.device
-                for block in blocks
-                if any_on_cuda(block.sources)
-                for source in block.sources
-                if source.is_cuda
-            },
-            key=lambda device: device.index,
-        )
+        devices = {
+            source.device
+            for block in blocks
+            if any_on_cuda(block.sources)
+            for source in block.sources
+            if source.is_cuda
+        }
+        self._devices = sorted(devices, key=lambda device: device.index)
         self._ready = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         self._over: list[torch.cuda.Event] = []
-        # The copy on the host that is under way.
+        # The running copy on the host.
         self._host_copy: TensorCopy | None = None
 
     def begin(self) -> None:
@@ -84,7 +139,7 @@ class EagerCopy:
                             copy_from_device(device, block, side)
                         self._over.append(side.record_event())
                     except BaseException:
-                        # The caller gives the target memory back next.
+                        # The caller releases the target memory next.
                         side.synchronize()
                         raise
             for block in self._blocks:
@@ -97,13 +152,13 @@ class EagerCopy:
 
     def hold_up_streams(self) -> None:
         """Let the caller's streams wait until the copies are over; the caller itself does not wait."""
-        for device, over in zip(self._devices, self._over, strict=False):
+        for device, over in self._queued():
             torch.cuda.current_stream(device).wait_event(over)
 
     def wait(self, deadline: float | None) -> None:
         """Block until everything is copied; raises `TimedOutError` at `deadline`, of `time.monotonic`."""
-        for device, over in zip(self._devices, self._over, strict=False):
-            # A query on another device would take memory there.
+        for device, over in self._queued():
+            # A query with another current device would take memory there.
             with torch.cuda.device(device):
                 while not over.query():  # type: ignore[no-untyped-call]  # torch leaves it so
                     if deadline is not None and time.monotonic() > deadline:
@@ -111,37 +166,33 @@ class EagerCopy:
                     time.sleep(0.001)
         self._blocks = ()
 
-    def allow_changes(self) -> None:
-        """Nothing to do: the caller's changes come after these copies."""
-
-    def confirm(self) -> None:
-        """Nothing to do, as `allow_changes`."""
-
     def release(self) -> None:
-        """Stop copying, and block until that is so."""
+        """Stop copying, and block until no copy runs."""
         if self._host_copy is not None:
             self._host_copy.give_up()
         self.wait(None)
 
+    def _queued(self) -> Iterator[tuple[torch.device, torch.cuda.Event]]:
+        return zip(self._devices, self._over, strict=False)
+
 
 class LazyCopy:
-    """Copies on a background thread, which the steps of `optimizers` wait for.
+    """A copy on a background thread, which the steps of `optimizers` wait for.
 
     Args:
-        blocks: what to copy; the sources belong to the optimizers.
-        optimizers: a step of any of them begins only after the copies.
+        blocks: the tensors, which belong to the optimizers, and their places.
+        optimizers: a step of any of them begins only after the copy.
     """
 
     def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
         # One processor is left to the training.
         self._copy = EagerCopy(blocks, max(1, torch.get_num_threads() - 1))
-        # Without the buffer, which is given back before the sources.
+        # Without the buffer, which is released before the sources.
         self._watched = [(block.names, block.sources, _versions(block.sources)) for block in blocks]
         self._lock = threading.Lock()
         self._issued = threading.Event()
         self._error: BaseException | None = None
         self._gates = [_gate_of(optimizer) for optimizer in optimizers]
-        self._is_wanted = True
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -167,7 +218,7 @@ class LazyCopy:
 
         Raises:
             TimedOutError: at `deadline`, of `time.monotonic`.
-            Exception: what copying failed with.
+            Exception: the error of the copy.
         """
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not self._issued.wait(left):
@@ -177,7 +228,7 @@ class LazyCopy:
             raise self._error
 
     def allow_changes(self) -> None:
-        """Look for changes so far; from here on the sources may change."""
+        """Check for changes so far; from here on the sources may change."""
         with self._lock:
             changed = [
                 name
@@ -194,14 +245,13 @@ class LazyCopy:
                 )
 
     def confirm(self) -> None:
-        """When everything is written: raise what went wrong, changes of the sources included."""
+        """Raise the error of the copy, including changes of the sources."""
         self.allow_changes()
         if self._error is not None:
             raise self._error
 
     def release(self) -> None:
-        """Stop copying, block until that is so, and hold up no step any more."""
-        self._is_wanted = False
+        """Block until no copy runs, and hold up no step any more."""
         if self._thread is not None:
             self._thread.join()
         self._copy.wait(None)
@@ -212,9 +262,8 @@ class LazyCopy:
 
     def _run(self) -> None:
         try:
-            if self._is_wanted:
-                self._copy.run()
-        except BaseException as caught:  # noqa: BLE001 (raised where the save is finished)
+            self._copy.run()
+        except BaseException as caught:  # noqa: BLE001 (raised when the save is finished)
             self._error = caught
         self._issued.set()
 
@@ -240,11 +289,11 @@ class _StepGate:
             pending = list(self._pending)
         for copy in pending:
             copy.before_step()
-            # Only now: where Ctrl-C ended the wait, the next step waits again.
+            # Only now: after a wait that Ctrl-C ended, the next step waits again.
             self.discard(copy)
 
 
-# A thread cannot remove a hook while a step runs through the hooks, so it stays as long as the optimizer.
+# A thread cannot remove a hook while a step runs the hooks, so a hook stays as long as its optimizer.
 _gates: weakref.WeakKeyDictionary[Any, _StepGate] = weakref.WeakKeyDictionary()
 _gates_lock = threading.Lock()
 
@@ -258,21 +307,23 @@ def _gate_of(optimizer: Any) -> _StepGate:
     return gate
 
 
+@functools.cache
 def _side_stream_of(device: torch.device) -> torch.cuda.Stream:
-    stream = _side_streams.get(device)
-    if stream is None:
-        made = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
-        stream = _side_streams.setdefault(device, made)
-    return stream
+    """The only side stream of a device: torch keeps memory that is freed on a stream for that stream alone."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
 
 
-def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers of a lazy save, from the argument: one, or several.
+def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers whose steps a save holds up, from its arguments: none for an eager save.
 
     Raises:
-        InvalidInputError: there is none.
-        InvalidTypeError: it is no torch optimizer.
+        InvalidInputError: `staging` is neither "eager" nor "lazy", or a lazy save has no optimizer.
+        InvalidTypeError: `optimizer` is no torch optimizer.
     """
+    if staging not in ("eager", "lazy"):
+        raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
+    if staging == "eager":
+        return ()
     given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if optimizer is None or not given:
         raise InvalidInputError(
@@ -288,80 +339,29 @@ def optimizers_of(optimizer: Any) -> tuple[Any, ...]:
     return given
 
 
-def begin_copies(
-    blocks: Sequence[Block], optimizers: Sequence[Any], begun: list[EagerCopy | LazyCopy]
-) -> None:
-    """Begin what `run_copies` goes on with.
-
-    Args:
-        blocks: what to copy.
-        optimizers: tensors that their steps change are copied lazily, all others eagerly.
-        begun: gets the copies, before any of them begins, so that the caller can release them.
-    """
-    now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
-    copy = EagerCopy(now)
-    begun.append(copy)
-    if later:
-        begun.append(LazyCopy(later, optimizers))
-    copy.begin()
-
-
-def run_copies(begun: Sequence[EagerCopy | LazyCopy]) -> None:
-    """Run the eager copies and start the lazy ones."""
-    for copy in begun:
-        if isinstance(copy, LazyCopy):
-            copy.start()
-        else:
-            copy.run()
-            copy.hold_up_streams()
-
-
 def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[Block], list[Block]]:
-    """What has to be copied at once, and what only steps of the optimizers change."""
-    is_stepped = iter(_stepped_by(optimizers, [source for block in blocks for source in block.sources]))
+    """The tensors to copy at once, and those that share memory with parameters or states of optimizers."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]
+    owned = [value for values in (*groups, *states) for value in values if isinstance(value, torch.Tensor)]
+    memory = set(_addresses(owned))
     now, later = [], []
     for block in blocks:
-        numbers = range(len(block.sources))
-        of_steps = list(itertools.islice(is_stepped, len(numbers)))
-        others = list(itertools.compress(numbers, map(operator.not_, of_steps)))
-        if others:
-            now.append(block.chosen(others))
-        if len(others) < len(numbers):
+        is_owned = [address in memory for address in _addresses(block.sources)]
+        if not all(is_owned):
+            now.append(block.chosen([number for number, is_later in enumerate(is_owned) if not is_later]))
+        if any(is_owned):
+            stepped = block.chosen([number for number, is_later in enumerate(is_owned) if is_later])
             # Detached, since other memory may be assigned to a parameter.
-            stepped = block.chosen(list(itertools.compress(numbers, of_steps)))
-            later.append(replace(stepped, sources=list(map(torch.Tensor.detach, stepped.sources))))
+            later.append(replace(stepped, sources=[source.detach() for source in stepped.sources]))
     return now, later
 
 
-def _stepped_by(optimizers: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Which of `tensors` share memory with parameters or states of the optimizers."""
-    parameters = [
-        parameter
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
-    is_stepped = list(map(set(map(id, parameters)).__contains__, map(id, tensors)))
-    if all(is_stepped):
-        return is_stepped
-    memory = _addresses(tensors)
-    stepped = set(_addresses(parameters))
-    # A save of parameters alone need not look at the states, of which there are several a parameter.
-    if not stepped.issuperset(memory):
-        states = [state for optimizer in optimizers for state in optimizer.state.values()]
-        values = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        stepped |= set(_addresses(values))
-    return [address in stepped for address in memory]
-
-
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Where the memory of each begins."""
-    return [storage.data_ptr() for storage in map(torch.Tensor.untyped_storage, locals_of(tensors))]
+    """The start of each tensor's storage."""
+    return [tensor.untyped_storage().data_ptr() for tensor in locals_of(tensors)]
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        # Inference tensors have no version.
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    # Inference tensors have no version.
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -2,7 +2,7 @@
 
 Invariants:
     - Bits that are not converted are copied as they are.
-    - A copy touches nothing of value outside of its tensor's place.
+    - A copy changes no byte that is used outside of its tensor's place.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ __all__ = [
     "transfers",
 ]
 
-# Tensors below this are packed on the device: one transfer of many costs less than a transfer of each.
+# Smaller tensors are packed on the device: one transfer of many costs less than a transfer of each.
 _PACKED_BELOW_BYTES = 1 << 20
 _MOST_PACKED_BYTES = 16 << 20
-# Bytes between two packed tensors, which are transferred too.
+# Most bytes between two packed tensors; they are transferred too.
 _MOST_GAP_BYTES = 4096
-# By the size of an element, the dtype whose copy moves bits unchanged.
+# For each size of an element, the dtype whose copies do not change bits.
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Any device converts these into each other.
+# Every device converts these into each other.
 _CONVERTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-# Copied between two looks at signals: some ten milliseconds.
+# Torch copies this much between two checks for signals: some ten milliseconds.
 _PIECE_BYTES = 16 << 20
-
-_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +44,18 @@ class Block:
     """Local tensors and their places in one buffer.
 
     Attributes:
-        buffer: where they are copied to.
-        places: the place of each, sorted.
+        buffer: the target.
+        places: the place of each tensor, sorted.
         sources: the tensors, on any device.
-        names: of each, for messages.
-        free_from: of each, where the bytes before its place begin that may be overwritten. None: there are none.
+        names: of the tensors, for messages.
+        are_gaps_free: whether bytes between the places may be overwritten.
     """
 
     buffer: Buffer
     places: Places
     sources: Sequence[torch.Tensor]
-    names: Sequence[str] = ()
-    free_from: Sequence[int] | None = None
+    names: Sequence[str]
+    are_gaps_free: bool = False
 
     def chosen(self, numbers: Sequence[int]) -> Block:
         """The block of some of the tensors, by number, in order."""
@@ -68,12 +66,11 @@ class Block:
             places=Places([self.places[number] for number in numbers]),
             sources=[self.sources[number] for number in numbers],
             names=[self.names[number] for number in numbers],
-            free_from=None if self.free_from is None else [self.free_from[number] for number in numbers],
         )
 
 
 def copy_from_device(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:
-    """Queue the copies of what is on `device`, on the current stream, which is `side`."""
+    """Queue the copies of tensors on `device` on the current stream, which is `side`."""
     for numbers in transfers(block, device):
         sources = [block.sources[number] for number in numbers]
         places = [block.places[number] for number in numbers]
@@ -89,24 +86,26 @@ def copy_from_device(device: torch.device, block: Block, side: torch.cuda.Stream
 
 
 def transfers(block: Block, device: torch.device) -> Iterator[list[int]]:
-    """Numbers of the tensors on `device` that are copied in one transfer: a large one, or small ones close together."""
+    """The numbers of the tensors of each transfer from `device`: a large one, or small ones that lie close together."""
     packed: list[int] = []
     packed_key, start, end = None, 0, 0
     for number, (place, source) in enumerate(zip(block.places, block.sources, strict=True)):
-        if source.device != device or not source.numel():
+        if not source.numel():
             continue
-        key = (source.dtype, place.dtype) if _can_be_packed(source, place) else None
-        free_from = place.start if block.free_from is None else block.free_from[number]
+        is_here = source.device == device
+        key = (source.dtype, place.dtype) if is_here and _can_be_packed(source, place) else None
+        gap = place.start - end
         fits = (
             key is not None
             and key == packed_key
-            and free_from <= end
-            and place.start - end <= _MOST_GAP_BYTES
+            and gap <= (_MOST_GAP_BYTES if block.are_gaps_free else 0)
             and place.stop - start <= _MOST_PACKED_BYTES
         )
         if packed and not fits:
             yield packed
             packed = []
+        if not is_here:
+            continue
         if not packed:
             packed_key, start = key, place.start
         packed.append(number)
@@ -142,12 +141,9 @@ def _pack(sources: Sequence[torch.Tensor], places: Sequence[Place], device: torc
 
 
 def check_on_devices(blocks: Sequence[Block]) -> None:
-    """Refuse freed memory before anything is queued: to read it is an error that ends the use of the device."""
+    """Refuse freed memory before anything is queued: reading it is an error that ends the use of the device."""
     for block in blocks:
-        check_memories(_names_of(block), block.sources)
-        for number, source in enumerate(block.sources):
-            if source.is_cuda and not source.is_contiguous():
-                check_memory(_names_of(block)[number], source)
+        check_memories(block.names, block.sources)
 
 
 def begin_host_copy(block: Block, threads: int) -> TensorCopy:
@@ -158,38 +154,17 @@ def begin_host_copy(block: Block, threads: int) -> TensorCopy:
 def finish_host_copy(block: Block, copy: TensorCopy) -> None:
     """Finish `copy`, and let torch copy the tensors on the host that are converted or not contiguous."""
     copy.finish()
-    pairs = []
     for number in copy.left:
         source = block.sources[number]
         if not source.is_cuda:
-            check_memory(_names_of(block)[number], source)
-            pairs.append((block.buffer.view(block.places[number]), source))
-    for piece in _in_pieces(pairs):
-        # One call for all of them releases the GIL.
-        with torch.no_grad():
-            torch._foreach_copy_([target for target, _ in piece], [source for _, source in piece])
+            check_memory(block.names[number], source)
+            for target, part in _cut(block.buffer.view(block.places[number]), source.detach()):
+                target.copy_(part)
 
 
-def _names_of(block: Block) -> Sequence[str]:
-    return block.names or [f"tensor {number}" for number in range(len(block.sources))]
-
-
-def _in_pieces(pairs: Sequence[_Pair]) -> Iterator[list[_Pair]]:
-    """Runs of pairs of up to `_PIECE_BYTES`; a larger pair is cut along its first dimension."""
-    taken: list[_Pair] = []
-    filled = 0
-    for target, source in (part for pair in pairs for part in _cut(*pair)):
-        if taken and filled + target.nbytes > _PIECE_BYTES:
-            yield taken
-            taken, filled = [], 0
-        taken.append((target, source))
-        filled += target.nbytes
-    if taken:
-        yield taken
-
-
-def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterator[_Pair]:
+def _cut(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of parts along the first dimension, of some `_PIECE_BYTES` each."""
     if target.nbytes <= _PIECE_BYTES:
         return iter([(target, source)])
     rows = max(1, len(target) * _PIECE_BYTES // target.nbytes)
-    return zip(torch.split(target, rows), torch.split(source.detach(), rows), strict=True)
+    return zip(torch.split(target, rows), torch.split(source, rows), strict=True)

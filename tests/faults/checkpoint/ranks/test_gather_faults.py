@@ -20,7 +20,7 @@ def gathering(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
-    from tundish.checkpoint.hf.stager import make_hf_stager
+    from tundish.checkpoint.hf.stager import HfStager
     from tundish.checkpoint.private_group import PrivateGroup
     from tundish.distributed import voter_of
 
@@ -41,7 +41,7 @@ def gathering(rank: int, line: Line) -> None:
     arguments: dict[str, Any] = {}
     if kind == "lazy":
         arguments = {"staging": "lazy", "optimizer": torch.optim.SGD(model.parameters())}
-    plan = make_hf_stager(model, to_hf=stop, shard_bytes=300, exchange_group=background, **arguments)
+    plan = HfStager(model, to_hf=stop, shard_bytes=300, exchange_group=background, **arguments)
 
     def save() -> None:
         with staged(plan) as staging:

@@ -6,7 +6,6 @@ rank stages only what it writes: one copy of each tensor, directly into the imag
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -22,11 +21,11 @@ from tundish.checkpoint.dcp.saving.held_values import held_values
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
 from tundish.checkpoint.staging.buffers import Buffer
-from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy, begin_copies, optimizers_of, run_copies
+from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.staging.tensor_copy import Block
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidTypeError
 
 __all__ = ["DcpStager"]
 
@@ -62,16 +61,14 @@ class DcpStager:
         staging: Literal["eager", "lazy"] = "eager",
         optimizer: Any = None,
     ) -> None:
-        if staging not in ("eager", "lazy"):
-            raise InvalidInputError(f'staging is {staging!r}: give "eager" or "lazy"')
-        self._optimizers = optimizers_of(optimizer) if staging == "lazy" else ()
+        self._optimizers = optimizers_of(staging, optimizer)
         extra_text = _check_extra(extra)
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
         self._state = flatten_state(state_dict, planner.known_form)
         self._planner = planner
         self._pickles: dict[int, bytes] = {}
         self._buffer: Buffer | None = None
-        self._copies: list[EagerCopy | LazyCopy] = []
+        self._copies = Copies()
         self._sources: list[torch.Tensor] = []
         # None where the form of the state dict is new, until the ranks have planned it.
         self._part = planner.known_part(self._state)
@@ -127,35 +124,31 @@ class DcpStager:
             raise RuntimeError("staged before it was prepared")
         blocks = []
         if buffer is not None:
-            places = self._layout.tensor_places
             blocks.append(
                 Block(
                     buffer=buffer,
-                    places=places,
+                    places=self._layout.tensor_places,
                     sources=self._sources,
                     names=self._names(part.tensors),
-                    # The frames are filled in when the file is written.
-                    free_from=places.stops_before,
+                    # The bytes around tensors are filled in when the file is written.
+                    are_gaps_free=True,
                 )
             )
-        begin_copies(blocks, self._optimizers, self._copies)
-        run_copies(self._copies)
+        self._copies.begin(blocks, self._optimizers)
+        self._copies.run()
         return StagedState(
             index=self._planner.index,
             part=part,
             layout=self._layout,
             buffer=buffer,
-            copies=tuple(self._copies),
+            copies=self._copies,
             objects=[self._pickles[number] for number in part.objects],
             rank_extra=self._rank_extra,
         )
 
     def release(self) -> None:
         """Release the memory."""
-        for copies in self._copies:
-            # The save fails with their errors anyway.
-            with contextlib.suppress(Exception):
-                copies.release()
+        self._copies.release()
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None

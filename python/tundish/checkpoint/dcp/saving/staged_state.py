@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from tundish.checkpoint.dcp.saving.torch_metadata import make_metadata
 from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.stager import WriteOptions
 from tundish.checkpoint.staging.buffers import Buffer
-from tundish.checkpoint.staging.copies import EagerCopy, LazyCopy
+from tundish.checkpoint.staging.copies import Copies
 
 __all__ = ["StagedState"]
 
@@ -39,7 +37,7 @@ class StagedState:
     part: OwnedPart
     layout: FileLayout
     buffer: Buffer | None
-    copies: Sequence[EagerCopy | LazyCopy]
+    copies: Copies
     objects: Sequence[bytes]
     rank_extra: bytes
 
@@ -50,14 +48,11 @@ class StagedState:
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything that this rank saves."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for copies in self.copies:
-            copies.wait(deadline)
+        self.copies.wait(timeout)
 
     def allow_changes(self) -> None:
         """Note that the caller may change its tensors from here on, because staging is over."""
-        for copies in self.copies:
-            copies.allow_changes()
+        self.copies.allow_changes()
 
     def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
         """Write this rank's files."""
@@ -70,8 +65,7 @@ class StagedState:
             )
         if self.rank_extra:
             files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
-        for copies in self.copies:
-            copies.confirm()
+        self.copies.confirm()
         return files
 
     def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:
@@ -88,10 +82,7 @@ class StagedState:
 
     def release(self) -> None:
         """Release the memory after all copies into it have ended."""
-        for copies in self.copies:
-            # Their errors were raised where they were waited for.
-            with contextlib.suppress(Exception):
-                copies.release()
+        self.copies.release()
         if self.buffer is not None:
             self.buffer.release()
             self.buffer = None

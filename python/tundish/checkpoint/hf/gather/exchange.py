@@ -1,12 +1,12 @@
 """Gathers sharded tensors on the ranks that write them.
 
 A part of a tensor travels once, from the rank that holds it to the writer. The writers receive in rounds of a bounded
-size, so that a rank holds one round beside what it writes.
+size, so that a rank holds one round beside its files.
 
 Invariants:
     - All ranks go through the same rounds. An error between exchanges is raised after the last round.
-    - An error of an exchange itself is raised at once, and closes the private group: no rank waits for this one. (The
-      caller's group, between devices, is not closed.)
+    - An error of an exchange itself is raised at once. It closes the private group, so that no rank waits for this one;
+      the caller's group stays open.
 """
 
 from __future__ import annotations
@@ -40,88 +40,89 @@ class Gather:
 
     Args:
         plan: the export.
-        local: what this rank holds of each source, on any device.
+        rounds: the schedule.
+        local: this rank's part of each source, on any device.
         rank: this process's rank in the job.
         transport: how parts travel.
+        sink: gets this rank's products.
     """
 
     def __init__(
-        self, plan: ExportPlan, *, local: Sequence[torch.Tensor], rank: int, transport: TensorTransport
+        self,
+        plan: ExportPlan,
+        *,
+        rounds: Sequence[Sequence[Batch]],
+        local: Sequence[torch.Tensor],
+        rank: int,
+        transport: TensorTransport,
+        sink: FileSink,
     ) -> None:
         self._plan = plan
-        self._local = local
+        self._rounds = rounds
+        self._local = list(local)
         self._rank = rank
         self._transport = transport
+        self._sink = sink
         self._messages = 0
 
-    def run(self, rounds: Sequence[Sequence[Batch]], sink: FileSink) -> None:
-        """Go through all rounds; this rank's products end in `sink`. Collective where something is sharded."""
+    def run(self) -> None:
+        """Go through all rounds, and queue the copies of products on devices. Collective if any tensor is sharded."""
         try:
-            error: BaseException | None = self._replace_freed(rounds)
-            for batches in rounds:
-                error = self._round(batches, sink, error)
+            error: BaseException | None = self._replace_freed()
+            for batches in self._rounds:
+                whole = self._exchange(batches, to_files=error is None)
+                try:
+                    mine = [batch for batch in batches if batch.writer == self._rank and error is None]
+                    for step in (step for batch in mine for step in batch.steps):
+                        self._fill(step, whole)
+                except Exception as caught:  # noqa: BLE001 (raised after the last round)
+                    error = caught
         except BaseException as caught:
-            # Messages that wait for this rank's memory hold on to the group.
+            # The frames keep messages alive, and these keep the group alive.
             traceback.clear_frames(caught.__traceback__)
             self._transport.close()
             raise
         if error is not None:
             raise error
 
+    def wait(self) -> None:
+        """Block until all products are in the files."""
+        self._sink.wait()
+
     def abort(self) -> None:
         """Called instead of `run`: ranks that wait for this one fail at once."""
         self._transport.close()
 
-    def _round(
-        self, batches: Sequence[Batch], sink: FileSink, error: BaseException | None
-    ) -> BaseException | None:
-        """One round, after an earlier `error`; returns the first error after it."""
-        mine = next((batch for batch in batches if batch.writer == self._rank), None)
-        whole = self._exchange(batches, sink if error is None else None)
-        try:
-            if mine is not None and error is None:
-                for step in mine.steps:
-                    self._fill(step, whole, sink)
-        except Exception as caught:  # noqa: BLE001 (raised after the last round)
-            error = caught
-        return error
+    def _replace_freed(self) -> InvalidInputError | None:
+        """Replace parts whose memory was freed since the save was planned; returns an error about one of them.
 
-    def _replace_freed(self, rounds: Sequence[Sequence[Batch]]) -> InvalidInputError | None:
-        """Replace sources whose memory was freed since the save was planned; returns an error about them.
-
-        To read freed memory is to crash, and the other ranks wait for as many bytes as were planned.
+        Reading freed memory crashes, and the other ranks wait for as many bytes as were planned.
         """
         error = None
-        wanted = {
-            source
-            for batches in rounds
-            for batch in batches
-            for step in batch.steps
-            for source in step.unit.sources
-        }
-        local = list(self._local)
+        wanted = {source for batches in self._rounds for batch in batches for _, source in batch.sources()}
         for source in sorted(wanted):
             try:
-                check_memory(self._plan.conversion.sources[source][0], local[source])
+                check_memory(self._plan.conversion.sources[source][0], self._local[source])
             except InvalidInputError as caught:
                 error = error or caught
-                local[source] = torch.empty_like(local[source])
-        self._local = local
+                self._local[source] = torch.empty_like(self._local[source])
         return error
 
-    def _exchange(self, batches: Sequence[Batch], sink: FileSink | None) -> dict[int, torch.Tensor]:
-        """Send and receive the parts of one round; returns the whole tensors that this rank receives, by source."""
+    def _exchange(self, batches: Sequence[Batch], *, to_files: bool) -> dict[int, torch.Tensor]:
+        """Send and receive the parts of one round; returns the whole tensors that this rank receives, by source.
+
+        `to_files`: receive into the files where possible.
+        """
         sent: list[Any] = []
         incoming: list[_IncomingTensor] = []
         for batch in batches:
-            wanted = [(step, source) for step in batch.steps for source in step.unit.sources]
-            for taken, source in wanted:
+            for taken, source in batch.sources():
                 if not self._plan.is_sharded[source]:
                     continue
                 self._messages += 1
                 shares = shares_for(self._plan.tensors[source], batch.writer)
                 if batch.writer == self._rank:
-                    incoming.append(self._receive(source, taken, shares, sink))
+                    incoming.append(self._receive(source, taken, shares, to_files=to_files))
                 elif any(share.rank == self._rank for share in shares):
                     sent.append(self._operation("isend", self._outgoing(source, taken), batch.writer))
         operations = sent + [operation for tensor_in in incoming for operation in tensor_in.operations]
@@ -133,11 +134,11 @@ class Gather:
         return {tensor_in.source: tensor_in.whole() for tensor_in in incoming}
 
     def _receive(
-        self, source: int, step: Step, shares: Sequence[Share], sink: FileSink | None
+        self, source: int, step: Step, shares: Sequence[Share], *, to_files: bool
     ) -> _IncomingTensor:
         shape, dtype = tuple(self._plan.tensors[source].shape), self._plan.sent_dtype(step.unit, source)
-        if step.unit.convert is None and sink is not None and self._transport.device.type == "cpu":
-            target = sink.view_of(step.products[0])
+        if step.unit.convert is None and to_files and self._transport.device.type == "cpu":
+            target = self._sink.view_of(step.products[0])
         else:
             target = torch.empty(shape, dtype=dtype, device=self._transport.device)
         tensor_in = _IncomingTensor(source, target)
@@ -166,21 +167,21 @@ class Gather:
             tag=self._transport.tag + self._messages % TAGS,
         )
 
-    def _fill(self, step: Step, whole: dict[int, torch.Tensor], sink: FileSink) -> None:
+    def _fill(self, step: Step, whole: dict[int, torch.Tensor]) -> None:
         tensors = [whole[source] if source in whole else self._local[source] for source in step.unit.sources]
         if step.unit.convert is None:
             if not (step.unit.sources[0] in whole and tensors[0].device.type == "cpu"):
-                sink.put(step.products[0], tensors[0])
+                self._sink.put(step.products[0], tensors[0])
             return
         made = dict(zip(step.unit.products, step.unit.convert(tensors), strict=True))
         for product in step.products:
-            sink.put(product, made[product])
+            self._sink.put(product, made[product])
 
 
 def _run_on_host(operations: Sequence[Any]) -> None:
-    """Start all operations and wait for them, also where this is interrupted: they write to memory of this rank.
+    """Start all operations and wait for them, even after an interrupt: they write to memory of this rank.
 
-    Raises `PeerFailedError` where another rank gave up.
+    Raises `PeerFailedError` if another rank gave up.
     """
     started: list[Any] = []
     waited = 0
@@ -200,7 +201,7 @@ def _run_on_host(operations: Sequence[Any]) -> None:
             raise
         peer = operations[waited - 1 if waited else len(started)].peer
         problem = PeerFailedError(f"the exchange of tensors with rank {peer} broke off: {error}", peer)
-    # Outside of the handler, whose error holds on to the tensors.
+    # Outside of the handler, whose error keeps the tensors alive.
     raise problem
 
 
@@ -220,7 +221,7 @@ class _IncomingTensor:
                 self._target[place].copy_(local[part])
 
     def place_for(self, share: Share, dtype: torch.dtype) -> torch.Tensor:
-        """Memory to receive a part in: its place, where that is contiguous."""
+        """Memory to receive a part in: its place if that is contiguous, else other memory."""
         rectangles = list(boxes(share.runs))
         if len(rectangles) == 1 and self._target[rectangles[0][0]].is_contiguous():
             return self._target[rectangles[0][0]]

@@ -1,6 +1,6 @@
-"""The schedule by which sharded tensors are gathered: who receives what in which round.
+"""The schedule by which sharded tensors are gathered, and the host memory that it takes.
 
-It is arithmetic on what all ranks know, so all ranks come to the same schedule.
+It is arithmetic on facts that all ranks know, so all ranks compute the same schedule.
 """
 
 from __future__ import annotations
@@ -9,18 +9,24 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tundish.checkpoint.hf.conversion import Unit
 from tundish.checkpoint.hf.export_plan import ExportPlan
+from tundish.checkpoint.placements import shares_for
 
-__all__ = ["ROUND_BYTES", "Batch", "Step", "gather_rounds"]
+__all__ = ["ROUND_BYTES", "Batch", "Snapshot", "Step", "exchange_bytes", "gather_rounds", "snapshots"]
 
-# What a writer receives in one round, unless one unit is larger.
+# Bytes that a writer receives in one round, unless one unit is larger.
 ROUND_BYTES = 64 << 20
+
+# Dtype and shape of a rank's part of a source.
+Snapshot = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """A unit, and the numbers of its products."""
+    """A unit, and the numbers of those of its products that a writer needs."""
 
     unit: Unit
     products: tuple[int, ...]
@@ -28,16 +34,20 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one writer receives in one round. `writer`: its rank in the job."""
+    """The steps of one writer in one round. `writer`: its rank in the job."""
 
     writer: int
     steps: tuple[Step, ...]
+
+    def sources(self) -> Iterator[tuple[Step, int]]:
+        """Each source of each step."""
+        return ((step, source) for step in self.steps for source in step.unit.sources)
 
 
 def gather_rounds(plan: ExportPlan, writers: Sequence[int]) -> list[list[Batch]]:
     """The rounds of an export: in each, every writer that is not done receives its next batch.
 
-    Only what is sharded or converted takes part.
+    Only tensors that are sharded or converted take part.
     """
     if not plan.any_sharded and not plan.conversion.converts:
         return []
@@ -45,6 +55,25 @@ def gather_rounds(plan: ExportPlan, writers: Sequence[int]) -> list[list[Batch]]
     batches = [list(_batches(plan, writer, sizes)) for writer in writers]
     count = max(map(len, batches), default=0)
     return [[one[number] for one in batches if number < len(one)] for number in range(count)]
+
+
+def snapshots(plan: ExportPlan, rounds: Sequence[Sequence[Batch]], rank: int) -> dict[int, Snapshot]:
+    """The parts of sources, by their numbers, that `rank` has to keep until a lazy save gathers them."""
+    needed: dict[int, Snapshot] = {}
+    for batch in (batch for batches in rounds for batch in batches):
+        for step, source in batch.sources():
+            shape = _sent_shape(plan, rank, batch.writer, source)
+            if shape is not None:
+                needed[source] = plan.sent_dtype(step.unit, source), shape
+    return needed
+
+
+def exchange_bytes(plan: ExportPlan, rounds: Sequence[Sequence[Batch]], rank: int) -> int:
+    """Most bytes that exchanges and conversions take beside the files, in any round.
+
+    Staging takes no more, except for memory that a conversion needs beside its sources and products.
+    """
+    return max((sum(_batch_bytes(plan, batch, rank) for batch in batches) for batches in rounds), default=0)
 
 
 def _batches(plan: ExportPlan, writer: int, sizes: Sequence[int]) -> Iterator[Batch]:
@@ -62,11 +91,38 @@ def _batches(plan: ExportPlan, writer: int, sizes: Sequence[int]) -> Iterator[Ba
 
 
 def _steps(plan: ExportPlan, writer: int) -> list[Step]:
-    """Everything in the files of `writer` that is sharded or converted."""
+    """All units in the files of `writer` that are sharded or converted."""
     wanted: dict[int, tuple[Unit, list[int]]] = {}
     for file in plan.files_of(writer):
-        for entry in file.entries:
-            unit = plan.conversion.unit_of[entry.product]
+        for product in file.products:
+            unit = plan.conversion.unit_of[product]
             if not plan.is_direct(unit):
-                wanted.setdefault(id(unit), (unit, []))[1].append(entry.product)
+                wanted.setdefault(id(unit), (unit, []))[1].append(product)
     return [Step(unit=unit, products=tuple(products)) for unit, products in wanted.values()]
+
+
+def _batch_bytes(plan: ExportPlan, batch: Batch, rank: int) -> int:
+    if batch.writer != rank:
+        # A part may have to be converted, or made contiguous, before it is sent.
+        return sum(
+            math.prod(shape) * plan.sent_dtype(step.unit, source).itemsize
+            for step, source in batch.sources()
+            if (shape := _sent_shape(plan, rank, batch.writer, source)) is not None
+        )
+    made = [product for step in batch.steps if step.unit.convert for product in step.unit.products]
+    taken = sum(map(plan.product_bytes, made))
+    for step, source in batch.sources():
+        if plan.is_sharded[source]:
+            # Parts that are not contiguous in the tensor arrive beside it, and a converted tensor beside the file.
+            tensors = 2 if step.unit.convert else 1
+            taken += tensors * plan.tensors[source].numel() * plan.sent_dtype(step.unit, source).itemsize
+    return taken
+
+
+def _sent_shape(plan: ExportPlan, rank: int, writer: int, source: int) -> tuple[int, ...] | None:
+    """The shape of the part of a source that `rank` gives to `writer`; None if it gives none."""
+    tensor = plan.tensors[source]
+    if not plan.is_sharded[source]:
+        return tuple(tensor.shape) if rank == writer else None
+    shapes = [share.shape for share in shares_for(tensor, writer) if share.rank == rank]
+    return shapes[0] if shapes else None

@@ -10,7 +10,7 @@ import torch
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.distributed import torch_distributed
 
-__all__ = ["NO_TRANSPORT", "TAGS", "TensorTransport", "device_transport", "host_transport", "joins_devices"]
+__all__ = ["TAGS", "TensorTransport", "device_transport", "host_transport", "joins_devices"]
 
 # Message tags of one save; tags have 31 bits.
 TAGS = 1 << 20
@@ -26,19 +26,19 @@ class TensorTransport:
         private: the group for host memory. None: parts travel over `callers_group`, on the caller's thread.
         generation: of the private group.
         callers_group: the process group of the user.
-        device: where the parts are sent from and received.
+        device: parts are sent from here and received here.
         tag: the first message tag; no two saves at a time have the same.
     """
 
-    private: PrivateGroup | None
-    generation: int
-    callers_group: Any
-    device: torch.device
-    tag: int
+    private: PrivateGroup | None = None
+    generation: int = 0
+    callers_group: Any = None
+    device: torch.device = _HOST
+    tag: int = 0
 
     @property
     def group(self) -> Any:
-        """The `ProcessGroup`; raises `PeerFailedError` where it was closed."""
+        """The `ProcessGroup`; raises `PeerFailedError` if it was closed."""
         return self.callers_group if self.private is None else self.private.of_generation(self.generation)
 
     def close(self) -> None:
@@ -47,28 +47,16 @@ class TensorTransport:
             self.private.close(self.generation)
 
 
-# Where no tensor is sharded.
-NO_TRANSPORT = TensorTransport(private=None, generation=0, callers_group=None, device=_HOST, tag=0)
-
-
-def device_transport(group: Any, device: torch.device) -> TensorTransport | None:
-    """Collective over `group`, on the caller's thread: between devices; None where the group has no way."""
-    if not joins_devices(group, device):
-        return None
-    # NCCL connects at the first call, for which all ranks of the group have to come.
+def device_transport(group: Any, device: torch.device) -> TensorTransport:
+    """Collective over `group`, which joins devices, on the caller's thread: between devices."""
+    # NCCL connects at the first call, which all ranks of the group have to make.
     torch_distributed().all_reduce(torch.zeros(1, device=device), group=group)
-    return TensorTransport(private=None, generation=0, callers_group=group, device=device, tag=0)
+    return TensorTransport(callers_group=group, device=device)
 
 
 def host_transport(private: PrivateGroup, number: int) -> TensorTransport:
-    """Through host memory. `number`: of the save, apart from one that still travels."""
-    return TensorTransport(
-        private=private,
-        generation=private.generation,
-        callers_group=None,
-        device=_HOST,
-        tag=number % _SAVES * TAGS,
-    )
+    """Through host memory. `number`: of the save, different from one that still travels."""
+    return TensorTransport(private=private, generation=private.generation, tag=number % _SAVES * TAGS)
 
 
 def joins_devices(group: Any, device: torch.device) -> bool:
