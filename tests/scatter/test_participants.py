@@ -26,10 +26,6 @@ class Mates:
     def broadcast(self, *_: Any, **__: Any) -> str:
         return self._heard
 
-    def vote(self, error: Exception | None, **_: Any) -> None:
-        if error is not None:
-            raise error
-
 
 @pytest.mark.parametrize(
     ("heard", "said"),
@@ -42,7 +38,7 @@ class Mates:
 def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str) -> None:
     mates: Any = Mates(heard)
     with pytest.raises(td.errors.InvalidInputError, match=r"ranks 0, 2, 4.* and 3984 more") as raised:
-        replicated_participants(None, 0, mates, None, timeout=timedelta(seconds=1))
+        replicated_participants(mates, None, 0, what="a test", timeout=timedelta(seconds=1))
     assert said in str(raised.value) and "and 3992 more" in str(raised.value)
     assert len(str(raised.value)) < 500
 

@@ -15,10 +15,14 @@ from typing import Any
 
 from tundish.distributed import group_info, torch_distributed
 from tundish.errors import InvalidInputError
-from tundish.scatter.participants import participants_of, process_group, source_index
+from tundish.scatter.participants import (
+    agree_on_participants,
+    participants_of,
+    process_group,
+    source_index,
+)
 from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ScatterReceiver
-from tundish.scatter.rendezvous import agree_on_participants
 from tundish.scatter.session import ScatterStats
 from tundish.scatter.source import ScatterSource
 from tundish.scatter.target_device import resolve_device, with_tensors_on

@@ -37,9 +37,9 @@ from tundish.scatter.loader.epoch_source import EpochSource
 from tundish.scatter.loader.loader_state import LoaderState, as_count
 from tundish.scatter.loader.prefetch import InlineSteps, PrefetchedSteps
 from tundish.scatter.loader.source_loader import length_of, refuse_sharded, set_epoch
-from tundish.scatter.participants import process_group
+from tundish.scatter.participants import agree_on_participants, process_group
 from tundish.scatter.receiver import ScatterReceiver
-from tundish.scatter.rendezvous import agree_on_participants, memory_limit
+from tundish.scatter.rendezvous import memory_limit
 from tundish.scatter.session import ScatterStats
 from tundish.scatter.source import ScatterSource
 from tundish.scatter.target_device import resolve_device

@@ -6,19 +6,21 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from tundish.distributed import Voter, group_info
+from tundish.distributed import DEFAULT_TIMEOUT, Voter, group_info, torch_distributed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, listed, ranks_named
 
 __all__ = [
     "Participants",
+    "agree_on_participants",
     "participants_of",
     "process_group",
     "replicated_participants",
@@ -104,43 +106,41 @@ def participants_of(group: Any, src: Any) -> Participants:
     )
 
 
-def replicated_participants(
-    group: Any, src: Any, same_batch: Voter, same_group: Voter | None, *, timeout: timedelta
-) -> Participants:
-    """The participants of a scatter in which ranks of several groups get the same batch. Collective over `same_batch`.
+@contextlib.contextmanager
+def agree_on_participants(
+    group: Any, src: Any, replicate: Any
+) -> Iterator[tuple[Voter, Participants, timedelta]]:
+    """Collective: the voter, the participants and the timeout of a scatter; see `scatter_batch`.
 
-    Args:
-        group: this rank's group.
-        src: the source's rank in the first of the groups.
-        same_batch: the voter of the ranks that get the same batch as this one. Each has another `group`.
-        same_group: the voter of `group`; None if that is not a group.
-        timeout: how long this rank waits for the others.
+    `group` and `replicate` are process groups. The voter may end with the block. If an argument is wrong on one rank,
+    all ranks raise an error.
     """
-    what = "finding the ranks that get the same batch"
-    participants: Participants | None = None
-    error: Exception | None = None
-    try:
-        participants = _replicated(same_batch, group, src, what=what, timeout=timeout)
-    except Exception as caught:  # noqa: BLE001 (raised by the last vote)
-        error = caught
-    # Along both dimensions, so that every rank of the grid hears of an error.
-    if same_group is not None:
-        try:
-            same_group.vote(error, what=what, timeout=timeout)
-        except Exception as of_group:  # noqa: BLE001 (raised by the next vote)
-            error = error or of_group
-    same_batch.vote(error, what=what, timeout=timeout)
-    assert participants is not None  # noqa: S101 (for the type checker)
-    return participants
+    what, timeout = "finding the participants of a scatter", _timeout_of(group)
+    if replicate is None:
+        voter = voter_of(group)
+        with voter.agreed(what, timeout=timeout):
+            participants = participants_of(group, src)
+        yield voter, participants, timeout
+        return
+    with contextlib.ExitStack() as votes:
+        # Along both dimensions, so that every rank of the grid hears of an error.
+        same_batch = voter_of(replicate)
+        votes.enter_context(same_batch.agreed(what, timeout=timeout))
+        # A rank with a bad `group` still votes with the ranks that get the same batch.
+        with contextlib.suppress(InvalidInputError, InvalidTypeError):
+            votes.enter_context(voter_of(group).agreed(what, timeout=timeout))
+        participants = replicated_participants(same_batch, group, src, what=what, timeout=timeout)
+    with Voter(ranks=participants.ranks, timeout=timeout) as voter:
+        yield voter, participants, timeout
 
 
-def _shown(groups: Sequence[Sequence[int]]) -> str:
-    """Groups, for messages: "[0-7], [8-15] and 30 more"."""
-    shown = ", ".join(f"[{listed(group)}]" for group in groups[:_SHOWN_GROUPS])
-    return shown + (f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else "")
+def replicated_participants(
+    voter: Voter, group: Any, src: Any, *, what: str, timeout: timedelta
+) -> Participants:
+    """The participants of a scatter in which ranks of several groups get the same batch.
 
-
-def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timedelta) -> Participants:
+    Collective over `voter`, whose members get the same batch. Each has another `group`.
+    """
     error: Exception | None = None
     mine = ""
     try:
@@ -169,3 +169,26 @@ def _replicated(voter: Voter, group: Any, src: Any, *, what: str, timeout: timed
         rank=own.rank,
         source=ranks[own.ranks.index(own.source)],
     )
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """The timeout of a group's collectives."""
+    distributed = torch_distributed()
+    if distributed is None:
+        return DEFAULT_TIMEOUT
+    if group is None and distributed.is_initialized():
+        group = distributed.group.WORLD
+    if not isinstance(group, distributed.ProcessGroup):
+        return DEFAULT_TIMEOUT
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        found = getattr(options, "_timeout", None)
+        if isinstance(found, timedelta):
+            return found
+    return distributed.distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
+
+
+def _shown(groups: Sequence[Sequence[int]]) -> str:
+    """Groups, for messages: "[0-7], [8-15] and 30 more"."""
+    shown = ", ".join(f"[{listed(group)}]" for group in groups[:_SHOWN_GROUPS])
+    return shown + (f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else "")

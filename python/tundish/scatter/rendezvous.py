@@ -19,7 +19,6 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +26,6 @@ import torch
 
 from tundish import _native
 from tundish.distributed import (
-    DEFAULT_TIMEOUT,
     PeerWatch,
     Voter,
     env_integer,
@@ -36,17 +34,16 @@ from tundish.distributed import (
     nodes_of,
     torch_distributed,
     unique_name,
-    voter_of,
 )
-from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError
-from tundish.scatter.participants import Participants, participants_of, replicated_participants
+from tundish.errors import PeerFailedError
+from tundish.scatter.participants import Participants
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.device import DeviceChannel
 from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, WaitThread
 from tundish.scatter.transport.peer_connections import PeerListener, connect_to_source, is_source
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-__all__ = ["agree_on_participants", "connect", "memory_limit", "timeout_of"]
+__all__ = ["connect", "memory_limit"]
 
 _BACKLOG = 4096
 # The rank, before the address of its watch.
@@ -55,52 +52,6 @@ _ADDRESS_BYTES = 108
 # Process, user and group on the other end of a unix socket.
 _CREDENTIALS = struct.Struct("iII")
 _WHAT = "connecting the ranks of a scatter"
-
-
-@contextlib.contextmanager
-def agree_on_participants(
-    group: Any, src: Any, replicate: Any
-) -> Iterator[tuple[Voter, Participants, timedelta]]:
-    """Collective: the voter, the participants and the timeout of a scatter; see `scatter_batch`.
-
-    `group` and `replicate` are process groups. The voter may end with the block.
-
-    If `src` or `replicate` is wrong on one rank, all ranks raise an error.
-    """
-    timeout = timeout_of(group)
-    if replicate is None:
-        voter = voter_of(group)
-        try:
-            participants = participants_of(group, src)
-        except (InvalidInputError, InvalidTypeError) as error:
-            voter.vote(error, what="finding the source", timeout=timeout)
-            raise
-        yield voter, participants, timeout
-        return
-    same_batch, same_group = voter_of(replicate), None
-    # A rank with a bad `group` still votes with the ranks that get the same batch.
-    with contextlib.suppress(InvalidInputError, InvalidTypeError):
-        same_group = voter_of(group)
-    participants = replicated_participants(group, src, same_batch, same_group, timeout=timeout)
-    with Voter(ranks=participants.ranks, timeout=timeout) as voter:
-        yield voter, participants, timeout
-
-
-def timeout_of(group: Any) -> timedelta:
-    """The timeout of a group's collectives."""
-    distributed = torch_distributed()
-    if distributed is None:
-        return DEFAULT_TIMEOUT
-    if group is None and distributed.is_initialized():
-        group = distributed.group.WORLD
-    if not isinstance(group, distributed.ProcessGroup):
-        return DEFAULT_TIMEOUT
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        found = getattr(options, "_timeout", None)
-        if isinstance(found, timedelta):
-            return found
-    return distributed.distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
 
 
 def memory_limit(ranks: int) -> int:
