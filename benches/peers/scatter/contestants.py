@@ -34,7 +34,7 @@ def ours(shared_memory: bool) -> Scatter:
 
     def scatter(batches: list[Any] | None) -> Any:
         if isinstance(session, ScatterSource):
-            return session.send(batches)
+            return session.send(batches)()
         received = session.receive()
         assert isinstance(received, ReceivedBatch)
         return received.build(None)

@@ -25,9 +25,8 @@ from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.session import ScatterStats
 from tundish.scatter.source import ScatterSource
-from tundish.scatter.target_device import resolve_device, with_tensors_on
+from tundish.scatter.target_device import resolve_device
 from tundish.scatter.transport.device import device_backend
-from tundish.tree import flatten_with_addresses
 
 __all__ = ["scatter_batch", "stats"]
 
@@ -84,11 +83,7 @@ def scatter_batch(
     except Exception as error:  # noqa: BLE001 (`fail` raises it: the call is a step all the same)
         session.fail(error)
     if isinstance(session, ScatterSource):
-        own = session.send(batches, target)
-        if target is None or own is None:
-            return own
-        tensors, schema, _ = flatten_with_addresses(own)
-        return with_tensors_on(schema, tensors, target)
+        return session.send(batches, target)()
     received = session.receive(target)
     return received.build(target) if isinstance(received, ReceivedBatch) else None
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, TypedDict
+from typing import TYPE_CHECKING, Final, TypedDict, cast
 
 from tundish.errors import InvalidInputError, PeerFailedError, TimedOutError
 from tundish.scatter.rendezvous import connect
-from tundish.scatter.transport.gloo import GlooReceiver
-from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, Waiter
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender
+from tundish.scatter.transport.shared_memory import Waiter
 
 if TYPE_CHECKING:
     from tundish.distributed import Voter
@@ -134,23 +135,18 @@ class Session:
     def stats(self) -> ScatterStats:
         """See `tundish.scatter.stats`."""
         transports: dict[str, list[int]] = {}
-        memory = {"in_use": 0, "cached": 0, "escaped": 0}
+        memory: Counter[str] = Counter()
         channels = self._channels
         if channels is not None:
-            if channels.to_node:
-                transports["shared memory"] = [sender.rank for sender in channels.to_node]
             device = channels.device
             network = "gloo" if device is None else f"{device.backend}, from device to device"
-            if channels.to_other_nodes:
-                transports[network] = [sender.rank for sender in channels.to_other_nodes]
+            ends = [(sender.rank, isinstance(sender, GlooSender)) for sender in channels.senders]
             if channels.receiver is not None:
-                name = "shared memory" if isinstance(channels.receiver, SharedMemoryReceiver) else network
-                transports[name] = [channels.sender_rank, *transports.get(name, [])]
+                ends.insert(0, (channels.sender_rank, isinstance(channels.receiver, GlooReceiver)))
+            for rank, is_remote in ends:
+                transports.setdefault(network if is_remote else "shared memory", []).append(rank)
             for sender in channels.to_node:
-                counts = sender.stats()
-                memory["in_use"] += counts["in_use"]
-                memory["cached"] += counts["cached"]
-                memory["escaped"] += counts["escaped"]
+                memory.update(cast(Mapping[str, int], sender.stats()))
         return ScatterStats(
             source=self.participants.source,
             ranks=list(self.participants.ranks),
@@ -159,7 +155,7 @@ class Session:
             batches=self._batches,
             sent_bytes=self._sent_bytes,
             waiting_seconds=self._waited,
-            memory=memory,
+            memory={name: memory[name] for name in ("in_use", "cached", "escaped")},
         )
 
     def _begin_step(self) -> None:

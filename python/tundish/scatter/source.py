@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
+from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -23,16 +24,15 @@ from tundish._native import BufferLease
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
 from tundish.scatter.session import GONE, Session
+from tundish.scatter.target_device import with_tensors_on
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import (
     GlooSender,
     OutgoingMessages,
-    batch_messages,
     copied,
     is_done,
-    text_messages,
 )
-from tundish.scatter.transport.message_header import Kind
+from tundish.scatter.transport.message_header import DEVICE, Header, Kind
 from tundish.scatter.transport.shared_memory import SharedMemorySender
 from tundish.tree import flatten_with_addresses
 
@@ -58,23 +58,26 @@ class ScatterSource(Session):
     # The messages to other nodes that were posted last, and the wait for them.
     _outgoing: tuple[OutgoingMessages, Future[None]] | None = None
 
-    def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Any:
-        """The next step: send every rank its batch. Returns this rank's, the very object.
+    def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Callable[[], Any]:
+        """The next step: send every rank its batch. Returns a function that brings this rank's batch to `device`.
 
-        It takes `batches` and raises errors as `scatter_batch` does. Batches for other nodes may be sent from `device`.
+        It takes `batches` and raises errors as `scatter_batch` does. Without `device` the function returns the very
+        object.
         """
         with self._reported_step() as waiting:
             listed = self._listed(batches)
             own = listed[self.participants.batch(self.participants.rank)]
+            make = lambda: own  # noqa: E731 (the same name with a device)
             if device is not None:
                 # Refused before any rank has been sent anything.
-                flatten_with_addresses(own, f"rank {self.participants.rank}'s batch")
+                tensors, schema, _ = flatten_with_addresses(own, f"rank {self.participants.rank}'s batch")
+                make = partial(with_tensors_on, schema, tensors, device)
             contents = self._flattened(listed, waiting)
             self.largest_batch = max(
                 (one.size for one in contents.values() if isinstance(one, OutgoingBatch)), default=0
             )
             self._send(contents, waiting, device)
-        return own
+        return make
 
     def send_note(self, text: str) -> None:
         """The next step: send all receivers a text."""
@@ -205,12 +208,13 @@ class ScatterSource(Session):
         """Begin to send messages to ranks of other nodes, at once at most as many bytes as the memory limit."""
         payloads: dict[int, Tensor | None] = {}
         copied_bytes = 0
-        outgoing = OutgoingMessages()
+        outgoing, flags = OutgoingMessages(), DEVICE * is_on_device
         try:
             for sender in channels.to_other_nodes:
                 content = contents[sender.rank]
                 if isinstance(content, tuple):
-                    messages = text_messages(self._step, *content, on_device=is_on_device)
+                    kind, text = content
+                    header, encoded = Header(self._step, kind, flags), text.encode(errors="replace")
                 else:
                     if id(content) not in payloads and not is_on_device:
                         if copied_bytes and copied_bytes + content.size > channels.arena_limit:
@@ -219,11 +223,11 @@ class ScatterSource(Session):
                             self._wait_until_sent()
                         copied_bytes += content.size
                         payloads[id(content)] = copied(content, channels.arena)
-                    payload = payloads.get(id(content))
-                    messages = batch_messages(self._step, content, payload, on_device=is_on_device)
+                    header = Header(self._step, Kind.BATCH, flags, size=content.size)
+                    encoded = content.encoded_schema
                 # Before it has them: a rank that may have them hears of an error in the next step.
                 del waiting[sender.rank]
-                outgoing.post(sender, messages)
+                outgoing.post(sender, header, encoded, payloads.get(id(content)))
         finally:
             self._finish_in_thread(channels, outgoing)
 
@@ -272,7 +276,7 @@ class ScatterSource(Session):
             # A rank that has its batch of this step hears of it in the next.
             step = self._step + (sender.rank not in waiting)
             if isinstance(sender, GlooSender):
-                outgoing.post(sender, text_messages(step, kind, text))
+                outgoing.post(sender, Header(step, kind), text.encode(errors="replace"))
                 tells_other_nodes = True
                 continue
             try:

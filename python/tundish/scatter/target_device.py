@@ -12,9 +12,6 @@ from tundish.tree import Schema, unflatten_unchecked
 
 __all__ = ["move", "pinned_copy", "resolve_device", "with_tensors_on"]
 
-# Devices other than host memory on which this process made a tensor.
-_usable: set[torch.device] = set()
-
 
 def resolve_device(device: Any) -> torch.device | None:
     """The device that the caller named; None for host memory.
@@ -35,14 +32,12 @@ def resolve_device(device: Any) -> torch.device | None:
         raise InvalidInputError(f"device is {device!r}, which is none: {_first_line(error)}") from None
     if found.type == "cpu":
         return None
-    if found not in _usable:
-        try:
-            torch.empty(0, device=found)
-        except Exception as error:
-            raise InvalidInputError(
-                f"device is {device!r}, which cannot be used here: {_first_line(error)}"
-            ) from error
-        _usable.add(found)
+    try:
+        torch.empty(0, device=found)
+    except Exception as error:
+        raise InvalidInputError(
+            f"device is {device!r}, which cannot be used here: {_first_line(error)}"
+        ) from error
     return found
 
 

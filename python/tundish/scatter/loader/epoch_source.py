@@ -16,7 +16,6 @@ from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.loader.epoch import Epoch, EpochStart, NoteKind, Step, stopped
 from tundish.scatter.loader.source_loader import length_of
 from tundish.scatter.source import ScatterSource
-from tundish.scatter.target_device import with_tensors_on
 from tundish.tree import flatten_with_addresses
 
 __all__ = ["EpochSource"]
@@ -132,18 +131,15 @@ class EpochSource(Epoch):
         session = self.session
         if drawn.new < len(drawn.batches):
             self._note(NoteKind.TAIL, drawn.new)
-        own = session.send(drawn.batches, self._device)
+        make = session.send(drawn.batches, self._device)
         self._done += drawn.new
         self._steps += 1
-        size, make = session.largest_batch, lambda: own
-        if self._device is not None:
-            device, (tensors, schema, _) = self._device, flatten_with_addresses(own)
-            make = lambda: with_tensors_on(schema, tensors, device)  # noqa: E731 (in place of the other one)
+        number, size = session.participants.batch(session.participants.rank), session.largest_batch
         if not size and self._counts_bytes:
             # A batch that stays here need not be of types that can be sent.
             with contextlib.suppress(Exception):
-                size = flatten_with_addresses(own)[1].layout.total
-        is_padding = session.participants.batch(session.participants.rank) >= drawn.new
+                size = flatten_with_addresses(drawn.batches[number])[1].layout.total
+        is_padding = number >= drawn.new
         return Step(make, is_padding, self._done, drawn.state, size)
 
     def _look_for_exits(self) -> None:

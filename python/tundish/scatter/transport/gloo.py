@@ -40,10 +40,8 @@ __all__ = [
     "GlooSender",
     "OutgoingMessages",
     "WaitThread",
-    "batch_messages",
     "copied",
     "is_done",
-    "text_messages",
 ]
 
 _FOREVER = timedelta(days=365)
@@ -92,23 +90,6 @@ def is_done(future: Future[Any], seconds: float) -> bool:
     return future.done() or bool(concurrent.futures.wait([future], seconds).done)
 
 
-def text_messages(step: int, kind: Kind, text: str, *, on_device: bool = False) -> list[Tensor]:
-    """The messages of a step without a batch. `on_device`: batches of the step travel from device to device."""
-    return _first_messages(Header(step, kind, DEVICE * on_device), text.encode(errors="replace"))
-
-
-def batch_messages(
-    step: int, batch: OutgoingBatch, payload: Tensor | None, *, on_device: bool
-) -> list[Tensor]:
-    """The messages of a batch whose bytes are in `payload`, shape (size,), uint8.
-
-    `on_device`: whether the tensors travel from device to device, and only the schema travels here.
-    """
-    header = Header(step, Kind.BATCH, DEVICE * on_device, size=batch.size)
-    messages = _first_messages(header, batch.encoded_schema)
-    return messages if payload is None else [*messages, payload]
-
-
 def copied(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
     """The bytes of a batch in memory that is used again once gloo has sent it; None for a batch without tensors."""
     if not batch.size:
@@ -120,17 +101,6 @@ def copied(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
     finally:
         # The buffer lives as long as the tensor over it.
         buffer.release()
-
-
-def _first_messages(header: Header, text: bytes) -> list[Tensor]:
-    message = header._replace(text_bytes=len(text)).pack()
-    fits = len(message) + len(text) <= _FIRST_BYTES
-    first = (message + text if fits else message).ljust(_FIRST_BYTES, b"\0")
-    return [_tensor(first)] if fits else [_tensor(first), _tensor(text)]
-
-
-def _tensor(content: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class GlooSender:
@@ -167,8 +137,18 @@ class OutgoingMessages:
         self.sent_bytes = 0
         self._posted: deque[tuple[int, list[Any], list[Tensor]]] = deque()
 
-    def post(self, sender: GlooSender, messages: list[Tensor]) -> None:
-        """Begin to send messages to one receiver."""
+    def post(self, sender: GlooSender, header: Header, text: bytes, payload: Tensor | None = None) -> None:
+        """Begin to send one receiver a text, or a batch with its schema as the text.
+
+        `payload`: the bytes of the batch, shape (size,), uint8; None where they travel from device to device.
+        """
+        first = header._replace(text_bytes=len(text)).pack()
+        fits = len(first) + len(text) <= _FIRST_BYTES
+        contents = [first + text] if fits else [first, text]
+        contents[0] = contents[0].ljust(_FIRST_BYTES, b"\0")
+        messages = [torch.frombuffer(bytearray(content), dtype=torch.uint8) for content in contents]
+        if payload is not None:
+            messages.append(payload)
         try:
             self._posted.append((sender.rank, sender.post(messages), messages))
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
