@@ -63,7 +63,7 @@ def scatter_batch(
     Raises:
         PeerFailedError: the source failed in this step, with its traceback in the message; or a rank was killed, ended
             or was interrupted.
-        TimedOutError: a rank did not come within the timeout of the group.
+        TimedOutError: a rank did not make the call within the timeout of the group.
         InvalidInputError: the number of batches is wrong, a rank that is not the source gave some, or the scatter is
             closed.
         InvalidTypeError, NotPicklableError: on the source, a batch cannot be sent; the message has its path.

@@ -99,9 +99,9 @@ class DispatchLoader(Generic[T_co]):
         InvalidInputError, InvalidTypeError: an argument cannot be used, also a loader that reads only one rank's part
             of the data.
         PeerFailedError: an argument of another rank cannot be used.
-        VoteTimeoutError: a rank did not come.
+        VoteTimeoutError: a rank did not make the call in time.
 
-    Iterating raises what `scatter_batch` raises, and also:
+    Iterating raises the errors of `scatter_batch`, and also:
         PeerStoppedError: another rank left the loop before its end, and this rank asked for more.
         InvalidInputError: the loader is closed, belongs to another process or has too few batches; or another iterator
             was begun since.

@@ -1,16 +1,20 @@
-"""A `DispatchLoader`, its batches and its errors are freed when nobody uses them."""
+"""A `DispatchLoader`, its batches and its errors are freed when nobody uses them; it cannot be copied."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import tundish as td
+from tundish.errors import NotPicklableError
 
 
 def test_batches_are_freed_after_the_loop() -> None:
@@ -81,3 +85,14 @@ def test_an_iterator_keeps_its_loader_alive() -> None:
     batches = iter(td.DispatchLoader([{"n": number} for number in range(4)]))
     gc.collect()
     assert [batch["n"] for batch in batches] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_has_no_copies(copied: Any) -> None:
+    """A copy would close the loader when it is freed."""
+    with td.DispatchLoader(range(4)) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(NotPicklableError, match="every process makes its own"):
+            copied(loader)
+        assert list(iterator) == [1, 2, 3]
