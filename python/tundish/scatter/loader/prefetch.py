@@ -7,7 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import threading
 import time
@@ -18,6 +17,7 @@ from concurrent.futures import Future
 from tundish.devices import on_this_device
 from tundish.errors import TimedOutError
 from tundish.scatter.loader.epoch import Epoch, Step
+from tundish.scatter.transport.gloo import is_done
 
 __all__ = ["InlineSteps", "PrefetchedSteps"]
 
@@ -78,8 +78,8 @@ class InlineSteps:
     def join(self, seconds: float) -> bool:
         """Whether `over` is done within so many seconds."""
         deadline = time.monotonic() + seconds
-        while not self.over.done() and time.monotonic() < deadline:
-            concurrent.futures.wait([self.over], _POLL_SECONDS)
+        while not is_done(self.over, _POLL_SECONDS) and time.monotonic() < deadline:
+            pass
         return self.over.done()
 
 

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import queue
 import threading
 import weakref
@@ -87,7 +87,9 @@ def _run(calls: _Calls) -> None:
 
 def is_done(future: Future[Any], seconds: float) -> bool:
     """Whether `future` is done within so many seconds."""
-    return future.done() or bool(concurrent.futures.wait([future], seconds).done)
+    with contextlib.suppress(TimeoutError):
+        future.exception(seconds)
+    return future.done()
 
 
 def copied(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
