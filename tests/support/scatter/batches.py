@@ -140,7 +140,6 @@ def tensors(seed: int) -> Any:
         torch._neg_view(_ramp(seed, 3)),
         sparse,
         sparse.to_sparse_csr(),
-        torch.quantize_per_tensor(_ramp(seed, 4), 0.5, 3, torch.qint8),
         _ramp(seed, 3).requires_grad_(),
         torch.nn.Parameter(_ramp(seed, 2)),
     ]
@@ -217,14 +216,8 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
     facts = "dtype", "shape", "layout", "requires_grad", "is_leaf", "device"
     if any(getattr(one, fact) != getattr(other, fact) for fact in facts):
         return False
-    if (one.is_conj(), one.is_neg(), one.is_quantized) != (
-        other.is_conj(),
-        other.is_neg(),
-        other.is_quantized,
-    ):
+    if (one.is_conj(), one.is_neg()) != (other.is_conj(), other.is_neg()):
         return False
-    if one.is_quantized:
-        return torch.equal(one.int_repr(), other.int_repr()) and one.q_scale() == other.q_scale()
     with torch.no_grad():
         one, other = one.detach().resolve_conj().resolve_neg(), other.detach().resolve_conj().resolve_neg()
         if one.layout is not torch.strided:
