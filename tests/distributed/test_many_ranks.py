@@ -1,4 +1,4 @@
-"""Votes of hundreds of ranks, which are threads here: what each asks of the store, and what all are told."""
+"""Votes of hundreds of ranks, which are threads here: the number of requests to the store, and the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEST = 100
 
 
 class Crowd:
-    """`SIZE` ranks of a job on nodes of eight; `requests` counts what they asked of the store, by kind.
+    """`SIZE` ranks of a job on nodes of eight; `requests` counts their requests to the store, by kind.
 
     `service`: seconds that the store takes for a request; it serves one after the other. `pause`: a key that it takes
     so many seconds for.

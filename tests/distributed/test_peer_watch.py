@@ -1,4 +1,4 @@
-"""What a process sees of another one that it watches."""
+"""A watch takes no living peer for gone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_queue_that_strangers_fill_makes_no_peer_look_gone(
         assert time.monotonic() - began < watch._CONNECT_SECONDS
         assert other.vanished() == own.vanished() == frozenset()
         peer.close()
-        # Anyone who was in before them sees it.
+        # A watch that was connected before sees it.
         own.wait(30)
         assert own.vanished() == {1}
         assert other.vanished() == frozenset()

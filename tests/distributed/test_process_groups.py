@@ -78,7 +78,7 @@ def test_a_timeout_that_is_no_number(timeout: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1, timedelta(0), float("nan"), float("inf")])
 def test_bad_timeouts(timeout: float | timedelta) -> None:
-    # Also where nobody is waited for: what works on one rank works on several.
+    # Also in a world of one: a program that works on one rank works on several.
     with pytest.raises(InvalidInputError, match="positive"):
         vote(what="alone", timeout=timeout)
 

@@ -1,4 +1,4 @@
-"""A program of the fork server is what an interpreter of its own would be, from its arguments to its end."""
+"""A program of the fork server behaves as in an interpreter of its own, from its arguments to its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
     for last, status, said in (("", 0, ""), ("raise ValueError('no')", 1, "ValueError: no\n")):
         ran = run(["-c", f"{code}\n{last}"])
         assert (ran.returncode, ran.stdout) == (status, "thread\natexit\ntaken down\n")
-        # No line of what runs it.
+        # No line of the fork server.
         assert ran.stderr.endswith(said) and "programs.py" not in ran.stderr, ran.stderr
 
 

@@ -1,4 +1,4 @@
-"""The helper that starts ranks: what is seen of one that crashes."""
+"""The helper that starts ranks shows where and how one ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torchrun's variables, or their absence, say about a process."""
+"""Local ranks and sizes, from torchrun's variables or without them."""
 
 from __future__ import annotations
 

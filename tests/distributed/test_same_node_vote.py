@@ -49,7 +49,7 @@ def votes_of_all_kinds(rank: int, line: Line) -> None:
         for number in range(100):
             voter.vote(what="a step", same=f"step {number}")
         line.say(len(made))
-        # The same on all ranks, so that each knows what is to come of it.
+        # Drawn alike on all ranks, so that each knows the result.
         drawn = random.Random(seed)
         for number in range(150):
             kind = drawn.choice(["well"] * 6 + ["fails", "differs", "notes", "gathers"])
@@ -245,7 +245,7 @@ def test_ranks_of_one_node_vote_on_when_the_host_of_the_store_is_gone(tmp_path: 
         for rank in (1, 2):
             job.tell(rank)
         assert job.hear_all(1, 2) == [([""],)] * 2
-        # A vote that needs the store says what is wrong.
+        # A vote that needs the store fails.
         assert job.hear_all(1, 2) == [("PeerFailedError",)] * 2
 
 
@@ -262,7 +262,7 @@ def holds_descriptors(rank: int, line: Line) -> None:
         for voter in voters:
             settle(voter)
             voter.vote(what="a step")
-        # What each takes to watch the other one, and nothing for the shared memory.
+        # Sockets to watch the other rank, and none for the shared memory.
         grown = count() - before
         for voter in voters:
             voter.close()

@@ -1,4 +1,4 @@
-"""Votes where nobody dies: who raises what, on which groups, over which stores, and what is left behind."""
+"""Votes without a lost rank: errors of each rank, kinds of groups and stores, and leftovers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def statuses(rank: int, line: Line) -> None:
         line.say(*outcome(lambda: vote(own, what="a pair's bad step", group=pair)))
     else:
         line.say(*outcome(lambda: vote(what="not ours", group=distributed.GroupMember.NON_GROUP_MEMBER)))
-    # The last vote of a job: anyone who hosts the store may be gone right after it.
+    # The last vote of a job: the host of the store may be gone right after it.
     vote(what="the end")
 
 
@@ -188,7 +188,7 @@ def resources(rank: int, line: Line) -> None:
 
 def test_nothing_grows_and_nothing_is_left(tmp_path: Path) -> None:
     with Job(resources, 2, tmp_path) as job:
-        # What each of the two ranks said of itself goes once both have read it.
+        # The introductions of both ranks are deleted once both have read them.
         assert job.hear_all() == [(-2,), (-2,)]
         assert job.hear_all() == [(0,), (0,)]
         assert job.hear_all() == [(0,), (0,)]

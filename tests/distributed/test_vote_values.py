@@ -1,4 +1,4 @@
-"""Votes that carry something: what has to be the same on all ranks, and what the first rank is to get."""
+"""Votes that carry texts: to compare, to gather and to broadcast."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def broadcast(rank: int, line: Line) -> None:
         line.say(*outcome(lambda: voter.broadcast(None, source=0, what="nothing")))
         voter.vote(what="a plain vote")
         voter.vote(what="another")
-        # Nothing that was told stays in the store.
+        # No value stays in the store.
         store = voter._protocol._store  # type: ignore[union-attr]
         line.say(store.missing([f"{number}/value/{teller}" for number in range(8) for teller in range(3)]))
 

@@ -1,4 +1,4 @@
-"""Votes that wait: warnings that name the missing ranks, and what tells a rank early that a vote will fail."""
+"""Votes that wait: warnings that name the missing ranks, and early signs that a vote will fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kept(logging.Handler):
 
 
 def keys() -> int:
-    """How many there are in the store while nobody votes."""
+    """The number of keys in the store while no rank votes."""
     import torch.distributed as distributed
 
     distributed.barrier()

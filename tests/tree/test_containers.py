@@ -78,7 +78,7 @@ class Wrapped(UserDict[str, Any]):
 
 
 class Guarded(dict[str, Any]):
-    """Leaves out of its state what belongs to this process."""
+    """A dict whose state leaves out its lock."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -94,7 +94,7 @@ class Guarded(dict[str, Any]):
 
 
 class Addict(dict[str, Any]):
-    """What addict's dicts, and so the configurations of mmengine, are to pickle."""
+    """Pickles as the dicts of addict and the configurations of mmengine do."""
 
     def __init__(self, *args: Any, **items: Any) -> None:
         super().__init__(*args, **items)
@@ -119,7 +119,7 @@ class Addict(dict[str, Any]):
 
 
 class Counted(dict[str, Any]):
-    """Gives itself for its state, and counts what it takes back."""
+    """A dict that gives itself for its state, and counts the items that it takes back."""
 
     count = 0
 
@@ -373,7 +373,7 @@ def test_a_type_registered_later_is_known_from_then_on() -> None:
         td.tree.flatten(Late(numbers()))
     td.tree.register(Late, lambda late: ([late.tensor], None), lambda parts, _: Late(*parts))
     with pytest.raises(TypeError, match=r"batch.*Late"):
-        # Where it is put together nobody would find a class of a function.
+        # Another process does not find a class that is local to a function.
         td.tree.flatten([Late(numbers())])
 
 

@@ -46,7 +46,7 @@ def test_types_and_everything_else_stay() -> None:
     }
     assert type(made["ordered"]) is OrderedDict and type(made["pair"]) is Pair
     assert made["pair"].right is array
-    # What was given is as it was.
+    # The given object is unchanged.
     assert isinstance(obj["pair"].left, Tensor) and isinstance(obj["sample"].pixels[0], Tensor)  # type: ignore[attr-defined]
 
 

@@ -27,7 +27,7 @@ def batch(step: int = 0, length: int = 8) -> dict[str, Any]:
 
 
 def count_pickles(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is pickled from now on, by everything that a schema is written by."""
+    """The values that the modules of schemas pickle from now on."""
     seen: list[Any] = []
 
     class Counting:
@@ -180,7 +180,7 @@ def test_a_layout_says_where_tensors_lie() -> None:
         place.copy_(tensor)
     assert buffer[:60].view(torch.float32).tolist() == [1.0] * 15 and buffer[64:66].tolist() == [1, 1]
     assert [tensor.tolist() for tensor in td.tree.unflatten(one, there)] == [one.tolist() for one in tensors]
-    # What has gaps has no address that could be read from.
+    # A tensor with gaps has no address.
     gaps = torch.arange(10)[::2]
     tensors, one, addresses = flatten_with_addresses([gaps])
     assert addresses == b"" and one.layout.sizes == [40]

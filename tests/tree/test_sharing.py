@@ -1,4 +1,4 @@
-"""What is named twice is carried once, and comes back shared."""
+"""Objects and memory that are named twice are carried once, and come back shared."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_an_array_and_a_tensor_of_its_memory(elsewhere: Elsewhere) -> None:
         lambda base: [base[:40], base[60:], base[30:70]],
         lambda base: [base[:60], torch.from_numpy(base)[40:]],
         lambda base: [base[20:90], base[3:].view(np.uint8)[1:100], base[10:40].view(np.float64)],
-        # What begins in the last bytes that the wide one is carried with, before its own.
+        # The first two begin in the bytes that are carried before the wide one, for its alignment.
         lambda base: [base[:2].view(np.uint8)[:7], base[3:].view(np.uint8), base[4:8].view(np.complex64)],
     ],
 )

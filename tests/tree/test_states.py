@@ -1,4 +1,4 @@
-"""What types say of their state and their items is given back to them as pickle does, here and in another process."""
+"""Objects with their own state and items are rebuilt as pickle does it, here and in another process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_attributes(obj: Any, **attributes: Any) -> Any:
 
 
 class Relocked:
-    """What makes a part of itself anew where it comes back, of a state that says nothing."""
+    """Makes a new lock from an empty state."""
 
     lock: Any
 

@@ -103,7 +103,7 @@ class ByRule(Exception):
 
 
 def traverse(obj: Any) -> Any:
-    """What the compiled traversal finds without any rule. Raises `ByRule`."""
+    """The result of the compiled traversal without any rule. Raises `ByRule`."""
 
     def rule(_: Any) -> Any:
         raise ByRule
@@ -190,7 +190,7 @@ def both_ways(obj: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.dtype for one in tensors] == [one.dtype for one in there] == list(schema.layout.dtypes)
     for one, same in zip(tensors, there, strict=True):
         assert one.shape == same.shape and one.stride() == same.stride()
-    # What had to be copied lies elsewhere each time.
+    # Copies have other addresses each time.
     assert len(addresses) == len(expected)
 
 
@@ -219,7 +219,7 @@ def test_no_unusual_tensor_is_taken_for_a_plain_one(name: str, monkeypatch: pyte
 @pytest.mark.parametrize("dtype", [one for one in DTYPES if one not in QUANTIZED], ids=str)
 def test_dtypes_are_not_taken_for_each_other(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for plain in (torch.uint8, torch.int8, torch.int16, torch.float32):
-        # So that what the others say is known.
+        # Layouts of plain tensors are cached.
         flatten_with_addresses([of(plain, (2, 3)) for _ in range(5)])
     both_ways([of(dtype, (2, 3)) for _ in range(5)], monkeypatch)
     both_ways([*(of(torch.uint8, (2, 3)) for _ in range(5)), of(dtype, (2, 3))], monkeypatch)
@@ -254,7 +254,7 @@ def test_a_mode_of_torch_changes_nothing() -> None:
 
     class Meddling(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            # What comes after this has to bear that the object changes.
+            # The object changes during the traversal.
             batch.clear()
             return func(*args, **(kwargs or {}))
 
@@ -267,7 +267,7 @@ def test_a_mode_of_torch_changes_nothing() -> None:
 
 
 def test_the_garbage_collector_may_change_the_object() -> None:
-    """It runs what objects say that they want to do at their end, at whatever is made."""
+    """It calls finalizers whenever an object is allocated."""
 
     class Clearing:
         def __init__(self, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""A compiled program rebuilds what was flattened; damaged ones are refused before anything is built."""
+"""A compiled program rebuilds the flattened object; damaged ones are refused before anything is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be carried is refused by its path, before anything is returned; and so are the wrong tensors."""
+"""Objects that cannot be carried are refused by their path, and tensors that are not the schema's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fixed:
 
 
 class OneWay:
-    """What pickles, and cannot be made again of it."""
+    """An object that pickles and does not unpickle."""
 
     def __reduce__(self) -> Any:
         return int, ("no number",)

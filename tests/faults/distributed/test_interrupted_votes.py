@@ -70,7 +70,7 @@ def a_block_is_let_go_of(rank: int, line: Line) -> None:
         if rank == 0:
             block = own.agreed("a block", timeout=60)
             block.__enter__()
-            # As with the error of a Ctrl-C that came as the block was entered or left, which somebody kept so long.
+            # As a kept traceback of a Ctrl-C does that came as the block was entered or left.
             del block
         line.say(outcome(lambda: own.vote(what="the next step", timeout=60)))
 

@@ -204,7 +204,7 @@ def host_that_is_stopped(rank: int, line: Line) -> None:
         line.say("ready")
         line.hear()
         line.say(*timed(lambda: vote(what="saving", timeout=0.5)))
-    # One that ended after the last of them would rightly be told of as gone.
+    # A rank that ended after the last of them would rightly count as gone.
     vote(what="ending")
 
 
@@ -239,7 +239,7 @@ def stopped_voter(rank: int, line: Line) -> None:
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0])
 def test_a_rank_that_is_stopped_after_it_voted_hears_what_all_others_do(host: str, tmp_path: Path) -> None:
-    # What it does first when it goes on is a matter of luck, so more than once.
+    # The order of events after the stop is random, so it is tried twice.
     with Job(stopped_voter, 3, tmp_path, host=host) as job:
         for _ in range(2):
             assert job.hear_all() == [("ready",)] * 3
@@ -272,7 +272,7 @@ def much_too_late(rank: int, line: Line) -> None:
     line.say(time.monotonic() - began)
     line.say(int(store.num_keys()))
     line.say(*outcome(lambda: voter.vote(what="at last")))
-    # A vote in which all are deletes what earlier ones left.
+    # A complete vote deletes the keys of earlier ones.
     voter.vote(what="another")
     time.sleep(0.3)
     line.say(int(store.num_keys()))

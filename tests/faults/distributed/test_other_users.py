@@ -1,4 +1,4 @@
-"""A second user of the node: what votes share and how ranks watch each other is closed to it."""
+"""The memory of votes and the sockets of watches are closed to a second user of the node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of users for tests: what `subprocess` starts with `python`, without the time that its imports take.
+"""Programs of users for tests, as `subprocess` starts them with `python`, without the time of their imports.
 
 Their processes come from the fork server, which has torch imported already: one costs tenths of a second instead of
 seconds. What always holds: a program has a `__main__`, arguments, an environment, a folder and standard streams of its
@@ -66,7 +66,7 @@ class Program:
             self._process = context.Process(target=_run, args=(*about, mounts, start_new_session, streams))
             self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
-        # Anyone who kills its group finds it.
+        # A signal to its process group reaches it.
         with contextlib.suppress(ProcessLookupError):
             while start_new_session and os.getpgid(self.pid) != self.pid:
                 time.sleep(0.001)
@@ -176,7 +176,7 @@ def become(words: Sequence[str]) -> NoReturn:
 
 
 def _ends(given: Any, number: int, *, text: bool) -> tuple[IO[Any] | None, Connection]:
-    """Of a standard stream: this process's end of a pipe, and what the program gets."""
+    """The two ends of a standard stream: this process's and the program's."""
     if given == PIPE:
         reader, writer = os.pipe()
         mine, theirs = (reader, writer) if number else (writer, reader)
@@ -196,7 +196,7 @@ def _run(
     leads: bool,
     streams: Sequence[Connection],
 ) -> NoReturn:
-    # What the fork server imported is never garbage, and to look through it takes long.
+    # Imported modules are never garbage, and a search through them takes long.
     gc.freeze()
     if leads:
         os.setsid()
@@ -220,7 +220,7 @@ def _see(mounts: str) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """What an interpreter does with an error that nobody caught; it is kept to the end, and so is what it leads to."""
+    """Handle an uncaught error as an interpreter does; it is kept to the end, with all that it refers to."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -31,7 +31,7 @@ from typing import Any, Self
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
 PATIENCE = 60.0
 _STARTING_SECONDS = 30.0
-# What scenarios import that takes long.
+# Slow imports of scenarios.
 _PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -74,7 +74,7 @@ def _stands_still(process_id: int) -> bool:
 
 
 class Line:
-    """A rank's line to the test: `say` what happened, `hear` what to do next."""
+    """A rank's connection to the test: `say` sends a message, `hear` waits for one."""
 
     def __init__(self, connection: multiprocessing.connection.Connection) -> None:
         self._connection = connection
@@ -115,7 +115,7 @@ def _run_rank(
     faulthandler.enable(last_words.fileno())
     import torch.distributed as distributed
 
-    # What the fork server imported is never garbage. To look through it takes a third of a second, and copies it.
+    # Imported modules are never garbage. A search through them takes a third of a second, and copies them.
     gc.freeze()
     init_method = {RANK0: f"tcp://127.0.0.1:{where}", LAUNCHER: "env://", FILE: f"file://{where}"}[host]
     if host == LAUNCHER:
@@ -126,7 +126,7 @@ def _run_rank(
         }
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     line = Line(connection)
-    # What finalisers complain of (a socket left open) is printed and forgotten unless somebody listens.
+    # Errors of finalizers (a socket left open) are only printed otherwise.
     warnings.simplefilter("error", ResourceWarning)
     complaints: list[str] = []
     sys.unraisablehook = lambda unraisable: complaints.append(repr(unraisable.exc_value))
@@ -282,7 +282,7 @@ def voter_on_node(name: str) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, str, Any]:
-    """What `call` came to: the error's kind ("" for none), its text, and the ranks it names."""
+    """The result of `call`: the error's kind ("" for none), its text, and the ranks that it names."""
     try:
         call()
     except BaseException as error:

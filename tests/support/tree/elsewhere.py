@@ -1,4 +1,4 @@
-"""A process that puts objects together from what it is told of them, and sends them back the same way."""
+"""A process that receives flattened objects, rebuilds them, and sends them back the same way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tell(obj: Any, line: Connection) -> None:
 
 
 def hear(line: Connection) -> Any:
-    """What `tell` sent at the other end.
+    """Rebuild the object that `tell` sent at the other end.
 
     Raises:
         EOFError: the other end closed.
@@ -74,7 +74,7 @@ class Elsewhere:
 
 
 def _answer(line: Connection) -> None:
-    # What a torch that is not built with warnings off says of sparse and quantized tensors is no failure.
+    # Warnings of torch about sparse tensors are no failure.
     if not sys.warnoptions:
         import warnings
 

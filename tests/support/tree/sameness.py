@@ -1,4 +1,4 @@
-"""What "the same comes back" means, said without any code of the library: two objects are compared part by part."""
+"""Compares two objects part by part, without any code of the library."""
 
 from __future__ import annotations
 

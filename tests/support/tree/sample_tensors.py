@@ -11,7 +11,7 @@ import torch
 
 # Those that torch can make a tensor of.
 DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
-# What torch says of such tensors wherever they are made.
+# Warnings of torch about such tensors.
 QUIET = pytest.mark.filterwarnings(
     "ignore:.*(beta|prototype|invariant checks|deprecated|quantiz|experimental).*"
 )

@@ -126,7 +126,7 @@ def filled(structure: Any) -> Any:
     made: dict[Part, Any] = {}
 
     class Filling(dict[int, Any]):
-        """What `deepcopy` takes for copied already."""
+        """The memo of `deepcopy`."""
 
     memo = Filling()
 
