@@ -5,7 +5,7 @@ A gloo group has a connection between every two ranks, so a checkpointer that ne
 Invariants:
     - A rank that gives up in the middle of a collective closes the group, so that the other ranks fail at once.
     - The group is connected on all ranks or on none. A rank that died does not hold up the others.
-    - Nobody keeps a reference to the group beyond a collective: sockets close with the last reference.
+    - No reference to the group is kept beyond a collective: sockets close with the last reference.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tundish.distributed import (
 )
 from tundish.errors import PeerFailedError
 
-__all__ = ["PrivateGroup", "is_peer_failure"]
+__all__ = ["PrivateGroup"]
 
-# How often a rank that connects looks whether the others are alive; longer where many ranks ask the store.
+# Seconds between checks that the other ranks are alive; more for many ranks, which share the store.
 _POLL_SECONDS = 0.25
-# How long the vote after connecting waits; the ranks come to it at about the same time.
+# How long the vote after connecting waits; the ranks reach it at about the same time.
 _VOTE_SECONDS = 5.0
 
 _WHAT = "connecting the ranks with one another"
@@ -63,35 +63,27 @@ class PrivateGroup:
         """Whether this rank has no group: it was never connected, or it was closed."""
         return self._group is None
 
-    @property
-    def group(self) -> Any:
-        """The `ProcessGroup`; raises `PeerFailedError` where the group was closed."""
-        group = self._group
-        if group is None:
-            # torch takes None for the default group.
-            raise PeerFailedError("the ranks' exchange was broken off: one of the ranks gave up", -1)
-        return group
-
     def of_generation(self, generation: int) -> Any:
-        """The `ProcessGroup` of that generation; raises `PeerFailedError` where it was closed or replaced."""
-        group = self.group
-        if generation != self.generation:
+        """The `ProcessGroup` of that generation; raises `PeerFailedError` if it was closed or replaced."""
+        group = self._group
+        if group is None or generation != self.generation:
             raise PeerFailedError("the ranks' exchange was broken off: one of the ranks gave up", -1)
         return group
 
     def connect(self, name: str) -> None:
         """Collective: make the group anew on all ranks, under a `name` that was never used before.
 
-        Raises, on all ranks: what one of them could not connect with, or `PeerFailedError` that names a lost rank.
+        Raises, on all ranks: the error of a rank that could not connect, or `PeerFailedError` that names a lost rank.
         """
         self.close()
         with contextlib.ExitStack() as resources:
             group: Any = None
             problem = error = None
             try:
-                group = self._connect(name, resources)
+                group, own = self._connect(name)
+                resources.enter_context(own)
             except PeerFailedError as caught:
-                # Another rank is to blame, and brings its error or is named by the vote.
+                # Another rank is to blame: it brings its error, or the vote names it.
                 problem = caught
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
@@ -109,20 +101,18 @@ class PrivateGroup:
                 resources, self._resources = self._resources, contextlib.ExitStack()
                 resources.close()
 
-    def _connect(self, name: str, resources: contextlib.ExitStack) -> Any:
-        """Connect on another thread, since gloo's wait heeds neither Ctrl-C nor a rank that died."""
+    def _connect(self, name: str) -> tuple[Any, contextlib.ExitStack]:
+        """Connect on another thread: neither Ctrl-C nor the death of a rank ends the wait of gloo."""
         connected: Future[tuple[Any, contextlib.ExitStack]] = Future()
 
         def run() -> None:
             stack = contextlib.ExitStack()
             try:
-                # gloo holds the client of the job's store while it waits for a rank, so the group has its own. It is
-                # kept while the group is used, whose own hold on it is not visible to Python.
-                client = (
-                    second_client(distributed.distributed_c10d._get_default_store())
-                    if distributed.is_initialized()
-                    else None
-                )
+                client = None
+                if distributed.is_initialized():
+                    # gloo blocks the client of the job's store while it waits for a rank, so the group has its own.
+                    client = second_client(distributed.distributed_c10d._get_default_store())
+                # The group's reference to the client is not visible to Python.
                 stack.callback(id, client)
                 group = stack.enter_context(temporary_group(name, self._timeout, self._ranks, store=client))
             except BaseException as error:  # noqa: BLE001 (raised on the caller's thread)
@@ -130,23 +120,21 @@ class PrivateGroup:
             else:
                 connected.set_result((group, stack))
 
-        thread = threading.Thread(target=run, name="tundish-connect", daemon=True)
-        thread.start()
+        threading.Thread(target=run, name="tundish-connect", daemon=True).start()
         pause = _POLL_SECONDS * store_load_factor(len(self._ranks))
         deadline = time.monotonic() + self._timeout
         try:
             while time.monotonic() < deadline:
                 if wait([connected], timeout=pause).done:
-                    group, stack = connected.result()
-                    resources.enter_context(stack)
-                    return group
+                    return connected.result()
                 if self._voter.next_vote_fails(pause):
                     break
             raise PeerFailedError(f"{_WHAT}: another rank did not come", -1)
         except BaseException as error:
             if not connected.done():
                 connected.add_done_callback(_close_late)
-            if is_peer_failure(error):
+            # torch and gloo raise these if another rank is gone or does not answer.
+            if type(error) is RuntimeError or isinstance(error, distributed.DistError):
                 raise PeerFailedError(f"{_WHAT}: {error}", -1) from None
             raise
 
@@ -154,8 +142,3 @@ class PrivateGroup:
 def _close_late(connected: Future[tuple[Any, contextlib.ExitStack]]) -> None:
     if connected.exception() is None:
         connected.result()[1].close()
-
-
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether torch or gloo raise `error` where another rank is gone or does not answer."""
-    return type(error) is RuntimeError or isinstance(error, distributed.DistError)
