@@ -3,7 +3,7 @@
 Invariants:
     - A save is refused on all ranks, before tensors are exchanged or files written, or taken by all ranks.
     - All ranks make the same calls in the same order; a call that fails on one rank fails on all.
-    - Nothing is deleted before what replaces it is durable and recorded.
+    - Nothing is deleted before its replacement is durable and recorded.
     - The root is released when its saves are over, whatever interrupts the wait for them.
 """
 
@@ -74,7 +74,7 @@ class Checkpointer:
 
     Raises:
         InvalidInputError: an argument cannot be used, or differs between ranks. Ranks may differ in `on_failure`,
-            `on_published`, `on_event` and in what `keep` does.
+            `on_published`, `on_event` and the results of `keep`.
         StorageError: the root is a file, is not writable, or is another folder on another rank.
         RootInUseError: another job saves there, and still does after a minute.
     """
@@ -177,7 +177,7 @@ class Checkpointer:
             StepExistsError: the step is published.
             StepOrderError: the step is below the newest.
             StorageError: the disk has too little room.
-            Exception: with `on_failure="raise"`, what an earlier save failed with.
+            Exception: with `on_failure="raise"`, the error of an earlier save.
         """
         root = self._root
         with self._collective("save_hf"):
@@ -227,7 +227,7 @@ class Checkpointer:
             step: a whole number of at least 0, above every published step.
             state_dict: nested, of tensors, DTensors and other objects, as `torch.distributed.checkpoint` takes it.
             extra: facts about the run (step, epoch, consumed tokens), the same on all ranks; JSON.
-            rank_extra: what this rank alone has to remember (state of its loader and sampler).
+            rank_extra: state of this rank alone, such as its random generators.
             staging, optimizer, tag, overwrite, blocking: as for `save_hf`.
 
         Returns:
@@ -265,7 +265,7 @@ class Checkpointer:
         return self._root.view.list(kind)
 
     def latest(self, kind: Kind = "hf") -> Path | None:
-        """The newest published checkpoint of `kind`; None where there is none. Not collective."""
+        """The newest published checkpoint of `kind`; None if there is none. Not collective."""
         self._raise_pending()
         return self._root.view.latest(kind)
 
@@ -306,7 +306,7 @@ class Checkpointer:
                 check_step(step)
                 if any(queue.steps_under_way() for queue in root.queues.values()):
                     raise InvalidInputError("a save is under way: wait() for it before discarding steps")
-            with root.voted(f"setting aside what is above step {step}"):
+            with root.voted(f"setting aside the steps above {step}"):
                 if root.writable is not None:
                     root.writable.discard_after(step)
 
@@ -315,7 +315,7 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], Mapping[int, Any]]:
         """Collective: load a DCP checkpoint into `state_dict`, in place, on any number of ranks.
 
-        A DCP save that is under way is waited for. To train on from what was loaded, call `discard_after` next: newer
+        Waits for a DCP save that is under way. To train on from the loaded step, call `discard_after` next: newer
         checkpoints of either kind would be in the way of later saves.
 
         Args:
@@ -324,7 +324,7 @@ class Checkpointer:
             step: the checkpoint, the same on all ranks. None takes the newest whole one: a damaged one is passed over
                 with an error in the log. A step that is named raises instead.
             verify: read all bytes first, each rank a part of them, and compare their checksums; sizes alone, with a
-                warning, where no checksum was recorded.
+                warning, if no checksum was recorded.
 
         Returns:
             `extra`, and a mapping of each rank that saved to its `rank_extra`. The mapping reads what this rank has
@@ -355,7 +355,7 @@ class Checkpointer:
 
         Raises:
             TimedOutError: a save is not over in time.
-            Exception: with `on_failure="raise"`, what a save failed with.
+            Exception: with `on_failure="raise"`, the error of a save.
         """
         self._refuse_in_callback("wait")
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -377,8 +377,8 @@ class Checkpointer:
     def close(self) -> None:
         """Finish the saves under way and release the root. The second call does nothing.
 
-        Where Ctrl-C ends the wait, the saves go on and the root is released when they are over. With
-        `on_failure="raise"` it raises what a save failed with, after everything is released.
+        If Ctrl-C ends the wait, the saves go on and the root is released when they are over. With
+        `on_failure="raise"` it raises the error of a save, after everything is released.
         """
         if os.getpid() != self._root.process:
             return
@@ -418,7 +418,7 @@ class Checkpointer:
             )
         self._current.call = call
         try:
-            # The votes of a call have numbers of its own, so that ranks meet again where one left a call early.
+            # The votes of a call have numbers of its own, so that ranks meet again after one left a call early.
             voter = self._root.voter
             voter.skip_to(-(-voter.last_vote.number // _VOTES_PER_CALL) * _VOTES_PER_CALL)
             yield
@@ -457,7 +457,7 @@ class Checkpointer:
             raise InvalidInputError(f"this checkpointer is closed{self._closed_by}")
 
     def _raise_pending(self) -> None:
-        """Raise what a save failed with, on the training thread; a callback must not take the error away."""
+        """Raise the error of a save on the training thread; a callback must not consume it."""
         if not self._is_in_callback():
             self._root.failure.raise_pending()
 

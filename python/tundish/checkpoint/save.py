@@ -48,14 +48,14 @@ class Save(Future[Path]):
         Raises:
             TimeoutError: the save is not over in time.
             InvalidInputError: the call would wait for itself.
-            Exception: what the save failed with, the same on every rank.
+            Exception: the error of the save, the same on every rank.
         """
         self._refuse_deadlock("result")
         self._wait(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the error of the save; None where it was published. Raises as `result`."""
+        """Wait for the error of the save; None if it was published. Raises as `result`."""
         self._refuse_deadlock("exception")
         self._wait(timeout)
         return super().exception(0)
@@ -77,7 +77,7 @@ class Save(Future[Path]):
 
         Raises:
             TimedOutError: not everything is copied in time.
-            Exception: what staging failed with.
+            Exception: the error of staging.
         """
         staged = self._staged_save
         if staged is None:

@@ -1,6 +1,6 @@
 """The seam between `Checkpointer` and the kinds of checkpoints: `Stager` copies, `StagedSave` writes.
 
-The caller's thread of every rank makes a `Stager`, which refuses what it can refuse early. `Stager.stage` copies the
+The caller's thread of every rank makes a `Stager`, which refuses bad arguments early. `Stager.stage` copies the
 tensors into host memory. The save queue's thread then works on the `StagedSave`.
 
 Invariants:
@@ -52,7 +52,7 @@ class StagedSave(Protocol):
     def note(self) -> str: ...
 
     def wait_staged(self, timeout: float | None) -> None:
-        """Block until host memory holds everything. Raises what copying failed with, or `TimedOutError`."""
+        """Block until host memory holds everything. Raises the error of a copy, or `TimedOutError`."""
 
     def allow_changes(self) -> None:
         """After `wait_staged`, on the caller's thread: the caller may change the tensors from here on."""
@@ -76,8 +76,8 @@ class Stager(Protocol):
     Attributes:
         file_bytes: bytes of the files that this rank writes; after `prepare`.
         staged_bytes: host memory that staging takes on this rank; after `prepare`.
-        checkpoint_bytes: on the first rank, what the whole checkpoint takes on the disk; after `prepare`.
-        fingerprint: equal on all ranks exactly where their saves fit together.
+        checkpoint_bytes: on the first rank, bytes of the whole checkpoint on the disk; after `prepare`.
+        fingerprint: equal on all ranks exactly if their saves fit together.
         needs_preparation: whether `prepare` has to talk to other ranks, as far as this rank knows.
     """
 
@@ -93,24 +93,24 @@ class Stager(Protocol):
     def needs_preparation(self) -> bool: ...
 
     def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
-        """Collective where any rank needs it: make what staging needs of the other ranks.
+        """Collective if any rank needs it: prepare staging together with the other ranks.
 
         Args:
             vote: the vote in which all ranks had a stager.
             any_needs: whether `needs_preparation` holds on any rank; the same on all.
 
         Returns:
-            Whether `staged_bytes` changed and what was reserved was released.
+            Whether `staged_bytes` changed and the reserved memory was released.
         """
 
     def reserve(self) -> None:
         """Take the host memory, local to this rank. Raises `MemoryError` kinds."""
 
     def stage(self) -> StagedSave:
-        """Copy the tensors. On the caller's thread, collective where they are sharded.
+        """Copy the tensors. On the caller's thread, collective if they are sharded.
 
-        When it returns from an eager staging, nothing that the caller does to the model changes what is saved.
+        When it returns from an eager staging, later changes of the model do not change the save.
         """
 
     def release(self) -> None:
-        """Give back what was opened and reserved, where `stage` does not succeed. Never raises."""
+        """Close files and give back memory, if `stage` does not succeed. Never raises."""

@@ -2,7 +2,7 @@
 
 Invariants:
     - A save is refused on all ranks, before tensors are exchanged or files written, or taken by all ranks.
-    - Once it is taken, it reaches the save queue of every rank, even where staging fails.
+    - Once it is taken, it reaches the save queue of every rank, even if staging fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Request:
 
 
 class _Attempt:
-    """A save until it is taken, and what it holds: a stager, a part of the staging budget, a folder in the root.
+    """A save until it is taken, with its stager, its part of the staging budget and its folder in the root.
 
     Attributes:
         memory: gives back the part of the budget; closed when the save is over.
@@ -63,7 +63,7 @@ class _Attempt:
         self.needs_room = False
 
     def agree(self) -> Stager:
-        """Collective: refuse what can be refused, else reserve what the save needs."""
+        """Collective: refuse the save if it can be refused, else reserve its resources."""
         root, request = self._root, self._request
         same, flag = request.what, False
         error: BaseException | None = None
@@ -123,7 +123,7 @@ class _Attempt:
         writable, request = self._root.writable, self._request
         self._abandon()
         if writable is not None:
-            # Before, as Ctrl-C may come while it begins. To abandon what was not begun does nothing.
+            # Before it begins, since Ctrl-C may come. Abandoning a step that was not begun does nothing.
             self._has_begun = True
             self.needs_room = writable.begin(
                 request.kind,
@@ -155,9 +155,9 @@ class _Attempt:
 
 
 def submit(root: OpenRoot, request: Request) -> Save:
-    """Collective: take a save; returns when it is staged, or published where the request is blocking.
+    """Collective: take a save; returns when it is staged, or published if the request is blocking.
 
-    Raises, on all ranks, what is wrong with the save, or what an earlier one failed with.
+    Raises, on all ranks, the error of any rank, or of an earlier save.
     """
     queue = root.queues[request.kind]
     queue.wait_for_turn()
@@ -176,7 +176,7 @@ def submit(root: OpenRoot, request: Request) -> Save:
             # The finalizer's next vote tells the other ranks.
             queued.staged, queued.caller_raises = caught, True
             stager.release()
-            # The frames hold views of what was staged.
+            # The frames hold views of staged tensors.
             traceback.clear_frames(caught.__traceback__)
             raise
         finally:

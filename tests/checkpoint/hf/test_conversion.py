@@ -132,6 +132,7 @@ def merged_layout(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                     made[f"{name}.{number}.{kind}"] = expert.squeeze(0)
         elif name.endswith(".low"):
             made[name.replace(".low", ".whole")] = torch.cat([tensor, named[name.replace(".low", ".high")]])
+            made[name.replace(".low", ".double")] = tensor * 2
         elif not name.endswith(".high"):
             made[f"renamed.{name}"] = tensor
     return made
@@ -166,7 +167,7 @@ def test_a_conversion_is_split_into_units() -> None:
         blocks.setdefault(block, set()).add(name)
     assert {"1.experts.0.up", "1.experts.1.up", "1.experts.2.up"} in blocks.values()
     assert {"renamed.norm"} in blocks.values()
-    assert len(blocks) == 6
+    assert len(blocks) == 7
 
 
 def test_a_conversion_that_changes_nothing() -> None:
@@ -196,7 +197,7 @@ def test_several_models_together() -> None:
     assert [
         conversion.unit_of[number].products.count(number) for number in range(len(conversion.products))
     ] == [1] * len(conversion.products)
-    assert len(set(conversion.blocks)) == 6 + 3
+    assert len(set(conversion.blocks)) == 7 + 3
     with pytest.raises(InvalidInputError, match="together have the name 'a' twice"):
         together([("", as_they_are(SOURCES)), ("", as_they_are(SOURCES[:1]))])
 
