@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -93,11 +94,13 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # torch says so whenever its `load` is used in a job of one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-def test_page(page: Path) -> None:
-    names: dict[str, Any] = {"__name__": "__page__"}
+def test_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A module, as a script is one, so that classes of the page can be pickled.
+    module = ModuleType("__page__")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language in ("python", "pycon"):
-            run_python(block, page, names)
+            run_python(block, page, vars(module))
         elif block.language == "console":
             run_console(block, page)
 
