@@ -77,6 +77,16 @@ class Checkpointer:
             `on_published`, `on_event` and the results of `keep`.
         StorageError: the root is a file, is not writable, or is another folder on another rank.
         RootInUseError: another job saves there, and still does after a minute.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with td.Checkpointer("checkpoints", keep_last=2) as checkpointer:
+        ...     save = checkpointer.save_dcp(100, {"model": model.state_dict()}, extra={"step": 100})
+        ...     extra, _ = checkpointer.load_dcp({"model": model.state_dict()})
+        >>> save.result().name, extra
+        ('dcp-100', {'step': 100})
     """
 
     def __init__(

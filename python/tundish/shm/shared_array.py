@@ -29,6 +29,14 @@ class SharedArray:
 
     Made by `from_array`, `create` or `attach`. As a context manager it closes at the end. A process that unpickles one
     attaches to the same memory.
+
+    Example:
+        >>> import numpy as np
+        >>> import tundish as td
+        >>> with td.shm.SharedArray.from_array(np.arange(4)) as shared:
+        ...     with td.shm.SharedArray.attach(shared.handle) as seen:      # in another process
+        ...         seen.array.tolist()
+        [0, 1, 2, 3]
     """
 
     def __init__(

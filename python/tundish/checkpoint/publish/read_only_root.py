@@ -225,9 +225,17 @@ class ReadOnlyRoot:
 
     @contextlib.contextmanager
     def reading(self, step: int, kind: Kind = "hf") -> Iterator[Path]:
-        """Keep the checkpoint of `step` from being pruned while the block reads it; gives its path.
+        """Keep the checkpoint of `step` from being removed while the block reads it.
 
-        Raises `NotFoundError` where it is not there (any more).
+        Args:
+            step: of the checkpoint.
+            kind: "hf" or "dcp".
+
+        Yields:
+            Its path.
+
+        Raises:
+            NotFoundError: it is not there, or no longer.
         """
         with held(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
             yield lock.path
@@ -236,6 +244,11 @@ class ReadOnlyRoot:
 def open_readonly(root: str | os.PathLike[str]) -> ReadOnlyRoot:
     """Open a root to read its checkpoints: no lock, no collective, no repair.
 
-    Raises `NotFoundError` where `root` does not exist.
+    Args:
+        root: the folder of all checkpoints.
+
+    Raises:
+        NotFoundError: it does not exist.
+        InvalidInputError: it is itself a checkpoint.
     """
     return ReadOnlyRoot(root)

@@ -56,6 +56,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
     Raises:
         InvalidTypeError: `datasets` or one of them is no dataset.
         PlanMismatchError: The number of datasets, or of samples in one, is not the plan's.
+
+    Example:
+        >>> import tundish as td
+        >>> samples = [[1, 2, 3], [4, 5, 6, 7, 8]]
+        >>> dataset = td.PackedDataset(samples, td.pack([3, 5], max_length=4))
+        >>> dataset[0]["input_ids"].tolist(), dataset[0]["position_ids"].tolist(), dataset[0]["cu_seqlens"].tolist()
+        ([1, 2, 3, 4], [0, 1, 2, 0], [0, 3, 4])
     """
 
     def __init__(
