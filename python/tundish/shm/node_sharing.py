@@ -44,32 +44,32 @@ def node_shared(
 ) -> NodeArray:
     """Collective: share one array, read-only, among all ranks of a node, in the same physical pages.
 
-    One rank a node brings it, local rank 0 (the first of the node in `group`; `tundish.distributed.node_group` says
-    what a node is). The others may pass None: their argument is not looked at. Without torch.distributed the process
-    shares the array with its workers.
+    One rank a node brings or builds the array: local rank 0, the first of the node in `group`. The others may pass
+    None: their argument is not looked at. `tundish.distributed.node_group` defines a node. Without torch.distributed
+    the process shares the array with its workers.
 
         tokens = td.shm.node_shared(lambda: tokenise(documents))
 
     Args:
-        array_or_callable: the array, or what makes it and is called on one rank a node: a numpy array, a torch tensor
-            on the CPU, or a `SharedArray`, which is shared as it is, without a copy. It is copied in its order and
-            dtype, as `SharedArray.from_array` does.
-        key: what the array is, in the caller's words: "tokens of corpus 3, vocabulary 2". Ranks that give different
-            ones raise. With `path` it stands for the content: an array that was kept under this key is taken as it
-            is, and nothing is built or hashed.
-        group: the process group that shares; by default all ranks.
-        path: keep the array in this folder, as a file that all ranks map: for arrays larger than memory, and to find
-            them again. The file is named by `key`, or by a hash of the array, which takes about a second a GB. A file
-            that is there already is not written again. It is published whole and durable, and never changed.
+        array_or_callable: the array, or a function that returns it and is called on one rank a node. A numpy array, or
+            a torch tensor on the CPU, is copied in its order and dtype, as by `SharedArray.from_array`. A `SharedArray`
+            is shared without a copy.
+        key: name of the array, such as "tokens of corpus 3, vocabulary 2". Ranks that give different keys raise. With
+            `path` it stands for the content: an array that was kept under this key is used, and nothing is built or
+            hashed.
+        group: process group that shares; by default all ranks.
+        path: folder in which the array is kept, as a file that all ranks map: for arrays larger than memory, and to
+            find them again. The file is named by `key`, or by a hash of the array, which takes about a second a GB. An
+            existing file is not written again. A file is published whole and durable, and never changed.
 
     Returns:
-        The array. Pickled as a whole it is a few hundred bytes, and a worker that unpickles it has the same pages;
-        slices are pickled by value. In memory it lives as long as any process of the node holds it or a view of it,
-        and leaves nothing behind, whichever process is killed.
+        The array. Its pickle has a few hundred bytes, and a worker that unpickles it has the same pages; slices are
+        pickled by value. In memory it lives as long as any process of the node holds it or a view of it, and leaves
+        nothing behind, whichever process is killed.
 
     Raises:
-        What the builder raised, on that rank, and `PeerFailedError` with it on all others; also within 1 s when it is
-            killed, from the first vote in `group` or of all ranks on, in whatever call that was.
+        PeerFailedError: the builder failed, on all other ranks (the builder raises its own error), or was killed:
+            within 1 s, if the group has voted before.
         InvalidTypeError: the array holds objects, or `key` or `path` cannot be used.
         InvalidInputError: `key` stands in `path` for an array of another dtype or shape.
         OutOfMemoryError: there is no room for the array.
@@ -132,9 +132,10 @@ def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> Sh
             f"a {type(brought).__name__} came in place of an array: the first rank of a node brings it, or a function "
             "that returns it; several arrays take a call each"
         )
-    if folder is None and isinstance(brought, SharedArray):
-        return brought
     if isinstance(brought, SharedArray):
+        if folder is None:
+            # Of its own: the caller may close the one that was brought.
+            return SharedArray.attach(brought.handle)
         brought = brought.array
     is_of_torch = type(brought).__module__.partition(".")[0] == "torch"
     array, layout = input_of(brought if is_of_torch else np.asanyarray(brought))

@@ -90,7 +90,7 @@ pub enum ShmError {
     #[error("interrupted")]
     Interrupted,
     /// The timeout ended.
-    #[error("waited in vain for {what}: the time that was given is over")]
+    #[error("timed out while waiting for {what}")]
     TimedOut {
         /// The awaited thing.
         what: &'static str,

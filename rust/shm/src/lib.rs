@@ -26,11 +26,10 @@ pub mod votes;
 
 pub use buffers::{BufferReceiver, ReceivedBuffer, Reference, SendBuffer};
 pub use error::ShmError;
-pub use memory::mapping;
 pub use memory::memory_file::{DATA_START, GoOn};
 pub use process::{PerProcess, exit_with_parent, without_signals};
 pub use segment::attachment;
-pub use segment::header::{Facts, LAYOUT_ROOM};
+pub use segment::header::Facts;
 pub use segment::lease::Lease;
 pub use segment::private_copy::PrivateCopy;
 pub use segment::{Address, Segment};

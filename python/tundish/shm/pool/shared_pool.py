@@ -37,9 +37,9 @@ __all__ = ["SharedPool"]
 class SharedPool:
     """A pool of processes bound to one function and its shared arguments.
 
-    A task is one call `fn(item, **shared)` in a worker. What does not change from item to item is bound once: numpy
-    arrays and CPU tensors among the values of `shared` exist once in memory, whatever the number of workers, arrays
-    read-only; everything else is pickled once a worker. Large arrays in results and items travel through shared memory.
+    A task is one call `fn(item, **shared)` in a worker. The shared arguments are bound once. Numpy arrays and CPU
+    tensors among them exist once in memory, for any number of workers; arrays are read-only. Other values are pickled
+    once a worker. Large arrays in results and items travel through shared memory.
 
         >>> import numpy as np
         >>> import tundish as td
@@ -49,25 +49,23 @@ class SharedPool:
         ...     list(pool.map([0, 3, 6, 9]))
         [3, 12, 21, 30]
 
-    Under fork the workers come from one process that is forked here and now, before anything else: they see `fn` and
-    `shared` as they are at this moment, without a copy, and nothing that is done to them later. This process is never
-    forked again, so threads that it starts later do no harm.
+    Under fork the workers come from one process that is forked when the pool is made. They see `fn` and `shared` as
+    they are at that moment, without a copy. The process that makes the pool is not forked again, so its later threads
+    do no harm.
 
-    A worker that dies fails the task it was running with `WorkerDiedError`, which is not tried again, and is replaced.
-    The pool is broken when a worker dies three times in a row before it can work.
-    When the process that made the pool ends, even by SIGKILL, the workers end within a second. Ctrl-C reaches this
-    process alone; leaving the `with` block by it ends the workers at once.
+    If a worker dies, the task that it was running raises `WorkerDiedError` and is not tried again. Another worker takes
+    its place. The pool is broken when a worker dies three times in a row before it can work. When the process that made
+    the pool ends, even by SIGKILL, the workers end within a second. Ctrl-C reaches this process alone; leaving the
+    `with` block by it ends the workers at once.
 
-    A pool may be used by many threads at once, several pools side by side, and one within a task of another. It
-    belongs to the process that made it.
+    Many threads may use a pool at once, several pools may run side by side, and a task may use a pool of its own. A
+    pool belongs to the process that made it.
 
     Args:
         fn: called in workers as `fn(item, **shared)`. Under spawn and forkserver it has to be importable.
-        shared: the arguments that are bound, by name. An array of any numeric or structured dtype keeps its dtype and
-            order.
-        max_workers: processes; as many as there are processors for this one, if None.
-        mp_context: "fork", "forkserver", "spawn", or such a context of `multiprocessing`; None for fork where the
-            system has it.
+        shared: shared arguments by name. Arrays keep their dtype and order.
+        max_workers: number of processes; None for the number of processors that this process may use.
+        mp_context: "fork" (the default), "forkserver", "spawn", or such a context of `multiprocessing`.
 
     Raises:
         InvalidInputError, InvalidTypeError: an argument cannot be used, or `fn` does not take these shared arguments.
@@ -112,19 +110,14 @@ class SharedPool:
             undo.callback(workers.close)
             self._dispatcher = Dispatcher(queue, control.open_buffer)
             self._supervisor = Supervisor(
-                queue,
-                self._dispatcher,
-                control,
-                workers,
-                count=self._workers,
-                hint=hint,
+                queue, self._dispatcher, control, workers, count=self._workers, hint=hint
             )
             undo.pop_all()
         weakref.finalize(self, self._dispatcher.drop).atexit = False
         self._supervisor.start()
 
     def submit(self, item: Any) -> TaskFuture:
-        """Have `fn(item, **shared)` run in a worker.
+        """Run `fn(item, **shared)` in a worker.
 
         Tasks that find no room on the queue wait in this process, without a limit; `map` is for endless streams.
 
@@ -144,21 +137,21 @@ class SharedPool:
     def map(
         self, items: Iterable[Any], *, ordered: bool = True, chunksize: int | Literal["auto"] = "auto"
     ) -> Generator[Any, None, None]:
-        """The results of `fn(item, **shared)` for every item.
+        """Yield the results of `fn(item, **shared)` for every item.
 
-        Items are taken from `items` as results are consumed, never far ahead, so that endless iterators are as good
-        as lists and a slow consumer holds the workers up. The first ones are taken by this call.
+        The map takes items as results are consumed, never far ahead: iterators may be endless, and a slow consumer
+        holds the workers up. This call takes the first items.
 
         Args:
             items: any iterable; it is read on the thread that consumes the results.
-            ordered: results in the order of the items; else as they come.
-            chunksize: items a worker gets at once. "auto" begins with one and grows to about a millisecond of work, or
-                what fits a message. A worker that dies fails the chunk it has.
+            ordered: whether results come in the order of the items, or as they are ready.
+            chunksize: number of items that a worker gets at once. "auto" begins with one and grows to about a
+                millisecond of work, or a full message. A worker that dies fails its chunk.
 
         Returns:
-            A generator. An exception of a task is raised where its result would be, and ends the map, as an error of
-            `items` does behind the results before it. What ends the map, or closing or dropping it, takes back what
-            is not begun.
+            A generator. An exception of a task is raised in place of its result, and ends the map. An error of `items`
+            is raised behind the results of the items before it. When the map ends, is closed or dropped, items that no
+            worker has begun are taken back.
 
         Raises:
             InvalidInputError, InvalidTypeError: an argument cannot be used.
@@ -190,18 +183,15 @@ class SharedPool:
     def shutdown(
         self, wait: bool = True, cancel: bool = False, timeout: float | None = STUCK_TIMEOUT_SECONDS
     ) -> None:
-        """Take no more tasks, finish those there are, and end the workers. A second call changes nothing.
+        """Take no more tasks, finish the submitted ones, and end the workers. A second call changes nothing.
 
-        Workers that have not come up by then are ended at once.
+        A call in a done-callback does not wait. In a child process of the one that made the pool it does nothing.
 
         Args:
-            wait: return when all workers have ended. Else this happens in the background.
-            cancel: cancel tasks that no worker has begun.
-            timeout: seconds without any task finishing after which what still runs is taken for stuck and ended by
-                force; its futures raise `WorkerDiedError`, those of tasks that were never begun `PoolError`. None: as
-                long as it takes.
-
-        Called by a done-callback it does not wait. In a child process of the one that made the pool it does nothing.
+            wait: whether to return when all workers have ended, or at once.
+            cancel: whether to cancel tasks that no worker has begun.
+            timeout: seconds without a finished task after which the workers are killed. The futures of running tasks
+                then raise `WorkerDiedError`, those of tasks that were never begun `PoolError`. None: no limit.
         """
         stuck_timeout = None if timeout is None else checked_seconds(timeout)
         if os.getpid() != self._dispatcher.pid:
@@ -216,7 +206,7 @@ class SharedPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down: after all tasks; after an exception without those that were not begun; after Ctrl-C at once."""
+        """Shut down after all tasks; after an exception, cancel those that are not begun; after Ctrl-C, at once."""
         if os.getpid() != self._dispatcher.pid:
             return
         if isinstance(error, KeyboardInterrupt | SystemExit):

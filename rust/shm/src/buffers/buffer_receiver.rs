@@ -252,13 +252,13 @@ mod tests {
     }
 
     fn read(view: &ReceivedBuffer) -> Vec<u8> {
-        // SAFETY: nobody writes to it.
+        // SAFETY: no thread writes to it.
         unsafe { std::slice::from_raw_parts(view.data(), view.len()) }.to_vec()
     }
 
     fn sent(arena: &Arc<Arena>, contents: &[u8]) -> (SendBuffer, Reference) {
         let mut buffer = SendBuffer::take(arena, contents.len(), &mut || Ok(())).unwrap();
-        // SAFETY: within the buffer, which nobody else has.
+        // SAFETY: within the buffer, which no other thread has.
         unsafe { buffer.data().copy_from_nonoverlapping(contents.as_ptr(), contents.len()) };
         let reference = buffer.reference().unwrap();
         (buffer, reference)

@@ -92,7 +92,6 @@ impl Mapping {
     }
 
     /// How many bytes.
-    #[expect(clippy::len_without_is_empty, reason = "none is")]
     pub fn len(&self) -> usize {
         self.len
     }

@@ -1,4 +1,4 @@
-//! The life of a named segment, and the races between who creates, attaches, lets go and sweeps.
+//! The life of a named segment, and the races between processes that create, attach, let go and sweep.
 #![expect(clippy::disallowed_methods, reason = "the tests put in the folder what others would")]
 
 use std::os::fd::AsFd;
@@ -52,7 +52,7 @@ impl Yard {
         attach(self.directory.clone(), named(name), &mut || Ok(()))
     }
 
-    /// What is to have the name once who has it now is removed.
+    /// A draft that takes the name once the present segment is removed.
     fn draft_of_tokens(&self) -> (OwnedFd, Claim) {
         let (file, claim) = self.draft("spare").unwrap();
         (file, Claim { name: named("tokens"), ..claim })

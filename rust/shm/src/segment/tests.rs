@@ -8,7 +8,7 @@ fn create(len: usize) -> Segment {
 }
 
 fn data(segment: &Segment) -> &[u8] {
-    // SAFETY: its own memory, which nobody writes to meanwhile.
+    // SAFETY: its own memory, which no thread writes to meanwhile.
     unsafe { std::slice::from_raw_parts(segment.data(), segment.capacity()) }
 }
 

@@ -4,8 +4,7 @@
 //! numbers, and the words on which both sides sleep. The parent has a [`ParentQueue`], each worker a [`WorkerQueue`].
 //!
 //! Invariants: a worker that is killed between any two instructions loses at most the task that it had taken, and
-//! nobody waits for that longer than until the worker is reaped. A model checks the rules in `protocol` that make it
-//! so.
+//! no thread waits for that task after the worker is reaped. A model checks these rules of `protocol`.
 
 pub(crate) mod atomic;
 mod layout;

@@ -13,7 +13,7 @@
 //!    ([`results`]).
 //! 4. A process that goes to sleep says so first and looks again afterwards; a process that makes something to do looks
 //!    for sleepers afterwards. Sequentially consistent fences stand between the two steps of each, so one of them sees
-//!    the other ([`idle_workers`], [`results`]). Reaping a worker wakes everybody that it may have failed to wake.
+//!    the other ([`idle_workers`], [`results`]). Reaping a worker wakes all threads that it may have failed to wake.
 
 pub(crate) mod idle_workers;
 pub(crate) mod parent;
@@ -75,6 +75,6 @@ pub(crate) trait Words {
 
     /// Sleep as long as `word` is `seen`, until it is rung, a signal comes or `longest` is over.
     fn sleep(&self, word: &AtomicU32, seen: u32, longest: Option<Duration>);
-    /// End the sleep of everybody on `word`.
+    /// Wakes all threads that sleep on `word`.
     fn ring(&self, word: &AtomicU32);
 }
