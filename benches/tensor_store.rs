@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, Limits, Meta, Node, Receiver, Selection, Service, ShardId, Source, StoreError, TimeLimit, Transport, View,
-    Wanted,
+    Dtype, Limits, Meta, Node, Receiver, Selection, ShardId, Source, StoreError, TimeLimit, Transport, View, Wanted,
 };
 
 const OWNER: &str = "owner";
@@ -97,7 +96,7 @@ fn drained(consumer: &Arc<Node>, between: &Between, is_stall: bool, drain: impl 
     }
     let kept = put(&between.owner, &[&[1; 8]]);
     drop(fetch(consumer, &kept, 8, between));
-    consumer.keep(0, &kept);
+    consumer.keep(&kept);
     let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let fetcher = scope.spawn(|| {

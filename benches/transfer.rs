@@ -80,7 +80,6 @@ fn fetch(node: &Arc<Node>, client: &Client, wanted: &[Wanted]) -> Duration {
     std::hint::black_box(views.iter().map(sum).fold(0, u64::wrapping_add));
     let spent = begin.elapsed();
     drop(views);
-    use tundish_store::Service;
     node.clear_buffer(None);
     assert!(node.settle(Duration::from_secs(10)));
     spent

@@ -36,7 +36,6 @@ class State:
         backend: the `Backend` of this process, if one was set or used.
         server: its `Server`, if it serves.
         claimant: identifies the claims of this process's own steps.
-        keeper: identifies what it keeps, which is not given up with its claims.
         last_step: the number of the last step that began here or on a controller here.
         in_step: whether a step of this process alone is under way.
         kept: ids of other processes' shards that this process keeps beyond the end of a step.
@@ -46,7 +45,6 @@ class State:
     pid: int = field(default_factory=os.getpid)
     lock: threading.RLock = field(default_factory=threading.RLock)
     claimant: int = field(default_factory=lambda: secrets.randbits(63))
-    keeper: int = field(default_factory=lambda: secrets.randbits(63))
     # Their modules import this one.
     backend: Any = None
     server: Any = None

@@ -1,4 +1,4 @@
-//! Checksums of what travels: CRC-64/NVME, summed by the crate `crc-fast`.
+//! Checksums of shards on the network: CRC-64/NVME, computed by the crate `crc-fast`.
 //!
 //! It finds every burst of up to 64 bits and anything longer but for one case in 2⁶⁴; truncation is found by the length
 //! that travels beside it. Of the two that were measured it is the faster one where the processor multiplies without
@@ -6,12 +6,12 @@
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-/// A checksum in the making.
+/// Computes a checksum piece by piece.
 #[derive(Clone, Copy, Debug)]
 pub struct Checksum(Digest);
 
 impl Checksum {
-    /// That of no bytes.
+    /// The checksum of no bytes.
     pub fn new() -> Self {
         Checksum(Digest::new(CrcAlgorithm::Crc64Nvme))
     }
@@ -21,7 +21,7 @@ impl Checksum {
         crc_fast::checksum(CrcAlgorithm::Crc64Nvme, bytes)
     }
 
-    /// Goes on with `bytes`.
+    /// Adds `bytes`.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }

@@ -1,6 +1,6 @@
-//! The one error of this crate. Every variant names what it is about.
+//! `StoreError`: the error of this crate.
 //!
-//! An error can be cloned: the failure of one fetch is told to all who waited for it.
+//! An error can be cloned: all threads that wait for a fetch get its failure.
 
 use std::sync::Arc;
 
@@ -45,58 +45,58 @@ pub enum StoreError {
         /// The limit.
         limit: u64,
     },
-    /// The owner has not got these shards.
+    /// The owner does not have these shards.
     #[error("{}", missing(owner.as_deref(), shards))]
     Missing {
-        /// Whom they were asked of; this process where `None`.
+        /// The owner; this process if `None`.
         owner: Option<Arc<str>>,
-        /// Which.
+        /// The missing shards.
         shards: Vec<MissingShard>,
     },
     /// A shard of this name is there.
     #[error("shard {id} exists already; a shard never changes: store under another id")]
     Exists {
-        /// Which.
+        /// The shard.
         id: ShardId,
     },
     /// The step ended before its work did.
     #[error("step {epoch} has ended and was drained meanwhile; nothing is kept of what was fetched or claimed for it")]
     StepEnded {
-        /// Which.
+        /// The step.
         epoch: Epoch,
     },
     /// The step is somebody else's.
     #[error("step {epoch} is another controller's, or this process is among the workers under two addresses")]
     StepTaken {
-        /// Which.
+        /// The step.
         epoch: Epoch,
     },
     /// The shard was drained by its id while it was being fetched.
     #[error("shard {id} was drained while it was being fetched; nothing is kept of it")]
     Drained {
-        /// Which.
+        /// The shard.
         id: ShardId,
     },
-    /// What came is not what the handle declares.
+    /// The shard differs from the declaration of the handle.
     #[error("shard {id} of {owner} is {found}, and its handle declares {declared}")]
     Mismatch {
-        /// Which shard.
+        /// The shard.
         id: ShardId,
-        /// Whose.
+        /// Its owner.
         owner: Arc<str>,
-        /// What the handle says.
+        /// Type and shape in the handle.
         declared: String,
-        /// What came.
+        /// Type and shape of the shard.
         found: String,
     },
     /// What came is damaged.
     #[error("shard {id} of {owner} arrived damaged: {reason}")]
     Corrupt {
-        /// Which shard.
+        /// The shard.
         id: ShardId,
-        /// Whose.
+        /// Its owner.
         owner: Arc<str>,
-        /// What is wrong with it.
+        /// The damage.
         reason: String,
     },
     /// The owner does not answer.
@@ -104,45 +104,45 @@ pub enum StoreError {
     Unreachable {
         /// The first shard that was asked for.
         id: ShardId,
-        /// Whom.
+        /// The owner.
         owner: Arc<str>,
-        /// What became of it.
+        /// The failure.
         reason: String,
     },
     /// A process does not answer.
     #[error("cannot reach {owner}: {reason}; does that process still run and serve?")]
     Unanswered {
-        /// Whom.
+        /// The owner.
         owner: Arc<str>,
-        /// What became of it.
+        /// The failure.
         reason: String,
     },
     /// The owner answered that it will not.
     #[error("{owner} refused ({status}): {reason}")]
     Refused {
-        /// Who.
+        /// The owner.
         owner: Arc<str>,
         /// The status of HTTP.
         status: u16,
-        /// What it said.
+        /// The message of the owner.
         reason: String,
     },
     /// The deadline passed.
     #[error("waited in vain for {what}: the time that was given is over")]
     TimedOut {
-        /// What was waited for.
+        /// The awaited event.
         what: String,
     },
     /// A call of the operating system failed.
     #[error("cannot {operation} {object}: {reason}")]
     Io {
-        /// What was tried, a verb phrase such as `"listen on"`.
+        /// A verb phrase such as `"listen on"`.
         operation: &'static str,
-        /// What it was tried on.
+        /// Its object.
         object: String,
-        /// What the system calls it.
+        /// The kind of the system's error.
         kind: std::io::ErrorKind,
-        /// The system's words.
+        /// The system's message.
         reason: String,
     },
     /// An argument that cannot be used.
@@ -154,16 +154,16 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// A call of the operating system that failed: what was tried, on what, and the answer.
+    /// The error of a call of the operating system.
     pub(crate) fn io(operation: &'static str, object: impl Into<String>, error: &std::io::Error) -> Self {
         StoreError::Io { operation, object: object.into(), kind: error.kind(), reason: error.to_string() }
     }
 }
 
-/// A shard that its owner has not got.
+/// A shard that its owner does not have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingShard {
-    /// Which.
+    /// The shard.
     pub id: ShardId,
     /// Whether the owner had it, and has removed or drained it since.
     pub was_removed: bool,

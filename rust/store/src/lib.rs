@@ -5,8 +5,8 @@
 //!
 //! Invariants:
 //!
-//! 1. Every byte belongs to an epoch or counts as unclaimed. A drained epoch holds nothing: what arrives for it later is
-//!    refused and counted.
+//! 1. Every byte belongs to an epoch or counts as unclaimed. A drained epoch holds nothing: late arrivals are refused and
+//!    counted.
 //! 2. Memory is bounded in bytes on both sides. A caller at the limit waits, and then gets an error; no living entry is
 //!    evicted.
 //! 3. Tensors handed out are copy-on-write: no consumer sees what another one, or the owner, writes. Memory is used
@@ -31,17 +31,17 @@ mod transport;
 
 pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
-pub use memory::transfers::{Incoming, Outgoing, Source};
+pub use memory::transfers::{Outgoing, Source};
 pub use memory::view::View;
 pub use meta::{Dtype, Meta, Shape};
 pub use node::Node;
 pub use shard_id::{Rows, Selection, ShardId};
-pub use stats::{Account, BufferStats, Claimed, Dropped, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
+pub use stats::{Account, BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};
-pub use transport::{Receiver, Reference, Service, Transport, Wanted};
+pub use transport::{Receiver, Reference, Transport, Wanted};
 
-/// A step, as its controller numbers it. Nothing but equality is asked of the numbers.
+/// The number of a step, given by its controller. Numbers are only compared for equality.
 pub type Epoch = u64;
 
-/// Who begins epochs and claims shards: as long as it lives, and no longer, do its claims hold.
+/// Begins epochs and claims shards. Its claims hold as long as it lives.
 pub type Claimant = u64;

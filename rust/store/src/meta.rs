@@ -1,4 +1,4 @@
-//! What a tensor's bytes are: element type and shape.
+//! `Meta`: the element type and the shape of a tensor.
 
 use std::fmt;
 
@@ -125,7 +125,7 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// What a tensor of this type and shape is.
+    /// The meta of a tensor of this type and shape.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] for more than 64 dimensions, and for more bytes than an address can name.
@@ -165,7 +165,7 @@ impl Meta {
         Some(inner.iter().product::<u64>() * self.dtype.size())
     }
 
-    /// What these rows of it are; the whole for `None`.
+    /// The meta of these rows; of all for `None`.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where it has no such rows.

@@ -1,8 +1,8 @@
-//! The store of one process: what it holds as an owner, what it fetched as a consumer, and the account of both.
+//! `Node`: the store of one process, with the shards that it owns and those that it fetched.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -10,20 +10,18 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use tundish_copying::{self as copying, AdaptiveCopy};
 use tundish_shm::{PerProcess, Segment, ShmError, arena};
 
-use crate::entries::fetch_buffer::{Buffer, Key};
+use crate::entries::fetch_buffer::Buffer;
 use crate::entries::storage::Storage;
 use crate::error::StoreError;
 use crate::memory::attached_segments::Attachments;
-use crate::memory::drop_thread::{DropThread, Last};
-use crate::memory::slab::{Allocation, allocate};
+use crate::memory::drop_thread::DropThread;
+use crate::memory::slab::allocate;
 use crate::memory::slab_pool::Pool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::memory::transfers::{Incoming, Outgoing, Source, Store};
-use crate::meta::Meta;
-use crate::shard_id::{Rows, Selection, ShardId};
-use crate::stats::{BufferStats, Claimed, Dropped, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
+use crate::memory::transfers::{Outgoing, Source, Store};
+use crate::shard_id::{Selection, ShardId};
+use crate::stats::{BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 use crate::time_limit::TimeLimit;
-use crate::transport::Service;
 use crate::{Claimant, Epoch};
 
 /// The store of one process.
@@ -36,7 +34,7 @@ pub struct Node {
     /// Addresses that this node's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
-    /// To anyone who fetches on this node.
+    /// The copy of large tensors into segments.
     handover: AdaptiveCopy,
 }
 
@@ -46,14 +44,8 @@ const WORTH_A_LOOK: usize = 128 << 10;
 /// Threads of one such copy: more do not make memory faster.
 const MOST_THREADS: usize = 4;
 
-/// How long anyone who clears a node waits for what is freed in the background.
+/// How long `clear_node` waits for memory that is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
-
-/// How long who ends a step waits for who keeps something of its shards to hear of that: some turns of an interpreter.
-const HEARING: Duration = Duration::from_millis(200);
-
-/// Anyone who keeps something of shards beside the nodes of this process.
-static LISTENER: OnceLock<fn()> = OnceLock::new();
 
 static OF_PROCESS: PerProcess<Arc<Node>> = PerProcess::new(|| Node::new(Limits::default()));
 
@@ -86,7 +78,7 @@ impl Node {
         Arc::clone(OF_PROCESS.get())
     }
 
-    /// Lets go of what the parent's store kept at the fork, and would keep alive here. For a child.
+    /// Drops the parent's store in a child made by `fork`.
     pub fn forget_inherited() {
         if let Some(inherited) = OF_PROCESS.inherited() {
             inherited.storage.forget();
@@ -96,7 +88,7 @@ impl Node {
         }
     }
 
-    /// Changes the limits, for what is asked for from here on.
+    /// Changes the limits of later allocations.
     pub fn set_limits(&self, limits: Limits) {
         self.storage_pool.set_limit(limits.storage_bytes);
         self.buffer_pool.set_limit(limits.buffer_bytes);
@@ -108,15 +100,6 @@ impl Node {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
-    /// Whether a shard is stored here, of an owner that was announced, or these rows of another's are in the buffer.
-    pub fn has(&self, owner: &Arc<str>, id: &ShardId, rows: Option<&Rows>) -> bool {
-        let is_announced = self.owners.lock().unwrap_or_else(PoisonError::into_inner).contains(owner);
-        if is_announced && self.would_be_here(id) {
-            return self.storage.has(id);
-        }
-        self.buffer.has(&Key { id: id.clone(), owner: Arc::clone(owner), rows: rows.cloned() })
-    }
-
     /// Whether a shard of an owner that was announced is this node's own: looked up here, and nowhere else.
     ///
     /// What another node named is that one's, unless it was sent here: it served at the same address before, or does by
@@ -125,19 +108,7 @@ impl Node {
         id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
 
-    /// Has `listener` called, by a thread of the node's and soon, after each drain or removal from here on: for who
-    /// keeps something as long as the node [`has`](Node::has) the shard that it is of. There is one a process.
-    pub fn after_drains(listener: fn()) {
-        let _ = LISTENER.set(listener);
-    }
-
-    fn tell_of_drain(&self) {
-        if let Some(listener) = LISTENER.get() {
-            self.drop_thread.drop_later(Last(*listener), u64::MAX);
-        }
-    }
-
-    /// The number that begins the names of this node's shards.
+    /// The number at the beginning of the names of this node's shards.
     pub fn nonce(&self) -> u64 {
         self.storage.nonce()
     }
@@ -146,8 +117,23 @@ impl Node {
     ///
     /// # Errors
     /// [`StoreError::Full`] where the limit was reached until time_limit ended, [`StoreError::TooLarge`],
-    /// [`StoreError::Memory`], and what time_limit says.
+    /// [`StoreError::Memory`], and the errors of `time_limit`.
     pub fn put(&self, sources: &[Source<'_>], time_limit: &mut TimeLimit<'_>) -> Result<Vec<ShardId>, StoreError> {
+        Ok(self.storage.put(self.copies(sources, time_limit)?))
+    }
+
+    /// Stores a copy of a tensor, unclaimed, under this name.
+    ///
+    /// # Errors
+    /// [`StoreError::Exists`] for a name that is taken, [`StoreError::Invalid`] for one of those that nodes give; as of
+    /// [`put`](Node::put).
+    pub fn put_as(&self, id: &ShardId, source: Source<'_>, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+        let copied = self.copies(&[source], time_limit)?;
+        copied.into_iter().try_for_each(|(tensor, charge)| self.storage.insert(id, tensor, charge))
+    }
+
+    /// Copies of tensors, and the bytes that each is accounted with.
+    fn copies(&self, sources: &[Source<'_>], time_limit: &mut TimeLimit<'_>) -> Result<Vec<(Tensor, u64)>, StoreError> {
         let full: Vec<usize> = (0..sources.len()).filter(|index| sources[*index].meta.nbytes() > 0).collect();
         let sizes: Vec<u64> = full.iter().map(|index| sources[*index].meta.nbytes()).collect();
         let mut is_filled = vec![false; full.len()];
@@ -160,7 +146,7 @@ impl Node {
         let mut locations: Vec<Location> = sources.iter().map(|_| Location::Nowhere).collect();
         for ((mut space, index), is_filled) in spaces.into_iter().zip(full).zip(is_filled) {
             if !is_filled {
-                // SAFETY: who made the source says so.
+                // SAFETY: the maker of the source promised it.
                 unsafe { space.copy_from(sources[index].start) };
             }
             locations[index] = Location::Here(space.into_place());
@@ -170,31 +156,21 @@ impl Node {
             let charge = tensor.charge();
             (tensor, charge)
         });
-        Ok(self.storage.put(tensors.collect()))
+        Ok(tensors.collect())
     }
 
-    /// Removes all that is stored and all that was fetched, and what is being fetched will not be kept; claims end with
-    /// what they claimed. Says what the storage held.
+    /// Removes all stored and fetched shards with their claims. Shards that are being fetched will not be kept. Returns
+    /// the counts of the storage.
     pub fn clear_node(&self) -> Removed {
         let (removed, stored) = self.storage.flush();
         self.drop_thread.drop_later(stored, removed.num_tensors);
-        self.flush_buffer();
-        self.tell_of_drain();
-        // Nothing is to be used again soon: what nobody has any more goes back to the system.
+        self.clear_buffer(None);
+        // Nothing will be used again soon.
         if self.drop_thread.settle(SETTLING) {
             self.storage_pool.let_idle_go();
             self.buffer_pool.let_idle_go();
         }
         removed
-    }
-
-    fn flush_buffer(&self) -> Dropped {
-        let fetched = self.buffer.flush();
-        // The part of no step is the oldest.
-        let kept = fetched.first().map_or(0, |part| part.step_counts.num_entries);
-        let entries = fetched.iter().map(|part| part.step_counts.num_entries).sum();
-        self.drop_thread.drop_later(fetched, entries);
-        Dropped { entries, kept }
     }
 
     /// The step that fetches belong to now.
@@ -217,14 +193,13 @@ impl Node {
             ledger.held_bytes += standing.step_counts.held_bytes;
             ledger.freed_bytes += standing.step_counts.freed_bytes;
             ledger.num_entries += standing.step_counts.num_entries;
-            ledger.late_inserts_refused += standing.step_counts.late;
             ledger.viewed_bytes += standing.viewed_bytes;
         }
         ledger.escaped_bytes = if ledger.has_ended { ledger.viewed_bytes } else { 0 };
         Some(ledger)
     }
 
-    /// Waits until all that was given up is freed; `false` where that takes longer than `longest`.
+    /// Waits until dropped memory is freed; `false` if that takes longer than `longest`.
     pub fn settle(&self, longest: Duration) -> bool {
         self.drop_thread.settle(longest)
     }
@@ -246,7 +221,8 @@ impl Node {
         }
     }
 
-    fn buffer_stats(&self) -> BufferStats {
+    /// The counts of the fetch buffer.
+    pub fn buffer_stats(&self) -> BufferStats {
         let memory = self.buffer_pool.account();
         let mut state = self.buffer.state.lock();
         let (total_bytes, num_entries) = state.parts.held();
@@ -265,7 +241,7 @@ impl Node {
             misses: state.counts.misses,
             late_inserts_refused: state.counts.late,
             in_flight: state.counts.in_flight,
-            oldest_epoch: holding.min_by_key(|(_, part)| part.age).and_then(|(epoch, _)| epoch),
+            oldest_epoch: holding.min_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch),
             memory,
         }
     }
@@ -289,7 +265,7 @@ impl Node {
         if segment.is_used() && total >= WORTH_A_LOOK {
             segment.populate(segment.capacity());
             let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
-            // SAFETY: who made the sources says so; the offsets lie within the segment, which nobody else has, and it
+            // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has, and it
             // is nobody's source.
             return unsafe { self.handover.copy(&copies, threads, |_| look()) };
         }
@@ -301,19 +277,22 @@ impl Node {
         };
         let filled = copies.iter().try_for_each(|copy| {
             let offset = copy.target.addr() - segment.data().addr();
-            // SAFETY: who made the source says so.
+            // SAFETY: the maker of the source promised it.
             unsafe { segment.fill_at(offset, copy.source, copy.length, &mut go_on) }
         });
         filled.map_err(|error| said.unwrap_or_else(|| error.into()))
     }
-}
 
-impl Service for Node {
-    fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> Kept {
-        Kept { shards: self.storage.keep(claimant, ids), entries: self.buffer.keep(claimant, ids) }
+    /// Carries these shards over: fetched entries and stored shards end with no step until one claims them.
+    pub fn keep(&self, ids: &[ShardId]) -> Kept {
+        Kept { shards: self.storage.keep(ids), entries: self.buffer.keep(ids) }
     }
 
-    fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
+    /// The bytes of these shards, in order. The result keeps them alive.
+    ///
+    /// # Errors
+    /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
+    pub fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let cut = found.into_iter().zip(wanted).map(|(tensor, selection)| {
@@ -325,92 +304,72 @@ impl Service for Node {
         cut.collect()
     }
 
-    fn receive(&self, id: ShardId, meta: Meta) -> Result<Incoming, StoreError> {
-        self.storage.check_new(&id)?;
-        let mut space: Option<Allocation> = None;
-        if meta.nbytes() > 0 {
-            let made = allocate(&self.storage_pool, &[meta.nbytes()], None, &mut |segment, _, space, _| {
-                segment.populate(space as usize);
-                Ok(())
-            });
-            space = made?.pop();
-        }
-        Ok(Incoming { id, meta, space, store: Arc::clone(&self.storage) })
-    }
-
-    fn remove(&self, ids: &[ShardId]) -> Removed {
+    /// Removes these shards from the storage, and from this process's own buffer. Those that are not there, and
+    /// repetitions, count for nothing.
+    pub fn remove(&self, ids: &[ShardId]) -> Removed {
         let (removed, stored) = self.storage.remove(ids);
         self.drop_thread.drop_later(stored, removed.num_tensors);
         self.clear_buffer(Some(ids));
         removed
     }
 
-    fn drop_fetched(&self, ids: Option<&[ShardId]>) -> Dropped {
-        let dropped = match ids {
+    /// Drops the fetched entries of these shards, or all if `None`. Returns their number.
+    pub fn clear_buffer(&self, ids: Option<&[ShardId]>) -> u64 {
+        match ids {
             Some(ids) => {
-                let (dropped, fetched) = self.buffer.remove(ids);
-                self.drop_thread.drop_later(fetched, dropped.entries);
-                dropped
+                let fetched = self.buffer.remove(ids);
+                let entries = fetched.iter().flatten().map(|of_shard| of_shard.len() as u64).sum();
+                self.drop_thread.drop_later(fetched, entries);
+                entries
             }
-            None => self.flush_buffer(),
-        };
-        self.tell_of_drain();
-        dropped
+            None => {
+                let fetched = self.buffer.flush();
+                let entries = fetched.iter().map(|part| part.step_counts.num_entries).sum();
+                self.drop_thread.drop_later(fetched, entries);
+                entries
+            }
+        }
     }
 
-    fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
+    /// From here on fetches belong to this step, and those that belonged to none.
+    ///
+    /// # Errors
+    /// [`StoreError::StepEnded`] where it has ended already, [`StoreError::StepTaken`] where it is another claimant's.
+    pub fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
         self.buffer.begin(epoch, claimant)
     }
 
-    fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
+    /// Claims stored shards for a step, with which they end.
+    ///
+    /// # Errors
+    /// As of [`begin_epoch`](Node::begin_epoch).
+    pub fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         self.storage.claim(epoch, claimant, ids)
     }
 
-    fn close_epoch(&self, epoch: Epoch, claimant: Claimant) {
-        self.storage.close(epoch, claimant);
-    }
-
-    fn end_epoch(&self, epoch: Epoch) -> EpochLedger {
+    /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the account.
+    pub fn end_epoch(&self, epoch: Epoch) -> EpochLedger {
         let stored = self.storage.end(epoch);
         let fetched = self.buffer.end(epoch);
-        let entries = |count: Option<u64>| count.unwrap_or_default();
-        let (claims, fetches) = (
-            stored.as_ref().map(|part| part.step_counts.num_entries),
-            fetched.as_ref().map(|part| part.step_counts.num_entries),
-        );
-        self.drop_thread.drop_later(stored, entries(claims));
-        self.drop_thread.drop_later(fetched, entries(fetches));
-        self.tell_of_drain();
-        let ended = EpochLedger { epoch, has_ended: true, ..EpochLedger::default() };
-        let ledger = self.ledger(epoch).unwrap_or(ended);
-        // What is in use only by who is about to hear of the drain has not escaped.
-        if ledger.viewed_bytes > 0 && LISTENER.get().is_some() && self.drop_thread.settle(HEARING) {
-            return self.ledger(epoch).unwrap_or(ended);
-        }
-        ledger
+        let claims = stored.as_ref().map_or(0, |part| part.step_counts.num_entries);
+        let fetches = fetched.as_ref().map_or(0, |part| part.step_counts.num_entries);
+        self.drop_thread.drop_later(stored, claims);
+        self.drop_thread.drop_later(fetched, fetches);
+        self.ledger(epoch).unwrap_or(EpochLedger { epoch, has_ended: true, ..EpochLedger::default() })
     }
 
-    fn give_up(&self, claimant: Claimant) {
+    /// The claimant is gone: its shards are unclaimed again, and entries that were fetched in its steps are dropped.
+    pub fn give_up(&self, claimant: Claimant) {
         let claiming = self.storage.state.lock().parts.of_claimant(claimant);
-        for epoch in &claiming {
-            self.storage.unclaim_all(*epoch);
-        }
+        claiming.iter().for_each(|epoch| self.storage.unclaim_all(*epoch));
         let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
-        let stored = self.storage.give_up_kept(claimant);
-        let count = stored.iter().map(Vec::len).sum::<usize>() as u64;
-        self.drop_thread.drop_later(stored, count);
-        let fetched = self.buffer.give_up_kept(claimant);
-        let entries = fetched.iter().map(Vec::len).sum::<usize>() as u64;
-        self.drop_thread.drop_later(fetched, entries);
-        if count + entries > 0 {
-            self.tell_of_drain();
-        }
         for epoch in claiming.into_iter().chain(fetching) {
             self.end_epoch(epoch);
         }
     }
 
-    fn stats(&self) -> Stats {
+    /// All counts, and the account of each step.
+    pub fn stats(&self) -> Stats {
         let (mut past, mut open) = self.storage.state.lock().parts.epochs();
         let fetching = self.buffer.state.lock().parts.epochs();
         past.extend(fetching.0);

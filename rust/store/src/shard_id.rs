@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::error::StoreError;
 
-/// The most bytes that a name may have.
+/// Bytes of the longest name.
 const LONGEST: usize = 128;
 
 /// Between the node's number and the shard's.
@@ -42,17 +42,6 @@ impl ShardId {
         match self.0 {
             Form::Numbered { nonce, counter } => Some((nonce, counter)),
             Form::Text(_) => None,
-        }
-    }
-
-    /// A number that spreads names evenly over a power of two of places, the same for the same name.
-    pub(crate) fn spread(&self) -> u64 {
-        match &self.0 {
-            Form::Numbered { counter, .. } => *counter,
-            // FNV-1a (Fowler, Noll and Vo).
-            Form::Text(text) => text
-                .bytes()
-                .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)),
         }
     }
 }
@@ -94,7 +83,7 @@ impl Serialize for ShardId {
     }
 }
 
-/// Exactly what [`ShardId::numbered`] writes, and nothing else, so that each name has one form.
+/// Parses only the text of [`ShardId::numbered`], so that each name has one form.
 fn parse_numbered(text: &str) -> Option<ShardId> {
     let (nonce, counter) = text.split_at_checked(NONCE_DIGITS)?;
     let counter = counter.strip_prefix(SEPARATOR)?;
@@ -127,9 +116,9 @@ pub type Rows = Range<u64>;
 /// A shard, or some of its rows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Selection {
-    /// Which shard.
+    /// The shard.
     pub id: ShardId,
-    /// Which rows of it; all where `None`.
+    /// The rows; all if `None`.
     pub rows: Option<Rows>,
 }
 

@@ -1,4 +1,4 @@
-//! What a node tells of itself.
+//! Counts of a node: what it stores, has fetched and may use.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,13 +8,13 @@ use crate::shard_id::ShardId;
 /// The most bytes that a node holds, on either side: whole slabs, and those that still have a view somewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// As an owner.
+    /// For stored shards.
     pub storage_bytes: u64,
-    /// As a consumer, of what it received; what it reads in the memory of an owner on this node is the owner's.
+    /// For received shards. Shards that are read in the memory of an owner on this node count for the owner.
     pub buffer_bytes: u64,
 }
 
-/// What a removal removed.
+/// The counts of a removal.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Removed {
     /// Shards that were named and found in the storage.
@@ -25,22 +25,22 @@ pub struct Removed {
     pub total_bytes: u64,
 }
 
-/// What became of the shards that a step wanted to claim.
+/// The outcome of a claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Claimed {
-    /// So many became the step's; those that were before count for nothing.
+    /// Shards that the step claimed now, without those that it had claimed before.
     pub claimed_count: u64,
     /// Their bytes.
     pub total_bytes: u64,
-    /// Not here.
+    /// Shards that are not stored here.
     pub missing: Vec<ShardId>,
-    /// Another step's.
+    /// Shards of another step.
     pub taken: Vec<ShardId>,
-    /// Of those that are the step's, those that somebody kept before: more of them may have been kept elsewhere.
+    /// Claimed shards that somebody kept before: other processes may keep fetched entries of them.
     pub kept: Vec<ShardId>,
 }
 
-/// What was carried over from one step to later ones.
+/// The counts of a request to keep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Kept {
     /// Shards that a step had claimed.
@@ -49,19 +49,10 @@ pub struct Kept {
     pub entries: u64,
 }
 
-/// What was dropped of what had been fetched.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Dropped {
-    /// Entries.
-    pub entries: u64,
-    /// Of these, those that somebody had kept.
-    pub kept: u64,
-}
-
 /// Memory of one side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Account {
-    /// The most that it may be.
+    /// The limit.
     pub limit_bytes: u64,
     /// Slabs in use.
     pub used_bytes: u64,
@@ -69,24 +60,24 @@ pub struct Account {
     pub escaped_bytes: u64,
     /// Slabs that wait for the next use; they go back to the system when that does not come soon.
     pub idle_bytes: u64,
-    /// The most that were ever in use.
+    /// The largest use so far.
     pub high_water_bytes: u64,
 }
 
 /// What a node holds as an owner.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StorageStats {
-    /// Shards.
+    /// Stored shards.
     pub num_entries: u64,
     /// Bytes that they take.
     pub total_bytes: u64,
-    /// The most bytes that they ever took.
+    /// The largest number of bytes so far.
     pub high_water_bytes: u64,
     /// Shards that no step has claimed.
     pub unclaimed_entries: u64,
     /// Their bytes.
     pub unclaimed_bytes: u64,
-    /// Seconds since the oldest of them was stored; no less than that.
+    /// Seconds since the oldest of them was stored.
     pub oldest_unclaimed_seconds: f64,
     /// Its memory.
     pub memory: Account,
@@ -99,7 +90,7 @@ pub struct BufferStats {
     pub num_entries: u64,
     /// Bytes that they take, also in the memory of owners on this node.
     pub total_bytes: u64,
-    /// Of these, those of the step that fetches belong to now; of the next one, where there is none.
+    /// Entries of the current step, or of the next one while there is none.
     pub current_entries: u64,
     /// Their bytes.
     pub current_bytes: u64,
@@ -107,7 +98,7 @@ pub struct BufferStats {
     pub kept_entries: u64,
     /// Their bytes.
     pub kept_bytes: u64,
-    /// The most bytes that they ever took.
+    /// The largest number of bytes so far.
     pub high_water_bytes: u64,
     /// Tensors that were found.
     pub hits: u64,
@@ -126,7 +117,7 @@ pub struct BufferStats {
 /// The account of one step on one process. `stored + fetched = held + freed` always; after its end nothing is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EpochLedger {
-    /// Which.
+    /// The step.
     pub epoch: Epoch,
     /// Whether it has ended.
     pub has_ended: bool,
@@ -140,15 +131,13 @@ pub struct EpochLedger {
     pub freed_bytes: u64,
     /// Entries that it holds, or held when it ended.
     pub num_entries: u64,
-    /// Bytes of tensors handed out in it that live, here and now.
+    /// Bytes of tensors that were handed out in it and are in use.
     pub viewed_bytes: u64,
-    /// The same when it has ended: they outlived it. Until then none.
+    /// The same after its end, and 0 before.
     pub escaped_bytes: u64,
-    /// What came for it too late.
-    pub late_inserts_refused: u64,
 }
 
-/// All of it.
+/// All counts of a node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Stats {
     /// As an owner.

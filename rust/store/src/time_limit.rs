@@ -1,4 +1,4 @@
-//! How long a call waits, and how it is called off.
+//! The deadline and the cancellation of a call.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), StoreError>;
 /// The longest time between two looks at whether to go on.
 const TURN: Duration = Duration::from_millis(50);
 
-/// A deadline, and anyone who may call it all off before.
+/// A deadline, and a function that may cancel the call before.
 pub struct TimeLimit<'a> {
     deadline: Instant,
     go_on: GoOn<'a>,
@@ -18,7 +18,7 @@ pub struct TimeLimit<'a> {
 }
 
 impl<'a> TimeLimit<'a> {
-    /// TimeLimit until `deadline`, as long as `go_on` says so.
+    /// Waits until `deadline`, as long as `go_on` says so.
     pub fn new(deadline: Instant, go_on: GoOn<'a>) -> Self {
         TimeLimit { deadline, go_on, last_look: Instant::now() }
     }
@@ -41,17 +41,17 @@ impl<'a> TimeLimit<'a> {
     /// Asks whether to go on; says nothing of the deadline.
     ///
     /// # Errors
-    /// What the caller's function says, such as [`StoreError::Interrupted`].
+    /// The error of the caller's function, such as [`StoreError::Interrupted`].
     pub fn look(&mut self) -> Result<(), StoreError> {
         self.last_look = Instant::now();
         (self.go_on)()
     }
 
-    /// Looks at the deadline, and asks whether to go on where that was not asked for a while: for loops in which
-    /// something keeps coming, which may never have to wait.
+    /// Checks the deadline, and calls [`look`](TimeLimit::look) if the last call is long ago. For loops that may never
+    /// have to wait.
     ///
     /// # Errors
-    /// As of [`look`](TimeLimit::look), and [`StoreError::TimedOut`], for what the caller knows.
+    /// As [`look`](TimeLimit::look), and [`StoreError::TimedOut`] without a description.
     pub fn glance(&mut self) -> Result<(), StoreError> {
         let now = Instant::now();
         if now >= self.deadline {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, whole, within};
-use tundish_store::{Node, Service, ShardId, Source};
+use tundish_store::{Node, ShardId, Source};
 
 const MANY: usize = 1_000_000;
 const CHUNK: usize = 50_000;
@@ -96,7 +96,7 @@ fn longest_wait(consumer: &Node, between: &Between, id: &ShardId, work: impl FnO
 
 /// The bench of the same name has the times; here the machine may be busy, so one quiet round is enough.
 #[test]
-fn who_fetches_while_100_000_are_removed_by_their_ids_does_not_wait_for_their_end() {
+fn a_fetch_does_not_wait_for_the_removal_of_100_000_ids() {
     let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
     between.add(OWNER, &owner);
     let kept = fill(&owner, 1);

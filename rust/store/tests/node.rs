@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
-    Dtype, Meta, MissingShard, Node, Receiver, Selection, Service, ShardId, Source, StoreError, TimeLimit, Transport,
+    Dtype, Meta, MissingShard, Node, Receiver, Selection, ShardId, Source, StoreError, TimeLimit, Transport,
 };
 
 fn assert_nothing_is_held(node: &Node) {
@@ -26,7 +26,7 @@ fn tensors() -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn what_is_put_comes_back_by_either_way_and_again_from_the_buffer() {
+fn stored_shards_are_fetched_and_then_found_in_the_buffer() {
     for way in [Way::Bytes, Way::Reference] {
         let (owner, consumer, between) = pair(way);
         let tensors = tensors();
@@ -98,7 +98,7 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
 }
 
 #[test]
-fn what_was_handed_out_counts_when_all_was_cleared_and_memory_goes_back() {
+fn views_count_after_a_clear_and_idle_memory_is_freed() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let len = 1u64 << 20;
     let ids = put(&owner, &[vec![7; len as usize]]).unwrap();
@@ -142,7 +142,7 @@ fn slabs_are_used_again() {
 }
 
 #[test]
-fn rows_travel_alone_and_come_from_what_is_here() {
+fn rows_are_fetched_alone_and_found_in_the_buffer() {
     for way in [Way::Bytes, Way::Reference] {
         let (owner, consumer, between) = pair(way);
         let dtype = Dtype::from_name("int32").unwrap();
@@ -174,7 +174,7 @@ fn rows_travel_alone_and_come_from_what_is_here() {
 }
 
 #[test]
-fn what_is_wanted_often_is_fetched_once_and_10_5_duplicates_are_nothing() {
+fn duplicates_are_fetched_once() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let ids = put(&owner, &[vec![1; 100], vec![2; 100]]).unwrap();
     let wanted: Vec<_> = (0..100_000).map(|index| whole(OWNER, &ids[index % 2], 100)).collect();
@@ -207,9 +207,7 @@ fn shards_that_another_node_named_are_fetched_though_it_serves_where_this_one_di
     consumer.announce(OWNER.into());
     let ids = put(&owner, &[vec![5; 100]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 100)];
-    assert!(!consumer.has(&OWNER.into(), &ids[0], None));
     assert_eq!(fetch(&consumer, &wanted, &between).unwrap()[0].bytes(), [5; 100]);
-    assert!(consumer.has(&OWNER.into(), &ids[0], None));
     assert_eq!(between.requests.load(Ordering::SeqCst), 1);
     // Its own are nowhere else.
     let own = put(&consumer, &[vec![6; 100]]).unwrap();
@@ -244,7 +242,7 @@ fn shards_that_are_missing_are_all_named_and_those_that_were_drained_so() {
 }
 
 #[test]
-fn what_comes_must_be_what_was_declared() {
+fn shards_that_differ_from_their_handle_are_refused() {
     for way in [Way::Bytes, Way::Reference] {
         let (owner, consumer, between) = pair(way);
         let ids = put(&owner, &[vec![1; 16], vec![2; 16]]).unwrap();
@@ -267,22 +265,17 @@ fn what_comes_must_be_what_was_declared() {
 }
 
 #[test]
-fn a_received_shard_is_there_when_it_is_committed_and_never_changes() {
+fn a_shard_under_a_given_name_never_changes() {
     let owner = Node::new(LIMITS);
     let id: ShardId = "outside.1".parse().unwrap();
     let select = [Selection { id: id.clone(), rows: None }];
+    let put_as = |id: &ShardId, bytes: &[u8]| {
+        let source = Source::new(bytes_meta(bytes.len() as u64), bytes).unwrap();
+        within(0.0, |time_limit| owner.put_as(id, source, time_limit))
+    };
     for size in [0usize, 10, 400_000] {
-        let mut incoming = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-        incoming.space().copy_from_slice(&pattern(9, size));
-        assert!(matches!(owner.look_up(&select), Err(StoreError::Missing { .. })));
-        drop(incoming);
-        assert_nothing_is_held(&owner);
-        let mut incoming = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-        incoming.space().copy_from_slice(&pattern(size as u64, size));
-        let second = owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-        incoming.commit(7).unwrap();
-        assert!(matches!(second.commit(7), Err(StoreError::Exists { .. })));
-        assert!(matches!(owner.receive(id.clone(), bytes_meta(1)), Err(StoreError::Exists { .. })));
+        put_as(&id, &pattern(size as u64, size)).unwrap();
+        assert!(matches!(put_as(&id, &[1]), Err(StoreError::Exists { .. })));
         let found = owner.look_up(&select).unwrap();
         assert_eq!(found[0].bytes(), pattern(size as u64, size));
         assert_eq!(owner.remove(std::slice::from_ref(&id)).cleared_count, 1);
@@ -291,7 +284,7 @@ fn a_received_shard_is_there_when_it_is_committed_and_never_changes() {
         assert_nothing_is_held(&owner);
     }
     let own = ShardId::numbered(owner.nonce(), 5);
-    assert!(matches!(owner.receive(own, bytes_meta(1)), Err(StoreError::Invalid(_))));
+    assert!(matches!(put_as(&own, &[1]), Err(StoreError::Invalid(_))));
 }
 
 #[test]
@@ -316,7 +309,7 @@ fn a_target_of_the_callers_is_filled_and_nothing_is_kept() {
 }
 
 #[test]
-fn the_age_of_what_nobody_claimed_is_that_of_the_oldest() {
+fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
     let owner = Node::new(LIMITS);
     let age = || owner.stats().storage.oldest_unclaimed_seconds;
     assert_eq!(age(), 0.0);
@@ -355,7 +348,7 @@ fn the_oldest_step_that_holds_bytes_is_named() {
 }
 
 #[test]
-fn who_removes_a_shard_drops_what_it_fetched_of_it_too() {
+fn a_removal_also_drops_fetched_entries() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 10)).collect();
@@ -382,7 +375,7 @@ impl Transport for Nothing {
 }
 
 #[test]
-fn an_answer_that_lacks_what_was_asked_for_is_an_error() {
+fn a_response_without_all_shards_is_an_error() {
     let (owner, consumer, _) = pair(Way::Bytes);
     let ids = put(&owner, &[vec![1; 10]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 10)];
@@ -395,7 +388,7 @@ fn an_answer_that_lacks_what_was_asked_for_is_an_error() {
 }
 
 #[test]
-fn what_is_stored_in_large_pieces_of_used_memory_is_whole() {
+fn large_tensors_in_recycled_memory_are_whole() {
     let (node, between) = (Node::new(LIMITS), Between::new(Way::Reference));
     between.add(OWNER, &node);
     // Past the caches, by several threads; odd lengths, so that nothing ends where a thread or a page does.

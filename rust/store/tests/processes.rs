@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::Address;
-use tundish_store::{Node, Receiver, Reference, Selection, Service, ShardId, StoreError, TimeLimit, Transport, View};
+use tundish_store::{Node, Receiver, Reference, Selection, ShardId, StoreError, TimeLimit, Transport, View};
 
 const LEN: usize = 300_000;
 
@@ -251,7 +251,7 @@ fn mappings_of(reference: &Reference) -> impl Fn() -> usize + use<> {
 }
 
 #[test]
-fn what_was_kept_of_an_owner_that_was_killed_is_let_go_of() {
+fn entries_of_a_killed_owner_can_be_dropped() {
     let _alone = alone();
     let (ours, theirs) = Line::new();
     let named: ShardId = "a".parse().unwrap();

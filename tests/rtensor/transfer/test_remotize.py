@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import tundish as td
 from tundish import rtensor
-from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, StoreFullError, TransferError
+from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, StoreFullError
 
 pytestmark = pytest.mark.usefixtures("local")
 
@@ -304,53 +301,6 @@ def test_a_step_removes_its_claims_only() -> None:
     with rtensor.step(claim=[following]) as second:
         assert second.number > step.number
     assert rtensor.storage_stats()["num_tensors"] == 0
-
-
-def test_fetches_of_a_claimed_shard_end_with_it() -> None:
-    # As a backend does that has another store for the bytes.
-    handle = rtensor.remotize(torch.arange(4))
-    td._native.ShardStore.fetch_through([handle], lambda _: [np.arange(4).view(np.uint8)], 5.0)
-    rtensor.keep(handle)
-    assert rtensor.fetch_buffer_stats()["num_entries"] == 1
-    with rtensor.step(claim=handle):
-        pass
-    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
-
-
-@pytest.mark.parametrize(
-    "error", [ShardGoneError("its handle refers to nothing"), TransferError("it is lost")]
-)
-def test_a_wrong_handle_of_one_thread_does_not_fail_another(error: Exception) -> None:
-    handle = rtensor.remotize(torch.arange(4))
-    goes_on = threading.Event()
-
-    def fails(_: list[int]) -> list[Any]:
-        assert goes_on.wait(20)
-        raise error
-
-    def fetch(get: Any) -> int:
-        return len(td._native.ShardStore.fetch_through([handle], get, 20.0))
-
-    def until(key: str, least: int) -> None:
-        deadline = time.monotonic() + 20
-        while rtensor.fetch_buffer_stats()[key] < least and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    with ThreadPoolExecutor(2) as pool:
-        hits = rtensor.fetch_buffer_stats()["hits"]
-        first = pool.submit(fetch, fails)
-        until("in_flight", 1)
-        second = pool.submit(fetch, lambda _: [np.arange(4).view(np.uint8)])
-        until("hits", hits + 1)
-        goes_on.set()
-        with pytest.raises(type(error)):
-            first.result()
-        if isinstance(error, TransferError):
-            # It is about the bytes.
-            with pytest.raises(TransferError, match="it is lost"):
-                second.result()
-        else:
-            assert second.result() == 1
 
 
 def test_a_step_that_fails_drains_too() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import threading
 from typing import Any
 
@@ -85,23 +84,7 @@ def hold(handles: Any) -> None:
     held.append(rtensor.localize(handles))
 
 
-def hold_by_handles_while_busy(handles: list[rtensor.RTensor]) -> None:
-    """Keeps handles with local tensors, and a thread that rarely releases the GIL."""
-    sums(handles)
-    for handle in handles:
-        handle.to_local()
-        held.append(handle)
-    sys.setswitchinterval(0.03)
-    threading.Thread(target=_be_busy, daemon=True).start()
-
-
-def _be_busy() -> None:
-    while held:
-        pass
-
-
 def let_go() -> None:
-    sys.setswitchinterval(0.005)
     held.clear()
     gc.collect()
 

@@ -49,7 +49,6 @@ def begin_test() -> None:
 
 
 def end_test() -> None:
-    rtensor.clear_fetch_buffer()
     rtensor.clear_node()
     rtensor.set_backend(None)
 
@@ -80,10 +79,6 @@ def consumer(ray: Any) -> Any:
         def store(self, name: str, value: int) -> Any:
             return rtensor.store(name, torch.full((3,), float(value)))
 
-        def entries(self) -> tuple[int, int]:
-            stats = rtensor.fetch_buffer_stats()
-            return stats["num_entries"], stats["total_bytes"]
-
     return Consumer.remote()
 
 
@@ -100,7 +95,6 @@ def a_batch_goes_through_rays_store() -> None:
     assert torch.equal(rtensor.localize(handles["scores"][3:7]), batch["scores"][3:7])
     room = torch.empty(1, 3, dtype=torch.int64)
     assert torch.equal(rtensor.localize(handles["ids"][1:], out=room), batch["ids"][1:])
-    rtensor.clear_fetch_buffer()
     parts = [handles["scores"], handles["scores"][3:7], handles["scores"][:2], handles["scores"][5:]]
     expected = [batch["scores"], batch["scores"][3:7], batch["scores"][:2], batch["scores"][5:]]
     rooms = [torch.empty(part.shape, dtype=part.dtype) for part in parts]
@@ -114,7 +108,6 @@ def a_batch_goes_through_rays_store() -> None:
         rtensor.dumps(handles)
     for declared in (torch.empty(6, dtype=torch.int64), torch.empty(2, 3, dtype=torch.float64)):
         wrong = rtensor.RTensor(handles["ids"].shard, declared.to("meta"))
-        rtensor.clear_fetch_buffer()
         with pytest.raises(ShardMismatchError, match=str(declared.dtype)):
             rtensor.localize(wrong)
 
@@ -127,10 +120,7 @@ def names_of_several_owners_are_kept_apart() -> None:
     rooms = [torch.zeros(3), torch.zeros(3)]
     for found in (rtensor.localize(handles, out=rooms), rtensor.localize(handles)):
         assert [tensor.tolist() for tensor in found] == [[0, 0, 0], [1, 1, 1]]
-    rtensor.clear_fetch_buffer()
     assert [handle.to_local().tolist() for handle in handles] == [[0, 0, 0], [1, 1, 1]]
-    rtensor.clear_fetch_buffer(["weights"])
-    assert rtensor.fetch_buffer_stats()["num_entries"] == 0
 
 
 def actors_consume_and_are_drained() -> None:
@@ -143,13 +133,11 @@ def actors_consume_and_are_drained() -> None:
     ]
     handles = rtensor.remotize([torch.ones(100_000), torch.ones(10)])
     kept = handles[1].with_ref(handles[1].ref)
-    with Controller([*workers, Worker(rtensor.serve().addr, "rollout")]) as controller:
-        with controller.step(claim=handles):
-            for _ in range(2):
-                sums = ray.get([actor.sums.remote(handles) for actor in actors])
-                assert sums == [[100_000.0, 10.0]] * 2
-            assert [ray.get(actor.entries.remote())[0] for actor in actors] == [2, 2]
-        assert [ray.get(actor.entries.remote()) for actor in actors] == [(0, 0)] * 2
+    workers.append(Worker(rtensor.serve().addr, "rollout"))
+    with Controller(workers) as controller, controller.step(claim=handles):
+        for _ in range(2):
+            sums = ray.get([actor.sums.remote(handles) for actor in actors])
+            assert sums == [[100_000.0, 10.0]] * 2
     assert rtensor.storage_stats()["num_tensors"] == 0
     assert handles[0].ref is None
     with pytest.raises(ShardGoneError, match="drained or removed"):
@@ -186,7 +174,7 @@ def batches_are_cleared_by_name() -> None:
         drained = controller.clear_batches(handles[:1])
     assert drained.shards == 1 and drained.failures == {}
     stats = rtensor.storage_stats()
-    assert stats["num_tensors"] == 1 and rtensor.fetch_buffer_stats()["num_entries"] == 1
+    assert stats["num_tensors"] == 1
     assert rtensor.remove(handles[1].shard_id) == 1
     assert rtensor.storage_stats()["total_bytes"] == 0
 
@@ -311,13 +299,11 @@ def failures_of_ray_have_the_names_of_the_guide() -> None:
     owner = Owner.remote()
     (reference,) = ray.get(owner.put.remote())
     assert rtensor.localize(handle_of(reference)).tolist() == [0, 0, 0]
-    rtensor.clear_fetch_buffer()
     ray.kill(owner)
     deadline = time.monotonic() + 60
     while True:
         # Ray learns after a while that it is dead.
         assert time.monotonic() < deadline
-        rtensor.clear_fetch_buffer()
         try:
             rtensor.localize(handle_of(reference), timeout=30)
         except TransferError:

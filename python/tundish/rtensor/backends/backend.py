@@ -1,15 +1,21 @@
-"""`Backend`: the protocol of a backend; and the one that a process uses."""
+"""`Backend`: stores tensors in this process's `ShardStore` and fetches through its buffer; and `set_backend`.
+
+Invariants:
+    The `ShardStore` knows every shard, so that claims and drains reach it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, TypedDict
 
 from torch import Tensor
 
-from tundish._native import RTensor, ShardView
+from tundish._native import RTensor, ShardStore
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.process import state
+from tundish.rtensor.transfer.dense_tensors import tensors_over
 
 __all__ = ["Backend", "Removed", "set_backend"]
 
@@ -22,49 +28,69 @@ class Removed(TypedDict):
     total_bytes: int
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """Stores tensors and fetches them. Several threads call each method at once."""
+class Backend:
+    """The base class of backends. Several threads call each method at once.
+
+    Attributes:
+        shared_memory: whether shards of owners on this node are read from the owner's shared memory.
+    """
+
+    shared_memory = True
+
+    def address(self) -> str:
+        """The owner's address in handles of this process's shards."""
+        raise NotImplementedError
 
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
         """Stores copies of dense CPU tensors, all of them or none; returns their handles."""
+        return ShardStore.put(list(tensors), self.address(), timeout)
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
         """Stores a copy of one dense CPU tensor under a name."""
+        return ShardStore.put_as(shard_id, tensor, self.address(), timeout)
 
     def own(self, shard_id: str) -> RTensor:
         """The handle of a shard that this process stores."""
+        return ShardStore.handle_of(shard_id, self.address())
 
-    def fetch(self, handles: Sequence[RTensor], timeout: float) -> Sequence[ShardView]:
-        """The bytes of handles, in their order: from the fetch buffer, or fetched into it. No two are equal."""
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
+        """The tensors of handles, in their order, which the caller may write to. No two handles are equal."""
+        return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
 
     def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
         """Fetches into dense CPU tensors; the fetch buffer keeps nothing."""
+        ShardStore.fetch_into(list(handles), list(targets), timeout, self.shared_memory)
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         """Removes shards that this process stores, and what it fetched of them."""
+        return _removed(ShardStore.remove(shard_ids))
 
     def clear(self) -> Removed:
         """Removes all that this process stores and fetched."""
-
-    def clear_buffer(self, shard_ids: Iterable[str] | None) -> int:
-        """Drops what was fetched of these shards, or everything; returns the number of entries."""
+        return _removed(ShardStore.clear())
 
     def stats(self) -> dict[str, Any]:
         """`storage`, `buffer` and `epochs` of this process."""
+        found: dict[str, Any] = json.loads(ShardStore.stats())
+        return found
+
+
+def _removed(counts: tuple[int, int, int]) -> Removed:
+    cleared, tensors, total = counts
+    return {"cleared_count": cleared, "num_tensors": tensors, "total_bytes": total}
 
 
 def set_backend(backend: Backend | None) -> None:
     """Sets the backend of this process. Shards that are stored stay where they are.
 
     Args:
-        backend: `HttpBackend()`, `LocalBackend()`, `RayBackend()` or an object with their methods. None is the
-            default, `HttpBackend()`.
+        backend: `HttpBackend()`, `LocalBackend()` or `RayBackend()`. None is the default, `HttpBackend()`.
 
     Raises:
         InvalidTypeError: it is no backend, or a class instead of an instance.
     """
-    if backend is not None and (isinstance(backend, type) or not isinstance(backend, Backend)):
-        shown = backend.__qualname__ if isinstance(backend, type) else type(backend).__qualname__
+    given: Any = backend
+    if given is not None and not isinstance(given, Backend):
+        shown = given.__qualname__ if isinstance(given, type) else type(given).__qualname__
         raise InvalidTypeError(f"set_backend takes a backend, such as HttpBackend(), not {shown}")
     state().backend = backend

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from tundish.rtensor.backends.backend import Backend
-from tundish.rtensor.backends.store_backend import StoreBackend
 from tundish.rtensor.process import state
 from tundish.rtensor.server import server_address
 
 __all__ = ["HttpBackend", "current_backend"]
 
 
-class HttpBackend(StoreBackend):
+class HttpBackend(Backend):
     """Tensors stay in the process that made them, which serves them over HTTP; on its node, through shared memory.
 
     Args:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tundish._native import RTensor, ShardStore, ShardView
+from tundish._native import RTensor, ShardStore
 from tundish.errors import InvalidInputError
-from tundish.rtensor.backends.store_backend import StoreBackend
+from tundish.rtensor.backends.backend import Backend
 
 __all__ = ["LocalBackend"]
 
 _ADDRESS = "local"
 
 
-class LocalBackend(StoreBackend):
+class LocalBackend(Backend):
     """Tensors stay in this process, and no other process can fetch them. For jobs of one process, and for tests."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LocalBackend(StoreBackend):
     def address(self) -> str:
         return _ADDRESS
 
-    def fetch(self, handles: Sequence[RTensor], timeout: float) -> Sequence[ShardView]:
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
         _check_local(handles)
         return super().fetch(handles, timeout)
 

@@ -1,8 +1,7 @@
 """`RayBackend`: tensors in Ray's object store.
 
 An empty shard in this process's `ShardStore` represents each tensor in Ray's store: claims, removals and drains of that
-shard release the reference. Fetched bytes are copied into the fetch buffer and end with their step. Ray frees an object
-when its last reference is gone: the owner's and those in handles.
+shard release the reference. Ray frees an object when its last reference is gone: the owner's and those in handles.
 
 Invariants:
     Ray is not called after this process has left its cluster: it would start another one.
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tundish._native import RTensor, ShardStore, ShardView
+from tundish._native import RTensor, ShardStore
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -34,8 +33,7 @@ from tundish.errors import (
     missing_extra,
 )
 from tundish.rawbytes import raw_bytes
-from tundish.rtensor.backends.backend import Removed
-from tundish.rtensor.backends.store_backend import StoreBackend
+from tundish.rtensor.backends.backend import Backend, Removed
 from tundish.rtensor.handles import TensorShardInfo
 from tundish.rtensor.server import server_address
 
@@ -48,7 +46,7 @@ _LONGEST_SECONDS: Final = 1e9
 _RETRY_SECONDS: Final = 0.02
 
 
-class RayBackend(StoreBackend):
+class RayBackend(Backend):
     """Tensors are stored in the object store of the Ray cluster that this process is connected to (`ray.init`).
 
     Handles carry an `ObjectRef`: they travel as arguments and results of Ray's functions and actors, not through
@@ -100,11 +98,12 @@ class RayBackend(StoreBackend):
             )
         return handle
 
-    def fetch(self, handles: Sequence[RTensor], timeout: float) -> Sequence[ShardView]:
-        def get(places: Sequence[int]) -> list[Any]:
-            return self._get([handles[place] for place in places], timeout)
-
-        return ShardStore.fetch_through(list(handles), get, timeout)
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
+        # They can be trained with even if they are made in inference mode.
+        with torch.inference_mode(False):
+            tensors = [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in handles]
+        self.fetch_into(handles, tensors, timeout)
+        return tensors
 
     def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
         for target, values in zip(targets, self._get(handles, timeout), strict=True):

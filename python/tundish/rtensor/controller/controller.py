@@ -260,7 +260,7 @@ class Controller:
             if self._step is not None:
                 self._step.kept_by_some.update(ids)
             answers = self._requests.send(requests)
-            kept = ShardStore.keep(self._claimant, ids)
+            kept = ShardStore.keep(ids)
             raise_failures("could not be told what to keep", answers)
             if self._step is not None:
                 self._step.kept.update((owner, one) for owner, some in owners.items() for one in some)

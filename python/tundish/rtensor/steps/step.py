@@ -88,8 +88,7 @@ def keep(obj: Any) -> int:
     here = {"local", mine.server.addr if mine.server is not None else "local"}
     others = {one for owner, ids in by_owner(handles).items() if owner not in here for one in ids}
     mine.kept |= others
-    own = [one for one in shard_ids(handles) if one not in others]
-    return ShardStore.keep(mine.keeper, list(others)) + ShardStore.keep(mine.keeper, own)
+    return ShardStore.keep(shard_ids(handles))
 
 
 def drop_fetched(claims: list[str]) -> None:

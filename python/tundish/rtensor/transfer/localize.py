@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tundish._native import RTensor
+from tundish._native import RTensor, ShardStore
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.handles import replace_handles
 from tundish.rtensor.steps.leak_check import leak_check
-from tundish.rtensor.transfer.dense_tensors import tensors_over
 from tundish.rtensor.transfer.output_buffers import is_direct, output_buffers
 from tundish.tree import find_all
 
@@ -55,9 +54,8 @@ def localize(
         outputs = iter(buffers)
         return replace_handles(lambda _: next(outputs), obj)
     unique = list(dict.fromkeys(handles))
-    views = current_backend().fetch(unique, timeout)
+    tensors = dict(zip(unique, current_backend().fetch(unique, timeout), strict=True))
     leak_check.after_fetch()
-    tensors = dict(zip(unique, tensors_over(views, unique), strict=True))
     return replace_handles(tensors.__getitem__, obj)
 
 
@@ -88,7 +86,7 @@ def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
     """
     if shard_ids is not None:
         check_names(shard_ids, "clear_fetch_buffer")
-    return current_backend().clear_buffer(shard_ids)
+    return ShardStore.clear_buffer(shard_ids)
 
 
 def fetch_buffer_stats() -> dict[str, Any]:

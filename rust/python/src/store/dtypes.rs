@@ -1,4 +1,4 @@
-//! Element types: torch's objects and the codes that travel.
+//! Element types: converts `torch.dtype` to codes and back.
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -8,17 +8,17 @@ use tundish_store::{Dtype, Meta, Shape};
 
 use crate::error::BindingError;
 
-/// What this torch knows of them.
+/// The element types of this version of torch.
 struct Known {
-    /// Code and object.
+    /// Codes and their objects.
     objects: Vec<(u8, Py<PyAny>)>,
-    /// Code by object.
+    /// Codes by object.
     codes: Py<PyDict>,
 }
 
 static KNOWN: PyOnceLock<Known> = PyOnceLock::new();
 
-/// The first use of it imports torch.
+/// The first use imports torch.
 fn known(py: Python<'_>) -> PyResult<&Known> {
     KNOWN.get_or_try_init(py, || {
         let torch = py.import("torch")?;
@@ -41,7 +41,7 @@ pub(crate) fn stored_dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
     Ok(known(py)?.objects.iter().map(|(_, object)| object.bind(py).clone()).collect())
 }
 
-/// `torch.dtype` of a code.
+/// The `torch.dtype` of an element type.
 pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAny>> {
     let found = known(py)?.objects.iter().find(|(code, _)| *code == dtype.code());
     found
@@ -49,7 +49,7 @@ pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAn
         .ok_or_else(|| BindingError::Type(format!("this version of torch has no torch.{}", dtype.name())).into())
 }
 
-/// What travels for a `torch.dtype`.
+/// The element type of a `torch.dtype`.
 pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     let code = known(object.py())?.codes.bind(object.py()).get_item(object)?;
     let code = code.ok_or_else(|| {
@@ -58,7 +58,7 @@ pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> PyResult<Dtype> {
     Ok(Dtype::from_code(code.extract()?).map_err(BindingError::from)?)
 }
 
-/// Type and shape of a tensor.
+/// Element type and shape of a tensor.
 pub(super) fn meta_of(tensor: &Bound<'_, PyAny>) -> PyResult<Meta> {
     let py = tensor.py();
     let dtype = dtype_of(&tensor.getattr(intern!(py, "dtype"))?)?;

@@ -9,14 +9,13 @@ use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyT
 use tundish_store::StoreError;
 use tundish_store::handles::{DEEPEST, Reader, Value, Writer};
 
-use super::collector::{Pause, untracked};
 use super::handle::RTensor;
 use crate::error::BindingError;
 
-/// Allocation that is made before items are there.
+/// Items to allocate for before they are read.
 const MOST_AT_ONCE: usize = 1024;
 
-/// Why something cannot be written, and where it is, from the inside out.
+/// An error, and the path to the refused object from the inside out.
 struct Refused {
     error: PyErr,
     path: Vec<String>,
@@ -57,12 +56,12 @@ fn write(value: &Bound<'_, PyAny>, writer: &mut Writer, depth: usize) -> Result<
                     .to_owned(),
             ));
         }
-        // One that a backend gave an address of its own kind.
+        // A backend may give addresses of its own kind.
         let or_not = |error: StoreError| Refused::new(format!("is a handle that cannot travel: {error}"));
         return writer.handle(&handle.get().handle).map_err(or_not);
     }
     if let Ok(text) = value.cast_exact::<PyString>() {
-        return put(writer, &Value::Text { text: text.to_str()?, known: None });
+        return put(writer, &Value::Text(text.to_str()?));
     }
     if value.is_none() {
         return put(writer, &Value::None);
@@ -137,25 +136,26 @@ fn label(key: &Bound<'_, PyAny>) -> String {
     key.repr().map_or_else(|_| "[…]".to_owned(), |text| format!("[{text}]"))
 }
 
-/// What `dump_handles` was given.
+/// Restores what `dump_handles` wrote.
 ///
 /// Raises `InvalidInputError` for bytes that it did not make.
 #[pyfunction]
 pub(crate) fn load_handles<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let mut reader = Reader::new(data).map_err(BindingError::from)?;
-    let mut texts = Vec::new();
-    let _pause = Pause::new(py);
-    let value = read(py, &mut reader, &mut texts, 0)?;
+    // Many small objects are made, and the garbage collector would search them again and again.
+    let gc = py.import("gc")?;
+    let was_enabled: bool = gc.call_method0("isenabled")?.extract()?;
+    gc.call_method0("disable")?;
+    let value = read(py, &mut reader, 0);
+    if was_enabled {
+        gc.call_method0("enable")?;
+    }
+    let value = value?;
     reader.finish().map_err(BindingError::from)?;
     Ok(value)
 }
 
-fn read<'py>(
-    py: Python<'py>,
-    reader: &mut Reader<'_>,
-    texts: &mut Vec<Bound<'py, PyString>>,
-    depth: usize,
-) -> PyResult<Bound<'py, PyAny>> {
+fn read<'py>(py: Python<'py>, reader: &mut Reader<'_>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
     let value = reader.read().map_err(BindingError::from)?;
     if depth == DEEPEST && matches!(value, Value::List(_) | Value::Tuple(_) | Value::Dict(_)) {
         return Err(BindingError::Value(format!("these handles lie in more than {DEEPEST} containers")).into());
@@ -170,45 +170,38 @@ fn read<'py>(
             py.get_type::<PyInt>().call_method("from_bytes", (PyBytes::new(py, bytes), "little"), Some(&options))?
         }
         Value::Float(value) => PyFloat::new(py, value).into_any(),
-        Value::Text { text, known: None } => PyString::new(py, text).into_any(),
-        Value::Text { text, known: Some(place) } => {
-            if place == texts.len() {
-                texts.push(PyString::new(py, text));
-            }
-            texts[place].clone().into_any()
-        }
+        Value::Text(text) => PyString::new(py, text).into_any(),
         Value::Bytes(bytes) => PyBytes::new(py, bytes).into_any(),
-        Value::List(length) => PyList::new(py, read_all(py, reader, texts, length, depth)?)?.into_any(),
-        Value::Tuple(length) => PyTuple::new(py, read_all(py, reader, texts, length, depth)?)?.into_any(),
+        Value::List(length) => PyList::new(py, read_all(py, reader, length, depth)?)?.into_any(),
+        Value::Tuple(length) => PyTuple::new(py, read_all(py, reader, length, depth)?)?.into_any(),
         Value::Dict(length) => {
             let dict = PyDict::new(py);
             for _ in 0..length {
-                let key = read(py, reader, texts, depth + 1)?;
-                let item = read(py, reader, texts, depth + 1)?;
+                let key = read(py, reader, depth + 1)?;
+                let item = read(py, reader, depth + 1)?;
                 dict.set_item(key, item).map_err(|error| unless_it_is_ours(py, error))?;
             }
             dict.into_any()
         }
-        Value::Handle(handle) => untracked(py, RTensor::new(handle))?.into_any(),
+        Value::Handle(handle) => Bound::new(py, RTensor::new(handle))?.into_any(),
     })
 }
 
 fn read_all<'py>(
     py: Python<'py>,
     reader: &mut Reader<'_>,
-    texts: &mut Vec<Bound<'py, PyString>>,
     length: usize,
     depth: usize,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    // Each of the containers in one another may announce as many as there are bytes left.
+    // Each of the nested containers may announce as many items as there are bytes left.
     let mut items = Vec::with_capacity(length.min(MOST_AT_ONCE));
     for _ in 0..length {
-        items.push(read(py, reader, texts, depth + 1)?);
+        items.push(read(py, reader, depth + 1)?);
     }
     Ok(items)
 }
 
-/// A key that is a list, or so.
+/// The error of an unhashable key.
 fn unless_it_is_ours(py: Python<'_>, error: PyErr) -> PyErr {
     if error.is_instance_of::<PyRecursionError>(py) {
         return error;

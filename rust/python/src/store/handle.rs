@@ -1,7 +1,6 @@
 //! `RTensor`: a handle of a tensor that another process holds.
 //!
-//! Invariants: a handle is small, holds no tensor until it is asked for one, and is not tracked by the garbage collector,
-//! since nothing that it holds leads back to it.
+//! Invariant: a handle is small, and holds no tensor but one that it was made with.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,31 +14,30 @@ use tundish_store::handles::{Handle, Kind, Writer, check_owner};
 use tundish_store::{Meta, ShardId, Wanted};
 
 use super::dtypes::{meta_of, object_of};
-use super::locals::Local;
 use crate::error::BindingError;
 
 static SHARD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static SIZE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
-/// What makes a handle again, and of what.
+/// The function that restores a handle, and its arguments.
 type Reduced<'py> = (Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>));
 
-/// A tensor that its owner serves at an address; or some of its rows.
+/// A handle of a tensor, or of some of its rows, that its owner serves.
 ///
-/// `shard` says where it is, `data` what it is: a meta tensor, until `to_local()` has fetched it.
+/// `shard` is its location. `data` is a meta tensor of its shape and dtype. `to_local()` fetches it.
 #[pyclass(frozen, module = "tundish.rtensor")]
 pub(crate) struct RTensor {
     pub(super) handle: Handle,
     extra: Mutex<Option<Box<Extra>>>,
 }
 
-/// What few handles have.
+/// Fields that few handles have.
 #[derive(Default)]
 struct Extra {
-    /// What the backend needs beside the address, such as an `ObjectRef` of Ray.
+    /// A reference of the backend, such as an `ObjectRef` of Ray.
     reference: Option<Py<PyAny>>,
-    /// The tensor, if it is there.
-    local: Option<Local>,
+    /// The tensor that it was made with.
+    local: Option<Py<PyAny>>,
 }
 
 impl RTensor {
@@ -47,7 +45,7 @@ impl RTensor {
         RTensor { handle, extra: Mutex::new(None) }
     }
 
-    /// What the handle is of: of the rows alone, where rows were chosen.
+    /// Element type and shape of the tensor, or of the chosen rows.
     pub(super) fn meta(&self) -> PyResult<Meta> {
         Ok(self.handle.kind.meta.cut(self.handle.rows.as_deref()).map_err(BindingError::from)?)
     }
@@ -67,11 +65,10 @@ impl RTensor {
     }
 
     fn local_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
-        let local = self.lock().as_ref()?.local.as_ref()?.another(py);
-        local.tensor(py)
+        Some(self.lock().as_ref()?.local.as_ref()?.clone_ref(py))
     }
 
-    fn with(handle: Handle, reference: Option<Py<PyAny>>, local: Option<Local>) -> Self {
+    fn with(handle: Handle, reference: Option<Py<PyAny>>, local: Option<Py<PyAny>>) -> Self {
         let is_plain = reference.is_none() && local.is_none();
         let extra = (!is_plain).then(|| Box::new(Extra { reference, local }));
         RTensor { handle, extra: Mutex::new(extra) }
@@ -94,7 +91,7 @@ impl RTensor {
     }
 }
 
-/// One of the texts that a `TensorShardInfo` has.
+/// A string field of a `TensorShardInfo`.
 fn text_of<'py>(shard: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Bound<'py, PyString>> {
     let found = shard.getattr_opt(name)?.and_then(|found| found.cast_into::<PyString>().ok());
     found.ok_or_else(|| {
@@ -104,7 +101,7 @@ fn text_of<'py>(shard: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyRes
     })
 }
 
-/// The name that a text is. A lone surrogate, which Rust's texts cannot have, stands as a character that no name has.
+/// Parses a shard id. A lone surrogate becomes a character that no id has.
 pub(super) fn name_of(text: &Bound<'_, PyString>) -> PyResult<ShardId> {
     Ok(text.to_string_lossy().parse().map_err(BindingError::from)?)
 }
@@ -131,11 +128,11 @@ impl RTensor {
         let is_meta: bool = is_meta.extract()?;
         let kind = Arc::new(Kind { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
-        let local = (!is_meta).then(|| Local::Given(data.clone().unbind()));
+        let local = (!is_meta).then(|| data.clone().unbind());
         Ok(RTensor::with(Handle { id, kind, rows: None }, reference, local))
     }
 
-    /// Where it is.
+    /// Its location.
     #[getter]
     fn shard<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let Handle { id, kind, .. } = &self.handle;
@@ -149,25 +146,25 @@ impl RTensor {
         self.handle.id.to_string()
     }
 
-    /// Where its owner serves it.
+    /// The address of its owner.
     #[getter]
     fn node_addr(&self) -> &str {
         &self.handle.kind.owner
     }
 
-    /// What the backend needs beside these, or None.
+    /// The reference of the backend, or None.
     #[getter]
     fn r#ref(&self, py: Python<'_>) -> Option<Py<PyAny>> {
         self.reference_of(py)
     }
 
-    /// The rows of the shard that are meant, where not all are.
+    /// The rows of the shard, or None for all.
     #[getter]
     fn rows(&self) -> Option<(u64, u64)> {
         self.handle.rows.as_ref().map(|rows| (rows.start, rows.end))
     }
 
-    /// The tensor, if it was fetched through this handle; until then one on the device meta.
+    /// A tensor of the shape and dtype on the device meta, or the one that the handle was made with.
     #[getter]
     fn data<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         if let Some(local) = self.local_of(py) {
@@ -179,41 +176,36 @@ impl RTensor {
         py.import("torch")?.call_method("empty", (self.size(py)?,), Some(&options))
     }
 
-    /// The tensor, fetched if it was not yet, which the caller may write to. The handle keeps it until the shard is
-    /// drained or removed, or what was fetched of it is dropped here.
+    /// Fetches the tensor, which the caller may write to. Within a step, later calls find its bytes in the fetch buffer.
     ///
-    /// Raises what `localize` raises.
+    /// Raises as `localize`.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         if let Some(local) = slf.get().local_of(py) {
             return Ok(local.into_bound(py));
         }
-        let tensor = py.import("tundish.rtensor.transfer.localize")?.call_method1("localize", (slf,))?;
-        let local = Local::fetched(&slf.get().handle, tensor.clone().unbind());
-        let before = slf.get().lock().get_or_insert_default().local.replace(local);
-        drop(before);
-        Ok(tensor)
+        py.import("tundish.rtensor.transfer.localize")?.call_method1("localize", (slf,))
     }
 
-    /// Of the tensor, as a `torch.Size`.
+    /// The shape of the tensor, as a `torch.Size`.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.size(py)
     }
 
-    /// Of the tensor.
+    /// The dtype of the tensor.
     #[getter]
     fn dtype<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         object_of(py, self.handle.kind.meta.dtype())
     }
 
-    /// Of `data`: meta until it was fetched.
+    /// The device of `data`.
     #[getter]
     fn device<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.data(py)?.getattr("device")
     }
 
-    /// Of the tensor.
+    /// The number of dimensions of the tensor.
     #[getter]
     fn ndim(&self) -> usize {
         self.handle.kind.meta.shape().len()
@@ -225,7 +217,7 @@ impl RTensor {
         Ok(self.meta()?.nbytes())
     }
 
-    /// Rows, as of the tensor.
+    /// The number of rows of the tensor.
     fn __len__(&self) -> PyResult<usize> {
         match self.dimensions().first() {
             Some(&rows) => Ok(usize::try_from(rows)?),
@@ -233,7 +225,7 @@ impl RTensor {
         }
     }
 
-    /// A handle of rows, which alone travel when it is made local.
+    /// A handle of some rows: only they are fetched.
     fn __getitem__(slf: &Bound<'_, Self>, key: &Bound<'_, PyAny>) -> PyResult<Self> {
         let this = slf.get();
         let refuse = |why: &str| Err(BindingError::Type(format!("{why}: make it local first")).into());
@@ -280,7 +272,7 @@ impl RTensor {
         format!("RTensor(shape={shape:?}, dtype=torch.{dtype}, shard {id} of {owner}{chosen})")
     }
 
-    /// As bytes of `dumps`; with what the backend needs beside them, where it knows how to pickle that.
+    /// Pickles the bytes of `dumps`, and the reference of the backend.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
         let py = slf.py();
         let mut writer = Writer::new();
@@ -289,12 +281,12 @@ impl RTensor {
         Ok((restore, (PyBytes::new(py, &writer.finish()), slf.get().reference_of(py))))
     }
 
-    /// The same with this `ref`, or without one.
+    /// A handle of the same shard with this `ref`, or without one.
     fn with_ref(&self, reference: Option<Py<PyAny>>) -> Self {
         RTensor::with(self.handle.clone(), reference, None)
     }
 
-    /// Let go of what the handle keeps alive: its `ref`, and the tensor that was fetched through it.
+    /// Drops its `ref`, and the tensor that it was made with.
     fn forget(&self) {
         let extra = self.lock().take();
         drop(extra);
@@ -302,7 +294,7 @@ impl RTensor {
 }
 
 impl RTensor {
-    /// What a drain or a removal takes it by.
+    /// The id of its shard.
     pub(super) fn id(&self) -> &ShardId {
         &self.handle.id
     }

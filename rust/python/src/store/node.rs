@@ -1,4 +1,4 @@
-//! The store of this process: shards that it holds for others, and shards that it fetched.
+//! `ShardStore`: stores, fetches, claims and drains shards in the store of this process.
 //!
 //! Invariants: bytes are copied, waited for and freed without the GIL. The caller keeps tensors alive whose memory is
 //! read or written, until the call returns.
@@ -13,39 +13,25 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::handles::{Handle, Kind};
-use tundish_store::{
-    Checksum, Limits, Meta, Node, Removed, Selection, Service, ShardId, Source, StoreError, TimeLimit, Wanted,
-};
+use tundish_store::{Limits, Meta, Node, Removed, Selection, ShardId, Source, StoreError, TimeLimit, Wanted};
 
-use super::collector::untracked;
 use super::dtypes::meta_of;
 use super::handle::{RTensor, name_of};
-use super::locals::forget_few;
-use super::through::Through;
 use super::view::ShardView;
 use super::wire::transport;
 use crate::enter::{Door, enter};
 use crate::error::BindingError;
 
-/// The owner of what another store holds of `owner`'s: no process serves there, and it is not this one. Names that nodes
-/// give are of one shard each, and have the same, so that they are fetched together; others may be given by several.
-pub(super) fn elsewhere(owner: &str, id: &ShardId) -> Arc<str> {
-    match id.as_numbered() {
-        Some(_) => "elsewhere".into(),
-        None => format!("elsewhere, of {owner}").into(),
-    }
-}
-
 /// A tensor's memory, to be read or written while the GIL is released.
 #[derive(Clone, Copy)]
 struct Address(*mut u8);
 
-// SAFETY: only an address; who uses it answers for what is there.
+// SAFETY: only an address; its users answer for the memory there.
 unsafe impl Send for Address {}
 // SAFETY: as above.
 unsafe impl Sync for Address {}
 
-/// The store of this process: what it holds for others as an owner, and what it fetched as a consumer.
+/// The store of this process: the shards that it owns, and those that it fetched.
 #[pyclass(frozen)]
 pub(crate) struct ShardStore;
 
@@ -56,19 +42,19 @@ impl ShardStore {
         ShardStore
     }
 
-    /// The most bytes of each side, from here on.
+    /// Limits the memory of stored and of fetched shards, in bytes.
     #[staticmethod]
     fn set_limits(py: Python<'_>, storage_bytes: u64, buffer_bytes: u64) {
         py.detach(|| Node::of_process().set_limits(Limits { storage_bytes, buffer_bytes }));
     }
 
-    /// Handles that name `owner` are this process's own.
+    /// Declares `owner` an address of this process: its handles are not fetched.
     #[staticmethod]
     fn announce(owner: &str) {
         Node::of_process().announce(owner.into());
     }
 
-    /// Stores copies of dense tensors in host memory, all or none: their handles.
+    /// Stores copies of dense tensors in host memory, all or none. Returns their handles.
     #[staticmethod]
     fn put<'py>(
         py: Python<'py>,
@@ -83,7 +69,7 @@ impl ShardStore {
         for tensor in tensors {
             let meta = meta_of(&tensor)?;
             places.push(address_of(&tensor)?);
-            // What many have in common is held once.
+            // Equal kinds are held once.
             let before = kinds.last().filter(|kind| *kind.meta == meta).map(Arc::clone);
             let make = || Arc::new(Kind { owner: Arc::clone(&owner), meta: Arc::new(meta) });
             kinds.push(before.unwrap_or_else(make));
@@ -99,11 +85,10 @@ impl ShardStore {
             Ok(Node::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(door)))?)
         })?;
         let handles = ids.into_iter().zip(kinds).map(|(id, kind)| RTensor::new(Handle { id, kind, rows: None }));
-        let made = handles.map(|handle| untracked(py, handle)).collect::<PyResult<Vec<_>>>()?;
-        PyList::new(py, made)
+        PyList::new(py, handles.collect::<Vec<_>>())
     }
 
-    /// Stores a copy of a dense tensor in host memory under a name: its handle.
+    /// Stores a copy of a dense tensor in host memory under a name. Returns its handle.
     #[staticmethod]
     fn put_as(
         py: Python<'_>,
@@ -116,25 +101,13 @@ impl ShardStore {
         let id = name_of(shard_id)?;
         let meta = Arc::new(meta_of(tensor)?);
         let place = address_of(tensor)?;
-        let (name, kind) = (id.clone(), Arc::clone(&meta));
+        let (name, named) = (id.clone(), Meta::clone(&meta));
         enter(py, None, move |door| {
             let place = place;
+            // SAFETY: the caller holds the tensor until this returns, and it is dense.
+            let source = unsafe { Source::from_raw(named, place.0) };
             let mut go_on = || look(door);
-            let mut time_limit = TimeLimit::new(deadline, &mut go_on);
-            let mut incoming = loop {
-                match Node::of_process().receive(name.clone(), Meta::clone(&kind)) {
-                    Err(StoreError::Full { .. }) if !time_limit.is_over() => {
-                        std::thread::sleep(time_limit.turn());
-                        time_limit.look()?;
-                    }
-                    outcome => break outcome?,
-                }
-            };
-            let space = incoming.space();
-            // SAFETY: the caller holds the tensor, which is dense and as long as the space.
-            unsafe { place.0.copy_to_nonoverlapping(space.as_mut_ptr(), space.len()) };
-            let checksum = Checksum::of(incoming.space());
-            Ok(incoming.commit(checksum)?)
+            Ok(Node::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
         })?;
         let kind = Arc::new(Kind { owner: owner.into(), meta });
         Ok(RTensor::new(Handle { id, kind, rows: None }))
@@ -152,8 +125,8 @@ impl ShardStore {
         Ok(RTensor::new(Handle { id, kind, rows: None }))
     }
 
-    /// What the handles lead to, in order, each shard fetched once however often it is wanted; of owners on this node
-    /// through shared memory, where that is wanted.
+    /// The shards of the handles, in order. Each is fetched once; from owners on this node through shared memory, if
+    /// `shared_memory`.
     #[staticmethod]
     fn fetch<'py>(
         py: Python<'py>,
@@ -172,32 +145,7 @@ impl ShardStore {
         PyList::new(py, views)
     }
 
-    /// As `fetch`, where the bytes come from `get(places)`: of a list of places in `handles`, a list of buffers. Of
-    /// handles of different owners it may be called by several threads at once.
-    #[staticmethod]
-    fn fetch_through<'py>(
-        py: Python<'py>,
-        handles: &Bound<'py, PyList>,
-        get: Py<PyAny>,
-        timeout: f64,
-    ) -> PyResult<Bound<'py, PyList>> {
-        let mut wanted = wanted_of(handles)?;
-        wanted.iter_mut().for_each(|one| one.owner = elsewhere(&one.owner, &one.id));
-        let deadline = deadline_of(timeout)?;
-        let through = Through::new(get, &wanted);
-        let views = enter(py, None, |door| {
-            let node = Node::of_process();
-            Ok(node.fetch(&wanted, &through, &mut TimeLimit::new(deadline, &mut || look(door)))?)
-        });
-        if let Some(raised) = through.raised() {
-            return Err(raised);
-        }
-        let views =
-            views?.into_iter().map(|view| Bound::new(py, ShardView::new(view))).collect::<PyResult<Vec<_>>>()?;
-        PyList::new(py, views)
-    }
-
-    /// As `fetch`, into dense tensors in host memory of the same dtypes and shapes; nothing is kept.
+    /// As `fetch`, into dense tensors in host memory of the same dtypes and shapes. The fetch buffer keeps nothing.
     #[staticmethod]
     fn fetch_into(
         py: Python<'_>,
@@ -237,24 +185,20 @@ impl ShardStore {
         })
     }
 
-    /// Shards that were found and removed here, the tensors that they held, and their bytes.
+    /// Removes shards. Returns their count, the count of their tensors, and their bytes.
     #[staticmethod]
     fn remove(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {
         let ids = ids_of(shard_ids)?;
-        let removed = py.detach(|| Node::of_process().remove(&ids));
-        forget_few(py);
-        Ok(as_tuple(removed))
+        Ok(as_tuple(py.detach(|| Node::of_process().remove(&ids))))
     }
 
-    /// Removes all that is here, on both sides: what the storage held, as of `remove`.
+    /// Removes all stored and fetched shards. Returns the counts of the storage, as `remove`.
     #[staticmethod]
     fn clear(py: Python<'_>) -> (u64, u64, u64) {
-        let removed = py.detach(|| Node::of_process().clear_node());
-        forget_few(py);
-        as_tuple(removed)
+        as_tuple(py.detach(|| Node::of_process().clear_node()))
     }
 
-    /// Those of these names that nothing is stored under here.
+    /// The names of these that have no shard here.
     #[staticmethod]
     fn absent(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
         let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| Selection { id, rows: None }).collect();
@@ -265,23 +209,21 @@ impl ShardStore {
         }
     }
 
-    /// Drops what was fetched of these shards, or all of it: how many entries.
+    /// Drops the fetched entries of these shards, or all. Returns their number.
     #[staticmethod]
     #[pyo3(signature = (shard_ids=None))]
     fn clear_buffer(py: Python<'_>, shard_ids: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let ids = shard_ids.map(ids_of).transpose()?;
-        let dropped = py.detach(|| Node::of_process().clear_buffer(ids.as_deref()));
-        forget_few(py);
-        Ok(dropped)
+        Ok(py.detach(|| Node::of_process().clear_buffer(ids.as_deref())))
     }
 
-    /// From here on what is fetched belongs to this step.
+    /// Begins a step: later fetches belong to it.
     #[staticmethod]
     fn begin_epoch(py: Python<'_>, epoch: u64, claimant: u64) -> PyResult<()> {
         enter(py, None, move |_| Ok(Node::of_process().begin_epoch(epoch, claimant)?))
     }
 
-    /// Has these shards end with the step: their bytes, those that are not here, those that are another step's.
+    /// Claims shards for a step. Returns their bytes, the missing ones, and those of other steps.
     #[staticmethod]
     fn claim(
         py: Python<'_>,
@@ -295,28 +237,23 @@ impl ShardStore {
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
 
-    /// The claimant is gone: what it claimed is unclaimed again, what was fetched in its steps is dropped, and what it
-    /// kept of others' steps ends with these.
+    /// Gives up the steps of a claimant: unclaims its shards, and drops the entries that were fetched in its steps.
     #[staticmethod]
     fn give_up(py: Python<'_>, claimant: u64) {
         py.detach(|| Node::of_process().give_up(claimant));
-        forget_few(py);
     }
 
-    /// Drops what the step claimed and fetched: its account, in JSON.
+    /// Ends a step: drops its claimed shards and fetched entries. Returns its account in JSON.
     #[staticmethod]
     fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {
-        let ledger = py.detach(|| Node::of_process().end_epoch(epoch));
-        forget_few(py);
-        as_json(&ledger)
+        as_json(&py.detach(|| Node::of_process().end_epoch(epoch)))
     }
 
-    /// Has these shards, stored or fetched here, outlive their step, of another claimant's as long as this one lives: how
-    /// many entries that were.
+    /// Keeps shards and fetched entries beyond their step. Returns their number.
     #[staticmethod]
-    fn keep(py: Python<'_>, claimant: u64, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
+    fn keep(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
         let ids = ids_of(shard_ids)?;
-        let kept = py.detach(|| Node::of_process().keep(claimant, &ids));
+        let kept = py.detach(|| Node::of_process().keep(&ids));
         Ok(kept.shards + kept.entries)
     }
 
@@ -326,14 +263,14 @@ impl ShardStore {
         Node::of_process().current_epoch()
     }
 
-    /// How all of it stands, in JSON.
+    /// All counts, in JSON.
     #[staticmethod]
     fn stats(py: Python<'_>) -> PyResult<String> {
         as_json(&py.detach(|| Node::of_process().stats()))
     }
 }
 
-/// The names of the handles' shards, each once, in the order in which they are met.
+/// The ids of the shards of handles, each once, in their order.
 #[pyfunction]
 pub(crate) fn shard_ids<'py>(handles: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
     let mut seen = std::collections::HashSet::new();
@@ -347,26 +284,26 @@ pub(crate) fn shard_ids<'py>(handles: &Bound<'py, PyList>) -> PyResult<Bound<'py
     Ok(found)
 }
 
-/// Looks for signals in the middle of waits and copies.
+/// Checks for signals during waits and copies.
 pub(super) fn look(door: &mut Door) -> Result<(), StoreError> {
     door.tick("store", 0, 0).map_err(|_| StoreError::Interrupted)
 }
 
 pub(super) fn deadline_of(timeout: f64) -> PyResult<Instant> {
-    // A century is as good as for ever, and can be added to any instant; NaN, which `min` would make one, is refused.
+    // A century can be added to any instant. `min` would turn NaN into it, and NaN is refused.
     let longest = if timeout.is_nan() { timeout } else { timeout.min(3.2e9) };
     let seconds = Duration::try_from_secs_f64(longest);
     let seconds = seconds.map_err(|_| BindingError::Value(format!("timeout is {timeout}, not seconds to wait")))?;
     Ok(Instant::now() + seconds)
 }
 
-/// Ids that are read with the GIL held, at most: a fraction of a millisecond.
+/// Ids that are read at once with the GIL held: a fraction of a millisecond.
 const AT_ONCE: usize = 4096;
 
-/// For how long other threads can have it then.
+/// The pause in which other threads can take the GIL.
 const BREATH: Duration = Duration::from_micros(50);
 
-/// `shard_ids`: any iterable of texts; a lone text would be taken for its letters.
+/// The ids in any iterable of strings, but not in a string, which would be read as its letters.
 pub(super) fn ids_of(shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<ShardId>> {
     if shard_ids.is_instance_of::<PyString>() {
         let reason = "shard_ids is a list of texts, not a text: put it into a list".to_owned();
@@ -375,7 +312,7 @@ pub(super) fn ids_of(shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<ShardId>> {
     let mut ids = Vec::new();
     for id in shard_ids.try_iter()? {
         if ids.len() % AT_ONCE == AT_ONCE - 1 {
-            // Who waits for the GIL takes it when it is let go of and stays so until he is awake.
+            // A waiting thread takes the GIL if it is still free when the thread wakes up.
             shard_ids.py().detach(|| sleep(BREATH));
         }
         ids.push(id_of(&id?)?);

@@ -1,4 +1,4 @@
-//! Tensors over fetched memory.
+//! `ShardView`: fetched memory, and tensors over it.
 //!
 //! Invariant: as long as a tensor or a buffer over its memory lives, nothing else uses that memory.
 #![allow(unsafe_code)]
@@ -15,10 +15,10 @@ use crate::shm::drop_without_gil::DropWithoutGil;
 use crate::tree::dlpack_exchange::TensorExchange;
 use crate::tree::tensor_plan::Geometry;
 
-/// To let go of less does not take so long that other threads should have the GIL meanwhile.
+/// Views of fewer bytes are dropped with the GIL held.
 const LARGE: u64 = 1 << 20;
 
-/// What keeps the memory.
+/// Keeps the memory alive.
 enum Kept {
     Small(View),
     Large(DropWithoutGil<View>),
@@ -33,7 +33,7 @@ impl Kept {
     }
 }
 
-/// The memory of a tensor that was fetched, which its holder alone writes to.
+/// The memory of a fetched tensor. Only its holder writes to it.
 #[pyclass(frozen)]
 pub(crate) struct ShardView {
     kept: Arc<Kept>,
@@ -53,7 +53,7 @@ impl ShardView {
         Ok(usize::try_from(self.kept.view().meta().nbytes())?)
     }
 
-    /// What Python has of itself from 3.12 on (PEP 688).
+    /// Python 3.12 and later have it built in (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
@@ -70,7 +70,7 @@ impl ShardView {
     }
 }
 
-/// A tensor over each of these views; None for one without memory, or of a dtype that torch takes from nobody.
+/// A tensor over each view; None for a view without memory, or of a dtype that DLPack does not know.
 #[pyfunction]
 pub(crate) fn tensors_over<'py>(exchange: &TensorExchange, views: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
     let py = views.py();
@@ -91,7 +91,7 @@ pub(crate) fn tensors_over<'py>(exchange: &TensorExchange, views: &Bound<'py, Py
     Ok(made)
 }
 
-/// DLPack's code of an element type, and its bits; of those that torch takes.
+/// The code and the bits of an element type in DLPack, for those that torch takes.
 fn code_of(dtype: Dtype) -> Option<(u8, u8)> {
     let bits = u8::try_from(dtype.size() * 8).ok()?;
     let kinds = [("uint", 1), ("int", 0), ("float", 2), ("bfloat", 4), ("complex", 5)];

@@ -1,4 +1,4 @@
-//! A process's server, and the clients with which it fetches.
+//! `ShardServer`, `WorkerClient`, and the clients that fetch.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
@@ -12,15 +12,15 @@ use crate::enter::enter;
 use crate::error::BindingError;
 use crate::shm::drop_without_gil::DropWithoutGil;
 
-/// For who wants bytes over sockets also on one node.
+/// Fetches over sockets also on one node.
 static OF_SOCKETS: PerProcess<Client> = PerProcess::new(Client::of_sockets);
 
-/// The client to fetch with.
+/// The client that fetches.
 pub(super) fn transport(shared_memory: bool) -> &'static dyn Transport {
     if shared_memory { Client::of_process() } else { OF_SOCKETS.get() }
 }
 
-/// Serves what this process stores, as long as it is not closed.
+/// Serves the shards of this process until it is closed.
 #[pyclass(frozen)]
 pub(crate) struct ShardServer {
     server: std::sync::Mutex<Option<DropWithoutGil<Server>>>,
@@ -48,20 +48,20 @@ impl ShardServer {
         let tls = tls.map(|(certificate, key)| ServerTls::from_pem(&certificate, &key)).transpose();
         let options =
             ServerOptions { token, tls: tls.map_err(BindingError::from)?, open_metrics, ..Default::default() };
-        // Of a lone surrogate, which no host has in its name, it becomes another name that none has.
+        // A lone surrogate becomes another character that no host name has.
         let host = host.to_string_lossy().into_owned();
         let server = enter(py, None, move |_| Ok(Server::start(Node::of_process(), &host, port, options)?))?;
         let port = server.address().port();
         Ok(ShardServer { server: std::sync::Mutex::new(Some(DropWithoutGil::new(server))), port })
     }
 
-    /// Which port it is.
+    /// Its port.
     #[getter]
     fn port(&self) -> u16 {
         self.port
     }
 
-    /// Ends it. Done twice is done once.
+    /// Stops serving. Idempotent.
     fn close(&self) {
         let server = self.server.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         drop(server);

@@ -6,25 +6,23 @@
 //!    Likewise a step begins with all entries that came for it beforehand.
 //! 2. A step that has ended does not begin again, as far back as ended steps are remembered.
 //! 3. For each step, the bytes brought in are the bytes freed plus the bytes held.
-//! 4. No hash table is large, so that growing one under the lock moves some thousand entries, not a million.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::entries::kept_shards::KeptShards;
 use crate::error::StoreError;
 use crate::shard_id::ShardId;
 use crate::{Claimant, Epoch};
 
-/// Tables of a part; a power of two.
-const TABLES: usize = 256;
-
 /// Steps that ended and are remembered.
 const REMEMBERED: usize = 256;
 
-/// And those of them that are told of when nobody asks for one.
+/// The token of the part of no step.
+pub(crate) const UNCLAIMED: u64 = 0;
+
+/// Ended steps in the statistics.
 const TOLD: usize = 8;
 
 /// Bytes and entries of a part since it began.
@@ -34,7 +32,6 @@ pub(crate) struct StepCounts {
     pub(crate) freed_bytes: u64,
     pub(crate) held_bytes: u64,
     pub(crate) num_entries: u64,
-    pub(crate) late: u64,
 }
 
 impl StepCounts {
@@ -54,74 +51,31 @@ impl StepCounts {
 /// Bytes of tensors that were handed out in a step and live.
 pub(crate) type Viewed = Arc<AtomicU64>;
 
-/// What ends together: the entries of a step, or those of none.
+/// The entries of one step, or those of none.
 pub(crate) struct StepEntries<V> {
-    /// Tells it from a later one of the same name.
+    /// Identifies it; a later one has a larger token.
     pub(crate) token: u64,
-    /// The older, the smaller; as its token at first, which is another one when it was flushed.
-    pub(crate) age: u64,
     pub(crate) claimant: Option<Claimant>,
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed: Viewed,
-    /// Whether its step is about to end, so that nobody is given anything of it any more.
-    pub(crate) is_closed: bool,
-    /// None as long as nothing is in it.
-    tables: Vec<HashMap<ShardId, V>>,
+    pub(crate) entries: HashMap<ShardId, V>,
 }
 
 impl<V> StepEntries<V> {
     fn new(token: u64, claimant: Option<Claimant>) -> Self {
-        let (step_counts, viewed) = (StepCounts::default(), Viewed::default());
-        StepEntries { token, age: token, claimant, step_counts, viewed, is_closed: false, tables: Vec::new() }
+        let (step_counts, viewed, entries) = (StepCounts::default(), Viewed::default(), HashMap::new());
+        StepEntries { token, claimant, step_counts, viewed, entries }
     }
 
-    pub(crate) fn get(&self, id: &ShardId) -> Option<&V> {
-        self.tables.get(place(id))?.get(id)
-    }
-
-    pub(crate) fn find_mut(&mut self, id: &ShardId) -> Option<&mut V> {
-        self.tables.get_mut(place(id))?.get_mut(id)
-    }
-
-    /// The table that has or would have it.
-    pub(crate) fn table(&mut self, id: &ShardId) -> &mut HashMap<ShardId, V> {
-        if self.tables.is_empty() {
-            self.tables.resize_with(TABLES, HashMap::new);
-        }
-        &mut self.tables[place(id)]
-    }
-
-    /// Takes an entry out; its bytes are the caller's to count.
-    pub(crate) fn take(&mut self, id: &ShardId) -> Option<V> {
-        self.tables.get_mut(place(id))?.remove(id)
-    }
-
-    /// Takes the entries out and leaves the account; from here on it has this token.
-    fn empty(&mut self, token: u64) -> Self {
-        let mut empty = StepEntries::new(token, self.claimant);
-        empty.age = self.age;
-        empty.is_closed = self.is_closed;
+    /// Takes the entries out and leaves the account.
+    fn empty(&mut self) -> Self {
+        let mut empty = StepEntries::new(self.token, self.claimant);
         empty.step_counts = self.step_counts;
         empty.step_counts.freed_bytes += std::mem::take(&mut empty.step_counts.held_bytes);
         empty.step_counts.num_entries = 0;
         empty.viewed = Arc::clone(&self.viewed);
         std::mem::replace(self, empty)
     }
-
-    /// Some of the names in it, at most `most`, from the table `cursor` on, which moves on when that is done.
-    pub(crate) fn some_ids(&self, cursor: &mut usize, most: usize) -> Vec<ShardId> {
-        while let Some(table) = self.tables.get(*cursor) {
-            if !table.is_empty() {
-                return table.keys().take(most).cloned().collect();
-            }
-            *cursor += 1;
-        }
-        Vec::new()
-    }
-}
-
-fn place(id: &ShardId) -> usize {
-    id.spread() as usize % TABLES
 }
 
 /// A step that ended.
@@ -133,33 +87,36 @@ pub(crate) struct Past {
     pub(crate) viewed: Viewed,
 }
 
-/// How a step stands.
+/// The account of a step.
 pub(crate) struct Standing {
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed_bytes: u64,
     pub(crate) has_ended: bool,
 }
 
-/// All parts: one of no step, one of each step that has begun, and one of the next.
+/// All entries: those of no step, of each step that has begun, and of the next one.
 pub(crate) struct EntriesByStep<V> {
     parts: HashMap<Option<Epoch>, StepEntries<V>>,
-    /// What the next step begins with.
+    /// The entries that the next step begins with.
     next: StepEntries<V>,
     past: VecDeque<Past>,
-    /// Of what is of no step.
-    pub(crate) keeps: KeptShards,
     next_token: u64,
     pub(crate) high_water_bytes: u64,
 }
 
 impl<V> EntriesByStep<V> {
     pub(crate) fn new() -> Self {
-        let parts = HashMap::from([(None, StepEntries::new(0, None))]);
-        let (next, past, keeps) = (StepEntries::new(1, None), VecDeque::new(), KeptShards::default());
-        EntriesByStep { parts, next, past, keeps, next_token: 2, high_water_bytes: 0 }
+        let parts = HashMap::from([(None, StepEntries::new(UNCLAIMED, None))]);
+        EntriesByStep {
+            parts,
+            next: StepEntries::new(1, None),
+            past: VecDeque::new(),
+            next_token: 2,
+            high_water_bytes: 0,
+        }
     }
 
-    /// The step's part; begun if it is not there, for `claimant`, with what there is for the next step.
+    /// The part of a step. If the step has not begun, it begins for `claimant` with the entries of the next step.
     pub(crate) fn begin(&mut self, epoch: Epoch, claimant: Claimant) -> Result<&mut StepEntries<V>, StoreError> {
         if self.past(epoch).is_some() {
             return Err(StoreError::StepEnded { epoch });
@@ -193,29 +150,11 @@ impl<V> EntriesByStep<V> {
         part
     }
 
-    /// Takes all entries out, those of the oldest first; steps go on, with nothing in them.
+    /// Takes all entries out, those of the oldest step first; steps go on, with nothing in them.
     pub(crate) fn flush(&mut self) -> Vec<StepEntries<V>> {
-        self.keeps.clear();
-        let mut parts: Vec<_> = self.parts.values_mut().chain([&mut self.next]).collect();
-        parts.sort_unstable_by_key(|part| part.age);
-        let tokens = self.next_token..;
-        self.next_token += parts.len() as u64;
-        parts.into_iter().zip(tokens).map(|(part, token)| part.empty(token)).collect()
-    }
-
-    /// A claimant keeps what ended with the step `of` until now, or with none. It is among what is of no step now.
-    pub(crate) fn keep(&mut self, claimant: Claimant, id: &ShardId, of: Option<Epoch>) {
-        let Some(of) = of.or_else(|| self.keeps.step_of(id)) else { return };
-        if self.is_of(of, claimant) {
-            self.keeps.forget(id);
-        } else {
-            self.keeps.note(claimant, id, of);
-        }
-    }
-
-    /// Whether a step that is under way is this claimant's.
-    pub(crate) fn is_of(&self, epoch: Epoch, claimant: Claimant) -> bool {
-        self.get(Some(epoch)).is_some_and(|part| part.claimant == Some(claimant))
+        let mut parts: Vec<_> = self.iter_mut().map(|(_, part)| part.empty()).collect();
+        parts.sort_unstable_by_key(|part| part.token);
+        parts
     }
 
     pub(crate) fn get(&self, epoch: Option<Epoch>) -> Option<&StepEntries<V>> {
@@ -231,7 +170,7 @@ impl<V> EntriesByStep<V> {
         self.parts.get_mut(&None).expect("it was made first and is never taken out")
     }
 
-    /// The part of what comes while there is no step.
+    /// The part for entries that arrive while there is no step.
     pub(crate) fn next(&self) -> &StepEntries<V> {
         &self.next
     }
@@ -244,12 +183,6 @@ impl<V> EntriesByStep<V> {
         self.iter_mut().map(|(_, part)| part).find(|part| part.token == token)
     }
 
-    /// All that end with a step.
-    pub(crate) fn ending_mut(&mut self) -> impl Iterator<Item = &mut StepEntries<V>> {
-        let begun = self.parts.iter_mut().filter(|(epoch, _)| epoch.is_some());
-        begun.map(|(_, part)| part).chain([&mut self.next])
-    }
-
     /// The step that ended with the part of this token.
     pub(crate) fn past_of_token(&self, token: u64) -> Option<&Past> {
         self.past.iter().rev().find(|past| past.token == Some(token))
@@ -257,12 +190,6 @@ impl<V> EntriesByStep<V> {
 
     pub(crate) fn past(&self, epoch: Epoch) -> Option<&Past> {
         self.past.iter().rev().find(|past| past.epoch == epoch)
-    }
-
-    /// The step that ended with the part of this token, or that of this number.
-    pub(crate) fn past_mut(&mut self, token: u64, epoch: Option<Epoch>) -> Option<&mut Past> {
-        let is_it = |past: &&mut Past| past.token == Some(token) || Some(past.epoch) == epoch;
-        self.past.iter_mut().rev().find(is_it)
     }
 
     /// How a step stands; `None` where it never began, or ended too long ago.
@@ -276,7 +203,7 @@ impl<V> EntriesByStep<V> {
 
     /// The last steps that have ended, and those that have not, the newest last.
     pub(crate) fn epochs(&self) -> (Vec<Epoch>, Vec<Epoch>) {
-        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.age, epoch?))).collect();
+        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.token, epoch?))).collect();
         open.sort_unstable();
         let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.epoch);
         (past.collect(), open.into_iter().map(|(_, epoch)| epoch).collect())

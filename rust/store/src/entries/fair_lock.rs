@@ -11,7 +11,7 @@ use crate::entries::sync::{AtomicUsize, Mutex, MutexGuard, Ordering, yield_now};
 /// Entries that are worked on with the lock held, at most: some ten microseconds.
 pub(crate) const TURN: usize = 128;
 
-/// The lock, and what it guards.
+/// A lock with turns.
 pub(crate) struct FairLock<T> {
     state: Mutex<T>,
     waiting: AtomicUsize,
@@ -29,15 +29,14 @@ impl<T> FairLock<T> {
         state
     }
 
-    /// For a child made by `fork`: where a thread of the parent had the lock there is nothing to be trusted.
+    /// For a child made by `fork`. If a thread of the parent had the lock, the state is not touched.
     pub(crate) fn forget(&self, forget: impl FnOnce(&mut T)) {
         if let Ok(mut state) = self.state.try_lock() {
             forget(&mut state);
         }
     }
 
-    /// Works on `items` in turns. Between two of them everybody who waits for the lock gets it: without that, who lets
-    /// go of it and takes it again at once mostly gets it back.
+    /// Works on `items` in turns. Between two turns all waiting threads get the lock.
     pub(crate) fn in_turns<I, R>(&self, items: &[I], mut turn: impl FnMut(&mut T, &[I]) -> R) -> Vec<R> {
         let mut results = Vec::with_capacity(items.len().div_ceil(TURN));
         for some in items.chunks(TURN) {
@@ -47,16 +46,7 @@ impl<T> FairLock<T> {
         results
     }
 
-    /// Works in turns, as [`in_turns`](Self::in_turns) does, until one says that it is done.
-    pub(crate) fn turns_until_done<R>(&self, mut turn: impl FnMut(&mut T) -> Option<R>) -> Vec<R> {
-        let results = std::iter::from_fn(|| {
-            self.pass();
-            turn(&mut self.lock())
-        });
-        results.collect()
-    }
-
-    /// Lets those who wait go first, within reason.
+    /// Lets waiting threads go first, within reason.
     fn pass(&self) {
         /// They may be many, and come back.
         const PATIENCE: usize = 1000;

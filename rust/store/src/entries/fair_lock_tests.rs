@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::entries::fair_lock::FairLock;
 
-/// KeptShards this thread, and those that it starts, on the processor that it is on: what one yields there, another gets. Of
+/// Keeps this thread, and those that it starts, on the processor that it is on: what one yields there, another gets. Of
 /// several, that on which who waits is to wake up may have other work for longer than anybody is let in.
 #[cfg(target_os = "linux")]
 fn stay_on_one_processor() {
@@ -18,7 +18,7 @@ fn stay_on_one_processor() {
 fn stay_on_one_processor() {}
 
 #[test]
-fn a_turn_is_short_and_who_waits_gets_in_between_two() {
+fn a_turn_is_short_and_a_waiting_thread_gets_in_between_two() {
     stay_on_one_processor();
     let (fair_lock, is_over) = (FairLock::new(()), AtomicBool::new(false));
     let (came, got_in) = (AtomicUsize::new(0), AtomicUsize::new(0));

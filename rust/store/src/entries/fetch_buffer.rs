@@ -3,27 +3,26 @@
 //! Invariants:
 //!
 //! 1. A shard that several threads want at once is fetched by the first of them. The others get its result, or its
-//!    failure, unless the failure is about what the first one declared and they did not.
+//!    failure; if the failure may be the first one's own, they fetch for themselves.
 //! 2. A fetched shard is kept only if nothing drained it meanwhile: its step has not ended, the buffer was not cleared,
 //!    and it was not drained by its id. Else it is refused and counted, and the fetching thread gets an error.
 //! 3. A failure is not remembered: a later request fetches again.
 //! 4. A shard that is fetched between two steps belongs to the next one: everything ends with a step, unless somebody
-//!    keeps it. A kept shard of another claimant's step ends with both.
+//!    keeps it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use crate::entries::by_step::{EntriesByStep, StepEntries, Viewed};
-use crate::entries::fair_lock::{FairLock, TURN};
+use crate::entries::by_step::{EntriesByStep, StepEntries, UNCLAIMED, Viewed};
+use crate::entries::fair_lock::FairLock;
 use crate::entries::in_flight::{InFlight, Outcome, covers};
 use crate::error::StoreError;
 use crate::shard_id::{Rows, ShardId};
-use crate::stats::Dropped;
 use crate::{Claimant, Epoch};
 
-/// What was fetched of a shard.
+/// A fetched shard, or some of its rows.
 #[derive(Debug)]
 pub(crate) struct Held<P> {
     owner: Arc<str>,
@@ -32,20 +31,20 @@ pub(crate) struct Held<P> {
     payload: P,
 }
 
-/// Of most shards one entry: several where rows were chosen, or two owners have shards of one name.
+/// The entries of one shard id: several if rows were chosen, or if two owners have shards of one name.
 pub(crate) type Entries<P> = SmallVec<[Held<P>; 1]>;
 
 /// The step under which a call began.
 #[derive(Clone, Debug)]
 pub(crate) struct Ticket {
-    /// None: the one that was to come.
+    /// `None` for the next step.
     epoch: Option<Epoch>,
-    /// Of its part.
+    /// The token of its part.
     token: u64,
     pub(crate) viewed: Viewed,
 }
 
-/// What is wanted.
+/// A wanted shard, or some of its rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Key {
     pub(crate) id: ShardId,
@@ -53,17 +52,17 @@ pub(crate) struct Key {
     pub(crate) rows: Option<Rows>,
 }
 
-/// What is here, and which rows of the shard it is.
+/// A fetched tensor, and its rows of the shard.
 pub(crate) type Found<P> = (P, Option<Rows>);
 
-/// What became of a question.
+/// The answer to a question for a shard.
 #[derive(Debug)]
 pub(crate) enum Asked<P> {
-    /// It is here; of these rows.
+    /// The buffer has it, with these rows.
     Hit(P, Option<Rows>),
-    /// Somebody fetches it.
+    /// Another thread fetches it.
     Joined(Arc<InFlight<P>>),
-    /// Who asked is to fetch it, and then to call `land` or `fail`, one of them, once.
+    /// The caller must fetch it, and then call either `land` or `fail`.
     Leads(Arc<InFlight<P>>),
 }
 
@@ -95,7 +94,7 @@ impl<P: Clone> Buffer<P> {
         Buffer { state: FairLock::new(state) }
     }
 
-    /// From here on calls belong to this step.
+    /// Begins a step: later calls belong to it.
     pub(crate) fn begin(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
         let mut state = self.state.lock();
         state.parts.begin(epoch, claimant)?;
@@ -107,7 +106,7 @@ impl<P: Clone> Buffer<P> {
         self.state.lock().current
     }
 
-    /// Under which step a call begins.
+    /// The step of a call that begins now.
     pub(crate) fn ticket(&self) -> Ticket {
         let state = self.state.lock();
         let epoch = state.current;
@@ -115,7 +114,7 @@ impl<P: Clone> Buffer<P> {
         Ticket { epoch, token: part.token, viewed: Arc::clone(&part.viewed) }
     }
 
-    /// Asks for some, few enough to hold the lock for; `is_first` where the caller has not asked for them before.
+    /// Asks for at most [`TURN`](crate::entries::fair_lock) shards. `is_first` if the caller asks for the first time.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where the call's step has.
@@ -125,12 +124,7 @@ impl<P: Clone> Buffer<P> {
         Ok(wanted.iter().map(|key| state.ask(ticket.epoch, token, key, is_first)).collect())
     }
 
-    /// Whether it is here, in whichever step.
-    pub(crate) fn has(&self, key: &Key) -> bool {
-        self.state.lock().find(key).is_some()
-    }
-
-    /// What is here of some, with the rows that it has; nobody is asked for the rest.
+    /// The entries that the buffer has, with their rows. The others are not fetched.
     ///
     /// # Errors
     /// As of [`ask`](Self::ask).
@@ -141,7 +135,7 @@ impl<P: Clone> Buffer<P> {
         Ok(found.collect())
     }
 
-    /// What was fetched has come: it is kept, and everybody who waits for it gets it.
+    /// A fetched shard has arrived: keeps it, and gives it to all threads that wait for it.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] and [`StoreError::Drained`] where it came too late.
@@ -154,20 +148,20 @@ impl<P: Clone> Buffer<P> {
         let InFlight { owner, rows, .. } = &**flight;
         let held = Held { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
         part.step_counts.bring(bytes);
-        part.table(&flight.id).entry(flight.id.clone()).or_default().push(held);
+        part.entries.entry(flight.id.clone()).or_default().push(held);
         state.parts.saw_peak();
         drop(state);
         flight.land(Outcome::Landed(payload, flight.rows.clone()));
         Ok(())
     }
 
-    /// What was to be fetched does not come.
+    /// A fetch has failed.
     pub(crate) fn fail(&self, flight: &Arc<InFlight<P>>, outcome: Outcome<P>) {
         self.state.lock().take_off(flight);
         flight.land(outcome);
     }
 
-    /// Ends a step. What it held is returned, to be let go of.
+    /// Ends a step, and returns its entries to be dropped.
     pub(crate) fn end(&self, epoch: Epoch) -> Option<StepEntries<Entries<P>>> {
         let mut state = self.state.lock();
         let part = state.parts.end(epoch);
@@ -177,50 +171,40 @@ impl<P: Clone> Buffer<P> {
         part
     }
 
-    /// Drains all; what was held, and what is under way will not be kept.
+    /// Takes all entries out, to be dropped. Fetches under way will not be kept.
     pub(crate) fn flush(&self) -> Vec<StepEntries<Entries<P>>> {
-        self.state.lock().parts.flush()
+        let mut state = self.state.lock();
+        let (flushed, cancelled) = (state.parts.flush(), std::mem::take(&mut state.flights));
+        drop(state);
+        cancelled.into_values().flatten().for_each(|flight| flight.cancel());
+        flushed
     }
 
-    /// Drains what was fetched of these shards; what is under way of them will not be kept. How many entries, and what
-    /// was held, to be let go of.
-    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Dropped, Vec<Vec<Entries<P>>>) {
-        let mut dropped = Dropped::default();
+    /// Takes the entries of these shards out, to be dropped. Fetches of them that are under way will not be kept.
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> Vec<Vec<Entries<P>>> {
         // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
         let turns = self.state.in_turns(ids, |state, some| {
             let mut removed = Vec::with_capacity(some.len());
-            some.iter().for_each(|id| dropped.kept += state.remove(id, &mut removed));
+            for id in some {
+                state.parts.iter_mut().for_each(|(_, part)| removed.extend(take(part, id)));
+            }
             let cancelled: Vec<_> = some.iter().filter_map(|id| state.flights.remove(id)).flatten().collect();
             (removed, cancelled)
         });
         let (removed, cancelled): (Vec<_>, Vec<_>) = turns.into_iter().unzip();
-        for flight in cancelled.into_iter().flatten() {
-            flight.land(Outcome::Failed(StoreError::Drained { id: flight.id.clone() }));
-        }
-        dropped.entries = removed.iter().flatten().map(|entries: &Entries<P>| entries.len() as u64).sum();
-        (dropped, removed)
+        cancelled.into_iter().flatten().for_each(|flight| flight.cancel());
+        removed
     }
 
-    /// Lets go of what the parent fetched. For a child.
+    /// Drops the parent's entries in a child made by `fork`.
     pub(crate) fn forget(&self) {
         self.state.forget(|state| drop(state.parts.flush()));
     }
 
-    /// What was fetched of these shards ends with no step any more, as long as this claimant lives where it was
-    /// another one's. How many entries.
-    pub(crate) fn keep(&self, claimant: Claimant, ids: &[ShardId]) -> u64 {
-        let turns = self.state.in_turns(ids, |state, some| some.iter().map(|id| state.keep(claimant, id)).sum::<u64>());
+    /// Keeps the entries of these shards beyond their step. Returns their number.
+    pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
+        let turns = self.state.in_turns(ids, |state, some| some.iter().map(|id| state.keep(id)).sum::<u64>());
         turns.into_iter().sum()
-    }
-
-    /// What this claimant kept of others' steps ends with these. What ended before is returned, to be let go of.
-    pub(crate) fn give_up_kept(&self, claimant: Claimant) -> Vec<Vec<Entries<P>>> {
-        self.state.turns_until_done(|state| {
-            let some = state.parts.keeps.give_up(claimant, TURN)?;
-            let mut taken = Vec::with_capacity(some.len());
-            taken.extend(some.iter().filter_map(|(id, epoch)| state.return_to(*epoch, id)));
-            Some(taken)
-        })
     }
 }
 
@@ -232,16 +216,13 @@ impl<P: Clone> State<P> {
 
     /// The part that a call's fetches go to.
     fn part_of(&self, ticket: &Ticket) -> Result<&StepEntries<Entries<P>>, StoreError> {
-        let ended = |epoch| StoreError::StepEnded { epoch };
-        if let Some(part) = self.parts.with_token(ticket.token) {
-            return Ok(part);
-        }
-        // Ended, or flushed and then another one.
-        match (self.parts.past_of_token(ticket.token), ticket.epoch) {
-            (Some(past), _) => Err(ended(past.epoch)),
-            (None, Some(epoch)) => self.parts.get(Some(epoch)).ok_or_else(|| ended(epoch)),
-            (None, None) => Ok(self.current_part()),
-        }
+        self.parts.with_token(ticket.token).ok_or_else(|| self.ended(ticket.token, ticket.epoch))
+    }
+
+    /// The step of this part has ended.
+    fn ended(&self, token: u64, epoch: Option<Epoch>) -> StoreError {
+        let epoch = self.parts.past_of_token(token).map(|past| past.epoch).or(epoch);
+        StoreError::StepEnded { epoch: epoch.unwrap_or_default() }
     }
 
     fn ask(&mut self, epoch: Option<Epoch>, token: u64, key: &Key, is_first: bool) -> Asked<P> {
@@ -264,7 +245,7 @@ impl<P: Clone> State<P> {
     }
 
     fn find(&self, key: &Key) -> Option<&Held<P>> {
-        let of_shard = self.parts.iter().filter_map(|(_, part)| part.get(&key.id)).flatten();
+        let of_shard = self.parts.iter().filter_map(|(_, part)| part.entries.get(&key.id)).flatten();
         let mut fitting =
             of_shard.filter(|held| held.owner == key.owner && covers(held.rows.as_ref(), key.rows.as_ref()));
         fitting.next()
@@ -292,88 +273,40 @@ impl<P: Clone> State<P> {
 
     fn refuse(&mut self, flight: &Arc<InFlight<P>>) -> StoreError {
         self.counts.late += 1;
-        let mut ended = flight.epoch.filter(|epoch| self.parts.get(Some(*epoch)).is_none());
-        if let Some(part) = self.parts.with_token_mut(flight.token) {
-            part.step_counts.late += 1;
-        } else if let Some(past) = self.parts.past_mut(flight.token, flight.epoch) {
-            past.step_counts.late += 1;
-            ended = Some(past.epoch);
-        } else if let Some(part) = self.parts.get_mut(flight.epoch) {
-            part.step_counts.late += 1;
+        if self.parts.with_token(flight.token).is_none() {
+            // Those of another step have to ask anew, and those of this one will learn then that it ended.
+            flight.land(Outcome::Again);
+            return self.ended(flight.token, flight.epoch);
         }
-        match ended {
-            Some(epoch) => {
-                // Those of another step have to ask anew, and those of this one will learn then that it ended.
-                flight.land(Outcome::Again);
-                StoreError::StepEnded { epoch }
-            }
-            None => {
-                let error = StoreError::Drained { id: flight.id.clone() };
-                flight.land(Outcome::Failed(error.clone()));
-                error
-            }
-        }
+        flight.cancel();
+        StoreError::Drained { id: flight.id.clone() }
     }
 
     fn newest(&self) -> Option<Epoch> {
         let begun = self.parts.iter().filter(|(epoch, _)| epoch.is_some());
-        begun.max_by_key(|(_, part)| part.age).and_then(|(epoch, _)| epoch)
+        begun.max_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch)
     }
 
-    /// How many of the entries somebody had kept.
-    fn remove(&mut self, id: &ShardId, removed: &mut Vec<Entries<P>>) -> u64 {
-        let kept = self.take_kept(id);
-        let count = kept.as_ref().map_or(0, |entries| entries.len() as u64);
-        removed.extend(kept);
-        for part in self.parts.ending_mut() {
-            removed.extend(take(part, id));
-        }
-        count
-    }
-
-    fn take_kept(&mut self, id: &ShardId) -> Option<Entries<P>> {
-        self.parts.keeps.forget(id);
-        take(self.parts.unclaimed(), id)
-    }
-
-    fn keep(&mut self, claimant: Claimant, id: &ShardId) -> u64 {
-        let of = self.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.get(id).is_some());
-        let others = of.filter_map(|(epoch, part)| epoch.filter(|_| part.claimant != Some(claimant)));
-        let of = others.max();
+    /// Moves the entries of a shard to those of no step. Returns their number.
+    fn keep(&mut self, id: &ShardId) -> u64 {
         let mut kept = Entries::new();
-        for part in self.parts.ending_mut() {
-            kept.extend(take(part, id).into_iter().flatten());
+        for (_, part) in self.parts.iter_mut() {
+            if part.token != UNCLAIMED {
+                kept.extend(take(part, id).into_iter().flatten());
+            }
         }
         let count = kept.len() as u64;
         if count > 0 {
-            bring(self.parts.unclaimed(), id, kept);
-        }
-        if self.parts.unclaimed().get(id).is_some() {
-            self.parts.keep(claimant, id, of);
+            let unclaimed = self.parts.unclaimed();
+            kept.iter().for_each(|held| unclaimed.step_counts.bring(held.bytes));
+            unclaimed.entries.entry(id.clone()).or_default().extend(kept);
         }
         count
-    }
-
-    /// What nobody keeps any more is the step's again that it was of; it is returned where that is over.
-    fn return_to(&mut self, epoch: Epoch, id: &ShardId) -> Option<Entries<P>> {
-        let entries = self.take_kept(id)?;
-        match self.parts.get_mut(Some(epoch)) {
-            Some(part) => {
-                bring(part, id, entries);
-                None
-            }
-            None => Some(entries),
-        }
     }
 }
 
 fn take<P>(part: &mut StepEntries<Entries<P>>, id: &ShardId) -> Option<Entries<P>> {
-    let entries = part.take(id)?;
+    let entries = part.entries.remove(id)?;
     entries.iter().for_each(|held| part.step_counts.free(held.bytes));
     Some(entries)
-}
-
-fn bring<P>(part: &mut StepEntries<Entries<P>>, id: &ShardId, entries: Entries<P>) {
-    entries.iter().for_each(|held| part.step_counts.bring(held.bytes));
-    part.table(id).entry(id.clone()).or_default().extend(entries);
 }

@@ -8,24 +8,20 @@ use std::time::Duration;
 use crate::Epoch;
 use crate::entries::sync::{Condvar, Mutex};
 use crate::error::StoreError;
-use crate::meta::Meta;
 use crate::shard_id::{Rows, ShardId};
 
-/// What became of a fetch, for those who waited.
+/// The outcome of a fetch for the threads that wait for it.
 #[derive(Clone, Debug)]
 pub(crate) enum Outcome<P> {
-    /// It came; of these rows.
+    /// It arrived, with these rows.
     Landed(P, Option<Rows>),
-    /// It failed in a way that would be everybody's.
+    /// It failed, and would fail for all.
     Failed(StoreError),
-    /// It failed for what its fetcher declared the rows to be, and would for anyone who declares the same of them; everybody
-    /// else has to ask anew.
-    Refuted(StoreError, Meta),
-    /// It failed in a way that was the fetcher's own: anyone who waits has to ask anew.
+    /// It failed for a reason that may be the fetcher's own: the others ask again.
     Again,
 }
 
-/// A fetch of a shard, or of some of its rows, by anyone who asked first.
+/// A fetch of a shard, or of some of its rows, by the first thread that asked for it.
 #[derive(Debug)]
 pub(crate) struct InFlight<P> {
     pub(crate) id: ShardId,
@@ -43,7 +39,7 @@ impl<P: Clone> InFlight<P> {
         InFlight { id, owner, rows, epoch, token, outcome: Mutex::new(None), landed: Condvar::new() }
     }
 
-    /// Tells all who wait. What was told first stays.
+    /// Sets the outcome, unless it is set, and wakes all waiting threads.
     pub(crate) fn land(&self, outcome: Outcome<P>) {
         let mut told = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         if told.is_none() {
@@ -52,7 +48,12 @@ impl<P: Clone> InFlight<P> {
         }
     }
 
-    /// What became of it; `None` where that is not known after `turn`.
+    /// Fails it, since it was drained.
+    pub(crate) fn cancel(&self) {
+        self.land(Outcome::Failed(StoreError::Drained { id: self.id.clone() }));
+    }
+
+    /// The outcome; `None` if there is none after `turn`.
     pub(crate) fn wait(&self, turn: Duration) -> Option<Outcome<P>> {
         let mut told = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         if told.is_none() {

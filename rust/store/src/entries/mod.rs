@@ -1,10 +1,9 @@
-//! Which shards are stored and fetched, by the step that they end with. Bytes are none of its concern.
+//! The stored and the fetched shards, by the step that they end with. This module knows nothing of their bytes.
 
 pub(crate) mod by_step;
 pub(crate) mod fair_lock;
 pub(crate) mod fetch_buffer;
 pub(crate) mod in_flight;
-pub(crate) mod kept_shards;
 pub(crate) mod storage;
 pub(crate) mod sync;
 

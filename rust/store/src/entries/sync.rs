@@ -1,4 +1,4 @@
-//! What threads meet on; the model checker of `tests/races` has its own.
+//! Synchronization primitives. The model checker of `tests/races` replaces them.
 
 pub(crate) use std::sync::atomic::{AtomicUsize, Ordering};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};

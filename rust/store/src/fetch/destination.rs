@@ -16,7 +16,7 @@ use crate::meta::Meta;
 use crate::time_limit::TimeLimit;
 use crate::transport::{Receiver, Reference, Wanted};
 
-/// What this process fetches from one owner in one request, for the buffer.
+/// The shards of one request to one owner, received into the fetch buffer.
 pub(crate) struct BufferDestination<'a> {
     pub(crate) buffer: &'a Buffer<Tensor>,
     pub(crate) pool: &'a Arc<Pool>,
@@ -24,7 +24,7 @@ pub(crate) struct BufferDestination<'a> {
     pub(crate) pieces: Vec<Piece<'a>>,
 }
 
-/// One of them.
+/// One shard of such a request.
 pub(crate) struct Piece<'a> {
     wanted: &'a Wanted,
     flight: Arc<InFlight<Tensor>>,
@@ -43,12 +43,11 @@ impl<'a> Piece<'a> {
 }
 
 impl BufferDestination<'_> {
-    /// Whatever has not landed fails, as `error` says.
+    /// Fails all pieces that have not landed.
     pub(crate) fn fail(&mut self, error: &StoreError) {
-        let is_alone = self.pieces.len() == 1;
         for piece in &mut self.pieces {
             if !std::mem::replace(&mut piece.is_over, true) {
-                self.buffer.fail(&piece.flight, outcome_for(error, piece.wanted, is_alone));
+                self.buffer.fail(&piece.flight, outcome_for(error, piece.wanted));
             }
         }
     }
@@ -67,7 +66,7 @@ impl BufferDestination<'_> {
         check(piece.wanted, meta)
     }
 
-    /// Rooms for all that is still to come: all or none, so that two batches do not wait for each other's halves.
+    /// Spaces for all that is still to come: all or none, so that two batches do not wait for each other's halves.
     fn make_spaces(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
         let missing =
             |piece: &&mut Piece<'_>| !piece.is_over && piece.space.is_none() && piece.wanted.meta.nbytes() > 0;
@@ -159,38 +158,22 @@ fn check(wanted: &Wanted, meta: &Meta) -> Result<(), StoreError> {
     })
 }
 
-/// What those who wait for a piece of a batch that failed are told; whether all of the batch was this piece.
-///
-/// They may have asked by better handles: what is wrong with the fetcher's own is no failure of theirs.
-fn outcome_for(error: &StoreError, wanted: &Wanted, is_alone: bool) -> Outcome<Tensor> {
+/// The outcome for other threads that wait for a piece of a failed batch. They may have better handles, or wait for
+/// another shard: they share only failures of the shard itself or of its owner.
+fn outcome_for(error: &StoreError, wanted: &Wanted) -> Outcome<Tensor> {
     match error {
         StoreError::Missing { owner, shards } => {
             let its: Vec<MissingShard> = shards.iter().filter(|shard| shard.id == wanted.id).cloned().collect();
             if its.is_empty() {
-                Outcome::Again
-            } else {
-                Outcome::Failed(StoreError::Missing { owner: owner.clone(), shards: its })
+                return Outcome::Again;
             }
+            Outcome::Failed(StoreError::Missing { owner: owner.clone(), shards: its })
         }
-        // Of one shard a batch may have several pieces.
-        StoreError::Mismatch { id, declared, .. } if *id == wanted.id && *declared == format!("{:?}", wanted.meta) => {
-            Outcome::Refuted(error.clone(), wanted.meta.clone())
-        }
-        // The request itself was wrong, such as rows that a shard has not got: for which of its pieces is not told.
-        StoreError::Invalid(_) | StoreError::Refused { status: 400 | 413, .. } if is_alone => {
-            Outcome::Refuted(error.clone(), wanted.meta.clone())
-        }
-        // Another shard's, or of anyone who fetched.
-        StoreError::Corrupt { id, .. } | StoreError::Drained { id } if *id != wanted.id => Outcome::Again,
-        StoreError::Mismatch { .. }
-        | StoreError::Invalid(_)
-        | StoreError::Refused { status: 400 | 413, .. }
-        | StoreError::Interrupted
-        | StoreError::TimedOut { .. }
-        | StoreError::Full { .. }
-        | StoreError::TooLarge { .. }
-        | StoreError::StepEnded { .. } => Outcome::Again,
-        other => Outcome::Failed(other.clone()),
+        StoreError::Corrupt { id, .. } if *id == wanted.id => Outcome::Failed(error.clone()),
+        StoreError::Unreachable { .. }
+        | StoreError::Unanswered { .. }
+        | StoreError::Refused { status: 401 | 403, .. } => Outcome::Failed(error.clone()),
+        _ => Outcome::Again,
     }
 }
 
@@ -203,7 +186,7 @@ pub(crate) struct CallerDestination<'a, 'b> {
 }
 
 impl Receiver for CallerDestination<'_, '_> {
-    fn space(&mut self, index: usize, meta: &Meta, _patience: &mut TimeLimit<'_>) -> Result<&mut [u8], StoreError> {
+    fn space(&mut self, index: usize, meta: &Meta, _time_limit: &mut TimeLimit<'_>) -> Result<&mut [u8], StoreError> {
         let wanted =
             self.wanted.get(index).ok_or_else(|| StoreError::Invalid(format!("nothing was wanted at {index}")))?;
         check(wanted, meta)?;

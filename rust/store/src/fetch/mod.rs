@@ -1,11 +1,11 @@
-//! Fetching: what the buffer has, what others are fetching, and the rest in one request an owner, all owners at once.
+//! Fetching: from the buffer, from the fetches of other threads, and the rest in one request an owner, all at once.
 
 mod destination;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use self::destination::{BufferDestination, CallerDestination, Piece};
 use crate::entries::fair_lock::TURN;
@@ -19,14 +19,8 @@ use crate::shard_id::{Rows, ShardId};
 use crate::time_limit::TimeLimit;
 use crate::transport::{Receiver, Transport, Wanted};
 
-/// Owners that are asked at the same time, as long as each makes way for the next.
-const MOST_AT_ONCE: usize = 32;
-
-/// And where they do not: behind those that are silent there may be one that is gone, of which the caller is to hear.
-const MOST_OF_SILENT: usize = 512;
-
-/// After so long without the next one twice as many are asked.
-const STALLED: Duration = Duration::from_millis(100);
+/// Owners that are asked at the same time.
+const MOST_AT_ONCE: usize = 64;
 
 /// Between two looks of the calling thread at whether to go on, while others work.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
@@ -37,15 +31,14 @@ trait Request: Send {
 }
 
 impl Node {
-    /// What is wanted, in order, as memory that the caller may write to and nobody else sees.
+    /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.
     ///
-    /// What the buffer has comes from there. Of the rest each shard is asked for once, however many threads want it: in
-    /// one request an owner, all owners at once. What comes is kept in the buffer under the step that was current when
-    /// this was called.
+    /// Shards in the buffer are not fetched again. Each other one is asked for once, however many threads want it: in one
+    /// request an owner, all owners at once. The buffer keeps them under the step that was current at the call.
     ///
     /// # Errors
-    /// [`StoreError::Missing`] and the transport's errors; [`StoreError::StepEnded`] and [`StoreError::Drained`] where
-    /// that was drained meanwhile; [`StoreError::Mismatch`], [`StoreError::Full`], and what time_limit says.
+    /// [`StoreError::Missing`] and the transport's errors; [`StoreError::StepEnded`] and [`StoreError::Drained`] if
+    /// they were drained meanwhile; [`StoreError::Mismatch`], [`StoreError::Full`], and the errors of `time_limit`.
     pub fn fetch(
         &self,
         wanted: &[Wanted],
@@ -76,7 +69,7 @@ impl Node {
         Ok(views(wanted_ones, &ticket.viewed))
     }
 
-    /// Asks for all that is open, fetches what nobody fetches, and waits for the rest.
+    /// Looks for all open ones in the buffer, fetches those that no other thread fetches, and waits for the rest.
     #[expect(clippy::too_many_arguments, reason = "what a call of `fetch` has in its hands, in one loop")]
     fn round(
         &self,
@@ -108,7 +101,7 @@ impl Node {
         }
         send_all(batches.into_values().collect(), transport, time_limit)?;
         for (index, flight) in own.into_iter().chain(others) {
-            if let Some((tensor, rows)) = wait(&flight, each[index], time_limit)? {
+            if let Some((tensor, rows)) = wait(&flight, time_limit)? {
                 found[index] = Some(cut(each[index], tensor, rows)?);
             }
         }
@@ -139,7 +132,7 @@ impl Node {
     /// As [`fetch`](Node::fetch), into memory of the caller's, one target for each; nothing is kept in the buffer.
     ///
     /// # Errors
-    /// As of `fetch`, and [`StoreError::Invalid`] where a target is not as large as what is wanted.
+    /// As `fetch`, and [`StoreError::Invalid`] if a target has another size than its shard.
     pub fn fetch_into(
         &self,
         wanted: &[Wanted],
@@ -218,7 +211,7 @@ fn key(wanted: &Wanted) -> Key {
     Key { id: wanted.id.clone(), owner: Arc::clone(&wanted.owner), rows: wanted.rows.clone() }
 }
 
-/// What is wanted of what was found, of which it has `rows`; the same type and shape as declared.
+/// The wanted rows of a tensor that has `rows` of the shard, if they have the declared type and shape.
 fn cut(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
     let cut = if wanted.rows == rows {
         tensor
@@ -236,7 +229,7 @@ fn cut(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, St
     })
 }
 
-/// Each thing that is wanted, once, and for each time that it is wanted which.
+/// Each wanted shard once, and for each use its place among them.
 fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
     let mut places: HashMap<(&ShardId, &str, Option<&Rows>), usize> = HashMap::with_capacity(wanted.len());
     let mut each: Vec<&Wanted> = Vec::with_capacity(wanted.len());
@@ -269,21 +262,13 @@ fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
     Ok((each, uses))
 }
 
-/// What came of a flight, and its rows, for who wants this; `None` where that has to be asked for anew.
-fn wait(
-    flight: &InFlight<Tensor>,
-    wanted: &Wanted,
-    time_limit: &mut TimeLimit<'_>,
-) -> Result<Option<Found<Tensor>>, StoreError> {
+/// The tensor that another thread fetched, and its rows; `None` if it has to be asked for again.
+fn wait(flight: &InFlight<Tensor>, time_limit: &mut TimeLimit<'_>) -> Result<Option<Found<Tensor>>, StoreError> {
     loop {
         match flight.wait(time_limit.turn()) {
             Some(Outcome::Landed(tensor, rows)) => return Ok(Some((tensor, rows))),
             Some(Outcome::Failed(error)) => return Err(error),
-            // Else each of many who are wrong alike would have to be told so, one after the other.
-            Some(Outcome::Refuted(error, declared)) if (&flight.rows, &declared) == (&wanted.rows, &wanted.meta) => {
-                return Err(error);
-            }
-            Some(Outcome::Refuted(..) | Outcome::Again) => return Ok(None),
+            Some(Outcome::Again) => return Ok(None),
             None => time_limit.look()?,
         }
         if time_limit.is_over() {
@@ -292,8 +277,8 @@ fn wait(
     }
 }
 
-/// Sends all of them at once, the first from this thread, which alone asks its caller whether to go on. When one fails
-/// the others are called off.
+/// Sends all requests at once. Only this thread calls the caller's function. When one request fails, the others are
+/// cancelled.
 fn send_all<R: Request>(
     mut requests: Vec<R>,
     transport: &dyn Transport,
@@ -305,13 +290,14 @@ fn send_all<R: Request>(
     let deadline = time_limit.deadline();
     let is_off = AtomicBool::new(false);
     let first_error: Mutex<Option<StoreError>> = Mutex::new(None);
+    let threads = requests.len().min(MOST_AT_ONCE);
     let queue = Mutex::new(requests.into_iter());
-    let waiting = || queue.lock().unwrap_or_else(PoisonError::into_inner).len();
     let fail = |error| {
-        // First, so that it is not taken for one of those that it ends.
+        // First, so that the failures of cancelled requests do not replace it.
         first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         is_off.store(true, Ordering::Relaxed);
     };
+    let go_on = || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
     let work = |time_limit: &mut TimeLimit<'_>| {
         while !is_off.load(Ordering::Relaxed) {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -323,38 +309,17 @@ fn send_all<R: Request>(
     };
     let (done, all_done) = mpsc::channel::<()>();
     std::thread::scope(|scope| {
-        let start = |count: usize| {
-            for _ in 0..count {
-                let done = done.clone();
-                let (work, is_off) = (&work, &is_off);
-                // Where no more threads are to be had, fewer do it.
-                let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
-                    let mut go_on =
-                        || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
-                    work(&mut TimeLimit::new(deadline, &mut go_on));
-                    drop(done);
-                });
-            }
-        };
-        let mut threads = waiting().min(MOST_AT_ONCE);
-        start(threads - 1);
-        {
-            let (mut last, mut since) = (waiting(), Instant::now());
-            // Whose own owner may be silent until the time is over.
-            let mut go_on = || {
-                time_limit.look()?;
-                let left = waiting();
-                if left < last {
-                    (last, since) = (left, Instant::now());
-                } else if since.elapsed() >= STALLED {
-                    let more = threads.min(left).min(MOST_OF_SILENT - threads);
-                    start(more);
-                    (threads, since) = (threads + more, Instant::now());
-                }
-                if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) }
-            };
-            work(&mut TimeLimit::new(deadline, &mut go_on));
+        for _ in 1..threads {
+            let done = done.clone();
+            let (work, go_on) = (&work, &go_on);
+            // Without more threads, fewer do it.
+            let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
+                let mut go_on = go_on;
+                work(&mut TimeLimit::new(deadline, &mut go_on));
+                drop(done);
+            });
         }
+        work(&mut TimeLimit::new(deadline, &mut || time_limit.look().and_then(|()| go_on())));
         drop(done);
         while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
             if let Err(error) = time_limit.look() {
@@ -362,10 +327,7 @@ fn send_all<R: Request>(
             }
         }
     });
-    // What was not sent any more fails as it is dropped.
+    // Requests that were not sent fail as they are dropped.
     drop(queue);
     first_error.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
-
-#[cfg(test)]
-mod tests;

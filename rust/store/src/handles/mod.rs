@@ -1,8 +1,8 @@
 //! Nested containers of handles in few bytes, and back.
 //!
 //! A value is a byte that says its kind, and its content; a container says how many values follow. Numbers are LEB128,
-//! signed ones in zigzag. Owners, types and shapes, the numbers of nodes and short texts are written once and referred
-//! to by their place from then on. A handle of the shard that follows the previous one is a single byte.
+//! signed ones in zigzag. Owners, types and shapes, and the numbers of nodes are written once and referred to by their
+//! place from then on. A handle of the shard that follows the previous one is a single byte.
 //!
 //! Invariants, for bytes that anybody may have made:
 //!
@@ -21,21 +21,16 @@ use crate::error::StoreError;
 use crate::meta::Meta;
 use crate::shard_id::{Rows, ShardId};
 
-/// Containers in one another.
+/// The deepest nesting of containers.
 pub const DEEPEST: usize = 500;
 
-/// How the bytes begin: what they are, and the version of their form.
+/// The first bytes: the format and its version.
 const MAGIC: &[u8; 4] = b"tdh\x01";
-
-/// Longer texts, and more of them, are told each time.
-const LONGEST_KNOWN: usize = 64;
-const MOST_KNOWN: usize = 4096;
 
 /// An owner's address is no longer than this: a name of a host and a port.
 const LONGEST_OWNER: usize = 300;
 
-/// Whether a handle may name this as the address of its owner: the same for all who make, write or read one, since what
-/// one accepts another has to.
+/// Checks the address of an owner. Making, writing and reading a handle accept the same addresses.
 ///
 /// # Errors
 /// [`StoreError::Invalid`] where it may not.
@@ -61,7 +56,6 @@ const INTEGER: u8 = 3;
 const LARGE_INTEGER: u8 = 4;
 const FLOAT: u8 = 5;
 const TEXT: u8 = 6;
-const KNOWN_TEXT: u8 = 7;
 const BYTES: u8 = 8;
 const LIST: u8 = 9;
 const TUPLE: u8 = 10;
@@ -72,23 +66,23 @@ const ROWS: u8 = 14;
 /// A numbered shard of the owner, type and shape of the handle before, and the next number.
 const NEXT_HANDLE: u8 = 15;
 
-/// Leads to a shard, or to some of its rows. Takes 40 bytes.
+/// Names a shard, or some of its rows. Takes 40 bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// Which shard.
+    /// The shard.
     pub id: ShardId,
-    /// What it has in common with others.
+    /// The fields that it shares with other handles.
     pub kind: Arc<Kind>,
-    /// Which rows are meant; all where `None`.
+    /// The rows; all if `None`.
     pub rows: Option<Box<Rows>>,
 }
 
-/// What many handles have in common.
+/// The fields that many handles share.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Kind {
-    /// Where the owner of the shard serves it.
+    /// The address that the owner of the shard serves at.
     pub owner: Arc<str>,
-    /// What the whole shard is.
+    /// Element type and shape of the whole shard.
     pub meta: Arc<Meta>,
 }
 
@@ -105,13 +99,8 @@ pub enum Value<'a> {
     LargeInteger(&'a [u8]),
     /// A number of double precision.
     Float(f64),
-    /// A text; `known` is its place among the texts that are told once.
-    Text {
-        /// The text.
-        text: &'a str,
-        /// Equal for equal texts.
-        known: Option<usize>,
-    },
+    /// A text.
+    Text(&'a str),
     /// Bytes.
     Bytes(&'a [u8]),
     /// So many values follow.

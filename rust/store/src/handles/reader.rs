@@ -1,27 +1,24 @@
-//! From bytes that anybody may have made to values.
+//! Reads values from untrusted bytes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, KNOWN_TEXT, Kind, LARGE_INTEGER, LIST, LONGEST_KNOWN, MAGIC,
-    MOST_KNOWN, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, Kind, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE,
+    NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::meta::{Dtype, Meta, Shape};
 use crate::shard_id::ShardId;
 
-/// Reads values one after the other, from bytes that anybody may have made.
+/// Reads values one after the other from untrusted bytes.
 pub struct Reader<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) at: usize,
     owners: Vec<Arc<str>>,
     metas: Vec<Arc<Meta>>,
     kinds: HashMap<(usize, usize), Arc<Kind>>,
-    /// That of the handle before.
-    kind: Option<(usize, usize, Arc<Kind>)>,
     nonces: Vec<u64>,
-    texts: Vec<&'a str>,
     before: Option<(usize, usize, usize, u64)>,
 }
 
@@ -38,9 +35,7 @@ impl<'a> Reader<'a> {
                 owners: Vec::new(),
                 metas: Vec::new(),
                 kinds: HashMap::new(),
-                kind: None,
                 nonces: Vec::new(),
-                texts: Vec::new(),
                 before: None,
             }),
             None => Err(StoreError::Invalid(
@@ -64,19 +59,7 @@ impl<'a> Reader<'a> {
                 let bytes = self.take(8)?;
                 Value::Float(f64::from_le_bytes(bytes.try_into().expect("eight bytes were taken")))
             }
-            TEXT => {
-                let text = self.text()?;
-                let known = (text.len() <= LONGEST_KNOWN && self.texts.len() < MOST_KNOWN).then(|| {
-                    self.texts.push(text);
-                    self.texts.len() - 1
-                });
-                Value::Text { text, known }
-            }
-            KNOWN_TEXT => {
-                let place = self.length()?;
-                let text = *self.texts.get(place).ok_or_else(|| self.wrong("a text that was not told"))?;
-                Value::Text { text, known: Some(place) }
-            }
+            TEXT => Value::Text(self.text()?),
             BYTES => Value::Bytes(self.counted()?),
             LIST => Value::List(self.count(1)?),
             TUPLE => Value::Tuple(self.count(1)?),
@@ -143,16 +126,9 @@ impl<'a> Reader<'a> {
 
     /// The one that handles of this owner, type and shape share.
     fn kind(&mut self, owner: usize, meta: usize) -> Arc<Kind> {
-        if let Some((last_owner, last_meta, kind)) = &self.kind
-            && (*last_owner, *last_meta) == (owner, meta)
-        {
-            return Arc::clone(kind);
-        }
         let (owners, metas) = (&self.owners, &self.metas);
         let make = || Arc::new(Kind { owner: Arc::clone(&owners[owner]), meta: Arc::clone(&metas[meta]) });
-        let kind = Arc::clone(self.kinds.entry((owner, meta)).or_insert_with(make));
-        self.kind = Some((owner, meta, Arc::clone(&kind)));
-        kind
+        Arc::clone(self.kinds.entry((owner, meta)).or_insert_with(make))
     }
 
     fn meta(&mut self) -> Result<Meta, StoreError> {

@@ -1,11 +1,12 @@
-//! From values to bytes.
+//! Writes values as bytes.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, KNOWN_TEXT, Kind, LARGE_INTEGER, LIST, LONGEST_KNOWN, MAGIC,
-    MOST_KNOWN, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, Kind, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE,
+    NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::meta::Meta;
@@ -14,40 +15,17 @@ use crate::meta::Meta;
 #[derive(Default)]
 pub struct Writer {
     out: Vec<u8>,
-    owners: Table<Arc<str>>,
-    metas: Table<Arc<Meta>>,
-    nonces: Table<u64>,
-    texts: HashMap<Box<str>, usize>,
+    owners: HashMap<Arc<str>, usize>,
+    metas: HashMap<Arc<Meta>, usize>,
+    nonces: HashMap<u64, usize>,
     before: Option<(usize, usize, usize, u64)>,
-    /// That of the handle before, and the places of what it says.
-    kind: Option<(Arc<Kind>, usize, usize)>,
 }
 
-/// What was told already, by place; most often it is the one that was told last.
-struct Table<T> {
-    places: HashMap<T, usize>,
-    last: Option<(T, usize)>,
-}
-
-impl<T> Default for Table<T> {
-    fn default() -> Self {
-        Table { places: HashMap::new(), last: None }
-    }
-}
-
-impl<T: Clone + Eq + std::hash::Hash> Table<T> {
-    /// The place of `item`, and whether it is new.
-    fn place(&mut self, item: &T) -> (usize, bool) {
-        if let Some((last, place)) = &self.last
-            && last == item
-        {
-            return (*place, false);
-        }
-        let next = self.places.len();
-        let place = *self.places.entry(item.clone()).or_insert(next);
-        self.last = Some((item.clone(), place));
-        (place, place == next && self.places.len() > next)
-    }
+/// The place of `item` among those that were told, and whether it is new.
+fn place<T: Clone + Eq + Hash>(places: &mut HashMap<T, usize>, item: &T) -> (usize, bool) {
+    let next = places.len();
+    let place = *places.entry(item.clone()).or_insert(next);
+    (place, place == next)
 }
 
 impl Writer {
@@ -78,7 +56,7 @@ impl Writer {
                 self.out.push(FLOAT);
                 self.out.extend_from_slice(&value.to_le_bytes());
             }
-            Value::Text { text, .. } => self.text(text),
+            Value::Text(text) => self.counted(TEXT, text.as_bytes()),
             Value::Bytes(bytes) => self.counted(BYTES, bytes),
             Value::List(length) => self.container(LIST, *length),
             Value::Tuple(length) => self.container(TUPLE, *length),
@@ -94,26 +72,16 @@ impl Writer {
     /// As [`write`](Writer::write).
     pub fn handle(&mut self, handle: &Handle) -> Result<(), StoreError> {
         let Kind { owner: address, meta: what } = &*handle.kind;
-        let is_as_before = self.kind.as_ref().is_some_and(|(kind, ..)| Arc::ptr_eq(kind, &handle.kind));
-        if !is_as_before {
-            check_owner(address)?;
-        }
+        check_owner(address)?;
         if let Some(rows) = &handle.rows {
             self.out.push(ROWS);
             self.unsigned(rows.start);
             self.unsigned(rows.end);
         }
-        let before = self.kind.take_if(|(kind, ..)| Arc::ptr_eq(kind, &handle.kind));
-        let (owner, meta, is_new_owner, is_new_meta) = match before {
-            Some((_, owner, meta)) => (owner, meta, false, false),
-            None => {
-                let (owner, is_new_owner) = self.owners.place(address);
-                let (meta, is_new_meta) = self.metas.place(what);
-                (owner, meta, is_new_owner, is_new_meta)
-            }
-        };
-        self.kind = Some((Arc::clone(&handle.kind), owner, meta));
-        let numbered = handle.id.as_numbered().map(|(nonce, counter)| (self.nonces.place(&nonce), nonce, counter));
+        let (owner, is_new_owner) = place(&mut self.owners, address);
+        let (meta, is_new_meta) = place(&mut self.metas, what);
+        let numbered =
+            handle.id.as_numbered().map(|(nonce, counter)| (place(&mut self.nonces, &nonce), nonce, counter));
         let tag = match (numbered, self.before) {
             (Some(((place, false), _, counter)), Some(before))
                 if before.3.checked_add(1) == Some(counter) && before == (owner, meta, place, before.3) =>
@@ -151,18 +119,6 @@ impl Writer {
             None => self.plain_text(&handle.id.to_string()),
         }
         Ok(())
-    }
-
-    fn text(&mut self, text: &str) {
-        if let Some(&place) = self.texts.get(text) {
-            self.out.push(KNOWN_TEXT);
-            self.length(place);
-            return;
-        }
-        if text.len() <= LONGEST_KNOWN && self.texts.len() < MOST_KNOWN {
-            self.texts.insert(text.into(), self.texts.len());
-        }
-        self.counted(TEXT, text.as_bytes());
     }
 
     fn plain_text(&mut self, text: &str) {

@@ -1,8 +1,8 @@
-//! Shards as JSON, for who has no better way: `{"type": "tensor", "dtype", "shape", "data"}`, the bytes in base64.
+//! Shards as JSON for other clients: `{"type": "tensor", "dtype", "shape", "data"}`, the bytes in base64.
 //!
 //! It is the form of AReaL's clients, and as there the elements of a bfloat16 tensor travel as float32, which has all
-//! their values; anyone who stores one may send either. What is sent is made piece by piece, so that no shard is ever
-//! whole in base64. What is read of a list is bounded: no list names more than [`MOST_IDS`] shards.
+//! their values. Base64 is made piece by piece, so that no shard is ever whole in it. No list that is read names more
+//! than [`MOST_IDS`] shards.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -14,9 +14,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::refusal::Refusal;
 use crate::Epoch;
-use crate::error::StoreError;
-use crate::meta::{Dtype, Meta, Shape};
+use crate::meta::Meta;
 use crate::shard_id::{Rows, Selection, ShardId};
+use crate::stats::{Claimed, Removed, StorageStats};
 
 /// Bytes of a shard that are turned into base64 at once: three make four characters, with nothing left over.
 pub(super) const STRIDE: usize = 48 << 10;
@@ -45,7 +45,7 @@ impl Base64 {
         written.div_ceil(3) * 4
     }
 
-    /// Writes `bytes`, up to [`STRIDE`] of them, behind what `target` holds.
+    /// Appends `bytes`, up to [`STRIDE`] of them, to `target`.
     pub(super) fn write(self, bytes: &[u8], target: &mut String) {
         if self.widens {
             let wide: Vec<u8> = bytes.chunks_exact(2).flat_map(|half| [0, 0, half[0], half[1]]).collect();
@@ -56,48 +56,15 @@ impl Base64 {
     }
 }
 
-/// What stands before the base64 of a shard.
+/// The text before the base64 of a shard.
 pub(super) fn before(meta: &Meta) -> String {
     let shape: Vec<_> = meta.shape().iter().map(u64::to_string).collect();
     let (name, shape) = (meta.dtype().name(), shape.join(","));
     format!(r#"{{"type":"tensor","dtype":"{PREFIX}{name}","shape":[{shape}],"data":""#)
 }
 
-/// What stands behind it.
+/// The text after it.
 pub(super) const BEHIND: &str = r#""}"#;
-
-#[derive(Deserialize)]
-struct Tensor<'a> {
-    #[serde(borrow)]
-    dtype: std::borrow::Cow<'a, str>,
-    shape: List<u64>,
-    #[serde(borrow)]
-    data: std::borrow::Cow<'a, str>,
-}
-
-/// The shard in a body of JSON: what it is, and its bytes.
-///
-/// # Errors
-/// [`StoreError::Invalid`] where it is none.
-pub fn read_tensor(body: &[u8]) -> Result<(Meta, Vec<u8>), StoreError> {
-    let invalid = |reason: String| StoreError::Invalid(format!("the body is no tensor in JSON: {reason}"));
-    let tensor: Tensor<'_> = serde_json::from_slice(body).map_err(|error| invalid(error.to_string()))?;
-    let name = tensor.dtype.strip_prefix(PREFIX).unwrap_or(&tensor.dtype);
-    let meta = Meta::new(Dtype::from_name(name)?, Shape::from_vec(tensor.shape.0))?;
-    let bytes = STANDARD.decode(tensor.data.as_bytes()).map_err(|error| invalid(error.to_string()))?;
-    let (has, found) = (meta.nbytes(), bytes.len() as u64);
-    if name == BFLOAT16 && found == 2 * has && has > 0 {
-        let is_exact = bytes.chunks_exact(4).all(|wide| wide[..2] == [0, 0]);
-        if !is_exact {
-            return Err(invalid("an element does not fit into bfloat16".to_owned()));
-        }
-        return Ok((meta, bytes.chunks_exact(4).flat_map(|wide| [wide[2], wide[3]]).collect()));
-    }
-    if found != has {
-        return Err(invalid(format!("a {meta:?} has {has} bytes, and these are {found}")));
-    }
-    Ok((meta, bytes))
-}
 
 #[derive(Deserialize)]
 struct Batch {
@@ -123,10 +90,10 @@ pub fn read_batch(body: &[u8]) -> Result<Vec<Selection>, Refusal> {
     Ok(selections.collect())
 }
 
-/// The shards that a body names; `None` where it says `null`.
+/// The shards that a body names; `None` for `null`.
 ///
 /// # Errors
-/// A [`Refusal`] where it says neither.
+/// A [`Refusal`] for any other body.
 pub fn read_ids(body: &[u8]) -> Result<Option<Vec<ShardId>>, Refusal> {
     #[derive(Deserialize)]
     struct Ids {
@@ -138,7 +105,7 @@ pub fn read_ids(body: &[u8]) -> Result<Option<Vec<ShardId>>, Refusal> {
     Ok(ids.shard_ids.map(|List(names)| names))
 }
 
-/// A list of at most [`MOST_IDS`]: what comes beyond that is not read.
+/// A list of at most [`MOST_IDS`] items; a longer one is an error.
 struct List<T>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
@@ -186,7 +153,7 @@ pub(super) fn batch_body(wanted: &[Selection]) -> Vec<u8> {
     serde_json::to_vec(&batch).expect("names have a form in JSON")
 }
 
-/// The answer where there is nothing else to say.
+/// The answer without content.
 #[derive(Serialize)]
 pub(super) struct OkAnswer {
     status: &'static str,
@@ -198,29 +165,39 @@ impl OkAnswer {
     }
 }
 
-/// The answer to a shard that is stored.
-#[derive(Serialize)]
-pub(super) struct StoredAnswer<'a> {
-    pub(super) status: &'static str,
-    pub(super) shard_id: &'a ShardId,
-}
-
 /// The answer to shards that are removed: how many, their bytes, and how many tensors and bytes are left.
 #[derive(Serialize)]
 pub(super) struct RemovedAnswer {
-    pub(super) status: &'static str,
-    pub(super) cleared_count: u64,
-    pub(super) num_tensors: u64,
-    pub(super) total_bytes: u64,
-    pub(super) freed_bytes: u64,
+    status: &'static str,
+    cleared_count: u64,
+    num_tensors: u64,
+    total_bytes: u64,
+    freed_bytes: u64,
 }
 
-/// The answer to a fetch buffer that is cleared: entries, and those of them that were kept beyond a step.
+impl RemovedAnswer {
+    pub(super) fn new(removed: Removed, left: &StorageStats) -> Self {
+        RemovedAnswer {
+            status: "ok",
+            cleared_count: removed.cleared_count,
+            freed_bytes: removed.total_bytes,
+            num_tensors: left.num_entries,
+            total_bytes: left.total_bytes,
+        }
+    }
+}
+
+/// The answer to a fetch buffer that is cleared: how many entries.
 #[derive(Serialize)]
 pub(super) struct ClearedAnswer {
-    pub(super) status: &'static str,
-    pub(super) cleared_count: u64,
-    pub(super) kept_count: u64,
+    status: &'static str,
+    cleared_count: u64,
+}
+
+impl ClearedAnswer {
+    pub(super) fn new(cleared_count: u64) -> Self {
+        ClearedAnswer { status: "ok", cleared_count }
+    }
 }
 
 /// An answer that refuses.
@@ -244,18 +221,30 @@ pub(super) struct Refused {
     pub(super) taken_epoch: Option<Epoch>,
 }
 
-/// What became of a claim.
+/// The answer to a claim.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ClaimAnswer {
     pub(super) claimed_count: u64,
     pub(super) total_bytes: u64,
     pub(super) missing_shard_ids: Vec<ShardId>,
     pub(super) taken_shard_ids: Vec<ShardId>,
-    /// Of those that are the step's now.
+    /// Claimed shards that somebody kept before.
     pub(super) kept_shard_ids: Vec<ShardId>,
 }
 
-/// What came of a request to keep: entries that had been fetched, and shards that had been claimed.
+impl From<Claimed> for ClaimAnswer {
+    fn from(claimed: Claimed) -> Self {
+        ClaimAnswer {
+            claimed_count: claimed.claimed_count,
+            total_bytes: claimed.total_bytes,
+            missing_shard_ids: claimed.missing,
+            taken_shard_ids: claimed.taken,
+            kept_shard_ids: claimed.kept,
+        }
+    }
+}
+
+/// The answer to a request to keep: fetched entries, and claimed shards.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct KeepAnswer {
     pub(super) kept_count: u64,
@@ -268,6 +257,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::meta::Dtype;
 
     fn meta(name: &str, shape: &[u64]) -> Meta {
         Meta::new(Dtype::from_name(name).unwrap(), shape).unwrap()
@@ -281,38 +271,12 @@ mod tests {
     }
 
     #[test]
-    fn a_tensor_is_what_areal_makes_of_it() {
+    fn json_of_a_tensor_equals_that_of_areal() {
         // serialize_value(torch.tensor([1.0, -2.0])) and of the same in bfloat16, as of AReaL 1.0.4.
         let ones = written(&meta("float32", &[2]), &[0, 0, 0x80, 0x3f, 0, 0, 0, 0xc0]);
         assert_eq!(ones, r#"{"type":"tensor","dtype":"torch.float32","shape":[2],"data":"AACAPwAAAMA="}"#);
         let halves = written(&meta("bfloat16", &[2]), &[0x80, 0x3f, 0, 0xc0]);
         assert_eq!(halves, r#"{"type":"tensor","dtype":"torch.bfloat16","shape":[2],"data":"AACAPwAAAMA="}"#);
-    }
-
-    #[test]
-    fn bfloat16_may_come_as_it_is() {
-        let body = br#"{"dtype": "bfloat16", "shape": [2], "data": "gD8AwA=="}"#;
-        assert_eq!(read_tensor(body).unwrap(), (meta("bfloat16", &[2]), vec![0x80, 0x3f, 0, 0xc0]));
-        let inexact = br#"{"dtype": "bfloat16", "shape": [1], "data": "AQCAPw=="}"#;
-        assert!(read_tensor(inexact).unwrap_err().to_string().contains("does not fit"));
-    }
-
-    #[test]
-    fn what_is_no_tensor_is_refused() {
-        let bad = [
-            "",
-            "[]",
-            r#"{"dtype": "float32", "shape": [1]}"#,
-            r#"{"dtype": "float32", "shape": [1], "data": null}"#,
-            r#"{"dtype": "float32", "shape": [2], "data": "AACAPw=="}"#,
-            r#"{"dtype": "float32", "shape": [1], "data": "AACAPw"}"#,
-            r#"{"dtype": "float32", "shape": [-1], "data": ""}"#,
-            r#"{"dtype": "os.system", "shape": [1], "data": ""}"#,
-            r#"{"dtype": "float32", "shape": [4611686018427387904, 4], "data": ""}"#,
-        ];
-        for body in bad {
-            assert!(matches!(read_tensor(body.as_bytes()), Err(StoreError::Invalid(_))), "{body}");
-        }
     }
 
     #[test]
@@ -342,11 +306,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(dtype: usize, rows in 0u64..70_000) {
+        fn base64_is_that_of_all_bytes(dtype: usize, rows in 0u64..70_000) {
             let dtypes: Vec<_> = Dtype::all().collect();
             let meta = Meta::new(dtypes[dtype % dtypes.len()], &[rows][..]).unwrap();
             let bytes: Vec<u8> = (0..meta.nbytes()).map(|place| ((place * place) >> 3) as u8).collect();
-            prop_assert_eq!(read_tensor(written(&meta, &bytes).as_bytes()).unwrap(), (meta, bytes));
+            let wide: Vec<u8> = if meta.dtype().name() == BFLOAT16 {
+                bytes.chunks_exact(2).flat_map(|half| [0, 0, half[0], half[1]]).collect()
+            } else {
+                bytes.clone()
+            };
+            prop_assert_eq!(written(&meta, &bytes), format!("{}{}{BEHIND}", before(&meta), STANDARD.encode(wide)));
         }
 
         #[test]
@@ -363,8 +332,8 @@ mod tests {
         }
 
         #[test]
-        fn whatever_comes_is_read_or_refused(body in vec(any::<u8>(), 0..100)) {
-            let _ = (read_tensor(&body), read_batch(&body), read_ids(&body));
+        fn any_bytes_are_read_or_refused(body in vec(any::<u8>(), 0..100)) {
+            let _ = (read_batch(&body), read_ids(&body));
         }
     }
 }

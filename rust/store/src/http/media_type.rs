@@ -10,7 +10,7 @@ pub enum MediaType {
 }
 
 impl MediaType {
-    /// As `Content-Type` and `Accept` name it.
+    /// Its name in `Content-Type` and `Accept`.
     pub fn name(self) -> &'static str {
         match self {
             MediaType::Shards => "application/x-tundish-shards",

@@ -1,21 +1,20 @@
-//! The wire: shards over HTTP/1.1, which `curl` speaks too.
+//! Shards over HTTP/1.1: the server and the client.
 //!
 //! | request | answer |
 //! |---|---|
-//! | `PUT /data/<id>` | stores the shard in the body |
-//! | `GET /data/<id>` | the shard; with `Range: rows=0-9` these rows of it, with `Range: bytes=…` these bytes of the body, where that is no JSON; 404 where there is none |
+//! | `GET /data/<id>` | the shard; 404 where there is none |
 //! | `POST /data/batch` `{"shard_ids": […], "rows": [[0, 10], null, …]}` | the shards, in order; 400 with `missing_shard_ids` |
 //! | `DELETE /data/clear` `{"shard_ids": […]}` | removes them: `cleared_count`, `freed_bytes`; of what is left `num_tensors`, `total_bytes` |
-//! | `DELETE /buffer/clear` `{"shard_ids": […]}` | removes what was fetched of them, everything with `null` or without a body: `cleared_count`, of which `kept_count` were kept |
-//! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | how it stands |
+//! | `DELETE /buffer/clear` `{"shard_ids": […]}` | drops the fetched entries of these, or all with `null` or without a body: `cleared_count` |
+//! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | counts |
 //! | `POST /epoch/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
-//! | `POST /keep` `{"shard_ids": […]}` | what was fetched (`kept_count`) and claimed (`kept_shards`) outlives its step; where that is another connection's, as long as this one is open |
-//! | `POST /epoch/<number>/close` | gives nobody what the step claimed on this connection any more: it is about to end |
+//! | `POST /keep` `{"shard_ids": […]}` | fetched entries (`kept_count`) and claimed shards (`kept_shards`) outlive their step |
 //! | `POST /epoch/<number>/end` | the step's account |
 //!
-//! A shard is sent as JSON, and to who names `application/x-tundish-shards` in `Accept`, as this crate's client does,
-//! as a [header](ShardHeader) and its bytes. It is received as these, or as JSON where `Content-Type` says
-//! `application/json`.
+//! A shard is sent as JSON, and to clients that name `application/x-tundish-shards` in `Accept`, as this crate's does, as
+//! a [header](ShardHeader) and its bytes. A client that can read memory of its node names the node, by the number that
+//! the kernel draws when it boots. If it is the server's own, references are sent instead of bytes. They open nothing by
+//! themselves: the kernel lets only processes of the same user attach.
 //!
 //! The server is hyper's, and sends shards from the memory that they are stored in. The client is a small blocking one
 //! on `httparse`: it receives into the memory that a shard stays in, and handing a request over to another thread and
@@ -23,13 +22,14 @@
 //!
 //! Checksums are always verified, while the bytes are in the processor's cache.
 
+use std::fs;
+use std::sync::LazyLock;
+
 mod client;
 mod json;
 mod media_type;
-mod range;
 mod refusal;
 mod route;
-mod same_node;
 mod server;
 mod shard_header;
 mod sockets;
@@ -38,12 +38,24 @@ mod token;
 
 pub use client::{Client, ResponseHead, Trust, WorkerClient};
 pub use hyper::Method;
-pub use json::{read_batch, read_ids, read_tensor};
+pub use json::{read_batch, read_ids};
 pub use media_type::MediaType;
-pub use range::{Asked, Unit};
 pub use refusal::Refusal;
 pub use route::Route;
 pub use server::{Server, ServerOptions, ServerTls, Timeouts};
 pub use shard_header::{Payload, ShardHeader};
 pub use tls::ClientTls;
 pub use token::Token;
+
+/// The header of a request that names the node of the client, if it can attach memory of that node.
+const NODE_FIELD: &str = "tundish-node";
+
+static NODE: LazyLock<Option<String>> = LazyLock::new(|| {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(id.trim().to_owned()).filter(|id| !id.is_empty())
+});
+
+/// This node; `None` where nothing tells.
+fn this_node() -> Option<&'static str> {
+    NODE.as_deref()
+}

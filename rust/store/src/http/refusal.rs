@@ -1,22 +1,20 @@
-//! Answers to requests that are not done.
+//! `Refusal`: the status and the message of a request that is refused.
 
 use crate::error::StoreError;
 
-/// Why a request is not done: a status of HTTP, and words for who asked.
+/// The status and the message of a request that is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     /// The status.
     pub status: u16,
-    /// What was wrong, and what to do.
+    /// The message: the error and its remedy.
     pub reason: String,
-    /// Methods that the target has, with status 405.
-    pub allowed: Option<&'static str>,
 }
 
 impl Refusal {
     /// A refusal with this status.
     pub fn new(status: u16, reason: impl Into<String>) -> Self {
-        Refusal { status, reason: reason.into(), allowed: None }
+        Refusal { status, reason: reason.into() }
     }
 }
 

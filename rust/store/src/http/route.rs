@@ -1,21 +1,20 @@
-//! What a request is about: its method and its path.
+//! `Route`: the method and the path of a request.
 
 use hyper::Method;
 
 use super::refusal::Refusal;
 use crate::Epoch;
+use crate::error::StoreError;
 use crate::shard_id::ShardId;
 
-/// The largest number of a step that is taken: all readers of JSON have it exactly, and who counts on from it has space.
+/// The largest number of a step: every reader of JSON represents it exactly.
 const LAST_EPOCH: Epoch = (1 << 53) - 1;
 
-/// What is asked for.
+/// The action of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Route {
     /// `GET /data/<id>`
     Read(ShardId),
-    /// `PUT /data/<id>`
-    Store(ShardId),
     /// `POST /data/batch`
     Batch,
     /// `DELETE /data/clear`
@@ -30,8 +29,6 @@ pub enum Route {
     Begin(Epoch),
     /// `POST /epoch/<number>/claim`
     Claim(Epoch),
-    /// `POST /epoch/<number>/close`
-    Close(Epoch),
     /// `POST /epoch/<number>/end`
     End(Epoch),
     /// `GET /stats`
@@ -43,77 +40,39 @@ pub enum Route {
 }
 
 impl Route {
-    /// Where this leads.
+    /// The route of a method and a path.
     ///
     /// # Errors
-    /// 404 where it leads nowhere, 405 where the method does not fit, 400 for a name that no shard has.
+    /// 404 if there is none, 400 for an invalid name or number.
     pub fn of(method: &Method, path: &str) -> Result<Route, Refusal> {
-        let mut parts = path.split('/').skip(1);
-        let named = [parts.next(), parts.next(), parts.next(), parts.next()];
-        let method = if method == Method::HEAD { &Method::GET } else { method };
-        match (named, method) {
-            ([Some("data"), Some("batch"), None, _], &Method::POST) => Ok(Route::Batch),
-            ([Some("data"), Some("clear"), None, _], &Method::DELETE) => Ok(Route::Remove),
-            ([Some("data"), Some(id), None, _], &Method::GET) => Ok(Route::Read(shard_id(id)?)),
-            ([Some("data"), Some(id), None, _], &Method::PUT) => Ok(Route::Store(shard_id(id)?)),
-            ([Some("data"), Some(id), None, _], _) => Err(not_allowed(match id {
-                "batch" => "GET, HEAD, PUT, POST",
-                "clear" => "GET, HEAD, PUT, DELETE",
-                _ => "GET, HEAD, PUT",
-            })),
-            ([Some("buffer"), Some("clear"), None, _], &Method::DELETE) => Ok(Route::ClearBuffer),
-            ([Some("buffer"), Some("clear"), None, _], _) => Err(not_allowed("DELETE")),
-            ([Some("buffer"), Some("stats"), None, _], &Method::GET) => Ok(Route::BufferStats),
-            ([Some("keep"), None, ..], &Method::POST) => Ok(Route::Keep),
-            ([Some("keep"), None, ..], _) => Err(not_allowed("POST")),
-            ([Some("epoch"), Some(number), Some("begin"), None], &Method::POST) => Ok(Route::Begin(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("claim"), None], &Method::POST) => Ok(Route::Claim(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("close"), None], &Method::POST) => Ok(Route::Close(epoch(number)?)),
-            ([Some("epoch"), Some(number), Some("end"), None], &Method::POST) => Ok(Route::End(epoch(number)?)),
-            ([Some("epoch"), Some(_), Some("begin" | "claim" | "close" | "end"), None], _) => Err(not_allowed("POST")),
-            ([Some("stats"), None, ..], &Method::GET) => Ok(Route::Stats),
-            ([Some("metrics"), None, ..], &Method::GET) => Ok(Route::Metrics),
-            ([Some("health"), None, ..], &Method::GET) => Ok(Route::Health),
-            ([Some("buffer"), Some("stats"), None, _] | [Some("stats" | "metrics" | "health"), None, ..], _) => {
-                Err(not_allowed("GET, HEAD"))
+        let parts: Vec<_> = path.split('/').skip(1).collect();
+        Ok(match (&parts[..], method) {
+            (["data", "batch"], &Method::POST) => Route::Batch,
+            (["data", "clear"], &Method::DELETE) => Route::Remove,
+            (["data", id], &Method::GET | &Method::HEAD) => {
+                Route::Read(id.parse().map_err(|error: StoreError| Refusal::new(400, error.to_string()))?)
             }
-            _ => Err(Refusal::new(
-                404,
-                "there is nothing here; see /data/<id>, /buffer, /keep, /epoch, /stats, /metrics, /health",
-            )),
-        }
+            (["buffer", "clear"], &Method::DELETE) => Route::ClearBuffer,
+            (["buffer", "stats"], &Method::GET) => Route::BufferStats,
+            (["keep"], &Method::POST) => Route::Keep,
+            (["epoch", number, "begin"], &Method::POST) => Route::Begin(epoch(number)?),
+            (["epoch", number, "claim"], &Method::POST) => Route::Claim(epoch(number)?),
+            (["epoch", number, "end"], &Method::POST) => Route::End(epoch(number)?),
+            (["stats"], &Method::GET) => Route::Stats,
+            (["metrics"], &Method::GET) => Route::Metrics,
+            (["health"], &Method::GET | &Method::HEAD) => Route::Health,
+            _ => {
+                let all = "/data/<id>, /data/batch, /buffer, /keep, /epoch, /stats, /metrics and /health";
+                return Err(Refusal::new(404, format!("{method} does nothing here; there are {all}")));
+            }
+        })
     }
-}
-
-fn not_allowed(allowed: &'static str) -> Refusal {
-    Refusal { allowed: Some(allowed), ..Refusal::new(405, format!("this is not done here, but: {allowed}")) }
 }
 
 fn epoch(number: &str) -> Result<Epoch, Refusal> {
     let digits = number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number);
     let epoch = digits.and_then(|digits| digits.parse().ok()).filter(|epoch| *epoch <= LAST_EPOCH);
     epoch.ok_or_else(|| Refusal::new(400, format!("a step has a number, from 0 to {LAST_EPOCH}")))
-}
-
-fn shard_id(encoded: &str) -> Result<ShardId, Refusal> {
-    let refuse = |reason: String| Refusal::new(400, reason);
-    if !encoded.contains('%') {
-        return encoded.parse().map_err(|error: crate::StoreError| refuse(error.to_string()));
-    }
-    let mut rest = encoded.bytes();
-    let mut decoded = String::new();
-    while let Some(byte) = rest.next() {
-        let character = if byte == b'%' {
-            let mut digit = || rest.next().and_then(|digit| (digit as char).to_digit(16));
-            let (high, low) = (digit(), digit());
-            let code = high.zip(low).and_then(|(high, low)| u8::try_from(high << 4 | low).ok());
-            code.ok_or_else(|| refuse("a '%' in a path is followed by two hexadecimal digits".to_owned()))?
-        } else {
-            byte
-        };
-        decoded.push(character as char);
-    }
-    decoded.parse().map_err(|error: crate::StoreError| refuse(error.to_string()))
 }
 
 #[cfg(test)]
@@ -125,12 +84,11 @@ mod tests {
     }
 
     #[test]
-    fn each_path_leads_to_what_the_interface_says() {
-        const METHODS: [Method; 5] = [Method::DELETE, Method::GET, Method::HEAD, Method::POST, Method::PUT];
-        let [delete, get, head, post, put] = &METHODS;
+    fn each_path_has_its_route() {
+        const METHODS: [Method; 4] = [Method::DELETE, Method::GET, Method::HEAD, Method::POST];
+        let [delete, get, head, post] = &METHODS;
         let routes = [
-            (put, "/data/a.b:c_d-1", Route::Store(id("a.b:c_d-1"))),
-            (get, "/data/x%3Ay", Route::Read(id("x:y"))),
+            (get, "/data/a.b:c_d-1", Route::Read(id("a.b:c_d-1"))),
             (head, "/data/x", Route::Read(id("x"))),
             (get, "/data/batch", Route::Read(id("batch"))),
             (post, "/data/batch", Route::Batch),
@@ -141,7 +99,6 @@ mod tests {
             (post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
             (post, "/epoch/0/begin", Route::Begin(0)),
             (post, "/epoch/7/claim", Route::Claim(7)),
-            (post, "/epoch/7/close", Route::Close(7)),
             (get, "/stats", Route::Stats),
             (get, "/metrics", Route::Metrics),
             (get, "/health", Route::Health),
@@ -152,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_leads_nowhere_is_refused_with_the_status_that_says_so() {
+    fn unknown_paths_are_refused() {
         const METHODS: [Method; 4] = [Method::DELETE, Method::GET, Method::POST, Method::PUT];
         let [delete, get, post, put] = &METHODS;
         let refused = [
@@ -163,15 +120,10 @@ mod tests {
             (get, "/data/", 400),
             (get, "/data/..%2Fetc", 400),
             (get, "/data/%", 400),
-            (get, "/data/%+1", 400),
-            (get, "/data/%ff", 400),
-            (post, "/data/x", 405),
-            (delete, "/data/x", 405),
-            (put, "/buffer/stats", 405),
-            (post, "/buffer/clear", 405),
-            (delete, "/keep", 405),
-            (get, "/epoch/1/end", 405),
-            (delete, "/epoch/1/close", 405),
+            (post, "/data/x", 404),
+            (put, "/data/x", 404),
+            (delete, "/data/x", 404),
+            (get, "/epoch/1/end", 404),
             (post, "/epoch/1/flush", 404),
             (post, "/epoch/-1/end", 400),
             (post, "/epoch/+1/end", 400),
@@ -181,11 +133,11 @@ mod tests {
             (post, "/epoch/18446744073709551616/end", 400),
             (post, "/epoch/1/end/2", 404),
             (post, "/epoch/1/stop", 404),
-            (delete, "/stats", 405),
+            (delete, "/stats", 404),
         ];
         for (method, path, status) in refused {
             let refusal = Route::of(method, path).expect_err(path);
-            assert_eq!((refusal.status, refusal.allowed.is_some()), (status, status == 405), "{path}");
+            assert_eq!(refusal.status, status, "{path}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What stands before the bytes of each shard: what they are, how many, and their checksum.
+//! The header before the bytes of each shard: element type, shape, length and checksum.
 //!
 //! Little-endian, as the bytes of tensors are on every machine that torch runs on:
 //!
@@ -29,29 +29,29 @@ const REFERENCE: usize = 32;
 const BYTES_FOLLOW: u8 = 0;
 const REFERENCE_FOLLOWS: u8 = 1;
 
-/// No header takes more bytes, its reference included.
+/// Bytes of the longest header, with its reference.
 pub const LONGEST: usize = FIXED + 8 * u8::MAX as usize + REFERENCE;
 
-/// What stands before the bytes of a shard.
+/// The header before the bytes of a shard.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardHeader {
-    /// What they are.
+    /// Element type and shape.
     pub meta: Meta,
-    /// How they come.
+    /// The bytes or a reference.
     pub payload: Payload,
 }
 
-/// How the bytes of a shard come.
+/// The form in which a shard is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// They follow, and this is their checksum.
+    /// Its bytes follow, with this checksum.
     Bytes(u64),
-    /// They lie in memory of this node.
+    /// Its bytes are in memory of this node.
     Reference(Reference),
 }
 
 impl ShardHeader {
-    /// Writes it behind what `target` holds.
+    /// Appends it to `target`.
     pub fn write(&self, target: &mut Vec<u8>) {
         let (form, checksum) = match self.payload {
             Payload::Bytes(checksum) => (BYTES_FOLLOW, checksum),
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_together_is_refused() {
+    fn inconsistent_headers_are_refused() {
         let good = written(&header(6, &[2, 3], 7, None));
         for (place, value, says) in
             [(0, b'X', "begin"), (4, 2, "version"), (5, 12, "code"), (7, 2, "form"), (8, 1, "announces")]
@@ -194,7 +194,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read(
+        fn a_written_header_is_read(
             dtype: usize,
             shape in vec(0u64..9, 0..18),
             checksum: u64,
@@ -213,7 +213,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_comes_is_read_or_refused(mut bytes in vec(any::<u8>(), 0..200), is_begun: bool) {
+        fn any_bytes_are_read_or_refused(mut bytes in vec(any::<u8>(), 0..200), is_begun: bool) {
             if is_begun {
                 bytes.splice(0..0, *b"TSHD\x01\x06");
             }

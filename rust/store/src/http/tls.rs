@@ -1,4 +1,4 @@
-//! TLS, by rustls: whom a client trusts, and with which cryptography.
+//! TLS by rustls: the certificates that a client trusts.
 
 use std::fmt;
 use std::sync::Arc;

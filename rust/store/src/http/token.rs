@@ -1,4 +1,4 @@
-//! The word that a server wants to hear.
+//! `Token`: the secret that a request has to carry.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ const LONGEST: usize = 1024;
 pub struct Token(Box<str>);
 
 impl Token {
-    /// This one.
+    /// A token of this text.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where it is empty, too long, or has characters that cannot stand in a header.
@@ -32,7 +32,7 @@ impl Token {
         format!("Bearer {}", self.0)
     }
 
-    /// Whether the value of a header says it. How long that takes tells the length of the token and nothing else.
+    /// Whether the value of a header is this token. The time that this takes reveals its length and nothing else.
     pub(super) fn is_said_by(&self, header: Option<&[u8]>) -> bool {
         let said = header.and_then(|value| value.split_at_checked("Bearer ".len()));
         said.is_some_and(|(scheme, said)| {

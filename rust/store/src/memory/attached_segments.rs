@@ -1,4 +1,4 @@
-//! Segments of other processes of this node, as far as something that was fetched lies in them.
+//! Attached segments of other processes of this node, with fetched shards in them.
 //!
 //! It owns nothing: an [`Attachment`] lives as long as an entry or a view needs it, and is its lease.
 #![allow(unsafe_code)]
@@ -15,7 +15,7 @@ use crate::transport::Reference;
 /// Entries from which on those that lead to nothing are looked for when one is added.
 const CROWDED: usize = 64;
 
-/// Where a tensor lies in another process's segment.
+/// The position of a tensor in another process's segment.
 #[derive(Clone, Debug)]
 pub(crate) struct Lent {
     pub(crate) segment: Arc<Attachment>,
@@ -32,7 +32,7 @@ impl Lent {
     }
 }
 
-/// What is attached, by identity and generation.
+/// The attached segments, by identity and generation.
 #[derive(Debug, Default)]
 pub(crate) struct Attachments(Mutex<HashMap<(u64, u64), Weak<Attachment>>>);
 
@@ -82,10 +82,9 @@ mod tests {
     use crate::shard_id::Selection;
     use crate::stats::Limits;
     use crate::time_limit::TimeLimit;
-    use crate::transport::Service;
 
     #[test]
-    fn what_is_attached_no_longer_is_forgotten() {
+    fn detached_segments_are_forgotten() {
         let owner = Node::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
         let attachments = Attachments::default();
         let (mut go_on, bytes) = (|| Ok(()), [7; 300_000]);

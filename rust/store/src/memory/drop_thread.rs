@@ -10,33 +10,24 @@ use std::time::{Duration, Instant};
 
 use crate::memory::slab_pool::Pool;
 
-/// So few entries are let go of at once, that the memory is there for the next use.
+/// Fewer entries are dropped at once, so that their memory is free for the next use.
 const FEW: u64 = 1000;
 
-/// What is of no use for so long goes back to the system.
+/// Memory that is idle for so long goes back to the system.
 const QUIET: Duration = Duration::from_secs(60);
 
 type Garbage = Box<dyn Any + Send>;
 
-/// Something to be done when what was left to a drop_thread before is gone.
-pub(crate) struct Last(pub(crate) fn());
-
-impl Drop for Last {
-    fn drop(&mut self) {
-        self.0();
-    }
-}
-
-/// Lets go of what would take its owner long.
+/// Drops large collections in the background.
 pub(crate) struct DropThread {
     sender: Mutex<Option<Sender<Garbage>>>,
     left: Arc<Left>,
     pools: Vec<Weak<Pool>>,
-    /// Slabs that nobody needed for so long go back to the system.
+    /// Idle time after which slabs go back to the system.
     pub(crate) quiet: Duration,
 }
 
-/// How much there is left to do.
+/// The number of collections to drop.
 #[derive(Default)]
 struct Left {
     count: Mutex<u64>,
@@ -44,13 +35,13 @@ struct Left {
 }
 
 impl DropThread {
-    /// One that trims these pools, too, now and then.
+    /// A drop thread that also trims these pools now and then.
     pub(crate) fn new(pools: &[&Arc<Pool>]) -> Self {
         let pools = pools.iter().map(|pool| Arc::downgrade(pool)).collect();
         DropThread { sender: Mutex::default(), left: Arc::default(), pools, quiet: QUIET }
     }
 
-    /// Lets go of something that holds `entries` entries.
+    /// Drops something that holds `entries` entries: here if they are few, else on the thread.
     pub(crate) fn drop_later(&self, garbage: impl Send + 'static, entries: u64) {
         let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
         if sender.is_none() {
@@ -69,7 +60,7 @@ impl DropThread {
         }
     }
 
-    /// Waits until all that was left to it is gone; `false` where that takes longer than `longest`.
+    /// Waits until the thread has dropped everything; `false` if that takes longer than `longest`.
     pub(crate) fn settle(&self, longest: Duration) -> bool {
         let count = self.left.count.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.left.done.wait_timeout_while(count, longest, |count| *count > 0);
@@ -80,7 +71,7 @@ impl DropThread {
     fn start(&self) -> Option<Sender<Garbage>> {
         let (sender, receiver) = channel();
         let (left, pools, quiet) = (Arc::clone(&self.left), self.pools.clone(), self.quiet);
-        let started = thread::Builder::new().name("tundish-drop_thread".to_owned());
+        let started = thread::Builder::new().name("tundish-drop".to_owned());
         started.spawn(move || work(&receiver, &left, &pools, quiet)).ok().map(|_| sender)
     }
 }

@@ -1,4 +1,4 @@
-//! Where the bytes of shards lie: slabs of shared memory of this process, and attached segments of others.
+//! The memory of shards: slabs of shared memory of this process, and attached segments of others.
 
 pub(crate) mod attached_segments;
 pub(crate) mod drop_thread;

@@ -2,13 +2,14 @@
 //!
 //! A [`Slab`] owns its segment and gives it back to its pool when nothing in this process refers to it.
 //!
-//! Invariants: an [`Allocation`] is exclusive until its shard is stored or kept, and from then on nobody writes to it. An
-//! allocation in which nothing was stored returns to the slab.
+//! Invariants: an [`Allocation`] is exclusive until its shard is stored or kept, and from then on nobody writes to it.
+//! Space is given out once: it is used again with the whole slab.
 #![allow(unsafe_code)]
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError};
 
 use tundish_shm::{Address, PrivateCopy, Segment, ShmError};
 
@@ -24,12 +25,11 @@ pub(crate) struct Slab {
     /// Taken out when it is given back.
     segment: Option<Segment>,
     pool: Arc<Pool>,
-    /// The space that nobody has, in order, with something between any two. What follows everything that is given out
-    /// is the last of it; what comes before was given back.
-    free: Mutex<Vec<Range<u64>>>,
+    /// Bytes that are given out, from the first on.
+    taken: AtomicU64,
 }
 
-/// Where a tensor lies in a slab.
+/// The position of a tensor in a slab.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub(crate) slab: Arc<Slab>,
@@ -38,13 +38,11 @@ pub(crate) struct Place {
 }
 
 impl Slab {
-    /// Others may be told of it from here on. Its first `taken` bytes are given out already.
+    /// Publishes the segment. Its first `taken` bytes are given out already.
     fn new(mut segment: Segment, pool: &Arc<Pool>, taken: u64) -> Result<Arc<Self>, ShmError> {
         let capacity = segment.capacity();
         let published = segment.publish(capacity, &[]);
-        let free = Some(taken..capacity as u64).filter(|free| !free.is_empty());
-        let free = Mutex::new(free.into_iter().collect());
-        let slab = Slab { segment: Some(segment), pool: Arc::clone(pool), free };
+        let slab = Slab { segment: Some(segment), pool: Arc::clone(pool), taken: taken.into() };
         published.map(|()| Arc::new(slab))
     }
 
@@ -60,34 +58,11 @@ impl Slab {
         self.segment().private(bytes)
     }
 
-    fn free(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Gives out `len` bytes; `None` where so many are not left in one piece.
+    /// Gives out `len` bytes; `None` where so many are not left.
     fn give_out(&self, len: u64) -> Option<u64> {
-        let mut free = self.free();
-        let place = free.iter().position(|some| some.end - some.start >= len)?;
-        let start = free[place].start;
-        free[place].start += len;
-        if free[place].is_empty() {
-            free.remove(place);
-        }
-        Some(start)
-    }
-
-    /// Nothing was stored in these bytes.
-    fn take_back(&self, bytes: Range<u64>) {
-        let mut free = self.free();
-        let place = free.partition_point(|some| some.start < bytes.start);
-        free.insert(place, bytes);
-        free.dedup_by(|later, earlier| {
-            let adjoins = earlier.end == later.start;
-            if adjoins {
-                earlier.end = later.end;
-            }
-            adjoins
-        });
+        let capacity = self.segment().capacity() as u64;
+        let fits = |taken: u64| Some(taken + len).filter(|end| *end <= capacity);
+        self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()
     }
 }
 
@@ -106,7 +81,7 @@ impl Drop for Slab {
 }
 
 impl Place {
-    /// The bytes, of what nobody writes to any more.
+    /// The bytes. Nobody writes to them any more.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: within the segment, which lives as long as the slab; only spaces are written to.
         unsafe { std::slice::from_raw_parts(self.start(), self.len as usize) }
@@ -118,19 +93,14 @@ impl Place {
     }
 }
 
-/// Allocation in a slab, that one has alone. Dropped, it is the slab's again.
+/// Space in a slab, to be filled.
 #[derive(Debug)]
-pub(crate) struct Allocation(Option<Place>);
+pub(crate) struct Allocation(Place);
 
 impl Allocation {
-    fn place(&self) -> &Place {
-        self.0.as_ref().expect("taken out when this ends")
-    }
-
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
-        let place = self.place();
         // SAFETY: within the segment, which lives as long as the slab, and given out to this space alone.
-        unsafe { std::slice::from_raw_parts_mut(place.start(), place.len as usize) }
+        unsafe { std::slice::from_raw_parts_mut(self.0.start(), self.0.len as usize) }
     }
 
     /// Copies as many bytes as it has space for.
@@ -138,26 +108,17 @@ impl Allocation {
     /// # Safety
     /// They can be read.
     pub(crate) unsafe fn copy_from(&mut self, source: *const u8) {
-        let place = self.place();
         // SAFETY: the caller's promise, and as of `bytes`; the memory of a segment is nobody's source.
-        unsafe { std::ptr::copy(source, place.start(), place.len as usize) };
+        unsafe { std::ptr::copy(source, self.0.start(), self.0.len as usize) };
     }
 
     /// From here on it is only read.
-    pub(crate) fn into_place(mut self) -> Place {
-        self.0.take().expect("taken out when this ends")
+    pub(crate) fn into_place(self) -> Place {
+        self.0
     }
 }
 
-impl Drop for Allocation {
-    fn drop(&mut self) {
-        if let Some(Place { slab, offset, len }) = self.0.take() {
-            slab.take_back(offset..offset + taken(len));
-        }
-    }
-}
-
-/// What is done with a fresh slab before others may be told of it: entries with their offsets, and the bytes of all.
+/// Fills a fresh slab before it is published: called with entries and their offsets, and the bytes of all.
 pub(crate) type Prepare<'a> =
     &'a mut dyn FnMut(&mut Segment, &[(usize, u64)], u64, Option<&mut TimeLimit<'_>>) -> Result<(), StoreError>;
 
@@ -183,8 +144,8 @@ pub(crate) fn taken(size: u64) -> u64 {
     size.next_multiple_of(ALIGNMENT)
 }
 
-/// Rooms of these sizes, none of them 0, all or none: the large ones in slabs of their own, several of the others in
-/// one, what is left over in the slab that is open.
+/// Spaces of these sizes, none of them 0, all or none: the large ones in slabs of their own, several of the others in
+/// one, the rest in the slab that is open.
 ///
 /// # Errors
 /// As of [`Pool::reserve`], and [`StoreError::Memory`].
@@ -201,7 +162,7 @@ pub(crate) fn allocate(
     let mut place = |slab: &Arc<Slab>, start: u64, group: &Group| {
         for (index, offset) in &group.members {
             let place = Place { slab: Arc::clone(slab), offset: start + offset, len: sizes[*index] };
-            spaces[*index] = Some(Allocation(Some(place)));
+            spaces[*index] = Some(Allocation(place));
         }
     };
     let alone: u64 = groups.iter().map(|group| Pool::size_for(group.space)).sum();
@@ -210,13 +171,12 @@ pub(crate) fn allocate(
     let mut reservation;
     match fits {
         Some((slab, start)) => {
-            // First, so that they go back to the slab where the others cannot be had.
             place(&slab, start, &rest);
             reservation = pool.reserve(alone, time_limit.as_deref_mut())?;
         }
         None if rest.members.is_empty() => reservation = pool.reserve(alone, time_limit.as_deref_mut())?,
         None => {
-            // A slab to be shared by what comes later, or where that does not fit, none larger than needed.
+            // A slab that later tensors share; or, if that does not fit, one as large as needed.
             let enough = alone + Pool::size_for(rest.space);
             let (reserved, space) = match pool.reserve(alone + Pool::size_for(shared.max(rest.space)), None) {
                 Ok(reserved) => (reserved, shared.max(rest.space)),
@@ -260,7 +220,7 @@ fn alone_in(
     prepared.map(|()| slab)
 }
 
-/// Groups of about `shared` bytes, in order; and what is left, less than that.
+/// Groups of about `shared` bytes, in order, and the rest.
 fn arrange(sizes: &[u64], shared: u64) -> (Vec<Group>, Group) {
     let mut groups = Vec::new();
     let mut rest = Group::new();

@@ -27,7 +27,7 @@ use crate::time_limit::TimeLimit;
 const SMALLEST: u64 = 256 << 10;
 const LARGEST: u64 = 64 << 20;
 
-/// Such a slab is this part of what is in use, so that there are few slabs and none holds much of the memory.
+/// Such a slab is this part of the memory in use: there are few slabs, and none holds much of the memory.
 const PART_IN_USE: u64 = 8;
 
 /// And at most this part of the limit.
@@ -48,7 +48,7 @@ struct State {
     limit: u64,
     used: u64,
     high_water: u64,
-    /// The least that waited to be used again since the last look at what is of no use; none where no slab was taken.
+    /// The smallest idle memory since the last `trim`; `None` if no slab was taken.
     least_idle: Option<u64>,
 }
 
@@ -88,7 +88,7 @@ impl Pool {
     /// Sets bytes aside; with `time_limit` it waits for them.
     ///
     /// # Errors
-    /// [`StoreError::Full`], [`StoreError::TooLarge`], and what time_limit says.
+    /// [`StoreError::Full`], [`StoreError::TooLarge`], and the errors of `time_limit`.
     pub(crate) fn reserve(
         self: &Arc<Self>,
         bytes: u64,
@@ -106,7 +106,7 @@ impl Pool {
             if bytes > limit {
                 return Err(StoreError::TooLarge { account: self.name, asked: bytes, limit });
             }
-            // Who asks for nothing is not to wait for anything.
+            // A reservation of nothing does not wait.
             if bytes == 0 || used + escaped + bytes <= limit {
                 state.used += bytes;
                 state.high_water = state.high_water.max(state.used);
@@ -141,7 +141,7 @@ impl Pool {
         }
     }
 
-    /// Takes back what a slab was made of.
+    /// Takes back the segment of a slab.
     pub(crate) fn give_back(&self, segment: Segment) {
         let bytes = segment.size() as u64;
         if self.process != process::id() {
@@ -152,8 +152,7 @@ impl Pool {
         self.release(bytes);
     }
 
-    /// What waited to be used again ever since the last call goes back to the system; what was of use meanwhile, if only
-    /// once, stays.
+    /// Frees the memory that was idle ever since the last call.
     pub(crate) fn trim(&self) {
         let idle = self.arena.stats().cached as u64;
         let unused = self.lock().least_idle.take().unwrap_or(idle).min(idle);
@@ -168,12 +167,12 @@ impl Pool {
         state.least_idle = Some(state.least_idle.map_or(idle, |least| least.min(idle)));
     }
 
-    /// What waits to be used again goes back to the system.
+    /// Frees all idle memory.
     pub(crate) fn let_idle_go(&self) {
         self.arena.trim(0);
     }
 
-    /// Lets go of what the parent kept. For a child.
+    /// Drops the parent's idle memory in a child made by `fork`.
     pub(crate) fn forget(&self) {
         self.arena.forget();
     }
@@ -195,8 +194,7 @@ impl Pool {
         }
     }
 
-    /// Of what waits to be used again only so much stays that with what is in use it is within the limit, `spare` bytes
-    /// of that not counted.
+    /// Frees idle memory until it fits, with the memory in use but for `spare` bytes, within the limit.
     fn make_room(&self, spare: u64) {
         let (state, escaped) = self.lock_with_escaped();
         let left = (state.limit + spare).saturating_sub(state.used + escaped);
@@ -206,10 +204,10 @@ impl Pool {
 }
 
 impl Reservation {
-    /// A segment with space for `space` bytes, out of what was set aside.
+    /// A segment with space for `space` bytes, out of the reserved bytes.
     ///
     /// # Errors
-    /// [`StoreError::Memory`] where the system has none, and what time_limit says.
+    /// [`StoreError::Memory`] where the system has none, and the errors of `time_limit`.
     pub(crate) fn take(&mut self, space: u64, time_limit: Option<&mut TimeLimit<'_>>) -> Result<Segment, StoreError> {
         let len =
             usize::try_from(space).map_err(|_| StoreError::Invalid(format!("{space} bytes exceed any memory")))?;
@@ -223,8 +221,7 @@ impl Reservation {
             })
         };
         let segment = loop {
-            // What is used again was counted before, so it has to stay for now; what is fresh comes beside all that
-            // stays.
+            // An idle segment that is used again was counted before; a fresh one comes beside the idle ones.
             self.pool.make_room(set_aside);
             let taken = match self.pool.arena.take_kept(len) {
                 Some(kept) => Ok(kept),

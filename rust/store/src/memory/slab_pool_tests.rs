@@ -11,7 +11,7 @@ fn places(pool: &Arc<Pool>, sizes: &[u64]) -> Result<Vec<Place>, StoreError> {
 }
 
 #[test]
-fn what_nobody_asks_for_any_more_goes_back_to_the_system() {
+fn idle_memory_goes_back_to_the_system() {
     let pool = Pool::new("storage", LIMIT);
     drop(places(&pool, &[1 << 20]).unwrap());
     let idle = pool.account().idle_bytes;
@@ -23,7 +23,7 @@ fn what_nobody_asks_for_any_more_goes_back_to_the_system() {
 }
 
 #[test]
-fn what_one_large_step_took_goes_back_though_small_ones_follow() {
+fn memory_of_one_large_step_is_freed_though_small_ones_follow() {
     let pool = Pool::new("storage", LIMIT);
     drop(places(&pool, &[1 << 20, 1 << 20, 1 << 20]).unwrap());
     pool.trim();
@@ -87,7 +87,7 @@ fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
 }
 
 #[test]
-fn what_is_kept_and_of_no_use_goes_before_fresh_memory_comes() {
+fn unusable_idle_memory_is_freed_before_fresh_memory_is_made() {
     let pool = Pool::new("storage", LIMIT);
     drop(places(&pool, &[3 << 20]).unwrap());
     let _larger = places(&pool, &[6 << 20]).unwrap();
@@ -122,39 +122,4 @@ fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark(
     let after = pool.account();
     assert_eq!((after.idle_bytes, after.used_bytes), (0, before.used_bytes + larger), "the kept one was used again");
     assert_eq!(after.high_water_bytes, after.used_bytes);
-}
-
-#[test]
-fn what_fails_half_way_takes_no_room_from_those_that_come_later() {
-    let pool = Pool::new("storage", LIMIT);
-    let held = places(&pool, &[100]).unwrap();
-    let slab = &held[0].slab;
-    let before = pool.account().used_bytes;
-    for _ in 0..1000 {
-        // The small one would fit, and the large one is too large.
-        assert!(matches!(places(&pool, &[10_000, LIMIT]), Err(StoreError::TooLarge { .. })));
-        let mut fail =
-            |_: &mut Segment, _: &[(usize, u64)], _: u64, _: Option<&mut TimeLimit<'_>>| Err(StoreError::Interrupted);
-        assert!(matches!(allocate(&pool, &[10_000, 1 << 20], None, &mut fail), Err(StoreError::Interrupted)));
-        // Of one that breaks off.
-        drop(allocate(&pool, &[10_000], None, &mut |_, _, _, _| Ok(())).unwrap());
-    }
-    assert_eq!(pool.account().used_bytes, before);
-    let next = places(&pool, &[100]).unwrap();
-    assert!(Arc::ptr_eq(slab, &next[0].slab) && next[0].offset == 128, "{next:?}");
-}
-
-#[test]
-fn rooms_that_are_given_back_in_any_order_are_one_again() {
-    let pool = Pool::new("storage", LIMIT);
-    let made = || allocate(&pool, &[1000; 6], None, &mut |_, _, _, _| Ok(())).unwrap();
-    let mut some = made();
-    let last = places(&pool, &[1]).unwrap();
-    while !some.is_empty() {
-        drop(some.swap_remove(some.len() / 2));
-    }
-    let again: Vec<_> = made().into_iter().map(Allocation::into_place).collect();
-    let offsets: Vec<_> = again.iter().map(|place| place.offset).collect();
-    assert_eq!(offsets, [0, 1024, 2048, 3072, 4096, 5120]);
-    assert!(Arc::ptr_eq(&again[0].slab, &last[0].slab) && last[0].offset == 6144);
 }

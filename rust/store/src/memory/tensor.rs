@@ -1,4 +1,4 @@
-//! A tensor that is held: what it is and where its bytes are.
+//! A stored or fetched tensor: type, shape and location.
 
 use std::sync::{Arc, OnceLock};
 
@@ -8,7 +8,7 @@ use crate::memory::slab::{Place, taken};
 use crate::meta::Meta;
 use crate::shard_id::Rows;
 
-/// Where bytes are.
+/// The location of bytes.
 #[derive(Clone, Debug)]
 pub(crate) enum Location {
     /// There are none.
@@ -19,7 +19,7 @@ pub(crate) enum Location {
     Lent(Lent),
 }
 
-/// What it is and where its bytes are.
+/// A stored or fetched tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Tensor {
     pub(crate) meta: Meta,

@@ -1,15 +1,13 @@
-//! Shards on their way: tensors to be stored, what a server sends, and what it receives.
+//! Tensors to be stored, and shards that a server sends.
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use crate::entries::storage::Storage;
 use crate::error::StoreError;
-use crate::memory::slab::Allocation;
 use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
-use crate::shard_id::ShardId;
 use crate::transport::Reference;
 
 /// A tensor to be stored: its bytes lie one after the other.
@@ -53,7 +51,7 @@ impl<'a> Source<'a> {
 pub struct Outgoing(pub(crate) Tensor);
 
 impl Outgoing {
-    /// What they are.
+    /// Element type and shape.
     pub fn meta(&self) -> &Meta {
         &self.0.meta
     }
@@ -81,36 +79,3 @@ impl Outgoing {
 }
 
 pub(crate) type Store = Storage<Tensor>;
-
-/// A shard that is being received. Dropped before it is committed, it never was.
-pub struct Incoming {
-    pub(crate) id: ShardId,
-    pub(crate) meta: Meta,
-    /// `None` of a tensor without bytes.
-    pub(crate) space: Option<Allocation>,
-    pub(crate) store: Arc<Store>,
-}
-
-impl Incoming {
-    /// What it is to be.
-    pub fn meta(&self) -> &Meta {
-        &self.meta
-    }
-
-    /// The space for its bytes.
-    pub fn space(&mut self) -> &mut [u8] {
-        self.space.as_mut().map_or(&mut [], Allocation::bytes)
-    }
-
-    /// Stores it, unclaimed. `checksum` is that of the bytes in the space.
-    ///
-    /// # Errors
-    /// [`StoreError::Exists`] where a shard of this name was stored meanwhile.
-    pub fn commit(self, checksum: u64) -> Result<(), StoreError> {
-        let location = self.space.map_or(Location::Nowhere, |space| Location::Here(space.into_place()));
-        let tensor = Tensor::stored(self.meta, location);
-        tensor.checksum.iter().for_each(|place| place.set(checksum).expect("a new one"));
-        let charge = tensor.charge();
-        self.store.insert(&self.id, tensor, charge)
-    }
-}

@@ -20,7 +20,7 @@ use crate::memory::slab::ALIGNMENT;
 use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
 
-/// To copy so much out of a slab is faster than to map the slab, and keeps none of it.
+/// A copy of up to so many bytes is faster than a mapping of the slab, and keeps none of it.
 const MOST_COPIED: u64 = 64 << 10;
 
 /// The kernel lets a process have 65530 mappings, and ends it in the oddest places when it has more.
@@ -38,7 +38,7 @@ pub struct View {
     viewed: Viewed,
 }
 
-// SAFETY: the memory is the view's own, and who writes to it answers for it.
+// SAFETY: the memory is the view's own; its holder alone writes to it.
 unsafe impl Send for View {}
 // SAFETY: as above.
 unsafe impl Sync for View {}
@@ -88,7 +88,7 @@ impl Drop for Mapping {
 }
 
 impl View {
-    /// What they are.
+    /// Element type and shape.
     pub fn meta(&self) -> &Meta {
         &self.meta
     }
@@ -101,7 +101,7 @@ impl View {
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: mapped as long as this lives; who has a way to write to them has `data`, and answers for it.
+        // SAFETY: mapped as long as this lives; writers use `data`, and answer for it.
         unsafe { std::slice::from_raw_parts(self.data(), self.meta.nbytes() as usize) }
     }
 
@@ -119,7 +119,7 @@ impl View {
         }
         let mut blocks: Arc<[MaybeUninit<Block>]> = Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<Block>()));
         let start = Arc::get_mut(&mut blocks).expect("nobody else has it").as_mut_ptr().cast::<u8>();
-        // SAFETY: as many blocks as the bytes need; what lies in other memory than theirs was just made.
+        // SAFETY: as many blocks as the bytes need, in memory that was just made.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         View::new(tensor.meta, start, Memory::Copied { _blocks: blocks }, viewed)
     }
@@ -131,7 +131,7 @@ impl Drop for View {
     }
 }
 
-/// One tensor of a slab among those that are wanted: where it lies in it, and which it is.
+/// A wanted tensor in a slab: its bytes, and its index.
 struct Member {
     range: Range<u64>,
     index: usize,

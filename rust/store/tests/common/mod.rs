@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, Limits, Meta, Node, Receiver, Rows, Selection, Service, ShardId, Source, StoreError, TimeLimit, Transport,
-    View, Wanted,
+    Dtype, Limits, Meta, Node, Receiver, Rows, Selection, ShardId, Source, StoreError, TimeLimit, Transport, View,
+    Wanted,
 };
 
 /// Where the owner serves.

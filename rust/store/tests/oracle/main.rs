@@ -9,20 +9,20 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole};
+use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole, within};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use side::{NEXT, Piece, Side, StepCounts};
-use tundish_store::{Kept, Node, Removed, Selection, Service, ShardId, StoreError, View};
+use tundish_store::{Kept, Node, Removed, Selection, ShardId, Source, StoreError, View};
 
 #[derive(Clone, Debug)]
 enum Step {
     Put(Vec<usize>),
-    Receive(usize, bool),
+    PutAs(usize),
     Remove(Vec<Index>),
     ClearNode,
     Claim(u64, Vec<Index>),
-    Keep(u64, Vec<Index>),
+    Keep(Vec<Index>),
     Begin(u64),
     End(u64),
     GiveUp(u64),
@@ -38,11 +38,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let epoch = || 0u64..6;
     let step = prop_oneof![
         4 => prop::collection::vec(size.clone(), 0..5).prop_map(Step::Put),
-        2 => (size, any::<bool>()).prop_map(|(size, commits)| Step::Receive(size, commits)),
+        2 => size.prop_map(Step::PutAs),
         2 => some().prop_map(Step::Remove),
         1 => Just(Step::ClearNode),
         3 => (epoch(), some()).prop_map(|(epoch, some)| Step::Claim(epoch, some)),
-        2 => (0u64..2, some()).prop_map(|(claimant, some)| Step::Keep(claimant, some)),
+        2 => some().prop_map(Step::Keep),
         3 => epoch().prop_map(Step::Begin),
         2 => epoch().prop_map(Step::End),
         1 => (0u64..2).prop_map(Step::GiveUp),
@@ -93,7 +93,6 @@ impl World {
     }
 
     fn clear_pieces(&mut self, ids: &[ShardId]) -> u64 {
-        ids.iter().for_each(|id| self.fetched.forget(id));
         let of_these: Vec<Piece> = self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
         of_these.iter().filter(|piece| self.fetched.take(piece).is_some()).count() as u64
     }
@@ -108,20 +107,16 @@ impl World {
                     self.shards.push((id, bytes));
                 }
             }
-            Step::Receive(size, commits) => {
+            Step::PutAs(size) => {
                 let id: ShardId = format!("sent.{}", self.shards.len()).parse().unwrap();
                 let bytes = pattern(self.shards.len() as u64, size);
-                let mut incoming = self.owner.receive(id.clone(), bytes_meta(size as u64)).unwrap();
-                incoming.space().copy_from_slice(&bytes);
-                if commits {
-                    incoming.commit(0).unwrap();
-                    self.stored.put(id.clone(), None, taken(&bytes));
-                }
+                let source = Source::new(bytes_meta(size as u64), &bytes).unwrap();
+                within(0.0, |time_limit| self.owner.put_as(&id, source, time_limit)).unwrap();
+                self.stored.put(id.clone(), None, taken(&bytes));
                 self.shards.push((id, bytes));
             }
             Step::Remove(some) => {
                 let ids = self.named(&some);
-                ids.iter().for_each(|id| self.stored.forget(id));
                 let freed: Vec<u64> =
                     ids.iter().filter_map(|id| self.stored.take(id)).map(|(_, bytes)| bytes).collect();
                 let count = freed.len() as u64;
@@ -132,7 +127,6 @@ impl World {
                 let (count, total_bytes) = self.stored.held();
                 let ids: Vec<_> = self.stored.entries.keys().cloned().collect();
                 ids.iter().for_each(|id| assert!(self.stored.take(id).is_some()));
-                self.stored.keeps.clear();
                 let removed = Removed { cleared_count: count, num_tensors: count, total_bytes };
                 assert_eq!(self.owner.clear_node(), removed);
             }
@@ -150,7 +144,6 @@ impl World {
                     match self.stored.entries.get(id).copied() {
                         Some((None, size)) => {
                             self.stored.take(id);
-                            self.stored.forget(id);
                             self.stored.put(id.clone(), Some(epoch), size);
                             (count, bytes) = (count + 1, bytes + size);
                         }
@@ -165,14 +158,14 @@ impl World {
                 let kept: Vec<_> = ids.iter().filter(is_its).filter(|id| self.were_kept.contains(id)).collect();
                 assert_eq!(claimed.kept.iter().collect::<Vec<_>>(), kept);
             }
-            Step::Keep(claimant, some) => {
+            Step::Keep(some) => {
                 let ids = self.named(&some);
                 let there = ids.iter().filter(|id| self.stored.entries.contains_key(id));
                 self.were_kept.extend(there.cloned());
-                let shards = self.stored.keep(claimant, &ids);
-                assert_eq!(self.owner.keep(claimant, &ids), Kept { shards, entries: 0 });
-                let entries = self.fetched.keep(claimant, &ids);
-                assert_eq!(self.consumer.keep(claimant, &ids), Kept { shards: 0, entries });
+                let shards = self.stored.keep(&ids);
+                assert_eq!(self.owner.keep(&ids), Kept { shards, entries: 0 });
+                let entries = self.fetched.keep(&ids);
+                assert_eq!(self.consumer.keep(&ids), Kept { shards: 0, entries });
             }
             Step::Begin(epoch) => {
                 let begun = self.consumer.begin_epoch(epoch, epoch % 2);
@@ -199,10 +192,6 @@ impl World {
                 let stored = self.stored.open_steps_of(claimant);
                 let claimed = |of: Option<u64>| of.is_some_and(|of| stored.contains(&of));
                 let ids: Vec<_> = self.shards.iter().flat_map(|(id, _)| self.stored.of(id, claimed)).collect();
-                // These are unclaimed again, anyone who keeps them; what was fetched of them is nobody's but who keeps it.
-                self.stored.keeps.retain(|_, epoch| !stored.contains(epoch));
-                self.stored.give_up_kept(claimant);
-                self.fetched.give_up_kept(claimant);
                 self.stored.move_to(None, &ids);
                 stored.into_iter().for_each(|epoch| self.stored.end(epoch));
                 self.fetched.open_steps_of(claimant).into_iter().for_each(|epoch| self.fetched.end(epoch));
@@ -337,7 +326,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(192))]
 
     #[test]
-    fn all_that_is_held_and_told_is_what_the_model_says(
+    fn a_node_behaves_as_its_model(
         steps in steps(), way in prop_oneof![Just(Way::Bytes), Just(Way::Reference)],
     ) {
         let mut world = World::new(way);

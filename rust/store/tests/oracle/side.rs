@@ -1,4 +1,4 @@
-//! The model of one node's entries: in which step each is, what of each step was brought and is held, and who keeps what.
+//! The model of one node's entries: in which step each is, and what of each step was brought and is held.
 
 use std::collections::BTreeMap;
 
@@ -20,18 +20,11 @@ pub(crate) struct Side<K> {
     pub(crate) entries: BTreeMap<K, (Option<u64>, u64)>,
     pub(crate) all_counts: BTreeMap<u64, StepCounts>,
     pub(crate) next: StepCounts,
-    /// What claimants keep of others' steps, and of which.
-    pub(crate) keeps: BTreeMap<(u64, ShardId), u64>,
 }
 
 impl<K: Ord + Clone + Named> Side<K> {
     pub(crate) fn new() -> Self {
-        Side {
-            entries: BTreeMap::new(),
-            all_counts: BTreeMap::new(),
-            next: StepCounts::default(),
-            keeps: BTreeMap::new(),
-        }
+        Side { entries: BTreeMap::new(), all_counts: BTreeMap::new(), next: StepCounts::default() }
     }
 
     pub(crate) fn is_open(&self, epoch: u64) -> bool {
@@ -50,52 +43,21 @@ impl<K: Ord + Clone + Named> Side<K> {
         }
     }
 
-    pub(crate) fn step_of(&self, id: &ShardId) -> Option<u64> {
-        self.keeps.iter().find_map(|((_, kept), epoch)| (kept == id).then_some(*epoch))
-    }
-
-    pub(crate) fn forget(&mut self, id: &ShardId) {
-        self.keeps.retain(|(_, kept), _| kept != id);
-    }
-
     /// How many were of steps.
-    pub(crate) fn keep(&mut self, claimant: u64, ids: &[ShardId]) -> u64 {
+    pub(crate) fn keep(&mut self, ids: &[ShardId]) -> u64 {
+        let of_steps: Vec<_> = ids.iter().map(|id| self.of(id, |epoch| epoch.is_some())).collect();
         let mut count = 0;
-        for id in ids {
-            let of_steps = self.of(id, |epoch| epoch.is_some());
-            let epochs = of_steps.iter().filter_map(|key| self.entries[key].0);
-            let of = epochs.filter(|epoch| *epoch != NEXT && epoch % 2 != claimant).max();
-            let of = of.or_else(|| self.step_of(id));
-            self.move_to(None, &of_steps);
-            count += of_steps.len() as u64;
-            match of {
-                Some(of) if of % 2 == claimant && self.is_open(of) => self.forget(id),
-                Some(of) if !self.of(id, |_| true).is_empty() => _ = self.keeps.insert((claimant, id.clone()), of),
-                _ => {}
-            }
+        for keys in of_steps {
+            // An id may be named twice.
+            let keys: Vec<_> = keys.into_iter().filter(|key| self.entries[key].0.is_some()).collect();
+            count += keys.len() as u64;
+            self.move_to(None, &keys);
         }
         count
     }
 
     pub(crate) fn open_steps_of(&self, claimant: u64) -> Vec<u64> {
         self.all_counts.keys().copied().filter(|epoch| epoch % 2 == claimant && self.is_open(*epoch)).collect()
-    }
-
-    pub(crate) fn give_up_kept(&mut self, claimant: u64) {
-        let its: Vec<_> =
-            self.keeps.iter().filter(|((of, _), _)| *of == claimant).map(|(key, of)| (key.clone(), *of)).collect();
-        self.keeps.retain(|(of, _), _| *of != claimant);
-        for ((_, id), epoch) in its {
-            if self.step_of(&id).is_some() {
-                continue;
-            }
-            let kept = self.of(&id, |of| of.is_none());
-            if self.is_open(epoch) {
-                self.move_to(Some(epoch), &kept);
-            } else {
-                kept.iter().for_each(|key| assert!(self.take(key).is_some()));
-            }
-        }
     }
 
     pub(crate) fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {

@@ -8,8 +8,6 @@ pub(crate) mod fair_lock;
 pub(crate) mod fetch_buffer;
 #[path = "../../src/entries/in_flight.rs"]
 pub(crate) mod in_flight;
-#[path = "../../src/entries/kept_shards.rs"]
-pub(crate) mod kept_shards;
 #[path = "../../src/entries/storage.rs"]
 pub(crate) mod storage;
 

@@ -25,7 +25,6 @@ use entries::fetch_buffer::{Asked, Buffer, Key, Ticket};
 use entries::in_flight::{InFlight, Outcome};
 use entries::storage::Storage;
 use error::StoreError;
-use meta::{Dtype, Meta};
 use shard_id::ShardId;
 
 type Epoch = u64;
@@ -80,29 +79,7 @@ fn get(buffer: &Buffer<Payload>, ticket: &Ticket, payload: Payload) -> Result<(P
             Asked::Joined(flight) => match wait(&flight) {
                 Outcome::Landed(payload, _) => return Ok((payload, fetched)),
                 Outcome::Failed(error) => return Err(error),
-                Outcome::Refuted(..) | Outcome::Again => {}
-            },
-        }
-    }
-}
-
-/// As `get`, by a handle that declares so many rows, of which the shard has one.
-fn get_declared(buffer: &Buffer<Payload>, ticket: &Ticket, rows: u64) -> Result<u32, StoreError> {
-    let declared = Meta::new(Dtype::from_name("uint8").unwrap(), [rows].as_slice()).unwrap();
-    let error = StoreError::Invalid("it has one row".to_owned());
-    loop {
-        match ask(buffer, ticket)? {
-            Asked::Hit(..) => return if rows == 1 { Ok(0) } else { Err(error) },
-            Asked::Leads(flight) if rows == 1 => return buffer.land(&flight, 5, BYTES).map(|()| 1),
-            Asked::Leads(flight) => {
-                buffer.fail(&flight, Outcome::Refuted(error.clone(), declared.clone()));
-                return Err(error);
-            }
-            Asked::Joined(flight) => match wait(&flight) {
-                Outcome::Landed(..) => return if rows == 1 { Ok(0) } else { Err(error) },
-                Outcome::Refuted(error, others) if others == declared => return Err(error),
-                Outcome::Refuted(..) | Outcome::Again => {}
-                Outcome::Failed(error) => panic!("nothing but what was declared is wrong: {error}"),
+                Outcome::Again => {}
             },
         }
     }
@@ -118,7 +95,7 @@ fn standing(buffer: &Buffer<Payload>) -> ((u64, u64), u64, u64) {
 }
 
 #[test]
-fn what_lands_while_its_step_is_drained_is_drained_or_refused() {
+fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         buffer.begin(7, 0).unwrap();
@@ -134,7 +111,6 @@ fn what_lands_while_its_step_is_drained_is_drained_or_refused() {
             Ok(()) => assert_eq!((drained, standing(&buffer)), (1, ((0, 0), 0, 0))),
             Err(StoreError::StepEnded { epoch: 7 }) => {
                 assert_eq!((drained, standing(&buffer)), (0, ((0, 0), 0, 1)));
-                assert_eq!(buffer.state.lock().parts.past(7).unwrap().step_counts.late, 1);
             }
             Err(other) => panic!("{other}"),
         }
@@ -143,7 +119,7 @@ fn what_lands_while_its_step_is_drained_is_drained_or_refused() {
 }
 
 #[test]
-fn what_lands_while_it_is_removed_by_its_id_or_all_is_flushed_is_removed_or_refused() {
+fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
     for all in [false, true] {
         check(move || {
             let buffer = Arc::new(Buffer::new());
@@ -153,7 +129,7 @@ fn what_lands_while_it_is_removed_by_its_id_or_all_is_flushed_is_removed_or_refu
                 let buffer = Arc::clone(&buffer);
                 move || match all {
                     true => buffer.flush().iter().map(|part| part.step_counts.num_entries).sum(),
-                    false => buffer.remove(&[key().id]).0.entries,
+                    false => buffer.remove(&[key().id]).iter().flatten().map(|of_shard| of_shard.len() as u64).sum(),
                 }
             });
             let landed = buffer.land(&flight, 5, BYTES);
@@ -189,7 +165,7 @@ fn one_fetches_and_all_have_it() {
 }
 
 #[test]
-fn a_failure_is_told_to_who_waits_and_to_nobody_after() {
+fn a_failure_reaches_waiting_threads_and_no_later_call() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         let ticket = buffer.ticket();
@@ -211,7 +187,7 @@ fn a_failure_is_told_to_who_waits_and_to_nobody_after() {
 }
 
 #[test]
-fn who_waits_for_a_fetcher_that_gave_up_fetches_itself() {
+fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         let ticket = buffer.ticket();
@@ -227,26 +203,7 @@ fn who_waits_for_a_fetcher_that_gave_up_fetches_itself() {
 }
 
 #[test]
-fn who_waits_for_a_fetcher_that_declared_it_wrongly_has_it_or_is_wrong_itself() {
-    check(|| {
-        let buffer = Arc::new(Buffer::new());
-        let ticket = buffer.ticket();
-        let others: Vec<_> = [2, 1]
-            .map(|rows| {
-                let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
-                thread::spawn(move || get_declared(&buffer, &ticket, rows))
-            })
-            .into_iter()
-            .collect();
-        let mine = get_declared(&buffer, &ticket, 2);
-        let got: Vec<_> = others.into_iter().map(|other| other.join().unwrap()).collect();
-        assert!(matches!((&mine, &got[..]), (Err(_), [Err(_), Ok(1)])), "{mine:?} {got:?}");
-        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
-    });
-}
-
-#[test]
-fn who_waits_for_what_is_removed_learns_of_it() {
+fn a_waiting_thread_learns_of_a_removal() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         let ticket = buffer.ticket();
@@ -269,7 +226,7 @@ fn who_waits_for_what_is_removed_learns_of_it() {
 }
 
 #[test]
-fn who_waits_for_what_is_removed_does_not_wait_for_its_fetcher() {
+fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         let ticket = buffer.ticket();
@@ -284,7 +241,7 @@ fn who_waits_for_what_is_removed_does_not_wait_for_its_fetcher() {
 }
 
 #[test]
-fn who_asks_again_is_not_counted_again() {
+fn a_repeated_question_is_not_counted_again() {
     check(|| {
         let buffer = Buffer::new();
         let ticket = buffer.ticket();
@@ -331,7 +288,7 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
 }
 
 #[test]
-fn who_asks_in_a_later_step_does_not_wait_for_what_an_ended_one_fetches() {
+fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
     check(|| {
         let buffer = Buffer::new();
         buffer.begin(1, 0).unwrap();
@@ -346,7 +303,7 @@ fn who_asks_in_a_later_step_does_not_wait_for_what_an_ended_one_fetches() {
 }
 
 #[test]
-fn what_became_of_a_fetch_is_told_once() {
+fn the_outcome_of_a_fetch_is_set_once() {
     check(|| {
         let buffer = Buffer::new();
         buffer.begin(1, 0).unwrap();
@@ -359,7 +316,7 @@ fn what_became_of_a_fetch_is_told_once() {
 }
 
 #[test]
-fn of_two_who_store_under_one_name_one_does() {
+fn one_of_two_stores_under_one_name_succeeds() {
     check(|| {
         let storage = Arc::new(Storage::<Payload>::new(9));
         let other = thread::spawn({
@@ -416,7 +373,7 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
 }
 
 #[test]
-fn what_is_under_way_when_a_step_begins_ends_with_it() {
+fn a_fetch_under_way_when_a_step_begins_ends_with_it() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         let flight = lead(&buffer, &buffer.ticket());
@@ -433,42 +390,17 @@ fn what_is_under_way_when_a_step_begins_ends_with_it() {
 }
 
 #[test]
-fn what_somebody_keeps_of_a_step_ends_with_both_in_whichever_order() {
+fn a_shard_that_is_kept_as_its_step_ends_is_kept_or_freed() {
     check(|| {
         let storage = Arc::new(Storage::new(1));
         let id = storage.put(vec![(5, BYTES)]).remove(0);
         storage.claim(7, 0, std::slice::from_ref(&id)).unwrap();
         let keeper = thread::spawn({
             let (storage, id) = (Arc::clone(&storage), id.clone());
-            move || {
-                let kept = storage.keep(1, &[id]);
-                let ended: usize = storage.give_up_kept(1).iter().map(Vec::len).sum();
-                (kept, ended as u64)
-            }
+            move || storage.keep(&[id])
         });
         let ended = storage.end(7).map_or(0, |part| part.step_counts.num_entries);
-        let (kept, given_up) = keeper.join().unwrap();
-        assert_eq!(ended + given_up, 1, "{kept} kept");
-        assert!(!storage.has(&id));
-    });
-}
-
-#[test]
-fn what_somebody_keeps_as_the_claimant_of_its_step_goes_is_unclaimed_whatever_becomes_of_either() {
-    check(|| {
-        let storage = Arc::new(Storage::new(1));
-        let id = storage.put(vec![(5, BYTES)]).remove(0);
-        storage.claim(7, 0, std::slice::from_ref(&id)).unwrap();
-        let keeper = thread::spawn({
-            let (storage, id) = (Arc::clone(&storage), id.clone());
-            move || {
-                storage.keep(1, &[id]);
-                storage.give_up_kept(1).len()
-            }
-        });
-        storage.unclaim_all(7);
-        storage.end(7);
-        keeper.join().unwrap();
-        assert!(storage.has(&id));
+        assert_eq!(ended + keeper.join().unwrap(), 1);
+        assert_eq!(storage.has(&id), ended == 0);
     });
 }

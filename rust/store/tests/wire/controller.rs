@@ -65,10 +65,6 @@ impl Controller {
         Ok(Kept { shards: count("kept_shards"), entries: count("kept_count") })
     }
 
-    pub fn close_epoch(&mut self, epoch: Epoch, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        self.post(&format!("/epoch/{epoch}/close"), None, time_limit).map(drop)
-    }
-
     pub fn end_epoch(&mut self, epoch: Epoch, time_limit: &mut TimeLimit<'_>) -> Result<EpochLedger, StoreError> {
         let answer = self.post(&format!("/epoch/{epoch}/end"), None, time_limit)?;
         Ok(serde_json::from_value(answer).unwrap())

@@ -26,22 +26,13 @@ fn curl_speaks_it() {
     let url = |path: &str| format!("{base}{path}");
     let as_they_are = ["--header", TAKES_SHARDS.trim_end()];
     let shards = |arguments: &[&str]| curl(&[&as_they_are[..], arguments].concat());
-    // Large enough that curl waits to be told to go on.
     let bytes = pattern(1, 3 << 20);
     let body = shard(&meta("int16", &[3 << 19]), &bytes);
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("shard");
-    #[expect(clippy::disallowed_methods, reason = "a file for curl, not a published one")]
-    std::fs::write(&file, &body).unwrap();
-    let file = file.to_str().unwrap();
-    assert_eq!(json_of(&["--upload-file", file, &url("/data/a:1")]), json!({"status": "ok", "shard_id": "a:1"}));
+    owner.put("a:1", meta("int16", &[3 << 19]), &bytes);
+    owner.put("b", meta("int8", &[2]), &[1, 2]);
     assert_eq!(shards(&[&url("/data/a:1")]), body);
-    assert_eq!(shards(&["--range", "100-199", &url("/data/a:1")]), body[100..200]);
     let tensor = json_of(&[&url("/data/a:1")]);
     assert_eq!((&tensor["dtype"], &tensor["shape"]), (&json!("torch.int16"), &json!([3 << 19])));
-    let again = ["--request", "PUT", "--header", "Content-Type: application/json", "--data-binary"];
-    let small = r#"{"dtype": "torch.int8", "shape": [2], "data": "AQI="}"#;
-    assert_eq!(json_of(&[&again[..], &[small, &url("/data/b")]].concat())["status"], "ok");
     let batch = ["--data", r#"{"shard_ids": ["b", "a:1", "b"]}"#, &url("/data/batch")];
     let b = shard(&meta("int8", &[2]), &[1, 2]);
     assert_eq!(shards(&batch), [&b[..], &body, &b].concat());

@@ -1,7 +1,7 @@
 //! Servers and clients that speak TLS.
 
 use tundish_store::http::{Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust, WorkerClient};
-use tundish_store::{Node, Service, ShardId, StoreError};
+use tundish_store::{Node, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::raw::Owner;

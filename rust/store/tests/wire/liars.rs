@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, WorkerClient};
-use tundish_store::{Node, Service, ShardId, StoreError, TimeLimit};
+use tundish_store::{Node, ShardId, StoreError, TimeLimit};
 
 use crate::common::{LIMITS, pattern, whole, within};
 use crate::raw::{meta, shard, with_token};
@@ -180,7 +180,7 @@ fn a_request_to_a_worker_is_sent_again_only_on_a_connection_that_was_kept() {
 }
 
 #[test]
-fn who_speaks_something_else_is_told_of() {
+fn another_protocol_is_an_error() {
     let liar = Liar::new((0..20).map(|_| Does::Says(b"SSH-2.0-OpenSSH_9.6\r\n".to_vec())).collect());
     let error = fetch(&liar, 5.0).unwrap_err();
     assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("HTTP")), "{error}");
@@ -279,7 +279,7 @@ fn a_reference_that_was_not_asked_for_is_an_error() {
 }
 
 #[test]
-fn of_a_refusal_no_more_is_read_than_there_is_to_say() {
+fn the_size_of_a_refusal_is_bounded() {
     let refuses = |length: usize, said: &[u8]| {
         let head = format!("HTTP/1.1 500 No\r\nContent-Length: {length}\r\n\r\n");
         Does::Says([head.as_bytes(), said].concat())
@@ -326,7 +326,7 @@ fn no_token_is_sent_to_an_address_that_only_a_handle_names() {
 }
 
 #[test]
-fn addresses_that_lead_nowhere_are_told_of_within_a_second() {
+fn unreachable_addresses_fail_within_a_second() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let (node, id) = (Node::new(LIMITS), "a".parse().unwrap());
     let fetch = |owner: &str| {
@@ -346,7 +346,7 @@ fn addresses_that_lead_nowhere_are_told_of_within_a_second() {
 
 #[test]
 #[allow(unsafe_code)]
-fn a_machine_that_does_not_answer_is_told_of_within_a_second() {
+fn a_machine_that_does_not_answer_fails_within_a_second() {
     use std::os::fd::AsRawFd;
     let full = TcpListener::bind("127.0.0.1:0").unwrap();
     // SAFETY: the listener's own descriptor; from here on it has space for one connection that nobody takes.

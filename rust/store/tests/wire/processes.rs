@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Node, Service, ShardId, StoreError};
+use tundish_store::{Node, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::controller::Controller;
-use crate::raw::{Owner, Raw, STUCK, clients, meta, shard, until};
+use crate::raw::{Owner, Raw, STUCK, clients, until};
 
 const WHERE_TO_CALL: &str = "TUNDISH_TEST_PARENT";
 
@@ -127,7 +127,10 @@ fn an_owner_with_few_descriptors() {
     // SAFETY: a limit of this process.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const few) }, 0);
     let owner = Owner::new();
-    obey(|_| owner.address().to_string());
+    obey(|words| match words {
+        ["put", len] => put(&owner.node, &[pattern(1, len.parse().unwrap())]).unwrap()[0].to_string(),
+        _ => owner.address().to_string(),
+    });
 }
 
 #[test]
@@ -172,7 +175,7 @@ impl Process {
 }
 
 #[test]
-fn an_owner_that_is_killed_in_mid_transfer_is_told_of_within_a_second() {
+fn the_death_of_an_owner_in_mid_transfer_is_noticed_within_a_second() {
     for round in 0..6 {
         let mut process = Process::start(OWNING);
         let address = process.ask("address");
@@ -254,7 +257,7 @@ fn a_consumer_that_dies_in_mid_transfer_keeps_nothing_of_the_owners() {
 }
 
 #[test]
-fn a_port_that_is_taken_is_told_of() {
+fn a_taken_port_is_named() {
     let owner = Owner::new();
     let port = owner.server.address().port();
     let error = Server::start(Node::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap_err();
@@ -299,12 +302,11 @@ fn without_threads_everything_is_done_by_those_that_serve() {
     let at = process.ask("address").parse().unwrap();
     let clear = format!(r#"{{"shard_ids": ["{}"]}}"#, process.ask("id"));
     let mut raw = Raw::connect(at);
-    let large = shard(&meta("uint8", &[3 << 20]), &pattern(2, 3 << 20));
     let requests: [(_, _, &[u8], _); 5] = [
+        ("POST", "/epoch/3/claim", clear.as_bytes(), "\"claimed_count\":1"),
+        ("POST", "/keep", clear.as_bytes(), "\"kept_shards\":1"),
         ("DELETE", "/data/clear", clear.as_bytes(), "\"cleared_count\":1"),
-        ("PUT", "/data/large", &large, "large"),
-        ("POST", "/epoch/3/claim", br#"{"shard_ids": ["large"]}"#, "\"claimed_count\":1"),
-        ("POST", "/epoch/3/end", b"", "\"freed_bytes\":3145728"),
+        ("POST", "/epoch/3/end", b"", "\"held_bytes\":0"),
         ("DELETE", "/buffer/clear", b"", "\"cleared_count\":0"),
     ];
     for (method, path, body, says) in requests {
@@ -326,10 +328,12 @@ fn a_short_name_that_is_named_often_costs_little() {
     let mut process = Process::start(OWNING);
     let at = process.ask("address").parse().unwrap();
     let mut raw = Raw::connect(at);
-    raw.request("PUT", "/data/a", "", &shard(&meta("uint8", &[1]), b"a"));
-    assert_eq!(raw.answer().status, 200);
+    let id = process.ask("put 1");
     let before = peak(&process);
-    let names = |count: usize| format!(r#"{{"shard_ids":[{}]}}"#, vec![r#""a""#; count].join(","));
+    let names = |count: usize| {
+        let name = if count > 1 << 16 { "a" } else { &*id };
+        format!(r#"{{"shard_ids":[{}]}}"#, vec![format!("\"{name}\""); count].join(","))
+    };
     raw.request("POST", "/data/batch", "", names(1 << 16).as_bytes());
     let answer = raw.answer();
     assert_eq!((answer.status, answer.body.len()), (200, 33 << 16));
@@ -349,25 +353,23 @@ fn those_that_stop_half_way_make_room_for_others() {
     let half_ways = [
         "GET /health HT",
         "POST /data/batch HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
-        "PUT /data/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nTSHD",
-        "GET /data/large HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "GET /data/LARGE HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "POST /epoch/99/begin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
     ];
     let mut process = Process::start("processes::an_owner_with_few_descriptors");
     let at: SocketAddr = process.ask("address").parse().unwrap();
-    let large = shard(&meta("uint8", &[64 << 20]), &pattern(3, 64 << 20));
+    let large = process.ask("put 67108864");
     let ask = |method, path, body: &[u8]| {
         let mut raw = Raw::connect(at);
         raw.request(method, path, "", body);
         raw.answer().status
     };
-    assert_eq!(ask("PUT", "/data/large", &large), 200);
     for half_way in half_ways {
         // More than it has places.
         let silent: Vec<Raw> = (0..100)
             .map(|_| {
                 let mut raw = Raw::connect(at);
-                raw.send(half_way.as_bytes());
+                raw.send(half_way.replace("LARGE", &large).as_bytes());
                 raw
             })
             .collect();

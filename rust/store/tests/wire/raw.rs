@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
-use tundish_store::{Dtype, Meta, Node, Wanted};
+use tundish_store::{Dtype, Meta, Node, Source, Wanted};
 
-use crate::common::LIMITS;
+use crate::common::{LIMITS, within};
 
 /// Far longer than anything here takes.
 pub const STUCK: Duration = Duration::from_secs(20);
@@ -56,9 +56,13 @@ impl Owner {
 
     /// Stores bytes under this name.
     pub fn store(&self, id: &str, bytes: &[u8]) {
-        let body = shard(&meta("uint8", &[bytes.len() as u64]), bytes);
-        let answer = self.ask("PUT", &format!("/data/{id}"), "", &body);
-        assert_eq!(answer.status, 200, "{}", answer.text());
+        self.put(id, meta("uint8", &[bytes.len() as u64]), bytes);
+    }
+
+    /// Stores a tensor under this name.
+    pub fn put(&self, id: &str, meta: Meta, bytes: &[u8]) {
+        let source = Source::new(meta, bytes).unwrap();
+        within(20.0, |time_limit| self.node.put_as(&id.parse().unwrap(), source, time_limit)).unwrap();
     }
 
     pub fn wanted(&self, id: &str, len: u64) -> Wanted {

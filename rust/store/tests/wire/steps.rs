@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Service, ShardId, StoreError};
+use tundish_store::{ShardId, StoreError};
 
 use crate::common::within;
 use crate::controller::Controller;
@@ -17,7 +17,7 @@ fn unclaimed(owner: &Owner) -> u64 {
 }
 
 #[test]
-fn a_step_ends_with_what_it_claimed_and_what_was_fetched_in_it() {
+fn a_step_ends_with_its_claims_and_fetches() {
     let owner = Owner::new();
     ["a", "b", "c"].iter().for_each(|id| owner.store(id, &[7; 1000]));
     let consumer = Owner::new();
@@ -43,32 +43,6 @@ fn a_step_ends_with_what_it_claimed_and_what_was_fetched_in_it() {
         assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
         let over = held[0].claim(7, &ids(&["c"]), time_limit).unwrap_err();
         assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
-    });
-}
-
-#[test]
-fn what_a_step_that_is_about_to_end_claimed_is_given_to_nobody_and_is_there_until_then() {
-    let owner = Owner::new();
-    ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
-    let consumer = Owner::new();
-    let missing = |id: &str| {
-        within(20.0, |time_limit| consumer.node.fetch(&[owner.wanted(id, 3)], &Client::of_sockets(), time_limit))
-            .is_err_and(|error| matches!(error, StoreError::Missing { .. }))
-    };
-    within(20.0, |time_limit| {
-        let (mut held, mut other) = (Controller::new(&owner.address()), Controller::new(&owner.address()));
-        held.claim(7, &ids(&["a"]), time_limit).unwrap();
-        other.close_epoch(7, time_limit).unwrap();
-        assert!(!missing("a"), "who has not claimed closes nothing");
-        consumer.node.clear_buffer(None);
-        held.close_epoch(7, time_limit).unwrap();
-        assert!(missing("a") && !missing("b"));
-        assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (2, 1));
-        assert_eq!(other.claim(8, &ids(&["a"]), time_limit).unwrap().taken, ids(&["a"]));
-        // It is as it was for all when who claimed it does not end the step.
-        drop(held);
-        until("claims are given up with their connection", || unclaimed(&owner) == 2);
-        assert!(!missing("a"));
     });
 }
 
@@ -120,7 +94,7 @@ fn a_connection_that_breaks_takes_its_claims_with_it_and_the_next_one_has_anothe
 }
 
 #[test]
-fn what_is_kept_from_afar_outlives_its_step() {
+fn kept_shards_outlive_their_step() {
     let owner = Owner::new();
     ["a", "b"].iter().for_each(|id| owner.store(id, b"abc"));
     let mut held = Controller::new(&owner.address());
@@ -137,75 +111,4 @@ fn what_is_kept_from_afar_outlives_its_step() {
         let claimed = Controller::new(&owner.address()).claim(2, &ids(&["a"]), time_limit).unwrap();
         assert_eq!((claimed.claimed_count, claimed.kept), (1, ids(&["a"])));
     });
-}
-
-#[test]
-fn what_one_keeps_of_anothers_step_ends_with_both() {
-    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
-    ["a", "b", "c"].iter().for_each(|id| owner.store(id, b"abc"));
-    let addresses = [owner.address(), consumer.address()];
-    let entries = || (owner.node.stats().storage.num_entries, consumer.node.stats().buffer.num_entries);
-    within(20.0, |time_limit| {
-        let (mut step, mut keeper) =
-            (addresses.each_ref().map(Controller::new), addresses.each_ref().map(Controller::new));
-        step[1].begin_epoch(1, time_limit).unwrap();
-        step[0].claim(1, &ids(&["a", "b", "c"]), time_limit).unwrap();
-        let wanted = ["a", "b", "c"].map(|id| owner.wanted(id, 3));
-        consumer.node.fetch(&wanted, &client, time_limit).unwrap();
-        let kept = keeper.each_mut().map(|held| held.keep(&ids(&["a", "b"]), time_limit).unwrap());
-        assert_eq!(kept.map(|kept| (kept.shards, kept.entries)), [(2, 0), (0, 2)]);
-        // A third one claims it anew, whose it is from here on.
-        let mut third = Controller::new(&owner.address());
-        assert_eq!(third.claim(2, &ids(&["b"]), time_limit).unwrap().kept, ids(&["b"]));
-        step.iter_mut().for_each(|held| _ = held.end_epoch(1, time_limit).unwrap());
-        assert_eq!(entries(), (2, 2));
-        drop(keeper);
-        until("what was kept ends with who kept it", || entries() == (1, 0));
-        assert_eq!(unclaimed(&owner), 0);
-    });
-}
-
-#[test]
-fn what_is_kept_no_longer_is_its_steps_again_while_that_is_under_way() {
-    let owner = Owner::new();
-    ["a", "b", "c"].iter().for_each(|id| owner.store(id, b"abc"));
-    within(20.0, |time_limit| {
-        let mut step = Controller::new(&owner.address());
-        step.claim(1, &ids(&["a", "b"]), time_limit).unwrap();
-        let mut second = Controller::new(&owner.address());
-        second.claim(2, &ids(&["c"]), time_limit).unwrap();
-        let mut keepers = [Controller::new(&owner.address()), Controller::new(&owner.address())];
-        keepers.iter_mut().for_each(|held| _ = held.keep(&ids(&["a"]), time_limit).unwrap());
-        let [one, other] = keepers;
-        drop(one);
-        assert_eq!(unclaimed(&owner), 1);
-        drop(other);
-        until("it is the step's again", || unclaimed(&owner) == 0);
-        // A step whose claimant is gone takes nothing with it, nor does who kept something of it then.
-        let mut keeper = Controller::new(&owner.address());
-        keeper.keep(&ids(&["b", "c"]), time_limit).unwrap();
-        drop(step);
-        until("what was claimed is unclaimed again", || unclaimed(&owner) == 3);
-        drop(keeper);
-        until("the keeper is gone", || unclaimed(&owner) == 2);
-        second.end_epoch(2, time_limit).unwrap();
-        assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (2, 2));
-    });
-}
-
-#[test]
-fn what_one_keeps_of_the_step_of_somebody_who_is_gone_is_dropped_by_consumers_with_who_keeps_it() {
-    let (owner, consumer, client) = (Owner::new(), Owner::new(), Client::new());
-    owner.store("a", b"abc");
-    let (mut step, mut keeper) = (Controller::new(&consumer.address()), Controller::new(&consumer.address()));
-    within(20.0, |time_limit| {
-        step.begin_epoch(1, time_limit).unwrap();
-        consumer.node.fetch(&[owner.wanted("a", 3)], &client, time_limit).unwrap();
-        assert_eq!(keeper.keep(&ids(&["a"]), time_limit).unwrap().entries, 1);
-    });
-    drop(step);
-    until("its step is over", || consumer.node.current_epoch().is_none());
-    assert_eq!(consumer.node.stats().buffer.num_entries, 1);
-    drop(keeper);
-    until("nobody keeps it", || consumer.node.stats().buffer.num_entries == 0);
 }

@@ -24,7 +24,7 @@ use super::response_head::ResponseHead;
 use super::stream::{Blocking, Stream};
 use crate::checksum::Checksum;
 use crate::error::StoreError;
-use crate::http::sockets::{NoFork, Socket};
+use crate::http::sockets::Socket;
 use crate::http::tls::ClientTls;
 use crate::time_limit::TimeLimit;
 
@@ -40,27 +40,23 @@ const SILENCE: Duration = Duration::from_secs(3);
 /// Bytes that are received at once, so that they are summed before they leave the processor's cache.
 const STRIDE: usize = 256 << 10;
 
-/// Bytes that are received before other threads that want the processor have theirs: some hundred microseconds. They
-/// would have it at the next tick of its clock only, some milliseconds later.
-const PROCESSOR_TURN: usize = 1 << 20;
-
 /// Bytes that are received beyond those of a shard: the header of the next one.
 const AHEAD: usize = 64;
 
-/// Bytes that are received at once where it is not known what comes.
+/// Bytes that are received at once while the length of the response is unknown.
 const SOME: usize = 8 << 10;
 
 /// Answers before the answer, which only say that it follows.
 const MOST_INTERIM: usize = 16;
 
-/// Why something did not happen.
+/// The failure of a connection.
 #[derive(Debug)]
 pub(super) enum Trouble {
-    /// The connection, or what came on it; whether it may be tried again is for the caller to say.
+    /// The connection or the response is broken. The caller may try again.
     Broken(String),
-    /// No machine answers, and to try again would take as long.
+    /// The machine does not answer. Another try would take as long.
     Silent,
-    /// This is what the caller gets.
+    /// The error of the call.
     Final(StoreError),
 }
 
@@ -78,11 +74,10 @@ fn broken(error: &io::Error) -> Trouble {
 pub(super) struct Connection {
     stream: Stream,
     inbox: Vec<u8>,
-    /// What was looked at of it.
+    /// Bytes of it that were parsed.
     taken: usize,
     /// Whether it may be used again.
     pub(super) keeps_alive: bool,
-    expects_a_machine: bool,
 }
 
 impl Connection {
@@ -103,13 +98,7 @@ impl Connection {
                             None => Stream::Plain(Blocking(socket)),
                             Some(tls) => Stream::Tls(Box::new(StreamOwned::new(tls.connect(owner)?, Blocking(socket)))),
                         };
-                        return Ok(Connection {
-                            stream,
-                            inbox: Vec::new(),
-                            taken: 0,
-                            keeps_alive: true,
-                            expects_a_machine: false,
-                        });
+                        return Ok(Connection { stream, inbox: Vec::new(), taken: 0, keeps_alive: true });
                     }
                     Ok(None) => last = Trouble::Silent,
                     Err(trouble @ Trouble::Final(_)) => return Err(trouble),
@@ -172,7 +161,7 @@ impl Connection {
         Err(Trouble::Broken("it announces an answer again and again, and gives none".to_owned()))
     }
 
-    /// What `parse` makes of the next bytes, of which it tells how many it took.
+    /// The result of `parse` on the next bytes. `parse` also returns the number of bytes that it took.
     pub(super) fn parse<T>(
         &mut self,
         time_limit: &mut TimeLimit<'_>,
@@ -220,7 +209,6 @@ impl Connection {
         target[..filled].copy_from_slice(&here[..filled]);
         self.taken += filled;
         checksum.update(&target[..filled]);
-        let mut turn = 0;
         let ahead = AHEAD.min(usize::try_from(rest).unwrap_or(AHEAD));
         while filled < target.len() {
             // Everything that had come was taken, or this would be full.
@@ -241,11 +229,6 @@ impl Connection {
                         self.inbox.truncate(received - wanted);
                         self.taken = 0;
                     }
-                    turn += of_target;
-                    if turn >= PROCESSOR_TURN {
-                        turn = 0;
-                        std::thread::yield_now();
-                    }
                     if filled < target.len() {
                         time_limit.glance()?;
                     }
@@ -256,7 +239,7 @@ impl Connection {
         Ok(checksum.value())
     }
 
-    /// The next `length` bytes, of which there may be many.
+    /// The next `length` bytes.
     pub(super) fn collect(&mut self, length: u64, time_limit: &mut TimeLimit<'_>) -> Result<Vec<u8>, Trouble> {
         let mut collected = Vec::new();
         let mut left = length;
@@ -272,17 +255,7 @@ impl Connection {
         Ok(collected)
     }
 
-    /// Gives up on a machine that takes nothing for some seconds, or not. A process that is merely busy takes what is
-    /// small: its kernel does.
-    pub(super) fn expect_a_machine(&mut self, expects: bool) -> Result<(), Trouble> {
-        if std::mem::replace(&mut self.expects_a_machine, expects) == expects {
-            return Ok(());
-        }
-        let milliseconds = if expects { SILENCE.as_millis() as u32 } else { 0 };
-        set_tcp_user_timeout(&**self.stream.socket(), milliseconds).map_err(|errno| broken(&errno.into()))
-    }
-
-    /// What a call of the kernel ended with that may be repeated.
+    /// Checks the deadline after a system call that may be repeated; else returns its error.
     fn wait(&self, error: &io::Error, time_limit: &mut TimeLimit<'_>) -> Result<(), Trouble> {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => look(time_limit),
@@ -309,11 +282,7 @@ fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<
     let failed = |errno: Errno| broken(&errno.into());
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = {
-        let no_fork = NoFork::begin().map_err(|error| broken(&error))?;
-        let make = || socket_with(family, SocketType::STREAM, flags, None);
-        no_fork.keep(TcpStream::from(make().map_err(failed)?))
-    };
+    let socket = Socket::new(TcpStream::from(socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?));
     match connect(&*socket, address) {
         Ok(()) => {}
         Err(Errno::INPROGRESS) => {
@@ -348,5 +317,7 @@ fn prepare(socket: &TcpStream) -> rustix::io::Result<()> {
     set_socket_keepalive(socket, true)?;
     set_tcp_keepidle(socket, Duration::from_secs(1))?;
     set_tcp_keepintvl(socket, Duration::from_secs(1))?;
-    set_tcp_keepcnt(socket, SILENCE.as_secs() as u32 - 1)
+    set_tcp_keepcnt(socket, SILENCE.as_secs() as u32 - 1)?;
+    // Requests are small: the kernel of a machine that is there takes them, whatever the process does.
+    set_tcp_user_timeout(socket, SILENCE.as_millis() as u32)
 }

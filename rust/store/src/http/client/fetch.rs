@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use tundish_shm::ShmError;
 
@@ -13,26 +14,31 @@ use super::Client;
 use super::connection::{Connection, Trouble};
 use super::request::{Request, read_small};
 use super::response_head::ResponseHead;
-use super::retries::Retries;
 use crate::error::{MissingShard, StoreError};
 use crate::http::json::{self, Refused};
 use crate::http::media_type::MediaType;
-use crate::http::same_node;
 use crate::http::shard_header::{self, Payload, ShardHeader};
+use crate::http::this_node;
 use crate::shard_id::Selection;
 use crate::time_limit::TimeLimit;
 use crate::transport::{Receiver, Transport};
 
-/// What is left of a batch.
+/// Tries of a request that fails each time.
+const MOST_FAILURES: u32 = 3;
+
+/// Before the next try.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// The rest of a batch.
 struct Batch<'a> {
     owner: &'a Arc<str>,
     wanted: &'a [Selection],
-    /// So many have come.
+    /// Shards that have arrived.
     done: usize,
     receiver: &'a mut dyn Receiver,
 }
 
-/// Why a batch did not come.
+/// The failure of a batch.
 enum Failure {
     Trouble(Trouble),
     /// Memory that was referred to cannot be reached; whether any of that owner's can.
@@ -54,18 +60,18 @@ impl Transport for Client {
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         let mut batch = Batch { owner, wanted, done: 0, receiver };
-        let mut retries = Retries::new();
+        // Failures since something came last.
+        let mut failures = 0;
         let mut reads_memory = self.reads_memory && !self.is_unreachable(owner);
         while batch.done < wanted.len() {
             let before = batch.done;
-            let outcome =
-                self.take_or_open(owner, time_limit).map_err(Failure::from).and_then(|(mut connection, _)| {
-                    self.fetch_some(&mut connection, &mut batch, reads_memory, time_limit)?;
-                    self.pool.give_back(owner, connection);
-                    Ok(())
-                });
+            let outcome = self.take_or_open(owner, time_limit).map_err(Failure::from).and_then(|mut connection| {
+                self.fetch_some(&mut connection, &mut batch, reads_memory, time_limit)?;
+                self.pool.give_back(owner, connection);
+                Ok(())
+            });
             if batch.done > before {
-                retries.made_progress();
+                failures = 0;
             }
             match outcome {
                 Ok(()) => {}
@@ -77,8 +83,14 @@ impl Transport for Client {
                     }
                 }
                 Err(Failure::Trouble(trouble)) => {
-                    let id = &wanted[batch.done.min(wanted.len() - 1)].id;
-                    self.once_more(owner, Some(id), trouble, &mut retries, time_limit)?;
+                    // Connections that wait lead to the same process.
+                    self.pool.forget(owner);
+                    failures += 1;
+                    if failures == MOST_FAILURES || !matches!(trouble, Trouble::Broken(_)) {
+                        let id = &wanted[batch.done.min(wanted.len() - 1)].id;
+                        return Err(trouble.into_error(owner, Some(id)));
+                    }
+                    std::thread::sleep(PAUSE);
                 }
             }
         }
@@ -91,7 +103,7 @@ impl Client {
         self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).contains(owner)
     }
 
-    /// Asks once for what is left, or as much of it as one request may name.
+    /// Asks once for the rest, or as much of it as one request may name.
     fn fetch_some(
         &self,
         connection: &mut Connection,
@@ -102,7 +114,7 @@ impl Client {
         let end = batch.wanted.len().min(batch.done + json::MOST_IDS);
         let body = json::batch_body(&batch.wanted[batch.done..end]);
         let parts = [&body[..]];
-        let node = if reads_memory { same_node::this() } else { None };
+        let node = if reads_memory { this_node() } else { None };
         let request = Request { accepts: MediaType::Shards, node, ..Request::new("POST", "/data/batch", &parts) };
         request.send(connection, batch.owner, self.trusted(batch.owner).token.as_ref(), time_limit)?;
         let head = connection.head(time_limit)?;
@@ -171,7 +183,7 @@ impl Batch<'_> {
                 time_limit.glance()?;
             }
         }
-        // Whatever else there is was not asked for.
+        // The response has more than was asked for.
         connection.keeps_alive &= left == 0;
         Ok(())
     }

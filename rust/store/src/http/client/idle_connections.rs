@@ -12,7 +12,7 @@ use super::connection::Connection;
 /// Connections to one owner that are kept.
 const MOST_OF_ONE: usize = 8;
 
-/// Connections that are kept: each takes a descriptor, of which many systems allow a process 1024.
+/// Connections that are kept: each takes a descriptor, and many systems allow a process 1024.
 const MOST: usize = 256;
 
 /// A connection that waited longer was closed by some router on the way, or is about to be.
@@ -50,8 +50,7 @@ impl Pool {
         }
     }
 
-    /// Lets go of what the other sides have closed, and of what waited too long. For who opens a connection: that is
-    /// the only time at which there come to be more of them.
+    /// Drops connections that the other sides have closed, or that waited too long. Called before one is opened.
     pub(super) fn tidy(&self) {
         let mut state = self.lock();
         state.waiting.retain(|_, of_owner| {
@@ -66,14 +65,12 @@ impl Pool {
             return;
         }
         let mut state = self.lock();
-        let surplus = if state.count >= MOST { state.pop_oldest() } else { None };
+        let is_full = state.count >= MOST;
         let of_owner = state.waiting.entry(Arc::clone(owner)).or_default();
-        if of_owner.len() < MOST_OF_ONE {
+        if of_owner.len() < MOST_OF_ONE && !is_full {
             of_owner.push(Waiting { connection, since: Instant::now() });
             state.count += 1;
         }
-        drop(state);
-        drop(surplus);
     }
 
     /// Lets go of all connections to an owner.
@@ -98,18 +95,6 @@ impl State {
         }
         self.count -= usize::from(waiting.is_some());
         waiting
-    }
-
-    fn pop_oldest(&mut self) -> Option<Waiting> {
-        let oldest = self.waiting.iter().min_by_key(|(_, of_owner)| of_owner.first().map(|waiting| waiting.since));
-        let owner = Arc::clone(oldest?.0);
-        let of_owner = self.waiting.get_mut(&owner)?;
-        let oldest = of_owner.remove(0);
-        if of_owner.is_empty() {
-            self.waiting.remove(&owner);
-        }
-        self.count -= 1;
-        Some(oldest)
     }
 }
 

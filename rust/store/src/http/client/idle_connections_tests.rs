@@ -15,7 +15,7 @@ fn ask(client: &Client, server: &Server) {
     let mut go_on = || Ok(());
     let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
     let owner = server.address().to_string().into();
-    let (mut connection, _) = client.take_or_open(&owner, time_limit).unwrap();
+    let mut connection = client.take_or_open(&owner, time_limit).unwrap();
     Request::new("GET", "/health", &[]).send(&mut connection, &owner, None, time_limit).unwrap();
     let head = connection.head(time_limit).unwrap();
     connection.collect(head.content_length, time_limit).unwrap();

@@ -1,9 +1,8 @@
-//! The client: fetching shards from their owners, and telling processes to drain.
+//! The client: fetches shards from their owners, and sends requests to workers.
 //!
 //! Invariants:
 //!
-//! - The token of an owner is sent to the address that this process was told with it, and to no other that a handle may
-//!   name.
+//! - The token of an owner is sent only to the address that it was trusted with, never to another one in a handle.
 //! - A request that is sent again changes nothing when it is done twice, or was not sent at all.
 
 mod connection;
@@ -11,7 +10,6 @@ mod fetch;
 mod idle_connections;
 mod request;
 mod response_head;
-mod retries;
 mod stream;
 mod worker_client;
 
@@ -26,7 +24,6 @@ use tundish_shm::{PerProcess, without_signals};
 use self::connection::{Connection, Trouble};
 use self::idle_connections::Pool;
 pub use self::response_head::ResponseHead;
-use self::retries::Retries;
 pub use self::worker_client::WorkerClient;
 use super::json::Refused;
 use super::tls::ClientTls;
@@ -35,14 +32,14 @@ use crate::error::StoreError;
 use crate::shard_id::ShardId;
 use crate::time_limit::TimeLimit;
 
-/// Characters of what an owner says that are repeated in an error.
+/// Characters of an owner's message that an error repeats.
 const LONGEST_REASON: usize = 2000;
 
-/// Fetches from owners and tells them what to do. Used by any number of threads at once.
+/// Fetches from owners. Used by any number of threads at once.
 #[derive(Debug, Default)]
 pub struct Client {
     pool: Pool,
-    /// What is known of owners, by their addresses.
+    /// The trust in owners, by their addresses.
     trusted: Mutex<HashMap<Arc<str>, Trust>>,
     /// Whether memory of owners on this node is read where it lies.
     reads_memory: bool,
@@ -50,7 +47,7 @@ pub struct Client {
     unreachable: Mutex<HashSet<Arc<str>>>,
 }
 
-/// How an owner is spoken to.
+/// How a client authenticates to an owner, and the owner to it.
 #[derive(Clone, Debug, Default)]
 pub struct Trust {
     /// The token that it is sent with every request.
@@ -88,37 +85,18 @@ impl Client {
         self.trusted.lock().unwrap_or_else(PoisonError::into_inner).get(owner).cloned().unwrap_or_default()
     }
 
-    /// A connection, and whether it is a new one.
-    fn take_or_open(&self, owner: &Arc<str>, time_limit: &mut TimeLimit<'_>) -> Result<(Connection, bool), Trouble> {
+    /// A connection that waits, or a new one.
+    fn take_or_open(&self, owner: &Arc<str>, time_limit: &mut TimeLimit<'_>) -> Result<Connection, Trouble> {
         if let Some(connection) = self.pool.take(owner) {
-            return Ok((connection, false));
+            return Ok(connection);
         }
         self.pool.tidy();
         let addresses = resolve(owner, time_limit)?;
         let tls = self.trusted(owner).tls;
-        Ok((Connection::open(owner, &addresses, tls.as_ref(), time_limit)?, true))
+        Connection::open(owner, &addresses, tls.as_ref(), time_limit)
     }
 
-    /// Waits before the next try, where there is one.
-    fn once_more(
-        &self,
-        owner: &Arc<str>,
-        id: Option<&ShardId>,
-        trouble: Trouble,
-        retries: &mut Retries,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), StoreError> {
-        // Those that wait lead to the same process.
-        self.pool.forget(owner);
-        let reason = match trouble {
-            Trouble::Broken(reason) => reason,
-            other => return Err(other.into_error(owner, id)),
-        };
-        let may_try = retries.wait(time_limit).map_err(|trouble| trouble.into_error(owner, id))?;
-        if may_try { Ok(()) } else { Err(Trouble::Broken(reason).into_error(owner, id)) }
-    }
-
-    /// The error that an answer means.
+    /// The error in a response.
     fn refusal(&self, owner: &Arc<str>, status: u16, body: &[u8]) -> StoreError {
         let refused: Refused = serde_json::from_slice(body).unwrap_or_default();
         if let Some(epoch) = refused.ended_epoch {
@@ -148,7 +126,7 @@ impl Trouble {
         }
     }
 
-    /// What the caller is told, who asked `owner` for a shard, if for one.
+    /// The error of a request to `owner`, for shard `id` if it was for one.
     fn into_error(self, owner: &Arc<str>, id: Option<&ShardId>) -> StoreError {
         let reason = self.reason();
         match (self, id) {
@@ -163,7 +141,7 @@ impl Trouble {
     }
 }
 
-/// The addresses of an owner. A name is looked up by another thread, for nothing calls that off.
+/// The addresses of an owner. Another thread looks a name up, since that cannot be cancelled.
 fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr>, Trouble> {
     if let Ok(address) = owner.parse::<SocketAddr>() {
         return Ok(vec![address]);

@@ -1,4 +1,4 @@
-//! Requests, and answers that are small.
+//! Requests, and small responses.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -6,28 +6,25 @@ use std::sync::Arc;
 use super::connection::{Connection, Trouble};
 use super::response_head::ResponseHead;
 use crate::error::StoreError;
+use crate::http::NODE_FIELD;
 use crate::http::media_type::MediaType;
-use crate::http::same_node::NODE_FIELD;
 use crate::http::token::Token;
 use crate::time_limit::TimeLimit;
 
 /// Bytes of an answer that is read as a whole, beside ids that it repeats.
 const MOST_READ: u64 = 1 << 20;
 
-/// So often an answer may repeat what was asked: which shards are missing, and which of these were removed.
+/// A response may repeat the names in a request twice: as missing and as removed.
 const MOST_REPEATED: u64 = 2;
 
-/// Bytes that the kernel of a living machine takes whatever the process there is at.
-const SMALL: usize = 16 << 10;
-
-/// What is asked of an owner.
+/// A request to an owner.
 pub(super) struct Request<'a> {
     pub(super) method: &'a str,
     pub(super) path: &'a str,
     pub(super) accepts: MediaType,
     /// The form of the body, where there is one.
     pub(super) content: Option<MediaType>,
-    /// EntriesByStep of the body, one behind the other.
+    /// Parts of the body, one behind the other.
     pub(super) body: &'a [&'a [u8]],
     /// The node that this process says it runs on.
     pub(super) node: Option<&'a str>,
@@ -55,7 +52,6 @@ impl<'a> Request<'a> {
     ) -> Result<(), Trouble> {
         let (method, path, accepts) = (self.method, self.path, self.accepts.name());
         let length = self.length();
-        connection.expect_a_machine(length <= SMALL)?;
         let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {owner}\r\nAccept: {accepts}\r\n");
         if let Some(content) = self.content {
             head += &format!("Content-Type: {}\r\n", content.name());
@@ -90,7 +86,7 @@ pub(super) fn read_small(
     connection.collect(head.content_length, time_limit)
 }
 
-/// An answer that makes no sense.
+/// The error of an unusable response.
 pub(super) fn unfit(owner: &Arc<str>, status: u16, reason: &str) -> StoreError {
     StoreError::Refused { owner: Arc::clone(owner), status, reason: format!("its answer cannot be used: {reason}") }
 }

@@ -24,7 +24,7 @@ impl ResponseHead {
     /// The head that `bytes` begin with, and its length; `None` where they end before it does.
     ///
     /// # Errors
-    /// In words, what is wrong with it.
+    /// A description of the error.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, String> {
         let mut fields = [httparse::EMPTY_HEADER; MOST_FIELDS];
         let mut response = httparse::Response::new(&mut fields);

@@ -1,4 +1,4 @@
-//! What a connection to an owner reads and writes: a socket, or TLS over one.
+//! The stream of a connection to an owner: a socket, or TLS over one.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::TcpStream;
@@ -13,7 +13,7 @@ pub(super) enum Stream {
     Tls(Box<StreamOwned<ClientConnection, Blocking>>),
 }
 
-/// A socket that waits for a while, and then says that it would block.
+/// A socket whose reads and writes time out with `WouldBlock`.
 #[derive(Debug)]
 pub(super) struct Blocking(pub(super) Socket<TcpStream>);
 

@@ -1,7 +1,8 @@
 //! [`WorkerClient`]: small requests to one other process, over one connection that is kept.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::time::Duration;
 
 use super::connection::{Connection, Trouble};
 use super::request::Request;
@@ -13,6 +14,9 @@ use crate::time_limit::TimeLimit;
 
 /// Bytes of the largest answer that is read.
 const LONGEST_ANSWER: u64 = 64 << 20;
+
+/// How often a request looks whether another one has given the connection back.
+const BETWEEN_TRIES: Duration = Duration::from_millis(2);
 
 /// The number of the next connection of any client of this process.
 static NEXT_CONNECTION: AtomicU64 = AtomicU64::new(1);
@@ -30,48 +34,22 @@ pub struct WorkerClient {
     addr: Arc<str>,
     token: Option<Token>,
     tls: Option<ClientTls>,
-    state: Mutex<State>,
-    /// Notified when a request gives the connection back.
-    is_free: Condvar,
+    /// Held while a request uses the connection.
+    connection: Mutex<Option<Connection>>,
     is_closed: AtomicBool,
     /// The number of the latest connection; 0 before the first.
     connection_number: AtomicU64,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    connection: Option<Connection>,
-    /// Whether a request has the connection.
-    is_busy: bool,
-}
-
-/// The connection while one request uses it. Dropped without being put back, the connection is closed.
-struct Taken<'a> {
-    client: &'a WorkerClient,
-    connection: Option<Connection>,
-}
-
-impl Drop for Taken<'_> {
-    fn drop(&mut self) {
-        let mut state = self.client.lock();
-        state.is_busy = false;
-        let is_closed = self.client.is_closed.load(Ordering::Relaxed);
-        state.connection = self.connection.take().filter(|connection| connection.keeps_alive && !is_closed);
-        drop(state);
-        self.client.is_free.notify_one();
-    }
-}
-
 impl WorkerClient {
-    /// A client of the process that serves at `addr` (`host:port`). It sends `token` with every request, if given, and
-    /// speaks TLS where it is told whom to trust.
+    /// A client of the process that serves at `addr` (`host:port`). It sends `token` with every request, and speaks TLS
+    /// if certificates to trust are given.
     pub fn new(addr: &str, token: Option<Token>, tls: Option<ClientTls>) -> Self {
         WorkerClient {
             addr: addr.into(),
             token,
             tls,
-            state: Mutex::default(),
-            is_free: Condvar::new(),
+            connection: Mutex::default(),
             is_closed: AtomicBool::new(false),
             connection_number: AtomicU64::new(0),
         }
@@ -81,7 +59,7 @@ impl WorkerClient {
     ///
     /// # Errors
     /// [`StoreError::Unanswered`] if the process cannot be reached, closes the connection or sends no HTTP;
-    /// [`StoreError::TimedOut`] at the deadline; [`StoreError::Invalid`] if the address is none; what time_limit says.
+    /// [`StoreError::TimedOut`] at the deadline; [`StoreError::Invalid`] for an invalid address; the errors of `time_limit`.
     pub fn request(
         &self,
         method: &str,
@@ -111,11 +89,12 @@ impl WorkerClient {
     }
 
     fn exchange(&self, request: &Request<'_>, time_limit: &mut TimeLimit<'_>) -> Result<(u16, Vec<u8>), Trouble> {
-        let mut taken = self.take(time_limit)?;
-        if let Some(mut connection) = taken.connection.take().filter(Connection::is_quiet) {
+        let mut kept = self.lock(time_limit)?;
+        // Where it fails half way, the connection is closed.
+        if let Some(mut connection) = kept.take().filter(Connection::is_quiet) {
             match self.exchange_on(&mut connection, request, time_limit) {
                 Ok(answer) => {
-                    taken.connection = Some(connection);
+                    *kept = self.reusable(connection);
                     return Ok(answer);
                 }
                 // The other side closed it at the moment of its use.
@@ -124,12 +103,31 @@ impl WorkerClient {
             }
         }
         time_limit.look()?;
-        let mut connection =
-            Connection::open(&self.addr, &resolve(&self.addr, time_limit)?, self.tls.as_ref(), time_limit)?;
+        let addresses = resolve(&self.addr, time_limit)?;
+        let mut connection = Connection::open(&self.addr, &addresses, self.tls.as_ref(), time_limit)?;
         self.connection_number.store(NEXT_CONNECTION.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         let answer = self.exchange_on(&mut connection, request, time_limit)?;
-        taken.connection = Some(connection);
+        *kept = self.reusable(connection);
         Ok(answer)
+    }
+
+    fn reusable(&self, connection: Connection) -> Option<Connection> {
+        let is_closed = self.is_closed.load(Ordering::Relaxed);
+        Some(connection).filter(|connection| connection.keeps_alive && !is_closed)
+    }
+
+    /// Waits until no other request has the connection.
+    fn lock(&self, time_limit: &mut TimeLimit<'_>) -> Result<MutexGuard<'_, Option<Connection>>, Trouble> {
+        loop {
+            match self.connection.try_lock() {
+                Ok(connection) => return Ok(connection),
+                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => {
+                    std::thread::sleep(time_limit.turn().min(BETWEEN_TRIES));
+                    super::connection::look(time_limit)?;
+                }
+            }
+        }
     }
 
     fn exchange_on(
@@ -152,19 +150,6 @@ impl WorkerClient {
         Ok((head.status, body))
     }
 
-    /// Waits until no other request has the connection.
-    fn take(&self, time_limit: &mut TimeLimit<'_>) -> Result<Taken<'_>, Trouble> {
-        let mut state = self.lock();
-        while state.is_busy {
-            let waited = self.is_free.wait_timeout(state, time_limit.turn());
-            drop(waited.unwrap_or_else(PoisonError::into_inner));
-            super::connection::look(time_limit)?;
-            state = self.lock();
-        }
-        state.is_busy = true;
-        Ok(Taken { client: self, connection: state.connection.take() })
-    }
-
     /// A number that identifies the latest connection among all of this process; `None` before the first request. It
     /// changes when a connection was lost and another one opened.
     pub fn connection_number(&self) -> Option<u64> {
@@ -174,11 +159,9 @@ impl WorkerClient {
     /// Closes the connection. A request that is under way fails within 50 ms, and so does each later one.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Relaxed);
-        let connection = self.lock().connection.take();
-        drop(connection);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        // A request under way notices it, and drops the connection.
+        if let Ok(mut connection) = self.connection.lock() {
+            drop(connection.take());
+        }
     }
 }

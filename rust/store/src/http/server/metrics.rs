@@ -1,4 +1,4 @@
-//! `/metrics`: what a server counts, and the statistics of its process, in the format of OpenMetrics.
+//! `/metrics`: counts of a server and of its process, in the format of OpenMetrics.
 
 use std::sync::atomic::AtomicU64;
 
@@ -15,7 +15,7 @@ const PREFIX: &str = "tundish_rtensor";
 
 pub(super) const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// What a server counts.
+/// The counts of a server.
 #[derive(Debug, Default)]
 pub(super) struct Metrics {
     pub(super) connections: Gauge,

@@ -2,30 +2,24 @@
 //!
 //! Invariants:
 //!
-//! - The memory that a request takes grows with what arrives of it, not with what it announces. Space for a shard, which
-//!   the store's limit counts, is taken whole when the shard's header has arrived, and kept only while the client sends.
+//! - The memory that a request takes grows with what arrives of it, not with what it announces.
 //! - A silent or slow client loses its connection and nothing else, sooner where others wait for its place.
 //! - Its threads take no signals, which are for those of the process's own.
 
-mod blocking;
 mod connections;
 mod handlers;
 mod metrics;
 mod peer_user;
-mod request_body;
-mod request_memory;
 mod response;
 mod session;
 mod stream;
 mod timeouts;
 mod tls;
 
-use std::future::poll_fn;
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::panic::catch_unwind;
 use std::sync::{Arc, OnceLock};
-use std::task::{Poll, ready};
 use std::thread;
 use std::time::Duration;
 
@@ -43,7 +37,6 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::time::{sleep, timeout};
 use tundish_shm::without_signals;
 
-use self::blocking::blocking;
 use self::connections::{Admitted, Connections};
 use self::metrics::Metrics;
 use self::session::Session;
@@ -51,11 +44,11 @@ use self::stream::ClientStream;
 pub use self::timeouts::Timeouts;
 pub use self::tls::ServerTls;
 use crate::error::StoreError;
-use crate::http::sockets::{NoFork, Socket};
+use crate::http::sockets::Socket;
 use crate::http::token::Token;
-use crate::transport::Service;
+use crate::node::Node;
 
-/// Threads that serve: one for what is large and one for what is small beside it.
+/// Threads that serve: a small request does not wait for a large one.
 const THREADS: usize = 2;
 
 /// Connections that the kernel makes before this process takes them: all consumers of a job may come at once, and a
@@ -74,10 +67,10 @@ const BUFFER: usize = 256 << 10;
 /// How long the end of a server waits for the requests that are being answered.
 const ENDING: Duration = Duration::from_secs(1);
 
-/// How long a connection that is closed takes what the client still sends, so that it reads the last response.
+/// How long the server reads from a connection that it closes, so that the client gets the last response.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Who is served, and how.
+/// The options of a server.
 #[derive(Debug, Default)]
 pub struct ServerOptions {
     /// The token that every request has to show. Without one, only processes of the server's own user on its own
@@ -100,9 +93,9 @@ pub struct Server {
     process: u32,
 }
 
-/// What all connections have in common.
+/// The state that all connections share.
 struct Common {
-    service: Arc<dyn Service>,
+    node: Arc<Node>,
     token: Option<Token>,
     tls: Option<ServerTls>,
     open_metrics: bool,
@@ -119,12 +112,7 @@ impl Server {
     /// # Errors
     /// [`StoreError::Invalid`] for an address that other machines reach, without a token; [`StoreError::Io`] where the
     /// port is taken or the system refuses.
-    pub fn start(
-        service: Arc<dyn Service>,
-        host: &str,
-        port: u16,
-        options: ServerOptions,
-    ) -> Result<Server, StoreError> {
+    pub fn start(node: Arc<Node>, host: &str, port: u16, options: ServerOptions) -> Result<Server, StoreError> {
         let object = || format!("{host}:{port}");
         let failed = |operation, error: &io::Error| StoreError::io(operation, object(), error);
         let found: Vec<SocketAddr> =
@@ -141,7 +129,7 @@ impl Server {
         let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
         let (metrics, connections) = (Arc::default(), Arc::new(Connections::new(timeouts)));
         let user = geteuid().as_raw();
-        let common = Common { service, token, tls, open_metrics, timeouts, metrics, connections, user };
+        let common = Common { node, token, tls, open_metrics, timeouts, metrics, connections, user };
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);
@@ -150,7 +138,7 @@ impl Server {
         Ok(Server { address, runtime: Some(runtime), process: std::process::id() })
     }
 
-    /// Where it serves.
+    /// The address that it serves at.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -183,8 +171,7 @@ fn runtime() -> io::Result<Runtime> {
 }
 
 fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
-    let no_fork = NoFork::begin()?;
-    let listener = no_fork.keep(TcpListener::bind(addresses)?);
+    let listener = Socket::new(TcpListener::bind(addresses)?);
     // The library's own are 128.
     rustix::net::listen(&*listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
@@ -193,14 +180,9 @@ fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
 
 async fn accept_all(listener: Socket<tokio::net::TcpListener>, common: Arc<Common>) {
     loop {
-        let accepted = poll_fn(|context| {
-            let no_fork = NoFork::begin()?;
-            let (stream, _) = ready!(listener.poll_accept(context))?;
-            Poll::Ready(io::Result::Ok(no_fork.keep(stream)))
-        });
-        match accepted.await {
-            Ok(stream) => {
-                let admitted = common.connections.admit(stream).await;
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let admitted = common.connections.admit(Socket::new(stream)).await;
                 let common = Arc::clone(&common);
                 tokio::spawn(async move {
                     common.metrics.connections.inc();
@@ -228,7 +210,7 @@ async fn serve(admitted: Admitted, common: &Arc<Common>) {
     let stream = ClientStream::new(Arc::clone(&connection), common.timeouts, Arc::clone(&common.metrics));
     let has_ended_well = match &common.tls {
         None => speak(stream, session).await,
-        Some(tls) => match timeout(common.timeouts.head, tls.acceptor().accept(stream)).await {
+        Some(tls) => match timeout(common.timeouts.silence, tls.acceptor().accept(stream)).await {
             Ok(Ok(stream)) => speak(stream, session).await,
             _ => false,
         },
@@ -270,7 +252,7 @@ fn prepare(stream: &TcpStream) -> rustix::io::Result<()> {
     set_tcp_keepcnt(stream, 3)
 }
 
-/// Why a client is not served without a token: it is not known to be a process of `user`.
+/// The reason to refuse a client without a token, unless it is a process of `user`.
 async fn stranger(stream: &TcpStream, user: u32) -> Option<String> {
     const ADVICE: &str = "without a token only processes of the user that serves are answered: serve with a token";
     /// Where the process has no descriptor left to ask with.
@@ -282,9 +264,9 @@ async fn stranger(stream: &TcpStream, user: u32) -> Option<String> {
     };
     let mut reason = ADVICE.to_owned();
     for _ in 0..TRIES {
-        match blocking(move || peer_user::owner_of(client, server)).await {
-            Ok(Ok(Some(owner))) if owner == user => return None,
-            Ok(Err(error)) => {
+        match peer_user::owner_of(client, server) {
+            Ok(Some(owner)) if owner == user => return None,
+            Err(error) => {
                 reason = format!("{ADVICE} (the owner of the connection cannot be looked up: {error})");
                 sleep(BETWEEN_TRIES).await;
             }

@@ -1,4 +1,4 @@
-//! Responses: their heads, and bodies that borrow the shards that they send.
+//! Responses. Their bodies borrow the shards that they send.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -9,11 +9,10 @@ use std::task::{Context, Poll};
 
 use hyper::Response;
 use hyper::body::{Body, Bytes, Frame, SizeHint};
-use hyper::header::{ALLOW, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, WWW_AUTHENTICATE};
+use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, WWW_AUTHENTICATE};
 use serde::Serialize;
 
 use super::connections::Connection;
-use super::request_memory::Reserved;
 use crate::error::StoreError;
 use crate::http::json::{self, Base64, Refused};
 use crate::http::media_type::MediaType;
@@ -32,8 +31,6 @@ pub(super) struct ResponseBody {
     pieces: VecDeque<Piece>,
     /// The connection that is told when all of it is handed over.
     connection: Option<Arc<Connection>>,
-    /// Memory that is reserved for the pieces.
-    reserved: Option<Reserved>,
 }
 
 #[derive(Clone)]
@@ -44,7 +41,7 @@ enum Piece {
     Base64(Bytes, Base64),
 }
 
-/// KeptShards the memory of a shard for as long as any of it is being sent.
+/// Keeps the memory of a shard for as long as any of it is being sent.
 struct ShardBytes(Outgoing);
 
 impl AsRef<[u8]> for ShardBytes {
@@ -95,20 +92,6 @@ impl ResponseBody {
 
     pub(super) fn len(&self) -> u64 {
         self.pieces.iter().map(Piece::len).sum()
-    }
-
-    /// KeptShards this range of its bytes alone. Not for bodies with base64.
-    pub(super) fn cut(&mut self, kept: &Range<u64>) {
-        let mut start = 0;
-        for piece in &mut self.pieces {
-            let len = piece.len();
-            if let Piece::Bytes(bytes) = piece {
-                let first = kept.start.saturating_sub(start).min(len) as usize;
-                let last = kept.end.saturating_sub(start).min(len) as usize;
-                *bytes = bytes.slice(first..last.max(first));
-            }
-            start += len;
-        }
     }
 
     fn next_piece(&mut self) -> Option<Bytes> {
@@ -191,10 +174,8 @@ impl Answer {
         Answer::new(status, MediaType::Json.name(), body)
     }
 
-    pub(super) fn with(mut self, name: HeaderName, value: &str) -> Self {
-        if let Ok(value) = HeaderValue::from_str(value) {
-            self.0.headers_mut().insert(name, value);
-        }
+    fn with(mut self, name: HeaderName, value: &'static str) -> Self {
+        self.0.headers_mut().insert(name, HeaderValue::from_static(value));
         self
     }
 
@@ -204,10 +185,9 @@ impl Answer {
     }
 
     /// To be sent on this connection.
-    pub(super) fn on(self, connection: &Arc<Connection>, reserved: Option<Reserved>) -> Response<ResponseBody> {
+    pub(super) fn on(self, connection: &Arc<Connection>) -> Response<ResponseBody> {
         let mut response = self.0;
-        let body = response.body_mut();
-        (body.connection, body.reserved) = (Some(Arc::clone(connection)), reserved);
+        response.body_mut().connection = Some(Arc::clone(connection));
         response
     }
 
@@ -239,11 +219,7 @@ impl Answer {
 impl From<Refusal> for Answer {
     fn from(refusal: Refusal) -> Self {
         let answer = Answer::json(refusal.status, &refused(&refusal));
-        match (refusal.status, refusal.allowed) {
-            (401, _) => answer.with(WWW_AUTHENTICATE, "Bearer"),
-            (_, Some(allowed)) => answer.with(ALLOW, allowed),
-            _ => answer,
-        }
+        if refusal.status == 401 { answer.with(WWW_AUTHENTICATE, "Bearer") } else { answer }
     }
 }
 

@@ -1,18 +1,17 @@
-//! One connection of a client: who may use it, and the claims that are made on it.
+//! One connection of a client: admits its requests, and gives up its claims when it ends.
 
+use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
 
 use hyper::body::Incoming;
-use hyper::header::{AUTHORIZATION, HOST, HeaderMap, HeaderName, ORIGIN};
+use hyper::header::{AUTHORIZATION, HOST, HeaderName, ORIGIN};
 use hyper::http::request;
-use hyper::{Method, Request, Response, Version};
+use hyper::{Request, Response};
 
 use super::Common;
 use super::connections::{Admitted, WaitsFor};
 use super::handlers::{Handler, header};
-use super::request_body::{Failure, RequestBody};
 use super::response::{Answer, ResponseBody};
 use crate::Claimant;
 use crate::http::refusal::Refusal;
@@ -31,52 +30,39 @@ pub(super) struct Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if let Some(claimant) = self.claimant.get() {
-            self.common.service.give_up(*claimant);
+            self.common.node.give_up(*claimant);
         }
     }
 }
 
-/// The client is gone, or too slow: the connection is closed without a response.
-#[derive(Debug, thiserror::Error)]
-#[error("the client is gone or too slow")]
-pub(super) struct Aborted;
-
 impl Session {
-    pub(super) async fn handle(&self, request: Request<Incoming>) -> Result<Response<ResponseBody>, Aborted> {
+    pub(super) async fn handle(&self, request: Request<Incoming>) -> io::Result<Response<ResponseBody>> {
         let connection = &self.admitted.connection;
-        connection.set(WaitsFor::Server);
         let (head, body) = request.into_parts();
-        let mut reserved = None;
         let answer = match self.admit(&head) {
             Err(refusal) => Answer::from(refusal).closes(),
             Ok(()) => {
-                let body = RequestBody::new(body, connection, self.common.timeouts);
-                let mut handler = Handler { session: self, head: &head, body, reserved: None };
-                let answered = handler.answer().await;
-                reserved = handler.reserved.take();
-                match answered {
-                    Ok(answer) => answer,
-                    Err(Failure::Refused(refusal)) => Answer::from(refusal),
-                    Err(Failure::Aborted) => return Err(Aborted),
+                connection.set(WaitsFor::Client);
+                match Handler::new(self, &head, body).await {
+                    Err(Some(refusal)) => Answer::from(refusal).closes(),
+                    // It closes the connection.
+                    Err(None) => return Err(io::ErrorKind::ConnectionAborted.into()),
+                    Ok(handler) => handler.answer().unwrap_or_else(Answer::from),
                 }
             }
         };
-        connection.set(WaitsFor::Reader(Instant::now()));
+        connection.set(WaitsFor::Client);
         self.common.metrics.has_answered(answer.status());
-        Ok(answer.on(connection, reserved))
+        Ok(answer.on(connection))
     }
 
-    /// Whether this request is looked at.
+    /// Refuses requests without the token, of other users, and of pages in a browser.
     ///
     /// A page in somebody's browser can send requests to this machine. Those that do not come from the same page's own
     /// address carry its origin; those that came by a name that the page's owner turned to this machine carry that
     /// name.
     fn admit(&self, head: &request::Parts) -> Result<(), Refusal> {
-        const METHODS: [Method; 5] = [Method::GET, Method::HEAD, Method::PUT, Method::POST, Method::DELETE];
-        if !METHODS.contains(&head.method) {
-            return Err(Refusal::new(501, format!("nothing here is done by {}", head.method)));
-        }
-        let host = host(&head.headers, head.version)?;
+        let host = header(&head.headers, &HOST);
         let site = header(&head.headers, &HeaderName::from_static("sec-fetch-site"));
         if head.headers.contains_key(ORIGIN) || site.is_some_and(|site| site != "none") {
             return Err(Refusal::new(403, "pages in a browser are not served"));
@@ -102,19 +88,6 @@ impl Session {
             },
         }
     }
-}
-
-/// The one host that a request names; HTTP/1.0 need not name one.
-fn host(headers: &HeaderMap, version: Version) -> Result<Option<&str>, Refusal> {
-    let mut named = headers.get_all(HOST).iter();
-    let first = named.next();
-    if named.next().is_some() {
-        return Err(Refusal::new(400, "it names two hosts"));
-    }
-    if first.is_none() && version == Version::HTTP_11 {
-        return Err(Refusal::new(400, "a request of HTTP/1.1 names the host"));
-    }
-    Ok(first.map(|value| value.to_str().unwrap_or_default()))
 }
 
 /// An address, or this machine's own name for itself; with a port or without.

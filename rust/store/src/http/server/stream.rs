@@ -40,13 +40,12 @@ impl ClientStream {
         context: &mut Context<'_>,
         write: impl Fn(&tokio::net::TcpStream) -> io::Result<usize>,
     ) -> Poll<io::Result<usize>> {
-        self.connection.sends();
         while let Poll::Ready(writable) = self.connection.stream.poll_write_ready(context) {
             writable?;
             match write(&self.connection.stream) {
                 Ok(sent) => {
                     self.metrics.sent_bytes.inc_by(sent as u64);
-                    self.connection.has_sent(sent);
+                    self.connection.has_moved(sent);
                     return Poll::Ready(Ok(sent));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -65,7 +64,7 @@ impl AsyncRead for ClientStream {
             match this.connection.stream.try_read_buf(buffer) {
                 Ok(received) => {
                     this.metrics.received_bytes.inc_by(received as u64);
-                    this.connection.has_received(received);
+                    this.connection.has_moved(received);
                     return Poll::Ready(Ok(()));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}

@@ -1,4 +1,4 @@
-//! What a server proves who it is with.
+//! The certificate and the private key of a server.
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl ServerTls {
         let builder = builder.map_err(|error| invalid("no protocol", &error))?;
         let config = builder.with_no_client_auth().with_single_cert(chain, key);
         let mut config = config.map_err(|error| invalid("the certificate does not fit its key", &error))?;
-        // A client takes what comes between two requests for the end of the connection.
+        // A client closes a connection on which something comes between two requests.
         config.send_tls13_tickets = 0;
         Ok(ServerTls(TlsAcceptor::from(Arc::new(config))))
     }
