@@ -25,13 +25,13 @@ impl Transport for Between {
         &self,
         _owner: &Arc<str>,
         wanted: &[Selection],
-        receiver: &mut dyn Receiver,
+        receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         for (index, outgoing) in self.owner.look_up(wanted)?.iter().enumerate() {
             match outgoing.reference() {
                 Some(reference) if self.by_reference => {
-                    receiver.attach(index, outgoing.meta(), &reference, time_limit)?;
+                    receiver.attach(index, outgoing.meta(), &reference)?;
                 }
                 _ => {
                     receiver.space(index, outgoing.meta(), time_limit)?.copy_from_slice(outgoing.bytes());

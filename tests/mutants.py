@@ -42,39 +42,40 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "a delete that does nothing",
-        "rust/store/src/storage.rs",
+        "rust/store/src/entries/storage.rs",
         "taken.extend(some.iter().filter_map(|id| state.remove(id)));",
         "taken.extend(some.iter().filter_map(|_| None::<Stored<P>>));",
     ),
     Mutant(
         "a clear_node that forgets what was fetched",
         "rust/store/src/node.rs",
-        "        self.flush_buffer();\n        self.tell_of_drain();\n        // Nothing is to be used",
-        "        self.tell_of_drain();\n        // Nothing is to be used",
+        "        self.clear_buffer(None);\n",
+        "",
     ),
     Mutant(
         "a missing lock",
-        "rust/store/src/storage.rs",
-        "        let mut state = self.state.lock();\n        self.check_free(&state, id)?;\n",
-        "        self.check_free(&self.state.lock(), id)?;\n        let mut state = self.state.lock();\n",
+        "rust/store/src/entries/storage.rs",
+        "        state.insert(id, Stored { payload, bytes, since:",
+        "        drop(state);\n        let mut state = self.state.lock();\n"
+        "        state.insert(id, Stored { payload, bytes, since:",
     ),
     Mutant(
         "a wrong count",
-        "rust/store/src/parts.rs",
+        "rust/store/src/entries/by_step.rs",
         "        self.num_entries -= 1;",
         "        self.num_entries -= u64::from(self.num_entries > 1);",
     ),
     Mutant(
         "a late insert",
-        "rust/store/src/buffer.rs",
+        "rust/store/src/entries/fetch_buffer.rs",
         "let Some(part) = state.parts.with_token_mut(flight.token).filter(|_| is_wanted) else {",
         "let Some(part) = Some(state.parts.unclaimed()).filter(|_| is_wanted || flight.epoch.is_some()) else {",
     ),
     Mutant(
         "no retry of a request",
-        "rust/store/src/http/client/attempts.rs",
-        "if began.elapsed() + self.pause > LONGEST {",
-        "if began.elapsed() + self.pause > Duration::ZERO {",
+        "rust/store/src/http/client/fetch.rs",
+        "if failures == MOST_FAILURES ||",
+        "if failures > 0 ||",
     ),
     Mutant(
         "a cast dtype",
@@ -103,12 +104,6 @@ MUTANTS = [
         "            or self._was_lost(step, one.worker)\n",
         "",
         ("tests/rtensor/controller/test_claims.py",),
-    ),
-    Mutant(
-        "claims that are served until their step has ended",
-        "rust/store/src/storage.rs",
-        "part.is_closed = true;",
-        "part.is_closed = false;",
     ),
 ]
 

@@ -31,6 +31,7 @@ mod transport;
 
 pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
+pub use fetch::Receiver;
 pub use memory::transfers::{Outgoing, Source};
 pub use memory::view::View;
 pub use meta::{Dtype, Meta, Shape};
@@ -38,7 +39,7 @@ pub use node::Node;
 pub use shard_id::{Rows, Selection, ShardId};
 pub use stats::{Account, BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};
-pub use transport::{Receiver, Reference, Transport, Wanted};
+pub use transport::{Reference, Transport, Wanted};
 
 /// The number of a step, given by its controller. Numbers are only compared for equality.
 pub type Epoch = u64;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use tundish_shm::Address;
 
 use crate::error::StoreError;
+use crate::fetch::Receiver;
 use crate::meta::Meta;
 use crate::shard_id::{Rows, Selection, ShardId};
 use crate::time_limit::TimeLimit;
@@ -22,36 +23,7 @@ pub trait Transport: Sync {
         &self,
         owner: &Arc<str>,
         wanted: &[Selection],
-        receiver: &mut dyn Receiver,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), StoreError>;
-}
-
-/// Receives fetched shards.
-pub trait Receiver {
-    /// The space for the bytes of the entry at `index`, which are a `meta` by the owner's declaration.
-    ///
-    /// # Errors
-    /// [`StoreError::Mismatch`] if the handle declares something else, [`StoreError::Full`] at the limit when `time_limit`
-    /// ends.
-    fn space(&mut self, index: usize, meta: &Meta, time_limit: &mut TimeLimit<'_>) -> Result<&mut [u8], StoreError>;
-
-    /// The space at `index` is filled, and its checksum is right.
-    ///
-    /// # Errors
-    /// [`StoreError::StepEnded`] and [`StoreError::Drained`] if it was drained meanwhile.
-    fn complete(&mut self, index: usize) -> Result<(), StoreError>;
-
-    /// The bytes of the entry at `index` are in memory of this node. The reference is not trusted.
-    ///
-    /// # Errors
-    /// As `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport then asks for
-    /// the bytes.
-    fn attach(
-        &mut self,
-        index: usize,
-        meta: &Meta,
-        reference: &Reference,
+        receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError>;
 }

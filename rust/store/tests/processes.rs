@@ -137,12 +137,12 @@ impl Transport for Answer {
         &self,
         _owner: &Arc<str>,
         wanted: &[Selection],
-        receiver: &mut dyn Receiver,
-        time_limit: &mut TimeLimit<'_>,
+        receiver: &mut Receiver<'_>,
+        _: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         assert_eq!(wanted.len(), self.0.len());
         for (index, reference) in self.0.iter().enumerate() {
-            receiver.attach(index, &bytes_meta(LEN as u64), reference, time_limit)?;
+            receiver.attach(index, &bytes_meta(LEN as u64), reference)?;
         }
         Ok(())
     }

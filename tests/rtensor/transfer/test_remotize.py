@@ -155,26 +155,6 @@ def test_into_tensors_of_the_callers() -> None:
     assert torch.equal(torch.cat(halves), tensor[::3])
 
 
-@pytest.mark.parametrize(
-    ("cut", "why"),
-    [
-        (
-            lambda space: [space[6:18].view(4, 3), space[:12].view(4, 3)],
-            r"out\[0\] and out\[1\] share memory",
-        ),
-        (lambda space: [space[:12].view(4, 3)] * 2, "share memory"),
-        (lambda space: [space[0].expand(4, 3)], r"out\[0\] overlaps itself"),
-    ],
-)
-def test_output_buffers_that_overlap_are_refused(cut: Any, why: str) -> None:
-    space = torch.zeros(40)
-    out = cut(space)
-    handles = [rtensor.remotize(torch.ones(4, 3)) for _ in out]
-    with pytest.raises(InvalidInputError, match=why):
-        rtensor.localize(handles, out=out)
-    assert not space.any()
-
-
 def test_columns_of_a_tensor_are_output_buffers() -> None:
     table = torch.zeros(60, 40)
     values = torch.rand(60, 40)

@@ -57,10 +57,6 @@ class Backend:
         """The tensors of handles, in their order, which the caller may write to. No two handles are equal."""
         return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
 
-    def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
-        """Fetches into dense CPU tensors; the fetch buffer keeps nothing."""
-        ShardStore.fetch_into(list(handles), list(targets), timeout, self.shared_memory)
-
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         """Removes shards that this process stores, and what it fetched of them."""
         return _removed(ShardStore.remove(shard_ids))

@@ -28,10 +28,6 @@ class LocalBackend(Backend):
         _check_local(handles)
         return super().fetch(handles, timeout)
 
-    def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
-        _check_local(handles)
-        super().fetch_into(handles, targets, timeout)
-
 
 def _check_local(handles: Sequence[RTensor]) -> None:
     for handle in handles:

@@ -102,12 +102,9 @@ class RayBackend(Backend):
         # They can be trained with even if they are made in inference mode.
         with torch.inference_mode(False):
             tensors = [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in handles]
-        self.fetch_into(handles, tensors, timeout)
+            for tensor, values in zip(tensors, self._get(handles, timeout), strict=True):
+                raw_bytes(tensor).numpy()[:] = values
         return tensors
-
-    def fetch_into(self, handles: Sequence[RTensor], targets: Sequence[Tensor], timeout: float) -> None:
-        for target, values in zip(targets, self._get(handles, timeout), strict=True):
-            raw_bytes(target).numpy()[:] = values
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         names = list(shard_ids)

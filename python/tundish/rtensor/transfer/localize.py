@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
@@ -13,7 +12,7 @@ from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_second
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.handles import replace_handles
 from tundish.rtensor.steps.leak_check import leak_check
-from tundish.rtensor.transfer.output_buffers import is_direct, output_buffers
+from tundish.rtensor.transfer.output_buffers import output_buffers
 from tundish.tree import find_all
 
 __all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]
@@ -32,8 +31,7 @@ def localize(
     Args:
         obj: a handle, or nested containers of handles. Everything else stays as it is.
         out: output buffers: a tensor for a handle, else as many tensors as `obj` has handles, in their order, with
-            their shapes and dtypes. They come in place of the handles, and the fetch buffer keeps nothing. Bytes go
-            directly into contiguous tensors in host memory, which must not overlap; others are copied into.
+            their shapes and dtypes. The fetched tensors are copied into them, and they come in place of the handles.
         timeout: seconds until everything has arrived.
 
     Raises:
@@ -49,30 +47,15 @@ def localize(
     buffers = None if out is None else output_buffers(out, handles)
     if not handles:
         return obj
-    if buffers is not None:
-        _fetch_into(handles, buffers, timeout)
-        outputs = iter(buffers)
-        return replace_handles(lambda _: next(outputs), obj)
     unique = list(dict.fromkeys(handles))
     tensors = dict(zip(unique, current_backend().fetch(unique, timeout), strict=True))
     leak_check.after_fetch()
-    return replace_handles(tensors.__getitem__, obj)
-
-
-def _fetch_into(handles: list[RTensor], buffers: list[Tensor], timeout: float) -> None:
-    targets = [
-        buffer if is_direct(buffer) else torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
-        for buffer in buffers
-    ]
-    try:
-        current_backend().fetch_into(handles, targets, timeout)
-    finally:
-        # Autograd has to notice that the values changed.
-        for target in targets:
-            torch.autograd.graph.increment_version(target)
-    for buffer, target in zip(buffers, targets, strict=True):
-        if target is not buffer:
-            buffer.copy_(target)
+    if buffers is None:
+        return replace_handles(tensors.__getitem__, obj)
+    for handle, buffer in zip(handles, buffers, strict=True):
+        buffer.copy_(tensors[handle])
+    outputs = iter(buffers)
+    return replace_handles(lambda _: next(outputs), obj)
 
 
 def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:

@@ -145,46 +145,6 @@ impl ShardStore {
         PyList::new(py, views)
     }
 
-    /// As `fetch`, into dense tensors in host memory of the same dtypes and shapes. The fetch buffer keeps nothing.
-    #[staticmethod]
-    fn fetch_into(
-        py: Python<'_>,
-        handles: &Bound<'_, PyList>,
-        targets: &Bound<'_, PyList>,
-        timeout: f64,
-        shared_memory: bool,
-    ) -> PyResult<()> {
-        let wanted = wanted_of(handles)?;
-        let deadline = deadline_of(timeout)?;
-        let mut places = Vec::with_capacity(wanted.len());
-        for (number, target) in targets.iter().enumerate() {
-            let meta = meta_of(&target)?;
-            let declared = wanted.get(number).map(|one| &one.meta);
-            if declared != Some(&meta) {
-                let reason = format!("out[{number}] is a {meta:?}, and what is fetched into it a {declared:?}");
-                return Err(BindingError::Value(reason).into());
-            }
-            places.push((address_of(&target)?, usize::try_from(meta.nbytes())?));
-        }
-        if places.len() != wanted.len() {
-            let (spaces, asked) = (places.len(), wanted.len());
-            return Err(BindingError::Value(format!("{asked} tensors are fetched into {spaces}")).into());
-        }
-        enter(py, None, move |door| {
-            let mut spaces: Vec<&mut [u8]> = places
-                .iter()
-                .map(|(place, length)| match length {
-                    0 => &mut [][..],
-                    // SAFETY: the caller holds the tensors, which are dense, and lets nobody else have them meanwhile.
-                    length => unsafe { std::slice::from_raw_parts_mut(place.0, *length) },
-                })
-                .collect();
-            let node = Node::of_process();
-            let client = transport(shared_memory);
-            Ok(node.fetch_into(&wanted, &mut spaces, client, &mut TimeLimit::new(deadline, &mut || look(door)))?)
-        })
-    }
-
     /// Removes shards. Returns their count, the count of their tensors, and their bytes.
     #[staticmethod]
     fn remove(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {

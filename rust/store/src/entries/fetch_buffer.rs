@@ -124,17 +124,6 @@ impl<P: Clone> Buffer<P> {
         Ok(wanted.iter().map(|key| state.ask(ticket.epoch, token, key, is_first)).collect())
     }
 
-    /// The entries that the buffer has, with their rows. The others are not fetched.
-    ///
-    /// # Errors
-    /// As of [`ask`](Self::ask).
-    pub(crate) fn find(&self, ticket: &Ticket, wanted: &[Key]) -> Result<Vec<Option<Found<P>>>, StoreError> {
-        let state = self.state.lock();
-        state.part_of(ticket)?;
-        let found = wanted.iter().map(|key| state.find(key).map(|held| (held.payload.clone(), held.rows.clone())));
-        Ok(found.collect())
-    }
-
     /// A fetched shard has arrived: keeps it, and gives it to all threads that wait for it.
     ///
     /// # Errors

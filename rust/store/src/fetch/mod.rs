@@ -1,13 +1,14 @@
 //! Fetching: from the buffer, from the fetches of other threads, and the rest in one request an owner, all at once.
 
-mod destination;
+mod receiver;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-use self::destination::{BufferDestination, CallerDestination, Piece};
+use self::receiver::Piece;
+pub use self::receiver::Receiver;
 use crate::entries::fair_lock::TURN;
 use crate::entries::fetch_buffer::{Asked, Found, Key, Ticket};
 use crate::entries::in_flight::{InFlight, Outcome};
@@ -17,18 +18,13 @@ use crate::memory::view::{View, views};
 use crate::node::Node;
 use crate::shard_id::{Rows, ShardId};
 use crate::time_limit::TimeLimit;
-use crate::transport::{Receiver, Transport, Wanted};
+use crate::transport::{Transport, Wanted};
 
 /// Owners that are asked at the same time.
 const MOST_AT_ONCE: usize = 64;
 
 /// Between two looks of the calling thread at whether to go on, while others work.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-
-/// A request, and the receiver for its answer.
-trait Request: Send {
-    fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError>;
-}
 
 impl Node {
     /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.
@@ -81,7 +77,7 @@ impl Node {
         transport: &dyn Transport,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
-        let mut batches: HashMap<&str, BufferDestination<'_>> = HashMap::new();
+        let mut batches: HashMap<&str, Receiver<'_>> = HashMap::new();
         let mut own: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         for some in open.chunks(TURN) {
@@ -92,7 +88,7 @@ impl Node {
                     Asked::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
                     Asked::Joined(flight) => others.push((*index, flight)),
                     Asked::Leads(flight) => {
-                        let batch = batches.entry(&wanted.owner).or_insert_with(|| self.batch());
+                        let batch = batches.entry(&wanted.owner).or_insert_with(|| Receiver::new(self));
                         batch.pieces.push(Piece::new(wanted, Arc::clone(&flight)));
                         own.push((*index, flight));
                     }
@@ -108,12 +104,7 @@ impl Node {
         Ok(())
     }
 
-    fn batch(&self) -> BufferDestination<'_> {
-        let Node { buffer, buffer_pool: pool, attachments, .. } = self;
-        BufferDestination { buffer, pool, attachments, pieces: Vec::new() }
-    }
-
-    /// What is stored in this process itself.
+    /// The shards that this process stores itself.
     fn own(&self, each: &[&Wanted]) -> Result<Vec<Option<Tensor>>, StoreError> {
         let mut own: Vec<usize> = {
             let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
@@ -127,83 +118,6 @@ impl Node {
             found[index] = Some(cut(each[index], tensor, None)?);
         }
         Ok(found)
-    }
-
-    /// As [`fetch`](Node::fetch), into memory of the caller's, one target for each; nothing is kept in the buffer.
-    ///
-    /// # Errors
-    /// As `fetch`, and [`StoreError::Invalid`] if a target has another size than its shard.
-    pub fn fetch_into(
-        &self,
-        wanted: &[Wanted],
-        targets: &mut [&mut [u8]],
-        transport: &dyn Transport,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), StoreError> {
-        let fits = |(wanted, target): (&Wanted, &&mut [u8])| wanted.meta.nbytes() == target.len() as u64;
-        if wanted.len() != targets.len() || !wanted.iter().zip(targets.iter()).all(fits) {
-            return Err(StoreError::Invalid("each target has to be as large as what it is for".to_owned()));
-        }
-        let each: Vec<&Wanted> = wanted.iter().collect();
-        let mut found = self.own(&each)?;
-        let ticket = self.buffer.ticket();
-        for (some, places) in each.chunks(TURN).zip(found.chunks_mut(TURN)) {
-            let keys: Vec<Key> = some.iter().map(|wanted| key(wanted)).collect();
-            for ((held, place), wanted) in self.buffer.find(&ticket, &keys)?.into_iter().zip(places).zip(some) {
-                if let (None, Some((tensor, rows))) = (&place, held) {
-                    *place = Some(cut(wanted, tensor, rows)?);
-                }
-            }
-        }
-        let mut requests: HashMap<&str, CallerDestination<'_, '_>> = HashMap::new();
-        for ((wanted, target), tensor) in wanted.iter().zip(targets.iter_mut()).zip(found) {
-            match tensor {
-                Some(tensor) => target.copy_from_slice(tensor.bytes()),
-                None => {
-                    let empty = || CallerDestination {
-                        attachments: &self.attachments,
-                        wanted: Vec::new(),
-                        targets: Vec::new(),
-                        is_filled: Vec::new(),
-                    };
-                    let request = requests.entry(&wanted.owner).or_insert_with(empty);
-                    request.wanted.push(wanted);
-                    request.targets.push(target);
-                    request.is_filled.push(false);
-                }
-            }
-        }
-        send_all(requests.into_values().collect(), transport, time_limit)
-    }
-}
-
-impl Request for BufferDestination<'_> {
-    fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        let selections: Vec<_> = self.pieces.iter().map(|piece| piece.wanted().selection()).collect();
-        let owner = Arc::clone(&self.pieces[0].wanted().owner);
-        let sent = transport.fetch(&owner, &selections, self, time_limit);
-        let done = sent.and_then(|()| if self.is_over() { Ok(()) } else { Err(incomplete(self.pieces[0].wanted())) });
-        if let Err(error) = &done {
-            self.fail(error);
-        }
-        done
-    }
-}
-
-impl Request for CallerDestination<'_, '_> {
-    fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        let selections: Vec<_> = self.wanted.iter().map(|wanted| wanted.selection()).collect();
-        let first = self.wanted[0];
-        transport.fetch(&first.owner, &selections, self as &mut dyn Receiver, time_limit)?;
-        if self.is_filled.iter().all(|is_filled| *is_filled) { Ok(()) } else { Err(incomplete(first)) }
-    }
-}
-
-fn incomplete(wanted: &Wanted) -> StoreError {
-    StoreError::Corrupt {
-        id: wanted.id.clone(),
-        owner: Arc::clone(&wanted.owner),
-        reason: "the answer ended before all that was asked for had come".to_owned(),
     }
 }
 
@@ -279,8 +193,8 @@ fn wait(flight: &InFlight<Tensor>, time_limit: &mut TimeLimit<'_>) -> Result<Opt
 
 /// Sends all requests at once. Only this thread calls the caller's function. When one request fails, the others are
 /// cancelled.
-fn send_all<R: Request>(
-    mut requests: Vec<R>,
+fn send_all(
+    mut requests: Vec<Receiver<'_>>,
     transport: &dyn Transport,
     time_limit: &mut TimeLimit<'_>,
 ) -> Result<(), StoreError> {

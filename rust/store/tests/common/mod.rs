@@ -66,7 +66,7 @@ impl Transport for Between {
         &self,
         owner: &Arc<str>,
         wanted: &[Selection],
-        receiver: &mut dyn Receiver,
+        receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         let number = self.requests.fetch_add(1, Ordering::SeqCst);
@@ -81,7 +81,7 @@ impl Transport for Between {
             match outgoing.reference() {
                 Some(reference) if self.way == Way::Reference => {
                     (self.after)(number)?;
-                    receiver.attach(index, outgoing.meta(), &reference, time_limit)?;
+                    receiver.attach(index, outgoing.meta(), &reference)?;
                 }
                 _ => {
                     receiver.space(index, outgoing.meta(), time_limit)?.copy_from_slice(outgoing.bytes());

@@ -140,7 +140,7 @@ impl Transport for Held<'_> {
         &self,
         owner: &Arc<str>,
         wanted: &[Selection],
-        receiver: &mut dyn Receiver,
+        receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         while !self.goes_on.load(Ordering::SeqCst) {

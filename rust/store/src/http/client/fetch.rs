@@ -15,13 +15,14 @@ use super::connection::{Connection, Trouble};
 use super::request::{Request, read_small};
 use super::response_head::ResponseHead;
 use crate::error::{MissingShard, StoreError};
+use crate::fetch::Receiver;
 use crate::http::json::{self, Refused};
 use crate::http::media_type::MediaType;
 use crate::http::shard_header::{self, Payload, ShardHeader};
 use crate::http::this_node;
 use crate::shard_id::Selection;
 use crate::time_limit::TimeLimit;
-use crate::transport::{Receiver, Transport};
+use crate::transport::Transport;
 
 /// Tries of a request that fails each time.
 const MOST_FAILURES: u32 = 3;
@@ -30,12 +31,12 @@ const MOST_FAILURES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// The rest of a batch.
-struct Batch<'a> {
+struct Batch<'a, 'b> {
     owner: &'a Arc<str>,
     wanted: &'a [Selection],
     /// Shards that have arrived.
     done: usize,
-    receiver: &'a mut dyn Receiver,
+    receiver: &'a mut Receiver<'b>,
 }
 
 /// The failure of a batch.
@@ -56,7 +57,7 @@ impl Transport for Client {
         &self,
         owner: &Arc<str>,
         wanted: &[Selection],
-        receiver: &mut dyn Receiver,
+        receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         let mut batch = Batch { owner, wanted, done: 0, receiver };
@@ -107,7 +108,7 @@ impl Client {
     fn fetch_some(
         &self,
         connection: &mut Connection,
-        batch: &mut Batch<'_>,
+        batch: &mut Batch<'_, '_>,
         reads_memory: bool,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), Failure> {
@@ -126,7 +127,7 @@ impl Client {
     }
 }
 
-impl Batch<'_> {
+impl Batch<'_, '_> {
     /// Receives the shards up to `end`.
     fn receive(
         &mut self,
@@ -171,12 +172,10 @@ impl Batch<'_> {
                 Payload::Reference(_) if !takes_references => {
                     return Err(corrupt("it was to be sent, and a reference to it came".to_owned()).into());
                 }
-                Payload::Reference(reference) => {
-                    match self.receiver.attach(self.done, &header.meta, &reference, time_limit) {
-                        Err(StoreError::Memory(error)) => return Err(Failure::Unreached(is_for_good(&error))),
-                        attached => attached?,
-                    }
-                }
+                Payload::Reference(reference) => match self.receiver.attach(self.done, &header.meta, &reference) {
+                    Err(StoreError::Memory(error)) => return Err(Failure::Unreached(is_for_good(&error))),
+                    attached => attached?,
+                },
             }
             self.done += 1;
             if self.done < end {

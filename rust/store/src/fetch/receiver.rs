@@ -1,4 +1,4 @@
-//! Where fetched shards are received: in the fetch buffer, or in memory of the caller.
+//! `Receiver`: receives the shards of one request into the fetch buffer.
 //!
 //! Invariants: every shard of a request either arrives or fails, also when a thread unwinds. A shard that has arrived is
 //! not written to again.
@@ -13,19 +13,20 @@ use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::Pool;
 use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
+use crate::node::Node;
 use crate::time_limit::TimeLimit;
-use crate::transport::{Receiver, Reference, Wanted};
+use crate::transport::{Reference, Transport, Wanted};
 
-/// The shards of one request to one owner, received into the fetch buffer.
-pub(crate) struct BufferDestination<'a> {
-    pub(crate) buffer: &'a Buffer<Tensor>,
-    pub(crate) pool: &'a Arc<Pool>,
-    pub(crate) attachments: &'a Attachments,
-    pub(crate) pieces: Vec<Piece<'a>>,
+/// Receives the shards of one request to one owner into the fetch buffer.
+pub struct Receiver<'a> {
+    buffer: &'a Buffer<Tensor>,
+    pool: &'a Arc<Pool>,
+    attachments: &'a Attachments,
+    pub(super) pieces: Vec<Piece<'a>>,
 }
 
 /// One shard of such a request.
-pub(crate) struct Piece<'a> {
+pub(super) struct Piece<'a> {
     wanted: &'a Wanted,
     flight: Arc<InFlight<Tensor>>,
     space: Option<Allocation>,
@@ -33,28 +34,42 @@ pub(crate) struct Piece<'a> {
 }
 
 impl<'a> Piece<'a> {
-    pub(crate) fn new(wanted: &'a Wanted, flight: Arc<InFlight<Tensor>>) -> Self {
+    pub(super) fn new(wanted: &'a Wanted, flight: Arc<InFlight<Tensor>>) -> Self {
         Piece { wanted, flight, space: None, is_over: false }
-    }
-
-    pub(crate) fn wanted(&self) -> &'a Wanted {
-        self.wanted
     }
 }
 
-impl BufferDestination<'_> {
+impl<'a> Receiver<'a> {
+    pub(super) fn new(node: &'a Node) -> Self {
+        let Node { buffer, buffer_pool: pool, attachments, .. } = node;
+        Receiver { buffer, pool, attachments, pieces: Vec::new() }
+    }
+
+    /// Sends the request.
+    pub(super) fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+        let selections: Vec<_> = self.pieces.iter().map(|piece| piece.wanted.selection()).collect();
+        let first = self.pieces[0].wanted;
+        let sent = transport.fetch(&first.owner, &selections, self, time_limit);
+        let done = sent.and_then(|()| {
+            if self.pieces.iter().all(|piece| piece.is_over) {
+                return Ok(());
+            }
+            let reason = "the answer ended before all that was asked for had come".to_owned();
+            Err(StoreError::Corrupt { id: first.id.clone(), owner: Arc::clone(&first.owner), reason })
+        });
+        if let Err(error) = &done {
+            self.fail(error);
+        }
+        done
+    }
+
     /// Fails all pieces that have not landed.
-    pub(crate) fn fail(&mut self, error: &StoreError) {
+    fn fail(&mut self, error: &StoreError) {
         for piece in &mut self.pieces {
             if !std::mem::replace(&mut piece.is_over, true) {
                 self.buffer.fail(&piece.flight, outcome_for(error, piece.wanted));
             }
         }
-    }
-
-    /// Whether all have landed.
-    pub(crate) fn is_over(&self) -> bool {
-        self.pieces.iter().all(|piece| piece.is_over)
     }
 
     fn piece(&mut self, index: usize, meta: &Meta) -> Result<(), StoreError> {
@@ -89,10 +104,18 @@ impl BufferDestination<'_> {
         let charge = tensor.charge();
         self.buffer.land(&piece.flight, tensor, charge)
     }
-}
 
-impl Receiver for BufferDestination<'_> {
-    fn space(&mut self, index: usize, meta: &Meta, time_limit: &mut TimeLimit<'_>) -> Result<&mut [u8], StoreError> {
+    /// The space for the bytes of the entry at `index`, which are a `meta` by the owner's declaration.
+    ///
+    /// # Errors
+    /// [`StoreError::Mismatch`] if the handle declares something else, [`StoreError::Full`] at the limit when `time_limit`
+    /// ends.
+    pub fn space(
+        &mut self,
+        index: usize,
+        meta: &Meta,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<&mut [u8], StoreError> {
         self.piece(index, meta)?;
         if meta.nbytes() == 0 {
             return Ok(&mut []);
@@ -103,7 +126,11 @@ impl Receiver for BufferDestination<'_> {
         Ok(self.pieces[index].space.as_mut().expect("just made").bytes())
     }
 
-    fn complete(&mut self, index: usize) -> Result<(), StoreError> {
+    /// The space at `index` is filled, and its checksum is right.
+    ///
+    /// # Errors
+    /// [`StoreError::StepEnded`] and [`StoreError::Drained`] if it was drained meanwhile.
+    pub fn complete(&mut self, index: usize) -> Result<(), StoreError> {
         let piece = self.pieces.get_mut(index).filter(|piece| !piece.is_over);
         let piece = piece.ok_or_else(|| StoreError::Invalid(format!("nothing is to come at {index}")))?;
         let location = match piece.space.take() {
@@ -114,20 +141,19 @@ impl Receiver for BufferDestination<'_> {
         self.land(index, location)
     }
 
-    fn attach(
-        &mut self,
-        index: usize,
-        meta: &Meta,
-        reference: &Reference,
-        _time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), StoreError> {
+    /// The bytes of the entry at `index` are in memory of this node. The reference is not trusted.
+    ///
+    /// # Errors
+    /// As `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport then asks for
+    /// the bytes.
+    pub fn attach(&mut self, index: usize, meta: &Meta, reference: &Reference) -> Result<(), StoreError> {
         self.piece(index, meta)?;
         let location = lent(self.attachments, self.pieces[index].wanted, reference)?;
         self.land(index, location)
     }
 }
 
-impl Drop for BufferDestination<'_> {
+impl Drop for Receiver<'_> {
     fn drop(&mut self) {
         self.fail(&StoreError::Interrupted);
     }
@@ -174,42 +200,5 @@ fn outcome_for(error: &StoreError, wanted: &Wanted) -> Outcome<Tensor> {
         | StoreError::Unanswered { .. }
         | StoreError::Refused { status: 401 | 403, .. } => Outcome::Failed(error.clone()),
         _ => Outcome::Again,
-    }
-}
-
-/// Targets of the caller's, filled without the buffer.
-pub(crate) struct CallerDestination<'a, 'b> {
-    pub(crate) attachments: &'a Attachments,
-    pub(crate) wanted: Vec<&'a Wanted>,
-    pub(crate) targets: Vec<&'a mut &'b mut [u8]>,
-    pub(crate) is_filled: Vec<bool>,
-}
-
-impl Receiver for CallerDestination<'_, '_> {
-    fn space(&mut self, index: usize, meta: &Meta, _time_limit: &mut TimeLimit<'_>) -> Result<&mut [u8], StoreError> {
-        let wanted =
-            self.wanted.get(index).ok_or_else(|| StoreError::Invalid(format!("nothing was wanted at {index}")))?;
-        check(wanted, meta)?;
-        Ok(self.targets[index])
-    }
-
-    fn complete(&mut self, index: usize) -> Result<(), StoreError> {
-        let filled = self.is_filled.get_mut(index);
-        *filled.ok_or_else(|| StoreError::Invalid(format!("nothing was wanted at {index}")))? = true;
-        Ok(())
-    }
-
-    fn attach(
-        &mut self,
-        index: usize,
-        meta: &Meta,
-        reference: &Reference,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), StoreError> {
-        self.space(index, meta, time_limit)?;
-        let location = lent(self.attachments, self.wanted[index], reference)?;
-        let tensor = Tensor::fetched(meta.clone(), location);
-        self.targets[index].copy_from_slice(tensor.bytes());
-        self.complete(index)
     }
 }
