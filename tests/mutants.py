@@ -79,7 +79,7 @@ MUTANTS = [
     ),
     Mutant(
         "a cast dtype",
-        "python/tundish/rtensor/transfer/dense_tensors.py",
+        "python/tundish/rtensor/dense_tensors.py",
         "return values.resolve_conj().resolve_neg().cpu().contiguous()",
         "return values.resolve_conj().resolve_neg().cpu().contiguous().float()",
         ("tests/rtensor/transfer/test_remotize.py",),

@@ -12,7 +12,7 @@ from tundish.errors import InvalidTypeError
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
 from tundish.rtensor.backends.backend import Removed
 from tundish.rtensor.backends.http import current_backend
-from tundish.rtensor.transfer.dense_tensors import dense
+from tundish.rtensor.dense_tensors import dense
 from tundish.tree import Refusal
 
 __all__ = ["clear_node", "fetch", "remove", "storage_stats", "store"]

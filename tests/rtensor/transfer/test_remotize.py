@@ -40,7 +40,7 @@ def test_a_nested_batch_goes_and_comes_back() -> None:
 @pytest.mark.parametrize("torch_tells", [True, False], ids=["torch 2.10", "torch before"])
 def test_every_dtype_comes_back_bit_for_bit(torch_tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch_tells:
-        monkeypatch.setattr("tundish.rtensor.transfer.dense_tensors.DLPACK_EXCHANGE", None)
+        monkeypatch.setattr("tundish.rtensor.dense_tensors.DLPACK_EXCHANGE", None)
     bits = torch.arange(256, dtype=torch.uint8).repeat(2).view(4, 128)
     seen = set()
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:

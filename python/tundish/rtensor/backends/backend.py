@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
 from tundish.errors import InvalidTypeError
+from tundish.rtensor.dense_tensors import tensors_over
 from tundish.rtensor.process import state
-from tundish.rtensor.transfer.dense_tensors import tensors_over
 
 __all__ = ["Backend", "Removed", "set_backend"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tundish._native import RTensor
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
-from tundish.rtensor.transfer.dense_tensors import is_whole
+from tundish.rtensor.dense_tensors import is_whole
 
 __all__ = ["output_buffers"]
 

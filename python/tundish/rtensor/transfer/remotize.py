@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds
 from tundish.rtensor.backends.http import current_backend
-from tundish.rtensor.transfer.dense_tensors import dense, is_whole
+from tundish.rtensor.dense_tensors import dense, is_whole
 from tundish.tree import map_only
 
 __all__ = ["remotize"]
