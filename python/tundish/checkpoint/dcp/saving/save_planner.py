@@ -112,11 +112,14 @@ class SavePlanner:
                 owned, total = assign(list(map(_unpack_held, texts)), voter.ranks)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        reply = voter.broadcast(
-            _pack(owned) if texts else None, error, source=voter.ranks[0], what=what, timeout=self._timeout
+        # Mostly a rank saves all that it holds.
+        reply = [None if len(numbers) == len(held) else numbers for numbers in owned]
+        text = voter.broadcast(
+            _pack(reply) if texts else None, error, source=voter.ranks[0], what=what, timeout=self._timeout
         )
+        own = _unpack(text)[self.index]
         files = RankFiles(texts, owned, total) if texts else None
-        self._part = OwnedPart(held, _unpack(reply)[self.index], state.form, files)
+        self._part = OwnedPart(held, range(len(held)) if own is None else own, state.form, files)
         return self._part
 
 
