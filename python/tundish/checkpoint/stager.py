@@ -93,7 +93,7 @@ class Stager(Protocol):
     def needs_preparation(self) -> bool: ...
 
     def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
-        """Collective if any rank needs it: prepare staging together with the other ranks.
+        """Collective if any rank needs it: prepare staging with the other ranks. Fails on all ranks or on none.
 
         Args:
             vote: the vote in which all ranks had a stager.

@@ -78,14 +78,17 @@ class _Attempt:
             traceback.clear_frames(caught.__traceback__)
             error = caught
         any_needs = root.voter.vote(error, what=request.what, same=same, flag=flag, timeout=root.timeout)
+        # It fails on all ranks or on none.
+        has_changed = stager.prepare(root.voter.last_vote, any_needs=any_needs)
+        if not any_needs:
+            return stager
         try:
-            if stager.prepare(root.voter.last_vote, any_needs=any_needs) or flag:
+            if has_changed or flag:
                 self._reserve(stager)
-        except Exception as caught:  # noqa: BLE001
+        except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        if any_needs:
-            root.voter.vote(error, what=f"{request.what}: preparing", timeout=root.timeout)
+        root.voter.vote(error, what=f"{request.what}: reserving", timeout=root.timeout)
         return stager
 
     def release(self) -> None:

@@ -72,13 +72,12 @@ class DcpStager:
         self._sources: list[torch.Tensor] = []
         # None where the form of the state dict is new, until the ranks have planned it.
         self._part = planner.known_part(self._state)
-        self._layout = FileLayout((), ())
+        self._layout: FileLayout | None = None
         if self._part is None:
             self._held = held_values(self._state, planner.rank)
             self._pickle(number for number, value in enumerate(self._held) if value and not value.dtype)
         else:
             self._held = self._part.held
-            self._use(self._part)
         self.fingerprint = (
             f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(extra_text)}"
         )
@@ -86,12 +85,12 @@ class DcpStager:
     @property
     def staged_bytes(self) -> int:
         """Bytes of the image of this rank's file, once the form is planned."""
-        return self._layout.size
+        return self._file_layout().size
 
     @property
     def file_bytes(self) -> int:
         """Bytes of this rank's file, once the form is planned."""
-        return self._layout.size
+        return self._file_layout().size
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -108,26 +107,24 @@ class DcpStager:
         """Collective where a rank needs it: plan what each rank saves. Returns whether it did."""
         if any_needs:
             self.release()
-            self._part = self._planner.plan(self._state, self._held)
-            self._use(self._part)
+            self._part, self._layout = self._planner.plan(self._state, self._held), None
         return any_needs
 
     def reserve(self) -> None:
         """Allocate the image of this rank's file."""
-        if self._layout.size > 0:
-            self._buffer = Buffer(self._layout.size, is_pinned=any_on_cuda(self._sources))
+        size = self._file_layout().size
+        if size > 0:
+            self._buffer = Buffer(size, is_pinned=any_on_cuda(self._sources))
 
     def stage(self) -> StagedState:
         """Copy this rank's part; after `prepare`."""
-        part, buffer = self._part, self._buffer
-        if part is None:
-            raise RuntimeError("staged before it was prepared")
+        layout, part, buffer = self._file_layout(), self._planned_part(), self._buffer
         blocks = []
         if buffer is not None:
             blocks.append(
                 Block(
                     buffer=buffer,
-                    places=self._layout.tensor_places,
+                    places=layout.tensor_places,
                     sources=self._sources,
                     names=self._names(part.tensors),
                     # The bytes around tensors are filled in when the file is written.
@@ -139,7 +136,7 @@ class DcpStager:
         return StagedState(
             index=self._planner.index,
             part=part,
-            layout=self._layout,
+            layout=layout,
             buffer=buffer,
             copies=self._copies,
             objects=[self._pickles[number] for number in part.objects],
@@ -153,16 +150,24 @@ class DcpStager:
             self._buffer.release()
             self._buffer = None
 
-    def _use(self, part: OwnedPart) -> None:
-        """Lay out the file for `part`; a file with the lengths of the last save has its layout."""
-        self._pickle(part.objects)
-        lengths = [len(self._pickles[number]) for number in part.objects]
-        if part.layout is None or part.layout.object_lengths != lengths:
-            part.layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
-        self._layout = part.layout
-        self._sources = [local_of(self._state.values[number]) for number in part.tensors]
-        # The memory of a tensor may be gone since its last save, which its form does not show.
-        check_memories(self._names(part.tensors), self._sources)
+    def _planned_part(self) -> OwnedPart:
+        if self._part is None:
+            raise RuntimeError("used before it was prepared")
+        return self._part
+
+    def _file_layout(self) -> FileLayout:
+        """The layout of this rank's file; a file with the lengths of the last save has its layout."""
+        if self._layout is None:
+            part = self._planned_part()
+            self._pickle(part.objects)
+            lengths = [len(self._pickles[number]) for number in part.objects]
+            if part.layout is None or part.layout.object_lengths != lengths:
+                part.layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
+            self._sources = [local_of(self._state.values[number]) for number in part.tensors]
+            # The memory of a tensor may be gone since its last save, which its form does not show.
+            check_memories(self._names(part.tensors), self._sources)
+            self._layout = part.layout
+        return self._layout
 
     def _pickle(self, numbers: Iterable[int]) -> None:
         """Pickle values that are no tensors, equal immutable ones once."""

@@ -97,27 +97,29 @@ class SavePlanner:
         return self._part if self._part is not None and self._part.form is state.form else None
 
     def plan(self, state: FlattenedState, held: HeldValues) -> OwnedPart:
-        """Collective: find this rank's part of `state`; it holds `held`.
+        """Collective: find this rank's part of `state`; it holds `held`. Fails on all ranks or on none.
 
         Raises:
             InvalidInputError: as `assign`.
         """
         voter, what = self._voter, "planning what each rank saves"
-        texts = voter.gather(_pack_held(held), what=what, timeout=self._timeout)
+        text, error = "", None
+        try:
+            text = _pack_held(held)
+        except Exception as caught:  # noqa: BLE001 (the vote raises it again)
+            error = caught
+        texts = voter.gather(text, error, what=what, timeout=self._timeout)
         owned: list[list[int]] = []
-        total = 0
-        error: BaseException | None = None
+        total, reply = 0, None
         try:
             if texts:
                 owned, total = assign(list(map(_unpack_held, texts)), voter.ranks)
+                # Mostly a rank saves all that it holds.
+                reply = _pack([None if len(numbers) == len(held) else numbers for numbers in owned])
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        # Mostly a rank saves all that it holds.
-        reply = [None if len(numbers) == len(held) else numbers for numbers in owned]
-        text = voter.broadcast(
-            _pack(reply) if texts else None, error, source=voter.ranks[0], what=what, timeout=self._timeout
-        )
-        own = _unpack(text)[self.index]
+        reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
+        own = _unpack(reply)[self.index]
         files = RankFiles(texts, owned, total) if texts else None
         self._part = OwnedPart(held, range(len(held)) if own is None else own, state.form, files)
         return self._part
