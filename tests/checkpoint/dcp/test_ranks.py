@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tundish.checkpoint import Checkpointer, private_group
+from tundish.checkpoint.dcp.saving import save_planner
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 
@@ -119,6 +120,31 @@ def test_an_error_after_planning_refuses_only_that_save_on_all_ranks(tmp_path: P
             assert f"rank {failing} cannot reserve" in text
         assert said[2][0] == ""
     assert [path.name for path in sorted(root.glob("*dcp-[0-9]*"))] == ["dcp-2"]
+
+
+def fail_while_planning(rank: int, line: Line) -> None:
+    (root,) = line.hear()
+    pack = save_planner._pack_held
+
+    def fail(held: Any) -> str:
+        save_planner._pack_held = pack
+        raise MemoryError("no memory for the list of values")
+
+    with Checkpointer(root, on_failure="raise", timeout=300) as checkpointer:
+        if rank == 1:
+            save_planner._pack_held = fail
+        begun = time.monotonic()
+        said = outcome(lambda: checkpointer.save_dcp(1, {"w": torch.ones(3)}))
+        seconds = time.monotonic() - begun
+        checkpointer.save_dcp(2, {"w": torch.ones(3)}, blocking=True)
+    line.say(said, seconds)
+
+
+def test_no_rank_waits_for_one_that_fails_while_planning(tmp_path: Path) -> None:
+    first, second = run(fail_while_planning, 2, tmp_path / "job", tmp_path / "root")
+    assert first[0][0] == "PeerFailedError" and "no memory for the list" in first[0][1]
+    assert second[0][0] == "MemoryError"
+    assert max(first[1], second[1]) < 20
 
 
 def refuse_on_all(rank: int, line: Line) -> None:
