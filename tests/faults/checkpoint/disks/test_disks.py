@@ -157,6 +157,12 @@ def test_roots_that_a_rank_may_not_write_to_are_refused_on_all(disk: Path, tmp_p
             tell(job, rank, "open", folder)
         assert "rank 1" in answer(job, 0)[1]
         assert "not the same writable folder" in answer(job, 1)[1]
+        # Nor one in which another job has saved.
+        with Checkpointer(disk / "other", on_failure="raise"):
+            pass
+        for rank, folder in enumerate((root, disk / "other")):
+            tell(job, rank, "open", folder)
+        assert all("'owner " in answer(job, rank)[1] for rank in (0, 1))
         # The second rank may look but not write.
         tell(job, 1, "give_up_power")
         answer(job, 1)
