@@ -56,10 +56,11 @@ class Saving:
 
     def break_group(self, step: int, **arguments: Any) -> Any:
         """A save that this rank gives up in the middle of an exchange with the others."""
-        from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+        from tundish.checkpoint.dcp.saving import save_planner
         from tundish.checkpoint.hf.gather.exchange import Gather
 
-        kind, name = (Gather, "_exchange") if self._kind == "hf" else (SavePlanner, "plan")
+        kind: Any
+        kind, name = (Gather, "_exchange") if self._kind == "hf" else (save_planner, "_pack_held")
         whole = getattr(kind, name)
 
         def give_up(*given: Any, **named: Any) -> Any:

@@ -113,15 +113,17 @@ class SavePlanner:
         total, reply = 0, None
         try:
             if texts:
-                owned, total = assign(list(map(_unpack_held, texts)), voter.ranks)
+                everyone = list(map(_unpack_held, texts))
+                owned, total = assign(everyone, voter.ranks)
                 # Mostly a rank saves all that it holds.
-                reply = _pack([None if len(numbers) == len(held) else numbers for numbers in owned])
+                pairs = zip(owned, everyone, strict=True)
+                reply = _pack([None if len(own) == len(values) else own for own, values in pairs])
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
-        own = _unpack(reply)[self.index]
+        numbers = _unpack(reply)[self.index]
         files = RankFiles(texts, owned, total) if texts else None
-        self._part = OwnedPart(held, range(len(held)) if own is None else own, state.form, files)
+        self._part = OwnedPart(held, range(len(held)) if numbers is None else numbers, state.form, files)
         return self._part
 
 
