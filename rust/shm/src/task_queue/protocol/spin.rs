@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::wait::Wait;
 
-/// A shorter wait is spent awake.
-const LONGEST: Duration = Duration::from_micros(50);
+/// A shorter wait is spent awake. A receiver of a small batch waits a fifth of a millisecond for it.
+const LONGEST: Duration = Duration::from_micros(400);
 /// Looks between two yields of the processor: the awaited process may need it.
 const LOOKS: usize = 32;
 /// After so many long waits in a row, the next one is expected to be long too.
