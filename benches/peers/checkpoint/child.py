@@ -1,12 +1,13 @@
-"""One rank that saves in one way, in a process of its own.
+"""One rank that saves by one method, in a process of its own.
 
     python benches/peers/checkpoint/child.py REQUEST
 
-Owns nothing but its reply. Takes a JSON request (made in `processes`), says "ready" on the first rank, waits for a
-line, saves once to have everything warm, says "warm", saves `rounds` times with a clock, each time after the ways
-`beside`, of which only the stall counts, and in turn with the ways `in_turn`, and prints one line of JSON.
-What always holds: the tensors are changed as soon as a save returns; what the last save of each process wrote is read
-back and compared bit for bit; what is on the disk is removed, and the disk at rest, before the next save begins.
+REQUEST is JSON, made in `processes`. The first rank prints "ready", waits for a line, saves once to warm up, and prints
+"warm". Then it saves `rounds` times with a clock, and prints one line of JSON. Before each timed save it runs the
+methods `beside`, whose stalls are timed. It alternates with the methods `in_turn`.
+
+The tensors change as soon as a save returns. The last save of each process is read back and compared bit for bit. Each
+save is removed, and the disk is idle, before the next one begins.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from checkpoint import training
-from checkpoint.contestants import WAYS, Handle, Saver, State
+from checkpoint.contestants import METHODS, Handle, Saver, State
 from checkpoint.state import WORKLOADS, Changes, differing, make_state, sharded
 
 
 class Rank:
-    """Saves of one way on one rank."""
+    """Saves of one method on one rank."""
 
-    def __init__(self, way: str, root: Path, state: State, world: int) -> None:
-        self._way = WAYS[way]
+    def __init__(self, method: str, root: Path, state: State, world: int) -> None:
+        self._method = METHODS[method]
         self.world = world
         self.state = state
         self._root = root
         self._changes = Changes(self.state)
-        self.saver = self._way.open(self._root, self.state)
+        self.saver = self._method.open(self._root, self.state)
         self._number = 0
 
     def folder(self) -> Path:
         """Where the next save goes: the name is tundish's, the others take any."""
         self._number += 1
-        kind = "dcp" if self._way.arguments.get("kind") == "dcp" else "hf"
+        kind = "dcp" if self._method.arguments.get("kind") == "dcp" else "hf"
         return self._root / f"{kind}-{self._number}"
 
     def together(self) -> None:
@@ -66,7 +67,7 @@ class Rank:
         return stall, durable, folder
 
     def beside(self, floor: Saver) -> float:
-        """Seconds until the save of another way returns, from which nothing goes to the disk."""
+        """Seconds until the save of another method returns, from which nothing goes to the disk."""
         self.together()
         begin = time.perf_counter()
         floor.save(self._root, self.state)
@@ -76,12 +77,12 @@ class Rank:
         return stall
 
     def wrongly_copied(self, floor: Saver) -> list[str]:
-        """The names of what the last save of another way did not copy as it is."""
+        """The names of what the last save of another method did not copy as it is."""
         return differing(floor.read(self._root, self.state), self.state)
 
-    def open_beside(self, way: str) -> Saver:
-        """Another way, warm."""
-        floor = WAYS[way].open(self._root, self.state)
+    def open_beside(self, method: str) -> Saver:
+        """Another method, warm."""
+        floor = METHODS[method].open(self._root, self.state)
         self.beside(floor)
         return floor
 
@@ -113,23 +114,25 @@ class Rank:
 
 
 def opened(request: dict[str, Any]) -> Rank:
-    """The way that is asked for, and what it saves."""
-    if request["world"] > 1 or any(WAYS[way].needs_group for way in (request["way"], *request["in_turn"])):
+    """The method that is asked for, and what it saves."""
+    if request["world"] > 1 or any(
+        METHODS[method].needs_group for method in (request["method"], *request["in_turn"])
+    ):
         dist.init_process_group("gloo")
     state: State = make_state(WORKLOADS[request["workload"]])
     if request["sharded"]:
         state = sharded(state)
-    return Rank(request["way"], Path(request["root"]), state, request["world"])
+    return Rank(request["method"], Path(request["root"]), state, request["world"])
 
 
 def opened_in_turn(request: dict[str, Any], rank: Rank) -> dict[str, Rank]:
-    """Other ways that save the same, each into a folder of its own, warm."""
+    """Other methods that save the same, each into a folder of its own, warm."""
     others = {}
-    for way in request["in_turn"]:
-        root = Path(request["root"]) / f"{way}, in turn"
+    for method in request["in_turn"]:
+        root = Path(request["root"]) / f"{method}, in turn"
         root.mkdir(exist_ok=True)
-        others[way] = Rank(way, root, rank.state, rank.world)
-        others[way].remove(others[way].timed()[2])
+        others[method] = Rank(method, root, rank.state, rank.world)
+        others[method].remove(others[method].timed()[2])
     return others
 
 
@@ -143,27 +146,27 @@ def main() -> None:
     rank.remove(rank.timed()[2])
     if is_first:
         print("warm", flush=True)
-    floors = {way: rank.open_beside(way) for way in request["beside"]}
+    floors = {method: rank.open_beside(method) for method in request["beside"]}
     others = opened_in_turn(request, rank)
     reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
-    reply["beside"] = {way: [] for way in floors}
-    reply["in_turn"] = {way: [] for way in others}
+    reply["beside"] = {method: [] for method in floors}
+    reply["in_turn"] = {method: [] for method in others}
 
     def save(number: int) -> None:
-        for way in floors:
-            reply["beside"][way].append(rank.beside(floors[way]))
+        for method in floors:
+            reply["beside"][method].append(rank.beside(floors[method]))
         stall, durable, folder = rank.timed()
         reply["stall"].append(stall)
         reply["durable"].append(durable)
         if number == request["rounds"] - 1 and request["compare"]:
             reply["differing"] += rank.compare(folder)
-            reply["differing"] += [name for way in floors for name in rank.wrongly_copied(floors[way])]
+            reply["differing"] += [name for method in floors for name in rank.wrongly_copied(floors[method])]
         rank.remove(folder)
 
     def save_in_turn(number: int) -> None:
-        for way, other in others.items():
+        for method, other in others.items():
             _, durable, folder = other.timed()
-            reply["in_turn"][way].append(durable)
+            reply["in_turn"][method].append(durable)
             if number == request["rounds"] - 1 and request["compare"]:
                 reply["differing"] += other.compare(folder)
             other.remove(folder)
@@ -186,12 +189,12 @@ def main() -> None:
         dist.all_gather_object(replies, reply)
         # What all wait for is what the last one needs.
         reply["stall"] = [max(each) for each in zip(*(other["stall"] for other in replies), strict=True)]
-        for way in reply["beside"]:
-            each_rank = zip(*(other["beside"][way] for other in replies), strict=True)
-            reply["beside"][way] = [max(each) for each in each_rank]
-        for way in reply["in_turn"]:
-            each_rank = zip(*(other["in_turn"][way] for other in replies), strict=True)
-            reply["in_turn"][way] = [max(each) for each in each_rank]
+        for method in reply["beside"]:
+            each_rank = zip(*(other["beside"][method] for other in replies), strict=True)
+            reply["beside"][method] = [max(each) for each in each_rank]
+        for method in reply["in_turn"]:
+            each_rank = zip(*(other["in_turn"][method] for other in replies), strict=True)
+            reply["in_turn"][method] = [max(each) for each in each_rank]
         reply["durable"] = [max(each) for each in zip(*(other["durable"] for other in replies), strict=True)]
         reply["differing"] = [name for other in replies for name in other["differing"]]
     if dist.is_initialized():

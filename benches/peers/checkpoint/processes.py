@@ -1,8 +1,7 @@
-"""The processes of one run: one a rank, watched from outside.
+"""Starts one process for each rank, and measures their memory from outside.
 
-Owns them and what they start, from the start to the end. What always holds: a run's memory is what its processes and
-their children hold that no file on a disk stands behind, shared memory counted once, above what they held before
-their first save.
+The memory of a run is the memory of its processes and their children that no file on a disk backs. Shared memory counts
+once. Memory from before the first save is subtracted.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def run_ranks(request: Mapping[str, Any], *, threads: int) -> dict[str, Any]:
             return _watch(ranks)
         except Exception as error:
             said.seek(0)
-            raise RuntimeError(f"{request['way']}: {error}\n{said.read()[-3000:]}") from error
+            raise RuntimeError(f"{request['method']}: {error}\n{said.read()[-3000:]}") from error
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""What is saved: tensors that every process makes again bit for bit, and how they are compared.
+"""The tensors that are saved, made again bit for bit by every process, and their comparison.
 
-Owns the workloads and their bytes. What always holds: no two tensors are alike, and none compresses; what `Changes`
-alters after a save is in every tensor, so that a save that did not copy is found out when it is read back.
+No two tensors are alike, and none compresses. `Changes` alters every tensor after a save, so that reading back finds a
+save that did not copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ways of saving, each as its own users run it.
+"""Methods of saving, each as its own users run it.
 
-A way is opened once a process and saves again and again into new folders. What always holds: `save` returns when the
-caller may change the tensors; what it returns is called to wait until the files are durable, with an fsync of each
-where the way has none of its own (`fsyncs`), and then the files are in the folder that was named.
+A process opens a method once and saves repeatedly into new folders. `save` returns when the caller may change the
+tensors. Its result waits until the files are durable in the named folder. A method without an fsync of its own gets
+one for each file (`fsyncs` is False).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["WAYS", "Handle", "Saver", "State", "Way", "fsync_files"]
+__all__ = ["METHODS", "Handle", "Method", "Saver", "State", "fsync_files"]
 
 State = Mapping[str, torch.Tensor]
 
 
 class Handle(Protocol):
-    """A save under way."""
+    """A save under method."""
 
     def done(self) -> bool:
-        """Whether it is over, as its way sees it; a training loop asks after each step."""
+        """Whether it is over, as its method sees it; a training loop asks after each step."""
 
     def wait(self) -> None:
         """Block until its files are durable."""
 
 
 class Saver(Protocol):
-    """A way of saving that is open in this process."""
+    """A method of saving that is open in this process."""
 
     def save(self, folder: Path, state: State) -> Handle: ...
     def read(self, folder: Path, state: State) -> State:
@@ -42,8 +42,8 @@ class Saver(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """What a way is called, where it lies and what it needs.
+class Method:
+    """What a method is called, where it lies and what it needs.
 
     `fsyncs`: whether it makes its files durable itself. `needs_group`: whether it needs a process group even where
     there is one rank.
@@ -64,8 +64,8 @@ class Way:
 
 def _way(
     name: str, module: str, function: str, *, arguments: Mapping[str, Any] | None = None, **facts: bool
-) -> Way:
-    return Way(
+) -> Method:
+    return Method(
         name=name,
         module=f"checkpoint.contestants.{module}",
         function=function,
@@ -74,7 +74,7 @@ def _way(
     )
 
 
-WAYS = {
+METHODS = {
     "copy": _way("Tensor.copy_", "plain", "EagerCopy"),
     "bytes": _way("bare copies", "plain", "BareCopies"),
     "writes": _way("bare direct writes", "plain", "DirectWrites"),
