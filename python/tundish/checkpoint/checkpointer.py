@@ -22,15 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tundish.checkpoint.checkpointer_resources import open_checkpointers
 from tundish.checkpoint.dcp.loading.load import load_from_root
-from tundish.checkpoint.dcp.loading.open_checkpoint import Readers
+from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.stager import HfStager
-from tundish.checkpoint.open_root import open_roots
+from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
-from tundish.checkpoint.root_setup import open_root
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.submit import Request, submit
@@ -111,7 +111,7 @@ class Checkpointer:
         # The collective call that each thread is in.
         self._current = threading.local()
         # A notebook that runs a cell again opens the root that the cell opened before.
-        for opened in list(open_roots):
+        for opened in list(open_checkpointers):
             if opened.was_dropped:
                 opened.close()
         self._root = open_root(
@@ -352,8 +352,8 @@ class Checkpointer:
             root.queues["dcp"].wait(None)
             with root.voted("load_dcp"):
                 root.failure.raise_pending()
-            readers = Readers(root.voter, root.timeout)
-            return load_from_root(state_dict, root.view, step, verify=verify, readers=readers)
+            ranks = LoadingRanks(root.voter, root.timeout)
+            return load_from_root(state_dict, root.view, step, verify=verify, ranks=ranks)
 
     # ---- Waiting and closing ----
 

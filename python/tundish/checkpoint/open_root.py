@@ -1,125 +1,221 @@
-"""`OpenRoot`: everything that a rank holds while a checkpointer is open, and how it is closed.
+"""Opens a root for a checkpointer: checks the arguments and makes everything that it holds while it is open.
 
-It outlives a checkpointer that was dropped with saves under way. The interpreter closes all open roots when it exits.
+Invariants:
+    - Ranks open together or fail together, each with a reason. What was made before a failure is closed.
+    - One checkpointer holds the root's writer lock, through the group's first rank.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import logging
 import os
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.private_group import PrivateGroup
-from tundish.checkpoint.publish.failure_policy import FailurePolicy
-from tundish.checkpoint.publish.read_only_root import Kind, ReadOnlyRoot
+from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
+from tundish.checkpoint.publish.finalizer import Finalizer
+from tundish.checkpoint.publish.read_only_root import KINDS, Kind, ReadOnlyRoot, path_of
+from tundish.checkpoint.publish.retention import Retention
 from tundish.checkpoint.publish.save_queue import SaveQueue
-from tundish.checkpoint.publish.writable_root import WritableRoot
+from tundish.checkpoint.publish.writable_root import WAIT_SECONDS, WritableRoot
 from tundish.checkpoint.staging.budget import StagingBudget
-from tundish.checkpoint.staging.buffers import trim
-from tundish.distributed import Voter
+from tundish.distributed import Voter, group_info, local_world_size
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
+from tundish.timeouts import timeout_seconds
 
-__all__ = ["OpenRoot", "open_roots"]
+__all__ = ["open_root"]
+
 
 _logger = logging.getLogger("tundish.checkpoint")
-open_roots: set[OpenRoot] = set()
 
 
-@dataclass(kw_only=True, eq=False)
-class OpenRoot:
-    """An open root as one rank holds it.
+def open_root(
+    root: Any,
+    *,
+    group: Any,
+    timeout: Any,
+    make_retention: Callable[[], Retention],
+    on_failure: OnFailure,
+    writers_per_node: Any,
+    staging_limit_bytes: Any,
+    checksum: Any,
+    on_published: Sequence[Callable[[Path], Any]],
+    on_event: Callable[[str, str, int], Any] | None,
+) -> CheckpointerResources:
+    """Collective over `group`: open the root. Takes the arguments of `Checkpointer`, and raises as it does.
 
-    Attributes:
-        path: the folder of all checkpoints.
-        group: the process group that the user gave, or None.
-        world_size: number of ranks in the group.
-        timeout: seconds that a step waits for the other ranks.
-        voter: of the caller's thread.
-        failure: what a failure in the background does.
-        budget: host memory for staging.
-        writable: the root with its writer lock, on the first rank; None on the others.
-        view: reads the root.
-        exchange_group: for tensors that travel through host memory; None in a world of one.
-        are_nodes_alike: whether all nodes have as many ranks.
-        planner: plans DCP saves.
-        queues: the saves under way, by kind.
-        protected: the steps that this rank protects.
-        resources: closes everything, after the queues.
-        was_dropped: whether the checkpointer is garbage.
+    `make_retention` checks the arguments of the retention.
     """
+    member = group_info(group)
+    world_size, is_first = len(member.ranks), member.rank == member.ranks[0]
+    seconds = timeout_seconds(timeout)
+    writable: WritableRoot | None = None
+    with contextlib.ExitStack() as stack:
+        voter = stack.enter_context(Voter(group, timeout=seconds))
+        # The first rank waits for a writer that is ending, and the others for the first rank.
+        with voter.agreed("opening", same="opening", timeout=seconds + WAIT_SECONDS):
+            path = path_of(root, "root")
+            retention = make_retention()
+            budget = StagingBudget(staging_limit_bytes)
+            failure = FailurePolicy(on_failure, member.rank)
+            writers = _writers_per_node(writers_per_node)
+            _check_functions(on_event, on_published)
+            if checksum not in ("crc64", None):
+                raise InvalidInputError(f"checksum is {checksum!r}: give 'crc64' or None")
+            if is_first:
+                writable = WritableRoot(path, retention)
+                stack.callback(writable.close)
+                writable.log_recovered()
+        shared = {
+            "keep_last": retention.keep_last,
+            "keep_every": retention.keep_every,
+            "keep": None if retention.keep is None else "a function",
+            "keep_tagged": dict(sorted(retention.keep_tagged.items())),
+            # Not the environment variable: nodes may be of different sizes.
+            "writers_per_node": writers_per_node,
+            "staging_limit_bytes": budget.limit,
+            "checksum": checksum,
+            "timeout": seconds,
+        }
+        are_nodes_alike = _compare_ranks(path, voter, seconds, shared=shared)
+        exchange_group = None
+        if world_size > 1:
+            exchange_group = PrivateGroup(member.ranks, seconds, voter)
+            stack.callback(exchange_group.close)
+        queues: dict[Kind, SaveQueue] = {}
+        protected: set[int] = set()
+        for kind in KINDS:
+            finalizer = Finalizer(
+                kind=kind,
+                # In the background ranks wait for slow disks: nothing to warn of.
+                voter=stack.enter_context(Voter(group, timeout=seconds, warn_after=None)),
+                writable=writable,
+                world_size=world_size,
+                writers_per_node=writers,
+                checksum=checksum is not None,
+                announce=_safe_announce(on_event),
+                on_published=tuple(on_published),
+                protected=protected,
+                timeout=seconds,
+            )
+            queues[kind] = SaveQueue(finalizer, failure.act)
+        return CheckpointerResources(
+            path=path,
+            group=group,
+            world_size=world_size,
+            timeout=seconds,
+            voter=voter,
+            failure=failure,
+            budget=budget,
+            writable=writable,
+            view=ReadOnlyRoot(path),
+            exchange_group=exchange_group,
+            are_nodes_alike=are_nodes_alike,
+            planner=SavePlanner(voter, seconds),
+            queues=queues,
+            protected=protected,
+            resources=stack.pop_all(),
+        )
 
-    path: Path
-    group: Any
-    world_size: int
-    timeout: float
-    voter: Voter
-    failure: FailurePolicy
-    budget: StagingBudget
-    writable: WritableRoot | None
-    view: ReadOnlyRoot
-    exchange_group: PrivateGroup | None
-    are_nodes_alike: bool
-    planner: SavePlanner
-    queues: Mapping[Kind, SaveQueue]
-    protected: set[int]
-    resources: contextlib.ExitStack
-    was_dropped: bool = False
-    process: int = field(default_factory=os.getpid)
-    # Re-entrant for a signal handler that closes what its own thread is closing.
-    _lock: Any = field(default_factory=threading.RLock)
 
-    def __post_init__(self) -> None:
-        open_roots.add(self)
+def _compare_ranks(path: Path, voter: Voter, timeout: float, *, shared: Mapping[str, Any]) -> bool:
+    """Make sure that all ranks see the same writable folder and were given the same arguments.
 
-    def voted(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Collective: a block that ends in a vote; ranks that make different calls raise an error that says so."""
-        return self.voter.agreed(what, same=what, timeout=self.timeout)
+    Returns whether all nodes have as many ranks.
+    """
+    what = f"opening {path}"
+    text = json.dumps([_node_size(), {name: repr(value) for name, value in shared.items()}])
+    # Only the first rank has the gathered texts.
+    given = [json.loads(one) for one in voter.gather(text, what=what, timeout=timeout)]
+    error: BaseException | None = None
+    owner = ""
+    try:
+        _compare([arguments for _, arguments in given], voter.ranks)
+        owner = _nonce_of_owner(path)
+    except (InvalidInputError, StorageError) as caught:
+        error = caught
+    differ = len({size for size, _ in given}) > 1
+    return not voter.vote(error, what=what, same=f"owner {owner}", flag=differ, timeout=timeout)
 
-    def close(self) -> None:
-        """Finish the saves under way and release the root. The second call does nothing."""
-        if os.getpid() != self.process:
+
+def _nonce_of_owner(path: Path) -> str:
+    """The random text in the writer lock that the first rank holds: another folder has another one."""
+    number = errno.EIO
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            record = json.loads((path / ".owner").read_text(encoding="utf-8"))
+        return str(record["nonce"])
+    except OSError as caught:
+        number = caught.errno or number
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise StorageError(
+        number,
+        "is not the same writable folder on this rank as on the first: give a root that all ranks share",
+        str(path),
+    )
+
+
+def _node_size() -> int | None:
+    """How many ranks this node has; None where the launcher does not say."""
+    try:
+        return local_world_size()
+    except InvalidInputError:
+        return None
+
+
+def _compare(given: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    """Refuse arguments that differ between ranks. `given`: of each rank, on the first one; empty on the others."""
+    problems = []
+    for name in given[0] if given else ():
+        other = next((at for at, one in enumerate(given) if one[name] != given[0][name]), None)
+        if other is not None:
+            problems.append(
+                f"{name} is {given[0][name]} on rank {ranks[0]} and {given[other][name]} on rank {ranks[other]}"
+            )
+    if problems:
+        raise InvalidInputError(f"{'; '.join(problems)}: give all ranks the same")
+
+
+def _check_functions(on_event: Any, on_published: Any) -> None:
+    if on_event is not None and not callable(on_event):
+        raise InvalidTypeError(f"on_event is {on_event!r}: give a function of an event, a kind and a step")
+    if not isinstance(on_published, Sequence) or not all(map(callable, on_published)):
+        raise InvalidTypeError(f"on_published is {on_published!r}: give a list of functions of a path")
+
+
+def _writers_per_node(given: Any) -> int:
+    text = os.environ.get("TUNDISH_WRITERS_PER_NODE", "1") if given is None else given
+    where = "TUNDISH_WRITERS_PER_NODE" if given is None else "writers_per_node"
+    try:
+        if isinstance(text, bool) or (given is not None and not isinstance(given, int)):
+            raise ValueError
+        count = int(text)
+        if count < 1:
+            raise ValueError
+    except ValueError:
+        raise InvalidInputError(f"{where} is {text!r}: give a whole number of at least 1") from None
+    return count
+
+
+def _safe_announce(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:
+    """Wrap `on_event` so that it cannot fail a save."""
+
+    def announce(event: str, kind: str, step: int) -> None:
+        if on_event is None:
             return
-        with self._lock:
-            for queue in self.queues.values():
-                queue.finish()
-            for queue in self.queues.values():
-                queue.close()
-            self.resources.close()
-            open_roots.discard(self)
-            if not open_roots:
-                # As large as a model and its optimizer; nobody needs it until a root is opened again.
-                trim()
-
-    def drop(self) -> None:
-        """Called when the checkpointer is garbage."""
-        self.was_dropped = True
-        self.close_later()
-
-    def close_later(self) -> None:
-        """Close on another thread."""
-        if self in open_roots and os.getpid() == self.process:
-            # An interpreter that is ending starts no thread, and closes everything itself.
-            with contextlib.suppress(RuntimeError):
-                threading.Thread(target=self.close, name="tundish-close", daemon=True).start()
-
-
-def _finish_saves() -> None:
-    """Finish the saves that are under way when the interpreter exits; Ctrl-C gives them up."""
-    for root in list(open_roots):
         try:
-            root.close()
-            root.failure.raise_pending()
-        except KeyboardInterrupt:
-            _logger.warning("saves under %s were given up; the next start removes what they left", root.path)
-            return
-        except Exception:
-            _logger.exception("a save under %s failed", root.path)
+            on_event(event, kind, step)
+        except BaseException:
+            # An exit too: it would end the thread of the saves, and nothing else.
+            _logger.exception("on_event failed at %r of %s step %d", event, kind, step)
 
-
-# Not `atexit`, whose functions run when Python 3.12 starts no thread any more, which votes need.
-threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]  # as concurrent.futures does
+    return announce

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tundish.checkpoint.open_root import OpenRoot
+from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.publish.finalizer import QueuedSave
 from tundish.checkpoint.publish.read_only_root import Kind, check_step
 from tundish.checkpoint.save import Save
@@ -54,7 +54,7 @@ class _Attempt:
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
 
-    def __init__(self, root: OpenRoot, request: Request) -> None:
+    def __init__(self, root: CheckpointerResources, request: Request) -> None:
         self._root = root
         self._request = request
         self.memory = contextlib.ExitStack()
@@ -157,7 +157,7 @@ class _Attempt:
             queue.wait(max(0.0, until - time.monotonic()))
 
 
-def submit(root: OpenRoot, request: Request) -> Save:
+def submit(root: CheckpointerResources, request: Request) -> Save:
     """Collective: take a save; returns when it is staged, or published if the request is blocking.
 
     Raises, on all ranks, the error of any rank, or of an earlier save.
@@ -193,7 +193,7 @@ def submit(root: OpenRoot, request: Request) -> Save:
     return queued.save
 
 
-def _act_on_unraised(root: OpenRoot, queued: QueuedSave, raised: BaseException) -> None:
+def _act_on_unraised(root: CheckpointerResources, queued: QueuedSave, raised: BaseException) -> None:
     """Have the failure policy act on a failure that the caller does not hear of, as Ctrl-C ended the wait for it."""
     if not queued.save.done():
         queued.caller_raises = False
@@ -203,7 +203,9 @@ def _act_on_unraised(root: OpenRoot, queued: QueuedSave, raised: BaseException) 
         root.failure.act(error, queued.what)
 
 
-def _queued_save(root: OpenRoot, request: Request, stager: Stager, attempt: _Attempt) -> QueuedSave:
+def _queued_save(
+    root: CheckpointerResources, request: Request, stager: Stager, attempt: _Attempt
+) -> QueuedSave:
     name = f"{request.kind}-{request.step}"
     is_queue_thread = root.queues[request.kind].is_own_thread
     return QueuedSave(

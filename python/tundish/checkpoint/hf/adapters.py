@@ -31,7 +31,7 @@ from tundish.checkpoint.hf.pretrained import (
     save_generation_config,
     tied_away,
 )
-from tundish.checkpoint.tensor_names import WRAPPERS, check_name, without_wrappers
+from tundish.checkpoint.named_tensors import WRAPPERS, check_name, without_wrappers
 from tundish.checkpoint.tensors import check_gathered, is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from tundish.checkpoint.tensor_names import check_name, refuse_repeated
+from tundish.checkpoint.named_tensors import check_name, refuse_repeated
 from tundish.checkpoint.tensors import DTYPES, Facts, is_fp8
 from tundish.errors import InvalidInputError, InvalidTypeError
 

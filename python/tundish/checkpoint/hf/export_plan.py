@@ -26,8 +26,8 @@ from tundish.checkpoint.hf.conversion import (
     together,
 )
 from tundish.checkpoint.hf.shards import Layout, ShardFile, assign, lay_out
+from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
 from tundish.checkpoint.placements import check_placement, is_cut, shares_for
-from tundish.checkpoint.tensor_names import Part, parts_of
 from tundish.checkpoint.tensors import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -159,27 +159,27 @@ class _Contents:
 
 def _whole(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
     """The contents of an export of whole models or tensors."""
-    parts = parts_of(model_or_tensors)
+    inputs = named_tensors(model_or_tensors)
     tensors: list[torch.Tensor] = []
     conversions: list[tuple[str, Conversion]] = []
     metadata: dict[str, str] = {}
     total_parameters = None
-    for part in parts:
-        kept, added = _kept(part)
+    for one in inputs:
+        kept, added = _kept(one)
         facts = facts_of(kept)
         metadata = added | metadata
         tensors += kept.values()
         conversion = as_they_are(facts)
-        if to_hf is None and pretrained.is_pretrained(part.module):
-            conversion, total_parameters = pretrained.conversion_of(part.module, facts)
-        conversions.append((part.prefix, conversion))
+        if to_hf is None and pretrained.is_pretrained(one.module):
+            conversion, total_parameters = pretrained.conversion_of(one.module, facts)
+        conversions.append((one.prefix, conversion))
     conversion = together(conversions)
     return _Contents(
         tensors=tensors,
         conversion=conversion if to_hf is None else by_function(conversion.sources, to_hf),
-        models=[part.module for part in parts],
+        models=[one.module for one in inputs],
         metadata=metadata,
-        total_parameters=total_parameters if len(parts) == 1 else None,
+        total_parameters=total_parameters if len(inputs) == 1 else None,
     )
 
 
@@ -231,23 +231,23 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
         raise InvalidTypeError(f"to_hf is {to_hf!r}: give a function of a name and a tensor")
 
 
-def _kept(part: Part) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a part that are saved, each memory once, and metadata of the files."""
-    if holds_adapters(part.module):
+def _kept(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of one input that are saved, each memory once, and metadata of the files."""
+    if holds_adapters(given.module):
         raise InvalidTypeError(
-            f"the model under {part.prefix!r} holds adapters, which are saved in files of their own: give the model "
+            f"the model under {given.prefix!r} holds adapters, which are saved in files of their own: give the model "
             "itself, or merge them and give the merged model"
         )
-    check_tensors(part.prefix, part.tensors)
-    if pretrained.is_pretrained(part.module):
-        kept, metadata = pretrained.weights_of(part.module, part.tensors)
-        check_tensors(part.prefix, kept)
+    check_tensors(given.prefix, given.tensors)
+    if pretrained.is_pretrained(given.module):
+        kept, metadata = pretrained.weights_of(given.module, given.tensors)
+        check_tensors(given.prefix, kept)
         return kept, metadata
-    tied = tied_names(part.tensors)
-    if tied and part.module is None:
+    tied = tied_names(given.tensors)
+    if tied and given.module is None:
         _warn_of_tied(tuple(map(tuple, tied)))
     again = {name for names in tied for name in names[1:]}
-    return {name: tensor for name, tensor in part.tensors.items() if name not in again}, {}
+    return {name: tensor for name, tensor in given.tensors.items() if name not in again}, {}
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tundish.checkpoint.hf.conversion import Conversion, by_reverting
-from tundish.checkpoint.tensor_names import WRAPPERS
+from tundish.checkpoint.named_tensors import WRAPPERS
 from tundish.checkpoint.tensors import Facts, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from tundish.checkpoint.dcp.file_layout import METADATA
 from tundish.checkpoint.dcp.flattened_state import flatten_state, is_stateful, plain_state
-from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, Readers, open_checkpoint
+from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks, OpenCheckpoint, open_checkpoint
 from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
 from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
 from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
@@ -68,40 +68,40 @@ def load_dcp(
     # A link is resolved once.
     folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
-        return _load_verified(state_dict, folder, None, verify=verify, readers=Readers(voter, timeout))
+        return _load_verified(state_dict, folder, None, verify=verify, ranks=LoadingRanks(voter, timeout))
 
 
 def load_from_root(
-    state_dict: dict[str, Any], view: ReadOnlyRoot, step: int | None, *, verify: bool, readers: Readers
+    state_dict: dict[str, Any], view: ReadOnlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
 ) -> Loaded:
     """Collective: load a checkpoint of the root `view`, as `Checkpointer.load_dcp` says."""
     wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
     what = "choosing the checkpoint to load"
-    with readers.agreed(what, same=f"load_dcp of {wanted}, verify {bool(verify)}"):
+    with ranks.agreed(what, same=f"load_dcp of {wanted}, verify {bool(verify)}"):
         if step is not None:
             check_step(step)
     if step is not None:
-        return _load_verified(state_dict, view.path / f"dcp-{step}", step, verify=verify, readers=readers)
+        return _load_verified(state_dict, view.path / f"dcp-{step}", step, verify=verify, ranks=ranks)
     candidates = _Candidates(view)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
         with contextlib.ExitStack() as proposal_lock:
             proposed, error = None, None
             try:
-                if readers.is_first:
+                if ranks.is_first:
                     proposed = candidates.propose(proposal_lock)
             except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
-            step = json.loads(readers.broadcast(json.dumps(proposed), error, what))
+            step = json.loads(ranks.broadcast(json.dumps(proposed), error, what))
             if step is None:
                 # On all ranks: a first start is not the failure of one rank.
                 raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
             path = view.path / f"dcp-{step}"
-            with open_checkpoint(path, step=step, every_byte=verify, readers=readers) as checkpoint:
+            with open_checkpoint(path, step=step, every_byte=verify, ranks=ranks) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
                     return _load(state_dict, checkpoint)
-        candidates.skip(step, problem, is_logged=readers.is_first)
+        candidates.skip(step, problem, is_logged=ranks.is_first)
 
 
 class _Candidates:
@@ -146,28 +146,28 @@ class _Candidates:
 
 
 def _load_verified(
-    state_dict: dict[str, Any], path: Path, step: int | None, *, verify: bool, readers: Readers
+    state_dict: dict[str, Any], path: Path, step: int | None, *, verify: bool, ranks: LoadingRanks
 ) -> Loaded:
     """Collective: load the checkpoint at `path`, which must have `step` where one is given."""
-    with open_checkpoint(path, step=step, every_byte=verify, readers=readers) as checkpoint:
+    with open_checkpoint(path, step=step, every_byte=verify, ranks=ranks) as checkpoint:
         problem = checkpoint.verify()
         if problem is not None:
-            with readers.agreed(f"verifying {path}"):
-                if readers.is_first:
+            with ranks.agreed(f"verifying {path}"):
+                if ranks.is_first:
                     raise problem
         return _load(state_dict, checkpoint)
 
 
 def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint) -> Loaded:
-    readers = checkpoint.readers
-    with readers.agreed(f"reading what {checkpoint.path} holds"):
+    ranks = checkpoint.ranks
+    with ranks.agreed(f"reading what {checkpoint.path} holds"):
         rank_extras = RankExtras(checkpoint)
         checkpoint.check({METADATA})
         load = _Load(state_dict, checkpoint.path)
         checkpoint.check(load.files())
-        if readers.is_first:
+        if ranks.is_first:
             load.warn_of_empty_mappings()
-    with readers.agreed(f"loading {checkpoint.path}"):
+    with ranks.agreed(f"loading {checkpoint.path}"):
         load.run()
     return checkpoint.extra, rank_extras
 

@@ -21,7 +21,7 @@ from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, w
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
-__all__ = ["OpenCheckpoint", "Readers", "files_of_reader", "open_checkpoint", "read_lock"]
+__all__ = ["LoadingRanks", "OpenCheckpoint", "files_of_reader", "open_checkpoint", "read_lock"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -34,7 +34,7 @@ _MOST_REPORTED = 64
 _Damage = tuple[str, str, bool]
 
 
-class Readers:
+class LoadingRanks:
     """The ranks that load together.
 
     Args:
@@ -66,7 +66,7 @@ class Readers:
 
 
 class OpenCheckpoint:
-    """A checkpoint on which all `readers` hold a read lock.
+    """A checkpoint on which all `ranks` hold a read lock.
 
     Attributes:
         extra: the `extra` of its save.
@@ -76,12 +76,12 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self, lock: CheckpointReadLock, step: int | None, readers: Readers, *, every_byte: bool
+        self, lock: CheckpointReadLock, step: int | None, ranks: LoadingRanks, *, every_byte: bool
     ) -> None:
         described, files, checksum = lock.describe()
         self.lock = lock
         self.path = lock.path
-        self.readers = readers
+        self.ranks = ranks
         self._every_byte = every_byte
         self.files: Sequence[tuple[str, int, str | None]] = files
         self.checksum = checksum
@@ -110,26 +110,26 @@ class OpenCheckpoint:
         Returns:
             The damage, on all ranks or none; only the first rank's error lists all of it.
         """
-        readers, what = self.readers, f"verifying {self.path}"
+        ranks, what = self.ranks, f"verifying {self.path}"
         found: list[_Damage] = []
         foreign: list[str] = []
         error: BaseException | None = None
         is_alone = self._every_byte and self._are_copies()
-        index, count = (0, 1) if is_alone else (readers.index, readers.count)
+        index, count = (0, 1) if is_alone else (ranks.index, ranks.count)
         try:
             names = files_of_reader(index, count, (name for name, _, _ in self.files), self.savers)
             found = self.lock.verify_files(names, every_byte=self._every_byte)
-            if readers.is_first and self._every_byte:
+            if ranks.is_first and self._every_byte:
                 foreign = self.lock.foreign_files()
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        if readers.vote(error, what, flag=bool(found)):
+        if ranks.vote(error, what, flag=bool(found)):
             return self._agree_on(found)
         if foreign:
             _logger.warning(
                 "%s holds files that no save wrote, which are not read: %s", self.path, "; ".join(foreign)
             )
-        if readers.is_first and self._every_byte:
+        if ranks.is_first and self._every_byte:
             warn_without_checksums(self.path, [name for name, _, checksum in self.files if checksum is None])
         return None
 
@@ -137,7 +137,7 @@ class OpenCheckpoint:
         """Collective: whether nodes have copies of their own under this path."""
         what = f"comparing what the ranks see of {self.path.name}"
         own = self._change_times()
-        return self.readers.vote(None, what, flag=own != self.readers.broadcast(own, None, what))
+        return self.ranks.vote(None, what, flag=own != self.ranks.broadcast(own, None, what))
 
     def _change_times(self) -> str:
         """The change times of two files, which differ between copies.
@@ -153,21 +153,21 @@ class OpenCheckpoint:
         return ", ".join(times)
 
     def _agree_on(self, found: list[_Damage]) -> CorruptCheckpointError:
-        readers = self.readers
-        reports = readers.voter.gather(
+        ranks = self.ranks
+        reports = ranks.voter.gather(
             json.dumps(sorted(found)[:_MOST_REPORTED]),
             what=f"collecting the damage of {self.path}",
-            timeout=readers.timeout,
+            timeout=ranks.timeout,
         )
         problem = CorruptCheckpointError(f"{self.path} is damaged, as the first rank reports")
-        with readers.agreed(f"judging the damage of {self.path}"):
-            if readers.is_first:
+        with ranks.agreed(f"judging the damage of {self.path}"):
+            if ranks.is_first:
                 problem = self._judge([json.loads(report) for report in reports])
         return problem
 
     def _judge(self, reports: Sequence[Any]) -> CorruptCheckpointError:
         """The damage that the ranks report; raises `StorageError` if one rank alone cannot reach a file."""
-        voter = self.readers.voter
+        voter = self.ranks.voter
         damaged: dict[str, str] = {}
         unreached: dict[str, tuple[int, str]] = {}
         for rank, named in zip(voter.ranks, reports, strict=True):
@@ -222,7 +222,7 @@ def files_of_reader(index: int, count: int, files: Iterable[str], savers: int) -
 
 @contextlib.contextmanager
 def open_checkpoint(
-    path: Path, *, step: int | None, every_byte: bool, readers: Readers
+    path: Path, *, step: int | None, every_byte: bool, ranks: LoadingRanks
 ) -> Iterator[OpenCheckpoint]:
     """Collective: open the checkpoint at `path`; it does not change during the block.
 
@@ -230,19 +230,19 @@ def open_checkpoint(
         path: of the checkpoint.
         step: that it must have; None accepts any.
         every_byte: verify checksums; else only the sizes of the files.
-        readers: the ranks that read it.
+        ranks: the ranks that read it.
     """
     with contextlib.ExitStack() as stack:
         same = f"opening {path.name}, {'every byte' if every_byte else 'sizes'}"
         error: BaseException | None = None
         try:
             lock = stack.enter_context(held(read_lock(path)))
-            checkpoint = OpenCheckpoint(lock, step, readers, every_byte=every_byte)
+            checkpoint = OpenCheckpoint(lock, step, ranks, every_byte=every_byte)
             # Another checkpoint may have taken the name between two ranks' calls.
             same += f", {checkpoint.checksum}"
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        readers.vote(error, f"opening {path.name}", same=same)
+        ranks.vote(error, f"opening {path.name}", same=same)
         yield checkpoint
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["WRAPPERS", "Part", "check_name", "parts_of", "refuse_repeated", "without_wrappers"]
+__all__ = ["WRAPPERS", "NamedTensors", "check_name", "named_tensors", "refuse_repeated", "without_wrappers"]
 
 # torch.compile and activation checkpointing put these into the paths of modules.
 WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module)\.")
@@ -26,8 +26,8 @@ _DATA_PARALLEL = "module"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One module of the input, or a whole mapping of tensors.
+class NamedTensors:
+    """The tensors of one module of the input, or of a whole mapping of tensors.
 
     Attributes:
         prefix: the start of its names in the files; empty, or ends with a dot.
@@ -40,22 +40,22 @@ class Part:
     tensors: dict[str, torch.Tensor]
 
 
-def parts_of(model_or_tensors: Any) -> list[Part]:
-    """Split the input into parts.
+def named_tensors(model_or_tensors: Any) -> list[NamedTensors]:
+    """Return the tensors of each module of the input, or of the mapping.
 
     Raises:
         InvalidTypeError: it is no module and no mapping, or contains a value that is neither a tensor nor a module.
         InvalidInputError: it is empty, a name cannot be used, or two names are the same without wrappers.
     """
     if isinstance(model_or_tensors, nn.Module):
-        parts = [_part_of_module("", model_or_tensors)]
+        inputs = [_named_of_module("", model_or_tensors)]
     elif isinstance(model_or_tensors, Mapping):
         given = dict(model_or_tensors.items())
         modules = [name for name, one in given.items() if isinstance(one, nn.Module)]
         if not modules:
-            parts = [Part(prefix="", module=None, tensors=_named(given))]
+            inputs = [NamedTensors(prefix="", module=None, tensors=_named(given))]
         elif len(modules) == len(given):
-            parts = [_part_of_module(prefix, module) for prefix, module in given.items()]
+            inputs = [_named_of_module(prefix, module) for prefix, module in given.items()]
         else:
             raise InvalidTypeError(
                 f"{modules[0]!r} is a module among tensors: give tensors by name, or modules by prefix"
@@ -65,14 +65,14 @@ def parts_of(model_or_tensors: Any) -> list[Part]:
             f"cannot save a {type(model_or_tensors).__name__}: give an nn.Module, a mapping of names to tensors, "
             "or a mapping of prefixes to modules"
         )
-    if not any(part.tensors for part in parts):
+    if not any(one.tensors for one in inputs):
         raise InvalidInputError("there is nothing to save: the model has no tensors")
-    if len(parts) > 1:
+    if len(inputs) > 1:
         refuse_repeated(
-            (part.prefix + name for part in parts for name in part.tensors),
+            (one.prefix + name for one in inputs for name in one.tensors),
             "the name {!r} is there twice, under two prefixes: change one of them",
         )
-    return parts
+    return inputs
 
 
 def check_name(name: object) -> None:
@@ -106,7 +106,7 @@ def without_wrappers(module: nn.Module) -> nn.Module:
     return module
 
 
-def _part_of_module(prefix: Any, module: nn.Module) -> Part:
+def _named_of_module(prefix: Any, module: nn.Module) -> NamedTensors:
     if not isinstance(prefix, str):
         raise InvalidTypeError(f"the prefix of a module is {prefix!r}: prefixes are strings")
     if prefix:
@@ -114,7 +114,7 @@ def _part_of_module(prefix: Any, module: nn.Module) -> Part:
         prefix = prefix if prefix.endswith(".") else f"{prefix}."
     # The parameters themselves: a detached copy takes 50 µs for a DTensor.
     tensors = _named(dict(module.state_dict(keep_vars=True)))
-    return Part(prefix=prefix, module=without_wrappers(module), tensors=tensors)
+    return NamedTensors(prefix=prefix, module=without_wrappers(module), tensors=tensors)
 
 
 def _named(tensors: dict[Any, Any]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tundish.checkpoint.tensor_names import check_name, parts_of
+from tundish.checkpoint.named_tensors import check_name, parts_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 # torch.compile imports what torch itself gave up.
