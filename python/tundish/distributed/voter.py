@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 from tundish.distributed.job_store import store_load_factor, torch_distributed
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import VoteId, group_info, unique_name
-from tundish.distributed.same_node_vote import SameNodeVote
+from tundish.distributed.shared_memory_vote import SharedMemoryVote
 from tundish.distributed.store_thread import StoreThread
 from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
@@ -112,7 +112,7 @@ class Voter:
         self._check: tuple[int, Future[bool]] | None = None
         self._one_vote = threading.Lock()
         self._thread = StoreThread()
-        self._memory = SameNodeVote(member.ranks.index(member.rank), len(member.ranks))
+        self._memory = SharedMemoryVote(member.ranks.index(member.rank), len(member.ranks))
         self._protocol_lock = threading.Lock()
         # None in a world of one.
         self._protocol: VoteProtocol | None = None

@@ -28,7 +28,7 @@ from tundish.rtensor.controller.responses import check_claims, failures_of, name
 from tundish.rtensor.handles import RTensor, by_owner, handles_of
 from tundish.rtensor.process import next_step_number, state
 from tundish.rtensor.server import server_address, trust_workers
-from tundish.rtensor.steps.leftovers import entries_left, warn_of_escaped
+from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 from tundish.rtensor.steps.step import Step
 from tundish.rtensor.workers.connections import Request, WorkerConnections
 from tundish.rtensor.workers.worker import Worker, as_worker

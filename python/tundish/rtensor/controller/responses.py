@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tundish.errors import DrainError, ShardGoneError, counted
-from tundish.rtensor.steps.leftovers import integer_in
+from tundish.rtensor.steps.leak_warnings import integer_in
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["check_claims", "failures_of", "names_in", "raise_failures", "total"]

@@ -15,7 +15,7 @@ from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.handles import by_owner, handles_of
 from tundish.rtensor.process import State, next_step_number, state
-from tundish.rtensor.steps.leftovers import entries_left, warn_of_escaped
+from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 
 __all__ = ["Step", "drop_fetched", "keep", "step"]
 

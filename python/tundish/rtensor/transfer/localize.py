@@ -11,7 +11,7 @@ from tundish._native import RTensor, ShardStore
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.handles import replace_handles
-from tundish.rtensor.steps.leak_check import leak_check
+from tundish.rtensor.steps.no_step_warning import no_step_warning
 from tundish.rtensor.transfer.output_buffers import output_buffers
 from tundish.tree import find_all
 
@@ -49,7 +49,7 @@ def localize(
         return obj
     unique = list(dict.fromkeys(handles))
     tensors = dict(zip(unique, current_backend().fetch(unique, timeout), strict=True))
-    leak_check.after_fetch()
+    no_step_warning.after_fetch()
     if buffers is None:
         return replace_handles(tensors.__getitem__, obj)
     for handle, buffer in zip(handles, buffers, strict=True):

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from tundish.errors import OutOfMemoryError, StorageError
 from tundish.shm.pool.messages import BufferMessage, MessagePacker
 
-__all__ = ["FAILED", "MEMORY", "READY", "ControlSocket", "WorkerMessage", "send_to_parent"]
+__all__ = ["FAILED", "MEMORY", "READY", "ControlSocket", "MessageFromWorker", "send_to_parent"]
 
 READY: Final = "ready"
 FAILED: Final = "failed"
@@ -33,8 +33,8 @@ _LONGEST_MESSAGE = 8 * _LONGEST_TEXT
 _MOST_SHARED_RESULTS: Final = 128
 
 
-class WorkerMessage(NamedTuple):
-    """A message of a worker: `what` is `READY`, `FAILED` with a text, or `MEMORY` with a descriptor."""
+class MessageFromWorker(NamedTuple):
+    """A message from a worker: `what` is `READY`, `FAILED` with a text, or `MEMORY` with a descriptor."""
 
     what: str
     worker: int
@@ -47,7 +47,7 @@ def send_to_parent(
 ) -> None:
     """Send a message on the workers' end, whose descriptor is `control`."""
     text = text.encode(errors="replace")[-_LONGEST_TEXT:].decode(errors="replace")
-    message = pickle.dumps(tuple(WorkerMessage(what, worker, os.getpid(), text)))
+    message = pickle.dumps(tuple(MessageFromWorker(what, worker, os.getpid(), text)))
     # If the parent is gone, the watcher ends this process.
     with (
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
@@ -63,7 +63,7 @@ class ControlSocket:
         self._parents_end, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._packer = packer
         self._lock = threading.Lock()
-        self._received: list[WorkerMessage] = []
+        self._received: list[MessageFromWorker] = []
         _sockets.add(self)
 
     @property
@@ -75,7 +75,7 @@ class ControlSocket:
         """Return the descriptor that becomes readable when a worker has sent something."""
         return self._parents_end.fileno()
 
-    def messages(self) -> list[WorkerMessage]:
+    def messages(self) -> list[MessageFromWorker]:
         """Return the messages that workers have sent since the last call."""
         self._receive()
         with self._lock:
@@ -129,7 +129,7 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def _receive(end: socket.socket) -> tuple[WorkerMessage, list[int]] | None:
+def _receive(end: socket.socket) -> tuple[MessageFromWorker, list[int]] | None:
     """The next message and its descriptors; None if there is none."""
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     descriptors = array("i")
@@ -143,4 +143,4 @@ def _receive(end: socket.socket) -> tuple[WorkerMessage, list[int]] | None:
     for _, _, content in attached:
         descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
     # The worker is this program's own.
-    return WorkerMessage(*pickle.loads(text)), list(descriptors)
+    return MessageFromWorker(*pickle.loads(text)), list(descriptors)

@@ -20,7 +20,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
 from tundish.shm.pool.bound_function import PlacedFunction
-from tundish.shm.pool.worker import WorkerLink, serve
+from tundish.shm.pool.worker import ParentLink, serve
 
 __all__ = [
     "Death",
@@ -110,7 +110,7 @@ class WorkerProcesses:
 class SpawnedWorkers(WorkerProcesses):
     """Workers by `spawn` or `forkserver`."""
 
-    def __init__(self, context: BaseContext, function: PlacedFunction, link: WorkerLink) -> None:
+    def __init__(self, context: BaseContext, function: PlacedFunction, link: ParentLink) -> None:
         super().__init__()
         self._context = context
         # None once it is closed, so that the segments of the arguments are freed.
@@ -137,7 +137,7 @@ class SpawnedWorkers(WorkerProcesses):
 
 
 def _run(worker: int, parent: int, queue: Connection, control: Connection, function: PlacedFunction) -> None:
-    link = WorkerLink(queue=queue.fileno(), control=control.fileno(), parent=parent)
+    link = ParentLink(queue=queue.fileno(), control=control.fileno(), parent=parent)
     serve(link, worker, function.load)
 
 

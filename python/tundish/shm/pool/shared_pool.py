@@ -29,7 +29,7 @@ from tundish.shm.pool.messages import SINGLE, SLOT_BYTES, SLOTS, MessagePacker
 from tundish.shm.pool.parallel_map import Pacing, ParallelMap
 from tundish.shm.pool.processes import SpawnedWorkers
 from tundish.shm.pool.supervisor import STUCK_TIMEOUT_SECONDS, Supervisor
-from tundish.shm.pool.worker import WorkerLink, serve
+from tundish.shm.pool.worker import ParentLink, serve
 
 __all__ = ["SharedPool"]
 
@@ -99,7 +99,7 @@ class SharedPool:
         with contextlib.ExitStack() as undo:
             control = ControlSocket(self._packer)
             undo.callback(control.close)
-            link = WorkerLink(queue=queue.fd, control=control.workers_end, parent=os.getpid())
+            link = ParentLink(queue=queue.fd, control=control.workers_end, parent=os.getpid())
             workers: SpawnedWorkers | ForkServer
             if context.get_start_method() == "fork":
                 workers = ForkServer(lambda worker: serve(link, worker, lambda: bind_inherited(fn, shared)))

@@ -23,13 +23,13 @@ from tundish.shm.pool import messages
 from tundish.shm.pool.control_socket import FAILED, MEMORY, READY, send_to_parent
 from tundish.shm.pool.messages import CHUNK, IN_BUFFER, SINGLE, MessagePacker, PackedError, loads
 
-__all__ = ["WorkerLink", "serve"]
+__all__ = ["ParentLink", "serve"]
 
 Call = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerLink:
+class ParentLink:
     """A worker's link to its parent: descriptors of queue and control socket, and the parent's process id."""
 
     queue: int
@@ -37,7 +37,7 @@ class WorkerLink:
     parent: int
 
 
-def serve(link: WorkerLink, worker: int, load: Callable[[], Call]) -> None:
+def serve(link: ParentLink, worker: int, load: Callable[[], Call]) -> None:
     """Be worker number `worker` until the parent ends the pool; `load` returns the function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

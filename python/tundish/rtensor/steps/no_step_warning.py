@@ -9,15 +9,15 @@ import time
 
 from tundish._native import ShardStore
 
-__all__ = ["LeakCheck", "leak_check"]
+__all__ = ["NoStepWarning", "no_step_warning"]
 
 _log = logging.getLogger("tundish.rtensor")
 # A job may fetch for long before its first step.
 _SECONDS = 60.0
 
 
-class LeakCheck:
-    """Looks at the fetch buffer once, a minute after the first fetch."""
+class NoStepWarning:
+    """Looks at the fetch buffer once, a minute after the first fetch, and warns if no step ever began."""
 
     def __init__(self) -> None:
         self._reset()
@@ -49,4 +49,4 @@ class LeakCheck:
             )
 
 
-leak_check = LeakCheck()
+no_step_warning = NoStepWarning()

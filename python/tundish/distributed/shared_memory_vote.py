@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from tundish._native import SharedVotes
 from tundish.errors import TundishError
 
-__all__ = ["SameNodeVote"]
+__all__ = ["SharedMemoryVote"]
 
 # Ranks that come this much later find the others at the store: compared with such a wait its cost is small.
 _MAX_WAIT_SECONDS = 0.1
@@ -30,7 +30,7 @@ _MAX_RANKS = 512
 _NOTHING_TO_COMPARE = bytes(32)
 
 
-class SameNodeVote:
+class SharedMemoryVote:
     """The shared memory in which a group of `size` ranks decides votes; this rank is number `index` of them."""
 
     def __init__(self, index: int, size: int) -> None:

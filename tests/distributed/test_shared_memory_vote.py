@@ -162,9 +162,9 @@ def votes_where_memory_is_out_of_reach(rank: int, line: Line) -> None:
         def refuse(*_: Any) -> Any:
             raise PermissionError(1, "not yours")
 
-        import tundish.distributed.same_node_vote as same_node_vote
+        import tundish.distributed.shared_memory_vote as shared_memory_vote
 
-        same_node_vote.SharedVotes = type("NoMemory", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
+        shared_memory_vote.SharedVotes = type("NoMemory", (), {"open": refuse, "__new__": refuse})  # type: ignore[misc,assignment]
     voter = voter_on_node(f"node {rank // 2}") if why == "nodes" else Voter()
     with voter:
         settle(voter)
