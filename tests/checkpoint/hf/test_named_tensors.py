@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tundish.checkpoint.named_tensors import check_name, parts_of
+from tundish.checkpoint.named_tensors import check_name, named_tensors
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 # torch.compile imports what torch itself gave up.
@@ -38,7 +38,7 @@ NAMES = ["inner.module.weight", "inner.module.kept", "last.weight", "last.kept"]
 
 
 def names(given: Any) -> list[str]:
-    return [part.prefix + name for part in parts_of(given) for name in part.tensors]
+    return [part.prefix + name for part in named_tensors(given) for name in part.tensors]
 
 
 class Engine(nn.Module):
@@ -61,7 +61,7 @@ class Engine(nn.Module):
     ],
 )
 def test_names_of_wrappers_are_removed(wrap: Any) -> None:
-    (part,) = parts_of(wrap())
+    (part,) = named_tensors(wrap())
     assert list(part.tensors) == NAMES
     assert isinstance(part.module, Model)
     assert part.prefix == ""
@@ -94,7 +94,7 @@ def test_names_of_a_mapping() -> None:
 
 def test_tensors_are_not_copied() -> None:
     model = Model()
-    (part,) = parts_of(model)
+    (part,) = named_tensors(model)
     assert part.tensors["last.weight"] is model.last.weight
 
 
@@ -109,9 +109,9 @@ def test_modules_by_prefix() -> None:
         "kept",
     ]
     with pytest.raises(InvalidInputError, match=r"'a.weight' is there twice, under two prefixes"):
-        parts_of({"a": Layer(), "a.": Layer()})
+        named_tensors({"a": Layer(), "a.": Layer()})
     with pytest.raises(InvalidTypeError, match="prefix of a module is 3"):
-        parts_of({3: Layer()})
+        named_tensors({3: Layer()})
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_unusable_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="cannot name a tensor"):
         check_name(name)
     with pytest.raises(InvalidInputError, match="cannot name a tensor"):
-        parts_of({name: torch.ones(1)})
+        named_tensors({name: torch.ones(1)})
     if name:
         with pytest.raises(InvalidInputError, match="cannot name a tensor"):
-            parts_of({name: Layer()})
+            named_tensors({name: Layer()})
 
 
 @pytest.mark.parametrize(
@@ -146,18 +146,18 @@ def test_unusable_names_are_refused(name: str) -> None:
 )
 def test_names_that_are_unusable_without_wrappers_are_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="cannot name a tensor"):
-        parts_of({name: torch.ones(1)})
+        named_tensors({name: torch.ones(1)})
 
 
 @pytest.mark.parametrize("name", [3, None, b"w", ("a", "b")])
 def test_names_are_strings(name: Any) -> None:
     with pytest.raises(InvalidTypeError, match="names are strings"):
-        parts_of({name: torch.ones(1)})
+        named_tensors({name: torch.ones(1)})
 
 
 def test_names_that_are_equal_without_wrappers_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="'a' is there twice, once the names of"):
-        parts_of({"a": torch.ones(1), "module.a": torch.ones(1)})
+        named_tensors({"a": torch.ones(1), "module.a": torch.ones(1)})
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ def test_names_that_are_equal_without_wrappers_are_refused() -> None:
 )
 def test_arguments_that_are_no_model_are_refused(given: Any, message: str) -> None:
     with pytest.raises(InvalidTypeError, match=message):
-        parts_of(given)
+        named_tensors(given)
 
 
 @pytest.mark.parametrize("given", [{}, nn.Module(), {"a": nn.Module()}])
 def test_an_empty_model_is_refused(given: Any) -> None:
     with pytest.raises(InvalidInputError, match="nothing to save"):
-        parts_of(given)
+        named_tensors(given)
 
 
 def test_extra_state_is_refused() -> None:
@@ -189,4 +189,4 @@ def test_extra_state_is_refused() -> None:
     with pytest.raises(
         InvalidTypeError, match=r"_extra_state.*give the mapping of names to tensors without it"
     ):
-        parts_of(Extra())
+        named_tensors(Extra())

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shm import bound
+from shm import pool_initializers
 from shm.contestants import Task
 
 # Chunks a worker, as multiprocessing.Pool.map makes them; the executor leaves that to its user.
@@ -20,7 +20,7 @@ _CHUNKS = 4
 class Initialised:
     """The array in `initargs`: inherited under fork, pickled once a worker under spawn."""
 
-    call: Callable[[int], Any] = staticmethod(bound.call)
+    call: Callable[[int], Any] = staticmethod(pool_initializers.call)
 
     def __init__(self, task: Task, array: np.ndarray, workers: int, method: str) -> None:
         self._workers = workers
@@ -30,7 +30,7 @@ class Initialised:
         )
 
     def _bind(self, task: Task, array: np.ndarray) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        return bound.bind, (task, array)
+        return pool_initializers.bind, (task, array)
 
     def _result(self, result: Any) -> Any:
         return result
@@ -52,14 +52,18 @@ class Initialised:
 class SharedMemories(Initialised):
     """The array in multiprocessing.shared_memory, and so is each array that comes back."""
 
-    call = staticmethod(bound.call_placing)
+    call = staticmethod(pool_initializers.call_placing)
 
     def _bind(self, task: Task, array: np.ndarray) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        self._block, placed = bound.place(array)
-        return bound.bind_block, (task, placed)
+        self._block, placed = pool_initializers.place(array)
+        return pool_initializers.bind_block, (task, placed)
 
     def _result(self, result: Any) -> Any:
-        return bound.take(result) if isinstance(result, tuple) and isinstance(result[0], str) else result
+        return (
+            pool_initializers.take(result)
+            if isinstance(result, tuple) and isinstance(result[0], str)
+            else result
+        )
 
     def close(self) -> None:
         super().close()

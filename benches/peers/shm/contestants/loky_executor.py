@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from loky import get_reusable_executor
 
-from shm import bound
+from shm import pool_initializers
 from shm.contestants import LOKY, Task
 
 _MEMORY = Path("/dev/shm")
@@ -27,17 +27,19 @@ class Mapped:
         self._folder = tempfile.TemporaryDirectory(dir=_MEMORY, prefix="bench-")
         file = Path(self._folder.name, "array.npy")
         np.save(file, array)
-        self._executor = get_reusable_executor(workers, initializer=bound.bind_file, initargs=(task, file))
+        self._executor = get_reusable_executor(
+            workers, initializer=pool_initializers.bind_file, initargs=(task, file)
+        )
 
     def one(self, item: int) -> Any:
-        return self._executor.submit(bound.call, item).result()
+        return self._executor.submit(pool_initializers.call, item).result()
 
     def each(self, items: Sequence[int]) -> Iterable[Any]:
-        return self._executor.map(bound.call, items)
+        return self._executor.map(pool_initializers.call, items)
 
     def chunked(self, items: Sequence[int]) -> Iterable[Any]:
         chunk = -(-len(items) // (self._workers * _CHUNKS))
-        return self._executor.map(bound.call, items, chunksize=chunk)
+        return self._executor.map(pool_initializers.call, items, chunksize=chunk)
 
     def close(self) -> None:
         self._executor.shutdown()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from shm import bound
+from shm import pool_initializers
 from shm.contestants import Task
 
 
@@ -19,16 +19,16 @@ class Tensors:
     def __init__(self, task: Task, array: np.ndarray, workers: int, method: str) -> None:
         tensor = torch.from_numpy(array).share_memory_()
         context = torch.multiprocessing.get_context(method)
-        self._pool = context.Pool(workers, bound.bind_tensor, (task, tensor))
+        self._pool = context.Pool(workers, pool_initializers.bind_tensor, (task, tensor))
 
     def one(self, item: int) -> Any:
-        return self._result(self._pool.apply(bound.call_tensor, (item,)))
+        return self._result(self._pool.apply(pool_initializers.call_tensor, (item,)))
 
     def each(self, items: Sequence[int]) -> Iterable[Any]:
-        return map(self._result, self._pool.imap(bound.call_tensor, items))
+        return map(self._result, self._pool.imap(pool_initializers.call_tensor, items))
 
     def chunked(self, items: Sequence[int]) -> Iterable[Any]:
-        return map(self._result, self._pool.map(bound.call_tensor, items))
+        return map(self._result, self._pool.map(pool_initializers.call_tensor, items))
 
     def close(self) -> None:
         self._pool.close()
