@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 /// Why a folder could not be written, published or swept.
 #[derive(Debug, thiserror::Error)]
@@ -135,7 +135,7 @@ pub enum CommitError {
         /// The root.
         path: PathBuf,
         /// The kind.
-        kind: Kind,
+        kind: CheckpointKind,
         /// The step that was asked for.
         step: u64,
         /// The newest that is there or being written.
@@ -192,7 +192,7 @@ pub enum CommitError {
     },
     /// The folder is complete and visible under its final name, but the fsync of its parent failed: a crash of
     /// the machine may take the name away again (never a part of the folder). See
-    /// [`Folder::publish`](crate::Folder::publish).
+    /// [`AtomicFolder::publish`](crate::AtomicFolder::publish).
     #[error(
         "{} is complete and visible, but may not survive a crash of the machine: fsync of its parent folder \
          failed: {source}", path.display()

@@ -1,13 +1,13 @@
 //! Durable, atomic publication of folders, files and checkpoints.
 //!
-//! A [`Folder`] is written under a hidden name beside its target. One rename gives it the target's name, after every
-//! byte of it is durable. [`replace_file`] does the same for a single file. Four rules hold:
+//! An [`AtomicFolder`] is written under a hidden name beside its target. One rename gives it the target's name, after
+//! every byte of it is durable. [`replace_file`] does the same for a single file. Four rules hold:
 //!
 //! 1. The target's name leads to the whole new folder or file, or to what was there before. The order is: fsync of
 //!    every file, fsync of the folder, rename, fsync of the parent.
 //! 2. A failed write or fsync is final. The kernel may have dropped the bytes and forgotten the error, so the folder
 //!    can no longer be published and the fsync is not repeated.
-//! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`Folder::create`] in the same
+//! 3. A writer that dies at any instant leaves at most its hidden folder. The next [`AtomicFolder::create`] in the same
 //!    parent, or [`sweep()`], removes it. The folder of a live writer is never touched.
 //! 4. Every system call that changes the disk goes through [`disk`]. Test builds (feature `failpoints`) can kill the
 //!    process or fail the call at each of them.
@@ -20,7 +20,7 @@
 //!
 //! ```
 //! let parent = tempfile::tempdir().unwrap();
-//! let folder = tundish_commit::Folder::create(parent.path().join("plan"))?;
+//! let folder = tundish_commit::AtomicFolder::create(parent.path().join("plan"))?;
 //! let mut file = folder.create_file("plan.json")?;
 //! file.append(b"{}")?;
 //! file.finish()?;
@@ -45,5 +45,5 @@ pub mod staging;
 pub use checksum::{Checksum, NotAChecksum};
 pub use error::CommitError;
 pub use files::{checksum_file, write_small_file};
-pub use folders::{Folder, FolderFile, SweepReport, free_space, replace_file, sweep};
-pub use manifest::{FileMetadata, Kind, Manifest, add_manifest_checksum};
+pub use folders::{AtomicFolder, FolderFile, SweepReport, free_space, replace_file, sweep};
+pub use manifest::{CheckpointKind, FileMetadata, Manifest, add_manifest_checksum};

@@ -16,23 +16,25 @@ use std::time::Duration;
 
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{ReadonlyRoot, Root};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 use watched_disk::{CHANGING, WatchedDisk, manifest, names, open, registered, save, write};
 
 type Outcome = Result<(), CommitError>;
 type Call = (&'static str, fn(&Root<WatchedDisk>) -> Outcome);
 
 const CALLS: [Call; 10] = [
-    ("publish hf-5", |root| publish(root, Kind::Hf, 5)),
-    ("publish dcp-3 again", |root| publish(root, Kind::Dcp, 3)),
-    ("remove hf-2", |root| root.remove(Kind::Hf, 2)),
-    ("remove dcp-1", |root| root.remove(Kind::Dcp, 1)),
-    ("give up hf-5", |root| root.abandon(Kind::Hf, 5)),
-    ("give up dcp-3", |root| root.abandon(Kind::Dcp, 3)),
-    ("begin hf-6", |root| root.begin(Kind::Hf, 6, false).map(drop)),
-    ("begin hf-5", |root| root.begin(Kind::Hf, 5, true).map(drop)),
+    ("publish hf-5", |root| publish(root, CheckpointKind::Hf, 5)),
+    ("publish dcp-3 again", |root| publish(root, CheckpointKind::Dcp, 3)),
+    ("remove hf-2", |root| root.remove(CheckpointKind::Hf, 2)),
+    ("remove dcp-1", |root| root.remove(CheckpointKind::Dcp, 1)),
+    ("give up hf-5", |root| root.abandon(CheckpointKind::Hf, 5)),
+    ("give up dcp-3", |root| root.abandon(CheckpointKind::Dcp, 3)),
+    ("begin hf-6", |root| root.begin(CheckpointKind::Hf, 6, false).map(drop)),
+    ("begin hf-5", |root| root.begin(CheckpointKind::Hf, 5, true).map(drop)),
     ("go back to 2", |root| {
-        [(Kind::Hf, 5), (Kind::Dcp, 3)].into_iter().try_for_each(|(kind, step)| root.abandon(kind, step))?;
+        [(CheckpointKind::Hf, 5), (CheckpointKind::Dcp, 3)]
+            .into_iter()
+            .try_for_each(|(kind, step)| root.abandon(kind, step))?;
         root.discard_after(2).map(drop)
     }),
     ("list", |root| root.list().map(drop)),
@@ -41,7 +43,7 @@ const CALLS: [Call; 10] = [
 /// How long the second call is given to be over before the first goes on; it may be one that waits for that.
 const MOMENT: Duration = Duration::from_millis(4);
 
-fn publish(root: &Root<WatchedDisk>, kind: Kind, step: u64) -> Outcome {
+fn publish(root: &Root<WatchedDisk>, kind: CheckpointKind, step: u64) -> Outcome {
     root.publish(kind, step, &manifest(kind, step, "new"), true).map(drop)
 }
 
@@ -91,7 +93,13 @@ impl Gate {
 fn any_two_calls_leave_a_root_in_order() {
     let before = new_folder();
     let published = open(&WatchedDisk::new(|_, _| {}), before.path());
-    for (kind, step) in [(Kind::Hf, 1), (Kind::Hf, 2), (Kind::Hf, 3), (Kind::Dcp, 1), (Kind::Dcp, 3)] {
+    for (kind, step) in [
+        (CheckpointKind::Hf, 1),
+        (CheckpointKind::Hf, 2),
+        (CheckpointKind::Hf, 3),
+        (CheckpointKind::Dcp, 1),
+        (CheckpointKind::Dcp, 3),
+    ] {
         save(&published, kind, step, "old");
     }
     drop(published);
@@ -110,8 +118,8 @@ fn any_two_calls_leave_a_root_in_order() {
                 // To save them each time takes ten times longer.
                 copy(before.path(), folder.path());
                 let root = open(&disk, folder.path());
-                write(&root.begin(Kind::Hf, 5, false).unwrap());
-                write(&root.begin(Kind::Dcp, 3, true).unwrap());
+                write(&root.begin(CheckpointKind::Hf, 5, false).unwrap());
+                write(&root.begin(CheckpointKind::Dcp, 3, true).unwrap());
                 let (stood, outcomes) = std::thread::scope(|scope| {
                     let worker = scope.spawn(|| {
                         gate.change(|state| state.who = Some((std::thread::current().id(), number)));
@@ -176,7 +184,7 @@ fn is_refusal(error: &CommitError) -> bool {
 
 /// What is known, recorded and there is the same, and the next start has nothing to mend.
 fn check(root: Root<WatchedDisk>, path: &Path, context: &str) {
-    for (kind, step) in [(Kind::Hf, 5), (Kind::Hf, 6), (Kind::Dcp, 3)] {
+    for (kind, step) in [(CheckpointKind::Hf, 5), (CheckpointKind::Hf, 6), (CheckpointKind::Dcp, 3)] {
         root.abandon(kind, step).unwrap();
     }
     let known = names(&root);
@@ -185,7 +193,7 @@ fn check(root: Root<WatchedDisk>, path: &Path, context: &str) {
     let survey = watcher.survey().unwrap();
     let there: Vec<_> = survey.whole.iter().map(|found| format!("{}-{}", found.kind, found.step)).collect();
     assert_eq!((there, survey.damaged.len()), (known.clone(), 0), "{context}");
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let latest = watcher.latest(kind).unwrap();
         let target = fs::read_link(path.join(format!("{kind}-latest"))).ok().map(|target| path.join(target));
         assert_eq!(target, latest, "{context}");

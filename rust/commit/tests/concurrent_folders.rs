@@ -9,7 +9,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use common::{Waiting, assert_complete, child as writer, entries, fill, only_leftover};
-use tundish_commit::{CommitError, Folder, sweep};
+use tundish_commit::{AtomicFolder, CommitError, sweep};
 
 /// Exit statuses of a writer in a race.
 const WON: i32 = 10;
@@ -22,13 +22,13 @@ fn child() {
     };
     match role.as_str() {
         "hold" => {
-            let folder = Folder::create(&target).unwrap();
+            let folder = AtomicFolder::create(&target).unwrap();
             fill(&folder, mark).unwrap();
             common::wait_for_go();
             folder.publish().unwrap();
         }
         "race" => {
-            let Ok(folder) = Folder::create(&target) else { std::process::exit(LOST) };
+            let Ok(folder) = AtomicFolder::create(&target) else { std::process::exit(LOST) };
             fill(&folder, mark).unwrap();
             let status = match folder.publish() {
                 Ok(()) => WON,
@@ -85,7 +85,7 @@ fn the_next_writer_removes_a_dead_one_s_folder_whatever_its_target() {
     let parent = tempfile::tempdir().unwrap();
     Waiting::start(writer("hold", &parent.path().join("plan"), 1)).kill();
     let dead = only_leftover(parent.path());
-    let folder = Folder::create(parent.path().join("unlike")).unwrap();
+    let folder = AtomicFolder::create(parent.path().join("unlike")).unwrap();
     assert_eq!(folder.swept().removed, [dead]);
     drop(folder);
     assert!(entries(parent.path()).is_empty());
@@ -114,7 +114,7 @@ fn writers_succeed_while_sweeps_run() {
     let mut number = 0u32;
     while Instant::now() < until {
         let target = parent.path().join(number.to_string());
-        let folder = Folder::create(&target).unwrap();
+        let folder = AtomicFolder::create(&target).unwrap();
         let mut file = folder.create_file("file").unwrap();
         file.append(&number.to_ne_bytes()).unwrap();
         file.finish().unwrap();

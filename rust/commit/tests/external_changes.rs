@@ -16,7 +16,7 @@ use std::process::Command;
 
 use common::Mount;
 use tundish_commit::root::Root;
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 use watched_disk::{WatchedDisk, names, open, put, registered, save};
 
 /// Changes that people make to `hf-<step>`.
@@ -28,7 +28,7 @@ const DEEDS: [Deed; 6] = [
     ("replaced by another", |path| {
         fs::rename(path, aside(path)).unwrap();
         let step = path.to_str().unwrap().rsplit('-').next().unwrap().parse().unwrap();
-        put(path.parent().unwrap(), Kind::Hf, step);
+        put(path.parent().unwrap(), CheckpointKind::Hf, step);
     }),
     ("replaced by a link to itself", |path| {
         fs::rename(path, aside(path)).unwrap();
@@ -59,8 +59,8 @@ fn of_hf(names: Vec<String>) -> Vec<String> {
 
 /// A new root with `hf-1` to `hf-6` in a folder.
 fn root_in(folder: &Path, disk: &WatchedDisk) -> Root<WatchedDisk> {
-    (1..=6).for_each(|step| put(folder, Kind::Hf, step));
-    (1..=2).for_each(|step| put(folder, Kind::Dcp, step));
+    (1..=6).for_each(|step| put(folder, CheckpointKind::Hf, step));
+    (1..=2).for_each(|step| put(folder, CheckpointKind::Dcp, step));
     let root = open(disk, folder);
     assert_eq!(of_hf(names(&root)), hf(&[1, 2, 3, 4, 5, 6]));
     root
@@ -87,31 +87,31 @@ fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
             // Not the newest any more.
             let (folder, root) = made();
             done(&folder.path().join("hf-6"));
-            assert_eq!(root.latest(Kind::Hf).unwrap(), Some(folder.path().join("hf-5")), "{context}");
+            assert_eq!(root.latest(CheckpointKind::Hf).unwrap(), Some(folder.path().join("hf-5")), "{context}");
             // In the way of no lower step.
             let (folder, root) = made();
             done(&folder.path().join("hf-6"));
-            let lower = root.begin(Kind::Hf, 4, false).unwrap_err();
+            let lower = root.begin(CheckpointKind::Hf, 4, false).unwrap_err();
             assert!(matches!(lower, CommitError::StepOrder { newest: 5, .. }), "{context}: {lower}");
-            root.begin(Kind::Hf, 5, true).unwrap_or_else(|error| panic!("{context}: {error}"));
+            root.begin(CheckpointKind::Hf, 5, true).unwrap_or_else(|error| panic!("{context}: {error}"));
             // Not recorded.
             let (folder, root) = made();
             done(&folder.path().join("hf-3"));
-            save(&root, Kind::Hf, 7, "new");
+            save(&root, CheckpointKind::Hf, 7, "new");
             assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6, 7]), "{context}");
             // Not removed, whatever lies there now; and no longer recorded.
             let (folder, root) = made();
             let path = folder.path().join("hf-3");
             done(&path);
             let before = fs::symlink_metadata(&path).is_ok();
-            let error = root.remove(Kind::Hf, 3).unwrap_err();
+            let error = root.remove(CheckpointKind::Hf, 3).unwrap_err();
             assert!(matches!(error, CommitError::NoSuchCheckpoint { .. }), "{context}: {error}");
             assert_eq!(fs::symlink_metadata(&path).is_ok(), before, "{context}");
             assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6]), "{context}");
             // The newest checkpoint that remains stays.
             let (folder, root) = made();
             done(&folder.path().join("hf-6"));
-            let error = root.remove(Kind::Hf, 5).unwrap_err();
+            let error = root.remove(CheckpointKind::Hf, 5).unwrap_err();
             assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{context}: {error}");
         }
     }

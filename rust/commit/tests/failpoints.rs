@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Output;
 
 use common::{assert_complete, child as writer, contents, entries, fill};
-use tundish_commit::{CommitError, Folder, replace_file, sweep};
+use tundish_commit::{AtomicFolder, CommitError, replace_file, sweep};
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;
@@ -36,7 +36,7 @@ fn child() {
         "stubborn" => publish_stubbornly(&target, mark),
         "large" => publish_large(&target),
         "replace" => replace_file(&target, &picture(mark)),
-        "drop" => Folder::create(&target).and_then(|folder| fill(&folder, mark)),
+        "drop" => AtomicFolder::create(&target).and_then(|folder| fill(&folder, mark)),
         other => panic!("unknown role {other}"),
     };
     match outcome {
@@ -54,7 +54,7 @@ fn child() {
 }
 
 fn publish(target: &Path, mark: u8) -> Result<(), CommitError> {
-    let folder = Folder::create(target)?;
+    let folder = AtomicFolder::create(target)?;
     for error in &folder.swept().failed {
         println!("unswept={}", error.raw_os_error().unwrap_or(0));
     }
@@ -64,7 +64,7 @@ fn publish(target: &Path, mark: u8) -> Result<(), CommitError> {
 
 /// A program that looks at no error but the last.
 fn publish_stubbornly(target: &Path, mark: u8) -> Result<(), CommitError> {
-    let folder = Folder::create(target)?;
+    let folder = AtomicFolder::create(target)?;
     for (name, bytes) in contents(mark) {
         if let Ok(mut file) = folder.create_file(name) {
             let _ = file.append(&bytes);
@@ -76,7 +76,7 @@ fn publish_stubbornly(target: &Path, mark: u8) -> Result<(), CommitError> {
 }
 
 fn publish_large(target: &Path) -> Result<(), CommitError> {
-    let folder = Folder::create(target)?;
+    let folder = AtomicFolder::create(target)?;
     let mut file = folder.create_file("large")?;
     file.append(&vec![3; 25 << 20])?;
     file.finish()?;

@@ -22,7 +22,7 @@ use network_disk::{
 };
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 
 const BEAT: Duration = Duration::from_millis(100);
 const STALE: Duration = Duration::from_millis(1500);
@@ -45,12 +45,12 @@ fn open(disk: NetworkDisk, path: &Path, opening: OpenOptions) -> Outcome<Root<Ne
 }
 
 fn save(root: &Root<NetworkDisk>, step: u64, overwrite: bool) -> Outcome<PathBuf> {
-    let folder = root.begin(Kind::Hf, step, overwrite)?;
+    let folder = root.begin(CheckpointKind::Hf, step, overwrite)?;
     fs::write(folder.join("weights"), [step as u8; 9]).unwrap();
     let manifest = format!(
         r#"{{"format_version": 1, "kind": "hf", "step": {step}, "files": [{{"name": "weights", "size": 9}}]}}"#
     );
-    root.publish(Kind::Hf, step, &manifest, overwrite)
+    root.publish(CheckpointKind::Hf, step, &manifest, overwrite)
 }
 
 #[track_caller]
@@ -88,7 +88,7 @@ fn an_owner_without_heartbeat_is_replaced_and_notices() {
     stopped.timing.beat = Duration::from_secs(3);
     let one = open(DEAF, folder.path(), stopped).unwrap();
     save(&one, 1, false).unwrap();
-    one.begin(Kind::Hf, 2, false).unwrap();
+    one.begin(CheckpointKind::Hf, 2, false).unwrap();
     let other = open(DEAF, folder.path(), on("other", Duration::from_secs(60))).unwrap();
     save(&other, 2, false).unwrap();
 
@@ -96,10 +96,10 @@ fn an_owner_without_heartbeat_is_replaced_and_notices() {
         Err(CommitError::RootLost { reason, .. }) => assert_eq!(reason, "process 77 on host other took it over"),
         other => panic!("{other:?}"),
     };
-    lost(one.begin(Kind::Hf, 3, false).map(drop));
-    lost(one.publish(Kind::Hf, 2, "{}", false).map(drop));
-    lost(one.abandon(Kind::Hf, 2));
-    lost(one.remove(Kind::Hf, 1));
+    lost(one.begin(CheckpointKind::Hf, 3, false).map(drop));
+    lost(one.publish(CheckpointKind::Hf, 2, "{}", false).map(drop));
+    lost(one.abandon(CheckpointKind::Hf, 2));
+    lost(one.remove(CheckpointKind::Hf, 1));
     lost(one.discard_after(0).map(drop));
     // Neither does its heart write over the other's record, nor does letting go.
     std::thread::sleep(Duration::from_secs(4));
@@ -192,7 +192,7 @@ fn an_owner_loses_a_root_whose_lock_file_is_removed_or_overwritten() {
         opening.timing.stale = Duration::from_secs(3600);
         let root = Root::open(RealDisk, folder.path(), opening, &mut || Ok(())).unwrap();
         spoil(folder.path().join(".owner"));
-        assert!(matches!(root.begin(Kind::Hf, 1, false), Err(CommitError::RootLost { .. })));
+        assert!(matches!(root.begin(CheckpointKind::Hf, 1, false), Err(CommitError::RootLost { .. })));
     }
 }
 
@@ -202,11 +202,11 @@ fn without_locks_a_reader_is_told_that_it_holds_none() {
     let root = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 1, false).unwrap();
     save(&root, 2, false).unwrap();
-    let lock = root.read_lock(Kind::Hf, 1).unwrap();
+    let lock = root.read_lock(CheckpointKind::Hf, 1).unwrap();
     assert!(!lock.is_locked());
     assert_eq!(lock.describe().unwrap().0.step, 1);
-    root.remove(Kind::Hf, 1).unwrap();
-    root.begin(Kind::Hf, 3, false).unwrap();
+    root.remove(CheckpointKind::Hf, 1).unwrap();
+    root.begin(CheckpointKind::Hf, 3, false).unwrap();
     drop(root);
     // Nor is a dead attempt kept for a writer that nobody can tell.
     let again = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
@@ -221,18 +221,18 @@ fn without_renameat2_checkpoints_are_published_but_not_overwritten() {
     let error = save(&root, 1, true).unwrap_err();
     assert!(matches!(&error, CommitError::ExchangeUnsupported { path } if path.ends_with("hf-1")), "{error}");
     assert!(fs::read(folder.path().join("hf-1/weights")).unwrap() == [1; 9]);
-    root.abandon(Kind::Hf, 1).unwrap();
+    root.abandon(CheckpointKind::Hf, 1).unwrap();
 
     // A folder that appears meanwhile is not overwritten.
-    let attempt = root.begin(Kind::Hf, 2, false).unwrap();
+    let attempt = root.begin(CheckpointKind::Hf, 2, false).unwrap();
     fs::create_dir(folder.path().join("hf-2")).unwrap();
     let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": []}"#;
-    assert!(matches!(root.publish(Kind::Hf, 2, manifest, false), Err(CommitError::StepExists { .. })));
+    assert!(matches!(root.publish(CheckpointKind::Hf, 2, manifest, false), Err(CommitError::StepExists { .. })));
     assert!(attempt.is_dir());
-    root.abandon(Kind::Hf, 2).unwrap();
+    root.abandon(CheckpointKind::Hf, 2).unwrap();
 
     save(&root, 3, false).unwrap();
-    root.remove(Kind::Hf, 1).unwrap();
+    root.remove(CheckpointKind::Hf, 1).unwrap();
     assert_eq!(root.discard_after(1).unwrap().len(), 2);
     drop(root);
     let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -249,9 +249,9 @@ fn latest_finds_a_checkpoint_that_replaced_the_newest() {
     let watcher = ReadonlyRoot::open(DEAF, folder.path()).unwrap();
     AFTER_LISTING.set(Some(Box::new(move || {
         save(&root, 2, false).unwrap();
-        root.remove(Kind::Hf, 1).unwrap();
+        root.remove(CheckpointKind::Hf, 1).unwrap();
     })));
-    assert_eq!(watcher.latest(Kind::Hf).unwrap(), Some(folder.path().join("hf-2")));
+    assert_eq!(watcher.latest(CheckpointKind::Hf).unwrap(), Some(folder.path().join("hf-2")));
 }
 
 #[test]
@@ -262,7 +262,7 @@ fn latest_does_not_wait_for_a_stale_listing() {
     std::thread::spawn(move || {
         let watcher = ReadonlyRoot::open(DEAF, &path).unwrap();
         REMEMBERED.set(vec!["hf-1".into(), "hf-2".into()]);
-        sender.send(watcher.latest(Kind::Hf).unwrap()).unwrap();
+        sender.send(watcher.latest(CheckpointKind::Hf).unwrap()).unwrap();
     });
     assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(None));
 }
@@ -277,22 +277,22 @@ fn a_publication_with_an_unknown_rename_is_not_repeated() {
         if is_replacing {
             save(&root, 2, false).unwrap();
         }
-        let attempt = root.begin(Kind::Hf, 2, is_replacing).unwrap();
+        let attempt = root.begin(CheckpointKind::Hf, 2, is_replacing).unwrap();
         fs::write(attempt.join("weights"), [7; 9]).unwrap();
         let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": [{"name": "weights", "size": 9}]}"#;
         LOSES_ANSWER.set(true);
-        let error = root.publish(Kind::Hf, 2, manifest, is_replacing).unwrap_err();
+        let error = root.publish(CheckpointKind::Hf, 2, manifest, is_replacing).unwrap_err();
         assert!(
             matches!(&error, CommitError::Io { source, .. } if source.raw_os_error() == Some(ETIMEDOUT)),
             "{error}"
         );
         // A lock that this machine cannot see counts as absent.
-        assert!(root.abandon(Kind::Hf, 2).is_err());
+        assert!(root.abandon(CheckpointKind::Hf, 2).is_err());
         IS_CUT_OFF.set(false);
 
-        let _ = root.abandon(Kind::Hf, 2);
+        let _ = root.abandon(CheckpointKind::Hf, 2);
         assert!(root.list().unwrap().is_empty());
-        let again = root.begin(Kind::Hf, 2, true).unwrap_err();
+        let again = root.begin(CheckpointKind::Hf, 2, true).unwrap_err();
         assert!(matches!(again, CommitError::StepExists { .. }), "{again}");
         if is_replacing {
             assert!(fs::read(folder.path().join(".hf-2.incomplete/weights")).unwrap() == [2; 9]);
@@ -310,15 +310,15 @@ fn a_publication_with_an_unknown_rename_is_not_repeated() {
 fn a_publication_without_a_rename_can_be_repeated() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
-    let attempt = root.begin(Kind::Hf, 2, false).unwrap();
+    let attempt = root.begin(CheckpointKind::Hf, 2, false).unwrap();
     fs::write(attempt.join("weights"), [7; 9]).unwrap();
     let path = folder.path().to_path_buf();
     // After the folder is listed for the second time nobody looks at the name again before the rename.
     let appear = move || fs::create_dir(path.join("hf-2")).unwrap();
     AFTER_LISTING.set(Some(Box::new(|| AFTER_LISTING.set(Some(Box::new(appear))))));
     let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": [{"name": "weights", "size": 9}]}"#;
-    assert!(matches!(root.publish(Kind::Hf, 2, manifest, false), Err(CommitError::StepExists { .. })));
-    root.abandon(Kind::Hf, 2).unwrap();
+    assert!(matches!(root.publish(CheckpointKind::Hf, 2, manifest, false), Err(CommitError::StepExists { .. })));
+    root.abandon(CheckpointKind::Hf, 2).unwrap();
     fs::remove_dir(folder.path().join("hf-2")).unwrap();
     save(&root, 2, false).unwrap();
 }
@@ -338,11 +338,11 @@ fn a_checkpoint_with_a_new_inode_number_is_still_there() {
 
     RENUMBERS.set(true);
     assert_eq!(steps(), [1, 2]);
-    assert_eq!(root.latest(Kind::Hf).unwrap(), Some(path("hf-2")));
-    assert!(matches!(root.begin(Kind::Hf, 1, false), Err(CommitError::StepOrder { newest: 2, .. })));
+    assert_eq!(root.latest(CheckpointKind::Hf).unwrap(), Some(path("hf-2")));
+    assert!(matches!(root.begin(CheckpointKind::Hf, 1, false), Err(CommitError::StepOrder { newest: 2, .. })));
     save(&root, 3, false).unwrap();
     assert_eq!(steps(), [1, 2, 3]);
-    root.remove(Kind::Hf, 1).unwrap();
+    root.remove(CheckpointKind::Hf, 1).unwrap();
     assert_eq!(steps(), [2, 3]);
     // A folder that people put there is another one, whatever its manifest says.
     fs::rename(path("hf-2"), path("kept")).unwrap();

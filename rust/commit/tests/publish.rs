@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use common::{assert_complete, contents, entries, fill, publish};
-use tundish_commit::{CommitError, Folder, replace_file, sweep};
+use tundish_commit::{AtomicFolder, CommitError, replace_file, sweep};
 
 #[test]
 fn child() {
@@ -20,14 +20,14 @@ fn child() {
     match role.as_str() {
         "relative" => {
             std::env::set_current_dir(target.parent().unwrap()).unwrap();
-            let folder = Folder::create("plan").unwrap();
+            let folder = AtomicFolder::create("plan").unwrap();
             assert_eq!(folder.target(), target);
             std::env::set_current_dir("/").unwrap();
             fill(&folder, mark).unwrap();
             folder.publish().unwrap();
         }
         "fork" => {
-            let folder = Folder::create(&target).unwrap();
+            let folder = AtomicFolder::create(&target).unwrap();
             fill(&folder, mark).unwrap();
             // SAFETY: the child only makes system calls and frees memory, which glibc allows after a fork.
             let process = unsafe { libc::fork() };
@@ -50,7 +50,7 @@ fn child() {
 fn a_folder_appears_whole_and_alone() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
-    let folder = Folder::create(&target).unwrap();
+    let folder = AtomicFolder::create(&target).unwrap();
     assert_eq!(folder.target(), target);
     fill(&folder, 7).unwrap();
     assert!(!target.exists());
@@ -105,7 +105,7 @@ fn modes_are_those_the_umask_leaves() {
 fn a_large_file_is_written_in_any_order_of_offsets() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
-    let folder = Folder::create(&target).unwrap();
+    let folder = AtomicFolder::create(&target).unwrap();
     let mut file = folder.create_file("large").unwrap();
     let block: Vec<u8> = (0..20u32 << 20).map(|i| (i ^ (i >> 8)) as u8).collect();
     // Over several windows of early writeback, forwards, in one piece and in many, then backwards.
@@ -132,7 +132,7 @@ fn a_large_file_is_written_in_any_order_of_offsets() {
 fn files_are_written_from_several_threads() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
-    let folder = Folder::create(&target).unwrap();
+    let folder = AtomicFolder::create(&target).unwrap();
     std::thread::scope(|scope| {
         for number in 0..8u8 {
             let folder = &folder;
@@ -155,7 +155,7 @@ fn files_are_written_from_several_threads() {
 #[test]
 fn a_dropped_folder_removes_itself() {
     let parent = tempfile::tempdir().unwrap();
-    let folder = Folder::create(parent.path().join("plan")).unwrap();
+    let folder = AtomicFolder::create(parent.path().join("plan")).unwrap();
     fill(&folder, 1).unwrap();
     // Users' own tools may have put more there.
     fs::create_dir_all(folder.path().join("inner/deeper")).unwrap();
@@ -168,7 +168,7 @@ fn a_dropped_folder_removes_itself() {
 fn an_unfinished_file_keeps_its_folder_from_being_published() {
     for dropped in [true, false] {
         let parent = tempfile::tempdir().unwrap();
-        let folder = Folder::create(parent.path().join("plan")).unwrap();
+        let folder = AtomicFolder::create(parent.path().join("plan")).unwrap();
         folder.create_file("done").unwrap().finish().unwrap();
         let mut file = folder.create_file("open").unwrap();
         file.append(b"x").unwrap();
@@ -185,7 +185,7 @@ fn an_unfinished_file_keeps_its_folder_from_being_published() {
 #[test]
 fn a_failed_write_is_final() {
     let parent = tempfile::tempdir().unwrap();
-    let folder = Folder::create(parent.path().join("plan")).unwrap();
+    let folder = AtomicFolder::create(parent.path().join("plan")).unwrap();
     let mut other = folder.create_file("other").unwrap();
     let mut file = folder.create_file("file").unwrap();
     // Beyond the largest file of any file system.
@@ -217,7 +217,7 @@ fn a_target_that_exists_is_refused_at_once_and_left_alone() {
     symlink(path("nowhere"), path("dangling")).unwrap();
     let before = entries(parent.path());
     for name in ["full", "file", "link", "dangling", "full/"] {
-        let error = Folder::create(path(name)).unwrap_err();
+        let error = AtomicFolder::create(path(name)).unwrap_err();
         assert!(matches!(error, CommitError::TargetExists { .. }), "{error}");
         assert!(error.to_string().contains(name.trim_end_matches('/')));
     }
@@ -236,7 +236,7 @@ fn a_target_that_appears_meanwhile_wins() {
     ];
     for (number, make) in make.into_iter().enumerate() {
         let target = parent.path().join(number.to_string());
-        let folder = Folder::create(&target).unwrap();
+        let folder = AtomicFolder::create(&target).unwrap();
         fill(&folder, 1).unwrap();
         make(&target);
         let before = fs::symlink_metadata(&target).unwrap().ino();
@@ -253,11 +253,11 @@ fn a_target_that_appears_meanwhile_wins() {
 fn a_bad_parent_is_refused() {
     let parent = tempfile::tempdir().unwrap();
     let missing = parent.path().join("missing");
-    let error = Folder::create(missing.join("plan")).unwrap_err();
+    let error = AtomicFolder::create(missing.join("plan")).unwrap_err();
     assert!(matches!(&error, CommitError::ParentMissing { path } if *path == missing));
     let file = parent.path().join("file");
     fs::write(&file, b"").unwrap();
-    let error = Folder::create(file.join("plan")).unwrap_err();
+    let error = AtomicFolder::create(file.join("plan")).unwrap_err();
     assert!(matches!(&error, CommitError::NotADirectory { path } if *path == file));
     assert!(matches!(sweep(&missing), Err(CommitError::ParentMissing { .. })));
     assert_eq!(entries(parent.path()), ["file"]);
@@ -268,7 +268,7 @@ fn a_parent_that_vanishes_is_named() {
     let parent = tempfile::tempdir().unwrap();
     let room = parent.path().join("room");
     fs::create_dir(&room).unwrap();
-    let folder = Folder::create(room.join("plan")).unwrap();
+    let folder = AtomicFolder::create(room.join("plan")).unwrap();
     fill(&folder, 1).unwrap();
     fs::remove_dir_all(&room).unwrap();
     let error = folder.publish().unwrap_err();
@@ -282,14 +282,14 @@ fn bad_names_are_refused() {
     let long = "x".repeat(227);
     let hidden = ".plan.0123456789abcdef.incomplete";
     for name in ["..", "plan/..", "plan/.", "nul\0byte", &long, hidden] {
-        let error = Folder::create(parent.path().join(name)).unwrap_err();
+        let error = AtomicFolder::create(parent.path().join(name)).unwrap_err();
         assert!(matches!(error, CommitError::InvalidName { .. }), "{name}: {error}");
     }
-    assert!(matches!(Folder::create(""), Err(CommitError::InvalidName { .. })));
-    assert!(matches!(Folder::create("/"), Err(CommitError::InvalidName { .. })));
+    assert!(matches!(AtomicFolder::create(""), Err(CommitError::InvalidName { .. })));
+    assert!(matches!(AtomicFolder::create("/"), Err(CommitError::InvalidName { .. })));
 
     let target = parent.path().join("x".repeat(226));
-    let folder = Folder::create(&target).unwrap();
+    let folder = AtomicFolder::create(&target).unwrap();
     for name in ["", ".", "..", "a/b", "/a", "a/", "./a", "a\0b", "../escape"] {
         let error = folder.create_file(name).unwrap_err();
         assert!(matches!(error, CommitError::InvalidName { .. }), "{name}: {error}");

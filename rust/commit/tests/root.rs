@@ -13,10 +13,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Mount, entries};
-use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing};
+use tundish_commit::disk::{Disk, LockMode, LockOutcome, RealDisk};
 use tundish_commit::root::{OpenOptions, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 
 const ENOSPC: i32 = 28;
 const EROFS: i32 = 30;
@@ -25,7 +25,7 @@ fn open(path: &Path) -> Result<Root<RealDisk>, CommitError> {
     Root::open(RealDisk, path, OpenOptions::new(Duration::ZERO), &mut || Ok(()))
 }
 
-fn manifest(kind: Kind, step: u64) -> String {
+fn manifest(kind: CheckpointKind, step: u64) -> String {
     format!(
         r#"{{"format_version": 1, "kind": "{kind}", "step": {step}, "files": [{{"name": "inner/weights", "size": 9}}]}}"#
     )
@@ -36,7 +36,7 @@ fn write(folder: &Path, step: u64) {
     fs::write(folder.join("inner/weights"), [step as u8; 9]).unwrap();
 }
 
-fn save(root: &Root<RealDisk>, kind: Kind, step: u64) -> Result<PathBuf, CommitError> {
+fn save(root: &Root<RealDisk>, kind: CheckpointKind, step: u64) -> Result<PathBuf, CommitError> {
     write(&root.begin(kind, step, false)?, step);
     root.publish(kind, step, &manifest(kind, step), false)
 }
@@ -54,7 +54,7 @@ fn both_kinds_are_saved_pruned_and_read_at_once() {
     let over = AtomicBool::new(false);
     let (read, kept) = (AtomicUsize::new(0), AtomicUsize::new(0));
     std::thread::scope(|scope| {
-        let savers = Kind::ALL.map(|kind| {
+        let savers = CheckpointKind::ALL.map(|kind| {
             let (root, kept) = (&root, &kept);
             scope.spawn(move || {
                 for step in 1..=STEPS {
@@ -70,7 +70,7 @@ fn both_kinds_are_saved_pruned_and_read_at_once() {
                 }
             })
         });
-        for kind in Kind::ALL {
+        for kind in CheckpointKind::ALL {
             let (path, over, read) = (folder.path(), &over, &read);
             scope.spawn(move || {
                 let watcher = ReadonlyRoot::open(RealDisk, path).unwrap();
@@ -94,7 +94,7 @@ fn both_kinds_are_saved_pruned_and_read_at_once() {
     });
     assert!(read.into_inner() > 0);
     println!("{} stayed for a reader", kept.into_inner());
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         assert_eq!(root.latest(kind).unwrap(), Some(folder.path().join(format!("{kind}-{STEPS}"))));
     }
     root.list().unwrap().iter().for_each(|found| assert_whole(&found.path, found.step));
@@ -104,7 +104,7 @@ fn both_kinds_are_saved_pruned_and_read_at_once() {
 fn the_folder_of_a_live_writer_is_not_removed() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
-    let attempt = root.begin(Kind::Hf, 1, false).unwrap();
+    let attempt = root.begin(CheckpointKind::Hf, 1, false).unwrap();
     let options = WriterOptions { checksum: false, writers_per_node: 1 };
     let files = [("weights", 9)];
     let writer = ShardWriter::create(&attempt, &files, options, &mut || ControlFlow::Continue(())).unwrap();
@@ -114,10 +114,10 @@ fn the_folder_of_a_live_writer_is_not_removed() {
     assert_eq!(root.recovered().live, [attempt.display().to_string()]);
     assert!(root.recovered().removed.is_empty());
     // It keeps nobody from saving that step again, and cannot write into what is saved then.
-    write(&root.begin(Kind::Hf, 1, false).unwrap(), 1);
+    write(&root.begin(CheckpointKind::Hf, 1, false).unwrap(), 1);
     assert_eq!(entries(&folder.path().join(".hf-1.removed-0")), ["weights"]);
     assert_eq!(entries(&attempt), ["inner"]);
-    root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), false).unwrap();
+    root.publish(CheckpointKind::Hf, 1, &manifest(CheckpointKind::Hf, 1), false).unwrap();
     drop(root);
     assert_eq!(open(folder.path()).unwrap().recovered().live.len(), 1);
     drop(writer);
@@ -146,22 +146,22 @@ fn a_leftover_that_cannot_be_removed_does_not_block_opening() {
     assert!(root.recovered().failed[0].contains("mounted"), "{:?}", root.recovered());
     assert_eq!(fs::read_to_string(mount.path.join("keep")).unwrap(), "keep");
     // The step itself can be saved.
-    save(&root, Kind::Hf, 1).unwrap();
+    save(&root, CheckpointKind::Hf, 1).unwrap();
 }
 
 #[test]
 fn a_full_disk_fails_the_save_and_costs_nothing() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     let root = open(&mount.path).unwrap();
-    save(&root, Kind::Hf, 1).unwrap();
-    write(&root.begin(Kind::Hf, 2, false).unwrap(), 2);
+    save(&root, CheckpointKind::Hf, 1).unwrap();
+    write(&root.begin(CheckpointKind::Hf, 2, false).unwrap(), 2);
     let filler = fill(&mount);
-    let error = root.publish(Kind::Hf, 2, &manifest(Kind::Hf, 2), false).unwrap_err();
+    let error = root.publish(CheckpointKind::Hf, 2, &manifest(CheckpointKind::Hf, 2), false).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
-    root.abandon(Kind::Hf, 2).unwrap();
-    assert_eq!(root.latest(Kind::Hf).unwrap(), Some(mount.path.join("hf-1")));
+    root.abandon(CheckpointKind::Hf, 2).unwrap();
+    assert_eq!(root.latest(CheckpointKind::Hf).unwrap(), Some(mount.path.join("hf-1")));
     fs::remove_file(&filler).unwrap();
-    save(&root, Kind::Hf, 2).unwrap();
+    save(&root, CheckpointKind::Hf, 2).unwrap();
     assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "hf-1", "hf-2", "hf-latest"]);
 }
 
@@ -177,11 +177,11 @@ fn fill(mount: &Mount) -> PathBuf {
 fn on_a_full_disk_old_checkpoints_make_room() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     let root = open(&mount.path).unwrap();
-    (1..=3).for_each(|step| drop(save(&root, Kind::Hf, step).unwrap()));
+    (1..=3).for_each(|step| drop(save(&root, CheckpointKind::Hf, step).unwrap()));
     // Its publication was cut short by the full disk, before the registry and the link.
-    write(&root.begin(Kind::Hf, 4, false).unwrap(), 4);
+    write(&root.begin(CheckpointKind::Hf, 4, false).unwrap(), 4);
     drop(root);
-    let sealed = tundish_commit::add_manifest_checksum(&manifest(Kind::Hf, 4)).unwrap();
+    let sealed = tundish_commit::add_manifest_checksum(&manifest(CheckpointKind::Hf, 4)).unwrap();
     fs::write(mount.path.join(".hf-4.incomplete/tundish.json"), sealed).unwrap();
     fs::rename(mount.path.join(".hf-4.incomplete"), mount.path.join("hf-4")).unwrap();
     let filler = fill(&mount);
@@ -190,23 +190,23 @@ fn on_a_full_disk_old_checkpoints_make_room() {
     assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
     let registered = || fs::read_to_string(mount.path.join("checkpoints.json")).unwrap();
     assert!(registered().contains("hf-1") && !registered().contains("hf-4"));
-    root.remove(Kind::Hf, 1).unwrap();
+    root.remove(CheckpointKind::Hf, 1).unwrap();
     assert!(!registered().contains("hf-1") && registered().contains("hf-4"), "{}", registered());
-    root.remove(Kind::Hf, 2).unwrap();
+    root.remove(CheckpointKind::Hf, 2).unwrap();
     drop(root);
     let root = open(&mount.path).unwrap();
     assert!(root.recovered().failed.is_empty() && root.recovered().repaired.is_empty(), "{:?}", root.recovered());
     assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "filler", "hf-3", "hf-4", "hf-latest"]);
     assert_eq!(fs::read_link(mount.path.join("hf-latest")).unwrap(), Path::new("hf-4"));
     fs::remove_file(filler).unwrap();
-    save(&root, Kind::Hf, 5).unwrap();
+    save(&root, CheckpointKind::Hf, 5).unwrap();
 }
 
 #[test]
 fn on_a_full_disk_the_next_start_completes_discard_after() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     let root = open(&mount.path).unwrap();
-    (1..=4).for_each(|step| drop(save(&root, Kind::Hf, step).unwrap()));
+    (1..=4).for_each(|step| drop(save(&root, CheckpointKind::Hf, step).unwrap()));
     let filler = fill(&mount);
     let error = root.discard_after(2).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
@@ -215,7 +215,7 @@ fn on_a_full_disk_the_next_start_completes_discard_after() {
     assert_eq!(root.recovered().set_aside.len(), 2, "{:?}", root.recovered());
     assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
     // This makes the room that the registry needs.
-    root.remove(Kind::Hf, 1).unwrap();
+    root.remove(CheckpointKind::Hf, 1).unwrap();
     fs::remove_file(filler).unwrap();
     let left = [".owner", "checkpoints.json", "discarded-hf-3", "discarded-hf-4", "hf-2", "hf-latest"];
     assert_eq!(entries(&mount.path), left);
@@ -226,7 +226,7 @@ fn on_a_full_disk_the_next_start_completes_discard_after() {
 #[test]
 fn on_a_full_disk_the_start_removes_leftovers_first() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
-    save(&open(&mount.path).unwrap(), Kind::Hf, 1).unwrap();
+    save(&open(&mount.path).unwrap(), CheckpointKind::Hf, 1).unwrap();
     fs::create_dir(mount.path.join(".hf-2.incomplete")).unwrap();
     fs::write(mount.path.join(".hf-2.incomplete/model.safetensors"), [1; 9000]).unwrap();
     fs::write(mount.path.join("checkpoints.json"), "{}").unwrap();
@@ -239,13 +239,13 @@ fn on_a_full_disk_the_start_removes_leftovers_first() {
 #[test]
 fn a_root_that_cannot_be_written_is_refused_and_can_be_read() {
     let Some(mount) = Mount::new("tmpfs", "size=1m") else { return };
-    save(&open(&mount.path).unwrap(), Kind::Hf, 1).unwrap();
+    save(&open(&mount.path).unwrap(), CheckpointKind::Hf, 1).unwrap();
     mount.remount("ro");
     let error = open(&mount.path).err().unwrap();
     assert_eq!(error.raw_os_error(), Some(EROFS), "{error}");
     let watcher = ReadonlyRoot::open(RealDisk, &mount.path).unwrap();
-    assert_eq!(watcher.latest(Kind::Hf).unwrap(), Some(mount.path.join("hf-1")));
-    watcher.read_lock(Kind::Hf, 1).unwrap();
+    assert_eq!(watcher.latest(CheckpointKind::Hf).unwrap(), Some(mount.path.join("hf-1")));
+    watcher.read_lock(CheckpointKind::Hf, 1).unwrap();
 }
 
 #[test]
@@ -253,11 +253,11 @@ fn a_removed_root_fails_later_calls() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("root");
     let root = open(&path).unwrap();
-    write(&root.begin(Kind::Hf, 1, false).unwrap(), 1);
+    write(&root.begin(CheckpointKind::Hf, 1, false).unwrap(), 1);
     fs::remove_dir_all(&path).unwrap();
     let lost = |outcome: Result<PathBuf, CommitError>| matches!(outcome, Err(CommitError::RootLost { .. }));
-    assert!(lost(root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), false)));
-    assert!(lost(root.begin(Kind::Hf, 2, false)));
+    assert!(lost(root.publish(CheckpointKind::Hf, 1, &manifest(CheckpointKind::Hf, 1), false)));
+    assert!(lost(root.begin(CheckpointKind::Hf, 2, false)));
     drop(root);
     assert!(!path.exists());
 }
@@ -267,7 +267,7 @@ fn foreign_manifests_of_any_size_and_kind_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     for step in 1..=4 {
-        save(&root, Kind::Hf, step).unwrap();
+        save(&root, CheckpointKind::Hf, step).unwrap();
     }
     drop(root);
     let manifest = |step: u64| folder.path().join(format!("hf-{step}/tundish.json"));
@@ -284,17 +284,17 @@ fn foreign_manifests_of_any_size_and_kind_are_refused() {
     assert_eq!(root.recovered().ignored.len(), 4, "{:?}", root.recovered());
     // Each of them is still in the way of its step, and is set aside with it.
     for step in 2..=4 {
-        assert!(matches!(root.begin(Kind::Hf, step, false), Err(CommitError::StepExists { .. })));
+        assert!(matches!(root.begin(CheckpointKind::Hf, step, false), Err(CommitError::StepExists { .. })));
     }
     assert_eq!(root.discard_after(1).unwrap().len(), 3);
-    save(&root, Kind::Hf, 2).unwrap();
+    save(&root, CheckpointKind::Hf, 2).unwrap();
 }
 
 #[test]
 fn a_closed_root_leaves_unfinished_checkpoints_to_the_next_owner() {
     let folder = tempfile::tempdir().unwrap();
     let closed = open(folder.path()).unwrap();
-    write(&closed.begin(Kind::Hf, 1, false).unwrap(), 1);
+    write(&closed.begin(CheckpointKind::Hf, 1, false).unwrap(), 1);
     closed.close();
     // The closed one is still there, as where Python has not let go of it.
     let next = open(folder.path()).unwrap();
@@ -309,19 +309,22 @@ fn a_survey_gives_the_reason_for_each_damaged_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     for step in [1, 2, 3] {
-        save(&root, Kind::Dcp, step).unwrap();
+        save(&root, CheckpointKind::Dcp, step).unwrap();
     }
     fs::write(folder.path().join("dcp-2/inner/weights"), [2; 8]).unwrap();
     fs::remove_file(folder.path().join("dcp-3/tundish.json")).unwrap();
     fs::write(folder.path().join("hf-4"), "a file").unwrap();
     let survey = ReadonlyRoot::open(RealDisk, folder.path()).unwrap().survey().unwrap();
-    assert_eq!(survey.whole.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(Kind::Dcp, 1)]);
+    assert_eq!(survey.whole.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(CheckpointKind::Dcp, 1)]);
     let told: Vec<_> = survey
         .damaged
         .iter()
         .map(|one| (one.kind, one.step, one.path.file_name().unwrap().to_str().unwrap()))
         .collect();
-    assert_eq!(told, [(Kind::Dcp, 2, "dcp-2"), (Kind::Dcp, 3, "dcp-3"), (Kind::Hf, 4, "hf-4")]);
+    assert_eq!(
+        told,
+        [(CheckpointKind::Dcp, 2, "dcp-2"), (CheckpointKind::Dcp, 3, "dcp-3"), (CheckpointKind::Hf, 4, "hf-4")]
+    );
     let reasons: Vec<_> = survey.damaged.iter().map(|one| one.reason.as_str()).collect();
     assert_eq!(reasons[0], "inner/weights has 8 bytes in the place of 9");
     assert_eq!(reasons[1], "it has no tundish.json");
@@ -333,7 +336,7 @@ fn a_checkpoint_removed_meanwhile_is_not_reported_as_damaged() {
     const ROUNDS: u64 = 300;
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
-    save(&root, Kind::Hf, 0).unwrap();
+    save(&root, CheckpointKind::Hf, 0).unwrap();
     let over = AtomicBool::new(false);
     let verified = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -355,15 +358,15 @@ fn a_checkpoint_removed_meanwhile_is_not_reported_as_damaged() {
             });
         }
         for step in 1..=ROUNDS {
-            save(&root, Kind::Hf, step).unwrap();
+            save(&root, CheckpointKind::Hf, step).unwrap();
             // Each is replaced once, then removed, unless it is read just now.
-            if root.begin(Kind::Hf, step, true).is_ok_and(|attempt| {
+            if root.begin(CheckpointKind::Hf, step, true).is_ok_and(|attempt| {
                 write(&attempt, step);
-                root.publish(Kind::Hf, step, &manifest(Kind::Hf, step), true).is_err()
+                root.publish(CheckpointKind::Hf, step, &manifest(CheckpointKind::Hf, step), true).is_err()
             }) {
-                root.abandon(Kind::Hf, step).unwrap();
+                root.abandon(CheckpointKind::Hf, step).unwrap();
             }
-            let _ = root.remove(Kind::Hf, step - 1);
+            let _ = root.remove(CheckpointKind::Hf, step - 1);
         }
         over.store(true, Ordering::Relaxed);
     });
@@ -374,20 +377,20 @@ fn a_checkpoint_removed_meanwhile_is_not_reported_as_damaged() {
 fn a_read_lock_by_path_keeps_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
-    let first = save(&root, Kind::Dcp, 1).unwrap();
-    save(&root, Kind::Dcp, 2).unwrap();
+    let first = save(&root, CheckpointKind::Dcp, 1).unwrap();
+    save(&root, CheckpointKind::Dcp, 2).unwrap();
     let lock = read_lock_at(&RealDisk, &first).unwrap();
     assert!(lock.is_locked());
-    let error = root.remove(Kind::Dcp, 1).unwrap_err();
+    let error = root.remove(CheckpointKind::Dcp, 1).unwrap_err();
     assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{error}");
     let (described, files, checksum) = lock.describe().unwrap();
-    assert_eq!((described.kind, described.step, described.bytes), (Kind::Dcp, 1, 9));
+    assert_eq!((described.kind, described.step, described.bytes), (CheckpointKind::Dcp, 1, 9));
     let names = files.into_iter().map(|file| file.name).collect();
     assert!(lock.verify_files(&names, false, &mut |_, _| ControlFlow::Continue(())).unwrap().is_empty());
     let (_, _, other) = read_lock_at(&RealDisk, &folder.path().join("dcp-latest")).unwrap().describe().unwrap();
     assert_ne!(checksum, other);
     drop(lock);
-    root.remove(Kind::Dcp, 1).unwrap();
+    root.remove(CheckpointKind::Dcp, 1).unwrap();
     let gone = read_lock_at(&RealDisk, &first).unwrap_err();
     assert!(matches!(gone, CommitError::NoSuchCheckpoint { .. }), "{gone}");
     // A folder without a manifest is none, and one that is cut short says so.
@@ -416,16 +419,16 @@ fn a_root_is_created_only_in_an_existing_parent() {
 fn a_checkpoint_is_replaced_after_its_readers_end() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
-    save(&root, Kind::Hf, 1).unwrap();
-    write(&root.begin(Kind::Hf, 1, true).unwrap(), 2);
-    let lock = root.read_lock(Kind::Hf, 1).unwrap();
+    save(&root, CheckpointKind::Hf, 1).unwrap();
+    write(&root.begin(CheckpointKind::Hf, 1, true).unwrap(), 2);
+    let lock = root.read_lock(CheckpointKind::Hf, 1).unwrap();
     for _ in 0..2 {
-        let error = root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), true).unwrap_err();
+        let error = root.publish(CheckpointKind::Hf, 1, &manifest(CheckpointKind::Hf, 1), true).unwrap_err();
         assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{error}");
         assert_whole(lock.path(), 1);
     }
     drop(lock);
-    assert_whole(&root.publish(Kind::Hf, 1, &manifest(Kind::Hf, 1), true).unwrap(), 2);
+    assert_whole(&root.publish(CheckpointKind::Hf, 1, &manifest(CheckpointKind::Hf, 1), true).unwrap(), 2);
     assert_eq!(entries(folder.path()), [".owner", "checkpoints.json", "hf-1", "hf-latest"]);
 }
 
@@ -433,16 +436,16 @@ fn a_checkpoint_is_replaced_after_its_readers_end() {
 fn a_locked_checkpoint_is_not_reported_as_missing() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
-    let path = save(&root, Kind::Dcp, 1).unwrap();
+    let path = save(&root, CheckpointKind::Dcp, 1).unwrap();
     let manifest = path.join("tundish.json");
     let strangers = fs::File::open(&manifest).unwrap();
-    assert_eq!(RealDisk.lock_file(&strangers, Sharing::Exclusive, &manifest).unwrap(), Lock::Taken);
-    let error = root.read_lock(Kind::Dcp, 1).unwrap_err();
+    assert_eq!(RealDisk.lock_file(&strangers, LockMode::Exclusive, &manifest).unwrap(), LockOutcome::Taken);
+    let error = root.read_lock(CheckpointKind::Dcp, 1).unwrap_err();
     assert!(matches!(&error, CommitError::CheckpointLocked { path: locked } if *locked == path), "{error}");
     let error = verify_checkpoint(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
     assert!(matches!(error, CommitError::CheckpointLocked { .. }), "{error}");
     drop(strangers);
-    assert!(root.read_lock(Kind::Dcp, 1).unwrap().is_locked());
+    assert!(root.read_lock(CheckpointKind::Dcp, 1).unwrap().is_locked());
 }
 
 #[test]
@@ -450,7 +453,7 @@ fn a_folder_named_like_a_discard_marker_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let root = open(folder.path()).unwrap();
     for step in [1, 2] {
-        save(&root, Kind::Hf, step).unwrap();
+        save(&root, CheckpointKind::Hf, step).unwrap();
     }
     drop(root);
     let intent = folder.path().join(".discard-after-1");
@@ -459,7 +462,7 @@ fn a_folder_named_like_a_discard_marker_is_ignored() {
     assert!(root.recovered().set_aside.is_empty());
     let error = root.discard_after(1).unwrap_err();
     assert!(matches!(&error, CommitError::NameTaken { path, .. } if *path == intent), "{error}");
-    save(&root, Kind::Hf, 3).unwrap();
+    save(&root, CheckpointKind::Hf, 3).unwrap();
     fs::remove_dir(&intent).unwrap();
     assert_eq!(root.discard_after(1).unwrap().len(), 2);
     assert_eq!(
@@ -471,9 +474,9 @@ fn a_folder_named_like_a_discard_marker_is_ignored() {
 #[test]
 fn only_a_record_is_read_of_a_lock_file_of_any_size() {
     let folder = tempfile::tempdir().unwrap();
-    save(&open(folder.path()).unwrap(), Kind::Hf, 1).unwrap();
+    save(&open(folder.path()).unwrap(), CheckpointKind::Hf, 1).unwrap();
     let owner = folder.path().join(".owner");
     fs::File::options().write(true).open(&owner).unwrap().set_len(1 << 42).unwrap();
-    save(&open(folder.path()).unwrap(), Kind::Hf, 2).unwrap();
+    save(&open(folder.path()).unwrap(), CheckpointKind::Hf, 2).unwrap();
     assert_eq!(fs::metadata(&owner).unwrap().len(), 512);
 }

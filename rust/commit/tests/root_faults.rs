@@ -19,27 +19,27 @@ use std::time::Duration;
 use common::entries;
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
 const SIGKILL: i32 = 9;
 
 /// Published checkpoints and which save of them it is; then what is set aside.
-type State = (BTreeMap<(Kind, u64), u8>, BTreeMap<String, (Kind, u64, u8)>);
+type State = (BTreeMap<(CheckpointKind, u64), u8>, BTreeMap<String, (CheckpointKind, u64, u8)>);
 
-fn contents(kind: Kind, step: u64, save: u8) -> Vec<(&'static str, Vec<u8>)> {
+fn contents(kind: CheckpointKind, step: u64, save: u8) -> Vec<(&'static str, Vec<u8>)> {
     let bytes =
         |seed: u64, length: u64| (0..length).map(|at| (at * 31 + at / 251 + seed + step) as u8 ^ save).collect();
     match kind {
-        Kind::Hf => vec![("config.json", bytes(1, 211)), ("model.safetensors", bytes(2, 70_000))],
-        Kind::Dcp => {
+        CheckpointKind::Hf => vec![("config.json", bytes(1, 211)), ("model.safetensors", bytes(2, 70_000))],
+        CheckpointKind::Dcp => {
             vec![(".metadata", bytes(3, 300)), ("inner/rank_0", bytes(4, 5000)), ("inner/rank_1", bytes(5, 0))]
         }
     }
 }
 
-fn manifest(kind: Kind, step: u64, save: u8) -> String {
+fn manifest(kind: CheckpointKind, step: u64, save: u8) -> String {
     let files: Vec<_> = contents(kind, step, save)
         .iter()
         .map(|(name, bytes)| serde_json::json!({"name": name, "size": bytes.len(), "checksum": null}))
@@ -48,7 +48,7 @@ fn manifest(kind: Kind, step: u64, save: u8) -> String {
         .to_string()
 }
 
-fn write(folder: &Path, kind: Kind, step: u64, save: u8) {
+fn write(folder: &Path, kind: CheckpointKind, step: u64, save: u8) {
     for (name, bytes) in contents(kind, step, save) {
         let path = folder.join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -63,7 +63,7 @@ fn open(path: &Path) -> Result<Root<RealDisk>, CommitError> {
     Root::open(RealDisk, path, opening, &mut || Ok(()))
 }
 
-fn save(root: &Root<RealDisk>, kind: Kind, step: u64, save: u8, overwrite: bool) -> Result<(), CommitError> {
+fn save(root: &Root<RealDisk>, kind: CheckpointKind, step: u64, save: u8, overwrite: bool) -> Result<(), CommitError> {
     let folder = root.begin(kind, step, overwrite)?;
     write(&folder, kind, step, save);
     let published = root.publish(kind, step, &manifest(kind, step, save), overwrite);
@@ -74,7 +74,7 @@ fn save(root: &Root<RealDisk>, kind: Kind, step: u64, save: u8, overwrite: bool)
     published.map(|_| ())
 }
 
-fn published(state: &mut State, kind: Kind, save: u8) {
+fn published(state: &mut State, kind: CheckpointKind, save: u8) {
     state.0.insert((kind, 3), save);
 }
 
@@ -82,16 +82,24 @@ fn published(state: &mut State, kind: Kind, save: u8) {
 type Step = (&'static str, fn(&Root<RealDisk>) -> Result<(), CommitError>, fn(&mut State));
 
 const STEPS: [Step; 7] = [
-    ("publish", |root| save(root, Kind::Hf, 3, 1, false), |state| published(state, Kind::Hf, 1)),
-    ("publish with folders", |root| save(root, Kind::Dcp, 3, 1, false), |state| published(state, Kind::Dcp, 1)),
-    ("overwrite", |root| save(root, Kind::Hf, 3, 2, true), |state| published(state, Kind::Hf, 2)),
-    ("prune", |root| root.remove(Kind::Hf, 1), |state| state.0.retain(|key, _| *key != (Kind::Hf, 1))),
+    ("publish", |root| save(root, CheckpointKind::Hf, 3, 1, false), |state| published(state, CheckpointKind::Hf, 1)),
+    (
+        "publish with folders",
+        |root| save(root, CheckpointKind::Dcp, 3, 1, false),
+        |state| published(state, CheckpointKind::Dcp, 1),
+    ),
+    ("overwrite", |root| save(root, CheckpointKind::Hf, 3, 2, true), |state| published(state, CheckpointKind::Hf, 2)),
+    (
+        "prune",
+        |root| root.remove(CheckpointKind::Hf, 1),
+        |state| state.0.retain(|key, _| *key != (CheckpointKind::Hf, 1)),
+    ),
     (
         "give up",
         |root| {
-            let folder = root.begin(Kind::Dcp, 4, false)?;
-            write(&folder, Kind::Dcp, 4, 1);
-            root.abandon(Kind::Dcp, 4)
+            let folder = root.begin(CheckpointKind::Dcp, 4, false)?;
+            write(&folder, CheckpointKind::Dcp, 4, 1);
+            root.abandon(CheckpointKind::Dcp, 4)
         },
         |_| {},
     ),
@@ -99,19 +107,24 @@ const STEPS: [Step; 7] = [
         "discard",
         |root| root.discard_after(2).map(|_| ()),
         |state| {
-            for (kind, save) in [(Kind::Hf, 2), (Kind::Dcp, 1)] {
+            for (kind, save) in [(CheckpointKind::Hf, 2), (CheckpointKind::Dcp, 1)] {
                 state.0.remove(&(kind, 3));
                 state.1.insert(format!("discarded-{kind}-3"), (kind, 3, save));
             }
         },
     ),
-    ("publish again", |root| save(root, Kind::Hf, 3, 3, false), |state| published(state, Kind::Hf, 3)),
+    (
+        "publish again",
+        |root| save(root, CheckpointKind::Hf, 3, 3, false),
+        |state| published(state, CheckpointKind::Hf, 3),
+    ),
 ];
 
 /// The states after opening, and after each step.
 fn states() -> Vec<State> {
-    let published = BTreeMap::from([((Kind::Hf, 1), 1), ((Kind::Hf, 2), 1), ((Kind::Dcp, 1), 1)]);
-    let set_aside = BTreeMap::from([("discarded-hf-7".to_owned(), (Kind::Hf, 7, 1))]);
+    let published =
+        BTreeMap::from([((CheckpointKind::Hf, 1), 1), ((CheckpointKind::Hf, 2), 1), ((CheckpointKind::Dcp, 1), 1)]);
+    let set_aside = BTreeMap::from([("discarded-hf-7".to_owned(), (CheckpointKind::Hf, 7, 1))]);
     let mut states = vec![(published, set_aside)];
     for (_, _, change) in STEPS {
         let mut next = states.last().unwrap().clone();
@@ -124,14 +137,16 @@ fn states() -> Vec<State> {
 /// A root as a dead owner left it, in the middle of a `discard_after`, of a removal and of two saves.
 fn prepare(path: &Path) {
     let root = open(path).unwrap();
-    for (kind, step) in [(Kind::Hf, 1), (Kind::Dcp, 1), (Kind::Hf, 2), (Kind::Hf, 7)] {
+    for (kind, step) in
+        [(CheckpointKind::Hf, 1), (CheckpointKind::Dcp, 1), (CheckpointKind::Hf, 2), (CheckpointKind::Hf, 7)]
+    {
         save(&root, kind, step, 1, false).unwrap();
     }
     drop(root);
     fs::write(path.join(".discard-after-5"), "").unwrap();
     for name in [".hf-8.incomplete", ".dcp-0.removed-0"] {
         fs::create_dir(path.join(name)).unwrap();
-        write(&path.join(name), Kind::Dcp, 0, 1);
+        write(&path.join(name), CheckpointKind::Dcp, 0, 1);
     }
     fs::write(path.join(".checkpoints.json.incomplete"), "{").unwrap();
     symlink("dcp-9", path.join(".dcp-latest.incomplete")).unwrap();
@@ -251,14 +266,14 @@ impl Run {
         assert!(allowed.contains(&found), "{context}: {found:?}");
         let listed: Vec<_> = root.list().unwrap().iter().map(|found| (found.kind, found.step)).collect();
         assert!(listed.iter().eq(found.0.keys()), "{context}: {listed:?}");
-        save(&root, Kind::Hf, 50, 1, false).unwrap_or_else(|error| panic!("{context}: {error}"));
+        save(&root, CheckpointKind::Hf, 50, 1, false).unwrap_or_else(|error| panic!("{context}: {error}"));
         let mut expected = found;
-        expected.0.insert((Kind::Hf, 50), 1);
+        expected.0.insert((CheckpointKind::Hf, 50), 1);
         assert_eq!(held(&self.path(), context), expected, "{context}");
     }
 }
 
-fn which_save(folder: &Path, kind: Kind, step: u64) -> Option<u8> {
+fn which_save(folder: &Path, kind: CheckpointKind, step: u64) -> Option<u8> {
     let is = |save: &u8| {
         let contents = contents(kind, step, *save);
         let files = contents.iter().all(|(name, bytes)| fs::read(folder.join(name)).is_ok_and(|found| found == *bytes));
@@ -271,7 +286,7 @@ fn which_save(folder: &Path, kind: Kind, step: u64) -> Option<u8> {
     (1..=3).find(is)
 }
 
-fn kind_and_step(name: &str) -> Option<(Kind, u64)> {
+fn kind_and_step(name: &str) -> Option<(CheckpointKind, u64)> {
     let (kind, step) = name.split_once('-')?;
     Some((kind.parse().ok()?, step.parse().ok()?))
 }
@@ -282,7 +297,7 @@ fn check_visible(path: &Path, allowed: &[State], before_recovery: bool, context:
     for name in entries(path).iter().filter(|name| kind_and_step(name).is_some()) {
         assert!(whole(name).is_some(), "{context}: {name} is visible and not whole");
     }
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let newest = |state: &State| {
             let steps = state.0.keys().filter(|(other, _)| *other == kind);
             steps.max().map(|(_, step)| PathBuf::from(format!("{kind}-{step}")))
@@ -318,7 +333,7 @@ fn held(path: &Path, context: &str) -> State {
         }
     }
     let mut expected: BTreeSet<String> = [".owner", "checkpoints.json"].map(str::to_owned).into();
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         if let Some((_, step)) = state.0.keys().filter(|(other, _)| *other == kind).max() {
             let target = fs::read_link(path.join(format!("{kind}-latest"))).unwrap();
             assert_eq!(target, PathBuf::from(format!("{kind}-{step}")), "{context}");
@@ -328,7 +343,7 @@ fn held(path: &Path, context: &str) -> State {
     assert_eq!(others, expected, "{context}");
     let registry: serde_json::Value =
         serde_json::from_slice(&fs::read(path.join("checkpoints.json")).unwrap()).unwrap();
-    let registered: BTreeMap<(Kind, u64), u8> = registry["checkpoints"]
+    let registered: BTreeMap<(CheckpointKind, u64), u8> = registry["checkpoints"]
         .as_array()
         .unwrap()
         .iter()

@@ -13,7 +13,7 @@ use std::thread::ThreadId;
 use std::time::Duration;
 
 use tundish_commit::root::Root;
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 use watched_disk::{CHANGING, WatchedDisk, listed, manifest, names, open, registered, save, write};
 
 /// Far longer than anything takes that does not wait.
@@ -137,21 +137,21 @@ fn at_each_fsync(
     unreachable!("some fsync is the last")
 }
 
-fn begin_and_write(root: &Root<WatchedDisk>, kind: Kind, step: u64) {
+fn begin_and_write(root: &Root<WatchedDisk>, kind: CheckpointKind, step: u64) {
     write(&root.begin(kind, step, false).unwrap());
 }
 
-fn publish(root: &Root<WatchedDisk>, kind: Kind, step: u64) {
+fn publish(root: &Root<WatchedDisk>, kind: CheckpointKind, step: u64) {
     root.publish(kind, step, &manifest(kind, step, "new"), true).unwrap();
 }
 
 /// Both kinds are published, and each has a save under way.
 fn prepare(root: &Root<WatchedDisk>) {
-    for (kind, step) in [(Kind::Hf, 1), (Kind::Dcp, 1), (Kind::Dcp, 2)] {
+    for (kind, step) in [(CheckpointKind::Hf, 1), (CheckpointKind::Dcp, 1), (CheckpointKind::Dcp, 2)] {
         save(root, kind, step, "old");
     }
-    begin_and_write(root, Kind::Hf, 5);
-    begin_and_write(root, Kind::Dcp, 3);
+    begin_and_write(root, CheckpointKind::Hf, 5);
+    begin_and_write(root, CheckpointKind::Dcp, 3);
 }
 
 const OLD: [&str; 3] = ["dcp-1", "dcp-2", "hf-1"];
@@ -161,25 +161,25 @@ fn queries_and_beginnings_do_not_wait_for_a_publication() {
     let stood = at_each_fsync(
         |root| {
             prepare(root);
-            root.abandon(Kind::Dcp, 3).unwrap();
+            root.abandon(CheckpointKind::Dcp, 3).unwrap();
         },
-        |root| publish(root, Kind::Hf, 5),
+        |root| publish(root, CheckpointKind::Hf, 5),
         |root, gate, path| {
             let mut found = gate.promptly("list", || names(root));
             found.sort();
             assert_eq!(found, OLD);
-            assert_eq!(gate.promptly("latest", || root.latest(Kind::Hf)).unwrap(), Some(path.join("hf-1")));
-            assert_eq!(gate.promptly("latest", || root.latest(Kind::Dcp)).unwrap(), Some(path.join("dcp-2")));
-            drop(gate.promptly("a reader", || root.read_lock(Kind::Hf, 1)).unwrap());
-            let folder = gate.promptly("begin", || root.begin(Kind::Dcp, 3, false)).unwrap();
+            assert_eq!(gate.promptly("latest", || root.latest(CheckpointKind::Hf)).unwrap(), Some(path.join("hf-1")));
+            assert_eq!(gate.promptly("latest", || root.latest(CheckpointKind::Dcp)).unwrap(), Some(path.join("dcp-2")));
+            drop(gate.promptly("a reader", || root.read_lock(CheckpointKind::Hf, 1)).unwrap());
+            let folder = gate.promptly("begin", || root.begin(CheckpointKind::Dcp, 3, false)).unwrap();
             write(&folder);
             // That there is nothing to overwrite is no reason to wait either.
-            gate.promptly("begin", || root.begin(Kind::Dcp, 4, true)).unwrap();
+            gate.promptly("begin", || root.begin(CheckpointKind::Dcp, 4, true)).unwrap();
         },
         |root, path| {
-            assert_eq!(root.latest(Kind::Hf).unwrap(), Some(path.join("hf-5")));
-            publish(root, Kind::Dcp, 3);
-            root.abandon(Kind::Dcp, 4).unwrap();
+            assert_eq!(root.latest(CheckpointKind::Hf).unwrap(), Some(path.join("hf-5")));
+            publish(root, CheckpointKind::Dcp, 3);
+            root.abandon(CheckpointKind::Dcp, 4).unwrap();
             let mut all = registered(path);
             all.sort();
             assert_eq!(all, ["dcp-1", "dcp-2", "dcp-3", "hf-1", "hf-5"]);
@@ -194,10 +194,14 @@ fn queries_and_beginnings_do_not_wait_for_a_publication() {
 type Change = (&'static str, fn(&Root<WatchedDisk>), fn(&Root<WatchedDisk>));
 
 const CHANGES: [Change; 5] = [
-    ("publish", |_| {}, |root| publish(root, Kind::Dcp, 3)),
-    ("remove", |_| {}, |root| root.remove(Kind::Dcp, 1).unwrap()),
-    ("give up", |_| {}, |root| root.abandon(Kind::Dcp, 3).unwrap()),
-    ("discard", |root| root.abandon(Kind::Dcp, 3).unwrap(), |root| assert_eq!(root.discard_after(1).unwrap().len(), 2)),
+    ("publish", |_| {}, |root| publish(root, CheckpointKind::Dcp, 3)),
+    ("remove", |_| {}, |root| root.remove(CheckpointKind::Dcp, 1).unwrap()),
+    ("give up", |_| {}, |root| root.abandon(CheckpointKind::Dcp, 3).unwrap()),
+    (
+        "discard",
+        |root| root.abandon(CheckpointKind::Dcp, 3).unwrap(),
+        |root| assert_eq!(root.discard_after(1).unwrap().len(), 2),
+    ),
     ("close", |_| {}, |root| root.close()),
 ];
 
@@ -209,7 +213,7 @@ fn no_other_change_interleaves_with_a_publication() {
                 prepare(root);
                 before(root);
             },
-            |root| publish(root, Kind::Hf, 5),
+            |root| publish(root, CheckpointKind::Hf, 5),
             |root, gate, path| {
                 let found = registered(path);
                 std::thread::scope(|scope| {
@@ -227,7 +231,7 @@ fn no_other_change_interleaves_with_a_publication() {
             },
             |root, path| {
                 if what == "close" {
-                    assert!(matches!(root.begin(Kind::Hf, 9, false), Err(CommitError::RootLost { .. })));
+                    assert!(matches!(root.begin(CheckpointKind::Hf, 9, false), Err(CommitError::RootLost { .. })));
                     assert_eq!(registered(path).len(), 4);
                     return;
                 }
@@ -251,15 +255,15 @@ fn no_other_change_interleaves_with_a_publication() {
 fn a_step_under_publication_blocks_itself_and_lower_ones() {
     at_each_fsync(
         |root| {
-            save(root, Kind::Hf, 1, "old");
-            begin_and_write(root, Kind::Hf, 5);
+            save(root, CheckpointKind::Hf, 1, "old");
+            begin_and_write(root, CheckpointKind::Hf, 5);
         },
-        |root| publish(root, Kind::Hf, 5),
+        |root| publish(root, CheckpointKind::Hf, 5),
         |root, gate, _| {
             for overwrite in [false, true] {
-                let again = gate.promptly("begin", || root.begin(Kind::Hf, 5, overwrite)).unwrap_err();
+                let again = gate.promptly("begin", || root.begin(CheckpointKind::Hf, 5, overwrite)).unwrap_err();
                 assert!(again.to_string().contains("is being written already"), "{again}");
-                let lower = gate.promptly("begin", || root.begin(Kind::Hf, 4, overwrite)).unwrap_err();
+                let lower = gate.promptly("begin", || root.begin(CheckpointKind::Hf, 4, overwrite)).unwrap_err();
                 assert!(matches!(lower, CommitError::StepOrder { newest: 5, .. }), "{lower}");
             }
         },
@@ -271,18 +275,18 @@ fn a_step_under_publication_blocks_itself_and_lower_ones() {
 fn a_replacement_counts_once_it_is_durable_and_recorded() {
     let stood = at_each_fsync(
         |root| {
-            save(root, Kind::Hf, 1, "old");
-            save(root, Kind::Hf, 2, "old");
-            write(&root.begin(Kind::Hf, 2, true).unwrap());
+            save(root, CheckpointKind::Hf, 1, "old");
+            save(root, CheckpointKind::Hf, 2, "old");
+            write(&root.begin(CheckpointKind::Hf, 2, true).unwrap());
         },
-        |root| publish(root, Kind::Hf, 2),
+        |root| publish(root, CheckpointKind::Hf, 2),
         |root, gate, path| {
             let found = gate.promptly("list", || listed(root));
             let is_old = |(_, tag): &(String, String)| tag == "old";
             assert!(found.iter().all(is_old) && found.iter().any(|(name, _)| name == "hf-1"), "{found:?}");
             // Whichever of the two it leads to, it is there.
             assert!(path.join("hf-2/tundish.json").is_file());
-            let again = gate.promptly("begin", || root.begin(Kind::Hf, 2, true)).unwrap_err();
+            let again = gate.promptly("begin", || root.begin(CheckpointKind::Hf, 2, true)).unwrap_err();
             assert!(again.to_string().contains("is being written already"), "{again}");
         },
         |root, path| {
@@ -297,12 +301,12 @@ fn a_replacement_counts_once_it_is_durable_and_recorded() {
 #[test]
 fn queries_and_beginnings_do_not_wait_for_a_removal() {
     let stood = at_each_fsync(
-        |root| (1..=3).for_each(|step| drop(save(root, Kind::Hf, step, "old"))),
-        |root| root.remove(Kind::Hf, 2).unwrap(),
+        |root| (1..=3).for_each(|step| drop(save(root, CheckpointKind::Hf, step, "old"))),
+        |root| root.remove(CheckpointKind::Hf, 2).unwrap(),
         |root, gate, _| {
             assert_eq!(gate.promptly("list", || names(root)), ["hf-1", "hf-3"]);
-            gate.promptly("begin", || root.begin(Kind::Dcp, 3, false)).unwrap();
-            gate.promptly("begin", || root.begin(Kind::Hf, 4, false)).unwrap();
+            gate.promptly("begin", || root.begin(CheckpointKind::Dcp, 3, false)).unwrap();
+            gate.promptly("begin", || root.begin(CheckpointKind::Hf, 4, false)).unwrap();
         },
         |root, path| {
             assert_eq!(names(root), ["hf-1", "hf-3"]);
@@ -316,16 +320,16 @@ fn queries_and_beginnings_do_not_wait_for_a_removal() {
 #[test]
 fn a_checkpoint_protected_before_its_removal_stays() {
     let old = |root: &Root<WatchedDisk>| {
-        (1..=3).for_each(|step| drop(save(root, Kind::Hf, step, "old")));
-        begin_and_write(root, Kind::Dcp, 3);
+        (1..=3).for_each(|step| drop(save(root, CheckpointKind::Hf, step, "old")));
+        begin_and_write(root, CheckpointKind::Dcp, 3);
     };
     // The removal waits for the publication of another checkpoint.
     at_each_fsync(
         old,
-        |root| publish(root, Kind::Dcp, 3),
+        |root| publish(root, CheckpointKind::Dcp, 3),
         |root, gate, _| {
             std::thread::scope(|scope| {
-                let removal = scope.spawn(|| root.remove(Kind::Hf, 2));
+                let removal = scope.spawn(|| root.remove(CheckpointKind::Hf, 2));
                 std::thread::sleep(MOMENT);
                 gate.promptly("protect", || root.protect(2)).unwrap();
                 gate.open();
@@ -336,13 +340,13 @@ fn a_checkpoint_protected_before_its_removal_stays() {
         |root, path| {
             assert_eq!(names(root), ["dcp-3", "hf-1", "hf-2", "hf-3"]);
             assert_eq!(registered(path), names(root));
-            root.remove(Kind::Hf, 1).unwrap();
+            root.remove(CheckpointKind::Hf, 1).unwrap();
         },
     );
     // Once it is on its way out it is not listed any more.
     let stood = at_each_fsync(
         old,
-        |root| root.remove(Kind::Hf, 2).unwrap(),
+        |root| root.remove(CheckpointKind::Hf, 2).unwrap(),
         |root, gate, _| {
             gate.promptly("protect", || root.protect(2)).unwrap();
             assert!(!gate.promptly("list", || names(root)).contains(&"hf-2".to_owned()));

@@ -1,7 +1,7 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
 //! `inputs` reads lengths and orders, `hard` computes a hard plan, `plan` holds a plan and looks packs up,
-//! `folder` keeps a plan on disk, `verify` checks a plan, `sample_index` converts it for Megatron-LM. The
+//! `folder` keeps a plan on disk, `verify` checks a plan, `megatron_index` converts it for Megatron-LM. The
 //! crate knows neither Python nor torch.
 //!
 //! Invariants:
@@ -17,10 +17,10 @@ pub mod fingerprint;
 pub mod folder;
 pub mod hard;
 pub mod inputs;
+pub mod megatron_index;
 mod memory;
 pub mod plan;
 pub mod progress;
-pub mod sample_index;
 mod simd;
 mod threads;
 pub mod verify;

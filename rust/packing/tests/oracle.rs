@@ -3,9 +3,9 @@
 use proptest::prelude::*;
 use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::{RandomState, SampleOrder};
+use tundish_packing::megatron_index::{PlanInputs, sample_index};
 use tundish_packing::plan::Column;
 use tundish_packing::plan::{self, AttachedLengths, TO_THE_END};
-use tundish_packing::sample_index::{PlanInputs, sample_index};
 use tundish_packing::{Field, Integers, NoProgress, PackError, Plan, verify};
 
 /// The six columns, by the definition over cumulative lengths.

@@ -8,13 +8,13 @@
 mod checkpoint;
 mod enter;
 mod error;
-mod held;
 mod new_folder;
 mod packing;
 mod shm;
 mod store;
 mod tensors;
 mod tree;
+mod with_gil;
 
 use pyo3::prelude::*;
 

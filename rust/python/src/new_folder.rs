@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use tundish_commit::{Folder, FolderFile};
+use tundish_commit::{AtomicFolder, FolderFile};
 use tundish_packing::Progress;
 
 use crate::enter::enter;
@@ -37,7 +37,7 @@ pub(crate) struct NewFolder {
 struct Writing {
     // Before the folder, which removes what it wrote when it is dropped.
     files: HashMap<String, FolderFile>,
-    folder: Folder,
+    folder: AtomicFolder,
 }
 
 #[pymethods]
@@ -45,7 +45,7 @@ impl NewFolder {
     #[new]
     fn new(py: Python<'_>, target: PathBuf) -> PyResult<Self> {
         enter(py, None, |_| {
-            let writing = Writing { files: HashMap::new(), folder: Folder::create(&target)? };
+            let writing = Writing { files: HashMap::new(), folder: AtomicFolder::create(&target)? };
             Ok(Self { writing: Mutex::new(Some(writing)) })
         })
     }

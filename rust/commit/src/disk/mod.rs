@@ -23,7 +23,7 @@ pub use real_disk::RealDisk;
 
 /// The status of a name, or of an open folder or file. Symbolic links are not followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Status {
+pub struct FileStat {
     /// Its kind.
     pub kind: EntryKind,
     /// The number of its file system.
@@ -36,9 +36,9 @@ pub struct Status {
     pub user: u32,
 }
 
-impl Status {
+impl FileStat {
     /// Whether both belong to the same file or folder.
-    pub fn is_same(&self, other: &Status) -> bool {
+    pub fn is_same(&self, other: &FileStat) -> bool {
         (self.device, self.number) == (other.device, other.number)
     }
 }
@@ -58,7 +58,7 @@ pub enum EntryKind {
 
 /// The result of a lock request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Lock {
+pub enum LockOutcome {
     /// The caller holds it until it closes the descriptor or ends.
     Taken,
     /// Another holder excludes it.
@@ -69,7 +69,7 @@ pub enum Lock {
 
 /// Which other locks a lock excludes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sharing {
+pub enum LockMode {
     /// Only exclusive ones.
     Shared,
     /// All others.
@@ -112,11 +112,11 @@ pub trait Disk: Send + Sync {
     /// The names in a folder, without `.` and `..`.
     fn list(&self, folder: &Self::Folder, path: &Path) -> Result<Vec<OsString>, CommitError>;
     /// The status of `name`; `None` where it does not exist.
-    fn look_at(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError>;
+    fn look_at(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Option<FileStat>, CommitError>;
     /// The status of an open folder.
-    fn folder_status(&self, folder: &Self::Folder, path: &Path) -> Result<Status, CommitError>;
+    fn folder_status(&self, folder: &Self::Folder, path: &Path) -> Result<FileStat, CommitError>;
     /// The status of an open file.
-    fn file_status(&self, file: &Self::File, path: &Path) -> Result<Status, CommitError>;
+    fn file_status(&self, file: &Self::File, path: &Path) -> Result<FileStat, CommitError>;
     /// All bytes of a file.
     fn read(&self, file: &Self::File, path: &Path) -> Result<Vec<u8>, CommitError>;
     /// Reads from `offset` on into `buffer`. Returns the number of bytes, possibly fewer than available; 0 only at the
@@ -132,14 +132,14 @@ pub trait Disk: Send + Sync {
     // ---- Locks: the kernel drops them with their holder. None of these calls waits. ----
 
     /// Locks an open folder as long as the descriptor is open, here or in a child made by `fork`.
-    fn lock_folder(&self, folder: &Self::Folder, sharing: Sharing, path: &Path) -> Result<Lock, CommitError>;
+    fn lock_folder(&self, folder: &Self::Folder, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError>;
     /// Locks an open file in the same way.
-    fn lock_file(&self, file: &Self::File, sharing: Sharing, path: &Path) -> Result<Lock, CommitError>;
+    fn lock_file(&self, file: &Self::File, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError>;
     /// Releases the lock of [`lock_file`](Disk::lock_file), also in children made by `fork`.
     fn unlock_file(&self, file: &Self::File);
     /// Locks a file that is open for writing, for this process alone: children do not inherit the lock. It is lost when
     /// this process closes any descriptor of that file. Locking again while it is held changes nothing.
-    fn lock_file_for_process(&self, file: &Self::File, path: &Path) -> Result<Lock, CommitError>;
+    fn lock_file_for_process(&self, file: &Self::File, path: &Path) -> Result<LockOutcome, CommitError>;
 
     // ---- Changing ----
 

@@ -17,7 +17,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{Disk, EntryKind, Lock, Sharing, Status};
+use super::{Disk, EntryKind, FileStat, LockMode, LockOutcome};
 use crate::error::CommitError;
 
 /// The disk of this machine.
@@ -118,7 +118,7 @@ impl Disk for RealDisk {
         Ok(names)
     }
 
-    fn look_at(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError> {
+    fn look_at(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<Option<FileStat>, CommitError> {
         match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => Ok(None),
             Err(errno) => Err(CommitError::io("look at", path, errno)),
@@ -126,11 +126,11 @@ impl Disk for RealDisk {
         }
     }
 
-    fn folder_status(&self, folder: &OwnedFd, path: &Path) -> Result<Status, CommitError> {
+    fn folder_status(&self, folder: &OwnedFd, path: &Path) -> Result<FileStat, CommitError> {
         open_status(folder, path)
     }
 
-    fn file_status(&self, file: &File, path: &Path) -> Result<Status, CommitError> {
+    fn file_status(&self, file: &File, path: &Path) -> Result<FileStat, CommitError> {
         open_status(file, path)
     }
 
@@ -186,11 +186,11 @@ impl Disk for RealDisk {
         true
     }
 
-    fn lock_folder(&self, folder: &OwnedFd, sharing: Sharing, path: &Path) -> Result<Lock, CommitError> {
+    fn lock_folder(&self, folder: &OwnedFd, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError> {
         flock(folder, sharing, path)
     }
 
-    fn lock_file(&self, file: &File, sharing: Sharing, path: &Path) -> Result<Lock, CommitError> {
+    fn lock_file(&self, file: &File, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError> {
         flock(file, sharing, path)
     }
 
@@ -199,7 +199,7 @@ impl Disk for RealDisk {
         let _ = rustix::fs::flock(file, FlockOperation::Unlock);
     }
 
-    fn lock_file_for_process(&self, file: &File, path: &Path) -> Result<Lock, CommitError> {
+    fn lock_file_for_process(&self, file: &File, path: &Path) -> Result<LockOutcome, CommitError> {
         let operation = FlockOperation::NonBlockingLockExclusive;
         answer(retry_on_intr(|| rustix::fs::fcntl_lock(file, operation)), path)
     }
@@ -314,36 +314,36 @@ impl Disk for RealDisk {
 }
 
 #[allow(clippy::unnecessary_cast, reason = "the fields are of other types on other systems")]
-fn status(stat: &Stat) -> Status {
+fn status(stat: &Stat) -> FileStat {
     let kind = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => EntryKind::File,
         FileType::Directory => EntryKind::Folder,
         FileType::Symlink => EntryKind::Link,
         _ => EntryKind::Other,
     };
-    Status { kind, device: stat.st_dev as u64, number: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
+    FileStat { kind, device: stat.st_dev as u64, number: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
 }
 
-fn open_status(descriptor: impl AsFd, path: &Path) -> Result<Status, CommitError> {
+fn open_status(descriptor: impl AsFd, path: &Path) -> Result<FileStat, CommitError> {
     ask("look at", path, || rustix::fs::fstat(&descriptor)).map(|stat| status(&stat))
 }
 
-fn flock(descriptor: impl AsFd, sharing: Sharing, path: &Path) -> Result<Lock, CommitError> {
+fn flock(descriptor: impl AsFd, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError> {
     let operation = match sharing {
-        Sharing::Shared => FlockOperation::NonBlockingLockShared,
-        Sharing::Exclusive => FlockOperation::NonBlockingLockExclusive,
+        LockMode::Shared => FlockOperation::NonBlockingLockShared,
+        LockMode::Exclusive => FlockOperation::NonBlockingLockExclusive,
     };
     answer(retry_on_intr(|| rustix::fs::flock(&descriptor, operation)), path)
 }
 
-fn answer(outcome: rustix::io::Result<()>, path: &Path) -> Result<Lock, CommitError> {
+fn answer(outcome: rustix::io::Result<()>, path: &Path) -> Result<LockOutcome, CommitError> {
     match outcome {
-        Ok(()) => Ok(Lock::Taken),
+        Ok(()) => Ok(LockOutcome::Taken),
         // POSIX allows either for a lock of fcntl.
-        Err(Errno::WOULDBLOCK | Errno::ACCESS) => Ok(Lock::HeldByAnother),
+        Err(Errno::WOULDBLOCK | Errno::ACCESS) => Ok(LockOutcome::HeldByAnother),
         // Network file systems translate locks: a folder cannot be open for writing (EBADF), and a server may have
         // no lock daemon (ENOLCK).
-        Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::BADF | Errno::NOLCK) => Ok(Lock::Unknown),
+        Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::BADF | Errno::NOLCK) => Ok(LockOutcome::Unknown),
         Err(errno) => Err(CommitError::io("lock", path, errno)),
     }
 }

@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 
-use crate::disk::{Disk, Lock, Sharing, Status};
+use crate::disk::{Disk, FileStat, LockMode, LockOutcome};
 use crate::error::CommitError;
 use crate::{manifest, names};
 
 /// Open folders, each after its parent.
 pub(crate) struct FolderTree<D: Disk> {
     /// The parent of the first folder.
-    parent: Status,
+    parent: FileStat,
     folders: Vec<Open<D>>,
 }
 
@@ -58,7 +58,7 @@ impl<D: Disk> FolderTree<D> {
         let first = Open { name: String::new(), path: folder.to_path_buf(), folder: opened };
         // The lock shows the next owner of the root that somebody writes here. A process that already holds an
         // exclusive lock is about to remove the folder.
-        if disk.lock_folder(&first.folder, Sharing::Shared, folder)? == Lock::HeldByAnother {
+        if disk.lock_folder(&first.folder, LockMode::Shared, folder)? == LockOutcome::HeldByAnother {
             return Err(CommitError::ParentMissing { path: folder.to_path_buf() });
         }
         let mut tree = FolderTree { parent, folders: vec![first] };
@@ -97,7 +97,7 @@ impl<D: Disk> FolderTree<D> {
     }
 
     /// The status of the first folder's parent.
-    pub(crate) fn parent(&self) -> &Status {
+    pub(crate) fn parent(&self) -> &FileStat {
         &self.parent
     }
 

@@ -1,4 +1,4 @@
-//! A file of a [`Folder`](crate::Folder) that is being written.
+//! A file of an [`AtomicFolder`](crate::AtomicFolder) that is being written.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -7,9 +7,10 @@ use std::sync::Arc;
 use crate::disk::{self, Disk, RealDisk};
 use crate::error::CommitError;
 use crate::files::writeback::{WINDOW, Writeback};
-use crate::folders::file_status::FileStatus;
+use crate::folders::write_status::WriteStatus;
 
-/// A file of a [`Folder`](crate::Folder), made by [`Folder::create_file`](crate::Folder::create_file).
+/// A file of an [`AtomicFolder`](crate::AtomicFolder), made by
+/// [`AtomicFolder::create_file`](crate::AtomicFolder::create_file).
 ///
 /// Each call writes without a buffer: append pieces of some kilobytes or more. The file counts as part of the folder only
 /// after [`finish`](FolderFile::finish); dropping it before keeps the folder from being published. Several threads may
@@ -20,13 +21,13 @@ pub struct FolderFile {
     path: PathBuf,
     length: u64,
     writeback: Writeback,
-    file_status: Arc<FileStatus>,
+    write_status: Arc<WriteStatus>,
 }
 
 impl FolderFile {
-    pub(crate) fn new(file: File, path: PathBuf, file_status: Arc<FileStatus>) -> Self {
-        file_status.begin(&path);
-        FolderFile { file, path, length: 0, writeback: Writeback::new(), file_status }
+    pub(crate) fn new(file: File, path: PathBuf, write_status: Arc<WriteStatus>) -> Self {
+        write_status.begin(&path);
+        FolderFile { file, path, length: 0, writeback: Writeback::new(), write_status }
     }
 
     /// The path of the file until its folder is published.
@@ -58,9 +59,9 @@ impl FolderFile {
     /// # Errors
     /// As [`append`](FolderFile::append); `EFBIG` for an end beyond 2⁶³ − 1.
     pub fn write_at(&mut self, offset: u64, bytes: &[u8]) -> Result<(), CommitError> {
-        self.file_status.check()?;
+        self.write_status.check()?;
         let outcome = self.write_all(offset, bytes);
-        self.file_status.record(outcome)
+        self.write_status.record(outcome)
     }
 
     /// Cuts the file to `length` bytes; does nothing to a shorter file.
@@ -68,9 +69,9 @@ impl FolderFile {
     /// # Errors
     /// As [`append`](FolderFile::append).
     pub fn truncate(&mut self, length: u64) -> Result<(), CommitError> {
-        self.file_status.check()?;
+        self.write_status.check()?;
         if length < self.length {
-            self.file_status.record(RealDisk.truncate(&self.file, length, &self.path))?;
+            self.write_status.record(RealDisk.truncate(&self.file, length, &self.path))?;
             self.length = length;
         }
         Ok(())
@@ -89,9 +90,9 @@ impl FolderFile {
     /// # Errors
     /// As [`finish`](FolderFile::finish).
     pub fn finish_open(self) -> Result<File, CommitError> {
-        self.file_status.check()?;
-        self.file_status.record(RealDisk.fsync(&self.file, &self.path))?;
-        self.file_status.finish(&self.path);
+        self.write_status.check()?;
+        self.write_status.record(RealDisk.fsync(&self.file, &self.path))?;
+        self.write_status.finish(&self.path);
         Ok(self.file)
     }
 

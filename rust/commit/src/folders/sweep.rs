@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::process::geteuid;
 
 use crate::disk::remove_contents::remove_contents;
-use crate::disk::{Disk, Lock, RealDisk, Sharing, absent_is_fine, leads_to};
+use crate::disk::{Disk, LockMode, LockOutcome, RealDisk, absent_is_fine, leads_to};
 use crate::error::CommitError;
 use crate::folders::unfinished_folder;
 use crate::names;
@@ -30,8 +30,8 @@ pub struct SweepReport {
 
 /// Removes the unfinished folders that dead writers left in `parent`, and nothing else.
 ///
-/// [`Folder::create`](crate::Folder::create) does this too; call it to free space without writing a folder. Any number of
-/// processes may sweep at once.
+/// [`AtomicFolder::create`](crate::AtomicFolder::create) does this too; call it to free space without writing a folder.
+/// Any number of processes may sweep at once.
 ///
 /// # Errors
 /// When `parent` cannot be opened or listed. A folder that cannot be removed is listed in the report.
@@ -86,9 +86,9 @@ fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fa
     if !RealDisk.is_local(&directory) && Some(tag) != unfinished_folder::local_tag(parent, path)? {
         return Ok(Fate::Live);
     }
-    match RealDisk.lock_folder(&directory, Sharing::Exclusive, path) {
-        Ok(Lock::Taken) => {}
-        Ok(Lock::HeldByAnother | Lock::Unknown) | Err(_) => return Ok(Fate::Live),
+    match RealDisk.lock_folder(&directory, LockMode::Exclusive, path) {
+        Ok(LockOutcome::Taken) => {}
+        Ok(LockOutcome::HeldByAnother | LockOutcome::Unknown) | Err(_) => return Ok(Fate::Live),
     }
     if remove_locked(parent, name, &directory, path)? { Ok(Fate::Removed) } else { Ok(Fate::NotOurs) }
 }
@@ -131,7 +131,7 @@ mod tests {
         // Its writer publishes it and ends, between the sweeper's open and its lock.
         let target = parent.path().join("plan");
         std::fs::rename(&path, &target).unwrap();
-        assert_eq!(RealDisk.lock_folder(&directory, Sharing::Exclusive, &path).unwrap(), Lock::Taken);
+        assert_eq!(RealDisk.lock_folder(&directory, LockMode::Exclusive, &path).unwrap(), LockOutcome::Taken);
         assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
         // Another folder under the old name is not the one that is locked either.
         std::fs::create_dir(&path).unwrap();

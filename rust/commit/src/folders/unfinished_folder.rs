@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use crate::disk::{Disk, Lock, RealDisk, Sharing, leads_to};
+use crate::disk::{Disk, LockMode, LockOutcome, RealDisk, leads_to};
 use crate::error::CommitError;
 use crate::names;
 
@@ -80,9 +80,9 @@ impl UnfinishedFolder {
 
 /// Locks a new folder; `false` when a sweep was faster.
 fn is_kept(parent: &OwnedFd, name: &OsStr, directory: &OwnedFd, path: &Path) -> Result<bool, CommitError> {
-    match RealDisk.lock_folder(directory, Sharing::Exclusive, path)? {
-        Lock::HeldByAnother => Ok(false),
-        Lock::Taken | Lock::Unknown => leads_to(&RealDisk, parent, name, directory, path),
+    match RealDisk.lock_folder(directory, LockMode::Exclusive, path)? {
+        LockOutcome::HeldByAnother => Ok(false),
+        LockOutcome::Taken | LockOutcome::Unknown => leads_to(&RealDisk, parent, name, directory, path),
     }
 }
 
@@ -117,8 +117,8 @@ pub(crate) fn local_tag(directory: &OwnedFd, path: &Path) -> Result<Option<u32>,
 mod tests {
     use super::*;
 
-    fn lock(directory: &OwnedFd, path: &Path) -> Lock {
-        RealDisk.lock_folder(directory, Sharing::Exclusive, path).unwrap()
+    fn lock(directory: &OwnedFd, path: &Path) -> LockOutcome {
+        RealDisk.lock_folder(directory, LockMode::Exclusive, path).unwrap()
     }
 
     /// A new folder between `mkdir` and `flock`.
@@ -137,7 +137,7 @@ mod tests {
         let name = path.file_name().unwrap();
         assert!(is_kept(&parent_directory, name, &directory, &path).unwrap());
         let again = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
-        assert_eq!(lock(&again, &path), Lock::HeldByAnother);
+        assert_eq!(lock(&again, &path), LockOutcome::HeldByAnother);
     }
 
     #[test]
@@ -145,7 +145,7 @@ mod tests {
         let (_parent, parent_directory, path, directory) = new_folder();
         let name = path.file_name().unwrap();
         let sweeper = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
-        assert_eq!(lock(&sweeper, &path), Lock::Taken);
+        assert_eq!(lock(&sweeper, &path), LockOutcome::Taken);
         assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
     }
 

@@ -33,23 +33,23 @@ const FORMAT_VERSION: u64 = 1;
 /// The kind of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum CheckpointKind {
     /// Distributed checkpoints of torch.
     Dcp,
     /// Hugging Face exports.
     Hf,
 }
 
-impl Kind {
+impl CheckpointKind {
     /// Both kinds.
-    pub const ALL: [Kind; 2] = [Kind::Dcp, Kind::Hf];
+    pub const ALL: [CheckpointKind; 2] = [CheckpointKind::Dcp, CheckpointKind::Hf];
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for CheckpointKind {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.write_str(match self {
-            Kind::Dcp => "dcp",
-            Kind::Hf => "hf",
+            CheckpointKind::Dcp => "dcp",
+            CheckpointKind::Hf => "hf",
         })
     }
 }
@@ -57,13 +57,16 @@ impl fmt::Display for Kind {
 /// The name of a kind that does not exist.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("there is no kind of checkpoint called {0:?}: it is \"hf\" or \"dcp\"")]
-pub struct NoSuchKind(String);
+pub struct UnknownKind(String);
 
-impl FromStr for Kind {
-    type Err = NoSuchKind;
+impl FromStr for CheckpointKind {
+    type Err = UnknownKind;
 
-    fn from_str(text: &str) -> Result<Self, NoSuchKind> {
-        Kind::ALL.into_iter().find(|kind| kind.to_string() == text).ok_or_else(|| NoSuchKind(text.to_owned()))
+    fn from_str(text: &str) -> Result<Self, UnknownKind> {
+        CheckpointKind::ALL
+            .into_iter()
+            .find(|kind| kind.to_string() == text)
+            .ok_or_else(|| UnknownKind(text.to_owned()))
     }
 }
 
@@ -71,7 +74,7 @@ impl FromStr for Kind {
 #[derive(Debug, Clone, Deserialize)]
 pub struct Manifest {
     /// The kind of the checkpoint.
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// The training step it was taken at.
     pub step: u64,
     /// The `tag` of its save.
@@ -158,7 +161,7 @@ mod tests {
             "world_size": 2, "extra": {"a": 1e400, "b": 123456789012345678901234567890},
             "files": [{"name": "a/b/c", "size": 3, "checksum": "crc64nvme:0"}, {"name": "a/b.c", "size": 4}]}"#;
         let manifest = Manifest::parse(text).unwrap();
-        assert_eq!((manifest.kind, manifest.step), (Kind::Dcp, u64::MAX));
+        assert_eq!((manifest.kind, manifest.step), (CheckpointKind::Dcp, u64::MAX));
         assert_eq!(manifest.tag.as_deref(), Some("snapshot"));
         assert_eq!(manifest.bytes(), 7);
         // Numbers that only Python knows are handed on as they are.
@@ -203,10 +206,10 @@ mod tests {
 
     #[test]
     fn kinds_are_known_by_their_names() {
-        assert_eq!("hf".parse(), Ok(Kind::Hf));
-        assert_eq!("dcp".parse(), Ok(Kind::Dcp));
+        assert_eq!("hf".parse(), Ok(CheckpointKind::Hf));
+        assert_eq!("dcp".parse(), Ok(CheckpointKind::Dcp));
         for other in ["", "HF", "hf ", "zip"] {
-            assert!(other.parse::<Kind>().is_err());
+            assert!(other.parse::<CheckpointKind>().is_err());
         }
     }
 }

@@ -8,7 +8,7 @@ use super::contents::{Checkpoints, Directory, Key, newest, root_names};
 use super::recovery::Recovery;
 use super::writer_lock::WriterLock;
 use crate::disk::Disk;
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 /// A root that this process owns, and alone may change. Its methods may be called from several threads.
 pub struct Root<D: Disk + Clone + 'static> {
@@ -64,7 +64,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
 impl<D: Disk + Clone + 'static> State<D> {
     /// The newest published step of a kind.
-    pub(super) fn newest(&self, kind: Kind) -> Option<u64> {
+    pub(super) fn newest(&self, kind: CheckpointKind) -> Option<u64> {
         newest(&self.published, kind)
     }
 }

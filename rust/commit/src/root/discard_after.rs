@@ -20,7 +20,7 @@ use super::contents::{Checkpoints, Directory, Key, registry, root_names};
 use super::reading::exclude_readers;
 use crate::disk::{Disk, EntryKind, absent_is_fine};
 use crate::error::CommitError;
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 impl<D: Disk + Clone + 'static> Root<D> {
     /// Renames every checkpoint above `step`, of both kinds, whole or not, to a name that begins with `discarded-`. It no
@@ -56,7 +56,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         // Writing the registry makes its name durable, before the first checkpoint loses its own.
         self.root.disk.create_file(&self.root.folder, &marker, &self.root.path.join(&marker))?;
         state.published.retain(|(_, newer), _| *newer <= step);
-        for kind in Kind::ALL {
+        for kind in CheckpointKind::ALL {
             registry::update_latest_link(&self.root, &state.published, kind)?;
         }
         registry::write_registry(&self.root, &state.published)?;
@@ -96,7 +96,7 @@ pub(crate) fn complete<D: Disk + Clone>(
     step: u64,
 ) -> Result<Vec<PathBuf>, CommitError> {
     published.retain(|(_, newer), _| *newer <= step);
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         registry::update_or_remove_latest_link(root, published, kind)?;
     }
     match registry::write_registry(root, published) {

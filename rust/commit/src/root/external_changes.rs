@@ -14,7 +14,7 @@ use super::contents::checkpoint::Published;
 use super::contents::{Checkpoint, Checkpoints, Key, root_names};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind};
+use crate::manifest::{self, CheckpointKind};
 
 impl<D: Disk + Clone + 'static> Root<D> {
     /// The published checkpoints: by kind, steps ascending. Checkpoints that a person removed or renamed are left out.
@@ -30,7 +30,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ///
     /// # Errors
     /// As [`list`](Root::list).
-    pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
+    pub fn latest(&self, kind: CheckpointKind) -> Result<Option<PathBuf>, CommitError> {
         Ok(self.newest_present(kind)?.map(|step| self.checkpoint_path((kind, step))))
     }
 
@@ -48,7 +48,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// The newest step of a kind that is there. Forgets newer ones that are gone.
-    pub(super) fn newest_present(&self, kind: Kind) -> Result<Option<u64>, CommitError> {
+    pub(super) fn newest_present(&self, kind: CheckpointKind) -> Result<Option<u64>, CommitError> {
         loop {
             let newest = self.state()?.newest(kind);
             match newest {

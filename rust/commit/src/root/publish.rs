@@ -10,9 +10,9 @@ use super::checkpoint_root::{InProgress, Root, State};
 use super::contents::checkpoint::{Published, check_contents};
 use super::contents::{Checkpoint, Directory, Key, registry, root_names};
 use super::reading::{ReaderExclusion, exclude_readers};
-use crate::disk::{Disk, EntryKind, Sharing};
+use crate::disk::{Disk, EntryKind, LockMode};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind, Manifest, add_manifest_checksum};
+use crate::manifest::{self, CheckpointKind, Manifest, add_manifest_checksum};
 
 impl<D: Disk + Clone + 'static> Root<D> {
     /// Begins a checkpoint: makes the hidden folder for its files and returns its path.
@@ -20,7 +20,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// # Errors
     /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1.
     /// Readers of what will be overwritten only matter in [`publish`](Root::publish).
-    pub fn begin(&self, kind: Kind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
+    pub fn begin(&self, kind: CheckpointKind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
         let path = self.checkpoint_path((kind, step));
         if step > root_names::MAX_STEP {
             return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
@@ -32,7 +32,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.clear_leftover((kind, step))?;
         let folder = self.root.create_private_folder(&root_names::unfinished(kind, step))?;
         // The lock shows other processes that a writer is alive, where such locks exist.
-        self.root.disk.lock_folder(&folder.folder, Sharing::Shared, &folder.path)?;
+        self.root.disk.lock_folder(&folder.folder, LockMode::Shared, &folder.path)?;
         let path = folder.path.clone();
         let unfinished = InProgress { folder: Arc::new(folder), failed: false };
         self.state()?.in_progress.insert((kind, step), unfinished);
@@ -124,7 +124,13 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// nothing was published; [`abandon`](Root::abandon) it and begin again. If it is unknown whether the rename
     /// happened, open the root again first. [`CommitError::NotDurable`]: it is whole and visible, but its name may not
     /// survive a power cut; it does not count. After an error of the registry or the link it is published.
-    pub fn publish(&self, kind: Kind, step: u64, manifest: &str, overwrite: bool) -> Result<PathBuf, CommitError> {
+    pub fn publish(
+        &self,
+        kind: CheckpointKind,
+        step: u64,
+        manifest: &str,
+        overwrite: bool,
+    ) -> Result<PathBuf, CommitError> {
         let key = (kind, step);
         let publish_lock = self.publish_lock()?;
         self.check_owned()?;
@@ -256,7 +262,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ///
     /// # Errors
     /// Files that cannot be removed keep a hidden name; the next start removes them.
-    pub fn abandon(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
+    pub fn abandon(&self, kind: CheckpointKind, step: u64) -> Result<(), CommitError> {
         let publish_lock = self.publish_lock()?;
         let begin_lock = self.begin_lock()?;
         self.check_owned()?;
@@ -276,7 +282,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
 impl<D: Disk + Clone + 'static> State<D> {
     /// Refuses a step below one that is published or being written.
-    fn check_order(&self, kind: Kind, step: u64, root: &Directory<D>) -> Result<(), CommitError> {
+    fn check_order(&self, kind: CheckpointKind, step: u64, root: &Directory<D>) -> Result<(), CommitError> {
         let writing = self.in_progress.range((kind, 0)..=(kind, u64::MAX)).next_back().map(|(&(_, step), _)| step);
         match self.newest(kind).max(writing) {
             Some(newest) if newest > step => {

@@ -15,7 +15,7 @@ use super::contents::{Checkpoints, Directory, registry, root_names};
 use super::discard_after;
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 /// The results of opening a root. Paths are absolute.
 #[derive(Debug, Default, Clone, Serialize)]
@@ -99,7 +99,7 @@ fn repair<D: Disk + Clone>(
 ) -> Result<(), CommitError> {
     let registry = registry::repair_registry(root, published);
     note_repair(root, OsStr::new(root_names::REGISTRY), registry, recovery)?;
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let link = registry::update_latest_link(root, published, kind);
         note_repair(root, &root_names::latest_link(kind), link, recovery)?;
     }

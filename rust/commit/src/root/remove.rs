@@ -15,7 +15,7 @@ use super::contents::{Key, registry, root_names};
 use super::reading::exclude_readers;
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 /// A checkpoint under a hidden name.
 struct Hidden {
@@ -31,7 +31,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// [`CommitError::CheckpointInUse`] for the newest of its kind, for one that is being read and for one that is
     /// protected; [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that lost its name no longer counts;
     /// the next start removes what remains of it.
-    pub fn remove(&self, kind: Kind, step: u64) -> Result<(), CommitError> {
+    pub fn remove(&self, kind: CheckpointKind, step: u64) -> Result<(), CommitError> {
         let key = (kind, step);
         let path = self.checkpoint_path(key);
         let publish_lock = self.publish_lock()?;

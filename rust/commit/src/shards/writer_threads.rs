@@ -15,7 +15,7 @@ use super::thread_priority;
 use super::work_queue::{Done, SlotState, Task, WorkQueue};
 use super::writer_slots::{WriterSlot, WriterSlots};
 use crate::checksum::Checksum;
-use crate::disk::{Disk, Status};
+use crate::disk::{Disk, FileStat};
 use crate::error::CommitError;
 use crate::files::folder_tree::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
@@ -55,7 +55,7 @@ impl<D: Disk> WriterShared<D> {
         tree: FolderTree<D>,
         files: impl Iterator<Item = (TreeFile, u64)>,
         options: WriterOptions,
-        root: &Status,
+        root: &FileStat,
     ) -> Self {
         let files: Vec<_> = files.map(|(place, size)| SharedFile { place, size, output: Mutex::new(None) }).collect();
         let sizes: Vec<_> = files.iter().map(|file| file.size).collect();

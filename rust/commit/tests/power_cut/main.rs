@@ -16,7 +16,7 @@ use std::collections::HashSet;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 
-use tundish_commit::Kind;
+use tundish_commit::CheckpointKind;
 
 use losses::{Care, QUICK, after_power_cut, is_soak, thorough};
 use model::{ModelDisk, Node, Nodes, World};
@@ -25,26 +25,26 @@ use run::{Call, Run, State};
 /// The calls of a long life of a root.
 fn life() -> Run {
     let mut run = Run::new();
-    run.save(Kind::Hf, 1, 1);
-    run.save(Kind::Dcp, 1, 1);
-    run.save(Kind::Hf, 2, 1);
-    run.remove(Kind::Hf, 1);
-    run.save(Kind::Hf, 2, 2);
-    run.give_up(Kind::Dcp, 2);
-    run.save(Kind::Dcp, 2, 1);
+    run.save(CheckpointKind::Hf, 1, 1);
+    run.save(CheckpointKind::Dcp, 1, 1);
+    run.save(CheckpointKind::Hf, 2, 1);
+    run.remove(CheckpointKind::Hf, 1);
+    run.save(CheckpointKind::Hf, 2, 2);
+    run.give_up(CheckpointKind::Dcp, 2);
+    run.save(CheckpointKind::Dcp, 2, 1);
     run.reopen();
-    run.save(Kind::Dcp, 3, 1);
-    run.remove(Kind::Dcp, 1);
+    run.save(CheckpointKind::Dcp, 3, 1);
+    run.remove(CheckpointKind::Dcp, 1);
     run.discard_after(1);
-    run.save(Kind::Hf, 2, 1);
-    run.save(Kind::Dcp, 2, 2);
-    run.save(Kind::Dcp, 2, 3);
+    run.save(CheckpointKind::Hf, 2, 1);
+    run.save(CheckpointKind::Dcp, 2, 2);
+    run.save(CheckpointKind::Dcp, 2, 3);
     run.discard_after(1);
     run.save_both(3, 1);
     run.save_both(4, 1);
-    run.make_room(Kind::Hf, 3);
-    run.save(Kind::Dcp, 5, 1);
-    run.make_room(Kind::Dcp, 3);
+    run.make_room(CheckpointKind::Hf, 3);
+    run.save(CheckpointKind::Dcp, 5, 1);
+    run.make_room(CheckpointKind::Dcp, 3);
     run
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 use tundish_commit::CommitError;
-use tundish_commit::disk::{Disk, EntryKind, Lock, Sharing, Status};
+use tundish_commit::disk::{Disk, EntryKind, FileStat, LockMode, LockOutcome};
 
 pub const ROOT: &str = "/model/root";
 
@@ -125,13 +125,13 @@ impl World {
         self.names(folder).get(name).copied().ok_or(Errno::NOENT)
     }
 
-    fn status(&self, number: Number) -> Status {
+    fn status(&self, number: Number) -> FileStat {
         let (kind, size) = match &*self.nodes[number] {
             Node::File(bytes) => (EntryKind::File, bytes.len() as u64),
             Node::Folder(_) => (EntryKind::Folder, 0),
             Node::Link(target) => (EntryKind::Link, target.len() as u64),
         };
-        Status { kind, device: 1, number: number as u64, size, user: 0 }
+        FileStat { kind, device: 1, number: number as u64, size, user: 0 }
     }
 }
 
@@ -253,15 +253,15 @@ impl Disk for ModelDisk {
         self.call(path, |world| Ok(world.names(*folder).keys().cloned().collect()))
     }
 
-    fn look_at(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Option<Status>, CommitError> {
+    fn look_at(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Option<FileStat>, CommitError> {
         self.call(path, |world| Ok(world.find(*folder, name).ok().map(|number| world.status(number))))
     }
 
-    fn folder_status(&self, folder: &Number, path: &Path) -> Result<Status, CommitError> {
+    fn folder_status(&self, folder: &Number, path: &Path) -> Result<FileStat, CommitError> {
         self.call(path, |world| Ok(world.status(*folder)))
     }
 
-    fn file_status(&self, file: &Number, path: &Path) -> Result<Status, CommitError> {
+    fn file_status(&self, file: &Number, path: &Path) -> Result<FileStat, CommitError> {
         self.call(path, |world| Ok(world.status(*file)))
     }
 
@@ -296,18 +296,18 @@ impl Disk for ModelDisk {
 
     // The machine starts again: no lock is held.
 
-    fn lock_folder(&self, _folder: &Number, _sharing: Sharing, _path: &Path) -> Result<Lock, CommitError> {
-        Ok(Lock::Taken)
+    fn lock_folder(&self, _folder: &Number, _sharing: LockMode, _path: &Path) -> Result<LockOutcome, CommitError> {
+        Ok(LockOutcome::Taken)
     }
 
-    fn lock_file(&self, _file: &Number, _sharing: Sharing, _path: &Path) -> Result<Lock, CommitError> {
-        Ok(Lock::Taken)
+    fn lock_file(&self, _file: &Number, _sharing: LockMode, _path: &Path) -> Result<LockOutcome, CommitError> {
+        Ok(LockOutcome::Taken)
     }
 
     fn unlock_file(&self, _file: &Number) {}
 
-    fn lock_file_for_process(&self, _file: &Number, _path: &Path) -> Result<Lock, CommitError> {
-        Ok(Lock::Taken)
+    fn lock_file_for_process(&self, _file: &Number, _path: &Path) -> Result<LockOutcome, CommitError> {
+        Ok(LockOutcome::Taken)
     }
 
     fn create_folder(&self, parent: &Number, name: &OsStr, path: &Path) -> Result<(), CommitError> {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 
-use tundish_commit::Kind;
+use tundish_commit::CheckpointKind;
 use tundish_commit::root::Root;
 
 use crate::model::{ModelDisk, Node, Nodes, World};
@@ -37,7 +37,7 @@ fn files(nodes: &Nodes, number: usize) -> Option<BTreeMap<String, &[u8]>> {
 }
 
 /// Whether a folder holds a save bit by bit, and nothing else.
-fn is_exactly(nodes: &Nodes, number: usize, kind: Kind, step: u64, version: Version) -> bool {
+fn is_exactly(nodes: &Nodes, number: usize, kind: CheckpointKind, step: u64, version: Version) -> bool {
     let manifest = tundish_commit::add_manifest_checksum(&manifest(kind, step, version)).unwrap();
     let contents = contents(kind, step, version);
     let mut expected: BTreeMap<String, &[u8]> =
@@ -46,12 +46,12 @@ fn is_exactly(nodes: &Nodes, number: usize, kind: Kind, step: u64, version: Vers
     files(nodes, number) == Some(expected)
 }
 
-fn kind_and_step(name: &str) -> Option<(Kind, u64)> {
+fn kind_and_step(name: &str) -> Option<(CheckpointKind, u64)> {
     let (kind, step) = name.split_once('-')?;
     Some((kind.parse().ok()?, step.parse().ok()?))
 }
 
-fn newest(state: &State, kind: Kind) -> Option<String> {
+fn newest(state: &State, kind: CheckpointKind) -> Option<String> {
     let steps = state.published.keys().filter(|(other, _)| *other == kind);
     steps.max().map(|(kind, step)| format!("{kind}-{step}"))
 }
@@ -89,7 +89,7 @@ pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> 
     let names = folder(nodes, 0).unwrap();
     let is_whole = |name: &str| is_whole(nodes, allowed, name);
     let registered = registered(nodes)?;
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let target = match names.get(&OsString::from(format!("{kind}-latest"))).map(|&number| &*nodes[number]) {
             None => None,
             Some(Node::Link(target)) => Some(target.to_str().unwrap().to_owned()),
@@ -184,7 +184,7 @@ fn check_listing(root: &Root<ModelDisk>, state: &State) -> Result<(), String> {
     if !listed.iter().eq(state.published.keys()) {
         return Err(format!("it lists {listed:?}"));
     }
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let latest = root.latest(kind).map_err(|error| error.to_string())?;
         if latest != newest(state, kind).map(|name| root.path().join(name)) {
             return Err(format!("its latest {kind} is {latest:?}"));
@@ -209,7 +209,7 @@ fn differs(nodes: &Nodes, held: &BTreeMap<String, usize>, state: &State) -> Opti
         }
         expected.insert(name.clone());
     }
-    for kind in Kind::ALL {
+    for kind in CheckpointKind::ALL {
         let pointer = format!("{kind}-latest");
         let target = held.get(&pointer).map(|&number| (*nodes[number]).clone());
         let right = newest(state, kind).map(|target| Node::Link(target.into()));
@@ -230,7 +230,7 @@ fn differs(nodes: &Nodes, held: &BTreeMap<String, usize>, state: &State) -> Opti
 
 /// Saves once more, to see that life goes on.
 pub fn check_life_goes_on(disk: &ModelDisk, root: &Root<ModelDisk>, state: &State) -> Result<(), String> {
-    let kind = Kind::Hf;
+    let kind = CheckpointKind::Hf;
     let step = 1 + state.published.keys().map(|(_, step)| *step).max().unwrap_or(0);
     let mut after = state.clone();
     after.published.insert((kind, step), 3);

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tundish_commit::disk::Disk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 
 use crate::common::image;
 
@@ -22,11 +22,11 @@ pub type Version = u8;
 /// The checkpoints that a root must hold.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct State {
-    pub published: BTreeMap<(Kind, u64), Version>,
+    pub published: BTreeMap<(CheckpointKind, u64), Version>,
     /// Under the names they were given.
-    pub set_aside: BTreeMap<String, (Kind, u64, Version)>,
+    pub set_aside: BTreeMap<String, (CheckpointKind, u64, Version)>,
     /// Checkpoints removed to make room on a full disk. The registry may still list them.
-    pub made_room: Option<(Kind, u64)>,
+    pub made_room: Option<(CheckpointKind, u64)>,
 }
 
 /// A call, and the changes it made: the first, and one past the last.
@@ -59,17 +59,19 @@ pub struct Run {
     state: State,
 }
 
-pub fn contents(kind: Kind, step: u64, version: Version) -> Vec<(&'static str, Vec<u8>)> {
+pub fn contents(kind: CheckpointKind, step: u64, version: Version) -> Vec<(&'static str, Vec<u8>)> {
     let bytes = |seed: u64, length: u64| (0..length).map(|at| (at * 7 + seed + step) as u8 ^ version << 4).collect();
     match kind {
-        Kind::Hf => {
+        CheckpointKind::Hf => {
             vec![("config.json", bytes(1, 9)), ("model.safetensors", bytes(2, 24)), ("tokenizer.json", bytes(5, 3))]
         }
-        Kind::Dcp => vec![("inner/rank_0", bytes(4, 18)), ("inner/rank_1", bytes(6, 4)), (".metadata", bytes(3, 10))],
+        CheckpointKind::Dcp => {
+            vec![("inner/rank_0", bytes(4, 18)), ("inner/rank_1", bytes(6, 4)), (".metadata", bytes(3, 10))]
+        }
     }
 }
 
-pub fn manifest(kind: Kind, step: u64, version: Version) -> String {
+pub fn manifest(kind: CheckpointKind, step: u64, version: Version) -> String {
     let files: Vec<_> = contents(kind, step, version)
         .into_iter()
         .map(|(name, bytes)| serde_json::json!({"name": name, "size": bytes.len(), "checksum": null}))
@@ -96,7 +98,7 @@ pub fn open(disk: &ModelDisk) -> Result<Root<ModelDisk>, CommitError> {
 }
 
 /// Writes the files of a checkpoint into its hidden folder by the writer that all checkpoints are written by.
-fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: Kind, step: u64, version: Version) {
+fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, step: u64, version: Version) {
     let contents = contents(kind, step, version);
     let files: Vec<_> = contents.iter().map(|(name, bytes)| (*name, bytes.len() as u64)).collect();
     let options = WriterOptions { checksum: true, writers_per_node: 1 };
@@ -111,7 +113,7 @@ fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: Kind, step: u64, v
 
 /// Writes the files by hand: all are made and given their length, then written, then synced. The folders are not: other
 /// machines may have made the files, and what those sync here is theirs.
-pub fn write_files(disk: &ModelDisk, folder: &Path, kind: Kind, step: u64, version: Version) {
+pub fn write_files(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, step: u64, version: Version) {
     let mut writing = Writing::start(disk, folder, kind, step, version);
     while writing.go_on(disk) {}
 }
@@ -125,7 +127,7 @@ struct Writing {
 }
 
 impl Writing {
-    fn start(disk: &ModelDisk, path: &Path, kind: Kind, step: u64, version: Version) -> Self {
+    fn start(disk: &ModelDisk, path: &Path, kind: CheckpointKind, step: u64, version: Version) -> Self {
         let top = disk.open_path(path).unwrap();
         let mut inner_folder = None;
         let mut files = Vec::new();
@@ -183,7 +185,7 @@ impl Run {
         self.calls.push(Call { what, first, end: self.disk.length(), before, after });
     }
 
-    pub fn save(&mut self, kind: Kind, step: u64, version: Version) {
+    pub fn save(&mut self, kind: CheckpointKind, step: u64, version: Version) {
         let unchanged = self.state.clone();
         let overwrite = self.state.published.contains_key(&(kind, step));
         self.call(format!("begin {kind}-{step}"), unchanged.clone(), |root, _| {
@@ -203,16 +205,16 @@ impl Run {
     pub fn save_both(&mut self, step: u64, version: Version) {
         let unchanged = self.state.clone();
         self.call(format!("begin both of {step}"), unchanged.clone(), |root, _| {
-            Kind::ALL.into_iter().for_each(|kind| drop(root.begin(kind, step, false).unwrap()));
+            CheckpointKind::ALL.into_iter().for_each(|kind| drop(root.begin(kind, step, false).unwrap()));
         });
         self.call(format!("write both of {step}"), unchanged.clone(), |root, disk| {
-            let mut writing = Kind::ALL.map(|kind| {
+            let mut writing = CheckpointKind::ALL.map(|kind| {
                 let folder = root.path().join(format!(".{kind}-{step}.incomplete"));
                 Writing::start(disk, &folder, kind, step, version)
             });
             while writing.iter_mut().map(|writing| writing.go_on(disk)).fold(false, std::ops::BitOr::bitor) {}
         });
-        for kind in Kind::ALL {
+        for kind in CheckpointKind::ALL {
             let mut after = self.state.clone();
             after.published.insert((kind, step), version);
             self.call(format!("publish {kind}-{step}"), after, |root, _| {
@@ -221,7 +223,7 @@ impl Run {
         }
     }
 
-    pub fn give_up(&mut self, kind: Kind, step: u64) {
+    pub fn give_up(&mut self, kind: CheckpointKind, step: u64) {
         self.call(format!("give {kind}-{step} up"), self.state.clone(), |root, disk| {
             let folder = root.begin(kind, step, false).unwrap();
             write_files(disk, &folder, kind, step, 9);
@@ -229,14 +231,14 @@ impl Run {
         });
     }
 
-    pub fn remove(&mut self, kind: Kind, step: u64) {
+    pub fn remove(&mut self, kind: CheckpointKind, step: u64) {
         let mut after = self.state.clone();
         after.published.remove(&(kind, step)).unwrap();
         self.call(format!("remove {kind}-{step}"), after, |root, _| root.remove(kind, step).unwrap());
     }
 
     /// Removes a checkpoint from a disk that has no room for a new registry before.
-    pub fn make_room(&mut self, kind: Kind, step: u64) {
+    pub fn make_room(&mut self, kind: CheckpointKind, step: u64) {
         let mut after = self.state.clone();
         after.published.remove(&(kind, step)).unwrap();
         after.made_room = Some((kind, step));

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::path::Path;
 use std::thread;
 
-use tundish_commit::{Folder, FolderFile};
+use tundish_commit::{AtomicFolder, FolderFile};
 
 use super::npy::{HEADER_BYTES, NpyHeader};
 use super::{LARGEST_METADATA, METADATA_FILE, STEP_BYTES, disk_space, file_name};
@@ -64,14 +64,14 @@ impl ColumnWriter {
 
 /// Writes columns to the files of a new folder.
 pub(crate) struct FolderWriter {
-    folder: Folder,
+    folder: AtomicFolder,
     columns: Vec<ColumnWriter>,
 }
 
 impl FolderWriter {
     /// Create the folder; `wide` tells which columns have 8 bytes a value.
     pub(crate) fn create(target: &Path, wide: [bool; 6]) -> Result<Self, PackError> {
-        let folder = Folder::create(target)?;
+        let folder = AtomicFolder::create(target)?;
         let mut columns = Vec::with_capacity(6);
         for (field, wide) in Field::ALL.into_iter().zip(wide) {
             let mut file = folder.create_file(&file_name(field))?;
@@ -141,7 +141,7 @@ impl FolderWriter {
 ///
 /// The kernel frees the blocks of a removed file when it is closed, and takes half a second a gigabyte: too long after
 /// Ctrl-C.
-fn remove(folder: Folder, files: impl Send + 'static) {
+fn remove(folder: AtomicFolder, files: impl Send + 'static) {
     // With the folder go the names of the files.
     drop(folder);
     // If no thread can be started, the files are closed here.

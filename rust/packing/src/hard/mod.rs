@@ -12,7 +12,7 @@ mod output;
 mod request;
 mod samples;
 mod scan;
-mod stream_packer;
+mod token_stream_packer;
 mod used_samples;
 
 use std::path::Path;
@@ -30,7 +30,7 @@ use output::{MemoryOutput, PlanOutput, WidthProbe};
 pub use request::PackRequest;
 use samples::Indices;
 use scan::Scan;
-use stream_packer::{FEW_SAMPLES, StreamPacker};
+use token_stream_packer::{FEW_SAMPLES, TokenStreamPacker};
 
 /// Packs a request whose lengths were checked and hashed.
 pub struct HardPacker<'a> {
@@ -252,7 +252,7 @@ impl<'a> HardPacker<'a> {
             SampleOrder::Seed(seed) => (OrderKind::Seed, Some(seed)),
         };
         let mut random = seed.map(RandomState::new);
-        let mut packer = StreamPacker::<P>::new(request.max_length, request.drop_last, &self.threads, output);
+        let mut packer = TokenStreamPacker::<P>::new(request.max_length, request.drop_last, &self.threads, output);
         for (lengths, scan) in self.streams.iter().zip(&self.scans) {
             let drawn: Vec<P>;
             let indices = match (request.order, &mut random) {
@@ -265,7 +265,7 @@ impl<'a> HardPacker<'a> {
             };
             packer.pack(lengths, scan, indices, progress)?;
         }
-        let StreamPacker { totals, tail_start, order_hash, .. } = packer;
+        let TokenStreamPacker { totals, tail_start, order_hash, .. } = packer;
         let order_digest = match request.order {
             SampleOrder::Given(order) => order_hash.finish(order.len() as u64),
             _ => 0,

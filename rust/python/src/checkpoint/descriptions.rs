@@ -3,7 +3,7 @@
 use pyo3::exceptions::{PyRecursionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
-use tundish_commit::Kind;
+use tundish_commit::CheckpointKind;
 use tundish_commit::root::{Checkpoint, Damage};
 
 use crate::error::BindingError;
@@ -15,7 +15,7 @@ pub(crate) fn file_damage(damage: Damage) -> FileDamage {
     (damage.name, damage.problem, damage.is_changed)
 }
 
-pub(crate) fn parse_kind(kind: &str) -> Result<Kind, BindingError> {
+pub(crate) fn parse_kind(kind: &str) -> Result<CheckpointKind, BindingError> {
     kind.parse().map_err(|_| BindingError::Value(format!("kind is {kind:?}: give 'hf' or 'dcp'")))
 }
 

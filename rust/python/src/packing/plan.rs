@@ -2,8 +2,8 @@
 
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArray};
 use pyo3::prelude::*;
+use tundish_packing::megatron_index::{PlanInputs, sample_index};
 use tundish_packing::plan::Column;
-use tundish_packing::sample_index::{self, PlanInputs};
 use tundish_packing::{Integers, verify};
 
 use super::integer_array::{IntegerArray, view};
@@ -54,7 +54,7 @@ pub(crate) fn plan_sample_index<'py>(
             lengths.as_ref().map(|columns| columns.iter().map(IntegerArray::view).collect());
         let order = order.as_ref().map(IntegerArray::view);
         let inputs = PlanInputs { lengths: lengths.as_deref(), order, threads: available_threads() };
-        Ok(sample_index::sample_index(&view(&columns)?, &metadata, &inputs, door)?)
+        Ok(sample_index(&view(&columns)?, &metadata, &inputs, door)?)
     })?;
     let shape = [rows.len() / 2, 2];
     Ok(match rows {

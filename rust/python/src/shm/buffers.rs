@@ -21,7 +21,7 @@ use super::drop_without_gil::DropWithoutGil;
 use super::{as_address, as_tuple, look};
 use crate::enter::enter;
 use crate::error::BindingError;
-use crate::held::is_over;
+use crate::with_gil::is_over;
 
 /// Copying fewer bytes takes less time than releasing the GIL.
 const WORTH_LETTING_GO: usize = 128 << 10;

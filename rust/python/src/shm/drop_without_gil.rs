@@ -4,7 +4,7 @@
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 
-use crate::held::held;
+use crate::with_gil::with_gil;
 
 /// A value of Python's that is dropped without the GIL.
 pub(crate) struct DropWithoutGil<T: Send>(ManuallyDrop<T>);
@@ -33,7 +33,7 @@ impl<T: Send> Drop for DropWithoutGil<T> {
     fn drop(&mut self) {
         // SAFETY: taken once, and not used again.
         let value = unsafe { ManuallyDrop::take(&mut self.0) };
-        if let Err(without) = held(move |py| py.detach(move || drop(value))) {
+        if let Err(without) = with_gil(move |py| py.detach(move || drop(value))) {
             drop(without);
         }
     }

@@ -55,7 +55,7 @@ impl Own {
 }
 
 /// The role of this process for a segment.
-pub(super) enum Role {
+pub(super) enum SegmentRole {
     Owner(Arc<Own>),
     Reader(Arc<Attachment>),
 }
@@ -63,7 +63,7 @@ pub(super) enum Role {
 /// A segment that holds an array: made by this process, or attached to.
 #[pyclass(frozen)]
 pub(crate) struct SharedSegment {
-    role: DropWithoutGil<Role>,
+    role: DropWithoutGil<SegmentRole>,
 }
 
 /// The memory of an array, as a buffer.
@@ -121,7 +121,7 @@ impl SharedSegment {
             Ok(named.map(|()| own)?)
         })?;
         drop(data);
-        Ok(SharedSegment { role: DropWithoutGil::new(Role::Owner(Arc::new(own))) })
+        Ok(SharedSegment { role: DropWithoutGil::new(SegmentRole::Owner(Arc::new(own))) })
     }
 
     /// Creates a segment for `size` bytes that its owner writes: zeros, or without `clear` any bytes. It gets `name` by
@@ -136,12 +136,12 @@ impl SharedSegment {
             let own = Own::new(segment, size, layout, name);
             Ok(done.map(|()| own)?)
         })?;
-        Ok(SharedSegment { role: DropWithoutGil::new(Role::Owner(Arc::new(own))) })
+        Ok(SharedSegment { role: DropWithoutGil::new(SegmentRole::Owner(Arc::new(own))) })
     }
 
     /// Gives the segment its name, if it was made for one: from here on others find it.
     fn appear(&self, py: Python<'_>) -> PyResult<()> {
-        let Role::Owner(own) = &*self.role else { return Ok(()) };
+        let SegmentRole::Owner(own) = &*self.role else { return Ok(()) };
         let Some(name) = &own.name else { return Ok(()) };
         let segment = own.segment()?;
         enter(py, None, |door| Ok(name.appear(segment, &mut || look(door))?))
@@ -176,8 +176,8 @@ impl SharedSegment {
     #[getter]
     fn nbytes(&self) -> usize {
         match &*self.role {
-            Role::Owner(own) => own.len,
-            Role::Reader(attachment) => attachment.facts().data_len,
+            SegmentRole::Owner(own) => own.len,
+            SegmentRole::Reader(attachment) => attachment.facts().data_len,
         }
     }
 
@@ -187,8 +187,8 @@ impl SharedSegment {
         PyBytes::new(
             py,
             match &*self.role {
-                Role::Owner(own) => &own.layout,
-                Role::Reader(attachment) => &attachment.facts().layout,
+                SegmentRole::Owner(own) => &own.layout,
+                SegmentRole::Reader(attachment) => &attachment.facts().layout,
             },
         )
     }
@@ -196,15 +196,15 @@ impl SharedSegment {
     /// Whether this process made it, or inherited it from the one that did.
     #[getter]
     fn is_owner(&self) -> bool {
-        matches!(*self.role, Role::Owner(_))
+        matches!(*self.role, SegmentRole::Owner(_))
     }
 
     /// The address for other processes: process, descriptor, identity, generation.
     #[getter]
     fn address(&self) -> PyResult<AddressTuple> {
         Ok(match &*self.role {
-            Role::Owner(own) => as_tuple(&own.segment()?.address()),
-            Role::Reader(attachment) => as_tuple(&attachment.address()),
+            SegmentRole::Owner(own) => as_tuple(&own.segment()?.address()),
+            SegmentRole::Reader(attachment) => as_tuple(&attachment.address()),
         })
     }
 
@@ -221,7 +221,7 @@ impl SharedSegment {
 
     /// The data, writable for all processes; for the owner.
     fn writable(&self) -> PyResult<SegmentView> {
-        let Role::Owner(own) = &*self.role else {
+        let SegmentRole::Owner(own) = &*self.role else {
             return Err(PyValueError::new_err("only the owner of a segment writes to it"));
         };
         let segment = own.segment()?;
@@ -232,24 +232,24 @@ impl SharedSegment {
 
 impl SharedSegment {
     fn read_by(attachment: Arc<Attachment>) -> Self {
-        SharedSegment { role: DropWithoutGil::new(Role::Reader(attachment)) }
+        SharedSegment { role: DropWithoutGil::new(SegmentRole::Reader(attachment)) }
     }
 
     fn attachment(&self) -> PyResult<Arc<Attachment>> {
         let attached = match &*self.role {
-            Role::Owner(own) => match &own.name {
+            SegmentRole::Owner(own) => match &own.name {
                 Some(name) => attachment::attach_own(own.segment()?, name.keeper()),
                 None => attachment::attach(&own.segment()?.address()),
             },
-            Role::Reader(attachment) => Ok(Arc::clone(attachment)),
+            SegmentRole::Reader(attachment) => Ok(Arc::clone(attachment)),
         };
         Ok(attached.map_err(BindingError::from)?)
     }
 
     fn view(&self, memory: ViewedMemory) -> SegmentView {
         let owner = match &*self.role {
-            Role::Owner(own) => Some(Arc::clone(own)),
-            Role::Reader(_) => None,
+            SegmentRole::Owner(own) => Some(Arc::clone(own)),
+            SegmentRole::Reader(_) => None,
         };
         SegmentView { memory: DropWithoutGil::new(memory), _owner: DropWithoutGil::new(owner), len: self.nbytes() }
     }

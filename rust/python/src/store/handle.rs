@@ -10,7 +10,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
-use tundish_store::handles::{Handle, Kind, Writer, check_owner};
+use tundish_store::handles::{Handle, SharedFields, Writer, check_owner};
 use tundish_store::{Meta, ShardId, Wanted};
 
 use super::dtypes::{meta_of, object_of};
@@ -47,13 +47,13 @@ impl RTensor {
 
     /// Element type and shape of the tensor, or of the chosen rows.
     pub(super) fn meta(&self) -> PyResult<Meta> {
-        Ok(self.handle.kind.meta.cut(self.handle.rows.as_deref()).map_err(BindingError::from)?)
+        Ok(self.handle.shared.meta.cut(self.handle.rows.as_deref()).map_err(BindingError::from)?)
     }
 
     pub(super) fn wanted(&self) -> PyResult<Wanted> {
-        let Handle { id, kind, rows } = &self.handle;
+        let Handle { id, shared, rows } = &self.handle;
         let rows = rows.as_deref().cloned();
-        Ok(Wanted { owner: Arc::clone(&kind.owner), id: id.clone(), rows, meta: self.meta()? })
+        Ok(Wanted { owner: Arc::clone(&shared.owner), id: id.clone(), rows, meta: self.meta()? })
     }
 
     pub(super) fn has_reference(&self) -> bool {
@@ -79,7 +79,7 @@ impl RTensor {
     }
 
     fn dimensions(&self) -> Vec<u64> {
-        let mut shape = self.handle.kind.meta.shape().to_vec();
+        let mut shape = self.handle.shared.meta.shape().to_vec();
         if let (Some(rows), Some(first)) = (&self.handle.rows, shape.first_mut()) {
             *first = rows.end - rows.start;
         }
@@ -126,18 +126,22 @@ impl RTensor {
             return Err(BindingError::Type(reason).into());
         };
         let is_meta: bool = is_meta.extract()?;
-        let kind = Arc::new(Kind { owner, meta: Arc::new(meta_of(data)?) });
+        let shared = Arc::new(SharedFields { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
         let local = (!is_meta).then(|| data.clone().unbind());
-        Ok(RTensor::with(Handle { id, kind, rows: None }, reference, local))
+        Ok(RTensor::with(Handle { id, shared, rows: None }, reference, local))
     }
 
     /// Its location.
     #[getter]
     fn shard<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let Handle { id, kind, .. } = &self.handle;
+        let Handle { id, shared, .. } = &self.handle;
         let reference = self.reference_of(py);
-        SHARD.import(py, "tundish.rtensor.handles", "TensorShardInfo")?.call1((id.to_string(), &*kind.owner, reference))
+        SHARD.import(py, "tundish.rtensor.handles", "TensorShardInfo")?.call1((
+            id.to_string(),
+            &*shared.owner,
+            reference,
+        ))
     }
 
     /// The name of the shard.
@@ -149,7 +153,7 @@ impl RTensor {
     /// The address of its owner.
     #[getter]
     fn node_addr(&self) -> &str {
-        &self.handle.kind.owner
+        &self.handle.shared.owner
     }
 
     /// The reference of the backend, or None.
@@ -196,7 +200,7 @@ impl RTensor {
     /// The dtype of the tensor.
     #[getter]
     fn dtype<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        object_of(py, self.handle.kind.meta.dtype())
+        object_of(py, self.handle.shared.meta.dtype())
     }
 
     /// The device of `data`.
@@ -208,7 +212,7 @@ impl RTensor {
     /// The number of dimensions of the tensor.
     #[getter]
     fn ndim(&self) -> usize {
-        self.handle.kind.meta.shape().len()
+        self.handle.shared.meta.shape().len()
     }
 
     /// Bytes of the tensor.
@@ -265,8 +269,8 @@ impl RTensor {
     }
 
     fn __repr__(&self) -> String {
-        let Handle { id, kind, rows } = &self.handle;
-        let Kind { owner, meta } = &**kind;
+        let Handle { id, shared, rows } = &self.handle;
+        let SharedFields { owner, meta } = &**shared;
         let chosen = rows.as_ref().map_or(String::new(), |rows| format!(", rows {} to {}", rows.start, rows.end));
         let (shape, dtype) = (self.dimensions(), meta.dtype().name());
         format!("RTensor(shape={shape:?}, dtype=torch.{dtype}, shard {id} of {owner}{chosen})")

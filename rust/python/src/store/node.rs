@@ -12,7 +12,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
-use tundish_store::handles::{Handle, Kind};
+use tundish_store::handles::{Handle, SharedFields};
 use tundish_store::{Limits, Meta, Node, Removed, Selection, ShardId, Source, StoreError, TimeLimit, Wanted};
 
 use super::dtypes::meta_of;
@@ -64,27 +64,27 @@ impl ShardStore {
     ) -> PyResult<Bound<'py, PyList>> {
         let deadline = deadline_of(timeout)?;
         let owner: Arc<str> = owner.into();
-        let mut kinds: Vec<Arc<Kind>> = Vec::with_capacity(tensors.len());
+        let mut shared: Vec<Arc<SharedFields>> = Vec::with_capacity(tensors.len());
         let mut places = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             let meta = meta_of(&tensor)?;
             places.push(address_of(&tensor)?);
-            // Equal kinds are held once.
-            let before = kinds.last().filter(|kind| *kind.meta == meta).map(Arc::clone);
-            let make = || Arc::new(Kind { owner: Arc::clone(&owner), meta: Arc::new(meta) });
-            kinds.push(before.unwrap_or_else(make));
+            // Equal fields are held once.
+            let before = shared.last().filter(|shared| *shared.meta == meta).map(Arc::clone);
+            let make = || Arc::new(SharedFields { owner: Arc::clone(&owner), meta: Arc::new(meta) });
+            shared.push(before.unwrap_or_else(make));
         }
-        let given = &kinds;
+        let given = &shared;
         let ids = enter(py, None, move |door| {
             let sources: Vec<Source<'_>> = given
                 .iter()
                 .zip(&places)
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
-                .map(|(kind, place)| unsafe { Source::from_raw(Meta::clone(&kind.meta), place.0) })
+                .map(|(shared, place)| unsafe { Source::from_raw(Meta::clone(&shared.meta), place.0) })
                 .collect();
             Ok(Node::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(door)))?)
         })?;
-        let handles = ids.into_iter().zip(kinds).map(|(id, kind)| RTensor::new(Handle { id, kind, rows: None }));
+        let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(Handle { id, shared, rows: None }));
         PyList::new(py, handles.collect::<Vec<_>>())
     }
 
@@ -109,8 +109,8 @@ impl ShardStore {
             let mut go_on = || look(door);
             Ok(Node::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
         })?;
-        let kind = Arc::new(Kind { owner: owner.into(), meta });
-        Ok(RTensor::new(Handle { id, kind, rows: None }))
+        let shared = Arc::new(SharedFields { owner: owner.into(), meta });
+        Ok(RTensor::new(Handle { id, shared, rows: None }))
     }
 
     /// The handle of a shard that is stored here.
@@ -121,8 +121,8 @@ impl ShardStore {
         let found = enter(py, None, move |_| Ok(Node::of_process().look_up(&wanted)?))?;
         let meta = found.first().map(|one| one.meta().clone());
         let meta = meta.ok_or_else(|| BindingError::Value(format!("no shard {id} was found")))?;
-        let kind = Arc::new(Kind { owner: owner.into(), meta: Arc::new(meta) });
-        Ok(RTensor::new(Handle { id, kind, rows: None }))
+        let shared = Arc::new(SharedFields { owner: owner.into(), meta: Arc::new(meta) });
+        Ok(RTensor::new(Handle { id, shared, rows: None }))
     }
 
     /// The shards of the handles, in order. Each is fetched once; from owners on this node through shared memory, if

@@ -15,7 +15,7 @@ use pyo3::types::PyList;
 
 use super::dlpack::{CPU, Device, Dtype, MAJOR_VERSION, Make, Managed, Tensor, Version};
 use crate::error::BindingError;
-use crate::held::held;
+use crate::with_gil::with_gil;
 
 /// Where the tensors of a batch lie in its memory.
 #[pyclass(frozen)]
@@ -72,7 +72,7 @@ struct Export(Option<PyBuffer<u8>>);
 impl Drop for Export {
     fn drop(&mut self) {
         let export = self.0.take();
-        if let Err(without_gil) = held(move |_| drop(export)) {
+        if let Err(without_gil) = with_gil(move |_| drop(export)) {
             std::mem::forget(without_gil);
         }
     }

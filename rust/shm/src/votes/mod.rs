@@ -145,8 +145,8 @@ impl SharedVotes {
     pub fn wait(&self, number: u64, longest: Duration) -> VoteState {
         let mut goes_on = || true;
         let wait = Wait::new(Some(longest), None, &mut goes_on);
-        let begun = self.spin.begin();
-        self.spin.look(&begun, &wait, || protocol::state_of(self, number + 1) != VoteState::Open);
+        let started = self.spin.begin();
+        self.spin.look(&started, &wait, || protocol::state_of(self, number + 1) != VoteState::Open);
         let state = loop {
             let seen = self.wake_word().load(Ordering::Acquire);
             let state = protocol::state_of(self, number + 1);
@@ -155,7 +155,7 @@ impl SharedVotes {
             }
             futex::sleep(self.wake_word(), seen, wait.slice());
         };
-        self.spin.end(&begun);
+        self.spin.end(&started);
         state
     }
 

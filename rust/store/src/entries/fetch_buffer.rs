@@ -24,7 +24,7 @@ use crate::{Claimant, Epoch};
 
 /// A fetched shard, or some of its rows.
 #[derive(Debug)]
-pub(crate) struct Held<P> {
+pub(crate) struct Fetched<P> {
     owner: Arc<str>,
     rows: Option<Rows>,
     bytes: u64,
@@ -32,7 +32,7 @@ pub(crate) struct Held<P> {
 }
 
 /// The entries of one shard id: several if rows were chosen, or if two owners have shards of one name.
-pub(crate) type Entries<P> = SmallVec<[Held<P>; 1]>;
+pub(crate) type Entries<P> = SmallVec<[Fetched<P>; 1]>;
 
 /// The step under which a call began.
 #[derive(Clone, Debug)]
@@ -135,9 +135,9 @@ impl<P: Clone> Buffer<P> {
             return Err(state.refuse(flight));
         };
         let InFlight { owner, rows, .. } = &**flight;
-        let held = Held { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
+        let fetched = Fetched { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
         part.step_counts.bring(bytes);
-        part.entries.entry(flight.id.clone()).or_default().push(held);
+        part.entries.entry(flight.id.clone()).or_default().push(fetched);
         state.parts.saw_peak();
         drop(state);
         flight.land(Outcome::Landed(payload, flight.rows.clone()));
@@ -233,7 +233,7 @@ impl<P: Clone> State<P> {
         Asked::Leads(flight)
     }
 
-    fn find(&self, key: &Key) -> Option<&Held<P>> {
+    fn find(&self, key: &Key) -> Option<&Fetched<P>> {
         let of_shard = self.parts.iter().filter_map(|(_, part)| part.entries.get(&key.id)).flatten();
         let mut fitting =
             of_shard.filter(|held| held.owner == key.owner && covers(held.rows.as_ref(), key.rows.as_ref()));

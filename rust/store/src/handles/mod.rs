@@ -72,14 +72,14 @@ pub struct Handle {
     /// The shard.
     pub id: ShardId,
     /// The fields that it shares with other handles.
-    pub kind: Arc<Kind>,
+    pub shared: Arc<SharedFields>,
     /// The rows; all if `None`.
     pub rows: Option<Box<Rows>>,
 }
 
 /// The fields that many handles share.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Kind {
+pub struct SharedFields {
     /// The address that the owner of the shard serves at.
     pub owner: Arc<str>,
     /// Element type and shape of the whole shard.

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, Kind, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE,
-    NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
+    ROWS, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::meta::{Dtype, Meta, Shape};
@@ -17,7 +17,7 @@ pub struct Reader<'a> {
     pub(super) at: usize,
     owners: Vec<Arc<str>>,
     metas: Vec<Arc<Meta>>,
-    kinds: HashMap<(usize, usize), Arc<Kind>>,
+    shared: HashMap<(usize, usize), Arc<SharedFields>>,
     nonces: Vec<u64>,
     before: Option<(usize, usize, usize, u64)>,
 }
@@ -34,7 +34,7 @@ impl<'a> Reader<'a> {
                 at: 0,
                 owners: Vec::new(),
                 metas: Vec::new(),
-                kinds: HashMap::new(),
+                shared: HashMap::new(),
                 nonces: Vec::new(),
                 before: None,
             }),
@@ -68,7 +68,7 @@ impl<'a> Reader<'a> {
                 let rows = self.unsigned()?..self.unsigned()?;
                 let tag = self.byte()?;
                 let handle = self.handle(tag)?;
-                handle.kind.meta.cut(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
+                handle.shared.meta.cut(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
                 Value::Handle(Handle { rows: Some(Box::new(rows)), ..handle })
             }
             tag => Value::Handle(self.handle(tag)?),
@@ -107,7 +107,7 @@ impl<'a> Reader<'a> {
         }
         if tag == NAMED_HANDLE {
             let id = self.text()?.parse::<ShardId>().map_err(|error| self.wrong(&error.to_string()))?;
-            return Ok(Handle { id, kind: self.kind(owner, meta), rows: None });
+            return Ok(Handle { id, shared: self.shared(owner, meta), rows: None });
         }
         let nonce = self.place(self.nonces.len())?;
         if nonce == self.nonces.len() {
@@ -121,14 +121,14 @@ impl<'a> Reader<'a> {
     }
 
     fn numbered(&mut self, owner: usize, meta: usize, nonce: usize, counter: u64) -> Handle {
-        Handle { id: ShardId::numbered(self.nonces[nonce], counter), kind: self.kind(owner, meta), rows: None }
+        Handle { id: ShardId::numbered(self.nonces[nonce], counter), shared: self.shared(owner, meta), rows: None }
     }
 
     /// The one that handles of this owner, type and shape share.
-    fn kind(&mut self, owner: usize, meta: usize) -> Arc<Kind> {
+    fn shared(&mut self, owner: usize, meta: usize) -> Arc<SharedFields> {
         let (owners, metas) = (&self.owners, &self.metas);
-        let make = || Arc::new(Kind { owner: Arc::clone(&owners[owner]), meta: Arc::clone(&metas[meta]) });
-        Arc::clone(self.kinds.entry((owner, meta)).or_insert_with(make))
+        let make = || Arc::new(SharedFields { owner: Arc::clone(&owners[owner]), meta: Arc::clone(&metas[meta]) });
+        Arc::clone(self.shared.entry((owner, meta)).or_insert_with(make))
     }
 
     fn meta(&mut self) -> Result<Meta, StoreError> {

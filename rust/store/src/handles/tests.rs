@@ -10,7 +10,7 @@ fn handle(nonce: u64, counter: u64, name: Option<&str>, dtype: &str, shape: &[u6
     let meta = Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap();
     let id = name.map_or_else(|| ShardId::numbered(nonce, counter), |name| name.parse().unwrap());
     let owner = format!("10.0.0.{}:80", nonce % 3).into();
-    Handle { id, kind: Arc::new(Kind { owner, meta: Arc::new(meta) }), rows: rows.map(Box::new) }
+    Handle { id, shared: Arc::new(SharedFields { owner, meta: Arc::new(meta) }), rows: rows.map(Box::new) }
 }
 
 fn written(values: &[Value<'_>]) -> Vec<u8> {
@@ -98,7 +98,7 @@ fn every_type_is_read_as_it_was_written() {
     for dtype in Dtype::all() {
         let bytes = written(&[Value::Handle(handle(7, 1, None, dtype.name(), &[4], None))]);
         let Value::Handle(read) = Reader::new(&bytes).unwrap().read().unwrap() else { panic!("{dtype:?}") };
-        assert_eq!(read.kind.meta.dtype(), dtype);
+        assert_eq!(read.shared.meta.dtype(), dtype);
     }
 }
 
@@ -121,7 +121,7 @@ fn lengths_beyond_the_bytes_are_refused_before_room_is_made() {
 fn valid_addresses_are_written_and_read_and_invalid_ones_refused() {
     let of = |owner: &str| {
         let mut one = handle(1, 1, Some("a"), "int8", &[4], None);
-        one.kind = Arc::new(Kind { owner: owner.into(), meta: Arc::clone(&one.kind.meta) });
+        one.shared = Arc::new(SharedFields { owner: owner.into(), meta: Arc::clone(&one.shared.meta) });
         one
     };
     // As if they had been written.

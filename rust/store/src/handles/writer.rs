@@ -5,8 +5,8 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, Kind, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE,
-    NONE, ROWS, TEXT, TRUE, TUPLE, Value, check_owner,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
+    ROWS, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::meta::Meta;
@@ -71,7 +71,7 @@ impl Writer {
     /// # Errors
     /// As [`write`](Writer::write).
     pub fn handle(&mut self, handle: &Handle) -> Result<(), StoreError> {
-        let Kind { owner: address, meta: what } = &*handle.kind;
+        let SharedFields { owner: address, meta: what } = &*handle.shared;
         check_owner(address)?;
         if let Some(rows) = &handle.rows {
             self.out.push(ROWS);

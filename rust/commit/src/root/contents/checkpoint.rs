@@ -17,21 +17,21 @@ use serde_json::value::RawValue;
 use super::directory::Directory;
 use super::root_names;
 use crate::checksum::Checksum;
-use crate::disk::{Disk, EntryKind, Status};
+use crate::disk::{Disk, EntryKind, FileStat};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind, Manifest, ManifestFile};
+use crate::manifest::{self, CheckpointKind, Manifest, ManifestFile};
 
 /// A larger file is no manifest. No number of ranks comes near this size.
 const LARGEST_MANIFEST: u64 = 1 << 30;
 
 /// The key of a checkpoint in a root.
-pub(crate) type Key = (Kind, u64);
+pub(crate) type Key = (CheckpointKind, u64);
 
 /// Published checkpoints, by kind and step.
 pub(crate) type Checkpoints = BTreeMap<Key, Arc<Published>>;
 
 /// The newest step of a kind.
-pub(crate) fn newest(published: &Checkpoints, kind: Kind) -> Option<u64> {
+pub(crate) fn newest(published: &Checkpoints, kind: CheckpointKind) -> Option<u64> {
     published.range((kind, 0)..=(kind, u64::MAX)).next_back().map(|(&(_, step), _)| step)
 }
 
@@ -39,7 +39,7 @@ pub(crate) fn newest(published: &Checkpoints, kind: Kind) -> Option<u64> {
 #[derive(Debug, Clone, Serialize)]
 pub struct Checkpoint {
     /// Its kind.
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// The training step it was taken at.
     pub step: u64,
     /// Its folder, absolute.
@@ -74,7 +74,7 @@ impl Checkpoint {
 pub(crate) struct Published {
     pub(crate) checkpoint: Checkpoint,
     /// Of its manifest file. It identifies the checkpoint: overlayfs may change the inode number of a folder.
-    pub(crate) manifest: Status,
+    pub(crate) manifest: FileStat,
 }
 
 /// A manifest that was read.
@@ -83,7 +83,7 @@ pub(crate) struct ReadManifest {
     pub(crate) manifest: Manifest,
     pub(crate) checksum: Checksum,
     /// Of the file.
-    pub(crate) status: Status,
+    pub(crate) status: FileStat,
 }
 
 /// Why a folder does not count as a whole checkpoint.
@@ -115,7 +115,11 @@ impl NotWhole {
 }
 
 /// Examines the folder of one checkpoint.
-pub(crate) fn examine<D: Disk + Clone>(root: &Directory<D>, kind: Kind, step: u64) -> Result<Published, NotWhole> {
+pub(crate) fn examine<D: Disk + Clone>(
+    root: &Directory<D>,
+    kind: CheckpointKind,
+    step: u64,
+) -> Result<Published, NotWhole> {
     let folder = root.open_folder(&root_names::checkpoint(kind, step))?;
     let ReadManifest { manifest, status: file, .. } = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {

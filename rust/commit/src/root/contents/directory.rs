@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::root_names;
 use crate::disk::remove_contents::remove_contents;
-use crate::disk::{self, Disk, EntryKind, Lock, Sharing, Status, absent_is_fine, leads_to};
+use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, absent_is_fine, leads_to};
 use crate::error::CommitError;
 
 /// The largest single write.
@@ -56,7 +56,7 @@ impl<D: Disk + Clone> Directory<D> {
         self.disk.open_file(&self.folder, name, &self.path.join(name))
     }
 
-    pub(crate) fn look_at(&self, name: &OsStr) -> Result<Option<Status>, CommitError> {
+    pub(crate) fn look_at(&self, name: &OsStr) -> Result<Option<FileStat>, CommitError> {
         self.disk.look_at(&self.folder, name, &self.path.join(name))
     }
 
@@ -76,10 +76,10 @@ impl<D: Disk + Clone> Directory<D> {
         }
         let folder = self.open_folder(name)?;
         // The owner that made it is dead. Where locks cannot show other writers, the folder would stay for ever.
-        Ok(self.disk.lock_folder(&folder.folder, Sharing::Exclusive, &folder.path)? == Lock::HeldByAnother)
+        Ok(self.disk.lock_folder(&folder.folder, LockMode::Exclusive, &folder.path)? == LockOutcome::HeldByAnother)
     }
 
-    pub(crate) fn status(&self) -> Result<Status, CommitError> {
+    pub(crate) fn status(&self) -> Result<FileStat, CommitError> {
         self.disk.folder_status(&self.folder, &self.path)
     }
 
@@ -115,7 +115,7 @@ impl<D: Disk + Clone> Directory<D> {
     }
 
     /// Makes a new file with durable bytes and returns its status. Its name is not durable yet.
-    pub(crate) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<Status, CommitError> {
+    pub(crate) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<FileStat, CommitError> {
         let path = self.path.join(name);
         let file = self.disk.create_file(&self.folder, name, &path)?;
         disk::write_all(&self.disk, &file, 0, bytes, &path, PIECE, |_| Ok(()))?;
@@ -184,7 +184,12 @@ impl<D: Disk + Clone> Directory<D> {
 
     /// Accepts a failed rename if `to` leads to what was `moved`: network file systems may report failure for a rename
     /// that the server carried out.
-    fn confirm(&self, renamed: Result<(), CommitError>, to: &OsStr, moved: Option<Status>) -> Result<(), CommitError> {
+    fn confirm(
+        &self,
+        renamed: Result<(), CommitError>,
+        to: &OsStr,
+        moved: Option<FileStat>,
+    ) -> Result<(), CommitError> {
         let Err(error) = renamed else {
             return Ok(());
         };

@@ -12,7 +12,7 @@ use super::directory::Directory;
 use super::root_names;
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 const FORMAT_VERSION: u32 = 1;
 
@@ -32,7 +32,7 @@ struct Registered<'a> {
 /// Refuses a root in which something else has one of these names.
 pub(crate) fn check_names<D: Disk + Clone>(root: &Directory<D>) -> Result<(), CommitError> {
     refuse_folder(root, OsStr::new(root_names::REGISTRY), "the registry of checkpoints")?;
-    Kind::ALL.into_iter().try_for_each(|kind| check_latest_link(root, &root_names::latest_link(kind)))
+    CheckpointKind::ALL.into_iter().try_for_each(|kind| check_latest_link(root, &root_names::latest_link(kind)))
 }
 
 fn refuse_folder<D: Disk + Clone>(
@@ -99,7 +99,7 @@ fn registry(published: &Checkpoints) -> Vec<u8> {
 pub(crate) fn update_latest_link<D: Disk + Clone>(
     root: &Directory<D>,
     published: &Checkpoints,
-    kind: Kind,
+    kind: CheckpointKind,
 ) -> Result<bool, CommitError> {
     let name = root_names::latest_link(kind);
     check_latest_link(root, &name)?;
@@ -118,7 +118,7 @@ pub(crate) fn update_latest_link<D: Disk + Clone>(
 pub(crate) fn update_or_remove_latest_link<D: Disk + Clone>(
     root: &Directory<D>,
     published: &Checkpoints,
-    kind: Kind,
+    kind: CheckpointKind,
 ) -> Result<(), CommitError> {
     match update_latest_link(root, published, kind) {
         Err(error) if error.is_out_of_space() => {

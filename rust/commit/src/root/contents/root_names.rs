@@ -17,7 +17,7 @@
 
 use std::ffi::{OsStr, OsString};
 
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 
 /// The largest step, so that steps fit into signed integers everywhere.
 pub(crate) const MAX_STEP: u64 = i64::MAX as u64;
@@ -27,7 +27,7 @@ pub(crate) const WRITER_LOCK: &str = ".owner";
 /// The meaning of a name in a root.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    Checkpoint(Kind, u64),
+    Checkpoint(CheckpointKind, u64),
     /// Left by a dead owner.
     Leftover,
     /// Checkpoints above this step are to be set aside.
@@ -35,20 +35,20 @@ pub(crate) enum Entry {
     Other,
 }
 
-pub(crate) fn checkpoint(kind: Kind, step: u64) -> OsString {
+pub(crate) fn checkpoint(kind: CheckpointKind, step: u64) -> OsString {
     format!("{kind}-{step}").into()
 }
 
-pub(crate) fn unfinished(kind: Kind, step: u64) -> OsString {
+pub(crate) fn unfinished(kind: CheckpointKind, step: u64) -> OsString {
     format!(".{kind}-{step}.incomplete").into()
 }
 
-pub(crate) fn removed(kind: Kind, step: u64, number: u64) -> OsString {
+pub(crate) fn removed(kind: CheckpointKind, step: u64, number: u64) -> OsString {
     format!(".{kind}-{step}.removed-{number}").into()
 }
 
 /// The candidates for the name of a checkpoint that is set aside.
-pub(crate) fn set_aside(kind: Kind, step: u64, number: u64) -> OsString {
+pub(crate) fn set_aside(kind: CheckpointKind, step: u64, number: u64) -> OsString {
     match number {
         0 => format!("discarded-{kind}-{step}").into(),
         _ => format!("discarded-{kind}-{step}-{}", number + 1).into(),
@@ -59,7 +59,7 @@ pub(crate) fn discard_marker(step: u64) -> OsString {
     format!(".discard-after-{step}").into()
 }
 
-pub(crate) fn latest_link(kind: Kind) -> OsString {
+pub(crate) fn latest_link(kind: CheckpointKind) -> OsString {
     format!("{kind}-latest").into()
 }
 
@@ -89,7 +89,7 @@ fn is_leftover(text: &str) -> bool {
         return false;
     };
     if let Some(name) = hidden.strip_suffix(".incomplete") {
-        let is_pointer = Kind::ALL.into_iter().any(|kind| latest_link(kind) == name);
+        let is_pointer = CheckpointKind::ALL.into_iter().any(|kind| latest_link(kind) == name);
         return name == REGISTRY || is_pointer || kind_and_step(name).is_some();
     }
     hidden
@@ -97,7 +97,7 @@ fn is_leftover(text: &str) -> bool {
         .is_some_and(|(name, count)| kind_and_step(name).is_some() && number(count).is_some())
 }
 
-fn kind_and_step(text: &str) -> Option<(Kind, u64)> {
+fn kind_and_step(text: &str) -> Option<(CheckpointKind, u64)> {
     let (kind, step) = text.split_once('-')?;
     Some((kind.parse().ok()?, number(step)?))
 }
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn own_names_are_recognised() {
         for step in [0, 7, MAX_STEP] {
-            for kind in Kind::ALL {
+            for kind in CheckpointKind::ALL {
                 assert_eq!(classify(&checkpoint(kind, step)), Entry::Checkpoint(kind, step));
                 assert_eq!(classify(&unfinished(kind, step)), Entry::Leftover);
                 assert_eq!(classify(&removed(kind, step, 3)), Entry::Leftover);
@@ -131,7 +131,7 @@ mod tests {
             assert_eq!(classify(&discard_marker(step)), Entry::DiscardMarker(step));
         }
         assert_eq!(classified(".checkpoints.json.incomplete"), Entry::Leftover);
-        assert_eq!(set_aside(Kind::Hf, 5, 1), "discarded-hf-5-2");
+        assert_eq!(set_aside(CheckpointKind::Hf, 5, 1), "discarded-hf-5-2");
     }
 
     #[test]

@@ -24,9 +24,9 @@ use rustix::io::Errno;
 
 use super::verify;
 use crate::checksum::Checksum;
-use crate::disk::{Disk, EntryKind, Lock, RealDisk, Sharing};
+use crate::disk::{Disk, EntryKind, LockMode, LockOutcome, RealDisk};
 use crate::error::CommitError;
-use crate::manifest::{self, Kind, ManifestFile};
+use crate::manifest::{self, CheckpointKind, ManifestFile};
 use crate::root::checkpoint_root::Root;
 use crate::root::contents::checkpoint::{self, ReadManifest};
 use crate::root::contents::{Checkpoint, Damage, Directory, root_names};
@@ -187,10 +187,10 @@ fn lock_opened<D: Disk + Clone>(
             outcome => outcome?,
         };
         let lock = match &manifest {
-            Some(manifest) => folder.disk.lock_file(manifest, Sharing::Shared, &folder.path.join(name))?,
-            None => Lock::Unknown,
+            Some(manifest) => folder.disk.lock_file(manifest, LockMode::Shared, &folder.path.join(name))?,
+            None => LockOutcome::Unknown,
         };
-        if lock == Lock::HeldByAnother {
+        if lock == LockOutcome::HeldByAnother {
             // It is being removed or replaced: soon it is gone, or another one.
             if Instant::now() > until {
                 return Err(CommitError::CheckpointLocked { path: folder.path });
@@ -201,7 +201,7 @@ fn lock_opened<D: Disk + Clone>(
         let manifest = manifest.map(|file| LockedManifest::new(&folder.disk, file));
         // It may have been replaced before it was locked.
         if open()?.status()?.is_same(&folder.status()?) {
-            return Ok(ReadLock { folder, manifest, is_locked: lock == Lock::Taken, contents: OnceLock::new() });
+            return Ok(ReadLock { folder, manifest, is_locked: lock == LockOutcome::Taken, contents: OnceLock::new() });
         }
     }
 }
@@ -224,22 +224,26 @@ pub(crate) fn exclude_readers<D: Disk + Clone>(
     }
     let path = folder.path.join(manifest);
     let mut file = folder.open_file(manifest)?;
-    let mut lock = folder.disk.lock_file(&file, Sharing::Exclusive, &path)?;
-    if lock == Lock::Unknown {
+    let mut lock = folder.disk.lock_file(&file, LockMode::Exclusive, &path)?;
+    if lock == LockOutcome::Unknown {
         // Network file systems give an exclusive lock only on a file that is open for writing.
         file = folder.disk.open_file_for_writing(&folder.folder, manifest, &path)?;
-        lock = folder.disk.lock_file(&file, Sharing::Exclusive, &path)?;
+        lock = folder.disk.lock_file(&file, LockMode::Exclusive, &path)?;
     }
     match lock {
-        Lock::HeldByAnother => Err(CommitError::CheckpointInUse { path: folder.path, reason: "it is being read" }),
-        Lock::Taken | Lock::Unknown => Ok(ReaderExclusion { _manifest: Some(LockedManifest::new(&folder.disk, file)) }),
+        LockOutcome::HeldByAnother => {
+            Err(CommitError::CheckpointInUse { path: folder.path, reason: "it is being read" })
+        }
+        LockOutcome::Taken | LockOutcome::Unknown => {
+            Ok(ReaderExclusion { _manifest: Some(LockedManifest::new(&folder.disk, file)) })
+        }
     }
 }
 
 /// Takes a read lock on a checkpoint of `root`.
 pub(crate) fn lock_checkpoint<D: Disk + Clone>(
     root: &Directory<D>,
-    kind: Kind,
+    kind: CheckpointKind,
     step: u64,
 ) -> Result<ReadLock<D>, CommitError> {
     let name = root_names::checkpoint(kind, step);
@@ -260,7 +264,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ///
     /// # Errors
     /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`].
-    pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
+    pub fn read_lock(&self, kind: CheckpointKind, step: u64) -> Result<ReadLock<D>, CommitError> {
         lock_checkpoint(&self.root, kind, step)
     }
 }

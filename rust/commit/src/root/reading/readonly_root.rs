@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::read_lock::{POLL, ReadLock, lock_checkpoint};
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::manifest::Kind;
+use crate::manifest::CheckpointKind;
 use crate::names::absolute;
 use crate::root::contents::checkpoint::{self, NotWhole, Published};
 use crate::root::contents::{Checkpoint, Directory, Key, root_names};
@@ -67,7 +67,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     ///
     /// # Errors
     /// As [`list`](ReadonlyRoot::list).
-    pub fn latest(&self, kind: Kind) -> Result<Option<PathBuf>, CommitError> {
+    pub fn latest(&self, kind: CheckpointKind) -> Result<Option<PathBuf>, CommitError> {
         let until = Instant::now() + CATCH_UP;
         loop {
             let mut is_any_gone = false;
@@ -90,7 +90,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     ///
     /// # Errors
     /// As there.
-    pub fn read_lock(&self, kind: Kind, step: u64) -> Result<ReadLock<D>, CommitError> {
+    pub fn read_lock(&self, kind: CheckpointKind, step: u64) -> Result<ReadLock<D>, CommitError> {
         lock_checkpoint(&self.root, kind, step)
     }
 
@@ -134,7 +134,7 @@ pub struct Survey {
 #[derive(Debug)]
 pub struct DamagedCheckpoint {
     /// The kind in its name.
-    pub kind: Kind,
+    pub kind: CheckpointKind,
     /// The step in its name.
     pub step: u64,
     /// Its absolute path.

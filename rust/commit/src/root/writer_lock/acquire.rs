@@ -12,7 +12,7 @@ use super::heartbeat::Heartbeat;
 use super::lock_file::{HeartbeatTiming, LockFile};
 use super::lock_record::{self, LockRecord};
 use super::process_identity::{ProcessIdentity, ProcessState};
-use crate::disk::{Disk, EntryKind, Lock};
+use crate::disk::{Disk, EntryKind, LockOutcome};
 use crate::error::CommitError;
 use crate::root::contents::{Directory, root_names};
 
@@ -132,9 +132,9 @@ impl<F> LockState<F> {
         };
         // How long the record must be unchanged to count as free.
         let still = match (lock, state) {
-            (Lock::HeldByAnother, _) | (_, ProcessState::Alive) => None,
+            (LockOutcome::HeldByAnother, _) | (_, ProcessState::Alive) => None,
             (_, ProcessState::Dead) => Some(Duration::ZERO),
-            (Lock::Taken, ProcessState::Unknown) if root.disk.is_local(&root.folder) => match &record {
+            (LockOutcome::Taken, ProcessState::Unknown) if root.disk.is_local(&root.folder) => match &record {
                 Some(record) if identity.has_same_kernel_as(&record.owner) => Some(2 * timing.beat),
                 _ => Some(Duration::ZERO),
             },
@@ -184,7 +184,9 @@ fn write_and_read<D: Disk>(lock_file: &LockFile<D>) -> Result<Option<LockRecord>
         // The file held something longer than a record. Its end would make every later record unreadable.
         lock_file.disk.truncate(&lock_file.file, lock_record::LENGTH as u64, &lock_file.path)?;
     }
-    if lock_file.disk.lock_file_for_process(&lock_file.file, &lock_file.path)? != Lock::Taken || lock_file.is_shared {
+    if lock_file.disk.lock_file_for_process(&lock_file.file, &lock_file.path)? != LockOutcome::Taken
+        || lock_file.is_shared
+    {
         // Two processes may write at once: the one whose record was overwritten gives way.
         std::thread::sleep(lock_file.timing.beat);
     }

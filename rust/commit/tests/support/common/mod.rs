@@ -15,7 +15,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tundish_commit::staging::FileImage;
-use tundish_commit::{CommitError, Folder};
+use tundish_commit::{AtomicFolder, CommitError};
 
 pub const ROLE: &str = "TUNDISH_TEST_ROLE";
 pub const TARGET: &str = "TUNDISH_TEST_TARGET";
@@ -51,7 +51,7 @@ pub fn contents(mark: u8) -> Vec<(&'static str, Vec<u8>)> {
 }
 
 /// Writes the folder without publishing it: each file in two appends, its first bytes last.
-pub fn fill(folder: &Folder, mark: u8) -> Result<(), CommitError> {
+pub fn fill(folder: &AtomicFolder, mark: u8) -> Result<(), CommitError> {
     for (name, bytes) in contents(mark) {
         let mut file = folder.create_file(name)?;
         if !bytes.is_empty() {
@@ -69,7 +69,7 @@ pub fn fill(folder: &Folder, mark: u8) -> Result<(), CommitError> {
 }
 
 pub fn publish(target: &Path, mark: u8) -> Result<(), CommitError> {
-    let folder = Folder::create(target)?;
+    let folder = AtomicFolder::create(target)?;
     fill(&folder, mark)?;
     folder.publish()
 }

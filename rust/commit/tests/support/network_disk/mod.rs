@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use tundish_commit::CommitError;
-use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing, Status};
+use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome, RealDisk};
 
 const EINVAL: i32 = 22;
 pub const ETIMEDOUT: i32 = 110;
@@ -15,15 +15,15 @@ pub const ETIMEDOUT: i32 = 110;
 #[derive(Debug, Clone, Copy)]
 pub struct NetworkDisk {
     /// The answer to every lock request.
-    pub lock: Lock,
+    pub lock: LockOutcome,
     has_renames: bool,
 }
 
 /// Locks are of the machine alone.
-pub const DEAF: NetworkDisk = NetworkDisk { lock: Lock::Taken, has_renames: true };
+pub const DEAF: NetworkDisk = NetworkDisk { lock: LockOutcome::Taken, has_renames: true };
 /// There are none.
-pub const LOCKLESS: NetworkDisk = NetworkDisk { lock: Lock::Unknown, has_renames: true };
-pub const PLAIN: NetworkDisk = NetworkDisk { lock: Lock::Taken, has_renames: false };
+pub const LOCKLESS: NetworkDisk = NetworkDisk { lock: LockOutcome::Unknown, has_renames: true };
+pub const PLAIN: NetworkDisk = NetworkDisk { lock: LockOutcome::Taken, has_renames: false };
 
 thread_local! {
     /// A change elsewhere, right after this thread has listed a folder.
@@ -89,7 +89,7 @@ impl Disk for NetworkDisk {
         Ok(found)
     }
 
-    fn look_at(&self, folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>> {
+    fn look_at(&self, folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<FileStat>> {
         if IS_CUT_OFF.get() {
             return Err(failed("look at", path, ETIMEDOUT));
         }
@@ -104,11 +104,11 @@ impl Disk for NetworkDisk {
         false
     }
 
-    fn lock_folder(&self, _folder: &Folder, _sharing: Sharing, _path: &Path) -> Outcome<Lock> {
+    fn lock_folder(&self, _folder: &Folder, _sharing: LockMode, _path: &Path) -> Outcome<LockOutcome> {
         Ok(self.lock)
     }
 
-    fn lock_file(&self, _file: &File, _sharing: Sharing, _path: &Path) -> Outcome<Lock> {
+    fn lock_file(&self, _file: &File, _sharing: LockMode, _path: &Path) -> Outcome<LockOutcome> {
         Ok(self.lock)
     }
 
@@ -116,7 +116,7 @@ impl Disk for NetworkDisk {
         RealDisk.unlock_file(file);
     }
 
-    fn lock_file_for_process(&self, _file: &File, _path: &Path) -> Outcome<Lock> {
+    fn lock_file_for_process(&self, _file: &File, _path: &Path) -> Outcome<LockOutcome> {
         Ok(self.lock)
     }
 

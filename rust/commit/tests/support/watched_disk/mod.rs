@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tundish_commit::disk::{Disk, Lock, RealDisk, Sharing, Status};
+use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome, RealDisk};
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
-use tundish_commit::{CommitError, Kind};
+use tundish_commit::{CheckpointKind, CommitError};
 
 type Folder = <RealDisk as Disk>::Folder;
 type File = <RealDisk as Disk>::File;
@@ -76,10 +76,10 @@ impl Disk for WatchedDisk {
     as_the_real_disk! {
         path:
         fn list(folder: &Folder, path: &Path) -> Outcome<Vec<OsString>>;
-        fn look_at(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<Status>>;
-        fn lock_folder(folder: &Folder, sharing: Sharing, path: &Path) -> Outcome<Lock>;
-        fn lock_file(file: &File, sharing: Sharing, path: &Path) -> Outcome<Lock>;
-        fn lock_file_for_process(file: &File, path: &Path) -> Outcome<Lock>;
+        fn look_at(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<FileStat>>;
+        fn lock_folder(folder: &Folder, sharing: LockMode, path: &Path) -> Outcome<LockOutcome>;
+        fn lock_file(file: &File, sharing: LockMode, path: &Path) -> Outcome<LockOutcome>;
+        fn lock_file_for_process(file: &File, path: &Path) -> Outcome<LockOutcome>;
         fn rename_new(from: (&Folder, &OsStr), to: (&Folder, &OsStr), path: &Path) -> Outcome<()>;
         fn exchange(one: (&Folder, &OsStr), other: (&Folder, &OsStr), path: &Path) -> Outcome<()>;
     }
@@ -99,7 +99,7 @@ pub fn open(disk: &WatchedDisk, path: &Path) -> Root<WatchedDisk> {
 }
 
 /// The manifest of a checkpoint as [`write`] writes it.
-pub fn manifest(kind: Kind, step: u64, tag: &str) -> String {
+pub fn manifest(kind: CheckpointKind, step: u64, tag: &str) -> String {
     format!(
         r#"{{"format_version": 1, "kind": "{kind}", "step": {step}, "tag": "{tag}",
         "files": [{{"name": "inner/weights", "size": 9}}]}}"#
@@ -111,13 +111,13 @@ pub fn write(folder: &Path) {
     fs::write(folder.join("inner/weights"), [7; 9]).unwrap();
 }
 
-pub fn save(root: &Root<WatchedDisk>, kind: Kind, step: u64, tag: &str) -> PathBuf {
+pub fn save(root: &Root<WatchedDisk>, kind: CheckpointKind, step: u64, tag: &str) -> PathBuf {
     write(&root.begin(kind, step, true).unwrap());
     root.publish(kind, step, &manifest(kind, step, tag), true).unwrap()
 }
 
 /// Puts a whole checkpoint there by hand.
-pub fn put(path: &Path, kind: Kind, step: u64) {
+pub fn put(path: &Path, kind: CheckpointKind, step: u64) {
     let folder = path.join(format!("{kind}-{step}"));
     fs::create_dir(&folder).unwrap();
     write(&folder);

@@ -147,12 +147,12 @@ impl<W: Words> Parent<W> {
             return self.listen(role, wait);
         }
         results::enter(&self.words);
-        let begun = self.spin.begin();
+        let started = self.spin.begin();
         if self.is_awake {
-            self.spin.look(&begun, wait, || results::is_ready(&self.words));
+            self.spin.look(&started, wait, || results::is_ready(&self.words));
         }
         let waited = self.listen(role, wait);
-        self.spin.end(&begun);
+        self.spin.end(&started);
         results::leave(&self.words);
         match waited {
             Waited::Nothing if results::is_ready(&self.words) => Waited::Ready,

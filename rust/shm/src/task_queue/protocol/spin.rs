@@ -23,19 +23,19 @@ pub(crate) struct Spin {
 }
 
 /// A wait that has begun.
-pub(crate) struct Begun(Instant);
+pub(crate) struct StartedWait(Instant);
 
 impl Spin {
-    pub(crate) fn begin(&self) -> Begun {
-        Begun(Instant::now())
+    pub(crate) fn begin(&self) -> StartedWait {
+        StartedWait(Instant::now())
     }
 
     /// Look until `is_over` or it is time to sleep, or to go.
-    pub(crate) fn look(&self, begun: &Begun, wait: &Wait<'_>, is_over: impl Fn() -> bool) {
+    pub(crate) fn look(&self, started: &StartedWait, wait: &Wait<'_>, is_over: impl Fn() -> bool) {
         if self.long_waits.load(Ordering::Relaxed) >= HABIT {
             return;
         }
-        while begun.0.elapsed() < LONGEST && !wait.is_over() {
+        while started.0.elapsed() < LONGEST && !wait.is_over() {
             for _ in 0..LOOKS {
                 if is_over() {
                     return;
@@ -47,8 +47,8 @@ impl Spin {
     }
 
     /// Learn from a wait that is over.
-    pub(crate) fn end(&self, begun: &Begun) {
-        let is_long = begun.0.elapsed() >= LONGEST;
+    pub(crate) fn end(&self, started: &StartedWait) {
+        let is_long = started.0.elapsed() >= LONGEST;
         let waits = if is_long { self.long_waits.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
         self.long_waits.store(waits, Ordering::Relaxed);
     }

@@ -72,15 +72,15 @@ impl<W: Words> Worker<W> {
     }
 
     fn seek(&self, worker: u16, wait: &mut Wait<'_>) -> Taken<Ticket> {
-        let begun = self.spin.begin();
+        let started = self.spin.begin();
         loop {
             if idle_workers::searching(&self.words) <= self.most_awake {
-                self.spin.look(&begun, wait, || ring::backlog(&self.words) > 0 || self.is_stopped());
+                self.spin.look(&started, wait, || ring::backlog(&self.words) > 0 || self.is_stopped());
             }
             // Read before the queue: tasks that were put before the stop are still done.
             let is_stopped = self.is_stopped();
             if let Some(ticket) = ring::take(&self.words, worker) {
-                self.spin.end(&begun);
+                self.spin.end(&started);
                 return Taken::Task(ticket);
             }
             if is_stopped {

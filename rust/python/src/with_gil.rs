@@ -7,9 +7,9 @@
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-struct Held(ffi::PyGILState_STATE);
+struct GilGuard(ffi::PyGILState_STATE);
 
-impl Drop for Held {
+impl Drop for GilGuard {
     fn drop(&mut self) {
         // SAFETY: it was taken in this thread, and every one taken since was released.
         unsafe { ffi::PyGILState_Release(self.0) };
@@ -23,11 +23,11 @@ pub(crate) fn is_over() -> bool {
 }
 
 /// Make `call` with the GIL and return its result; return the call itself if the interpreter has ended.
-pub(crate) fn held<T, F: FnOnce(Python<'_>) -> T>(call: F) -> Result<T, F> {
+pub(crate) fn with_gil<T, F: FnOnce(Python<'_>) -> T>(call: F) -> Result<T, F> {
     if is_over() {
         return Err(call);
     }
     // SAFETY: there is an interpreter.
-    let _held = Held(unsafe { ffi::PyGILState_Ensure() });
+    let _guard = GilGuard(unsafe { ffi::PyGILState_Ensure() });
     Ok(Python::attach(call))
 }

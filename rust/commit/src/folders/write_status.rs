@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::error::CommitError;
 
 #[derive(Debug, Default)]
-pub(crate) struct FileStatus {
+pub(crate) struct WriteStatus {
     state: Mutex<State>,
 }
 
@@ -26,7 +26,7 @@ struct Failure {
     errno: i32,
 }
 
-impl FileStatus {
+impl WriteStatus {
     /// Refuses once anything failed.
     pub(crate) fn check(&self) -> Result<(), CommitError> {
         self.lock().check()

@@ -1,4 +1,4 @@
-//! [`Folder`], a folder that appears under its name in one rename; and [`replace_file`] for a single file.
+//! [`AtomicFolder`], a folder that appears under its name in one rename; and [`replace_file`] for a single file.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
@@ -7,38 +7,38 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::file_status::FileStatus;
 use super::folder_file::FolderFile;
 use super::sweep::{self, SweepReport};
 use super::unfinished_folder::UnfinishedFolder;
-use crate::disk::{Disk, EntryKind, RealDisk, Status};
+use super::write_status::WriteStatus;
+use crate::disk::{Disk, EntryKind, FileStat, RealDisk};
 use crate::error::CommitError;
 use crate::names;
 
 /// A folder that is being written under a hidden name beside its target.
 ///
-/// Dropping it without [`publish`](Folder::publish) removes what it wrote. Files and folder get the modes that the umask
-/// leaves. Only the process that made it removes it: in a child made by `fork`, dropping it does nothing. As long as such
-/// a child lives, the folder of a dead writer counts as live.
+/// Dropping it without [`publish`](AtomicFolder::publish) removes what it wrote. Files and folder get the modes that
+/// the umask leaves. Only the process that made it removes it: in a child made by `fork`, dropping it does nothing. As
+/// long as such a child lives, the folder of a dead writer counts as live.
 #[derive(Debug)]
-pub struct Folder {
+pub struct AtomicFolder {
     parent: OwnedFd,
     parent_path: PathBuf,
     target: PathBuf,
     target_name: OsString,
     unfinished: UnfinishedFolder,
-    file_status: Arc<FileStatus>,
+    write_status: Arc<WriteStatus>,
     swept: SweepReport,
     /// The process whose drop removes the hidden folder; `None` when there is nothing to remove.
     remover: Option<u32>,
 }
 
-impl Folder {
+impl AtomicFolder {
     /// Begins a folder that will appear as `target`, whose parent must exist.
     ///
     /// Refuses early what would make the publication impossible. Then removes leftovers of dead writers in the parent
-    /// (see [`Folder::swept`]) and makes the hidden folder `.NAME.<16 hexadecimal digits>.incomplete`. A lock marks it
-    /// as that of a live writer.
+    /// (see [`AtomicFolder::swept`]) and makes the hidden folder `.NAME.<16 hexadecimal digits>.incomplete`. A lock marks
+    /// it as that of a live writer.
     ///
     /// A relative target refers to the current folder at the time of this call.
     ///
@@ -47,7 +47,7 @@ impl Folder {
     /// something), [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] for a
     /// name over 226 bytes among others, and [`CommitError::Io`], as for a parent that may not be written (`EACCES`,
     /// `EROFS`), a full disk or a target on which a file system is mounted (`EBUSY`).
-    pub fn create(target: impl AsRef<Path>) -> Result<Folder, CommitError> {
+    pub fn create(target: impl AsRef<Path>) -> Result<AtomicFolder, CommitError> {
         Self::begin(target.as_ref(), check_target_is_free)
     }
 
@@ -55,7 +55,7 @@ impl Folder {
     fn begin(
         target: &Path,
         check: impl FnOnce(&OwnedFd, &OsStr, &Path) -> Result<(), CommitError>,
-    ) -> Result<Folder, CommitError> {
+    ) -> Result<AtomicFolder, CommitError> {
         let (parent_path, target_name) = names::split_target(target)?;
         let target = parent_path.join(&target_name);
         let parent = RealDisk.open_path(&parent_path)?;
@@ -66,13 +66,13 @@ impl Folder {
             swept.failed.push(error);
         }
         let unfinished = UnfinishedFolder::make(&parent, &parent_path, &target_name)?;
-        Ok(Folder {
+        Ok(AtomicFolder {
             parent,
             parent_path,
             target,
             target_name,
             unfinished,
-            file_status: Arc::default(),
+            write_status: Arc::default(),
             swept,
             remover: Some(std::process::id()),
         })
@@ -101,13 +101,13 @@ impl Folder {
     /// [`CommitError::Io`], after which it cannot be published; [`CommitError::Poisoned`] when that is so already.
     pub fn create_file(&self, name: &str) -> Result<FolderFile, CommitError> {
         names::check_file_name(&self.unfinished.path, name)?;
-        self.file_status.check()?;
+        self.write_status.check()?;
         let path = self.unfinished.path.join(name);
         let file = match RealDisk.create_file(&self.unfinished.directory, OsStr::new(name), &path) {
             Err(error) if error.is(Errno::EXIST) => return Err(CommitError::FileExists { path }),
-            outcome => self.file_status.record(outcome)?,
+            outcome => self.write_status.record(outcome)?,
         };
-        Ok(FolderFile::new(file, path, Arc::clone(&self.file_status)))
+        Ok(FolderFile::new(file, path, Arc::clone(&self.write_status)))
     }
 
     /// Makes the folder durable and gives it its final name.
@@ -129,7 +129,7 @@ impl Folder {
     ///   leftover that the next sweep removes. Do not count it as saved (do not delete what it replaces); to be
     ///   sure of it, remove it and publish again.
     pub fn publish(mut self) -> Result<(), CommitError> {
-        self.file_status.check_complete()?;
+        self.write_status.check_complete()?;
         RealDisk.open_to_readers(&self.unfinished.directory, &self.unfinished.path)?;
         RealDisk.fsync_folder(&self.unfinished.directory, &self.unfinished.path)?;
         let moved = RealDisk.folder_status(&self.unfinished.directory, &self.unfinished.path)?;
@@ -142,7 +142,7 @@ impl Folder {
 
     /// Accepts a failed rename if the target is what was `moved`: network file systems may report failure for a rename
     /// that the server carried out.
-    fn confirm(&self, renamed: Result<(), CommitError>, moved: &Status) -> Result<(), CommitError> {
+    fn confirm(&self, renamed: Result<(), CommitError>, moved: &FileStat) -> Result<(), CommitError> {
         let Err(error) = renamed else {
             return Ok(());
         };
@@ -187,14 +187,14 @@ pub fn free_space(target: impl AsRef<Path>) -> Result<Option<u64>, CommitError> 
 /// one, also after a crash of the machine.
 ///
 /// A symbolic link is replaced itself. The new file gets the mode that the umask leaves. Until it is complete it lies in a
-/// hidden folder as for a [`Folder`], so that sweeps remove what a dead writer left; this call sweeps too.
+/// hidden folder as for an [`AtomicFolder`], so that sweeps remove what a dead writer left; this call sweeps too.
 ///
 /// # Errors
-/// As [`Folder::create`], [`FolderFile::append`] and [`Folder::publish`]; instead of
+/// As [`AtomicFolder::create`], [`FolderFile::append`] and [`AtomicFolder::publish`]; instead of
 /// [`CommitError::TargetExists`], `EISDIR` for a target that is a directory. With every error but
 /// [`CommitError::NotDurable`] the target is as it was.
 pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), CommitError> {
-    let folder = Folder::begin(target.as_ref(), check_target_is_no_folder)?;
+    let folder = AtomicFolder::begin(target.as_ref(), check_target_is_no_folder)?;
     let name = "file";
     let mut file = folder.create_file(name)?;
     file.append(bytes)?;
@@ -211,7 +211,7 @@ pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), Commit
     folder.make_name_durable()
 }
 
-impl Drop for Folder {
+impl Drop for AtomicFolder {
     fn drop(&mut self) {
         if self.remover == Some(std::process::id()) {
             // The next sweep removes what cannot be removed now: its lock ends with this descriptor.

@@ -44,7 +44,7 @@ struct Chunk<P> {
 }
 
 /// Packs the streams of one plan.
-pub(super) struct StreamPacker<'r, P> {
+pub(super) struct TokenStreamPacker<'r, P> {
     max_length: P,
     drop_last: bool,
     threads: &'r Threads,
@@ -67,7 +67,7 @@ struct Stream<P> {
     empty_at_end: usize,
 }
 
-impl<'r, P: PlanInteger> StreamPacker<'r, P> {
+impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
     /// `max_length` and all lengths fit `P`, and so does their sum.
     pub(super) fn new(
         max_length: u64,
