@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use tundish_shm::task_queue::{ParentQueue, Role, Taken, Wait, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TimeLimit, WaiterRole, WorkerQueue};
 
 const PAYLOAD: [u8; 32] = [7; 32];
 const BATCH: usize = 64;
@@ -40,7 +40,7 @@ fn worker(queue: &ParentQueue) -> Child {
     Child::start(|| {
         let queue = WorkerQueue::open(queue.descriptor()).expect("a queue");
         let mut payload = Vec::new();
-        while let Ok(Taken::Task(ticket)) = queue.take(0, &mut Wait::new(None, None, &mut || true)) {
+        while let Ok(TakeOutcome::Task(ticket)) = queue.take(0, &mut TimeLimit::new(None, None, &mut || true)) {
             payload.clear();
             queue.read(ticket, |_, _, bytes| payload.extend_from_slice(bytes)).expect("a task");
             queue.finish(ticket, 0, &payload).expect("a result");
@@ -54,14 +54,14 @@ fn stream(queue: &ParentQueue, rounds: u64) {
     while collected < rounds {
         let count = BATCH.min((rounds - put) as usize);
         queue.put_many(core::iter::repeat_n((0, PAYLOAD), count), |_| put += 1);
-        queue.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
+        queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(Duration::from_secs(10)), None, &mut || true));
         queue.collect(|_, _, _| collected += 1);
     }
 }
 
 fn there_and_back(queue: &ParentQueue) {
     queue.put(0, &PAYLOAD).expect("a small payload").expect("room");
-    queue.wait(Role::Caller, &mut Wait::new(Some(Duration::from_secs(10)), None, &mut || true));
+    queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(Duration::from_secs(10)), None, &mut || true));
     queue.collect(|_, _, payload| assert_eq!(payload, PAYLOAD));
 }
 

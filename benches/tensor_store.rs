@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, Limits, Meta, Node, Receiver, Selection, ShardId, Source, StoreError, TimeLimit, Transport, View, Wanted,
+    Dtype, FetchedTensor, Limits, Meta, Node, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
+    Transport, Wanted,
 };
 
 const OWNER: &str = "owner";
@@ -24,7 +25,7 @@ impl Transport for Between {
     fn fetch(
         &self,
         _owner: &Arc<str>,
-        wanted: &[Selection],
+        wanted: &[ShardRows],
         receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
@@ -57,15 +58,21 @@ fn meta(len: usize) -> Meta {
 }
 
 fn put(owner: &Node, tensors: &[&[u8]]) -> Vec<ShardId> {
-    let sources: Vec<_> = tensors.iter().map(|bytes| Source::new(meta(bytes.len()), bytes).expect("bytes")).collect();
+    let sources: Vec<_> =
+        tensors.iter().map(|bytes| TensorToStore::new(meta(bytes.len()), bytes).expect("bytes")).collect();
     patiently(|time_limit| owner.put(&sources, time_limit)).expect("space")
 }
 
-fn fetch(consumer: &Node, ids: &[ShardId], len: usize, between: &Between) -> Vec<View> {
+fn fetch(consumer: &Node, ids: &[ShardId], len: usize, between: &Between) -> Vec<FetchedTensor> {
     try_fetch(consumer, ids, len, between).expect("it is all there")
 }
 
-fn try_fetch(consumer: &Node, ids: &[ShardId], len: usize, between: &Between) -> Result<Vec<View>, StoreError> {
+fn try_fetch(
+    consumer: &Node,
+    ids: &[ShardId],
+    len: usize,
+    between: &Between,
+) -> Result<Vec<FetchedTensor>, StoreError> {
     let owner: Arc<str> = OWNER.into();
     let want = |id: &ShardId| Wanted { owner: Arc::clone(&owner), id: id.clone(), rows: None, meta: meta(len) };
     let wanted: Vec<_> = ids.iter().map(want).collect();
@@ -192,8 +199,9 @@ fn stores(criterion: &mut Criterion) {
                     let one = |_| {
                         let begin = Instant::now();
                         let views = fetch(&consumer, &ids, len, &between);
-                        let read =
-                            |view: &View| view.bytes().iter().step_by(64).map(|byte| u64::from(*byte)).sum::<u64>();
+                        let read = |view: &FetchedTensor| {
+                            view.bytes().iter().step_by(64).map(|byte| u64::from(*byte)).sum::<u64>()
+                        };
                         assert_eq!(views.iter().map(read).sum::<u64>(), (count * len / 64 * 7) as u64);
                         let time = begin.elapsed();
                         drop(views);

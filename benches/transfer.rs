@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Dtype, Limits, Meta, Node, ShardId, Source, TimeLimit, View, Wanted};
+use tundish_store::{Dtype, FetchedTensor, Limits, Meta, Node, ShardId, TensorToStore, TimeLimit, Wanted};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -86,7 +86,7 @@ fn fetch(node: &Arc<Node>, client: &Client, wanted: &[Wanted]) -> Duration {
 }
 
 /// The sum of all words, so that every byte is read.
-fn sum(view: &View) -> u64 {
+fn sum(view: &FetchedTensor) -> u64 {
     let words = view.bytes().chunks_exact(8);
     words.map(|word| u64::from_ne_bytes(word.try_into().expect("eight"))).fold(0, u64::wrapping_add)
 }
@@ -140,7 +140,7 @@ fn own() {
         let data: Vec<u8> = (0..bytes).map(|place| (place >> 3) as u8).collect();
         let mut go_on = || Ok(());
         let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
-        let sources: Vec<_> = (0..count).map(|_| Source::new(meta(bytes), &data).expect("a source")).collect();
+        let sources: Vec<_> = (0..count).map(|_| TensorToStore::new(meta(bytes), &data).expect("a source")).collect();
         let ids = node.put(&sources, &mut time_limit).expect("space");
         println!("{}", ids.iter().map(ShardId::to_string).collect::<Vec<_>>().join(" "));
     }

@@ -13,7 +13,7 @@ fuzz_target!(|data: &[u8]| {
     // A reference has no checksum, whatever stands there.
     let (from, to) = match header.payload {
         Payload::Bytes(_) => (0, 0),
-        Payload::Reference(_) => (16, 24),
+        Payload::SegmentRange(_) => (16, 24),
     };
     assert_eq!((&written[..from], &written[to..]), (&data[..from], &data[to..length]));
     for end in 0..length {

@@ -37,7 +37,7 @@ mod error;
 mod files;
 mod folders;
 pub mod manifest;
-mod names;
+mod path_names;
 pub mod root;
 pub mod shards;
 pub mod staging;

@@ -7,7 +7,7 @@
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
-use crate::inputs::Word;
+use crate::inputs::ColumnWord;
 use crate::memory;
 
 /// Values a leaf; part of the format: another number gives other fingerprints.
@@ -25,12 +25,12 @@ impl core::fmt::Display for Fingerprint {
 
 /// The hash of up to `LEAF` values. A leaf whose values all fit 32 bits is hashed as 32-bit words,
 /// whatever type it came in.
-pub fn leaf<W: Leaf>(values: &[W]) -> u128 {
+pub fn leaf<W: HashWord>(values: &[W]) -> u128 {
     W::digest(values)
 }
 
 /// Words that leaves are read into.
-pub trait Leaf: Word {
+pub trait HashWord: ColumnWord {
     /// The hash of a leaf.
     fn digest(values: &[Self]) -> u128;
 }
@@ -39,14 +39,14 @@ const SEED_NARROW: u64 = 32;
 const SEED_WIDE: u64 = 64;
 
 /// The hash of values that all fit 32 bits.
-fn digest_narrow<W: Word>(values: &[W]) -> u128 {
+fn digest_narrow<W: ColumnWord>(values: &[W]) -> u128 {
     let narrow: Vec<u32> = values.iter().map(|&value| (value.widen() as u32).to_le()).collect();
     xxh3_128_with_seed(memory::as_bytes(&narrow), SEED_NARROW)
 }
 
 macro_rules! leaf_of_32_bits {
     ($($word:ty),*) => {$(
-        impl Leaf for $word {
+        impl HashWord for $word {
             fn digest(values: &[Self]) -> u128 {
                 match cfg!(target_endian = "little") {
                     true => xxh3_128_with_seed(memory::as_bytes(values), SEED_NARROW),
@@ -60,7 +60,7 @@ leaf_of_32_bits!(i32, u32);
 
 macro_rules! leaf_of_64_bits {
     ($($word:ty),*) => {$(
-        impl Leaf for $word {
+        impl HashWord for $word {
             fn digest(values: &[Self]) -> u128 {
                 if values.iter().fold(0, |seen, value| seen | value.widen()) <= u64::from(u32::MAX) {
                     return digest_narrow(values);

@@ -1,7 +1,7 @@
 //! Runs long work for Python: every binding that may take over 50 µs enters through [`enter`].
 //!
-//! Invariant: the work runs without the GIL, and calls its [`Door`] at least every 30 ms. So Ctrl-C ends it within
-//! 100 ms, and the caller's progress callback learns how far it is.
+//! Invariant: the work runs without the GIL, and calls its [`SignalCheck`] at least every 30 ms. So Ctrl-C ends it
+//! within 100 ms, and the caller's progress callback learns how far it is.
 
 use std::time::{Duration, Instant};
 
@@ -18,13 +18,13 @@ use crate::error::BindingError;
 const CHECK_INTERVAL: Duration = Duration::from_millis(30);
 
 /// Checks for signals, and reports progress, while work runs.
-pub(crate) struct Door {
+pub(crate) struct SignalCheck {
     progress: Option<Py<PyAny>>,
     last: Instant,
     raised: Option<PyErr>,
 }
 
-impl Door {
+impl SignalCheck {
     /// Check for signals now. Returns whether to go on.
     pub(crate) fn look(&mut self) -> bool {
         let checked = Python::attach(|py| py.check_signals());
@@ -33,7 +33,7 @@ impl Door {
     }
 }
 
-impl Progress for Door {
+impl Progress for SignalCheck {
     fn tick(&mut self, phase: &'static str, done: u64, total: u64) -> Result<(), PackError> {
         if self.last.elapsed() < CHECK_INTERVAL {
             return Ok(());
@@ -58,11 +58,11 @@ impl Progress for Door {
 pub(crate) fn enter<T, F>(py: Python<'_>, progress: Option<Py<PyAny>>, work: F) -> PyResult<T>
 where
     T: Ungil + Send,
-    F: Ungil + Send + FnOnce(&mut Door) -> Result<T, BindingError>,
+    F: Ungil + Send + FnOnce(&mut SignalCheck) -> Result<T, BindingError>,
 {
-    let mut door = Door { progress, last: Instant::now(), raised: None };
-    let result = py.detach(|| work(&mut door));
-    match (result, door.raised) {
+    let mut signals = SignalCheck { progress, last: Instant::now(), raised: None };
+    let result = py.detach(|| work(&mut signals));
+    match (result, signals.raised) {
         (Err(BindingError::Pack(PackError::Interrupted)), Some(raised)) => Err(raised),
         (Err(BindingError::Commit(CommitError::Interrupted { .. })), Some(raised)) => Err(raised),
         (Err(BindingError::Shm(ShmError::Interrupted)), Some(raised)) => Err(raised),

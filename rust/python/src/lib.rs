@@ -12,7 +12,7 @@ mod new_folder;
 mod packing;
 mod shm;
 mod store;
-mod tensors;
+mod tensor_reader;
 mod tree;
 mod with_gil;
 
@@ -68,9 +68,9 @@ mod _native {
         BufferLease, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit,
     };
     #[pymodule_export]
-    use super::shm::named::sweep_segments;
+    use super::shm::message_content::is_plain;
     #[pymodule_export]
-    use super::shm::plain_value::is_plain;
+    use super::shm::named::sweep_segments;
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, set_shared_cache_limit, shared_stats};
     #[pymodule_export]
@@ -90,7 +90,7 @@ mod _native {
     #[pymodule_export]
     use super::store::wire::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]
-    use super::tensors::TensorReader;
+    use super::tensor_reader::TensorReader;
     #[pymodule_export]
     use super::tree::dlpack_exchange::TensorExchange;
     #[pymodule_export]

@@ -56,7 +56,7 @@ impl NewFolder {
             return Err(BindingError::Value(format!("the bytes for {name} do not lie one after the other")).into());
         }
         let bytes = Bytes { data: contents.buf_ptr().cast(), len: contents.len_bytes() };
-        enter(py, None, move |door| {
+        enter(py, None, move |signals| {
             let bytes = bytes;
             let mut guard = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
             let Writing { files, folder } = guard.as_mut().ok_or_else(closed)?;
@@ -69,7 +69,7 @@ impl NewFolder {
                 // in `pwrite`.
                 let piece = unsafe { std::slice::from_raw_parts(bytes.data.add(start), PIECE.min(bytes.len - start)) };
                 file.append(piece)?;
-                door.tick("write", start as u64, bytes.len as u64)?;
+                signals.tick("write", start as u64, bytes.len as u64)?;
             }
             Ok(())
         })

@@ -24,12 +24,12 @@ mod segment;
 pub mod task_queue;
 pub mod votes;
 
-pub use buffers::{BufferReceiver, ReceivedBuffer, Reference, SendBuffer};
+pub use buffers::{BufferReceiver, BufferReference, ReceivedBuffer, SendBuffer};
 pub use error::ShmError;
 pub use memory::memory_file::{DATA_START, GoOn};
 pub use process::{PerProcess, exit_with_parent, without_signals};
 pub use segment::attachment;
-pub use segment::header::Facts;
+pub use segment::header::SegmentHeader;
 pub use segment::lease::Lease;
 pub use segment::private_copy::PrivateCopy;
-pub use segment::{Address, Segment};
+pub use segment::{Segment, SegmentAddress};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use tundish_shm::task_queue::{ParentQueue, Role, Taken, Ticket, Wait, Waited, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue};
 
 const CAPACITY: usize = 256;
 
@@ -35,13 +35,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 /// The model of a queue: its tasks with a gap for each revoked one, the taken tasks, and the finished tasks.
 struct Oracle {
     slots: usize,
-    queue: VecDeque<Option<(Ticket, Vec<u8>)>>,
-    taken: Vec<(u16, Ticket)>,
-    done: BTreeMap<Ticket, Vec<u8>>,
+    queue: VecDeque<Option<(TaskId, Vec<u8>)>>,
+    taken: Vec<(u16, TaskId)>,
+    done: BTreeMap<TaskId, Vec<u8>>,
 }
 
 impl Oracle {
-    fn queued(&self) -> impl Iterator<Item = Ticket> + '_ {
+    fn queued(&self) -> impl Iterator<Item = TaskId> + '_ {
         self.queue.iter().flatten().map(|(ticket, _)| *ticket)
     }
 
@@ -129,16 +129,16 @@ proptest! {
 fn a_wait_without_time_reports_present_results() {
     let queue = ParentQueue::create(2, 4096).unwrap();
     let worker = WorkerQueue::open(queue.descriptor()).unwrap();
-    let wait = |role| queue.wait(role, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
-    let take = || worker.take(3, &mut Wait::new(Some(Duration::ZERO), None, &mut || true)).unwrap();
-    assert_eq!((wait(Role::Caller), wait(Role::Background)), (Waited::Nothing, Waited::Nothing));
-    assert_eq!(take(), Taken::Nothing);
+    let wait = |role| queue.wait(role, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
+    let take = || worker.take(3, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true)).unwrap();
+    assert_eq!((wait(WaiterRole::Caller), wait(WaiterRole::Background)), (WaitOutcome::Nothing, WaitOutcome::Nothing));
+    assert_eq!(take(), TakeOutcome::Nothing);
     let ticket = queue.put(1, b"task").unwrap().unwrap();
     queue.stop();
-    assert_eq!(take(), Taken::Task(ticket));
-    assert_eq!(take(), Taken::Stop);
+    assert_eq!(take(), TakeOutcome::Task(ticket));
+    assert_eq!(take(), TakeOutcome::Stop);
     worker.finish(ticket, 1, b"result").unwrap();
-    assert_eq!((wait(Role::Caller), wait(Role::Background)), (Waited::Ready, Waited::Ready));
+    assert_eq!((wait(WaiterRole::Caller), wait(WaiterRole::Background)), (WaitOutcome::Ready, WaitOutcome::Ready));
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
-use tundish_shm::task_queue::{ParentQueue, Role, Taken, Ticket, Wait, Waited, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue};
 
 /// Far longer than anything here takes.
 const STUCK: Duration = Duration::from_secs(20);
@@ -65,7 +65,7 @@ impl Random {
 fn worker(queue: &ParentQueue, number: u16) -> Child {
     Child::start(|| {
         let Ok(queue) = WorkerQueue::open(queue.descriptor()) else { return };
-        while let Ok(Taken::Task(ticket)) = queue.take(number, &mut Wait::new(None, None, &mut || true)) {
+        while let Ok(TakeOutcome::Task(ticket)) = queue.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
             let Ok(answer) = queue.read(ticket, |_, _, payload| answer(payload)) else { return };
             if queue.finish(ticket, 7, &answer).is_err() {
                 return;
@@ -85,9 +85,9 @@ fn question(number: u64) -> Vec<u8> {
 }
 
 /// Wait for results, and check them off.
-fn collect(queue: &ParentQueue, open: &mut HashMap<Ticket, u64>) {
+fn collect(queue: &ParentQueue, open: &mut HashMap<TaskId, u64>) {
     let begin = Instant::now();
-    while queue.wait(Role::Caller, &mut Wait::new(Some(STUCK), None, &mut || true)) != Waited::Ready {
+    while queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(STUCK), None, &mut || true)) != WaitOutcome::Ready {
         assert!(begin.elapsed() < STUCK, "{} tasks wait for nobody", open.len());
     }
     queue.collect(|ticket, kind, payload| {
@@ -153,7 +153,7 @@ fn workers_that_sleep_when_they_are_killed_are_not_waited_for() {
         std::thread::sleep(Duration::from_micros(random.below(300)));
         let victim = (number % 2) as u16;
         drop(workers.remove(&victim));
-        // The task may be left to the dead one, which was searching_bit or asleep.
+        // The task may be left to the dead one, which was searching or asleep.
         let ticket = queue.put(3, &question(number)).unwrap().unwrap();
         assert_eq!(queue.reap(victim).unwrap(), []);
         collect(&queue, &mut HashMap::from([(ticket, number)]));

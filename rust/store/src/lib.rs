@@ -32,14 +32,14 @@ mod transport;
 pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
 pub use fetch::Receiver;
-pub use memory::transfers::{Outgoing, Source};
-pub use memory::view::View;
+pub use memory::fetched_tensor::FetchedTensor;
+pub use memory::transfers::{Outgoing, TensorToStore};
 pub use meta::{Dtype, Meta, Shape};
 pub use node::Node;
-pub use shard_id::{Rows, Selection, ShardId};
+pub use shard_id::{Rows, ShardId, ShardRows};
 pub use stats::{Account, BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};
-pub use transport::{Reference, Transport, Wanted};
+pub use transport::{SegmentRange, Transport, Wanted};
 
 /// The number of a step, given by its controller. Numbers are only compared for equality.
 pub type Epoch = u64;

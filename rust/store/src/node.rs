@@ -18,8 +18,8 @@ use crate::memory::drop_thread::DropThread;
 use crate::memory::slab::allocate;
 use crate::memory::slab_pool::Pool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::memory::transfers::{Outgoing, Source, Store};
-use crate::shard_id::{Selection, ShardId};
+use crate::memory::transfers::{Outgoing, Store, TensorToStore};
+use crate::shard_id::{ShardId, ShardRows};
 use crate::stats::{BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
 use crate::time_limit::TimeLimit;
 use crate::{Claimant, Epoch};
@@ -118,7 +118,11 @@ impl Node {
     /// # Errors
     /// [`StoreError::Full`] where the limit was reached until time_limit ended, [`StoreError::TooLarge`],
     /// [`StoreError::Memory`], and the errors of `time_limit`.
-    pub fn put(&self, sources: &[Source<'_>], time_limit: &mut TimeLimit<'_>) -> Result<Vec<ShardId>, StoreError> {
+    pub fn put(
+        &self,
+        sources: &[TensorToStore<'_>],
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<Vec<ShardId>, StoreError> {
         Ok(self.storage.put(self.copies(sources, time_limit)?))
     }
 
@@ -127,13 +131,22 @@ impl Node {
     /// # Errors
     /// [`StoreError::Exists`] for a name that is taken, [`StoreError::Invalid`] for one of those that nodes give; as of
     /// [`put`](Node::put).
-    pub fn put_as(&self, id: &ShardId, source: Source<'_>, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+    pub fn put_as(
+        &self,
+        id: &ShardId,
+        source: TensorToStore<'_>,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(), StoreError> {
         let copied = self.copies(&[source], time_limit)?;
         copied.into_iter().try_for_each(|(tensor, charge)| self.storage.insert(id, tensor, charge))
     }
 
     /// Copies of tensors, and the bytes that each is accounted with.
-    fn copies(&self, sources: &[Source<'_>], time_limit: &mut TimeLimit<'_>) -> Result<Vec<(Tensor, u64)>, StoreError> {
+    fn copies(
+        &self,
+        sources: &[TensorToStore<'_>],
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<Vec<(Tensor, u64)>, StoreError> {
         let full: Vec<usize> = (0..sources.len()).filter(|index| sources[*index].meta.nbytes() > 0).collect();
         let sizes: Vec<u64> = full.iter().map(|index| sources[*index].meta.nbytes()).collect();
         let mut is_filled = vec![false; full.len()];
@@ -181,19 +194,19 @@ impl Node {
     /// The account of a step; `None` where it never began here, or ended too long ago.
     pub fn ledger(&self, epoch: Epoch) -> Option<EpochLedger> {
         let mut ledger = EpochLedger { epoch, ..EpochLedger::default() };
-        let stored = self.storage.state.lock().parts.standing(epoch);
-        let fetched = self.buffer.state.lock().parts.standing(epoch);
-        ledger.stored_bytes = stored.as_ref().map_or(0, |standing| standing.step_counts.brought_bytes);
-        ledger.fetched_bytes = fetched.as_ref().map_or(0, |standing| standing.step_counts.brought_bytes);
+        let stored = self.storage.state.lock().parts.step_status(epoch);
+        let fetched = self.buffer.state.lock().parts.step_status(epoch);
+        ledger.stored_bytes = stored.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
+        ledger.fetched_bytes = fetched.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
         if stored.is_none() && fetched.is_none() {
             return None;
         }
-        for standing in [stored, fetched].into_iter().flatten() {
-            ledger.has_ended |= standing.has_ended;
-            ledger.held_bytes += standing.step_counts.held_bytes;
-            ledger.freed_bytes += standing.step_counts.freed_bytes;
-            ledger.num_entries += standing.step_counts.num_entries;
-            ledger.viewed_bytes += standing.viewed_bytes;
+        for step_status in [stored, fetched].into_iter().flatten() {
+            ledger.has_ended |= step_status.has_ended;
+            ledger.held_bytes += step_status.step_counts.held_bytes;
+            ledger.freed_bytes += step_status.step_counts.freed_bytes;
+            ledger.num_entries += step_status.step_counts.num_entries;
+            ledger.viewed_bytes += step_status.viewed_bytes;
         }
         ledger.escaped_bytes = if ledger.has_ended { ledger.viewed_bytes } else { 0 };
         Some(ledger)
@@ -250,7 +263,7 @@ impl Node {
     fn fill<'a>(
         &self,
         segment: &mut Segment,
-        members: impl Iterator<Item = (&'a Source<'a>, u64)>,
+        members: impl Iterator<Item = (&'a TensorToStore<'a>, u64)>,
         mut time_limit: Option<&mut TimeLimit<'_>>,
     ) -> Result<(), StoreError> {
         let copies: Vec<_> = members
@@ -292,7 +305,7 @@ impl Node {
     ///
     /// # Errors
     /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
-    pub fn look_up(&self, wanted: &[Selection]) -> Result<Vec<Outgoing>, StoreError> {
+    pub fn look_up(&self, wanted: &[ShardRows]) -> Result<Vec<Outgoing>, StoreError> {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let cut = found.into_iter().zip(wanted).map(|(tensor, selection)| {

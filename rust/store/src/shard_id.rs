@@ -115,7 +115,7 @@ pub type Rows = Range<u64>;
 
 /// A shard, or some of its rows.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Selection {
+pub struct ShardRows {
     /// The shard.
     pub id: ShardId,
     /// The rows; all if `None`.

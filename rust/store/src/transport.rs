@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use tundish_shm::Address;
+use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
 use crate::fetch::Receiver;
 use crate::meta::Meta;
-use crate::shard_id::{Rows, Selection, ShardId};
+use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::time_limit::TimeLimit;
 
 /// Fetches from owners. Called by several threads at once, for one owner each.
@@ -22,7 +22,7 @@ pub trait Transport: Sync {
     fn fetch(
         &self,
         owner: &Arc<str>,
-        wanted: &[Selection],
+        wanted: &[ShardRows],
         receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError>;
@@ -30,9 +30,9 @@ pub trait Transport: Sync {
 
 /// A part of a segment, for processes of the same node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reference {
+pub struct SegmentRange {
     /// The segment.
-    pub address: Address,
+    pub address: SegmentAddress,
     /// The offset of the part in its data.
     pub offset: u64,
     /// Bytes of the part.
@@ -53,7 +53,7 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    pub(crate) fn selection(&self) -> Selection {
-        Selection { id: self.id.clone(), rows: self.rows.clone() }
+    pub(crate) fn selection(&self) -> ShardRows {
+        ShardRows { id: self.id.clone(), rows: self.rows.clone() }
     }
 }

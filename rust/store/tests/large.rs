@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, whole, within};
-use tundish_store::{Node, ShardId, Source};
+use tundish_store::{Node, ShardId, TensorToStore};
 
 const MANY: usize = 1_000_000;
 const CHUNK: usize = 50_000;
@@ -16,7 +16,7 @@ fn fill(owner: &Node, count: usize) -> Vec<ShardId> {
     let mut ids = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
         let some = CHUNK.min(count - start);
-        let sources: Vec<_> = (0..some).map(|_| Source::new(bytes_meta(8), &bytes).unwrap()).collect();
+        let sources: Vec<_> = (0..some).map(|_| TensorToStore::new(bytes_meta(8), &bytes).unwrap()).collect();
         ids.extend(within(10.0, |time_limit| owner.put(&sources, time_limit)).unwrap());
     }
     ids

@@ -5,7 +5,7 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pair, put, whole, within};
-use tundish_store::{Limits, Node, Source, StoreError, TimeLimit};
+use tundish_store::{Limits, Node, StoreError, TensorToStore, TimeLimit};
 
 #[test]
 fn at_the_limit_a_store_waits_and_then_says_so() {
@@ -13,7 +13,7 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
     let owner = Node::new(limits);
     let first = put(&owner, &[vec![1; 3 << 20]]).unwrap();
     let bytes = vec![2; 2 << 20];
-    let source = || Source::new(bytes_meta(2 << 20), &bytes).unwrap();
+    let source = || TensorToStore::new(bytes_meta(2 << 20), &bytes).unwrap();
     let begin = Instant::now();
     let error = within(0.2, |time_limit| owner.put(&[source()], time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { account: "storage", limit: 4_194_304, .. }), "{error}");
@@ -58,7 +58,7 @@ fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
         });
         fetch(&consumer, &wanted[2..], &between).unwrap();
     });
-    let between = Between { way: Way::Reference, ..between };
+    let between = Between { way: Way::SegmentRange, ..between };
     consumer.clear_buffer(None);
     let views = fetch(&consumer, &wanted, &between).unwrap();
     assert!(views.iter().all(|view| view.bytes() == [1; 400_000]));

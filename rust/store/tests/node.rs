@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
-    Dtype, Meta, MissingShard, Node, Receiver, Selection, ShardId, Source, StoreError, TimeLimit, Transport,
+    Dtype, Meta, MissingShard, Node, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
 };
 
 fn assert_nothing_is_held(node: &Node) {
@@ -27,7 +27,7 @@ fn tensors() -> Vec<Vec<u8>> {
 
 #[test]
 fn stored_shards_are_fetched_and_then_found_in_the_buffer() {
-    for way in [Way::Bytes, Way::Reference] {
+    for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let tensors = tensors();
         let ids = put(&owner, &tensors).unwrap();
@@ -60,10 +60,10 @@ fn stored_shards_are_fetched_and_then_found_in_the_buffer() {
 
 #[test]
 fn the_owners_bytes_are_a_copy_of_their_own() {
-    let (owner, consumer, between) = pair(Way::Reference);
+    let (owner, consumer, between) = pair(Way::SegmentRange);
     let mut bytes = vec![1u8; 100_000];
     let id = {
-        let source = Source::new(bytes_meta(100_000), &bytes).unwrap();
+        let source = TensorToStore::new(bytes_meta(100_000), &bytes).unwrap();
         within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0)
     };
     bytes.fill(2);
@@ -73,7 +73,7 @@ fn the_owners_bytes_are_a_copy_of_their_own() {
 
 #[test]
 fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
-    for way in [Way::Bytes, Way::Reference] {
+    for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let len = 1 << 20;
         consumer.begin_epoch(1, 0).unwrap();
@@ -143,12 +143,12 @@ fn slabs_are_used_again() {
 
 #[test]
 fn rows_are_fetched_alone_and_found_in_the_buffer() {
-    for way in [Way::Bytes, Way::Reference] {
+    for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let dtype = Dtype::from_name("int32").unwrap();
         let meta = Meta::new(dtype, [1000, 8].as_slice()).unwrap();
         let bytes = pattern(1, 32_000);
-        let source = Source::new(meta.clone(), &bytes).unwrap();
+        let source = TensorToStore::new(meta.clone(), &bytes).unwrap();
         let id = within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0);
         let want = |range: std::ops::Range<u64>| {
             let meta = meta.cut(Some(&range)).unwrap();
@@ -243,7 +243,7 @@ fn shards_that_are_missing_are_all_named_and_those_that_were_drained_so() {
 
 #[test]
 fn shards_that_differ_from_their_handle_are_refused() {
-    for way in [Way::Bytes, Way::Reference] {
+    for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let ids = put(&owner, &[vec![1; 16], vec![2; 16]]).unwrap();
         let cast = Meta::new(Dtype::from_name("int8").unwrap(), [16].as_slice()).unwrap();
@@ -268,9 +268,9 @@ fn shards_that_differ_from_their_handle_are_refused() {
 fn a_shard_under_a_given_name_never_changes() {
     let owner = Node::new(LIMITS);
     let id: ShardId = "outside.1".parse().unwrap();
-    let select = [Selection { id: id.clone(), rows: None }];
+    let select = [ShardRows { id: id.clone(), rows: None }];
     let put_as = |id: &ShardId, bytes: &[u8]| {
-        let source = Source::new(bytes_meta(bytes.len() as u64), bytes).unwrap();
+        let source = TensorToStore::new(bytes_meta(bytes.len() as u64), bytes).unwrap();
         within(0.0, |time_limit| owner.put_as(id, source, time_limit))
     };
     for size in [0usize, 10, 400_000] {
@@ -308,7 +308,7 @@ fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
 
 #[test]
 fn the_oldest_step_that_holds_bytes_is_named() {
-    let (owner, consumer, between) = pair(Way::Reference);
+    let (owner, consumer, between) = pair(Way::SegmentRange);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
     let oldest = || consumer.stats().buffer.oldest_epoch;
     // The numbers say nothing, and a step that holds nothing is not named.
@@ -345,7 +345,7 @@ impl Transport for Nothing {
     fn fetch(
         &self,
         _: &Arc<str>,
-        _: &[Selection],
+        _: &[ShardRows],
         _: &mut Receiver<'_>,
         _: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
@@ -365,7 +365,7 @@ fn a_response_without_all_shards_is_an_error() {
 
 #[test]
 fn large_tensors_in_recycled_memory_are_whole() {
-    let (node, between) = (Node::new(LIMITS), Between::new(Way::Reference));
+    let (node, between) = (Node::new(LIMITS), Between::new(Way::SegmentRange));
     between.add(OWNER, &node);
     // Past the caches, by several threads; odd lengths, so that nothing ends where a thread or a page does.
     let sizes = [(33 << 20) + 7, (40 << 20) + 4095, 70_001];

@@ -10,8 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
-use tundish_shm::Address;
-use tundish_store::{Node, Receiver, Reference, Selection, ShardId, StoreError, TimeLimit, Transport, View};
+use tundish_shm::SegmentAddress;
+use tundish_store::{
+    FetchedTensor, Node, Receiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
+};
 
 const LEN: usize = 300_000;
 
@@ -125,18 +127,18 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
     wait_for_the_last_view(&node);
 }
 
-fn select(id: &ShardId) -> Selection {
-    Selection { id: id.clone(), rows: None }
+fn select(id: &ShardId) -> ShardRows {
+    ShardRows { id: id.clone(), rows: None }
 }
 
 /// What an owner answers to a consumer on its node.
-struct Answer(Vec<Reference>);
+struct Answer(Vec<SegmentRange>);
 
 impl Transport for Answer {
     fn fetch(
         &self,
         _owner: &Arc<str>,
-        wanted: &[Selection],
+        wanted: &[ShardRows],
         receiver: &mut Receiver<'_>,
         _: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
@@ -153,7 +155,7 @@ fn references(owner: &Node, ids: &[ShardId]) -> Answer {
     Answer(outgoing.iter().map(|outgoing| outgoing.reference().unwrap()).collect())
 }
 
-fn fetch_by(node: &Node, ids: &[ShardId], answer: &Answer) -> Result<Vec<View>, StoreError> {
+fn fetch_by(node: &Node, ids: &[ShardId], answer: &Answer) -> Result<Vec<FetchedTensor>, StoreError> {
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, LEN as u64)).collect();
     within(20.0, |time_limit| node.fetch(&wanted, answer, time_limit))
 }
@@ -229,20 +231,20 @@ impl Line {
     }
 }
 
-fn say_where(line: &Line, reference: &Reference) {
-    let Address { process, descriptor, identity, generation } = reference.address;
+fn say_where(line: &Line, reference: &SegmentRange) {
+    let SegmentAddress { process, descriptor, identity, generation } = reference.address;
     line.say(&[u64::from(process), descriptor as u64, identity, generation, reference.offset, reference.len]);
 }
 
 fn hear_where(line: &Line) -> Answer {
     let [process, descriptor, identity, generation, offset, len] = line.hear();
-    let address = Address { process: process as u32, descriptor: descriptor as i32, identity, generation };
-    Answer(vec![Reference { address, offset, len }])
+    let address = SegmentAddress { process: process as u32, descriptor: descriptor as i32, identity, generation };
+    Answer(vec![SegmentRange { address, offset, len }])
 }
 
 /// Mappings that this process has of a segment that it reaches.
-fn mappings_of(reference: &Reference) -> impl Fn() -> usize + use<> {
-    let Address { process, descriptor, .. } = reference.address;
+fn mappings_of(reference: &SegmentRange) -> impl Fn() -> usize + use<> {
+    let SegmentAddress { process, descriptor, .. } = reference.address;
     let inode = std::fs::metadata(format!("/proc/{process}/fd/{descriptor}")).unwrap().ino().to_string();
     move || {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -329,7 +331,7 @@ fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let good = references(&owner, &ids).0[0];
     let consumer = Node::new(LIMITS);
-    let refused = |reference: Reference| {
+    let refused = |reference: SegmentRange| {
         let error = fetch_by(&consumer, &ids, &Answer(vec![reference])).unwrap_err();
         assert!(matches!(error, StoreError::Memory(_) | StoreError::Corrupt { .. }), "{error}");
         assert_eq!(consumer.stats().buffer.num_entries, 0);
@@ -338,9 +340,9 @@ fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
     let mut elsewhere = good;
     elsewhere.address.descriptor = 0;
     refused(elsewhere);
-    refused(Reference { offset: 1 << 40, ..good });
-    refused(Reference { offset: u64::MAX - 5, ..good });
-    refused(Reference { len: LEN as u64 + 1, ..good });
+    refused(SegmentRange { offset: 1 << 40, ..good });
+    refused(SegmentRange { offset: u64::MAX - 5, ..good });
+    refused(SegmentRange { len: LEN as u64 + 1, ..good });
     elsewhere = good;
     elsewhere.address.identity += 1;
     refused(elsewhere);

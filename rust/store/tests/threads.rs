@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Dtype, Limits, Meta, Node, ShardId, Source, StoreError, TimeLimit, Wanted};
+use tundish_store::{Dtype, Limits, Meta, Node, ShardId, StoreError, TensorToStore, TimeLimit, Wanted};
 
 fn pair(tensors: &[Vec<u8>]) -> (Arc<Node>, Arc<Node>, Between, Vec<ShardId>) {
     let (owner, consumer, between) = common::pair(Way::Bytes);
@@ -164,7 +164,7 @@ fn join(first: &[Wanted], then: &[&[Wanted]], mut between: Between) -> (Vec<Resu
 
 #[test]
 fn a_right_handle_does_not_fail_for_a_wrong_one() {
-    for way in [Way::Bytes, Way::Reference] {
+    for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, _, between) = common::pair(way);
         let id = put(&owner, &[pattern(1, 100)]).unwrap().remove(0);
         let right = [whole(OWNER, &id, 100)];
@@ -355,7 +355,7 @@ fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
             scope.spawn(|| {
                 for _ in 0..200 {
                     let bytes = [7; 300_000];
-                    let source = Source::new(bytes_meta(300_000), &bytes).unwrap();
+                    let source = TensorToStore::new(bytes_meta(300_000), &bytes).unwrap();
                     let ids = within(60.0, |time_limit| owner.put(&[source], time_limit)).unwrap();
                     assert_eq!(owner.remove(&ids).cleared_count, 1);
                 }

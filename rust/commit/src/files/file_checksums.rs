@@ -28,7 +28,7 @@ const MOST_THREADS: usize = 8;
 const INTERVAL: Duration = Duration::from_millis(20);
 
 /// A file to read, of `size` bytes: the name `leaf` in an open folder.
-pub(crate) struct Source<'a, D: Disk> {
+pub(crate) struct FileToSum<'a, D: Disk> {
     pub(crate) folder: &'a D::Folder,
     pub(crate) leaf: &'a OsStr,
     pub(crate) path: &'a Path,
@@ -37,30 +37,32 @@ pub(crate) struct Source<'a, D: Disk> {
 
 /// Why a file has no checksum.
 #[derive(Debug)]
-pub(crate) enum Unread {
+pub(crate) enum ChecksumFailure {
     /// It is shorter than its size says.
     Short,
     Failed(CommitError),
 }
 
-struct Piece {
+struct FilePiece {
     source: usize,
     offset: u64,
     length: u64,
-    outcome: Result<Checksum, Unread>,
+    outcome: Result<Checksum, ChecksumFailure>,
 }
 
 /// The checksum of each source. Calls `go_on` now and then with the bytes read and the bytes in total.
 pub(crate) fn checksums<D: Disk>(
     disk: &D,
-    sources: &[Source<'_, D>],
+    sources: &[FileToSum<'_, D>],
     path: &Path,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
-) -> Result<Vec<Result<Checksum, Unread>>, CommitError> {
+) -> Result<Vec<Result<Checksum, ChecksumFailure>>, CommitError> {
     let pieces: Vec<(usize, u64)> = sources
         .iter()
         .enumerate()
-        .flat_map(|(source, Source { size, .. })| (0..size.div_ceil(PIECE)).map(move |piece| (source, piece * PIECE)))
+        .flat_map(|(source, FileToSum { size, .. })| {
+            (0..size.div_ceil(PIECE)).map(move |piece| (source, piece * PIECE))
+        })
         .collect();
     let work = Work { disk, sources, pieces, next: AtomicUsize::new(0), stopped: AtomicBool::new(false) };
     thread::scope(|scope| {
@@ -83,7 +85,7 @@ pub(crate) fn checksums<D: Disk>(
 
 struct Work<'a, D: Disk> {
     disk: &'a D,
-    sources: &'a [Source<'a, D>],
+    sources: &'a [FileToSum<'a, D>],
     /// Source and offset of each.
     pieces: Vec<(usize, u64)>,
     next: AtomicUsize,
@@ -92,30 +94,33 @@ struct Work<'a, D: Disk> {
 
 impl<D: Disk> Work<'_, D> {
     /// Runs one thread.
-    fn run(&self, send: &Sender<Piece>) {
+    fn run(&self, send: &Sender<FilePiece>) {
         let mut buffer = vec![0; BUFFER];
         while !self.stopped.load(Ordering::Relaxed)
             && let Some(&(source, offset)) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed))
         {
             let length = PIECE.min(self.sources[source].size - offset);
             let outcome = self.read(source, offset, length, &mut buffer);
-            if send.send(Piece { source, offset, length, outcome }).is_err() {
+            if send.send(FilePiece { source, offset, length, outcome }).is_err() {
                 return;
             }
         }
     }
 
-    fn read(&self, source: usize, offset: u64, length: u64, buffer: &mut [u8]) -> Result<Checksum, Unread> {
-        let Source { folder, leaf, path, .. } = &self.sources[source];
+    fn read(&self, source: usize, offset: u64, length: u64, buffer: &mut [u8]) -> Result<Checksum, ChecksumFailure> {
+        let FileToSum { folder, leaf, path, .. } = &self.sources[source];
         // Opened for each piece: there may be more files than descriptors.
-        let file = self.disk.open_file(folder, leaf, path).map_err(Unread::Failed)?;
+        let file = self.disk.open_file(folder, leaf, path).map_err(ChecksumFailure::Failed)?;
         let mut checksum = Checksum::EMPTY;
         let mut done = 0;
         while done < length && !self.stopped.load(Ordering::Relaxed) {
             let wanted = buffer.len().min(usize::try_from(length - done).unwrap_or(usize::MAX));
-            let read = self.disk.read_at(&file, offset + done, &mut buffer[..wanted], path).map_err(Unread::Failed)?;
+            let read = self
+                .disk
+                .read_at(&file, offset + done, &mut buffer[..wanted], path)
+                .map_err(ChecksumFailure::Failed)?;
             if read == 0 {
-                return Err(Unread::Short);
+                return Err(ChecksumFailure::Short);
             }
             checksum = checksum.then(Checksum::of(&buffer[..read]), read as u64);
             done += read as u64;
@@ -125,17 +130,17 @@ impl<D: Disk> Work<'_, D> {
 
     fn gather(
         &self,
-        receive: &mpsc::Receiver<Piece>,
+        receive: &mpsc::Receiver<FilePiece>,
         path: &Path,
         go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
-    ) -> Result<Vec<Result<Checksum, Unread>>, CommitError> {
-        let mut files: Vec<Result<FileProgress, Unread>> =
+    ) -> Result<Vec<Result<Checksum, ChecksumFailure>>, CommitError> {
+        let mut files: Vec<Result<FileProgress, ChecksumFailure>> =
             self.sources.iter().map(|source| Ok(FileProgress::new(source.size))).collect();
         let total = self.sources.iter().map(|source| source.size).sum();
         let mut read = 0;
         loop {
             match receive.recv_timeout(INTERVAL) {
-                Ok(Piece { source, offset, length, outcome }) => {
+                Ok(FilePiece { source, offset, length, outcome }) => {
                     read += length;
                     match (&mut files[source], outcome) {
                         (Ok(progress), Ok(checksum)) => progress.sum(offset, length, checksum),

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::disk::{Disk, FileStat, LockMode, LockOutcome};
 use crate::error::CommitError;
-use crate::{manifest, names};
+use crate::{manifest, path_names};
 
 /// Open folders, each after its parent.
 pub(crate) struct FolderTree<D: Disk> {
@@ -44,7 +44,7 @@ impl<D: Disk> FolderTree<D> {
     ) -> Result<(Self, Vec<TreeFile>), CommitError> {
         manifest::check_names(names.clone())
             .map_err(|reason| CommitError::InvalidWrite { path: folder.to_path_buf(), reason })?;
-        let (parent_path, leaf) = names::split(folder)?;
+        let (parent_path, leaf) = path_names::split(folder)?;
         let parent = disk.open_path(&parent_path)?;
         let opened = disk.open_folder(&parent, &leaf, folder).map_err(|error| match error {
             error if error.is(Errno::NOENT) => CommitError::ParentMissing { path: folder.to_path_buf() },

@@ -8,11 +8,11 @@ use rustix::io::Errno;
 use crate::checksum::Checksum;
 use crate::disk::{self, Disk, EntryKind, RealDisk};
 use crate::error::CommitError;
-use crate::files::file_checksums::{self, Source, Unread};
+use crate::files::file_checksums::{self, ChecksumFailure, FileToSum};
 use crate::files::folder_tree::FolderTree;
 use crate::files::writeback::WINDOW;
 use crate::manifest::FileMetadata;
-use crate::names;
+use crate::path_names;
 
 /// Writes `bytes` as the new file `name`, relative to `folder`, and makes it and the folders it lies in durable.
 ///
@@ -45,7 +45,7 @@ pub fn checksum_file(
 ) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
     let path = path.as_ref();
-    let (parent_path, leaf) = names::split(path)?;
+    let (parent_path, leaf) = path_names::split(path)?;
     let Some(name) = leaf.to_str() else {
         let reason = "its name is not UTF-8";
         return Err(CommitError::InvalidName { path: path.to_path_buf(), reason });
@@ -58,12 +58,12 @@ pub fn checksum_file(
     }
     disk.fsync(&file, path)?;
     disk.fsync_folder(&parent, &parent_path)?;
-    let sources = [Source { folder: &parent, leaf: &leaf, path, size: status.size }];
+    let sources = [FileToSum { folder: &parent, leaf: &leaf, path, size: status.size }];
     let mut checksum = Checksum::EMPTY;
     for outcome in file_checksums::checksums(&disk, &sources, path, go_on)? {
         checksum = outcome.map_err(|unread| match unread {
-            Unread::Short => CommitError::io("read to its end", path, Errno::STALE),
-            Unread::Failed(error) => error,
+            ChecksumFailure::Short => CommitError::io("read to its end", path, Errno::STALE),
+            ChecksumFailure::Failed(error) => error,
         })?;
     }
     Ok(FileMetadata { name: name.to_owned(), size: status.size, checksum: Some(checksum) })

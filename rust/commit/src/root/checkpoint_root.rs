@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use super::contents::{Checkpoints, Directory, Key, newest, root_names};
+use super::contents::{CheckpointKey, Checkpoints, OpenFolder, newest, root_names};
 use super::recovery::Recovery;
 use super::writer_lock::WriterLock;
 use crate::disk::Disk;
@@ -12,7 +12,7 @@ use crate::manifest::CheckpointKind;
 
 /// A root that this process owns, and alone may change. Its methods may be called from several threads.
 pub struct Root<D: Disk + Clone + 'static> {
-    pub(super) root: Directory<D>,
+    pub(super) root: OpenFolder<D>,
     pub(super) process: u32,
     pub(super) recovered: Recovery,
     /// Held while visible names change.
@@ -29,9 +29,9 @@ pub(super) struct State<D: Disk + Clone + 'static> {
     /// Whole, durable, and recorded as far as the disk allowed.
     pub(super) published: Checkpoints,
     /// Visible or not, durable or not: a rename is under way, or the rename or the fsync after it failed.
-    pub(super) uncertain: BTreeSet<Key>,
+    pub(super) uncertain: BTreeSet<CheckpointKey>,
     /// Begun, and neither published nor abandoned yet.
-    pub(super) in_progress: BTreeMap<Key, InProgress<D>>,
+    pub(super) in_progress: BTreeMap<CheckpointKey, InProgress<D>>,
     /// Steps whose checkpoints are not removed.
     pub(super) protected: BTreeSet<u64>,
     /// A `discard_after` began and did not end.
@@ -41,7 +41,7 @@ pub(super) struct State<D: Disk + Clone + 'static> {
 /// A checkpoint that is being written.
 #[derive(Clone)]
 pub(super) struct InProgress<D: Disk + Clone> {
-    pub(super) folder: Arc<Directory<D>>,
+    pub(super) folder: Arc<OpenFolder<D>>,
     /// Its publication failed and cannot be tried again.
     pub(super) failed: bool,
 }
@@ -57,7 +57,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         &self.recovered
     }
 
-    pub(super) fn checkpoint_path(&self, (kind, step): Key) -> PathBuf {
+    pub(super) fn checkpoint_path(&self, (kind, step): CheckpointKey) -> PathBuf {
         self.root.path.join(root_names::checkpoint(kind, step))
     }
 }

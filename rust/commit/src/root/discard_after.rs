@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 use super::checkpoint_root::Root;
 use super::contents::root_names::Entry;
-use super::contents::{Checkpoints, Directory, Key, registry, root_names};
+use super::contents::{CheckpointKey, Checkpoints, OpenFolder, registry_file, root_names};
 use super::reading::exclude_readers;
 use crate::disk::{Disk, EntryKind, absent_is_fine};
 use crate::error::CommitError;
@@ -35,7 +35,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.check_owned()?;
         self.forget_missing()?;
         let mut state = self.state()?;
-        let path = |key: &Key| self.checkpoint_path(*key);
+        let path = |key: &CheckpointKey| self.checkpoint_path(*key);
         if let Some((key, _)) = state.in_progress.iter().find(|((_, writing), _)| *writing > step) {
             return Err(CommitError::CheckpointInUse { path: path(key), reason: "it is being written" });
         }
@@ -57,9 +57,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.root.disk.create_file(&self.root.folder, &marker, &self.root.path.join(&marker))?;
         state.published.retain(|(_, newer), _| *newer <= step);
         for kind in CheckpointKind::ALL {
-            registry::update_latest_link(&self.root, &state.published, kind)?;
+            registry_file::update_latest_link(&self.root, &state.published, kind)?;
         }
-        registry::write_registry(&self.root, &state.published)?;
+        registry_file::write_registry(&self.root, &state.published)?;
         let set_aside = set_aside(&self.root, step)?;
         state.uncertain.retain(|(_, uncertain)| *uncertain <= step);
         state.is_discarding = false;
@@ -68,12 +68,12 @@ impl<D: Disk + Clone + 'static> Root<D> {
 }
 
 /// Whether `name` is a marker: a plain file.
-pub(crate) fn is_discard_marker<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+pub(crate) fn is_discard_marker<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<bool, CommitError> {
     Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File))
 }
 
 /// The checkpoints above a step, the newest first, so that the remaining ones never have a gap.
-fn above<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<Key>, CommitError> {
+fn above<D: Disk + Clone>(root: &OpenFolder<D>, step: u64) -> Result<Vec<CheckpointKey>, CommitError> {
     let mut newer = Vec::new();
     for name in root.list()? {
         match root_names::classify(&name) {
@@ -85,21 +85,21 @@ fn above<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<Key>, Co
     Ok(newer)
 }
 
-fn is_folder<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<bool, CommitError> {
+fn is_folder<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<bool, CommitError> {
     Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
 }
 
 /// Completes at a start what a marker says, from wherever it stopped.
 pub(crate) fn complete<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     published: &mut Checkpoints,
     step: u64,
 ) -> Result<Vec<PathBuf>, CommitError> {
     published.retain(|(_, newer), _| *newer <= step);
     for kind in CheckpointKind::ALL {
-        registry::update_or_remove_latest_link(root, published, kind)?;
+        registry_file::update_or_remove_latest_link(root, published, kind)?;
     }
-    match registry::write_registry(root, published) {
+    match registry_file::write_registry(root, published) {
         Err(error) if error.is_out_of_space() => {}
         outcome => outcome?,
     }
@@ -107,7 +107,7 @@ pub(crate) fn complete<D: Disk + Clone>(
 }
 
 /// Renames the checkpoints above a step, to which no link leads any more, and removes the marker.
-fn set_aside<D: Disk + Clone>(root: &Directory<D>, step: u64) -> Result<Vec<PathBuf>, CommitError> {
+fn set_aside<D: Disk + Clone>(root: &OpenFolder<D>, step: u64) -> Result<Vec<PathBuf>, CommitError> {
     let mut set_aside = Vec::new();
     for (kind, step) in above(root, step)? {
         let to = root.free_name(|number| root_names::set_aside(kind, step, number))?;

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 
 use super::checkpoint_root::Root;
 use super::contents::checkpoint::Published;
-use super::contents::{Checkpoint, Checkpoints, Key, root_names};
+use super::contents::{Checkpoint, CheckpointKey, Checkpoints, root_names};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind};
@@ -59,7 +59,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Whether a checkpoint is published and there. Forgets it if it is gone.
-    pub(super) fn is_present(&self, key: Key) -> Result<bool, CommitError> {
+    pub(super) fn is_present(&self, key: CheckpointKey) -> Result<bool, CommitError> {
         let Some(published) = self.state()?.published.get(&key).cloned() else {
             return Ok(false);
         };
@@ -75,7 +75,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Whether the name leads to a folder with the manifest file of that checkpoint.
-    fn is_there(&self, (kind, step): Key, published: &Published) -> Result<bool, CommitError> {
+    fn is_there(&self, (kind, step): CheckpointKey, published: &Published) -> Result<bool, CommitError> {
         let folder = match self.root.open_folder(&root_names::checkpoint(kind, step)) {
             // It is gone, or this library did not make it.
             Err(error)

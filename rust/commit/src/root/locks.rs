@@ -19,7 +19,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::checkpoint_root::{Root, State};
-use super::contents::Directory;
+use super::contents::OpenFolder;
 use crate::disk::Disk;
 use crate::error::CommitError;
 
@@ -61,7 +61,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             return Err(self.lost("setting checkpoints aside failed on the way: open it again"));
         }
         let now =
-            Directory::open(&self.root.disk, &self.root.path).map_err(|_| self.lost("it was moved or removed"))?;
+            OpenFolder::open(&self.root.disk, &self.root.path).map_err(|_| self.lost("it was moved or removed"))?;
         if !now.status()?.is_same(&self.root.status()?) {
             return Err(self.lost("another folder has taken its place"));
         }

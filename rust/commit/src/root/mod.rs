@@ -38,6 +38,6 @@ mod writer_lock;
 pub use checkpoint_root::Root;
 pub use contents::{Checkpoint, Damage};
 pub use open::OpenOptions;
-pub use reading::{DamagedCheckpoint, ReadLock, ReadonlyRoot, Survey, read_lock_at, verify_checkpoint};
+pub use reading::{DamagedCheckpoint, ReadLock, ReadonlyRoot, RootListing, read_lock_at, verify_checkpoint};
 pub use recovery::Recovery;
 pub use writer_lock::{HeartbeatTiming, ProcessIdentity, WaitCallback};

@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::checkpoint_root::{Root, State};
-use super::contents::Directory;
+use super::contents::OpenFolder;
 use super::recovery;
 use super::writer_lock::{HeartbeatTiming, ProcessIdentity, WaitCallback, WriterLock};
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::names::absolute;
+use crate::path_names::absolute;
 
 /// How a root is opened.
 #[derive(Debug, Clone)]
@@ -40,7 +40,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// [`CommitError::NotADirectory`]; [`CommitError::NameTaken`]; [`CommitError::Io`], for example for a root that
     /// may not be written; the error of `on_wait`.
     pub fn open(disk: D, path: &Path, options: OpenOptions, on_wait: WaitCallback<'_>) -> Result<Self, CommitError> {
-        let root = Directory::open_or_create(&disk, &absolute(path)?)?;
+        let root = OpenFolder::open_or_create(&disk, &absolute(path)?)?;
         let OpenOptions { identity, timing, wait } = options;
         let writer_lock = WriterLock::acquire(&root, identity, timing, wait, on_wait)?;
         let (published, recovered) = recovery::recover(&root)?;

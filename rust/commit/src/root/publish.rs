@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::checkpoint_root::{InProgress, Root, State};
 use super::contents::checkpoint::{Published, check_contents};
-use super::contents::{Checkpoint, Directory, Key, registry, root_names};
+use super::contents::{Checkpoint, CheckpointKey, OpenFolder, registry_file, root_names};
 use super::reading::{ReaderExclusion, exclude_readers};
 use crate::disk::{Disk, EntryKind, LockMode};
 use crate::error::CommitError;
@@ -40,7 +40,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Refuses a step that is being written or may not be durable, and one below the newest.
-    fn check_step_is_new(&self, (kind, step): Key) -> Result<(), CommitError> {
+    fn check_step_is_new(&self, (kind, step): CheckpointKey) -> Result<(), CommitError> {
         if self.state()?.newest(kind).is_some_and(|newest| newest > step) {
             // The newest may be gone.
             self.newest_present(kind)?;
@@ -59,7 +59,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Whether there is a checkpoint to overwrite.
-    fn has_target(&self, (kind, step): Key, overwrite: bool) -> Result<bool, CommitError> {
+    fn has_target(&self, (kind, step): CheckpointKey, overwrite: bool) -> Result<bool, CommitError> {
         let name = root_names::checkpoint(kind, step);
         let path = self.root.path.join(&name);
         let Some(status) = self.root.look_at(&name)? else {
@@ -80,7 +80,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Locks readers out of the checkpoint to overwrite, if there is one.
     fn exclude_target_readers(
         &self,
-        (kind, step): Key,
+        (kind, step): CheckpointKey,
         overwrite: bool,
     ) -> Result<Option<ReaderExclusion<D>>, CommitError> {
         if !self.has_target((kind, step), overwrite)? {
@@ -90,7 +90,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Moves what an earlier attempt at a step left out of the way.
-    fn clear_leftover(&self, key: Key) -> Result<(), CommitError> {
+    fn clear_leftover(&self, key: CheckpointKey) -> Result<(), CommitError> {
         let name = root_names::unfinished(key.0, key.1);
         let Some(status) = self.root.look_at(&name)? else {
             return Ok(());
@@ -108,7 +108,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
     /// Renames an unfinished folder to a name for removal and returns that. A process that still writes into it cannot
     /// affect the next attempt.
-    fn move_unfinished_aside(&self, (kind, step): Key) -> Result<OsString, CommitError> {
+    fn move_unfinished_aside(&self, (kind, step): CheckpointKey) -> Result<OsString, CommitError> {
         let aside = self.root.free_name(|number| root_names::removed(kind, step, number))?;
         self.root.rename_new(&root_names::unfinished(kind, step), &aside)?;
         Ok(aside)
@@ -170,7 +170,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Everything up to a durable name. Returns what is published, and the lock on what it replaced.
     fn rename_into_place(
         &self,
-        key: Key,
+        key: CheckpointKey,
         text: &str,
         overwrite: bool,
     ) -> Result<(Arc<Published>, Option<ReaderExclusion<D>>), CommitError> {
@@ -202,7 +202,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
     /// A rename certainly failed if the folder still has its hidden name. Where that is unknown, as on a network file
     /// system that does not answer, the next start looks.
-    fn resolve_uncertainty(&self, key: Key, unfinished: &InProgress<D>) {
+    fn resolve_uncertainty(&self, key: CheckpointKey, unfinished: &InProgress<D>) {
         if matches!(self.root.has(&root_names::unfinished(key.0, key.1), &unfinished.folder), Ok(true))
             && let Ok(mut state) = self.state()
         {
@@ -211,14 +211,14 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Writes the registry and the link with a checkpoint that is durable now.
-    fn record(&self, key: Key, published: &Arc<Published>) -> Result<(), CommitError> {
+    fn record(&self, key: CheckpointKey, published: &Arc<Published>) -> Result<(), CommitError> {
         let mut recorded = self.published()?;
         recorded.insert(key, Arc::clone(published));
-        registry::write_registry(&self.root, &recorded)?;
-        registry::update_latest_link(&self.root, &recorded, key.0).map(drop)
+        registry_file::write_registry(&self.root, &recorded)?;
+        registry_file::update_latest_link(&self.root, &recorded, key.0).map(drop)
     }
 
-    fn check_publishable(&self, key: Key, text: &str) -> Result<(InProgress<D>, Manifest), CommitError> {
+    fn check_publishable(&self, key: CheckpointKey, text: &str) -> Result<(InProgress<D>, Manifest), CommitError> {
         let name = root_names::unfinished(key.0, key.1);
         let path = self.root.path.join(&name);
         let refuse = |reason: &str| CommitError::NotPublishable { path: path.clone(), reason: reason.to_owned() };
@@ -241,7 +241,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// `target`: the lock on what is replaced.
     fn rename(
         &self,
-        (kind, step): Key,
+        (kind, step): CheckpointKey,
         target: Option<ReaderExclusion<D>>,
     ) -> Result<Option<ReaderExclusion<D>>, CommitError> {
         let (from, to) = (root_names::unfinished(kind, step), root_names::checkpoint(kind, step));
@@ -282,7 +282,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
 impl<D: Disk + Clone + 'static> State<D> {
     /// Refuses a step below one that is published or being written.
-    fn check_order(&self, kind: CheckpointKind, step: u64, root: &Directory<D>) -> Result<(), CommitError> {
+    fn check_order(&self, kind: CheckpointKind, step: u64, root: &OpenFolder<D>) -> Result<(), CommitError> {
         let writing = self.in_progress.range((kind, 0)..=(kind, u64::MAX)).next_back().map(|(&(_, step), _)| step);
         match self.newest(kind).max(writing) {
             Some(newest) if newest > step => {

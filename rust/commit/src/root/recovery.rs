@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::contents::checkpoint::{NotWhole, examine};
 use super::contents::root_names::Entry;
-use super::contents::{Checkpoints, Directory, registry, root_names};
+use super::contents::{Checkpoints, OpenFolder, registry_file, root_names};
 use super::discard_after;
 use crate::disk::Disk;
 use crate::error::CommitError;
@@ -41,8 +41,8 @@ struct Found {
 }
 
 /// Recovers a root that this process owns.
-pub(crate) fn recover<D: Disk + Clone>(root: &Directory<D>) -> Result<(Checkpoints, Recovery), CommitError> {
-    registry::check_names(root)?;
+pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoints, Recovery), CommitError> {
+    registry_file::check_names(root)?;
     // The last owner may have died between a rename and this fsync.
     root.sync()?;
     let mut recovery = Recovery::default();
@@ -66,7 +66,7 @@ fn file_name(path: &str) -> &OsStr {
     OsStr::new(path.rsplit('/').next().unwrap_or(path))
 }
 
-fn scan<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) -> Result<Found, CommitError> {
+fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut Recovery) -> Result<Found, CommitError> {
     let mut found = Found { published: Checkpoints::new(), leftovers: Vec::new(), discard_markers: Vec::new() };
     let mut names = root.list()?;
     names.sort_unstable();
@@ -93,14 +93,14 @@ fn scan<D: Disk + Clone>(root: &Directory<D>, recovery: &mut Recovery) -> Result
 }
 
 fn repair<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     published: &Checkpoints,
     recovery: &mut Recovery,
 ) -> Result<(), CommitError> {
-    let registry = registry::repair_registry(root, published);
+    let registry = registry_file::repair_registry(root, published);
     note_repair(root, OsStr::new(root_names::REGISTRY), registry, recovery)?;
     for kind in CheckpointKind::ALL {
-        let link = registry::update_latest_link(root, published, kind);
+        let link = registry_file::update_latest_link(root, published, kind);
         note_repair(root, &root_names::latest_link(kind), link, recovery)?;
     }
     Ok(())
@@ -108,7 +108,7 @@ fn repair<D: Disk + Clone>(
 
 /// Where the disk is full, the file stays as it was: a root must be open before it can be pruned.
 fn note_repair<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     name: &OsStr,
     repaired: Result<bool, CommitError>,
     recovery: &mut Recovery,
@@ -122,7 +122,7 @@ fn note_repair<D: Disk + Clone>(
 }
 
 /// Removes a leftover. A failure must not keep the root from being opened.
-fn remove_leftover<D: Disk + Clone>(root: &Directory<D>, name: &OsStr, recovery: &mut Recovery) {
+fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery: &mut Recovery) {
     match root.has_live_writer(name) {
         Ok(true) => return recovery.live.push(shown(root, name)),
         Ok(false) => {}
@@ -134,6 +134,6 @@ fn remove_leftover<D: Disk + Clone>(root: &Directory<D>, name: &OsStr, recovery:
     }
 }
 
-fn shown<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> String {
+fn shown<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> String {
     root.path.join(name).display().to_string()
 }

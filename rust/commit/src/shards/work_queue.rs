@@ -34,7 +34,7 @@ pub(super) enum Done {
 }
 
 /// Whether this writer may write.
-pub(super) enum SlotState {
+pub(super) enum WritePermission {
     None,
     /// One thread waits for a slot.
     Seeking,
@@ -61,7 +61,7 @@ pub(super) struct WorkQueue {
     writing: usize,
     /// Threads that have not ended.
     pub(super) running: usize,
-    pub(super) slot: SlotState,
+    pub(super) slot: WritePermission,
     /// Nothing more is submitted.
     pub(super) closed: bool,
     pub(super) stopped: bool,
@@ -79,7 +79,7 @@ impl WorkQueue {
             folders: Folders::Waiting,
             writing: 0,
             running: 0,
-            slot: SlotState::None,
+            slot: WritePermission::None,
             closed: false,
             stopped: false,
             failure: None,
@@ -109,7 +109,7 @@ impl WorkQueue {
     /// it.
     pub(super) fn next_task(&mut self) -> Option<Task> {
         if self.written.len() < MOST_UNSYNCED
-            && matches!(self.slot, SlotState::Held(_))
+            && matches!(self.slot, WritePermission::Held(_))
             && let Some(write) = self.queue.front_mut()
         {
             let piece = write.cut_piece();
@@ -147,7 +147,7 @@ impl WorkQueue {
             Done::FinishedFolders => self.folders = Folders::Durable,
         }
         if self.writing == 0 && self.queue.is_empty() {
-            self.slot = SlotState::None;
+            self.slot = WritePermission::None;
         }
     }
 
@@ -227,23 +227,23 @@ mod tests {
     }
 
     fn is_held(queue: &WorkQueue) -> bool {
-        matches!(queue.slot, SlotState::Held(_))
+        matches!(queue.slot, WritePermission::Held(_))
     }
 
     #[test]
     fn nothing_is_written_without_a_slot() {
         let mut queue = queue_of(1);
         assert!(queue.next_task().is_none() && queue.has_writes());
-        queue.slot = SlotState::Seeking;
+        queue.slot = WritePermission::Seeking;
         assert!(queue.next_task().is_none());
-        queue.slot = SlotState::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Held(WriterSlot::without_lock());
         assert_eq!(begin_write(&mut queue), 0);
     }
 
     #[test]
     fn the_slot_is_held_until_the_last_thread_has_written() {
         let mut queue = queue_of(2);
-        queue.slot = SlotState::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Held(WriterSlot::without_lock());
         let (one, other) = (begin_write(&mut queue), begin_write(&mut queue));
         wrote(&mut queue, one);
         assert!(is_held(&queue));
@@ -272,7 +272,7 @@ mod tests {
     #[test]
     fn few_files_wait_for_their_fsync_at_once() {
         let mut queue = queue_of(2 * MOST_UNSYNCED);
-        queue.slot = SlotState::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Held(WriterSlot::without_lock());
         for _ in 0..MOST_UNSYNCED {
             let file = begin_write(&mut queue);
             wrote(&mut queue, file);
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn the_first_failure_is_kept_and_the_rest_is_given_up() {
         let mut queue = queue_of(2);
-        queue.slot = SlotState::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Held(WriterSlot::without_lock());
         let file = begin_write(&mut queue);
         let path = std::path::Path::new("/somewhere");
         queue.fail(CommitError::io("write", path, Errno::NOSPC));

@@ -12,7 +12,7 @@ use super::WriterOptions;
 use super::output_file::{DirectIo, OutputFile};
 use super::pending_write::PendingWrite;
 use super::thread_priority;
-use super::work_queue::{Done, SlotState, Task, WorkQueue};
+use super::work_queue::{Done, Task, WorkQueue, WritePermission};
 use super::writer_slots::{WriterSlot, WriterSlots};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, FileStat};
@@ -177,7 +177,7 @@ impl<D: Disk> WriterShared<D> {
         }
         state.running -= 1;
         if state.running == 0 {
-            state.slot = SlotState::None;
+            state.slot = WritePermission::None;
         }
         drop(state);
         self.changed.notify_all();
@@ -188,7 +188,7 @@ impl<D: Disk> WriterShared<D> {
         let mut state = self.lock();
         while !state.is_over() {
             let Some(task) = state.next_task() else {
-                state = if state.has_writes() && matches!(state.slot, SlotState::None) {
+                state = if state.has_writes() && matches!(state.slot, WritePermission::None) {
                     self.seek_slot(state)
                 } else {
                     self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
@@ -198,7 +198,7 @@ impl<D: Disk> WriterShared<D> {
             drop(state);
             let outcome = self.perform(task, at);
             state = self.lock();
-            if let SlotState::Held(slot) = &state.slot {
+            if let WritePermission::Held(slot) = &state.slot {
                 slot.touch();
             }
             match outcome {
@@ -216,11 +216,11 @@ impl<D: Disk> WriterShared<D> {
 
     /// Waits for a slot for all threads, without the lock. Afterwards the writer has it, or is over.
     fn seek_slot<'a>(&'a self, mut state: MutexGuard<'a, WorkQueue>) -> MutexGuard<'a, WorkQueue> {
-        state.slot = SlotState::Seeking;
+        state.slot = WritePermission::Seeking;
         drop(state);
         let taken = self.wait_for_slot();
         let mut state = self.lock();
-        state.slot = taken.map_or(SlotState::None, SlotState::Held);
+        state.slot = taken.map_or(WritePermission::None, WritePermission::Held);
         self.changed.notify_all();
         state
     }

@@ -28,7 +28,7 @@ use crate::threads::Threads;
 
 use output::{MemoryOutput, PlanOutput, WidthProbe};
 pub use request::PackRequest;
-use samples::Indices;
+use samples::IndexSource;
 use scan::Scan;
 use token_stream_packer::{FEW_SAMPLES, TokenStreamPacker};
 
@@ -256,12 +256,12 @@ impl<'a> HardPacker<'a> {
         for (lengths, scan) in self.streams.iter().zip(&self.scans) {
             let drawn: Vec<P>;
             let indices = match (request.order, &mut random) {
-                (SampleOrder::Given(given), _) => Indices::Given(given),
+                (SampleOrder::Given(given), _) => IndexSource::Given(given),
                 (_, Some(random)) => {
                     drawn = random.shuffled(lengths.len(), progress)?;
-                    Indices::Drawn(&drawn)
+                    IndexSource::Drawn(&drawn)
                 }
-                (_, None) => Indices::Natural(lengths.len()),
+                (_, None) => IndexSource::Natural(lengths.len()),
             };
             packer.pack(lengths, scan, indices, progress)?;
         }

@@ -13,7 +13,7 @@ pub(super) const CHUNK: usize = LEAF;
 
 /// Where the indices of a stream's samples come from.
 #[derive(Clone, Copy)]
-pub(super) enum Indices<'r, P> {
+pub(super) enum IndexSource<'r, P> {
     /// 0 … n - 1.
     Natural(usize),
     /// As the caller gave them, yet to be checked.
@@ -22,7 +22,7 @@ pub(super) enum Indices<'r, P> {
     Drawn(&'r [P]),
 }
 
-impl<P> Indices<'_, P> {
+impl<P> IndexSource<'_, P> {
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Natural(len) => *len,
@@ -60,7 +60,7 @@ impl<P> Default for Samples<P> {
 /// The ordered samples of one stream.
 pub(super) struct SampleReader<'r, P> {
     pub(super) lengths: &'r SampleLengths<'r>,
-    pub(super) indices: Indices<'r, P>,
+    pub(super) indices: IndexSource<'r, P>,
     /// Marks the samples of an order that was given.
     pub(super) used: Option<UsedSamples>,
 }
@@ -78,15 +78,15 @@ impl<P: PlanInteger> SampleReader<'_, P> {
         samples.lengths.resize(count, P::default());
         let (indices, lengths) = (&mut samples.indices[..], &mut samples.lengths[..]);
         let seen = match self.indices {
-            Indices::Natural(_) => {
+            IndexSource::Natural(_) => {
                 indices.iter_mut().zip(start as u64..).for_each(|(slot, index)| *slot = P::truncate(index));
                 self.lengths.read(start, lengths)
             }
-            Indices::Drawn(order) => {
+            IndexSource::Drawn(order) => {
                 indices.copy_from_slice(&order[start..start + count]);
                 self.lengths.gather(indices, lengths)
             }
-            Indices::Given(order) => {
+            IndexSource::Given(order) => {
                 // The or of all values tells whether one is negative or lost bits as it became a P.
                 let seen = order.read(start, indices);
                 let largest = vectorized(|| indices.iter().copied().max());

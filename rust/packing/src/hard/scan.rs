@@ -22,7 +22,7 @@ pub(super) struct Scan {
 
 /// What one leaf of a column holds.
 #[derive(Default)]
-struct Leaf {
+struct LeafSummary {
     number: usize,
     tokens: u128,
     longest: u64,
@@ -81,22 +81,22 @@ fn for_each_leaf(
     threads: &Threads,
     progress: &mut dyn Progress,
     phase: &'static str,
-    mut take: impl FnMut(&Leaf) -> Result<(), PackError>,
+    mut take: impl FnMut(&LeafSummary) -> Result<(), PackError>,
 ) -> Result<(), PackError> {
     let leaves = column.len().div_ceil(LEAF);
     let step = LEAVES_A_TICK * threads.count();
-    let mut window: Vec<Leaf> = Vec::new();
+    let mut window: Vec<LeafSummary> = Vec::new();
     for begin in (0..leaves).step_by(step) {
         progress.tick(phase, (begin * LEAF) as u64, column.len() as u64)?;
         window.clear();
-        window.extend((begin..leaves.min(begin + step)).map(|number| Leaf { number, ..Leaf::default() }));
+        window.extend((begin..leaves.min(begin + step)).map(|number| LeafSummary { number, ..LeafSummary::default() }));
         threads.for_each(&mut window, |_, leaf| leaf.read(column));
         window.iter().try_for_each(&mut take)?;
     }
     Ok(())
 }
 
-impl Leaf {
+impl LeafSummary {
     fn read(&mut self, column: &Integers<'_>) {
         let start = self.number * LEAF;
         let mut buffer = [0u32; LEAF];

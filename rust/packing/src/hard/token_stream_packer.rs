@@ -6,7 +6,7 @@
 
 use super::cutter::{Cutter, OpenPack};
 use super::output::PlanOutput;
-use super::samples::{CHUNK, Fault, Indices, SampleReader, Samples};
+use super::samples::{CHUNK, Fault, IndexSource, SampleReader, Samples};
 use super::scan::Scan;
 use super::used_samples::UsedSamples;
 use crate::error::PackError;
@@ -96,10 +96,10 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
         &mut self,
         lengths: &SampleLengths<'_>,
         scan: &Scan,
-        indices: Indices<'_, P>,
+        indices: IndexSource<'_, P>,
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
-        let Indices::Given(order) = indices else {
+        let IndexSource::Given(order) = indices else {
             let reader = SampleReader { lengths, indices, used: None };
             let stream = self.pack_samples(&reader, scan, progress)?;
             return self.finish(stream, lengths.dataset_id(), progress);
@@ -142,7 +142,7 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
                 if chunk.fault.is_some() {
                     return Err(PackError::InputChanged);
                 }
-                if matches!(reader.indices, Indices::Given(_)) {
+                if matches!(reader.indices, IndexSource::Given(_)) {
                     self.order_hash.push(chunk.samples.order_leaf);
                 }
                 stream.note(&chunk.samples);

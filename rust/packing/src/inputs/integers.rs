@@ -57,7 +57,7 @@ unsafe impl Send for Integers<'_> {}
 unsafe impl Sync for Integers<'_> {}
 
 /// Integers that a column can be read into: 64 bits, which hold any value, or the low 32 bits of it.
-pub trait Word: Copy + Default + Ord + Send + Sync + 'static {
+pub trait ColumnWord: Copy + Default + Ord + Send + Sync + 'static {
     /// The low bits of a sign-extended value.
     fn truncate(value: u64) -> Self;
     /// The bits of the value, with zeros above.
@@ -66,7 +66,7 @@ pub trait Word: Copy + Default + Ord + Send + Sync + 'static {
 
 macro_rules! word {
     ($($word:ty, $unsigned:ty);*) => {$(
-        impl Word for $word {
+        impl ColumnWord for $word {
             #[inline(always)]
             fn truncate(value: u64) -> Self {
                 value as $word
@@ -81,13 +81,13 @@ macro_rules! word {
 word!(u32, u32; u64, u64; i32, u32; i64, u64);
 
 /// A machine integer, sign-extended to 64 bits.
-trait Source: Copy {
+trait MachineInteger: Copy {
     fn extend(self) -> u64;
 }
 
 macro_rules! source {
     ($($type:ty),*) => {$(
-        impl Source for $type {
+        impl MachineInteger for $type {
             #[inline(always)]
             fn extend(self) -> u64 {
                 self as i64 as u64
@@ -209,7 +209,7 @@ impl<'a> Integers<'a> {
     ///
     /// # Panics
     /// When the range is not within the column.
-    pub fn read<W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
+    pub fn read<W: ColumnWord>(&self, start: usize, out: &mut [W]) -> u64 {
         assert!(start <= self.len && out.len() <= self.len - start, "range within the column");
         with_type!(self.kind, T => {
             // SAFETY: the range was checked against the column's length.
@@ -220,7 +220,7 @@ impl<'a> Integers<'a> {
     /// # Safety
     /// `start + out.len()` is at most the column's length, and T is the column's type.
     #[inline(always)]
-    unsafe fn read_typed<T: Source, W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
+    unsafe fn read_typed<T: MachineInteger, W: ColumnWord>(&self, start: usize, out: &mut [W]) -> u64 {
         let mut seen = 0u64;
         if self.stride == size_of::<T>() as isize {
             // SAFETY: in range, by the caller's promise.
@@ -252,7 +252,7 @@ impl<'a> Integers<'a> {
     ///
     /// # Panics
     /// When an index is out of range, or `out` and `indices` differ in length.
-    pub fn gather<I: Word, W: Word>(&self, indices: &[I], out: &mut [W]) -> u64 {
+    pub fn gather<I: ColumnWord, W: ColumnWord>(&self, indices: &[I], out: &mut [W]) -> u64 {
         self.gather_with(indices, out, |_| (), |_| ())
     }
 
@@ -261,7 +261,7 @@ impl<'a> Integers<'a> {
     ///
     /// # Panics
     /// As `gather`.
-    pub fn gather_with<I: Word, W: Word>(
+    pub fn gather_with<I: ColumnWord, W: ColumnWord>(
         &self,
         indices: &[I],
         out: &mut [W],
@@ -279,7 +279,7 @@ impl<'a> Integers<'a> {
     }
 
     #[inline(always)]
-    fn gather_typed<T: Source, I: Word, W: Word, const DENSE: bool>(
+    fn gather_typed<T: MachineInteger, I: ColumnWord, W: ColumnWord, const DENSE: bool>(
         &self,
         indices: &[I],
         out: &mut [W],

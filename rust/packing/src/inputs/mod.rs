@@ -6,7 +6,7 @@ mod ordered_samples;
 mod sample_lengths;
 mod shuffle;
 
-pub use integers::{IntegerKind, Integers, Word};
+pub use integers::{ColumnWord, IntegerKind, Integers};
 pub use order::SampleOrder;
 pub(crate) use order::check_order;
 pub(crate) use ordered_samples::{OrderedSamples, STEP};

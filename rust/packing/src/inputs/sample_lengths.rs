@@ -1,6 +1,6 @@
 //! The lengths of the samples that are packed as one stream of tokens.
 
-use super::integers::{Integers, Word};
+use super::integers::{ColumnWord, Integers};
 
 /// The lengths of one dataset, or of several joined end to end.
 pub(crate) struct SampleLengths<'a> {
@@ -46,7 +46,7 @@ impl<'a> SampleLengths<'a> {
     }
 
     /// As `Integers::read`, across parts.
-    pub(crate) fn read<W: Word>(&self, start: usize, out: &mut [W]) -> u64 {
+    pub(crate) fn read<W: ColumnWord>(&self, start: usize, out: &mut [W]) -> u64 {
         let mut seen = 0u64;
         let mut done = 0usize;
         let mut part = self.part_of(start);
@@ -65,12 +65,12 @@ impl<'a> SampleLengths<'a> {
     }
 
     /// As `Integers::gather`, across parts.
-    pub(crate) fn gather<W: Word>(&self, indices: &[W], out: &mut [W]) -> u64 {
+    pub(crate) fn gather<W: ColumnWord>(&self, indices: &[W], out: &mut [W]) -> u64 {
         self.gather_with(indices, out, |_| (), |_| ())
     }
 
     /// As `Integers::gather_with`, across parts.
-    pub(crate) fn gather_with<W: Word>(
+    pub(crate) fn gather_with<W: ColumnWord>(
         &self,
         indices: &[W],
         out: &mut [W],

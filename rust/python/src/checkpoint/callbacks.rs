@@ -4,9 +4,9 @@ use std::ops::ControlFlow;
 
 use tundish_packing::Progress;
 
-use crate::enter::Door;
+use crate::enter::SignalCheck;
 
 /// Reports progress and looks at signals; breaks on Ctrl-C.
-pub(crate) fn look(door: &mut Door, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {
-    if door.tick(phase, done, total).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+pub(crate) fn look(signals: &mut SignalCheck, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {
+    if signals.tick(phase, done, total).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
 }

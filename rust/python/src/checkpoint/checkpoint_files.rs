@@ -63,8 +63,8 @@ pub(crate) fn write_small_file(
 /// Make a file that another program wrote durable, and compute its checksum. Its name is the last part of `path`.
 #[pyfunction]
 pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetadata> {
-    enter(py, None, move |door| {
-        let mut go_on = |read, total| look(door, "checksum", read, total);
+    enter(py, None, move |signals| {
+        let mut go_on = |read, total| look(signals, "checksum", read, total);
         Ok(FileMetadata { metadata: tundish_commit::checksum_file(path, &mut go_on)? })
     })
 }
@@ -75,8 +75,8 @@ pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetad
 #[pyfunction]
 #[pyo3(signature = (folder, *, progress=None))]
 pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
-    enter(py, progress, move |door| {
-        let mut go_on = |read, total| look(door, "verify", read, total);
+    enter(py, progress, move |signals| {
+        let mut go_on = |read, total| look(signals, "verify", read, total);
         Ok(tundish_commit::root::verify_checkpoint(folder, &mut go_on)?)
     })
 }

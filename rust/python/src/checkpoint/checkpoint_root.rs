@@ -28,8 +28,9 @@ impl CheckpointRoot {
     fn new(py: Python<'_>, path: PathBuf, wait_seconds: f64) -> PyResult<Self> {
         let wait = Duration::try_from_secs_f64(wait_seconds)
             .map_err(|error| BindingError::Value(format!("wait_seconds is {wait_seconds}: {error}")))?;
-        enter(py, None, move |door| {
-            let mut on_wait = || door.tick("wait", 0, 0).map_err(|_| CommitError::Interrupted { path: path.clone() });
+        enter(py, None, move |signals| {
+            let mut on_wait =
+                || signals.tick("wait", 0, 0).map_err(|_| CommitError::Interrupted { path: path.clone() });
             Ok(Self { root: Root::open(RealDisk, &path, OpenOptions::new(wait), &mut on_wait)? })
         })
     }

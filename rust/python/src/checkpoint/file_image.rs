@@ -14,7 +14,7 @@ use tundish_commit::staging;
 use super::tensor_copy::TensorCopy;
 use super::tensor_spans::TensorSpans;
 use crate::enter::enter;
-use crate::tensors::TensorReader;
+use crate::tensor_reader::TensorReader;
 
 /// `size` bytes of page-aligned memory with the bytes of one file, laid out as on the disk.
 ///

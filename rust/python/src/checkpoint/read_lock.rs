@@ -69,8 +69,8 @@ impl CheckpointReadLock {
     /// the problem, and whether bytes differ; if not, another machine may see the file intact.
     #[pyo3(signature = (names, *, every_byte))]
     fn verify_files(&self, py: Python<'_>, names: BTreeSet<String>, every_byte: bool) -> PyResult<Vec<FileDamage>> {
-        let damaged = enter(py, None, |door| {
-            let mut go_on = |read, total| look(door, "verify", read, total);
+        let damaged = enter(py, None, |signals| {
+            let mut go_on = |read, total| look(signals, "verify", read, total);
             Ok(self.held()?.verify_files(&names, every_byte, &mut go_on)?)
         })?;
         Ok(damaged.into_iter().map(file_damage).collect())

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{ReadonlyRoot, Survey};
+use tundish_commit::root::{ReadonlyRoot, RootListing};
 
 use super::descriptions::{checkpoint_dicts, parse_kind};
 use super::read_lock::CheckpointReadLock;
@@ -32,7 +32,7 @@ impl ReadonlyCheckpointRoot {
 
     /// Everything named like a checkpoint: the whole ones as `list` returns them, and the others with the reason.
     fn survey<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>, Bound<'py, PyList>)> {
-        let Survey { whole, damaged } = enter(py, None, |_| Ok(self.root.survey()?))?;
+        let RootListing { whole, damaged } = enter(py, None, |_| Ok(self.root.survey()?))?;
         let reasons = PyList::empty(py);
         for one in damaged {
             let entry = PyDict::new(py);

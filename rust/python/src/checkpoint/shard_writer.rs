@@ -39,10 +39,10 @@ impl ShardWriter {
         checksum: bool,
         writers_per_node: usize,
     ) -> PyResult<Self> {
-        enter(py, None, move |door| {
+        enter(py, None, move |signals| {
             let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
             let options = WriterOptions { checksum, writers_per_node };
-            let mut go_on = || look(door, "preallocate", 0, 0);
+            let mut go_on = || look(signals, "preallocate", 0, 0);
             Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut go_on)? })
         })
     }
@@ -61,13 +61,13 @@ impl ShardWriter {
     ///
     /// Ctrl-C ends the wait, not the writing: wait again, or abort.
     fn finish(&self, py: Python<'_>) -> PyResult<Vec<FileMetadata>> {
-        let metadata = enter(py, None, |door| {
+        let metadata = enter(py, None, |signals| {
             loop {
                 if let Some(metadata) = self.writer.finish(SIGNAL_INTERVAL)? {
                     return Ok(metadata);
                 }
                 let (written, total) = self.writer.progress();
-                door.tick("write", written, total)?;
+                signals.tick("write", written, total)?;
             }
         })?;
         Ok(metadata.into_iter().map(|metadata| FileMetadata { metadata }).collect())

@@ -16,7 +16,7 @@ use tundish_packing::Progress;
 
 use super::tensor_spans::TensorSpans;
 use crate::enter::enter;
-use crate::tensors::{KnownDtypes, TensorReader};
+use crate::tensor_reader::{KnownDtypes, TensorReader};
 
 /// Copies of tensors into a file image, made by other threads where that pays off. A thread that waits for them helps.
 #[pyclass(frozen)]
@@ -46,7 +46,7 @@ impl TensorCopy {
         let Some(running) = self.take_running() else {
             return Err(PyValueError::new_err("it was finished or given up before"));
         };
-        enter(py, None, |door| running.copying.finish(|begun| Ok(door.tick("stage", begun as u64, 0)?)))
+        enter(py, None, |signals| running.copying.finish(|begun| Ok(signals.tick("stage", begun as u64, 0)?)))
     }
 
     /// Stop. When this returns, nothing is copied, unless another thread is in `finish`.

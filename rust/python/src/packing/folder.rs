@@ -23,7 +23,7 @@ pub(crate) fn save_plan(
 ) -> PyResult<()> {
     let columns = IntegerArray::six(&columns)?;
     let metadata = from_json(metadata)?;
-    enter(py, progress, move |door| Ok(folder::save(&view(&columns)?, &metadata, &target, door)?))
+    enter(py, progress, move |signals| Ok(folder::save(&view(&columns)?, &metadata, &target, signals)?))
 }
 
 /// Check a plan folder and map it: the metadata as JSON, and the six columns.
@@ -34,7 +34,7 @@ pub(crate) fn open_plan<'py>(
     path: PathBuf,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
-    let (metadata, columns) = enter(py, progress, move |door| Ok(folder::open(&path, door)?))?;
+    let (metadata, columns) = enter(py, progress, move |signals| Ok(folder::open(&path, signals)?))?;
     let columns: Vec<_> =
         columns.into_iter().map(|column| mapped_array::as_numpy(py, column)).collect::<PyResult<_>>()?;
     Ok((to_json(&metadata)?, PyTuple::new(py, columns)?))

@@ -11,7 +11,7 @@ use tundish_packing::inputs::SampleOrder;
 
 use super::integer_array::IntegerArray;
 use super::{as_numpy, available_threads, to_json};
-use crate::enter::{Door, enter};
+use crate::enter::{SignalCheck, enter};
 
 /// The arguments of a plan, as a dict.
 #[derive(FromPyObject)]
@@ -32,13 +32,13 @@ impl RequestDict<'_> {
         &self,
         py: Python<'_>,
         progress: Option<Py<PyAny>>,
-        work: impl FnOnce(PackRequest<'_>, &mut Door) -> Result<T, PackError> + Send,
+        work: impl FnOnce(PackRequest<'_>, &mut SignalCheck) -> Result<T, PackError> + Send,
     ) -> PyResult<T> {
         let lengths = IntegerArray::all(&self.lengths)?;
         let order = self.order.as_ref().map(IntegerArray::new).transpose()?;
         let (seed, max_length, drop_last, global_pack) = (self.seed, self.max_length, self.drop_last, self.global_pack);
         let threads = self.threads.unwrap_or_else(available_threads);
-        enter(py, progress, move |door| {
+        enter(py, progress, move |signals| {
             let request = PackRequest {
                 lengths: lengths.iter().map(IntegerArray::view).collect(),
                 order: match (&order, seed) {
@@ -51,14 +51,18 @@ impl RequestDict<'_> {
                 global_pack,
                 threads,
             };
-            Ok(work(request, door)?)
+            Ok(work(request, signals)?)
         })
     }
 }
 
 /// A packer for the plan with the fingerprint `expected`, or for any.
-fn packer<'r>(request: PackRequest<'r>, expected: Option<&str>, door: &mut Door) -> Result<HardPacker<'r>, PackError> {
-    let packer = HardPacker::new(request, door)?;
+fn packer<'r>(
+    request: PackRequest<'r>,
+    expected: Option<&str>,
+    signals: &mut SignalCheck,
+) -> Result<HardPacker<'r>, PackError> {
+    let packer = HardPacker::new(request, signals)?;
     match expected {
         Some(fingerprint) => packer.expect_fingerprint(fingerprint),
         None => Ok(packer),
@@ -74,7 +78,8 @@ pub(crate) fn hard_pack<'py>(
     progress: Option<Py<PyAny>>,
     expected: Option<String>,
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
-    let plan = request.run(py, progress, |request, door| packer(request, expected.as_deref(), door)?.pack(door))?;
+    let plan =
+        request.run(py, progress, |request, signals| packer(request, expected.as_deref(), signals)?.pack(signals))?;
     let columns = plan.columns.into_iter().map(|column| as_numpy(py, column));
     Ok((to_json(&plan.metadata)?, PyTuple::new(py, columns)?))
 }
@@ -89,8 +94,9 @@ pub(crate) fn hard_pack_to_folder(
     progress: Option<Py<PyAny>>,
     expected: Option<String>,
 ) -> PyResult<String> {
-    let work =
-        |request: PackRequest<'_>, door: &mut Door| packer(request, expected.as_deref(), door)?.write(&target, door);
+    let work = |request: PackRequest<'_>, signals: &mut SignalCheck| {
+        packer(request, expected.as_deref(), signals)?.write(&target, signals)
+    };
     to_json(&request.run(py, progress, work)?)
 }
 
@@ -102,5 +108,5 @@ pub(crate) fn hard_plan_fingerprint(
     request: RequestDict<'_>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    request.run(py, progress, |request, door| Ok(hard::fingerprint(request, door)?.to_string()))
+    request.run(py, progress, |request, signals| Ok(hard::fingerprint(request, signals)?.to_string()))
 }

@@ -74,11 +74,11 @@ impl PlanReader {
         let plan = view(&self.columns)?;
         let lengths = self.lengths.as_ref();
         if packs.len() > QUICK {
-            return enter(py, None, |door| Ok(plan::lookup(&plan, packs, lengths, door)?));
+            return enter(py, None, |signals| Ok(plan::lookup(&plan, packs, lengths, signals)?));
         }
         let located = plan::locate(&plan, packs, &mut NoProgress).map_err(BindingError::Pack)?;
         if located.pieces() > QUICK {
-            return enter(py, None, |door| Ok(located.read(&plan, lengths, door)?));
+            return enter(py, None, |signals| Ok(located.read(&plan, lengths, signals)?));
         }
         Ok(located.read(&plan, lengths, &mut NoProgress).map_err(BindingError::Pack)?)
     }

@@ -18,12 +18,12 @@ pub(crate) fn shuffled_indices<'py>(
     epoch: Option<u32>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let column = enter(py, progress, move |door| {
+    let column = enter(py, progress, move |signals| {
         let mut random = match epoch {
             None => RandomState::new(seed),
             Some(epoch) => RandomState::of_pair(seed, epoch),
         };
-        Ok(Column::shuffled(&mut random, samples, door)?)
+        Ok(Column::shuffled(&mut random, samples, signals)?)
     })?;
     Ok(as_numpy(py, column))
 }

@@ -14,8 +14,8 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView};
 use tundish_copying::{self as copying, AdaptiveCopy};
-use tundish_shm::arena::{Arena, Use, default_limit};
-use tundish_shm::{self as shm, Reference};
+use tundish_shm::arena::{Arena, ArenaUse, default_limit};
+use tundish_shm::{self as shm, BufferReference};
 
 use super::drop_without_gil::DropWithoutGil;
 use super::{as_address, as_tuple, look};
@@ -43,13 +43,16 @@ impl SegmentArena {
     #[pyo3(signature = (limit_bytes=None))]
     fn new(limit_bytes: Option<usize>) -> Self {
         let limit = limit_bytes.unwrap_or_else(default_limit);
-        SegmentArena { arena: DropWithoutGil::new(Arc::new(Arena::new(Use::Messages, limit))), copier: Arc::default() }
+        SegmentArena {
+            arena: DropWithoutGil::new(Arc::new(Arena::new(ArenaUse::Messages, limit))),
+            copier: Arc::default(),
+        }
     }
 
     /// Returns a writable buffer of `nbytes`, whose contents are not defined.
     fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<SendBuffer> {
         let arena = &*self.arena;
-        let buffer = enter(py, None, move |door| Ok(shm::SendBuffer::take(arena, nbytes, &mut || look(door))?))?;
+        let buffer = enter(py, None, move |signals| Ok(shm::SendBuffer::take(arena, nbytes, &mut || look(signals))?))?;
         let state = State { buffer: Some(DropWithoutGil::new(buffer)), exports: 0, end: None };
         Ok(SendBuffer { state: Mutex::new(state), copier: Arc::clone(&self.copier) })
     }
@@ -193,10 +196,10 @@ impl SendBuffer {
             return Ok(());
         }
         let copier = &slf.get().copier;
-        enter(slf.py(), None, move |door| {
+        enter(slf.py(), None, move |signals| {
             // SAFETY: targets lie in the buffer, which is exported and therefore stays, one after the other; sources
             // in memory that the caller keeps.
-            Ok(unsafe { copier.copy(&copies, threads, |_| look(door)) }?)
+            Ok(unsafe { copier.copy(&copies, threads, |_| look(signals)) }?)
         })
     }
 
@@ -289,7 +292,7 @@ impl BufferReceiver {
     /// Opens the buffer of `reference`, once, and acknowledges it to its sender.
     fn open(&self, py: Python<'_>, reference: ReferenceTuple) -> PyResult<ReceivedBuffer> {
         let (process, descriptor, identity, generation, len) = reference;
-        let reference = Reference { address: as_address((process, descriptor, identity, generation)), len };
+        let reference = BufferReference { address: as_address((process, descriptor, identity, generation)), len };
         let view = enter(py, None, |_| Ok(self.buffers.open(&reference)?))?;
         Ok(ReceivedBuffer { view: DropWithoutGil::new(view) })
     }

@@ -4,11 +4,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tundish_shm::arena::Arena;
 use tundish_shm::attachment::Keeper;
-use tundish_shm::named::{Claim, Directory, Hold, SegmentName};
+use tundish_shm::named::{Claim, Hold, SegmentFolder, SegmentName};
 use tundish_shm::{GoOn, Segment, ShmError};
 
 use super::look;
-use crate::enter::Door;
+use crate::enter::SignalCheck;
 
 /// A segment's name, before and after the segment has it.
 pub(super) struct ClaimedName(Mutex<State>);
@@ -25,13 +25,13 @@ enum State {
 pub(super) fn take(
     len: usize,
     name: Option<&str>,
-    door: &mut Door,
+    signals: &mut SignalCheck,
 ) -> Result<(Segment, Option<ClaimedName>), ShmError> {
-    let mut go_on = || look(door);
+    let mut go_on = || look(signals);
     let Some(name) = name else {
         return Ok((Arena::of_arrays().take(len, &mut go_on)?, None));
     };
-    let directory = Arc::new(Directory::standard()?);
+    let directory = Arc::new(SegmentFolder::standard()?);
     let claim = Claim::new(directory, SegmentName::new(name)?, &mut go_on)?;
     let segment = claim.make_segment(len, &mut go_on)?;
     Ok((segment, Some(ClaimedName(Mutex::new(State::Claimed(claim))))))

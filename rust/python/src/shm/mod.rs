@@ -7,29 +7,29 @@ pub(crate) mod buffers;
 mod claimed_name;
 mod descriptor;
 pub(crate) mod drop_without_gil;
+pub(crate) mod message_content;
 pub(crate) mod named;
-pub(crate) mod plain_value;
 pub(crate) mod segment;
 pub(crate) mod task_queue;
 pub(crate) mod votes;
 
 use tundish_packing::Progress;
-use tundish_shm::{Address, ShmError};
+use tundish_shm::{SegmentAddress, ShmError};
 
-use crate::enter::Door;
+use crate::enter::SignalCheck;
 
 /// A segment's address in Python: process, descriptor, identity, generation.
 pub(crate) type AddressTuple = (u32, i32, u64, u64);
 
-fn as_tuple(address: &Address) -> AddressTuple {
+fn as_tuple(address: &SegmentAddress) -> AddressTuple {
     (address.process, address.descriptor, address.identity, address.generation)
 }
 
-fn as_address((process, descriptor, identity, generation): AddressTuple) -> Address {
-    Address { process, descriptor, identity, generation }
+fn as_address((process, descriptor, identity, generation): AddressTuple) -> SegmentAddress {
+    SegmentAddress { process, descriptor, identity, generation }
 }
 
 /// Checks for signals in the middle of long work.
-fn look(door: &mut Door) -> Result<(), ShmError> {
-    door.tick("share", 0, 0).map_err(|_| ShmError::Interrupted)
+fn look(signals: &mut SignalCheck) -> Result<(), ShmError> {
+    signals.tick("share", 0, 0).map_err(|_| ShmError::Interrupted)
 }

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use tundish_shm::named::Directory;
+use tundish_shm::named::SegmentFolder;
 use tundish_shm::named::sweep::{NamedSegment, sweep};
 
 use super::look;
@@ -12,9 +12,9 @@ use crate::enter::enter;
 #[pyfunction]
 #[pyo3(signature = (*, dry_run))]
 pub(crate) fn sweep_segments(py: Python<'_>, dry_run: bool) -> PyResult<Bound<'_, PyDict>> {
-    let found = enter(py, None, |door| {
-        let directory = Directory::standard()?;
-        Ok(sweep(&directory, dry_run, &mut || look(door))?)
+    let found = enter(py, None, |signals| {
+        let directory = SegmentFolder::standard()?;
+        Ok(sweep(&directory, dry_run, &mut || look(signals))?)
     })?;
     let described = |segments: &[NamedSegment]| -> PyResult<Vec<_>> {
         segments.iter().map(|segment| describe(py, segment)).collect()

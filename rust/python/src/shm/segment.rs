@@ -12,10 +12,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyCFunction, PyDict, PyMemoryView};
-use tundish_shm::arena::{Arena, Counted};
+use tundish_shm::arena::{Arena, CountedBytes};
 use tundish_shm::attachment::{self, Attachment};
-use tundish_shm::named::{self, Directory, SegmentName};
-use tundish_shm::{Address, Lease, PrivateCopy, Segment, ShmError};
+use tundish_shm::named::{self, SegmentFolder, SegmentName};
+use tundish_shm::{Lease, PrivateCopy, Segment, SegmentAddress, ShmError};
 
 use super::claimed_name::{ClaimedName, take};
 use super::drop_without_gil::DropWithoutGil;
@@ -24,17 +24,17 @@ use crate::enter::enter;
 use crate::error::BindingError;
 
 /// A segment that this process made. Without a name, it goes back to the arena of arrays.
-pub(super) struct Own {
+pub(super) struct OwnedSegment {
     segment: Option<Segment>,
     len: usize,
     layout: Vec<u8>,
     /// Dropped after the segment.
     name: Option<ClaimedName>,
     /// Only for a segment with a name.
-    _counted: Option<Counted>,
+    _counted: Option<CountedBytes>,
 }
 
-impl Drop for Own {
+impl Drop for OwnedSegment {
     fn drop(&mut self) {
         match self.segment.take() {
             Some(segment) if self.name.is_none() => Arena::of_arrays().give_back(segment),
@@ -43,10 +43,10 @@ impl Drop for Own {
     }
 }
 
-impl Own {
+impl OwnedSegment {
     fn new(segment: Segment, len: usize, layout: Vec<u8>, name: Option<ClaimedName>) -> Self {
-        let counted = name.is_some().then(|| Counted::new(segment.size()));
-        Own { segment: Some(segment), len, layout, name, _counted: counted }
+        let counted = name.is_some().then(|| CountedBytes::new(segment.size()));
+        OwnedSegment { segment: Some(segment), len, layout, name, _counted: counted }
     }
 
     fn segment(&self) -> PyResult<&Segment> {
@@ -56,7 +56,7 @@ impl Own {
 
 /// The role of this process for a segment.
 pub(super) enum SegmentRole {
-    Owner(Arc<Own>),
+    Owner(Arc<OwnedSegment>),
     Reader(Arc<Attachment>),
 }
 
@@ -71,7 +71,7 @@ pub(crate) struct SharedSegment {
 pub(crate) struct SegmentView {
     memory: DropWithoutGil<ViewedMemory>,
     /// Dropped after the memory, so that the segment can be used again at once.
-    _owner: DropWithoutGil<Option<Arc<Own>>>,
+    _owner: DropWithoutGil<Option<Arc<OwnedSegment>>>,
     len: usize,
 }
 
@@ -107,17 +107,17 @@ impl SharedSegment {
         }
         let len = data.len_bytes();
         let source = Source(data.buf_ptr().cast());
-        let own = enter(py, None, move |door| {
+        let own = enter(py, None, move |signals| {
             let source = source;
-            let (mut segment, name) = take(len, name, door)?;
+            let (mut segment, name) = take(len, name, signals)?;
             // SAFETY: the caller holds the buffer until this returns.
-            let filled = unsafe { segment.fill(source.0, len, &mut || look(door)) };
+            let filled = unsafe { segment.fill(source.0, len, &mut || look(signals)) };
             let published = filled.and_then(|()| segment.publish(len, &layout));
             let named = published.and_then(|()| match &name {
-                Some(name) => name.appear(&segment, &mut || look(door)),
+                Some(name) => name.appear(&segment, &mut || look(signals)),
                 None => Ok(()),
             });
-            let own = Own::new(segment, len, layout, name);
+            let own = OwnedSegment::new(segment, len, layout, name);
             Ok(named.map(|()| own)?)
         })?;
         drop(data);
@@ -129,11 +129,11 @@ impl SharedSegment {
     #[staticmethod]
     #[pyo3(signature = (size, layout, clear, name=None))]
     fn make(py: Python<'_>, size: usize, layout: Vec<u8>, clear: bool, name: Option<&str>) -> PyResult<Self> {
-        let own = enter(py, None, move |door| {
-            let (mut segment, name) = take(size, name, door)?;
-            let cleared = if clear { segment.clear(size, &mut || look(door)) } else { Ok(()) };
+        let own = enter(py, None, move |signals| {
+            let (mut segment, name) = take(size, name, signals)?;
+            let cleared = if clear { segment.clear(size, &mut || look(signals)) } else { Ok(()) };
             let done = cleared.and_then(|()| segment.publish(size, &layout));
-            let own = Own::new(segment, size, layout, name);
+            let own = OwnedSegment::new(segment, size, layout, name);
             Ok(done.map(|()| own)?)
         })?;
         Ok(SharedSegment { role: DropWithoutGil::new(SegmentRole::Owner(Arc::new(own))) })
@@ -144,7 +144,7 @@ impl SharedSegment {
         let SegmentRole::Owner(own) = &*self.role else { return Ok(()) };
         let Some(name) = &own.name else { return Ok(()) };
         let segment = own.segment()?;
-        enter(py, None, |door| Ok(name.appear(segment, &mut || look(door))?))
+        enter(py, None, |signals| Ok(name.appear(segment, &mut || look(signals))?))
     }
 
     /// Attaches to the segment at `address`: through the descriptor of its process, or by its `name`.
@@ -280,9 +280,14 @@ impl SegmentView {
 }
 
 /// Attaches to the segment of this name, if it is the one that was `meant`: without the GIL, and registers it with it.
-fn find_named(py: Python<'_>, name: &str, meant: Option<&Address>) -> PyResult<Result<Arc<Attachment>, ShmError>> {
-    let found = enter(py, None, |door| {
-        let mut find = || named::attach(Arc::new(Directory::standard()?), SegmentName::new(name)?, &mut || look(door));
+fn find_named(
+    py: Python<'_>,
+    name: &str,
+    meant: Option<&SegmentAddress>,
+) -> PyResult<Result<Arc<Attachment>, ShmError>> {
+    let found = enter(py, None, |signals| {
+        let mut find =
+            || named::attach(Arc::new(SegmentFolder::standard()?), SegmentName::new(name)?, &mut || look(signals));
         match find() {
             Err(ShmError::Interrupted) => Err(ShmError::Interrupted.into()),
             outcome => Ok(outcome),

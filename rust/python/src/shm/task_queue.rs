@@ -9,10 +9,12 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 use tundish_shm::ShmError;
-use tundish_shm::task_queue::{MOST_WORKERS, ParentQueue, Role, Taken, Ticket, Wait, Waited, WorkerQueue};
+use tundish_shm::task_queue::{
+    MOST_WORKERS, ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue,
+};
 
 use super::descriptor;
-use super::plain_value::{self, Content};
+use super::message_content::{self, MessageContent};
 use crate::enter::enter;
 use crate::error::BindingError;
 
@@ -73,7 +75,7 @@ impl TaskQueue {
     fn put(&self, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         let (kind, content) = message_of(kind, content)?;
         let ticket = self.parent()?.put(kind, content.as_ref()).map_err(BindingError::from)?;
-        Ok(ticket.map(Ticket::number))
+        Ok(ticket.map(TaskId::number))
     }
 
     /// Queues the first of `contents`, as many as there is room for; returns their tickets.
@@ -126,24 +128,24 @@ impl TaskQueue {
             return Ok(true);
         }
         let timeout = seconds(timeout)?;
-        let role = if caller { Role::Caller } else { Role::Background };
+        let role = if caller { WaiterRole::Caller } else { WaiterRole::Background };
         // A caller may be the main thread, the only one that handles signals.
         let looks = caller.then_some(CALLER_LOOKS);
-        enter(py, None, |door| match queue.wait(role, &mut Wait::new(timeout, looks, &mut || door.look())) {
-            Waited::Ready => Ok(true),
-            Waited::Nothing => Ok(false),
-            Waited::Interrupted => Err(ShmError::Interrupted.into()),
+        enter(py, None, |signals| match queue.wait(role, &mut TimeLimit::new(timeout, looks, &mut || signals.look())) {
+            WaitOutcome::Ready => Ok(true),
+            WaitOutcome::Nothing => Ok(false),
+            WaitOutcome::Interrupted => Err(ShmError::Interrupted.into()),
         })
     }
 
     /// Takes a task back; False if a worker has taken it, or it is over.
     fn revoke(&self, ticket: u64) -> PyResult<bool> {
-        Ok(self.parent()?.revoke(Ticket::from_number(ticket)))
+        Ok(self.parent()?.revoke(TaskId::from_number(ticket)))
     }
 
     /// Returns whether a worker has taken the task, and its result is not collected.
     fn running(&self, ticket: u64) -> PyResult<bool> {
-        Ok(self.parent()?.is_running(Ticket::from_number(ticket)))
+        Ok(self.parent()?.is_running(TaskId::from_number(ticket)))
     }
 
     /// Frees the slots of a dead worker; returns the tickets of the tasks that died with it.
@@ -151,7 +153,7 @@ impl TaskQueue {
     /// Its finished tasks can still be collected. From then on another worker may have its number.
     fn reap(&self, worker: i64) -> PyResult<Vec<u64>> {
         let lost = self.parent()?.reap(worker_number(worker)?).map_err(BindingError::from)?;
-        Ok(lost.into_iter().map(Ticket::number).collect())
+        Ok(lost.into_iter().map(TaskId::number).collect())
     }
 
     /// Lets workers stop as soon as no task is queued.
@@ -177,13 +179,13 @@ impl TaskQueue {
             return Ok(Some(task));
         }
         let timeout = timeout.map(seconds).transpose()?.flatten();
-        let ticket = enter(py, None, |door| {
-            let taken = queue.take(worker, &mut Wait::new(timeout, Some(WORKER_LOOKS), &mut || door.look()));
+        let ticket = enter(py, None, |signals| {
+            let taken = queue.take(worker, &mut TimeLimit::new(timeout, Some(WORKER_LOOKS), &mut || signals.look()));
             match taken? {
-                Taken::Task(ticket) => Ok(Some(ticket)),
-                Taken::Stop => Ok(None),
-                Taken::Nothing => Err(ShmError::TimedOut { what: "a task" }.into()),
-                Taken::Interrupted => Err(ShmError::Interrupted.into()),
+                TakeOutcome::Task(ticket) => Ok(Some(ticket)),
+                TakeOutcome::Stop => Ok(None),
+                TakeOutcome::Nothing => Err(ShmError::TimedOut { what: "a task" }.into()),
+                TakeOutcome::Interrupted => Err(ShmError::Interrupted.into()),
             }
         })?;
         let task = ticket.map(|ticket| queue.read(ticket, |ticket, kind, payload| message(py, ticket, kind, payload)));
@@ -193,16 +195,16 @@ impl TaskQueue {
     /// Leaves the result of a task that this worker has taken.
     fn finish(&self, ticket: u64, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<()> {
         let (kind, content) = message_of(kind, content)?;
-        Ok(self.worker()?.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?)
+        Ok(self.worker()?.finish(TaskId::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?)
     }
 
     /// Leaves a result that is plain and fits. Returns False, and does nothing, for any other value, also bytes.
     fn finish_plain(&self, ticket: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         let queue = self.worker()?;
-        match Content::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
+        match MessageContent::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
             Some(content) => {
                 let kind = checked_kind(&content, kind)?;
-                queue.finish(Ticket::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?;
+                queue.finish(TaskId::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?;
                 Ok(true)
             }
             None => Ok(false),
@@ -244,18 +246,18 @@ pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> PyResult<()> {
     Ok(tundish_shm::exit_with_parent(descriptor::borrow(fd)?, pid).map_err(BindingError::from)?)
 }
 
-fn message<'py>(py: Python<'py>, ticket: Ticket, kind: u32, payload: &[u8]) -> Message<'py> {
-    let (kind, content) = plain_value::open(py, kind, payload);
+fn message<'py>(py: Python<'py>, ticket: TaskId, kind: u32, payload: &[u8]) -> Message<'py> {
+    let (kind, content) = message_content::open(py, kind, payload);
     (ticket.number(), kind, content)
 }
 
-fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, Content<'a>), BindingError> {
-    let content = Content::of(content)
+fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, MessageContent<'a>), BindingError> {
+    let content = MessageContent::of(content)
         .ok_or_else(|| BindingError::Type("a message carries bytes or a plain value: pickle anything else".into()))?;
     Ok((checked_kind(&content, kind)?, content))
 }
 
-fn checked_kind(content: &Content<'_>, kind: u32) -> Result<u32, BindingError> {
+fn checked_kind(content: &MessageContent<'_>, kind: u32) -> Result<u32, BindingError> {
     content.kind(kind).ok_or_else(|| BindingError::Value(format!("the kind of a message is below 2²⁴, not {kind}")))
 }
 

@@ -13,23 +13,23 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::handles::{Handle, SharedFields};
-use tundish_store::{Limits, Meta, Node, Removed, Selection, ShardId, Source, StoreError, TimeLimit, Wanted};
+use tundish_store::{Limits, Meta, Node, Removed, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Wanted};
 
 use super::dtypes::meta_of;
 use super::handle::{RTensor, name_of};
 use super::view::ShardView;
 use super::wire::transport;
-use crate::enter::{Door, enter};
+use crate::enter::{SignalCheck, enter};
 use crate::error::BindingError;
 
 /// A tensor's memory, to be read or written while the GIL is released.
 #[derive(Clone, Copy)]
-struct Address(*mut u8);
+struct TensorAddress(*mut u8);
 
 // SAFETY: only an address; its users answer for the memory there.
-unsafe impl Send for Address {}
+unsafe impl Send for TensorAddress {}
 // SAFETY: as above.
-unsafe impl Sync for Address {}
+unsafe impl Sync for TensorAddress {}
 
 /// The store of this process: the shards that it owns, and those that it fetched.
 #[pyclass(frozen)]
@@ -75,14 +75,14 @@ impl ShardStore {
             shared.push(before.unwrap_or_else(make));
         }
         let given = &shared;
-        let ids = enter(py, None, move |door| {
-            let sources: Vec<Source<'_>> = given
+        let ids = enter(py, None, move |signals| {
+            let sources: Vec<TensorToStore<'_>> = given
                 .iter()
                 .zip(&places)
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
-                .map(|(shared, place)| unsafe { Source::from_raw(Meta::clone(&shared.meta), place.0) })
+                .map(|(shared, place)| unsafe { TensorToStore::from_raw(Meta::clone(&shared.meta), place.0) })
                 .collect();
-            Ok(Node::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(door)))?)
+            Ok(Node::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
         })?;
         let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(Handle { id, shared, rows: None }));
         PyList::new(py, handles.collect::<Vec<_>>())
@@ -102,11 +102,11 @@ impl ShardStore {
         let meta = Arc::new(meta_of(tensor)?);
         let place = address_of(tensor)?;
         let (name, named) = (id.clone(), Meta::clone(&meta));
-        enter(py, None, move |door| {
+        enter(py, None, move |signals| {
             let place = place;
             // SAFETY: the caller holds the tensor until this returns, and it is dense.
-            let source = unsafe { Source::from_raw(named, place.0) };
-            let mut go_on = || look(door);
+            let source = unsafe { TensorToStore::from_raw(named, place.0) };
+            let mut go_on = || look(signals);
             Ok(Node::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
@@ -117,7 +117,7 @@ impl ShardStore {
     #[staticmethod]
     fn handle_of(py: Python<'_>, shard_id: &Bound<'_, PyString>, owner: &str) -> PyResult<RTensor> {
         let id = name_of(shard_id)?;
-        let wanted = [Selection { id: id.clone(), rows: None }];
+        let wanted = [ShardRows { id: id.clone(), rows: None }];
         let found = enter(py, None, move |_| Ok(Node::of_process().look_up(&wanted)?))?;
         let meta = found.first().map(|one| one.meta().clone());
         let meta = meta.ok_or_else(|| BindingError::Value(format!("no shard {id} was found")))?;
@@ -136,10 +136,10 @@ impl ShardStore {
     ) -> PyResult<Bound<'py, PyList>> {
         let wanted = wanted_of(handles)?;
         let deadline = deadline_of(timeout)?;
-        let views = enter(py, None, move |door| {
+        let views = enter(py, None, move |signals| {
             let node = Node::of_process();
             let client = transport(shared_memory);
-            Ok(node.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || look(door)))?)
+            Ok(node.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
         })?;
         let views = views.into_iter().map(|view| Bound::new(py, ShardView::new(view))).collect::<PyResult<Vec<_>>>()?;
         PyList::new(py, views)
@@ -161,7 +161,7 @@ impl ShardStore {
     /// The names of these that have no shard here.
     #[staticmethod]
     fn absent(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
-        let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| Selection { id, rows: None }).collect();
+        let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| ShardRows { id, rows: None }).collect();
         match py.detach(|| Node::of_process().look_up(&wanted).map(drop)) {
             Ok(()) => Ok(Vec::new()),
             Err(StoreError::Missing { shards, .. }) => Ok(shards.iter().map(|shard| shard.id.to_string()).collect()),
@@ -245,8 +245,8 @@ pub(crate) fn shard_ids<'py>(handles: &Bound<'py, PyList>) -> PyResult<Bound<'py
 }
 
 /// Checks for signals during waits and copies.
-pub(super) fn look(door: &mut Door) -> Result<(), StoreError> {
-    door.tick("store", 0, 0).map_err(|_| StoreError::Interrupted)
+pub(super) fn look(signals: &mut SignalCheck) -> Result<(), StoreError> {
+    signals.tick("store", 0, 0).map_err(|_| StoreError::Interrupted)
 }
 
 pub(super) fn deadline_of(timeout: f64) -> PyResult<Instant> {
@@ -292,8 +292,8 @@ fn wanted_of(handles: &Bound<'_, PyList>) -> PyResult<Vec<Wanted>> {
     handles.iter().map(|handle| handle.cast::<RTensor>()?.get().wanted()).collect()
 }
 
-fn address_of(tensor: &Bound<'_, PyAny>) -> PyResult<Address> {
-    Ok(Address(std::ptr::with_exposed_provenance_mut(
+fn address_of(tensor: &Bound<'_, PyAny>) -> PyResult<TensorAddress> {
+    Ok(TensorAddress(std::ptr::with_exposed_provenance_mut(
         tensor.call_method0(intern!(tensor.py(), "data_ptr"))?.extract()?,
     )))
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyMemoryView};
-use tundish_store::{Dtype, View};
+use tundish_store::{Dtype, FetchedTensor};
 
 use crate::shm::drop_without_gil::DropWithoutGil;
 use crate::tree::dlpack_exchange::TensorExchange;
@@ -19,16 +19,16 @@ use crate::tree::tensor_plan::Geometry;
 const LARGE: u64 = 1 << 20;
 
 /// Keeps the memory alive.
-enum Kept {
-    Small(View),
-    Large(DropWithoutGil<View>),
+enum ViewedTensor {
+    Small(FetchedTensor),
+    Large(DropWithoutGil<FetchedTensor>),
 }
 
-impl Kept {
-    fn view(&self) -> &View {
+impl ViewedTensor {
+    fn view(&self) -> &FetchedTensor {
         match self {
-            Kept::Small(view) => view,
-            Kept::Large(view) => view,
+            ViewedTensor::Small(view) => view,
+            ViewedTensor::Large(view) => view,
         }
     }
 }
@@ -36,13 +36,16 @@ impl Kept {
 /// The memory of a fetched tensor. Only its holder writes to it.
 #[pyclass(frozen)]
 pub(crate) struct ShardView {
-    kept: Arc<Kept>,
+    kept: Arc<ViewedTensor>,
 }
 
 impl ShardView {
-    pub(super) fn new(view: View) -> Self {
-        let kept =
-            if view.meta().nbytes() < LARGE { Kept::Small(view) } else { Kept::Large(DropWithoutGil::new(view)) };
+    pub(super) fn new(view: FetchedTensor) -> Self {
+        let kept = if view.meta().nbytes() < LARGE {
+            ViewedTensor::Small(view)
+        } else {
+            ViewedTensor::Large(DropWithoutGil::new(view))
+        };
         ShardView { kept: Arc::new(kept) }
     }
 }

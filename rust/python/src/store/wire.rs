@@ -100,8 +100,8 @@ impl WorkerClient {
     ) -> PyResult<(u16, Bound<'py, PyBytes>)> {
         let deadline = deadline_of(timeout)?;
         let client = &self.client;
-        let (status, answer) = enter(py, None, move |door| {
-            let mut go_on = || look(door);
+        let (status, answer) = enter(py, None, move |signals| {
+            let mut go_on = || look(signals);
             let mut time_limit = TimeLimit::new(deadline, &mut go_on);
             Ok(client.request(method, path, body.unwrap_or_default(), &mut time_limit)?)
         })?;

@@ -13,11 +13,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use rustix::fs::OFlags;
 
 use crate::arena::default_limit;
-use crate::buffers::Reference;
+use crate::buffers::BufferReference;
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, DATA_START};
-use crate::segment::header::{self, Facts};
+use crate::segment::header::{self, SegmentHeader};
 use crate::segment::lease::Lease;
 
 /// Mappings that are kept at most: each takes a descriptor.
@@ -51,21 +51,21 @@ pub struct ReceivedBuffer {
     _lease: Lease,
     known: Arc<KnownSegment>,
     len: usize,
-    _counted: Counted,
+    _counted: CountedView,
 }
 
 /// One more view, as long as it lives.
 #[derive(Debug)]
-struct Counted(Arc<AtomicUsize>);
+struct CountedView(Arc<AtomicUsize>);
 
-impl Counted {
+impl CountedView {
     fn among(views: &Arc<AtomicUsize>) -> Self {
         views.fetch_add(1, Ordering::Relaxed);
-        Counted(Arc::clone(views))
+        CountedView(Arc::clone(views))
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedView {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -83,7 +83,7 @@ impl BufferReceiver {
     /// # Errors
     /// [`ShmError::Gone`] where its sender revoked it, [`ShmError::NotASegment`] where the reference leads to something
     /// else, [`ShmError::Io`] where its sender is dead and did not send the descriptor before.
-    pub fn open(&self, reference: &Reference) -> Result<ReceivedBuffer, ShmError> {
+    pub fn open(&self, reference: &BufferReference) -> Result<ReceivedBuffer, ShmError> {
         if self.process != process::id() {
             let reason = "a BufferReceiver belongs to the process that made it; make one after the fork";
             return Err(ShmError::Invalid(reason.to_owned()));
@@ -115,7 +115,7 @@ impl BufferReceiver {
             let released = self.surplus_of(&mut self.lock());
             drop(released);
         }
-        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: Counted::among(&self.views) })
+        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: CountedView::among(&self.views) })
     }
 
     /// How many buffers were opened and are still in use. Those of different segments take a descriptor each, and two
@@ -196,7 +196,7 @@ impl KnownSegment {
             return Err(ShmError::NotASegment { segment: name, reason: "it is not sealed".to_owned() });
         }
         let size = usize::try_from(memory_file::status(file.as_fd())?.st_size).unwrap_or(0);
-        let facts = Facts::read(file.as_fd(), size, &name)?;
+        let facts = SegmentHeader::read(file.as_fd(), size, &name)?;
         let map = Mapping::new(&file, size.next_multiple_of(rustix::param::page_size()), Access::Write)?;
         map.populate(0, map.len());
         Ok(KnownSegment { map, file, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
@@ -216,7 +216,7 @@ impl ReceivedBuffer {
     }
 }
 
-fn describe(reference: &Reference) -> String {
+fn describe(reference: &BufferReference) -> String {
     format!("the buffer of {} bytes of process {}", reference.len, reference.address.process)
 }
 
@@ -226,7 +226,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::arena::{Arena, Use};
+    use crate::arena::{Arena, ArenaUse};
     use crate::buffers::SendBuffer;
 
     #[derive(Clone, Debug)]
@@ -256,7 +256,7 @@ mod tests {
         unsafe { std::slice::from_raw_parts(view.data(), view.len()) }.to_vec()
     }
 
-    fn sent(arena: &Arc<Arena>, contents: &[u8]) -> (SendBuffer, Reference) {
+    fn sent(arena: &Arc<Arena>, contents: &[u8]) -> (SendBuffer, BufferReference) {
         let mut buffer = SendBuffer::take(arena, contents.len(), &mut || Ok(())).unwrap();
         // SAFETY: within the buffer, which no other thread has.
         unsafe { buffer.data().copy_from_nonoverlapping(contents.as_ptr(), contents.len()) };
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn buffers_in_adopted_segments_can_be_opened_though_large_and_their_sender_gone() {
-        let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
+        let arena = Arc::new(Arena::new(ArenaUse::Messages, 1 << 20));
         let buffers = BufferReceiver { limit: 1000, ..BufferReceiver::default() };
         let mut references = Vec::new();
         for mark in 0..3 {
@@ -291,7 +291,7 @@ mod tests {
         /// it is dropped, and a revoked one is refused.
         #[test]
         fn received_buffers_stay_as_they_were_sent(steps in steps()) {
-            let arena = Arc::new(Arena::new(Use::Messages, 1 << 20));
+            let arena = Arc::new(Arena::new(ArenaUse::Messages, 1 << 20));
             let buffers = BufferReceiver::default();
             let (mut on_their_way, mut revoked, mut open) = (Vec::new(), Vec::new(), Vec::new());
             let mut kept = Vec::new();
@@ -309,7 +309,7 @@ mod tests {
                     }
                     Step::Close(which) if !open.is_empty() => drop(open.swap_remove(which % open.len())),
                     Step::Revoke(which) if !kept.is_empty() => {
-                        let (mut buffer, reference): (SendBuffer, Reference) = kept.swap_remove(which % kept.len());
+                        let (mut buffer, reference): (SendBuffer, BufferReference) = kept.swap_remove(which % kept.len());
                         let before = on_their_way.len();
                         on_their_way.retain(|(_, other)| *other != reference);
                         if on_their_way.len() < before {

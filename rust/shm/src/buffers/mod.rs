@@ -4,4 +4,4 @@ mod buffer_receiver;
 mod send_buffer;
 
 pub use buffer_receiver::{BufferReceiver, ReceivedBuffer};
-pub use send_buffer::{Reference, SendBuffer};
+pub use send_buffer::{BufferReference, SendBuffer};

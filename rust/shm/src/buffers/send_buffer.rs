@@ -8,13 +8,13 @@ use std::sync::Arc;
 use crate::arena::Arena;
 use crate::error::ShmError;
 use crate::memory::memory_file::GoOn;
-use crate::segment::{Address, Segment};
+use crate::segment::{Segment, SegmentAddress};
 
 /// The address and size of a buffer, for its receiver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reference {
+pub struct BufferReference {
     /// Its segment.
-    pub address: Address,
+    pub address: SegmentAddress,
     /// Its bytes.
     pub len: usize,
 }
@@ -60,14 +60,14 @@ impl SendBuffer {
     ///
     /// # Errors
     /// [`ShmError::Invalid`] in a child of the process that took it, which may not send it.
-    pub fn reference(&mut self) -> Result<Reference, ShmError> {
+    pub fn reference(&mut self) -> Result<BufferReference, ShmError> {
         let refuse = || ShmError::Invalid("a buffer is sent by the process that took it alone".to_owned());
         let segment = self.segment.as_mut().filter(|segment| segment.is_own()).ok_or_else(refuse)?;
         if !self.is_sent {
             segment.publish(self.len, &[])?;
             self.is_sent = true;
         }
-        Ok(Reference { address: segment.address(), len: self.len })
+        Ok(BufferReference { address: segment.address(), len: self.len })
     }
 
     /// Revokes the buffer: once it is dropped, a receiver that opens it is refused.

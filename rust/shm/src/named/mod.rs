@@ -13,8 +13,8 @@
 //!
 //! A child made by `fork` shares the holds of its parent: a segment is held until both have dropped it, or ended.
 
-mod directory;
 mod probe;
+mod segment_folder;
 pub mod sweep;
 #[cfg(test)]
 mod tests;
@@ -26,8 +26,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::OFlags;
 
-pub use directory::{Directory, FileIdentity, SegmentName};
 use probe::Probe;
+pub use segment_folder::{FileIdentity, SegmentFolder, SegmentName};
 
 use crate::error::ShmError;
 use crate::memory::memory_file::{self, GoOn, Writers};
@@ -41,7 +41,7 @@ static HAS_SWEPT: PerProcess<AtomicBool> = PerProcess::new(|| AtomicBool::new(fa
 /// A claim to a name for a new segment. Dropped before `publish`, it leaves nothing.
 #[derive(Debug)]
 pub struct Claim {
-    directory: Arc<Directory>,
+    directory: Arc<SegmentFolder>,
     name: SegmentName,
 }
 
@@ -51,7 +51,7 @@ impl Claim {
     ///
     /// # Errors
     /// [`ShmError::Exists`] if the name is taken, and the error of `go_on`.
-    pub fn new(directory: Arc<Directory>, name: SegmentName, go_on: GoOn<'_>) -> Result<Self, ShmError> {
+    pub fn new(directory: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<Self, ShmError> {
         if !HAS_SWEPT.get().swap(true, Ordering::Relaxed) {
             // Segments that cannot be swept are left to the next sweep.
             if let Err(ShmError::Interrupted) = sweep(&directory, false, go_on) {
@@ -121,7 +121,7 @@ pub struct Attached {
 ///
 /// # Errors
 /// [`ShmError::Missing`] if no process holds a segment of this name, and the error of `go_on`.
-pub fn attach(directory: Arc<Directory>, name: SegmentName, go_on: GoOn<'_>) -> Result<Attached, ShmError> {
+pub fn attach(directory: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<Attached, ShmError> {
     let missing = || ShmError::Missing { path: directory.path_of(&name) };
     let probe = Probe::take(&directory, &name, go_on)?.ok_or_else(missing)?;
     if !probe.is_held()? {
@@ -144,7 +144,7 @@ pub fn attach(directory: Arc<Directory>, name: SegmentName, go_on: GoOn<'_>) -> 
 /// Drop it after the descriptors and maps that carry the hold in this process. Otherwise the name is left to a sweep.
 #[derive(Debug)]
 pub struct Hold {
-    directory: Arc<Directory>,
+    directory: Arc<SegmentFolder>,
     name: SegmentName,
     file: FileIdentity,
 }
@@ -174,7 +174,7 @@ impl Drop for Hold {
 }
 
 /// Removes a dead segment of this name; refuses the name if anything else has it.
-fn clear(directory: &Directory, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
+fn clear(directory: &SegmentFolder, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
     let holder = match Probe::take(directory, name, go_on)? {
         None if directory.look_at(name)?.is_none() => return Ok(()),
         None => "another user or program, which made it".to_owned(),

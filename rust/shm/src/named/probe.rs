@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use super::directory::{Directory, FileIdentity, SegmentName};
+use super::segment_folder::{FileIdentity, SegmentFolder, SegmentName};
 use crate::error::ShmError;
 use crate::memory::memory_file::{self, GoOn};
-use crate::segment::header::Facts;
+use crate::segment::header::SegmentHeader;
 
 /// Longest wait for the lock, which is held for microseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -29,7 +29,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_micros(200);
 /// A segment's file under its probe lock: no other process attaches to it or removes its name.
 #[derive(Debug)]
 pub(crate) struct Probe<'a> {
-    directory: &'a Directory,
+    directory: &'a SegmentFolder,
     name: &'a SegmentName,
     file: OwnedFd,
     identity: FileIdentity,
@@ -46,7 +46,7 @@ impl<'a> Probe<'a> {
     /// # Errors
     /// If another process keeps the lock for longer than [`PATIENCE`], and the error of `go_on`.
     pub(crate) fn take(
-        directory: &'a Directory,
+        directory: &'a SegmentFolder,
         name: &'a SegmentName,
         go_on: GoOn<'_>,
     ) -> Result<Option<Self>, ShmError> {
@@ -56,7 +56,7 @@ impl<'a> Probe<'a> {
             // A description that can write: only that may have the lock.
             let Some((file, stat)) = directory.open(name, OFlags::RDWR)? else { return Ok(None) };
             let bytes = usize::try_from(stat.st_size).unwrap_or_default();
-            let maker = match Facts::read(file.as_fd(), bytes, name.as_str()) {
+            let maker = match SegmentHeader::read(file.as_fd(), bytes, name.as_str()) {
                 Ok(facts) => facts.maker,
                 Err(ShmError::NotASegment { .. }) => return Ok(None),
                 Err(error) => return Err(error),

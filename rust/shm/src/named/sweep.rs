@@ -7,7 +7,7 @@
 use std::path::PathBuf;
 
 use super::probe::Probe;
-use super::{Directory, SegmentName};
+use super::{SegmentFolder, SegmentName};
 use crate::error::ShmError;
 use crate::memory::memory_file::GoOn;
 
@@ -40,7 +40,7 @@ pub struct SweepReport {
 ///
 /// # Errors
 /// If the folder cannot be listed, and the error of `go_on`. The report holds the errors of single segments.
-pub fn sweep(directory: &Directory, dry_run: bool, go_on: GoOn<'_>) -> Result<SweepReport, ShmError> {
+pub fn sweep(directory: &SegmentFolder, dry_run: bool, go_on: GoOn<'_>) -> Result<SweepReport, ShmError> {
     let mut report = SweepReport::default();
     for name in directory.names()? {
         let probe = match Probe::take(directory, &name, go_on) {

@@ -13,7 +13,7 @@ use super::sweep::{NamedSegment, sweep};
 use super::*;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::DATA_START;
-use crate::segment::header::Facts;
+use crate::segment::header::SegmentHeader;
 
 /// Long enough for a thread to come to where it waits.
 const A_WHILE: Duration = Duration::from_millis(50);
@@ -22,13 +22,13 @@ const BYTES: usize = DATA_START + 100;
 
 struct Yard {
     _folder: tempfile::TempDir,
-    directory: Arc<Directory>,
+    directory: Arc<SegmentFolder>,
 }
 
 impl Yard {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let directory = Arc::new(Directory::at(folder.path()).unwrap());
+        let directory = Arc::new(SegmentFolder::at(folder.path()).unwrap());
         Self { _folder: folder, directory }
     }
 
@@ -38,7 +38,7 @@ impl Yard {
         let map = Mapping::new(&file, BYTES, Access::Write)?;
         static MADE: AtomicU64 = AtomicU64::new(1);
         let (identity, maker) = (MADE.fetch_add(1, Ordering::Relaxed), std::process::id());
-        Facts { identity, generation: 1, data_len: 100, maker, layout: Vec::new() }.write(&map);
+        SegmentHeader { identity, generation: 1, data_len: 100, maker, layout: Vec::new() }.write(&map);
         Ok((file, claim))
     }
 
@@ -80,7 +80,7 @@ impl Yard {
 
 /// What tells a segment from any other, also from one whose inode has its number.
 fn identity_of(file: &OwnedFd) -> u64 {
-    Facts::read(file.as_fd(), BYTES, "a segment").unwrap().identity
+    SegmentHeader::read(file.as_fd(), BYTES, "a segment").unwrap().identity
 }
 
 fn named(name: &str) -> SegmentName {

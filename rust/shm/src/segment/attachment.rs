@@ -22,9 +22,9 @@ use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, DATA_START};
 use crate::named::Attached;
-use crate::segment::header::Facts;
+use crate::segment::header::SegmentHeader;
 use crate::segment::private_copy::PrivateCopy;
-use crate::segment::{Address, Segment};
+use crate::segment::{Segment, SegmentAddress};
 
 static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
 
@@ -39,7 +39,7 @@ pub struct Attachment {
     map: Mapping,
     /// The description that the mapping was made from, with the shared lock.
     file: OwnedFd,
-    facts: Facts,
+    facts: SegmentHeader,
     is_own: bool,
     /// Let go of last.
     keeper: Option<Keeper>,
@@ -75,7 +75,7 @@ impl Attachment {
     /// A [`Refusal`], and with it the kernel's where it maps no more.
     pub fn new(
         file: OwnedFd,
-        meant: Option<&Address>,
+        meant: Option<&SegmentAddress>,
         is_sealed: bool,
         keeper: Option<Keeper>,
     ) -> Result<Self, Refusal> {
@@ -97,7 +97,7 @@ impl Attachment {
     }
 
     /// The contents of the header.
-    pub fn facts(&self) -> &Facts {
+    pub fn facts(&self) -> &SegmentHeader {
         &self.facts
     }
 
@@ -107,8 +107,8 @@ impl Attachment {
     }
 
     /// The address of the segment through this process.
-    pub fn address(&self) -> Address {
-        Address {
+    pub fn address(&self) -> SegmentAddress {
+        SegmentAddress {
             process: process::id(),
             descriptor: self.file.as_raw_fd(),
             identity: self.facts.identity,
@@ -131,7 +131,7 @@ impl Attachment {
 /// # Errors
 /// [`ShmError::Gone`] where the segment was given back, [`ShmError::Io`] where the process may open or map no more, else
 /// [`ShmError::Unreached`] with all that was tried.
-pub fn attach(address: &Address) -> Result<Arc<Attachment>, ShmError> {
+pub fn attach(address: &SegmentAddress) -> Result<Arc<Attachment>, ShmError> {
     if let Some(attachment) = find(address)? {
         return Ok(attachment);
     }
@@ -142,7 +142,7 @@ pub fn attach(address: &Address) -> Result<Arc<Attachment>, ShmError> {
 ///
 /// # Errors
 /// As of [`attach`].
-pub fn attach_unregistered(address: &Address) -> Result<Attachment, ShmError> {
+pub fn attach_unregistered(address: &SegmentAddress) -> Result<Attachment, ShmError> {
     let mut tried = Vec::new();
     // A relative inherited the owner's descriptor under its own number.
     for process in [process::id(), address.process] {
@@ -176,17 +176,17 @@ pub fn attach_own(segment: &Segment, keeper: Option<Keeper>) -> Result<Arc<Attac
 ///
 /// # Errors
 /// As of [`attach`].
-pub fn attach_named(found: Attached, meant: Option<&Address>) -> Result<Arc<Attachment>, ShmError> {
+pub fn attach_named(found: Attached, meant: Option<&SegmentAddress>) -> Result<Arc<Attachment>, ShmError> {
     let Attached { file, hold } = found;
     Attachment::new(file, meant, false, Some(Arc::new(hold))).map(add).map_err(Refusal::into_error)
 }
 
 /// Takes the lock that is a lease; returns the header, read under the lock, and the bytes of the file.
-fn lease(file: BorrowedFd<'_>, meant: Option<&Address>, name: &str) -> Result<(Facts, usize), Refusal> {
+fn lease(file: BorrowedFd<'_>, meant: Option<&SegmentAddress>, name: &str) -> Result<(SegmentHeader, usize), Refusal> {
     let gone =
         |reason: &str| Refusal::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
     let size = usize::try_from(memory_file::status(file).map_err(Refusal::Other)?.st_size).unwrap_or(0);
-    let read = || Facts::read(file, size, name).map_err(Refusal::Other);
+    let read = || SegmentHeader::read(file, size, name).map_err(Refusal::Other);
     // Before the lock is asked for: the lock of another segment says nothing about this one.
     let identity = read()?.identity;
     if meant.is_some_and(|meant| meant.identity != identity) {
@@ -232,7 +232,7 @@ pub fn attached_bytes() -> usize {
         .sum()
 }
 
-fn find(address: &Address) -> Result<Option<Arc<Attachment>>, ShmError> {
+fn find(address: &SegmentAddress) -> Result<Option<Arc<Attachment>>, ShmError> {
     let Some(attachment) = lock().get(&address.identity).and_then(Weak::upgrade) else { return Ok(None) };
     // As long as it lives the segment is not used again, so one of another generation never was, or is to come.
     if attachment.facts.generation == address.generation {
@@ -241,7 +241,7 @@ fn find(address: &Address) -> Result<Option<Arc<Attachment>>, ShmError> {
     Err(ShmError::Gone { segment: describe(address), reason: GIVEN_BACK.to_owned() })
 }
 
-pub(crate) fn describe(address: &Address) -> String {
+pub(crate) fn describe(address: &SegmentAddress) -> String {
     format!("the segment with descriptor {} of process {}", address.descriptor, address.process)
 }
 

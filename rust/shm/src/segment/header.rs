@@ -32,7 +32,7 @@ pub const LAYOUT_ROOM: usize = DATA_START - AT_LAYOUT;
 
 /// The contents of a header.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Facts {
+pub struct SegmentHeader {
     /// Random number of the segment. An inode number would not do: the kernel uses it again.
     pub identity: u64,
     /// Number of the use of the segment, counted from 1.
@@ -45,7 +45,7 @@ pub struct Facts {
     pub layout: Vec<u8>,
 }
 
-/// Draws a random number for `what`; see [`Facts::identity`].
+/// Draws a random number for `what`; see [`SegmentHeader::identity`].
 ///
 /// # Errors
 /// [`ShmError::Io`] if the system gives none.
@@ -57,7 +57,7 @@ pub(crate) fn draw_identity(what: &str) -> Result<u64, ShmError> {
     Ok(u64::from_ne_bytes(drawn))
 }
 
-impl Facts {
+impl SegmentHeader {
     /// Reads the header of a file of `size` bytes; `segment` names it in errors.
     ///
     /// # Errors
@@ -93,7 +93,7 @@ impl Facts {
         if layout_len > LAYOUT_ROOM as u64 {
             return Err(refuse(format!("its header claims a description of {layout_len} bytes")));
         }
-        Ok(Facts {
+        Ok(SegmentHeader {
             identity: word(AT_IDENTITY),
             generation: word(AT_GENERATION),
             data_len: data_len as usize,

@@ -16,7 +16,7 @@ use std::process;
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 
-use self::header::{Facts, LAYOUT_ROOM};
+use self::header::{LAYOUT_ROOM, SegmentHeader};
 use self::lease::Lease;
 use self::private_copy::PrivateCopy;
 use crate::error::ShmError;
@@ -29,7 +29,7 @@ const STRIDE: usize = 32 << 20;
 
 /// The address of a segment, for other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Address {
+pub struct SegmentAddress {
     /// Id of a process that has it open.
     pub process: u32,
     /// Its descriptor there.
@@ -140,8 +140,8 @@ impl Segment {
     }
 
     /// The address for other processes.
-    pub fn address(&self) -> Address {
-        Address {
+    pub fn address(&self) -> SegmentAddress {
+        SegmentAddress {
             process: self.process,
             descriptor: self.file.as_raw_fd(),
             identity: self.identity,
@@ -263,7 +263,7 @@ impl Segment {
                  fields one by one"
             )));
         }
-        let facts = Facts {
+        let facts = SegmentHeader {
             identity: self.identity,
             generation: self.generation,
             data_len: len,

@@ -38,7 +38,7 @@ pub(crate) const LENGTH: usize = 12;
 
 /// The offsets that depend on how many slots there are and how large they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Layout {
+pub(crate) struct QueueLayout {
     pub(crate) slots: usize,
     pub(crate) slot_bytes: usize,
     /// A power of two.
@@ -49,7 +49,7 @@ pub(crate) struct Layout {
     pub(crate) size: usize,
 }
 
-impl Layout {
+impl QueueLayout {
     /// Lays out a queue with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of them for the queue itself.
     pub(crate) fn new(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
         if !(1..=MOST_SLOTS).contains(&slots) {
@@ -91,7 +91,7 @@ mod tests {
         };
         for slots in [1, 2, 63, 64, 65, 512, 1000, MOST_SLOTS] {
             for slot_bytes in [LINE, 100, 4096, 16384] {
-                let layout = Layout::new(slots, slot_bytes).unwrap();
+                let layout = QueueLayout::new(slots, slot_bytes).unwrap();
                 assert!(layout.entries >= 2 * slots && layout.entries.is_power_of_two());
                 assert!(FINISHED + slots.div_ceil(64) * 8 <= layout.queue);
                 assert!(layout.queue + layout.entries * 4 <= layout.first_slot);
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn sizes_that_no_queue_can_have_are_refused() {
         for (slots, slot_bytes) in [(0, 4096), (MOST_SLOTS + 1, 4096), (8, 63), (8, (1 << 30) + 1), (usize::MAX, 64)] {
-            let error = Layout::new(slots, slot_bytes).unwrap_err().to_string();
+            let error = QueueLayout::new(slots, slot_bytes).unwrap_err().to_string();
             assert!(error.contains("of a task queue") || error.contains("a task queue has"), "{error}");
         }
     }

@@ -16,16 +16,16 @@ use std::thread::available_parallelism;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use self::protocol::Role;
-pub use self::protocol::parent::Waited;
-pub use self::protocol::slot_state::Ticket;
-pub(crate) use self::protocol::spin::Spin;
-pub use self::protocol::wait::Wait;
-pub use self::protocol::worker::Taken;
+pub use self::protocol::WaiterRole;
+pub use self::protocol::parent::WaitOutcome;
+pub use self::protocol::slot_state::TaskId;
+pub(crate) use self::protocol::spin::SpinHistory;
+pub use self::protocol::time_limit::TimeLimit;
+pub use self::protocol::worker::TakeOutcome;
 pub use self::worker_queue::WorkerQueue;
 
-use self::layout::Layout;
-use self::protocol::parent::Parent;
+use self::layout::QueueLayout;
+use self::protocol::parent::ParentProtocol;
 use self::shared_memory::QueueMemory;
 use crate::ShmError;
 
@@ -34,7 +34,7 @@ pub const MOST_WORKERS: u16 = layout::WORKERS;
 
 /// A queue as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerQueue`].
 pub struct ParentQueue {
-    parent: Parent<QueueMemory>,
+    parent: ParentProtocol<QueueMemory>,
     memory: OwnedFd,
 }
 
@@ -45,8 +45,8 @@ impl ParentQueue {
     /// [`ShmError::Invalid`] for numbers that no queue can have, [`ShmError::Io`] where the system makes no such
     /// memory.
     pub fn create(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
-        let (words, memory) = QueueMemory::create(Layout::new(slots, slot_bytes)?)?;
-        Ok(Self { parent: Parent::new(words, processors() > 1), memory })
+        let (words, memory) = QueueMemory::create(QueueLayout::new(slots, slot_bytes)?)?;
+        Ok(Self { parent: ParentProtocol::new(words, processors() > 1), memory })
     }
 
     /// The descriptor with which workers open the queue.
@@ -68,7 +68,7 @@ impl ParentQueue {
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a payload larger than [`ParentQueue::capacity`].
-    pub fn put(&self, kind: u32, payload: &[u8]) -> Result<Option<Ticket>, ShmError> {
+    pub fn put(&self, kind: u32, payload: &[u8]) -> Result<Option<TaskId>, ShmError> {
         self.check(payload.len())?;
         let mut ticket = None;
         self.parent.put(core::iter::once((kind, payload)), |given| ticket = Some(given));
@@ -77,7 +77,7 @@ impl ParentQueue {
 
     /// Queues as many tasks, each a kind and a payload, as there is room for, and calls `each` with their tickets. It
     /// stops before a payload larger than [`ParentQueue::capacity`].
-    pub fn put_many<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, each: impl FnMut(Ticket)) {
+    pub fn put_many<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, each: impl FnMut(TaskId)) {
         self.parent.put(messages.take_while(|(_, payload)| payload.as_ref().len() <= self.capacity()), each);
     }
 
@@ -90,12 +90,12 @@ impl ParentQueue {
     }
 
     /// Take a task back that no worker has taken; `false` when one has, or the ticket's task is over.
-    pub fn revoke(&self, ticket: Ticket) -> bool {
+    pub fn revoke(&self, ticket: TaskId) -> bool {
         self.parent.revoke(ticket)
     }
 
     /// Whether a worker has taken the task, and its result is not collected.
-    pub fn is_running(&self, ticket: Ticket) -> bool {
+    pub fn is_running(&self, ticket: TaskId) -> bool {
         self.parent.is_running(ticket)
     }
 
@@ -105,12 +105,12 @@ impl ParentQueue {
     }
 
     /// Call `each` with ticket, kind and payload of every result that there is.
-    pub fn collect(&self, each: impl FnMut(Ticket, u32, &[u8])) {
+    pub fn collect(&self, each: impl FnMut(TaskId, u32, &[u8])) {
         self.parent.collect(each);
     }
 
     /// Waits for results. A result wakes a caller rather than the background thread; the woken thread collects.
-    pub fn wait(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
+    pub fn wait(&self, role: WaiterRole, wait: &mut TimeLimit<'_>) -> WaitOutcome {
         self.parent.wait(role, wait)
     }
 
@@ -119,7 +119,7 @@ impl ParentQueue {
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a number that no worker can have.
-    pub fn reap(&self, worker: u16) -> Result<Vec<Ticket>, ShmError> {
+    pub fn reap(&self, worker: u16) -> Result<Vec<TaskId>, ShmError> {
         check_worker(worker)?;
         Ok(self.parent.reap(worker))
     }

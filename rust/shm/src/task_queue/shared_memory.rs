@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use super::layout::{self, Layout};
-use super::protocol::{Role, Words};
+use super::layout::{self, QueueLayout};
+use super::protocol::{WaiterRole, Words};
 use crate::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, Writers};
@@ -23,12 +23,12 @@ const MAGIC: u64 = u64::from_le_bytes(*b"tundish1");
 /// A queue in this process's memory.
 pub(crate) struct QueueMemory {
     mapping: Mapping,
-    layout: Layout,
+    layout: QueueLayout,
 }
 
 impl QueueMemory {
     /// Creates a queue and its memory, all zero except the words that `open` reads.
-    pub(crate) fn create(layout: Layout) -> Result<(Self, OwnedFd), ShmError> {
+    pub(crate) fn create(layout: QueueLayout) -> Result<(Self, OwnedFd), ShmError> {
         let memory = memory_file::create()?;
         // Pages come when they are first used: most slots of most queues never are.
         rustix::fs::ftruncate(&memory, layout.size as u64)
@@ -49,7 +49,7 @@ impl QueueMemory {
         if !memory_file::keeps_its_length(memory) {
             return Err(not_a_queue("its descriptor is of something else than sealed memory"));
         }
-        let smallest = Layout::new(1, layout::LEAST_SLOT)?;
+        let smallest = QueueLayout::new(1, layout::LEAST_SLOT)?;
         if size < smallest.size as i64 {
             return Err(not_a_queue("it is too short"));
         }
@@ -58,7 +58,7 @@ impl QueueMemory {
             return Err(not_a_queue("this version of tundish did not make it"));
         }
         let field = |offset| usize::try_from(head.wide(offset).load(Ordering::Relaxed)).unwrap_or(usize::MAX);
-        let layout = Layout::new(field(layout::SLOTS), field(layout::SLOT_BYTES))?;
+        let layout = QueueLayout::new(field(layout::SLOTS), field(layout::SLOT_BYTES))?;
         if layout.size as i64 != size {
             return Err(not_a_queue("its length is not what its first page says"));
         }
@@ -66,11 +66,11 @@ impl QueueMemory {
     }
 
     /// `memory` is at least as long as the layout, and sealed.
-    fn map(memory: BorrowedFd<'_>, layout: Layout) -> Result<Self, ShmError> {
+    fn map(memory: BorrowedFd<'_>, layout: QueueLayout) -> Result<Self, ShmError> {
         Ok(Self { mapping: Mapping::new(memory, layout.size, Access::Write)?, layout })
     }
 
-    pub(crate) fn layout(&self) -> &Layout {
+    pub(crate) fn layout(&self) -> &QueueLayout {
         &self.layout
     }
 
@@ -152,7 +152,7 @@ impl Words for QueueMemory {
         self.narrow(layout::CALLERS)
     }
 
-    fn result_word(&self, role: Role) -> &AtomicU32 {
+    fn result_word(&self, role: WaiterRole) -> &AtomicU32 {
         self.narrow(layout::RESULT_WORDS + role as usize * 4)
     }
 

@@ -3,16 +3,16 @@
 use rustix::fd::BorrowedFd;
 
 use super::protocol::Words;
-use super::protocol::slot_state::Ticket;
-use super::protocol::wait::Wait;
-use super::protocol::worker::{Taken, Worker};
+use super::protocol::slot_state::TaskId;
+use super::protocol::time_limit::TimeLimit;
+use super::protocol::worker::{TakeOutcome, WorkerProtocol};
 use super::shared_memory::QueueMemory;
 use super::{check, check_worker, processors};
 use crate::ShmError;
 
 /// A queue as its workers have it, each with a number of its own.
 pub struct WorkerQueue {
-    worker: Worker<QueueMemory>,
+    worker: WorkerProtocol<QueueMemory>,
 }
 
 impl WorkerQueue {
@@ -24,7 +24,7 @@ impl WorkerQueue {
     pub fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
         // One processor is the parent's.
         let most_awake = (processors() / 2) as u64;
-        Ok(Self { worker: Worker::new(QueueMemory::open(memory)?, most_awake) })
+        Ok(Self { worker: WorkerProtocol::new(QueueMemory::open(memory)?, most_awake) })
     }
 
     /// The largest payload.
@@ -36,7 +36,7 @@ impl WorkerQueue {
     ///
     /// # Errors
     /// As those of `take`.
-    pub fn try_take<R>(&self, worker: u16, read: impl FnOnce(Ticket, u32, &[u8]) -> R) -> Result<Option<R>, ShmError> {
+    pub fn try_take<R>(&self, worker: u16, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<Option<R>, ShmError> {
         check_worker(worker)?;
         self.worker.try_take(worker).map(|ticket| self.read(ticket, read)).transpose()
     }
@@ -45,7 +45,7 @@ impl WorkerQueue {
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a number that no worker can have.
-    pub fn take(&self, worker: u16, wait: &mut Wait<'_>) -> Result<Taken<Ticket>, ShmError> {
+    pub fn take(&self, worker: u16, wait: &mut TimeLimit<'_>) -> Result<TakeOutcome<TaskId>, ShmError> {
         check_worker(worker)?;
         Ok(self.worker.take(worker, wait))
     }
@@ -54,7 +54,7 @@ impl WorkerQueue {
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a task that was not taken or is finished.
-    pub fn read<R>(&self, ticket: Ticket, read: impl FnOnce(Ticket, u32, &[u8]) -> R) -> Result<R, ShmError> {
+    pub fn read<R>(&self, ticket: TaskId, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<R, ShmError> {
         self.check_taken(ticket)?;
         Ok(self.worker.words().read(ticket.slot(), |kind, payload| read(ticket, kind, payload)))
     }
@@ -64,14 +64,14 @@ impl WorkerQueue {
     /// # Errors
     /// [`ShmError::Invalid`] for a payload larger than [`WorkerQueue::capacity`], or a task that was not taken or is
     /// finished.
-    pub fn finish(&self, ticket: Ticket, kind: u32, payload: &[u8]) -> Result<(), ShmError> {
+    pub fn finish(&self, ticket: TaskId, kind: u32, payload: &[u8]) -> Result<(), ShmError> {
         check(self.worker.words(), payload.len())?;
         self.check_taken(ticket)?;
         self.worker.finish(ticket, kind, payload);
         Ok(())
     }
 
-    fn check_taken(&self, ticket: Ticket) -> Result<(), ShmError> {
+    fn check_taken(&self, ticket: TaskId) -> Result<(), ShmError> {
         if self.worker.has(ticket) {
             return Ok(());
         }

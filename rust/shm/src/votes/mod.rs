@@ -22,7 +22,7 @@ use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, Writers};
 use crate::process::futex;
 use crate::segment::header;
-use crate::task_queue::{Spin, Wait, atomic};
+use crate::task_queue::{SpinHistory, TimeLimit, atomic};
 
 /// The first word; its last byte is the version of this layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundivt\x01");
@@ -51,7 +51,7 @@ pub struct SharedVotes {
     /// The descriptor of the process that made it, until all have joined.
     memory: Mutex<Option<OwnedFd>>,
     have_all_joined: AtomicBool,
-    spin: Spin,
+    spin: SpinHistory,
 }
 
 impl SharedVotes {
@@ -103,7 +103,7 @@ impl SharedVotes {
             identity,
             memory: Mutex::new(memory),
             have_all_joined: AtomicBool::new(false),
-            spin: Spin::default(),
+            spin: SpinHistory::default(),
         }
     }
 
@@ -144,7 +144,7 @@ impl SharedVotes {
     /// Give some tens of milliseconds: a member that decides the round may be killed before it wakes the others.
     pub fn wait(&self, number: u64, longest: Duration) -> VoteState {
         let mut goes_on = || true;
-        let wait = Wait::new(Some(longest), None, &mut goes_on);
+        let wait = TimeLimit::new(Some(longest), None, &mut goes_on);
         let started = self.spin.begin();
         self.spin.look(&started, &wait, || protocol::state_of(self, number + 1) != VoteState::Open);
         let state = loop {

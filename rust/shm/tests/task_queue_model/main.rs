@@ -22,11 +22,11 @@ use std::time::Duration;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
-use protocol::parent::{Parent, Waited};
-use protocol::slot_state::Ticket;
-use protocol::wait::Wait;
-use protocol::worker::{Taken, Worker};
-use protocol::{Role, Words};
+use protocol::parent::{ParentProtocol, WaitOutcome};
+use protocol::slot_state::TaskId;
+use protocol::time_limit::TimeLimit;
+use protocol::worker::{TakeOutcome, WorkerProtocol};
+use protocol::{WaiterRole, Words};
 use words::{Memory, View, survives};
 
 /// Explore with at most `preemptions` of threads that could have gone on.
@@ -37,32 +37,32 @@ fn check(preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-fn parent(memory: &Arc<Memory>) -> Arc<Parent<View>> {
-    Arc::new(Parent::new(View::immortal(memory), false))
+fn parent(memory: &Arc<Memory>) -> Arc<ParentProtocol<View>> {
+    Arc::new(ParentProtocol::new(View::immortal(memory), false))
 }
 
-fn put(parent: &Parent<View>, payload: u8) -> Option<Ticket> {
+fn put(parent: &ParentProtocol<View>, payload: u8) -> Option<TaskId> {
     let mut ticket = None;
     parent.put([(1, [payload])].into_iter(), |given| ticket = Some(given));
     ticket
 }
 
 /// Take and finish until told to stop.
-fn work(worker: &Worker<View>, number: u16) {
-    while let Taken::Task(ticket) = worker.take(number, &mut Wait::new(None, None, &mut || true)) {
+fn work(worker: &WorkerProtocol<View>, number: u16) {
+    while let TakeOutcome::Task(ticket) = worker.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
         finish(worker, ticket);
     }
 }
 
 /// Take and finish until no task is queued.
-fn do_all(worker: &Worker<View>, number: u16) {
+fn do_all(worker: &WorkerProtocol<View>, number: u16) {
     while let Some(ticket) = worker.try_take(number) {
         finish(worker, ticket);
     }
 }
 
 /// A result is its task's payload plus one hundred.
-fn finish(worker: &Worker<View>, ticket: Ticket) {
+fn finish(worker: &WorkerProtocol<View>, ticket: TaskId) {
     let payload = worker.words().read(ticket.slot(), |kind, payload| {
         assert_eq!(kind, 1);
         payload[0]
@@ -71,21 +71,21 @@ fn finish(worker: &Worker<View>, ticket: Ticket) {
 }
 
 /// Wait as a caller until so many results have come in all.
-fn collect(parent: &Parent<View>, expected: usize, results: &mut Vec<(Ticket, u8)>) {
+fn collect(parent: &ParentProtocol<View>, expected: usize, results: &mut Vec<(TaskId, u8)>) {
     while results.len() < expected {
-        parent.wait(Role::Caller, &mut Wait::new(None, None, &mut || true));
+        parent.wait(WaiterRole::Caller, &mut TimeLimit::new(None, None, &mut || true));
         collect_now(parent, results);
     }
 }
 
-fn collect_now(parent: &Parent<View>, results: &mut Vec<(Ticket, u8)>) {
+fn collect_now(parent: &ParentProtocol<View>, results: &mut Vec<(TaskId, u8)>) {
     parent.collect(|ticket, kind, payload| {
         assert_eq!(kind, 2);
         results.push((ticket, payload[0]));
     });
 }
 
-fn sorted(mut results: Vec<(Ticket, u8)>) -> Vec<(Ticket, u8)> {
+fn sorted(mut results: Vec<(TaskId, u8)>) -> Vec<(TaskId, u8)> {
     results.sort_unstable();
     results
 }
@@ -96,7 +96,7 @@ fn each_task_comes_back_once_and_no_thread_sleeps_through_it() {
         let memory = Memory::new(2);
         let parent = parent(&memory);
         let worker = thread::spawn({
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             move || work(&worker, 0)
         });
         let mut results = Vec::new();
@@ -115,7 +115,7 @@ fn a_slot_that_is_freed_is_used_again_while_workers_look_at_old_entries() {
         let memory = Memory::new(1);
         let parent = parent(&memory);
         let workers = [0, 1].map(|number| {
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             thread::spawn(move || {
                 if let Some(ticket) = worker.try_take(number) {
                     finish(&worker, ticket);
@@ -132,7 +132,7 @@ fn a_slot_that_is_freed_is_used_again_while_workers_look_at_old_entries() {
             worker.join().unwrap();
         }
         // Results that no thread collected in time.
-        do_all(&Worker::new(View::immortal(&memory), 0), 0);
+        do_all(&WorkerProtocol::new(View::immortal(&memory), 0), 0);
         collect_now(&parent, &mut results);
         let found: Vec<_> = sorted(results).into_iter().map(|(ticket, _)| ticket).collect();
         assert_eq!(found, tickets);
@@ -147,7 +147,7 @@ fn a_task_is_revoked_or_done_and_never_both() {
         let first = put(&parent, 1).unwrap();
         let second = put(&parent, 2).unwrap();
         let worker = thread::spawn({
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             move || work(&worker, 0)
         });
         let is_revoked = parent.revoke(first);
@@ -175,11 +175,11 @@ fn no_task_is_left_to_a_worker_that_is_busy() {
         let parent = parent(&memory);
         let begun = Arc::new((Mutex::new(0), Condvar::new()));
         let workers = [0, 1].map(|number| {
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             let begun = Arc::clone(&begun);
             thread::spawn(move || {
-                let taken = worker.take(number, &mut Wait::new(None, None, &mut || true));
-                assert!(matches!(taken, Taken::Task(_)));
+                let taken = worker.take(number, &mut TimeLimit::new(None, None, &mut || true));
+                assert!(matches!(taken, TakeOutcome::Task(_)));
                 let mut count = begun.0.lock().unwrap();
                 *count += 1;
                 begun.1.notify_all();
@@ -205,7 +205,7 @@ fn a_caller_that_leaves_passes_the_results_on() {
         let results = Arc::new(Mutex::new(Vec::new()));
         put(&parent, 1).unwrap();
         let worker = thread::spawn({
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             move || {
                 let ticket = worker.try_take(0).unwrap();
                 finish(&worker, ticket);
@@ -214,8 +214,9 @@ fn a_caller_that_leaves_passes_the_results_on() {
         let caller = thread::spawn({
             let (parent, results) = (Arc::clone(&parent), Arc::clone(&results));
             move || {
-                let waited = parent.wait(Role::Caller, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
-                if waited == Waited::Ready {
+                let waited =
+                    parent.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
+                if waited == WaitOutcome::Ready {
                     let mut mine = Vec::new();
                     collect_now(&parent, &mut mine);
                     results.lock().unwrap().extend(mine);
@@ -224,7 +225,7 @@ fn a_caller_that_leaves_passes_the_results_on() {
             }
         });
         while results.lock().unwrap().is_empty() {
-            parent.wait(Role::Background, &mut Wait::new(None, None, &mut || true));
+            parent.wait(WaiterRole::Background, &mut TimeLimit::new(None, None, &mut || true));
             let mut mine = Vec::new();
             collect_now(&parent, &mut mine);
             results.lock().unwrap().extend(mine);
@@ -243,10 +244,10 @@ fn a_death_costs_one_task_at_most() {
         let parent = parent(&memory);
         let tickets = [put(&parent, 1).unwrap(), put(&parent, 2).unwrap()];
         let mortal = thread::spawn({
-            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            let worker = WorkerProtocol::new(View::mortal(&memory, steps), 0);
             move || survives(|| do_all(&worker, 0))
         });
-        let other = Worker::new(View::immortal(&memory), 0);
+        let other = WorkerProtocol::new(View::immortal(&memory), 0);
         do_all(&other, 1);
         let survived = mortal.join().unwrap();
         let lost = if survived { Vec::new() } else { parent.reap(0) };
@@ -272,14 +273,14 @@ fn a_parent_does_not_wait_for_the_dead() {
         let ticket = put(&parent, 1).unwrap();
         let lost = Arc::new(Mutex::new(Vec::new()));
         let mortal = thread::spawn({
-            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            let worker = WorkerProtocol::new(View::mortal(&memory, steps), 0);
             let (parent, lost) = (Arc::clone(&parent), Arc::clone(&lost));
             move || {
                 let survived = survives(|| do_all(&worker, 0));
                 if !survived {
                     *lost.lock().unwrap() = parent.reap(0);
                     // The steps that it did not reach.
-                    do_all(&Worker::new(worker.words().next(), 0), 0);
+                    do_all(&WorkerProtocol::new(worker.words().next(), 0), 0);
                     parent.end_waits();
                 }
                 survived
@@ -287,7 +288,7 @@ fn a_parent_does_not_wait_for_the_dead() {
         });
         let mut found = Vec::new();
         while found.is_empty() {
-            parent.wait(Role::Caller, &mut Wait::new(None, None, &mut || true));
+            parent.wait(WaiterRole::Caller, &mut TimeLimit::new(None, None, &mut || true));
             parent.collect(|ticket, _, _| found.push(ticket));
             found.append(&mut lost.lock().unwrap());
         }
@@ -297,7 +298,7 @@ fn a_parent_does_not_wait_for_the_dead() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, of a worker to which a task was left while another slept, or that died over the other's wake_word.
+/// As above, of a worker to which a task was left while another slept, or that died while it woke the other.
 #[test]
 fn a_worker_does_not_sleep_for_the_dead() {
     // Three threads with one preemption take minutes.
@@ -311,21 +312,21 @@ fn a_worker_does_not_sleep_for_the_dead() {
             begun.1.notify_all();
         };
         let mortal = thread::spawn({
-            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            let worker = WorkerProtocol::new(View::mortal(&memory, steps), 0);
             let (parent, begun) = (Arc::clone(&parent), Arc::clone(&begun));
             move || {
-                let mut taken = Taken::Nothing;
-                let survived = survives(|| taken = worker.take(0, &mut Wait::new(None, None, &mut || true)));
-                let count = if survived { usize::from(taken != Taken::Stop) } else { parent.reap(0).len() };
+                let mut taken = TakeOutcome::Nothing;
+                let survived = survives(|| taken = worker.take(0, &mut TimeLimit::new(None, None, &mut || true)));
+                let count = if survived { usize::from(taken != TakeOutcome::Stop) } else { parent.reap(0).len() };
                 begin(count, &begun);
                 survived
             }
         });
         let other = thread::spawn({
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             let begun = Arc::clone(&begun);
             move || {
-                while let Taken::Task(_) = worker.take(1, &mut Wait::new(None, None, &mut || true)) {
+                while let TakeOutcome::Task(_) = worker.take(1, &mut TimeLimit::new(None, None, &mut || true)) {
                     begin(1, &begun);
                 }
             }
@@ -343,21 +344,21 @@ fn a_worker_does_not_sleep_for_the_dead() {
     assert!(steps > 20, "a life of {steps} steps");
 }
 
-/// The one that was searching_bit dies before the task is put that is left to it, and is reaped afterwards.
+/// The searching worker dies before the task is put that is left to it, and is reaped afterwards.
 #[test]
 fn reaping_wakes_threads_that_sleep_beside_a_task() {
     let steps = live_and_die(1, |steps| {
         let memory = Memory::new(1);
         let parent = parent(&memory);
         let other = thread::spawn({
-            let worker = Worker::new(View::immortal(&memory), 0);
+            let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             move || work(&worker, 1)
         });
         let mortal = thread::spawn({
-            let worker = Worker::new(View::mortal(&memory, steps), 0);
+            let worker = WorkerProtocol::new(View::mortal(&memory, steps), 0);
             move || {
                 survives(|| {
-                    worker.take(0, &mut Wait::new(Some(Duration::ZERO), None, &mut || true));
+                    worker.take(0, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
                 })
             }
         });

@@ -79,7 +79,7 @@ impl<V> StepEntries<V> {
 }
 
 /// A step that ended.
-pub(crate) struct Past {
+pub(crate) struct EndedStep {
     pub(crate) epoch: Epoch,
     /// Of its part, where it had one.
     token: Option<u64>,
@@ -88,7 +88,7 @@ pub(crate) struct Past {
 }
 
 /// The account of a step.
-pub(crate) struct Standing {
+pub(crate) struct StepStatus {
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed_bytes: u64,
     pub(crate) has_ended: bool,
@@ -99,7 +99,7 @@ pub(crate) struct EntriesByStep<V> {
     parts: HashMap<Option<Epoch>, StepEntries<V>>,
     /// The entries that the next step begins with.
     next: StepEntries<V>,
-    past: VecDeque<Past>,
+    past: VecDeque<EndedStep>,
     next_token: u64,
     pub(crate) high_water_bytes: u64,
 }
@@ -142,7 +142,7 @@ impl<V> EntriesByStep<V> {
                 part.as_ref().map_or_else(Default::default, |part| (part.step_counts, Arc::clone(&part.viewed)));
             step_counts.freed_bytes += std::mem::take(&mut step_counts.held_bytes);
             let token = part.as_ref().map(|part| part.token);
-            self.past.push_back(Past { epoch, token, step_counts, viewed });
+            self.past.push_back(EndedStep { epoch, token, step_counts, viewed });
             if self.past.len() > REMEMBERED {
                 self.past.pop_front();
             }
@@ -184,21 +184,21 @@ impl<V> EntriesByStep<V> {
     }
 
     /// The step that ended with the part of this token.
-    pub(crate) fn past_of_token(&self, token: u64) -> Option<&Past> {
+    pub(crate) fn past_of_token(&self, token: u64) -> Option<&EndedStep> {
         self.past.iter().rev().find(|past| past.token == Some(token))
     }
 
-    pub(crate) fn past(&self, epoch: Epoch) -> Option<&Past> {
+    pub(crate) fn past(&self, epoch: Epoch) -> Option<&EndedStep> {
         self.past.iter().rev().find(|past| past.epoch == epoch)
     }
 
     /// How a step stands; `None` where it never began, or ended too long ago.
-    pub(crate) fn standing(&self, epoch: Epoch) -> Option<Standing> {
+    pub(crate) fn step_status(&self, epoch: Epoch) -> Option<StepStatus> {
         let (step_counts, viewed, has_ended) = match self.get(Some(epoch)) {
             Some(part) => (part.step_counts, &part.viewed, false),
             None => self.past(epoch).map(|past| (past.step_counts, &past.viewed, true))?,
         };
-        Some(Standing { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
+        Some(StepStatus { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
     }
 
     /// The last steps that have ended, and those that have not, the newest last.

@@ -24,7 +24,7 @@ use crate::{Claimant, Epoch};
 
 /// A fetched shard, or some of its rows.
 #[derive(Debug)]
-pub(crate) struct Fetched<P> {
+pub(crate) struct FetchedShard<P> {
     owner: Arc<str>,
     rows: Option<Rows>,
     bytes: u64,
@@ -32,11 +32,11 @@ pub(crate) struct Fetched<P> {
 }
 
 /// The entries of one shard id: several if rows were chosen, or if two owners have shards of one name.
-pub(crate) type Entries<P> = SmallVec<[Fetched<P>; 1]>;
+pub(crate) type Entries<P> = SmallVec<[FetchedShard<P>; 1]>;
 
 /// The step under which a call began.
 #[derive(Clone, Debug)]
-pub(crate) struct Ticket {
+pub(crate) struct CallStep {
     /// `None` for the next step.
     epoch: Option<Epoch>,
     /// The token of its part.
@@ -46,7 +46,7 @@ pub(crate) struct Ticket {
 
 /// A wanted shard, or some of its rows.
 #[derive(Clone, Debug)]
-pub(crate) struct Key {
+pub(crate) struct ShardKey {
     pub(crate) id: ShardId,
     pub(crate) owner: Arc<str>,
     pub(crate) rows: Option<Rows>,
@@ -57,7 +57,7 @@ pub(crate) type Found<P> = (P, Option<Rows>);
 
 /// The answer to a question for a shard.
 #[derive(Debug)]
-pub(crate) enum Asked<P> {
+pub(crate) enum BufferLookup<P> {
     /// The buffer has it, with these rows.
     Hit(P, Option<Rows>),
     /// Another thread fetches it.
@@ -68,7 +68,7 @@ pub(crate) enum Asked<P> {
 
 /// Counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Counts {
+pub(crate) struct FetchCounts {
     pub(crate) hits: u64,
     pub(crate) misses: u64,
     pub(crate) late: u64,
@@ -79,7 +79,7 @@ pub(crate) struct State<P> {
     pub(crate) parts: EntriesByStep<Entries<P>>,
     flights: HashMap<ShardId, SmallVec<[Arc<InFlight<P>>; 1]>>,
     current: Option<Epoch>,
-    pub(crate) counts: Counts,
+    pub(crate) counts: FetchCounts,
 }
 
 /// The buffer of one process.
@@ -89,8 +89,12 @@ pub(crate) struct Buffer<P> {
 
 impl<P: Clone> Buffer<P> {
     pub(crate) fn new() -> Self {
-        let state =
-            State { parts: EntriesByStep::new(), flights: HashMap::new(), current: None, counts: Counts::default() };
+        let state = State {
+            parts: EntriesByStep::new(),
+            flights: HashMap::new(),
+            current: None,
+            counts: FetchCounts::default(),
+        };
         Buffer { state: FairLock::new(state) }
     }
 
@@ -107,21 +111,26 @@ impl<P: Clone> Buffer<P> {
     }
 
     /// The step of a call that begins now.
-    pub(crate) fn ticket(&self) -> Ticket {
+    pub(crate) fn call_step(&self) -> CallStep {
         let state = self.state.lock();
         let epoch = state.current;
         let part = state.current_part();
-        Ticket { epoch, token: part.token, viewed: Arc::clone(&part.viewed) }
+        CallStep { epoch, token: part.token, viewed: Arc::clone(&part.viewed) }
     }
 
     /// Asks for at most [`TURN`](crate::entries::fair_lock) shards. `is_first` if the caller asks for the first time.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where the call's step has.
-    pub(crate) fn ask(&self, ticket: &Ticket, wanted: &[Key], is_first: bool) -> Result<Vec<Asked<P>>, StoreError> {
+    pub(crate) fn ask(
+        &self,
+        call_step: &CallStep,
+        wanted: &[ShardKey],
+        is_first: bool,
+    ) -> Result<Vec<BufferLookup<P>>, StoreError> {
         let mut state = self.state.lock();
-        let token = state.part_of(ticket)?.token;
-        Ok(wanted.iter().map(|key| state.ask(ticket.epoch, token, key, is_first)).collect())
+        let token = state.part_of(call_step)?.token;
+        Ok(wanted.iter().map(|key| state.ask(call_step.epoch, token, key, is_first)).collect())
     }
 
     /// A fetched shard has arrived: keeps it, and gives it to all threads that wait for it.
@@ -135,7 +144,7 @@ impl<P: Clone> Buffer<P> {
             return Err(state.refuse(flight));
         };
         let InFlight { owner, rows, .. } = &**flight;
-        let fetched = Fetched { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
+        let fetched = FetchedShard { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
         part.step_counts.bring(bytes);
         part.entries.entry(flight.id.clone()).or_default().push(fetched);
         state.parts.saw_peak();
@@ -204,8 +213,8 @@ impl<P: Clone> State<P> {
     }
 
     /// The part that a call's fetches go to.
-    fn part_of(&self, ticket: &Ticket) -> Result<&StepEntries<Entries<P>>, StoreError> {
-        self.parts.with_token(ticket.token).ok_or_else(|| self.ended(ticket.token, ticket.epoch))
+    fn part_of(&self, call_step: &CallStep) -> Result<&StepEntries<Entries<P>>, StoreError> {
+        self.parts.with_token(call_step.token).ok_or_else(|| self.ended(call_step.token, call_step.epoch))
     }
 
     /// The step of this part has ended.
@@ -214,14 +223,14 @@ impl<P: Clone> State<P> {
         StoreError::StepEnded { epoch: epoch.unwrap_or_default() }
     }
 
-    fn ask(&mut self, epoch: Option<Epoch>, token: u64, key: &Key, is_first: bool) -> Asked<P> {
+    fn ask(&mut self, epoch: Option<Epoch>, token: u64, key: &ShardKey, is_first: bool) -> BufferLookup<P> {
         if let Some(held) = self.find(key) {
-            let hit = Asked::Hit(held.payload.clone(), held.rows.clone());
+            let hit = BufferLookup::Hit(held.payload.clone(), held.rows.clone());
             self.counts.hits += u64::from(is_first);
             return hit;
         }
         if let Some(flight) = self.under_way(key) {
-            let joined = Asked::Joined(Arc::clone(flight));
+            let joined = BufferLookup::Joined(Arc::clone(flight));
             self.counts.hits += u64::from(is_first);
             return joined;
         }
@@ -230,10 +239,10 @@ impl<P: Clone> State<P> {
         let flight = InFlight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), epoch, token);
         let flight = Arc::new(flight);
         self.flights.entry(key.id.clone()).or_default().push(Arc::clone(&flight));
-        Asked::Leads(flight)
+        BufferLookup::Leads(flight)
     }
 
-    fn find(&self, key: &Key) -> Option<&Fetched<P>> {
+    fn find(&self, key: &ShardKey) -> Option<&FetchedShard<P>> {
         let of_shard = self.parts.iter().filter_map(|(_, part)| part.entries.get(&key.id)).flatten();
         let mut fitting =
             of_shard.filter(|held| held.owner == key.owner && covers(held.rows.as_ref(), key.rows.as_ref()));
@@ -241,7 +250,7 @@ impl<P: Clone> State<P> {
     }
 
     /// A flight that will be kept when it lands.
-    fn under_way(&self, key: &Key) -> Option<&Arc<InFlight<P>>> {
+    fn under_way(&self, key: &ShardKey) -> Option<&Arc<InFlight<P>>> {
         let of_shard = self.flights.get(&key.id)?.iter();
         let mut fitting =
             of_shard.filter(|flight| flight.owner == key.owner && covers(flight.rows.as_ref(), key.rows.as_ref()));

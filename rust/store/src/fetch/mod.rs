@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-use self::receiver::Piece;
 pub use self::receiver::Receiver;
+use self::receiver::RequestedShard;
 use crate::entries::fair_lock::TURN;
-use crate::entries::fetch_buffer::{Asked, Found, Key, Ticket};
+use crate::entries::fetch_buffer::{BufferLookup, CallStep, Found, ShardKey};
 use crate::entries::in_flight::{InFlight, Outcome};
 use crate::error::StoreError;
+use crate::memory::fetched_tensor::{FetchedTensor, views};
 use crate::memory::tensor::Tensor;
-use crate::memory::view::{View, views};
 use crate::node::Node;
 use crate::shard_id::{Rows, ShardId};
 use crate::time_limit::TimeLimit;
@@ -40,8 +40,8 @@ impl Node {
         wanted: &[Wanted],
         transport: &dyn Transport,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<Vec<View>, StoreError> {
-        let ticket = self.buffer.ticket();
+    ) -> Result<Vec<FetchedTensor>, StoreError> {
+        let call_step = self.buffer.call_step();
         let (each, uses) = unique(wanted)?;
         let mut found: Vec<Option<Tensor>> = self.own(&each)?;
         let mut is_first = true;
@@ -57,19 +57,19 @@ impl Node {
                     return Err(StoreError::TimedOut { what: format!("shard {id} and {} more", open.len() - 1) });
                 }
             }
-            self.round(&ticket, &each, &open, &mut found, is_first, transport, time_limit)?;
+            self.round(&call_step, &each, &open, &mut found, is_first, transport, time_limit)?;
             is_first = false;
         }
         let found: Vec<Tensor> = found.into_iter().map(|tensor| tensor.expect("the loop ends with all")).collect();
         let wanted_ones = uses.into_iter().map(|index| found[index].clone()).collect();
-        Ok(views(wanted_ones, &ticket.viewed))
+        Ok(views(wanted_ones, &call_step.viewed))
     }
 
     /// Looks for all open ones in the buffer, fetches those that no other thread fetches, and waits for the rest.
     #[expect(clippy::too_many_arguments, reason = "what a call of `fetch` has in its hands, in one loop")]
     fn round(
         &self,
-        ticket: &Ticket,
+        call_step: &CallStep,
         each: &[&Wanted],
         open: &[usize],
         found: &mut [Option<Tensor>],
@@ -81,15 +81,15 @@ impl Node {
         let mut own: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         for some in open.chunks(TURN) {
-            let keys: Vec<Key> = some.iter().map(|index| key(each[*index])).collect();
-            for (index, asked) in some.iter().zip(self.buffer.ask(ticket, &keys, is_first)?) {
+            let keys: Vec<ShardKey> = some.iter().map(|index| key(each[*index])).collect();
+            for (index, asked) in some.iter().zip(self.buffer.ask(call_step, &keys, is_first)?) {
                 let wanted = each[*index];
                 match asked {
-                    Asked::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
-                    Asked::Joined(flight) => others.push((*index, flight)),
-                    Asked::Leads(flight) => {
+                    BufferLookup::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
+                    BufferLookup::Joined(flight) => others.push((*index, flight)),
+                    BufferLookup::Leads(flight) => {
                         let batch = batches.entry(&wanted.owner).or_insert_with(|| Receiver::new(self));
-                        batch.pieces.push(Piece::new(wanted, Arc::clone(&flight)));
+                        batch.pieces.push(RequestedShard::new(wanted, Arc::clone(&flight)));
                         own.push((*index, flight));
                     }
                 }
@@ -121,8 +121,8 @@ impl Node {
     }
 }
 
-fn key(wanted: &Wanted) -> Key {
-    Key { id: wanted.id.clone(), owner: Arc::clone(&wanted.owner), rows: wanted.rows.clone() }
+fn key(wanted: &Wanted) -> ShardKey {
+    ShardKey { id: wanted.id.clone(), owner: Arc::clone(&wanted.owner), rows: wanted.rows.clone() }
 }
 
 /// The wanted rows of a tensor that has `rows` of the shard, if they have the declared type and shape.

@@ -15,27 +15,27 @@ use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
 use crate::node::Node;
 use crate::time_limit::TimeLimit;
-use crate::transport::{Reference, Transport, Wanted};
+use crate::transport::{SegmentRange, Transport, Wanted};
 
 /// Receives the shards of one request to one owner into the fetch buffer.
 pub struct Receiver<'a> {
     buffer: &'a Buffer<Tensor>,
     pool: &'a Arc<Pool>,
     attachments: &'a Attachments,
-    pub(super) pieces: Vec<Piece<'a>>,
+    pub(super) pieces: Vec<RequestedShard<'a>>,
 }
 
 /// One shard of such a request.
-pub(super) struct Piece<'a> {
+pub(super) struct RequestedShard<'a> {
     wanted: &'a Wanted,
     flight: Arc<InFlight<Tensor>>,
     space: Option<Allocation>,
     is_over: bool,
 }
 
-impl<'a> Piece<'a> {
+impl<'a> RequestedShard<'a> {
     pub(super) fn new(wanted: &'a Wanted, flight: Arc<InFlight<Tensor>>) -> Self {
-        Piece { wanted, flight, space: None, is_over: false }
+        RequestedShard { wanted, flight, space: None, is_over: false }
     }
 }
 
@@ -84,7 +84,7 @@ impl<'a> Receiver<'a> {
     /// Spaces for all that is still to come: all or none, so that two batches do not wait for each other's halves.
     fn make_spaces(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
         let missing =
-            |piece: &&mut Piece<'_>| !piece.is_over && piece.space.is_none() && piece.wanted.meta.nbytes() > 0;
+            |piece: &&mut RequestedShard<'_>| !piece.is_over && piece.space.is_none() && piece.wanted.meta.nbytes() > 0;
         let mut pieces: Vec<_> = self.pieces.iter_mut().filter(missing).collect();
         let sizes: Vec<_> = pieces.iter().map(|piece| piece.wanted.meta.nbytes()).collect();
         let made = allocate(self.pool, &sizes, Some(time_limit), &mut |segment, _, space, _| {
@@ -146,7 +146,7 @@ impl<'a> Receiver<'a> {
     /// # Errors
     /// As `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport then asks for
     /// the bytes.
-    pub fn attach(&mut self, index: usize, meta: &Meta, reference: &Reference) -> Result<(), StoreError> {
+    pub fn attach(&mut self, index: usize, meta: &Meta, reference: &SegmentRange) -> Result<(), StoreError> {
         self.piece(index, meta)?;
         let location = lent(self.attachments, self.pieces[index].wanted, reference)?;
         self.land(index, location)
@@ -160,7 +160,7 @@ impl Drop for Receiver<'_> {
 }
 
 /// Where a reference leads to.
-fn lent(attachments: &Attachments, wanted: &Wanted, reference: &Reference) -> Result<Location, StoreError> {
+fn lent(attachments: &Attachments, wanted: &Wanted, reference: &SegmentRange) -> Result<Location, StoreError> {
     let nbytes = wanted.meta.nbytes();
     if reference.len != nbytes {
         let reason = format!("the reference to it has {} bytes instead of {nbytes}", reference.len);
@@ -169,7 +169,7 @@ fn lent(attachments: &Attachments, wanted: &Wanted, reference: &Reference) -> Re
     if nbytes == 0 {
         return Ok(Location::Nowhere);
     }
-    Ok(Location::Lent(attachments.reach(reference)?))
+    Ok(Location::Attached(attachments.reach(reference)?))
 }
 
 fn check(wanted: &Wanted, meta: &Meta) -> Result<(), StoreError> {

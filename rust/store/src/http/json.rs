@@ -15,7 +15,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::refusal::Refusal;
 use crate::Epoch;
 use crate::meta::Meta;
-use crate::shard_id::{Rows, Selection, ShardId};
+use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::stats::{Claimed, Removed, StorageStats};
 
 /// Bytes of a shard that are turned into base64 at once: three make four characters, with nothing left over.
@@ -77,7 +77,7 @@ struct Batch {
 ///
 /// # Errors
 /// A [`Refusal`] where it names none.
-pub fn read_batch(body: &[u8]) -> Result<Vec<Selection>, Refusal> {
+pub fn read_batch(body: &[u8]) -> Result<Vec<ShardRows>, Refusal> {
     let Batch { shard_ids: List(names), rows } = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
     let rows = rows.map_or_else(|| vec![None; names.len()], |List(rows)| rows);
     if rows.len() != names.len() {
@@ -85,7 +85,7 @@ pub fn read_batch(body: &[u8]) -> Result<Vec<Selection>, Refusal> {
     }
     let selections = names.into_iter().zip(rows).map(|(id, rows)| {
         let rows = rows.map(|[start, end]| Rows { start, end });
-        Selection { id, rows }
+        ShardRows { id, rows }
     });
     Ok(selections.collect())
 }
@@ -140,7 +140,7 @@ fn no_list(error: &serde_json::Error) -> Refusal {
 }
 
 /// A body that names shards and rows of them.
-pub(super) fn batch_body(wanted: &[Selection]) -> Vec<u8> {
+pub(super) fn batch_body(wanted: &[ShardRows]) -> Vec<u8> {
     #[derive(Serialize)]
     struct Batch<'a> {
         shard_ids: Vec<&'a ShardId>,
@@ -322,11 +322,11 @@ mod tests {
         fn a_batch_is_read_as_it_was_written(batch in vec(("[a-z:._-]{1,9}", any::<Option<(u64, u64)>>()), 0..9)) {
             let batch = batch.into_iter().map(|(id, rows)| {
                 let rows = rows.map(|(start, end)| Rows { start, end });
-                Selection { id: id.parse().unwrap(), rows }
+                ShardRows { id: id.parse().unwrap(), rows }
             });
             let batch: Vec<_> = batch.collect();
             prop_assert_eq!(read_batch(&batch_body(&batch)).unwrap(), batch.clone());
-            let whole: Vec<_> = batch.into_iter().map(|one| Selection { rows: None, ..one }).collect();
+            let whole: Vec<_> = batch.into_iter().map(|one| ShardRows { rows: None, ..one }).collect();
             let ids = whole.iter().map(|selection| selection.id.clone()).collect();
             prop_assert_eq!(read_ids(&batch_body(&whole)).unwrap(), Some(ids));
         }

@@ -26,13 +26,13 @@ use std::fs;
 use std::sync::LazyLock;
 
 mod client;
+mod fork_safe_sockets;
 mod json;
 mod media_type;
 mod refusal;
 mod route;
 mod server;
 mod shard_header;
-mod sockets;
 mod tls;
 mod token;
 

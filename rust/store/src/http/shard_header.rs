@@ -15,11 +15,11 @@
 //!
 //! A reference: process (4), descriptor there (4), identity, generation and offset in the segment (8 each).
 
-use tundish_shm::Address;
+use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
 use crate::meta::{Dtype, Meta, Shape};
-use crate::transport::Reference;
+use crate::transport::SegmentRange;
 
 const MAGIC: [u8; 4] = *b"TSHD";
 const VERSION: u8 = 1;
@@ -47,7 +47,7 @@ pub enum Payload {
     /// Its bytes follow, with this checksum.
     Bytes(u64),
     /// Its bytes are in memory of this node.
-    Reference(Reference),
+    SegmentRange(SegmentRange),
 }
 
 impl ShardHeader {
@@ -55,7 +55,7 @@ impl ShardHeader {
     pub fn write(&self, target: &mut Vec<u8>) {
         let (form, checksum) = match self.payload {
             Payload::Bytes(checksum) => (BYTES_FOLLOW, checksum),
-            Payload::Reference(_) => (REFERENCE_FOLLOWS, 0),
+            Payload::SegmentRange(_) => (REFERENCE_FOLLOWS, 0),
         };
         let shape = self.meta.shape();
         let dimensions = u8::try_from(shape.len()).expect("a tensor has at most 64 dimensions");
@@ -64,7 +64,7 @@ impl ShardHeader {
         target.extend(self.meta.nbytes().to_le_bytes());
         target.extend(checksum.to_le_bytes());
         shape.iter().for_each(|size| target.extend(size.to_le_bytes()));
-        if let Payload::Reference(Reference { address, offset, .. }) = self.payload {
+        if let Payload::SegmentRange(SegmentRange { address, offset, .. }) = self.payload {
             target.extend(address.process.to_le_bytes());
             target.extend(address.descriptor.to_le_bytes());
             [address.identity, address.generation, offset].iter().for_each(|word| target.extend(word.to_le_bytes()));
@@ -104,7 +104,7 @@ impl ShardHeader {
         let payload = match form {
             BYTES_FOLLOW => Payload::Bytes(checksum),
             REFERENCE_FOLLOWS => match rest.reference(length) {
-                Some(reference) => Payload::Reference(reference),
+                Some(reference) => Payload::SegmentRange(reference),
                 None => return Ok(None),
             },
             other => return Err(StoreError::Invalid(format!("this library knows no form {other} of a shard"))),
@@ -127,10 +127,10 @@ impl Reader<'_> {
         self.take().map(u64::from_le_bytes)
     }
 
-    fn reference(&mut self, len: u64) -> Option<Reference> {
+    fn reference(&mut self, len: u64) -> Option<SegmentRange> {
         let (process, descriptor) = (u32::from_le_bytes(self.take()?), i32::from_le_bytes(self.take()?));
-        let address = Address { process, descriptor, identity: self.word()?, generation: self.word()? };
-        Some(Reference { address, offset: self.word()?, len })
+        let address = SegmentAddress { process, descriptor, identity: self.word()?, generation: self.word()? };
+        Some(SegmentRange { address, offset: self.word()?, len })
     }
 }
 
@@ -148,8 +148,8 @@ mod tests {
             None => Payload::Bytes(checksum),
             Some([place, identity, generation, offset]) => {
                 let (process, descriptor) = ((place >> 32) as u32, (place as u32).cast_signed());
-                let address = Address { process, descriptor, identity, generation };
-                Payload::Reference(Reference { address, offset, len: meta.nbytes() })
+                let address = SegmentAddress { process, descriptor, identity, generation };
+                Payload::SegmentRange(SegmentRange { address, offset, len: meta.nbytes() })
             }
         };
         ShardHeader { meta, payload }

@@ -7,23 +7,23 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use tundish_shm::attachment::{Attachment, attach_unregistered};
-use tundish_shm::{Address, ShmError};
+use tundish_shm::{SegmentAddress, ShmError};
 
 use crate::error::StoreError;
-use crate::transport::Reference;
+use crate::transport::SegmentRange;
 
 /// Entries from which on those that lead to nothing are looked for when one is added.
 const CROWDED: usize = 64;
 
 /// The position of a tensor in another process's segment.
 #[derive(Clone, Debug)]
-pub(crate) struct Lent {
+pub(crate) struct AttachedRange {
     pub(crate) segment: Arc<Attachment>,
     pub(crate) offset: u64,
     pub(crate) len: u64,
 }
 
-impl Lent {
+impl AttachedRange {
     /// The bytes. What its owner wrote to them before it lent them is there; that it does not write to them now is a
     /// promise between processes that trust each other.
     pub(crate) fn bytes(&self) -> &[u8] {
@@ -41,8 +41,8 @@ impl Attachments {
     ///
     /// # Errors
     /// [`StoreError::Memory`] where the segment cannot be reached, or is smaller than the reference says.
-    pub(crate) fn reach(&self, reference: &Reference) -> Result<Lent, StoreError> {
-        let Reference { address, offset, len } = *reference;
+    pub(crate) fn reach(&self, reference: &SegmentRange) -> Result<AttachedRange, StoreError> {
+        let SegmentRange { address, offset, len } = *reference;
         let segment = match self.find(&address) {
             Some(segment) => segment,
             None => self.add(&address, attach_unregistered(&address)?),
@@ -52,15 +52,15 @@ impl Attachments {
             let segment = format!("the segment with descriptor {} of process {}", address.descriptor, address.process);
             return Err(ShmError::NotASegment { segment, reason }.into());
         }
-        Ok(Lent { segment, offset, len })
+        Ok(AttachedRange { segment, offset, len })
     }
 
-    fn find(&self, address: &Address) -> Option<Arc<Attachment>> {
+    fn find(&self, address: &SegmentAddress) -> Option<Arc<Attachment>> {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         known.get(&(address.identity, address.generation))?.upgrade()
     }
 
-    fn add(&self, address: &Address, attached: Attachment) -> Arc<Attachment> {
+    fn add(&self, address: &SegmentAddress, attached: Attachment) -> Arc<Attachment> {
         let attached = Arc::new(attached);
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if known.len() >= CROWDED && known.len() == known.capacity() {
@@ -76,10 +76,10 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::memory::transfers::Source;
+    use crate::memory::transfers::TensorToStore;
     use crate::meta::{Dtype, Meta};
     use crate::node::Node;
-    use crate::shard_id::Selection;
+    use crate::shard_id::ShardRows;
     use crate::stats::Limits;
     use crate::time_limit::TimeLimit;
 
@@ -92,8 +92,8 @@ mod tests {
         let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [bytes.len() as u64].as_slice()).unwrap();
         // Each time it is the same memory, given out anew.
         for _ in 0..10 * CROWDED {
-            let ids = owner.put(&[Source::new(meta.clone(), &bytes).unwrap()], time_limit).unwrap();
-            let found = owner.look_up(&[Selection { id: ids[0].clone(), rows: None }]).unwrap();
+            let ids = owner.put(&[TensorToStore::new(meta.clone(), &bytes).unwrap()], time_limit).unwrap();
+            let found = owner.look_up(&[ShardRows { id: ids[0].clone(), rows: None }]).unwrap();
             let lent = attachments.reach(&found[0].reference().unwrap()).unwrap();
             assert_eq!(lent.bytes(), bytes);
             drop((lent, found));

@@ -2,8 +2,8 @@
 
 pub(crate) mod attached_segments;
 pub(crate) mod drop_thread;
+pub(crate) mod fetched_tensor;
 pub(crate) mod slab;
 pub(crate) mod slab_pool;
 pub(crate) mod tensor;
 pub(crate) mod transfers;
-pub(crate) mod view;

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-use tundish_shm::{Address, PrivateCopy, Segment, ShmError};
+use tundish_shm::{PrivateCopy, Segment, SegmentAddress, ShmError};
 
 use crate::error::StoreError;
 use crate::memory::slab_pool::{Pool, Reservation};
@@ -50,7 +50,7 @@ impl Slab {
         self.segment.as_ref().expect("taken out when the slab is dropped")
     }
 
-    pub(crate) fn address(&self) -> Address {
+    pub(crate) fn address(&self) -> SegmentAddress {
         self.segment().address()
     }
 

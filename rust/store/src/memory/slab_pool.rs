@@ -15,7 +15,7 @@ use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::param::page_size;
-use tundish_shm::arena::{Arena, Use};
+use tundish_shm::arena::{Arena, ArenaUse};
 use tundish_shm::{DATA_START, Segment, ShmError};
 
 use crate::error::StoreError;
@@ -62,7 +62,7 @@ impl Pool {
     pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
         let state = State { limit, used: 0, high_water: 0, least_idle: None };
         // How much it keeps is the pool's to say.
-        let arena = Arena::new(Use::Slabs, usize::MAX);
+        let arena = Arena::new(ArenaUse::Slabs, usize::MAX);
         Arc::new(Pool {
             name,
             process: process::id(),

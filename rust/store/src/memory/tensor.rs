@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use crate::error::StoreError;
-use crate::memory::attached_segments::Lent;
+use crate::memory::attached_segments::AttachedRange;
 use crate::memory::slab::{Place, taken};
 use crate::meta::Meta;
 use crate::shard_id::Rows;
@@ -16,7 +16,7 @@ pub(crate) enum Location {
     /// In a slab of this process.
     Here(Place),
     /// In memory of another process of this node.
-    Lent(Lent),
+    Attached(AttachedRange),
 }
 
 /// A stored or fetched tensor.
@@ -48,7 +48,7 @@ impl Tensor {
         match &self.location {
             Location::Nowhere => &[],
             Location::Here(place) => place.bytes(),
-            Location::Lent(lent) => lent.bytes(),
+            Location::Attached(lent) => lent.bytes(),
         }
     }
 
@@ -71,7 +71,7 @@ impl Location {
         match self {
             Location::Nowhere => Location::Nowhere,
             Location::Here(place) => Location::Here(Place { offset: place.offset + start, len, ..place }),
-            Location::Lent(lent) => Location::Lent(Lent { offset: lent.offset + start, len, ..lent }),
+            Location::Attached(lent) => Location::Attached(AttachedRange { offset: lent.offset + start, len, ..lent }),
         }
     }
 }

@@ -8,22 +8,22 @@ use crate::entries::storage::Storage;
 use crate::error::StoreError;
 use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
-use crate::transport::Reference;
+use crate::transport::SegmentRange;
 
 /// A tensor to be stored: its bytes lie one after the other.
 #[derive(Debug)]
-pub struct Source<'a> {
+pub struct TensorToStore<'a> {
     pub(crate) meta: Meta,
     pub(crate) start: *const u8,
     bytes: PhantomData<&'a [u8]>,
 }
 
 // SAFETY: a source is an address that can be read as long as it lives, from any thread.
-unsafe impl Send for Source<'_> {}
+unsafe impl Send for TensorToStore<'_> {}
 // SAFETY: as above.
-unsafe impl Sync for Source<'_> {}
+unsafe impl Sync for TensorToStore<'_> {}
 
-impl<'a> Source<'a> {
+impl<'a> TensorToStore<'a> {
     /// These bytes.
     ///
     /// # Errors
@@ -33,7 +33,7 @@ impl<'a> Source<'a> {
             let (expected, found) = (meta.nbytes(), bytes.len());
             return Err(StoreError::Invalid(format!("a {meta:?} has {expected} bytes, not {found}")));
         }
-        Ok(Source { meta, start: bytes.as_ptr(), bytes: PhantomData })
+        Ok(TensorToStore { meta, start: bytes.as_ptr(), bytes: PhantomData })
     }
 
     /// The `meta.nbytes()` bytes at `start`.
@@ -42,7 +42,7 @@ impl<'a> Source<'a> {
     /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the
     /// new.
     pub unsafe fn from_raw(meta: Meta, start: *const u8) -> Self {
-        Source { meta, start, bytes: PhantomData }
+        TensorToStore { meta, start, bytes: PhantomData }
     }
 }
 
@@ -68,12 +68,12 @@ impl Outgoing {
     }
 
     /// Where processes of this node find them; `None` where there are none.
-    pub fn reference(&self) -> Option<Reference> {
+    pub fn reference(&self) -> Option<SegmentRange> {
         match &self.0.location {
             Location::Here(place) => {
-                Some(Reference { address: place.slab.address(), offset: place.offset, len: place.len })
+                Some(SegmentRange { address: place.slab.address(), offset: place.offset, len: place.len })
             }
-            Location::Nowhere | Location::Lent(_) => None,
+            Location::Nowhere | Location::Attached(_) => None,
         }
     }
 }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, Limits, Meta, Node, Receiver, Rows, Selection, ShardId, Source, StoreError, TimeLimit, Transport, View,
-    Wanted,
+    Dtype, FetchedTensor, Limits, Meta, Node, Receiver, Rows, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
+    Transport, Wanted,
 };
 
 /// Where the owner serves.
@@ -20,7 +20,7 @@ pub const LIMITS: Limits = Limits { storage_bytes: 1 << 30, buffer_bytes: 1 << 3
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     Bytes,
-    Reference,
+    SegmentRange,
 }
 
 /// Called with each request before it is answered, with its number from 0 on.
@@ -65,7 +65,7 @@ impl Transport for Between {
     fn fetch(
         &self,
         owner: &Arc<str>,
-        wanted: &[Selection],
+        wanted: &[ShardRows],
         receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
@@ -79,7 +79,7 @@ impl Transport for Between {
         })?;
         for (index, outgoing) in outgoing.iter().enumerate() {
             match outgoing.reference() {
-                Some(reference) if self.way == Way::Reference => {
+                Some(reference) if self.way == Way::SegmentRange => {
                     (self.after)(number)?;
                     receiver.attach(index, outgoing.meta(), &reference)?;
                 }
@@ -94,7 +94,7 @@ impl Transport for Between {
     }
 }
 
-/// Runs with time_limit of so many seconds, and nobody who calls it off.
+/// Runs `work` with a time limit of so many seconds.
 pub fn within<T>(seconds: f64, work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
     let mut go_on = || Ok(());
     work(&mut TimeLimit::new(Instant::now() + Duration::from_secs_f64(seconds), &mut go_on))
@@ -106,7 +106,7 @@ pub fn bytes_meta(len: u64) -> Meta {
 
 pub fn put(node: &Node, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
     let sources: Vec<_> =
-        tensors.iter().map(|bytes| Source::new(bytes_meta(bytes.len() as u64), bytes).unwrap()).collect();
+        tensors.iter().map(|bytes| TensorToStore::new(bytes_meta(bytes.len() as u64), bytes).unwrap()).collect();
     within(0.0, |time_limit| node.put(&sources, time_limit))
 }
 
@@ -120,7 +120,7 @@ pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
     Wanted { owner: owner.into(), id: id.clone(), rows: Some(rows), meta }
 }
 
-pub fn fetch(node: &Node, wanted: &[Wanted], transport: &Between) -> Result<Vec<View>, StoreError> {
+pub fn fetch(node: &Node, wanted: &[Wanted], transport: &Between) -> Result<Vec<FetchedTensor>, StoreError> {
     within(20.0, |time_limit| node.fetch(wanted, transport, time_limit))
 }
 
@@ -138,7 +138,7 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 /// Writes to a view what its bytes are to be.
 #[allow(unsafe_code, reason = "a view is memory that may be written to")]
-pub fn overwrite(view: &View, byte: u8) {
+pub fn overwrite(view: &FetchedTensor, byte: u8) {
     // SAFETY: the view's own bytes, which nobody reads meanwhile.
     unsafe { view.data().write_bytes(byte, view.meta().nbytes() as usize) };
 }

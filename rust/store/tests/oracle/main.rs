@@ -13,7 +13,7 @@ use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows,
 use proptest::prelude::*;
 use proptest::sample::Index;
 use side::{NEXT, Piece, Side, StepCounts};
-use tundish_store::{Kept, Node, Removed, Selection, ShardId, Source, StoreError, View};
+use tundish_store::{FetchedTensor, Kept, Node, Removed, ShardId, ShardRows, StoreError, TensorToStore};
 
 #[derive(Clone, Debug)]
 enum Step {
@@ -65,7 +65,7 @@ struct World {
     were_kept: BTreeSet<ShardId>,
     /// Steps of the consumer that have begun and not ended, the newest last.
     begun: Vec<u64>,
-    views: Vec<(View, Vec<u8>)>,
+    views: Vec<(FetchedTensor, Vec<u8>)>,
     hits: u64,
     misses: u64,
 }
@@ -110,7 +110,7 @@ impl World {
             Step::PutAs(size) => {
                 let id: ShardId = format!("sent.{}", self.shards.len()).parse().unwrap();
                 let bytes = pattern(self.shards.len() as u64, size);
-                let source = Source::new(bytes_meta(size as u64), &bytes).unwrap();
+                let source = TensorToStore::new(bytes_meta(size as u64), &bytes).unwrap();
                 within(0.0, |time_limit| self.owner.put_as(&id, source, time_limit)).unwrap();
                 self.stored.put(id.clone(), None, taken(&bytes));
                 self.shards.push((id, bytes));
@@ -315,7 +315,7 @@ impl World {
             }
         }
         for (id, bytes) in &self.shards {
-            let found = self.owner.look_up(&[Selection { id: id.clone(), rows: None }]);
+            let found = self.owner.look_up(&[ShardRows { id: id.clone(), rows: None }]);
             assert_eq!(found.ok().map(|found| found[0].bytes() == bytes), self.stored.entries.get(id).map(|_| true));
         }
         assert!(self.views.iter().all(|(view, bytes)| view.bytes() == bytes), "views stay what they were");
@@ -327,7 +327,7 @@ proptest! {
 
     #[test]
     fn a_node_behaves_as_its_model(
-        steps in steps(), way in prop_oneof![Just(Way::Bytes), Just(Way::Reference)],
+        steps in steps(), way in prop_oneof![Just(Way::Bytes), Just(Way::SegmentRange)],
     ) {
         let mut world = World::new(way);
         for step in steps {

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use loom::thread;
 
-use entries::fetch_buffer::{Asked, Buffer, Key, Ticket};
+use entries::fetch_buffer::{Buffer, BufferLookup, CallStep, ShardKey};
 use entries::in_flight::{InFlight, Outcome};
 use entries::storage::Storage;
 use error::StoreError;
@@ -43,17 +43,17 @@ fn check(model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-fn key() -> Key {
-    Key { id: ShardId::numbered(1, 1), owner: "owner".into(), rows: None }
+fn key() -> ShardKey {
+    ShardKey { id: ShardId::numbered(1, 1), owner: "owner".into(), rows: None }
 }
 
-fn ask(buffer: &Buffer<Payload>, ticket: &Ticket) -> Result<Asked<Payload>, StoreError> {
-    Ok(buffer.ask(ticket, &[key()], true)?.remove(0))
+fn ask(buffer: &Buffer<Payload>, call_step: &CallStep) -> Result<BufferLookup<Payload>, StoreError> {
+    Ok(buffer.ask(call_step, &[key()], true)?.remove(0))
 }
 
-fn lead(buffer: &Buffer<Payload>, ticket: &Ticket) -> Arc<InFlight<Payload>> {
-    match ask(buffer, ticket) {
-        Ok(Asked::Leads(flight)) => flight,
+fn lead(buffer: &Buffer<Payload>, call_step: &CallStep) -> Arc<InFlight<Payload>> {
+    match ask(buffer, call_step) {
+        Ok(BufferLookup::Leads(flight)) => flight,
         other => panic!("nobody asked before: {other:?}"),
     }
 }
@@ -67,16 +67,16 @@ fn wait(flight: &InFlight<Payload>) -> Outcome<Payload> {
 }
 
 /// Asks until it has it, as a consumer does; fetches it where nobody does. How often it fetched.
-fn get(buffer: &Buffer<Payload>, ticket: &Ticket, payload: Payload) -> Result<(Payload, u32), StoreError> {
+fn get(buffer: &Buffer<Payload>, call_step: &CallStep, payload: Payload) -> Result<(Payload, u32), StoreError> {
     let mut fetched = 0;
     loop {
-        match ask(buffer, ticket)? {
-            Asked::Hit(payload, _) => return Ok((payload, fetched)),
-            Asked::Leads(flight) => {
+        match ask(buffer, call_step)? {
+            BufferLookup::Hit(payload, _) => return Ok((payload, fetched)),
+            BufferLookup::Leads(flight) => {
                 fetched += 1;
                 buffer.land(&flight, payload, BYTES)?;
             }
-            Asked::Joined(flight) => match wait(&flight) {
+            BufferLookup::Joined(flight) => match wait(&flight) {
                 Outcome::Landed(payload, _) => return Ok((payload, fetched)),
                 Outcome::Failed(error) => return Err(error),
                 Outcome::Again => {}
@@ -99,8 +99,8 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         buffer.begin(7, 0).unwrap();
-        let ticket = buffer.ticket();
-        let flight = lead(&buffer, &ticket);
+        let call_step = buffer.call_step();
+        let flight = lead(&buffer, &call_step);
         let drain = thread::spawn({
             let buffer = Arc::clone(&buffer);
             move || buffer.end(7).map_or(0, |part| part.step_counts.num_entries)
@@ -114,7 +114,7 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
             }
             Err(other) => panic!("{other}"),
         }
-        assert!(matches!(ask(&buffer, &ticket), Err(StoreError::StepEnded { epoch: 7 })));
+        assert!(matches!(ask(&buffer, &call_step), Err(StoreError::StepEnded { epoch: 7 })));
     });
 }
 
@@ -123,8 +123,8 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
     for all in [false, true] {
         check(move || {
             let buffer = Arc::new(Buffer::new());
-            let ticket = buffer.ticket();
-            let flight = lead(&buffer, &ticket);
+            let call_step = buffer.call_step();
+            let flight = lead(&buffer, &call_step);
             let remover = thread::spawn({
                 let buffer = Arc::clone(&buffer);
                 move || match all {
@@ -140,7 +140,7 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
                 Err(other) => panic!("{other}"),
             }
             // Who asks now asks anew.
-            drop(lead(&buffer, &ticket));
+            drop(lead(&buffer, &call_step));
         });
     }
 }
@@ -149,14 +149,14 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
 fn one_fetches_and_all_have_it() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
-        let ticket = buffer.ticket();
+        let call_step = buffer.call_step();
         let others: Vec<_> = (1..3)
             .map(|payload| {
-                let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
-                thread::spawn(move || get(&buffer, &ticket, payload).unwrap())
+                let (buffer, call_step) = (Arc::clone(&buffer), call_step.clone());
+                thread::spawn(move || get(&buffer, &call_step, payload).unwrap())
             })
             .collect();
-        let mut got = vec![get(&buffer, &ticket, 0).unwrap()];
+        let mut got = vec![get(&buffer, &call_step, 0).unwrap()];
         got.extend(others.into_iter().map(|other| other.join().unwrap()));
         assert!(got.iter().all(|(payload, _)| *payload == got[0].0));
         assert_eq!(got.iter().map(|(_, fetched)| fetched).sum::<u32>(), 1);
@@ -168,11 +168,11 @@ fn one_fetches_and_all_have_it() {
 fn a_failure_reaches_waiting_threads_and_no_later_call() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
-        let ticket = buffer.ticket();
-        let flight = lead(&buffer, &ticket);
+        let call_step = buffer.call_step();
+        let flight = lead(&buffer, &call_step);
         let other = thread::spawn({
-            let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
-            move || get(&buffer, &ticket, 5)
+            let (buffer, call_step) = (Arc::clone(&buffer), call_step.clone());
+            move || get(&buffer, &call_step, 5)
         });
         buffer.fail(&flight, Outcome::Failed(StoreError::Invalid("broken".to_owned())));
         match other.join().unwrap() {
@@ -182,7 +182,7 @@ fn a_failure_reaches_waiting_threads_and_no_later_call() {
             }
             other => panic!("{other:?}"),
         }
-        assert_eq!(get(&buffer, &ticket, 5).unwrap().0, 5);
+        assert_eq!(get(&buffer, &call_step, 5).unwrap().0, 5);
     });
 }
 
@@ -190,11 +190,11 @@ fn a_failure_reaches_waiting_threads_and_no_later_call() {
 fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
-        let ticket = buffer.ticket();
-        let flight = lead(&buffer, &ticket);
+        let call_step = buffer.call_step();
+        let flight = lead(&buffer, &call_step);
         let other = thread::spawn({
-            let (buffer, ticket) = (Arc::clone(&buffer), ticket.clone());
-            move || get(&buffer, &ticket, 5).unwrap()
+            let (buffer, call_step) = (Arc::clone(&buffer), call_step.clone());
+            move || get(&buffer, &call_step, 5).unwrap()
         });
         buffer.fail(&flight, Outcome::Again);
         assert_eq!(other.join().unwrap(), (5, 1));
@@ -206,9 +206,9 @@ fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
 fn a_waiting_thread_learns_of_a_removal() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
-        let ticket = buffer.ticket();
-        let flight = lead(&buffer, &ticket);
-        let Ok(Asked::Joined(joined)) = ask(&buffer, &ticket) else { panic!("it is under way") };
+        let call_step = buffer.call_step();
+        let flight = lead(&buffer, &call_step);
+        let Ok(BufferLookup::Joined(joined)) = ask(&buffer, &call_step) else { panic!("it is under way") };
         let remover = thread::spawn({
             let buffer = Arc::clone(&buffer);
             move || drop(buffer.remove(&[key().id]))
@@ -229,9 +229,9 @@ fn a_waiting_thread_learns_of_a_removal() {
 fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
-        let ticket = buffer.ticket();
-        let flight = lead(&buffer, &ticket);
-        let Ok(Asked::Joined(joined)) = ask(&buffer, &ticket) else { panic!("it is under way") };
+        let call_step = buffer.call_step();
+        let flight = lead(&buffer, &call_step);
+        let Ok(BufferLookup::Joined(joined)) = ask(&buffer, &call_step) else { panic!("it is under way") };
         let waiter = thread::spawn(move || wait(&joined));
         drop(buffer.remove(&[key().id]));
         assert!(matches!(waiter.join().unwrap(), Outcome::Failed(StoreError::Drained { .. })));
@@ -244,18 +244,18 @@ fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
 fn a_repeated_question_is_not_counted_again() {
     check(|| {
         let buffer = Buffer::new();
-        let ticket = buffer.ticket();
-        let flight = lead(&buffer, &ticket);
-        assert!(matches!(buffer.ask(&ticket, &[key()], false).unwrap()[..], [Asked::Joined(_)]));
+        let call_step = buffer.call_step();
+        let flight = lead(&buffer, &call_step);
+        assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Joined(_)]));
         buffer.land(&flight, 5, BYTES).unwrap();
-        assert!(matches!(buffer.ask(&ticket, &[key()], false).unwrap()[..], [Asked::Hit(5, None)]));
+        assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Hit(5, None)]));
         let counts = buffer.state.lock().counts;
         assert_eq!((counts.hits, counts.misses), (0, 1));
-        assert!(matches!(ask(&buffer, &ticket), Ok(Asked::Hit(..))));
+        assert!(matches!(ask(&buffer, &call_step), Ok(BufferLookup::Hit(..))));
         assert_eq!(buffer.state.lock().counts.hits, 1);
         // But what has to be fetched is.
         drop(buffer.flush());
-        assert!(matches!(buffer.ask(&ticket, &[key()], false).unwrap()[..], [Asked::Leads(_)]));
+        assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Leads(_)]));
         assert_eq!(buffer.state.lock().counts.misses, 2);
     });
 }
@@ -265,9 +265,9 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
         buffer.begin(1, 0).unwrap();
-        let flight = lead(&buffer, &buffer.ticket());
+        let flight = lead(&buffer, &buffer.call_step());
         buffer.begin(2, 0).unwrap();
-        let later = buffer.ticket();
+        let later = buffer.call_step();
         let other = thread::spawn({
             let (buffer, later) = (Arc::clone(&buffer), later.clone());
             move || get(&buffer, &later, 6).unwrap()
@@ -292,10 +292,10 @@ fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
     check(|| {
         let buffer = Buffer::new();
         buffer.begin(1, 0).unwrap();
-        let flight = lead(&buffer, &buffer.ticket());
+        let flight = lead(&buffer, &buffer.call_step());
         buffer.begin(2, 0).unwrap();
         drop(buffer.end(1));
-        let later = lead(&buffer, &buffer.ticket());
+        let later = lead(&buffer, &buffer.call_step());
         assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::StepEnded { epoch: 1 })));
         buffer.land(&later, 6, BYTES).unwrap();
         assert_eq!(standing(&buffer), ((BYTES, 1), 0, 1));
@@ -307,7 +307,7 @@ fn the_outcome_of_a_fetch_is_set_once() {
     check(|| {
         let buffer = Buffer::new();
         buffer.begin(1, 0).unwrap();
-        let flight = lead(&buffer, &buffer.ticket());
+        let flight = lead(&buffer, &buffer.call_step());
         drop(buffer.remove(&[key().id]));
         drop(buffer.end(1));
         buffer.land(&flight, 5, BYTES).unwrap_err();
@@ -376,7 +376,7 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
 fn a_fetch_under_way_when_a_step_begins_ends_with_it() {
     check(|| {
         let buffer = Arc::new(Buffer::new());
-        let flight = lead(&buffer, &buffer.ticket());
+        let flight = lead(&buffer, &buffer.call_step());
         let step = thread::spawn({
             let buffer = Arc::clone(&buffer);
             move || buffer.begin(1, 0).unwrap()

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    Limits, MissingShard, Node, Receiver, Selection, ShardId, StoreError, TimeLimit, Transport, Wanted,
+    Limits, MissingShard, Node, Receiver, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
@@ -139,7 +139,7 @@ impl Transport for Held<'_> {
     fn fetch(
         &self,
         owner: &Arc<str>,
-        wanted: &[Selection],
+        wanted: &[ShardRows],
         receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
@@ -210,7 +210,7 @@ fn a_large_shard_is_stored_and_removed_over_a_connection() {
     let (owner, id): (_, ShardId) = (Owner::new(), "a:1".parse().unwrap());
     let bytes = pattern(6, 20 << 20);
     owner.store("a:1", &bytes);
-    let found = owner.node.look_up(&[Selection { id, rows: None }]).unwrap();
+    let found = owner.node.look_up(&[ShardRows { id, rows: None }]).unwrap();
     assert!(found[0].bytes() == bytes);
     let removed = owner.ask("DELETE", "/data/clear", "", br#"{"shard_ids": ["a:1", "a:1"]}"#).json();
     assert_eq!((&removed["cleared_count"], &removed["freed_bytes"]), (&json!(1), &json!(bytes.len())));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
-use tundish_store::{Dtype, Meta, Node, Source, Wanted};
+use tundish_store::{Dtype, Meta, Node, TensorToStore, Wanted};
 
 use crate::common::{LIMITS, within};
 
@@ -61,7 +61,7 @@ impl Owner {
 
     /// Stores a tensor under this name.
     pub fn put(&self, id: &str, meta: Meta, bytes: &[u8]) {
-        let source = Source::new(meta, bytes).unwrap();
+        let source = TensorToStore::new(meta, bytes).unwrap();
         within(20.0, |time_limit| self.node.put_as(&id.parse().unwrap(), source, time_limit)).unwrap();
     }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use serde::Serialize;
 use serde_json::value::RawValue;
 
-use super::directory::Directory;
+use super::open_folder::OpenFolder;
 use super::root_names;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, FileStat};
@@ -25,10 +25,10 @@ use crate::manifest::{self, CheckpointKind, Manifest, ManifestFile};
 const LARGEST_MANIFEST: u64 = 1 << 30;
 
 /// The key of a checkpoint in a root.
-pub(crate) type Key = (CheckpointKind, u64);
+pub(crate) type CheckpointKey = (CheckpointKind, u64);
 
 /// Published checkpoints, by kind and step.
-pub(crate) type Checkpoints = BTreeMap<Key, Arc<Published>>;
+pub(crate) type Checkpoints = BTreeMap<CheckpointKey, Arc<Published>>;
 
 /// The newest step of a kind.
 pub(crate) fn newest(published: &Checkpoints, kind: CheckpointKind) -> Option<u64> {
@@ -103,7 +103,7 @@ impl From<CommitError> for NotWhole {
 
 impl NotWhole {
     /// The error of a caller that reads the manifest of the checkpoint in `folder`.
-    pub(crate) fn into_error<D: Disk>(self, folder: &Directory<D>) -> CommitError {
+    pub(crate) fn into_error<D: Disk>(self, folder: &OpenFolder<D>) -> CommitError {
         match self {
             NotWhole::Because(reason) => {
                 let files = vec![manifest::FILE_NAME.to_owned()];
@@ -116,7 +116,7 @@ impl NotWhole {
 
 /// Examines the folder of one checkpoint.
 pub(crate) fn examine<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     kind: CheckpointKind,
     step: u64,
 ) -> Result<Published, NotWhole> {
@@ -133,7 +133,7 @@ pub(crate) fn examine<D: Disk + Clone>(
 }
 
 /// Reads the manifest in a folder.
-pub(crate) fn read_manifest<D: Disk + Clone>(folder: &Directory<D>) -> Result<ReadManifest, NotWhole> {
+pub(crate) fn read_manifest<D: Disk + Clone>(folder: &OpenFolder<D>) -> Result<ReadManifest, NotWhole> {
     let name = OsStr::new(manifest::FILE_NAME);
     let refuse = |reason: String| Err(NotWhole::Because(reason));
     let status = match folder.look_at(name)? {
@@ -176,7 +176,7 @@ impl std::fmt::Display for Damage {
 }
 
 /// Refuses a folder with any damage.
-pub(crate) fn refuse_damaged<D: Disk>(folder: &Directory<D>, mut damaged: Vec<Damage>) -> Result<(), CommitError> {
+pub(crate) fn refuse_damaged<D: Disk>(folder: &OpenFolder<D>, mut damaged: Vec<Damage>) -> Result<(), CommitError> {
     damaged.sort_by(|one, other| one.name.cmp(&other.name));
     let Some(first) = damaged.first() else {
         return Ok(());
@@ -190,7 +190,7 @@ pub(crate) fn refuse_damaged<D: Disk>(folder: &Directory<D>, mut damaged: Vec<Da
 }
 
 /// Refuses a folder that does not hold exactly the files of its manifest.
-pub(crate) fn check_contents<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<(), CommitError> {
+pub(crate) fn check_contents<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<(), CommitError> {
     let mut damaged = compare_sizes(folder, &manifest.files)?;
     let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
     damaged.extend(unlisted_files(folder, "", &|name| names.contains(name))?);
@@ -199,7 +199,7 @@ pub(crate) fn check_contents<D: Disk + Clone>(folder: &Directory<D>, manifest: &
 
 /// Which of `files`, of the manifest, are missing or of another kind or size.
 pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     files: impl IntoIterator<Item = &'a ManifestFile>,
 ) -> Result<Vec<Damage>, CommitError> {
     let files: Vec<&ManifestFile> = files.into_iter().collect();
@@ -224,10 +224,10 @@ pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
 
 /// Opens the folders in `top` that `files` lie in, by relative name; `None` for one that does not exist.
 pub(crate) fn open_inner_folders<'a, D: Disk + Clone>(
-    top: &Directory<D>,
+    top: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestFile>,
-) -> Result<BTreeMap<&'a str, Option<Directory<D>>>, CommitError> {
-    let mut folders: BTreeMap<&str, Option<Directory<D>>> = BTreeMap::new();
+) -> Result<BTreeMap<&'a str, Option<OpenFolder<D>>>, CommitError> {
+    let mut folders: BTreeMap<&str, Option<OpenFolder<D>>> = BTreeMap::new();
     for file in files {
         for (end, _) in file.name.match_indices('/') {
             let name = &file.name[..end];
@@ -253,7 +253,7 @@ pub(crate) fn parent_and_name(name: &str) -> (&str, &str) {
 
 /// The files in a folder and its inner folders that are not `known`.
 pub(crate) fn unlisted_files<D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     prefix: &str,
     known: &dyn Fn(&str) -> bool,
 ) -> Result<Vec<Damage>, CommitError> {

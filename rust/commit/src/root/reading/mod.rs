@@ -6,4 +6,4 @@ mod verify;
 
 pub use read_lock::{ReadLock, read_lock_at, verify_checkpoint};
 pub(crate) use read_lock::{ReaderExclusion, exclude_readers};
-pub use readonly_root::{DamagedCheckpoint, ReadonlyRoot, Survey};
+pub use readonly_root::{DamagedCheckpoint, ReadonlyRoot, RootListing};

@@ -29,7 +29,7 @@ use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind, ManifestFile};
 use crate::root::checkpoint_root::Root;
 use crate::root::contents::checkpoint::{self, ReadManifest};
-use crate::root::contents::{Checkpoint, Damage, Directory, root_names};
+use crate::root::contents::{Checkpoint, Damage, OpenFolder, root_names};
 
 /// How long a reader waits for a replacement, which takes a few fsyncs.
 const REPLACEMENT: Duration = Duration::from_secs(5);
@@ -62,7 +62,7 @@ impl<D: Disk> Drop for LockedManifest<D> {
 
 /// Keeps a checkpoint from being removed or replaced until it is dropped, where the file system has locks.
 pub struct ReadLock<D: Disk + Clone> {
-    folder: Directory<D>,
+    folder: OpenFolder<D>,
     /// `None` where there is no manifest, and so no checkpoint.
     manifest: Option<LockedManifest<D>>,
     is_locked: bool,
@@ -167,7 +167,7 @@ pub fn read_lock_at<D: Disk + Clone>(disk: &D, folder: &Path) -> Result<ReadLock
 }
 
 fn lock_at<D: Disk + Clone>(disk: &D, path: &Path) -> Result<ReadLock<D>, CommitError> {
-    lock_opened(&|| match Directory::open(disk, path) {
+    lock_opened(&|| match OpenFolder::open(disk, path) {
         Err(CommitError::ParentMissing { path }) => Err(CommitError::NoSuchCheckpoint { path }),
         outcome => outcome,
     })
@@ -175,7 +175,7 @@ fn lock_at<D: Disk + Clone>(disk: &D, path: &Path) -> Result<ReadLock<D>, Commit
 
 /// Locks the folder that `open` opens.
 fn lock_opened<D: Disk + Clone>(
-    open: &dyn Fn() -> Result<Directory<D>, CommitError>,
+    open: &dyn Fn() -> Result<OpenFolder<D>, CommitError>,
 ) -> Result<ReadLock<D>, CommitError> {
     let name = OsStr::new(manifest::FILE_NAME);
     let until = Instant::now() + REPLACEMENT;
@@ -213,7 +213,7 @@ pub(crate) struct ReaderExclusion<D: Disk> {
 
 /// Locks readers out of the checkpoint `name`.
 pub(crate) fn exclude_readers<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     name: &OsStr,
 ) -> Result<ReaderExclusion<D>, CommitError> {
     let folder = root.open_folder(name)?;
@@ -242,7 +242,7 @@ pub(crate) fn exclude_readers<D: Disk + Clone>(
 
 /// Takes a read lock on a checkpoint of `root`.
 pub(crate) fn lock_checkpoint<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     kind: CheckpointKind,
     step: u64,
 ) -> Result<ReadLock<D>, CommitError> {

@@ -8,9 +8,9 @@ use super::read_lock::{POLL, ReadLock, lock_checkpoint};
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
-use crate::names::absolute;
+use crate::path_names::absolute;
 use crate::root::contents::checkpoint::{self, NotWhole, Published};
-use crate::root::contents::{Checkpoint, Directory, Key, root_names};
+use crate::root::contents::{Checkpoint, CheckpointKey, OpenFolder, root_names};
 
 /// How long to look again for the successor of checkpoints that disappeared. A network file system may list removed
 /// ones for longer; then its readers do not see new ones either.
@@ -18,7 +18,7 @@ const CATCH_UP: Duration = Duration::from_secs(2);
 
 /// A root opened for reading: nothing is locked, repaired or remembered.
 pub struct ReadonlyRoot<D: Disk + Clone> {
-    root: Directory<D>,
+    root: OpenFolder<D>,
 }
 
 impl<D: Disk + Clone> ReadonlyRoot<D> {
@@ -27,7 +27,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     /// # Errors
     /// [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::Io`].
     pub fn open(disk: D, path: &Path) -> Result<Self, CommitError> {
-        Ok(Self { root: Directory::open(&disk, &absolute(path)?)? })
+        Ok(Self { root: OpenFolder::open(&disk, &absolute(path)?)? })
     }
 
     /// The absolute path.
@@ -47,8 +47,8 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     ///
     /// # Errors
     /// As [`list`](ReadonlyRoot::list).
-    pub fn survey(&self) -> Result<Survey, CommitError> {
-        let mut survey = Survey::default();
+    pub fn survey(&self) -> Result<RootListing, CommitError> {
+        let mut survey = RootListing::default();
         for key in self.keys()? {
             match self.examine(key)? {
                 None => {}
@@ -95,14 +95,14 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     }
 
     /// The kinds and steps of all names of checkpoints, ascending.
-    fn keys(&self) -> Result<Vec<Key>, CommitError> {
-        let mut keys: Vec<Key> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
+    fn keys(&self) -> Result<Vec<CheckpointKey>, CommitError> {
+        let mut keys: Vec<CheckpointKey> = self.root.list()?.into_iter().filter_map(|name| key_of(&name)).collect();
         keys.sort_unstable();
         Ok(keys)
     }
 
     /// Whether it is whole, or why not; `None` when it is gone.
-    fn examine(&self, (kind, step): Key) -> Result<Option<Result<Published, String>>, CommitError> {
+    fn examine(&self, (kind, step): CheckpointKey) -> Result<Option<Result<Published, String>>, CommitError> {
         let name = root_names::checkpoint(kind, step);
         loop {
             let before = self.root.look_at(&name)?;
@@ -123,7 +123,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
 
 /// Everything in a root that is named like a checkpoint: by kind, steps ascending.
 #[derive(Debug, Default)]
-pub struct Survey {
+pub struct RootListing {
     /// Whole checkpoints.
     pub whole: Vec<Checkpoint>,
     /// The others.
@@ -143,7 +143,7 @@ pub struct DamagedCheckpoint {
     pub reason: String,
 }
 
-fn key_of(name: &OsStr) -> Option<Key> {
+fn key_of(name: &OsStr) -> Option<CheckpointKey> {
     match root_names::classify(name) {
         root_names::Entry::Checkpoint(kind, step) => Some((kind, step)),
         _ => None,

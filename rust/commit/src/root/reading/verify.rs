@@ -8,17 +8,17 @@ use std::path::PathBuf;
 use crate::checksum::Checksum;
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::files::file_checksums::{self, Source, Unread};
+use crate::files::file_checksums::{self, ChecksumFailure, FileToSum};
 use crate::manifest::{self, Manifest, ManifestFile};
 use crate::root::contents::checkpoint::{
     ReadManifest, compare_sizes, open_inner_folders, parent_and_name, read_manifest, refuse_damaged, unlisted_files,
 };
-use crate::root::contents::{Damage, Directory};
+use crate::root::contents::{Damage, OpenFolder};
 
 /// Reads every file of the checkpoint in `folder` and compares it with the manifest. Returns the names of files that
 /// were saved without a checksum: only their sizes were compared. The caller keeps the checkpoint from being removed.
 pub(super) fn verify<D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
     let ReadManifest { manifest, .. } = read_manifest(folder).map_err(|problem| problem.into_error(folder))?;
@@ -30,7 +30,7 @@ pub(super) fn verify<D: Disk + Clone>(
 
 /// The damage of the files `names` of the checkpoint in `folder`. Their bytes are read only with `every_byte`.
 pub(super) fn verify_files<D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     manifest: &Manifest,
     names: &BTreeSet<String>,
     every_byte: bool,
@@ -46,7 +46,7 @@ pub(super) fn verify_files<D: Disk + Clone>(
 
 /// The files of the checkpoint in `folder` that its manifest does not list.
 pub(super) fn foreign_files<D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     manifest: &Manifest,
 ) -> Result<Vec<String>, CommitError> {
     Ok(unlisted_in(folder, manifest)?.into_iter().map(|damage| damage.name).collect())
@@ -54,7 +54,7 @@ pub(super) fn foreign_files<D: Disk + Clone>(
 
 /// The bytes of one file, whose `size` and `checksum` come from the manifest.
 pub(super) fn read_file<D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     name: &str,
     size: u64,
     checksum: Option<&str>,
@@ -82,7 +82,7 @@ pub(super) fn read_file<D: Disk + Clone>(
 
 /// Which of `files` are missing, of another size or, with `every_byte`, of other bytes.
 fn damage_in<'a, D: Disk + Clone>(
-    folder: &Directory<D>,
+    folder: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestFile> + Clone,
     every_byte: bool,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
@@ -95,14 +95,14 @@ fn damage_in<'a, D: Disk + Clone>(
     Ok(damaged)
 }
 
-fn unlisted_in<D: Disk + Clone>(folder: &Directory<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
+fn unlisted_in<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: &Manifest) -> Result<Vec<Damage>, CommitError> {
     let names: BTreeSet<&str> = manifest.files.iter().map(|file| file.name.as_str()).collect();
     unlisted_files(folder, "", &|name| names.contains(name) || name == manifest::FILE_NAME)
 }
 
 /// Files whose bytes differ from the checksums of the manifest.
 fn compare_bytes<'a, D: Disk + Clone>(
-    top: &Directory<D>,
+    top: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestFile>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
@@ -123,7 +123,7 @@ fn compare_bytes<'a, D: Disk + Clone>(
         .map(|((file, _), path)| {
             let (parent, leaf) = parent_and_name(&file.name);
             let folder = folders.get(parent).and_then(Option::as_ref).unwrap_or(top);
-            Source { folder: &folder.folder, leaf: OsStr::new(leaf), path, size: file.size }
+            FileToSum { folder: &folder.folder, leaf: OsStr::new(leaf), path, size: file.size }
         })
         .collect();
     let outcomes = file_checksums::checksums(&top.disk, &sources, &top.path, go_on)?;
@@ -138,11 +138,11 @@ fn compare_bytes<'a, D: Disk + Clone>(
 }
 
 /// The damage of a file that could not be read to its end; an error where this process lacks what it takes to read it.
-fn unreadable(file: &ManifestFile, unread: Unread) -> Result<Damage, CommitError> {
+fn unreadable(file: &ManifestFile, unread: ChecksumFailure) -> Result<Damage, CommitError> {
     let problem = match unread {
-        Unread::Short => "became shorter while it was read".to_owned(),
-        Unread::Failed(error) if error.is_shortage() => return Err(error),
-        Unread::Failed(error) => format!("cannot be read: {error}"),
+        ChecksumFailure::Short => "became shorter while it was read".to_owned(),
+        ChecksumFailure::Failed(error) if error.is_shortage() => return Err(error),
+        ChecksumFailure::Failed(error) => format!("cannot be read: {error}"),
     };
     Ok(Damage { name: file.name.clone(), problem, is_changed: false })
 }

@@ -14,7 +14,7 @@ use super::lock_record::{self, LockRecord};
 use super::process_identity::{ProcessIdentity, ProcessState};
 use crate::disk::{Disk, EntryKind, LockOutcome};
 use crate::error::CommitError;
-use crate::root::contents::{Directory, root_names};
+use crate::root::contents::{OpenFolder, root_names};
 
 /// Between two attempts to take a lock that another process holds.
 const POLL: Duration = Duration::from_millis(50);
@@ -33,7 +33,7 @@ pub(crate) struct WriterLock<D: Disk + Clone + 'static> {
 impl<D: Disk + Clone + 'static> WriterLock<D> {
     /// Takes the lock. Waits up to `wait` for its owner to die or release it, and until it is known whether there is one.
     pub(crate) fn acquire(
-        root: &Directory<D>,
+        root: &OpenFolder<D>,
         identity: ProcessIdentity,
         timing: HeartbeatTiming,
         wait: Duration,
@@ -69,7 +69,7 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
     }
 
     /// Checks that this process still owns the root, before a change.
-    pub(crate) fn check(&self, root: &Directory<D>) -> Result<(), CommitError> {
+    pub(crate) fn check(&self, root: &OpenFolder<D>) -> Result<(), CommitError> {
         let lost = |reason: String| Err(CommitError::RootLost { path: root.path.clone(), reason });
         match root.look_at(OsStr::new(root_names::WRITER_LOCK))? {
             Some(named)
@@ -110,7 +110,7 @@ enum LockState<F> {
 
 impl<F> LockState<F> {
     fn make<D: Disk<File = F> + Clone>(
-        root: &Directory<D>,
+        root: &OpenFolder<D>,
         identity: &ProcessIdentity,
         history: &mut RecordHistory,
         timing: HeartbeatTiming,
@@ -158,7 +158,7 @@ impl<F> LockState<F> {
 /// Writes this process's record into a free file. Returns the record of another process that did so first, where
 /// the file could not be locked.
 fn take<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     file: D::File,
     owner: ProcessIdentity,
     timing: HeartbeatTiming,

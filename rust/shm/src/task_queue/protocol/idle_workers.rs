@@ -10,7 +10,7 @@
 use core::ops::Range;
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, SeqCst, fence};
-use super::wait::Wait;
+use super::time_limit::TimeLimit;
 use super::{Words, ring};
 
 const WORKERS: u16 = 32;
@@ -38,7 +38,7 @@ pub(super) fn searching(words: &impl Words) -> u64 {
 }
 
 /// Sleeps, unless there is something to do. Returns whether the worker was woken. It searches before and after.
-pub(super) fn sleep(words: &impl Words, worker: u16, wait: &Wait<'_>) -> bool {
+pub(super) fn sleep(words: &impl Words, worker: u16, wait: &TimeLimit<'_>) -> bool {
     let wake_word = words.wake_word(worker);
     let seen = wake_word.load(Acquire);
     change(words, worker, searching_bit(worker), asleep(worker));

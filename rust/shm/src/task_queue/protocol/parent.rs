@@ -7,14 +7,14 @@
 use std::sync::PoisonError;
 
 use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
-use super::slot_state::{self as state, FREE, Ticket};
-use super::spin::Spin;
-use super::wait::Wait;
-use super::{Role, Words, idle_workers, results, ring};
+use super::slot_state::{self as state, FREE, TaskId};
+use super::spin::SpinHistory;
+use super::time_limit::TimeLimit;
+use super::{WaiterRole, Words, idle_workers, results, ring};
 
 /// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Waited {
+pub enum WaitOutcome {
     /// There are results; the thread that gets this collects them.
     Ready,
     /// The time was over, `end_waits` was called, or another thread collected the results.
@@ -24,33 +24,33 @@ pub enum Waited {
 }
 
 /// State that only the parent has.
-struct Local {
+struct ParentState {
     /// The last one freed is used first: its pages are warm.
     free: Vec<u32>,
     tail: u64,
     /// A head of the past: looking at the head itself costs a cache line that all workers write.
     head: u64,
     /// Kept for its memory.
-    drawn: Vec<Drawn>,
+    drawn: Vec<CollectedSlot>,
 }
 
 /// A slot whose mark was taken away, and the state that it was in.
-struct Drawn {
+struct CollectedSlot {
     slot: usize,
     state: u64,
 }
 
 /// A queue as its parent sees it.
-pub(crate) struct Parent<W> {
+pub(crate) struct ParentProtocol<W> {
     words: W,
-    local: Mutex<Local>,
+    local: Mutex<ParentState>,
     /// Not zero if a call of `end_waits` is to end the next wait in a role.
     wait_ended: [AtomicU32; 2],
     is_awake: bool,
-    spin: Spin,
+    spin: SpinHistory,
 }
 
-impl<W: Words> Parent<W> {
+impl<W: Words> ParentProtocol<W> {
     /// Over words that are all zero. Callers wait awake for a while if there is a processor for it.
     pub(crate) fn new(words: W, is_awake: bool) -> Self {
         // Counted from one, so that no ticket is zero.
@@ -59,10 +59,10 @@ impl<W: Words> Parent<W> {
         let free = (0..words.slots() as u32).rev().collect();
         Self {
             words,
-            local: Mutex::new(Local { free, tail: 1, head: 1, drawn: Vec::new() }),
+            local: Mutex::new(ParentState { free, tail: 1, head: 1, drawn: Vec::new() }),
             wait_ended: [AtomicU32::new(0), AtomicU32::new(0)],
             is_awake,
-            spin: Spin::default(),
+            spin: SpinHistory::default(),
         }
     }
 
@@ -76,7 +76,7 @@ impl<W: Words> Parent<W> {
     }
 
     /// Queues as many messages as there is room for, and calls `each` with their tickets.
-    pub(crate) fn put<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, mut each: impl FnMut(Ticket)) {
+    pub(crate) fn put<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, mut each: impl FnMut(TaskId)) {
         self.with_local(|local| {
             let room = self.room_at(local);
             for (kind, payload) in messages.take(room) {
@@ -91,7 +91,7 @@ impl<W: Words> Parent<W> {
     }
 
     /// Take a task back that no worker has taken.
-    pub(crate) fn revoke(&self, ticket: Ticket) -> bool {
+    pub(crate) fn revoke(&self, ticket: TaskId) -> bool {
         self.with_local(|local| {
             let is_mine = ring::revoke(&self.words, ticket);
             if is_mine {
@@ -102,7 +102,7 @@ impl<W: Words> Parent<W> {
     }
 
     /// Whether a worker has taken the task, and its result is not collected.
-    pub(crate) fn is_running(&self, ticket: Ticket) -> bool {
+    pub(crate) fn is_running(&self, ticket: TaskId) -> bool {
         ticket.slot() < self.words.slots() && {
             let state = self.words.state(ticket.slot()).load(Relaxed);
             ticket.is_in(state) && (state::is_taken(state) || state::is_done(state))
@@ -115,7 +115,7 @@ impl<W: Words> Parent<W> {
     }
 
     /// Call `each` with every result that there is, and free their slots. It runs without the lock.
-    pub(crate) fn collect(&self, mut each: impl FnMut(Ticket, u32, &[u8])) {
+    pub(crate) fn collect(&self, mut each: impl FnMut(TaskId, u32, &[u8])) {
         if !results::is_ready(&self.words) {
             return;
         }
@@ -126,24 +126,24 @@ impl<W: Words> Parent<W> {
                 if state::is_done(state) {
                     // So that `reap` does not take it for one that waits to be collected.
                     self.words.state(slot).store(FREE, Relaxed);
-                    drawn.push(Drawn { slot, state });
+                    drawn.push(CollectedSlot { slot, state });
                 }
             });
             drawn
         });
         let mut collecting = Collecting { parent: self, drawn, delivered: 0 };
-        while let Some(&Drawn { slot, state }) = collecting.drawn.get(collecting.delivered) {
-            self.words.read(slot, |kind, payload| each(Ticket::of(state, slot), kind, payload));
+        while let Some(&CollectedSlot { slot, state }) = collecting.drawn.get(collecting.delivered) {
+            self.words.read(slot, |kind, payload| each(TaskId::of(state, slot), kind, payload));
             collecting.delivered += 1;
         }
     }
 
     /// Wait until there are results.
-    pub(crate) fn wait(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
+    pub(crate) fn wait(&self, role: WaiterRole, wait: &mut TimeLimit<'_>) -> WaitOutcome {
         if results::is_ready(&self.words) {
-            return Waited::Ready;
+            return WaitOutcome::Ready;
         }
-        if role == Role::Background {
+        if role == WaiterRole::Background {
             return self.listen(role, wait);
         }
         results::enter(&self.words);
@@ -155,8 +155,8 @@ impl<W: Words> Parent<W> {
         self.spin.end(&started);
         results::leave(&self.words);
         match waited {
-            Waited::Nothing if results::is_ready(&self.words) => Waited::Ready,
-            Waited::Interrupted => {
+            WaitOutcome::Nothing if results::is_ready(&self.words) => WaitOutcome::Ready,
+            WaitOutcome::Interrupted => {
                 if results::is_ready(&self.words) {
                     results::tell(&self.words);
                 }
@@ -168,7 +168,7 @@ impl<W: Words> Parent<W> {
 
     /// Frees the slots of a dead worker, and wakes all waiters. Returns the tasks that died with it; its finished ones
     /// can still be collected.
-    pub(crate) fn reap(&self, worker: u16) -> Vec<Ticket> {
+    pub(crate) fn reap(&self, worker: u16) -> Vec<TaskId> {
         let mut lost = Vec::new();
         self.with_local(|local| {
             for slot in 0..self.words.slots() {
@@ -181,7 +181,7 @@ impl<W: Words> Parent<W> {
                 } else {
                     self.words.state(slot).store(FREE, Relaxed);
                     local.free.push(slot as u32);
-                    lost.push(Ticket::of(state, slot));
+                    lost.push(TaskId::of(state, slot));
                 }
             }
         });
@@ -200,20 +200,20 @@ impl<W: Words> Parent<W> {
 
     /// End all waits for results, or the next one in each role.
     pub(crate) fn end_waits(&self) {
-        for role in [Role::Caller, Role::Background] {
+        for role in [WaiterRole::Caller, WaiterRole::Background] {
             self.wait_ended(role).store(1, Release);
             results::ring(&self.words, role);
         }
     }
 
     /// Wait asleep.
-    fn listen(&self, role: Role, wait: &mut Wait<'_>) -> Waited {
+    fn listen(&self, role: WaiterRole, wait: &mut TimeLimit<'_>) -> WaitOutcome {
         loop {
             if let Some(waited) = self.heard(role) {
                 return waited;
             }
             if wait.is_over() {
-                return Waited::Nothing;
+                return WaitOutcome::Nothing;
             }
             let seen = results::arm(&self.words, role);
             if let Some(waited) = self.heard(role) {
@@ -223,29 +223,29 @@ impl<W: Words> Parent<W> {
             self.words.sleep(result_word, seen, wait.slice());
             // A caller that was woken returns, to see whether another thread has collected its result.
             let is_rung = result_word.load(Acquire) != seen;
-            if is_rung && role == Role::Caller && !results::is_ready(&self.words) {
-                return Waited::Nothing;
+            if is_rung && role == WaiterRole::Caller && !results::is_ready(&self.words) {
+                return WaitOutcome::Nothing;
             }
             if !is_rung && !wait.goes_on() {
-                return Waited::Interrupted;
+                return WaitOutcome::Interrupted;
             }
         }
     }
 
-    fn heard(&self, role: Role) -> Option<Waited> {
+    fn heard(&self, role: WaiterRole) -> Option<WaitOutcome> {
         if results::is_ready(&self.words) {
-            return Some(Waited::Ready);
+            return Some(WaitOutcome::Ready);
         }
         let is_ended = self.wait_ended(role).load(Relaxed) != 0 && self.wait_ended(role).swap(0, AcqRel) != 0;
-        is_ended.then_some(Waited::Nothing)
+        is_ended.then_some(WaitOutcome::Nothing)
     }
 
-    fn wait_ended(&self, role: Role) -> &AtomicU32 {
+    fn wait_ended(&self, role: WaiterRole) -> &AtomicU32 {
         &self.wait_ended[role as usize]
     }
 
-    fn room_at(&self, local: &mut Local) -> usize {
-        let left = |local: &Local| self.words.entries().saturating_sub(local.tail.saturating_sub(local.head));
+    fn room_at(&self, local: &mut ParentState) -> usize {
+        let left = |local: &ParentState| self.words.entries().saturating_sub(local.tail.saturating_sub(local.head));
         if left(local) < local.free.len() as u64 {
             ring::pass_revoked(&self.words);
             local.head = self.words.head().load(Acquire);
@@ -253,7 +253,7 @@ impl<W: Words> Parent<W> {
         local.free.len().min(left(local) as usize)
     }
 
-    fn with_local<R>(&self, work: impl FnOnce(&mut Local) -> R) -> R {
+    fn with_local<R>(&self, work: impl FnOnce(&mut ParentState) -> R) -> R {
         work(&mut self.local.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -261,15 +261,15 @@ impl<W: Words> Parent<W> {
 /// Results whose marks were taken away. On drop, also in a panic of the caller's code, the slots of delivered results
 /// are freed and the others are marked again.
 struct Collecting<'a, W: Words> {
-    parent: &'a Parent<W>,
-    drawn: Vec<Drawn>,
+    parent: &'a ParentProtocol<W>,
+    drawn: Vec<CollectedSlot>,
     delivered: usize,
 }
 
 impl<W: Words> Drop for Collecting<'_, W> {
     fn drop(&mut self) {
         let words = &self.parent.words;
-        for Drawn { slot, state } in self.drawn.drain(self.delivered..) {
+        for CollectedSlot { slot, state } in self.drawn.drain(self.delivered..) {
             words.state(slot).store(state, Release);
             results::mark(words, slot);
         }

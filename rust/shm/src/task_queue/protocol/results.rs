@@ -7,7 +7,7 @@
 //! stops counting as one and then looks again, so a result that was left to it is seen by it or wakes another.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
-use super::{Role, Words};
+use super::{WaiterRole, Words};
 
 /// A thread sleeps on the word, or is about to.
 const ARMED: u32 = 1;
@@ -42,23 +42,23 @@ pub(super) fn draw(words: &impl Words, mut each: impl FnMut(usize)) {
 /// Wakes a caller for a result that was marked before, or else the background thread.
 pub(super) fn tell(words: &impl Words) {
     fence(SeqCst);
-    ring_armed(words, if words.callers().load(Relaxed) > 0 { Role::Caller } else { Role::Background });
+    ring_armed(words, if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background });
 }
 
 /// Wakes the threads that sleep in this role, or are about to. The awaited change was written before.
-pub(super) fn ring(words: &impl Words, role: Role) {
+pub(super) fn ring(words: &impl Words, role: WaiterRole) {
     fence(SeqCst);
     ring_armed(words, role);
 }
 
 /// Wakes the threads for which a dead worker counted the word up without waking them.
 pub(super) fn ring_anew(words: &impl Words) {
-    for role in [Role::Caller, Role::Background] {
+    for role in [WaiterRole::Caller, WaiterRole::Background] {
         words.ring(words.result_word(role));
     }
 }
 
-fn ring_armed(words: &impl Words, role: Role) {
+fn ring_armed(words: &impl Words, role: WaiterRole) {
     let result_word = words.result_word(role);
     let seen = result_word.load(Relaxed);
     // If the exchange fails, another thread has woken the sleepers.
@@ -70,7 +70,7 @@ fn ring_armed(words: &impl Words, role: Role) {
 }
 
 /// Announces a sleep in this role; returns the value to sleep on. The caller looks again before it sleeps.
-pub(super) fn arm(words: &impl Words, role: Role) -> u32 {
+pub(super) fn arm(words: &impl Words, role: WaiterRole) -> u32 {
     let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
     fence(SeqCst);
     seen

@@ -9,13 +9,13 @@
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release};
 use super::Words;
-use super::slot_state::{self as state, FREE, Ticket};
+use super::slot_state::{self as state, FREE, TaskId};
 
 /// Put the slot, which is the parent's and holds the message, behind the others. Consumers see it from `publish` on.
-pub(super) fn push(words: &impl Words, position: u64, slot: usize) -> Ticket {
+pub(super) fn push(words: &impl Words, position: u64, slot: usize) -> TaskId {
     words.state(slot).store(state::queued(position), Relaxed);
     words.entry(position).store(slot as u32, Relaxed);
-    Ticket::new(position, slot)
+    TaskId::new(position, slot)
 }
 
 /// Show consumers everything below `tail`.
@@ -30,7 +30,7 @@ pub(super) fn backlog(words: &impl Words) -> u64 {
 }
 
 /// Take the first task that is queued.
-pub(super) fn take(words: &impl Words, worker: u16) -> Option<Ticket> {
+pub(super) fn take(words: &impl Words, worker: u16) -> Option<TaskId> {
     loop {
         let position = words.head().load(Acquire);
         if words.tail().load(Acquire) <= position {
@@ -44,13 +44,13 @@ pub(super) fn take(words: &impl Words, worker: u16) -> Option<Ticket> {
                 .is_ok();
         pass(words, position);
         if is_mine {
-            return Some(Ticket::new(position, slot));
+            return Some(TaskId::new(position, slot));
         }
     }
 }
 
 /// Take a task back that no worker has: its slot is the parent's again. Its entry stays until the head passes it.
-pub(super) fn revoke(words: &impl Words, ticket: Ticket) -> bool {
+pub(super) fn revoke(words: &impl Words, ticket: TaskId) -> bool {
     let queued = state::queued(ticket.position());
     ticket.slot() < words.slots() && words.state(ticket.slot()).compare_exchange(queued, FREE, AcqRel, Relaxed).is_ok()
 }

@@ -45,9 +45,9 @@ pub(crate) fn is_of(state: u64, worker: u16) -> bool {
 
 /// One task from `put` until its result is collected: its slot and its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Ticket(u64);
+pub struct TaskId(u64);
 
-impl Ticket {
+impl TaskId {
     /// The task at `position` in the queue.
     pub(crate) fn new(position: u64, slot: usize) -> Self {
         Self::of(queued(position), slot)

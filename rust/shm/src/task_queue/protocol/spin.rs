@@ -7,7 +7,7 @@
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::wait::Wait;
+use super::time_limit::TimeLimit;
 
 /// A shorter wait is spent awake. A receiver of a small batch waits a fifth of a millisecond for it.
 const LONGEST: Duration = Duration::from_micros(400);
@@ -18,20 +18,20 @@ const HABIT: u32 = 2;
 
 /// The lengths of the last waits of one side.
 #[derive(Debug, Default)]
-pub(crate) struct Spin {
+pub(crate) struct SpinHistory {
     long_waits: AtomicU32,
 }
 
 /// A wait that has begun.
 pub(crate) struct StartedWait(Instant);
 
-impl Spin {
+impl SpinHistory {
     pub(crate) fn begin(&self) -> StartedWait {
         StartedWait(Instant::now())
     }
 
     /// Look until `is_over` or it is time to sleep, or to go.
-    pub(crate) fn look(&self, started: &StartedWait, wait: &Wait<'_>, is_over: impl Fn() -> bool) {
+    pub(crate) fn look(&self, started: &StartedWait, wait: &TimeLimit<'_>, is_over: impl Fn() -> bool) {
         if self.long_waits.load(Ordering::Relaxed) >= HABIT {
             return;
         }

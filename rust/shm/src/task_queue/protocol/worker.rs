@@ -1,14 +1,14 @@
 //! A worker's side: takes a task, leaves its result.
 
 use super::super::atomic::{Acquire, Relaxed, Release};
-use super::slot_state::{self as state, Ticket};
-use super::spin::Spin;
-use super::wait::Wait;
+use super::slot_state::{self as state, TaskId};
+use super::spin::SpinHistory;
+use super::time_limit::TimeLimit;
 use super::{Words, idle_workers, results, ring};
 
 /// The outcome of a wait for a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Taken<T> {
+pub enum TakeOutcome<T> {
     /// A task, this worker's until it is finished.
     Task(T),
     /// No task is left, and the parent wants the workers to stop.
@@ -20,16 +20,16 @@ pub enum Taken<T> {
 }
 
 /// A queue as its workers see it.
-pub(crate) struct Worker<W> {
+pub(crate) struct WorkerProtocol<W> {
     words: W,
     /// How many workers wait awake at most.
     most_awake: u64,
-    spin: Spin,
+    spin: SpinHistory,
 }
 
-impl<W: Words> Worker<W> {
+impl<W: Words> WorkerProtocol<W> {
     pub(crate) fn new(words: W, most_awake: u64) -> Self {
-        Self { words, most_awake, spin: Spin::default() }
+        Self { words, most_awake, spin: SpinHistory::default() }
     }
 
     pub(crate) fn words(&self) -> &W {
@@ -37,14 +37,14 @@ impl<W: Words> Worker<W> {
     }
 
     /// The first task that is queued, if there is one. A worker has one thread at it.
-    pub(crate) fn try_take(&self, worker: u16) -> Option<Ticket> {
+    pub(crate) fn try_take(&self, worker: u16) -> Option<TaskId> {
         ring::take(&self.words, worker)
     }
 
     /// The first task that is queued, waited for.
-    pub(crate) fn take(&self, worker: u16, wait: &mut Wait<'_>) -> Taken<Ticket> {
+    pub(crate) fn take(&self, worker: u16, wait: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
         if let Some(ticket) = self.try_take(worker) {
-            return Taken::Task(ticket);
+            return TakeOutcome::Task(ticket);
         }
         idle_workers::begin_search(&self.words, worker);
         let found = self.seek(worker, wait);
@@ -53,7 +53,7 @@ impl<W: Words> Worker<W> {
     }
 
     /// Whether `finish` would take the result: the task was taken and is not finished.
-    pub(crate) fn has(&self, ticket: Ticket) -> bool {
+    pub(crate) fn has(&self, ticket: TaskId) -> bool {
         let slot = ticket.slot();
         slot < self.words.slots() && {
             let state = self.words.state(slot).load(Relaxed);
@@ -62,7 +62,7 @@ impl<W: Words> Worker<W> {
     }
 
     /// Leave the result of a task that this worker has.
-    pub(crate) fn finish(&self, ticket: Ticket, kind: u32, payload: &[u8]) {
+    pub(crate) fn finish(&self, ticket: TaskId, kind: u32, payload: &[u8]) {
         let slot = ticket.slot();
         self.words.write(slot, kind, payload);
         let state = self.words.state(slot);
@@ -71,7 +71,7 @@ impl<W: Words> Worker<W> {
         results::tell(&self.words);
     }
 
-    fn seek(&self, worker: u16, wait: &mut Wait<'_>) -> Taken<Ticket> {
+    fn seek(&self, worker: u16, wait: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
         let started = self.spin.begin();
         loop {
             if idle_workers::searching(&self.words) <= self.most_awake {
@@ -81,16 +81,16 @@ impl<W: Words> Worker<W> {
             let is_stopped = self.is_stopped();
             if let Some(ticket) = ring::take(&self.words, worker) {
                 self.spin.end(&started);
-                return Taken::Task(ticket);
+                return TakeOutcome::Task(ticket);
             }
             if is_stopped {
-                return Taken::Stop;
+                return TakeOutcome::Stop;
             }
             if wait.is_over() {
-                return Taken::Nothing;
+                return TakeOutcome::Nothing;
             }
             if !idle_workers::sleep(&self.words, worker, wait) && !wait.goes_on() {
-                return Taken::Interrupted;
+                return TakeOutcome::Interrupted;
             }
         }
     }

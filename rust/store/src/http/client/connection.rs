@@ -24,7 +24,7 @@ use super::response_head::ResponseHead;
 use super::stream::{Blocking, Stream};
 use crate::checksum::Checksum;
 use crate::error::StoreError;
-use crate::http::sockets::Socket;
+use crate::http::fork_safe_sockets::Socket;
 use crate::http::tls::ClientTls;
 use crate::time_limit::TimeLimit;
 
@@ -51,7 +51,7 @@ const MOST_INTERIM: usize = 16;
 
 /// The failure of a connection.
 #[derive(Debug)]
-pub(super) enum Trouble {
+pub(super) enum ConnectionFailure {
     /// The connection or the response is broken. The caller may try again.
     Broken(String),
     /// The machine does not answer. Another try would take as long.
@@ -60,14 +60,14 @@ pub(super) enum Trouble {
     Final(StoreError),
 }
 
-impl From<StoreError> for Trouble {
+impl From<StoreError> for ConnectionFailure {
     fn from(error: StoreError) -> Self {
-        Trouble::Final(error)
+        ConnectionFailure::Final(error)
     }
 }
 
-fn broken(error: &io::Error) -> Trouble {
-    Trouble::Broken(error.to_string())
+fn broken(error: &io::Error) -> ConnectionFailure {
+    ConnectionFailure::Broken(error.to_string())
 }
 
 #[derive(Debug)]
@@ -87,8 +87,8 @@ impl Connection {
         addresses: &[SocketAddr],
         tls: Option<&ClientTls>,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<Self, Trouble> {
-        let mut last = Trouble::Broken("its name has no address".to_owned());
+    ) -> Result<Self, ConnectionFailure> {
+        let mut last = ConnectionFailure::Broken("its name has no address".to_owned());
         for address in addresses {
             // What asks first may have been lost on the way.
             for _ in 0..2 {
@@ -100,8 +100,8 @@ impl Connection {
                         };
                         return Ok(Connection { stream, inbox: Vec::new(), taken: 0, keeps_alive: true });
                     }
-                    Ok(None) => last = Trouble::Silent,
-                    Err(trouble @ Trouble::Final(_)) => return Err(trouble),
+                    Ok(None) => last = ConnectionFailure::Silent,
+                    Err(trouble @ ConnectionFailure::Final(_)) => return Err(trouble),
                     Err(trouble) => {
                         last = trouble;
                         break;
@@ -132,11 +132,11 @@ impl Connection {
         &mut self,
         mut parts: &mut [IoSlice<'_>],
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ConnectionFailure> {
         IoSlice::advance_slices(&mut parts, 0);
         while !parts.is_empty() {
             match self.stream.write_vectored(parts) {
-                Ok(0) => return Err(Trouble::Broken("it takes nothing any more".to_owned())),
+                Ok(0) => return Err(ConnectionFailure::Broken("it takes nothing any more".to_owned())),
                 Ok(sent) => {
                     IoSlice::advance_slices(&mut parts, sent);
                     if !parts.is_empty() {
@@ -150,23 +150,23 @@ impl Connection {
     }
 
     /// The head of the answer. Answers that only say that another follows are passed over.
-    pub(super) fn head(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<ResponseHead, Trouble> {
+    pub(super) fn head(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<ResponseHead, ConnectionFailure> {
         for _ in 0..=MOST_INTERIM {
-            let head = self.parse(time_limit, |bytes| ResponseHead::parse(bytes).map_err(Trouble::Broken))?;
+            let head = self.parse(time_limit, |bytes| ResponseHead::parse(bytes).map_err(ConnectionFailure::Broken))?;
             if head.status >= 200 {
                 self.keeps_alive = head.keeps_alive;
                 return Ok(head);
             }
         }
-        Err(Trouble::Broken("it announces an answer again and again, and gives none".to_owned()))
+        Err(ConnectionFailure::Broken("it announces an answer again and again, and gives none".to_owned()))
     }
 
     /// The result of `parse` on the next bytes. `parse` also returns the number of bytes that it took.
     pub(super) fn parse<T>(
         &mut self,
         time_limit: &mut TimeLimit<'_>,
-        parse: impl Fn(&[u8]) -> Result<Option<(T, usize)>, Trouble>,
-    ) -> Result<T, Trouble> {
+        parse: impl Fn(&[u8]) -> Result<Option<(T, usize)>, ConnectionFailure>,
+    ) -> Result<T, ConnectionFailure> {
         let mut has_come = false;
         loop {
             if let Some((parsed, length)) = parse(&self.inbox[self.taken..])? {
@@ -186,7 +186,7 @@ impl Connection {
         }
     }
 
-    fn receive(&mut self, from: usize, time_limit: &mut TimeLimit<'_>) -> Result<usize, Trouble> {
+    fn receive(&mut self, from: usize, time_limit: &mut TimeLimit<'_>) -> Result<usize, ConnectionFailure> {
         loop {
             match self.stream.read(&mut self.inbox[from..]) {
                 Ok(0) => return Err(ended()),
@@ -202,7 +202,7 @@ impl Connection {
         target: &mut [u8],
         rest: u64,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<u64, Trouble> {
+    ) -> Result<u64, ConnectionFailure> {
         let mut checksum = Checksum::new();
         let here = &self.inbox[self.taken..];
         let mut filled = here.len().min(target.len());
@@ -240,7 +240,11 @@ impl Connection {
     }
 
     /// The next `length` bytes.
-    pub(super) fn collect(&mut self, length: u64, time_limit: &mut TimeLimit<'_>) -> Result<Vec<u8>, Trouble> {
+    pub(super) fn collect(
+        &mut self,
+        length: u64,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<Vec<u8>, ConnectionFailure> {
         let mut collected = Vec::new();
         let mut left = length;
         while left > 0 {
@@ -256,7 +260,7 @@ impl Connection {
     }
 
     /// Checks the deadline after a system call that may be repeated; else returns its error.
-    fn wait(&self, error: &io::Error, time_limit: &mut TimeLimit<'_>) -> Result<(), Trouble> {
+    fn wait(&self, error: &io::Error, time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => look(time_limit),
             _ => Err(broken(error)),
@@ -264,11 +268,11 @@ impl Connection {
     }
 }
 
-fn ended() -> Trouble {
-    Trouble::Broken("it closed the connection in mid-answer".to_owned())
+fn ended() -> ConnectionFailure {
+    ConnectionFailure::Broken("it closed the connection in mid-answer".to_owned())
 }
 
-pub(super) fn look(time_limit: &mut TimeLimit<'_>) -> Result<(), Trouble> {
+pub(super) fn look(time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
     time_limit.look()?;
     if time_limit.is_over() {
         // What for, the caller knows.
@@ -278,7 +282,7 @@ pub(super) fn look(time_limit: &mut TimeLimit<'_>) -> Result<(), Trouble> {
 }
 
 /// A connection, if the other side's kernel answers in time.
-fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<Socket<TcpStream>>, Trouble> {
+fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<Socket<TcpStream>>, ConnectionFailure> {
     let failed = |errno: Errno| broken(&errno.into());
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

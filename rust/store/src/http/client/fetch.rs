@@ -11,7 +11,7 @@ use std::time::Duration;
 use tundish_shm::ShmError;
 
 use super::Client;
-use super::connection::{Connection, Trouble};
+use super::connection::{Connection, ConnectionFailure};
 use super::request::{Request, read_small};
 use super::response_head::ResponseHead;
 use crate::error::{MissingShard, StoreError};
@@ -20,7 +20,7 @@ use crate::http::json::{self, Refused};
 use crate::http::media_type::MediaType;
 use crate::http::shard_header::{self, Payload, ShardHeader};
 use crate::http::this_node;
-use crate::shard_id::Selection;
+use crate::shard_id::ShardRows;
 use crate::time_limit::TimeLimit;
 use crate::transport::Transport;
 
@@ -33,22 +33,22 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// The rest of a batch.
 struct Batch<'a, 'b> {
     owner: &'a Arc<str>,
-    wanted: &'a [Selection],
+    wanted: &'a [ShardRows],
     /// Shards that have arrived.
     done: usize,
     receiver: &'a mut Receiver<'b>,
 }
 
 /// The failure of a batch.
-enum Failure {
-    Trouble(Trouble),
+enum FetchFailure {
+    ConnectionFailure(ConnectionFailure),
     /// Memory that was referred to cannot be reached; whether any of that owner's can.
     Unreached(bool),
 }
 
-impl<T: Into<Trouble>> From<T> for Failure {
+impl<T: Into<ConnectionFailure>> From<T> for FetchFailure {
     fn from(trouble: T) -> Self {
-        Failure::Trouble(trouble.into())
+        FetchFailure::ConnectionFailure(trouble.into())
     }
 }
 
@@ -56,7 +56,7 @@ impl Transport for Client {
     fn fetch(
         &self,
         owner: &Arc<str>,
-        wanted: &[Selection],
+        wanted: &[ShardRows],
         receiver: &mut Receiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
@@ -66,28 +66,29 @@ impl Transport for Client {
         let mut reads_memory = self.reads_memory && !self.is_unreachable(owner);
         while batch.done < wanted.len() {
             let before = batch.done;
-            let outcome = self.take_or_open(owner, time_limit).map_err(Failure::from).and_then(|mut connection| {
-                self.fetch_some(&mut connection, &mut batch, reads_memory, time_limit)?;
-                self.pool.give_back(owner, connection);
-                Ok(())
-            });
+            let outcome =
+                self.take_or_open(owner, time_limit).map_err(FetchFailure::from).and_then(|mut connection| {
+                    self.fetch_some(&mut connection, &mut batch, reads_memory, time_limit)?;
+                    self.pool.give_back(owner, connection);
+                    Ok(())
+                });
             if batch.done > before {
                 failures = 0;
             }
             match outcome {
                 Ok(()) => {}
                 // Once: references that were not asked for are refused.
-                Err(Failure::Unreached(is_all)) => {
+                Err(FetchFailure::Unreached(is_all)) => {
                     reads_memory = false;
                     if is_all {
                         self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).insert(Arc::clone(owner));
                     }
                 }
-                Err(Failure::Trouble(trouble)) => {
+                Err(FetchFailure::ConnectionFailure(trouble)) => {
                     // Connections that wait lead to the same process.
                     self.pool.forget(owner);
                     failures += 1;
-                    if failures == MOST_FAILURES || !matches!(trouble, Trouble::Broken(_)) {
+                    if failures == MOST_FAILURES || !matches!(trouble, ConnectionFailure::Broken(_)) {
                         let id = &wanted[batch.done.min(wanted.len() - 1)].id;
                         return Err(trouble.into_error(owner, Some(id)));
                     }
@@ -111,7 +112,7 @@ impl Client {
         batch: &mut Batch<'_, '_>,
         reads_memory: bool,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), FetchFailure> {
         let end = batch.wanted.len().min(batch.done + json::MOST_IDS);
         let body = json::batch_body(&batch.wanted[batch.done..end]);
         let parts = [&body[..]];
@@ -136,7 +137,7 @@ impl Batch<'_, '_> {
         end: usize,
         takes_references: bool,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), FetchFailure> {
         let mut left = head.content_length;
         while self.done < end {
             let id = &self.wanted[self.done].id;
@@ -153,7 +154,7 @@ impl Batch<'_, '_> {
             })?;
             let follows = match header.payload {
                 Payload::Bytes(_) => header.meta.nbytes(),
-                Payload::Reference(_) => 0,
+                Payload::SegmentRange(_) => 0,
             };
             left = (left.checked_sub(taken as u64).and_then(|left| left.checked_sub(follows)))
                 .ok_or_else(|| corrupt("the answer is shorter than what it holds".to_owned()))?;
@@ -169,11 +170,11 @@ impl Batch<'_, '_> {
                     }
                     self.receiver.complete(self.done)?;
                 }
-                Payload::Reference(_) if !takes_references => {
+                Payload::SegmentRange(_) if !takes_references => {
                     return Err(corrupt("it was to be sent, and a reference to it came".to_owned()).into());
                 }
-                Payload::Reference(reference) => match self.receiver.attach(self.done, &header.meta, &reference) {
-                    Err(StoreError::Memory(error)) => return Err(Failure::Unreached(is_for_good(&error))),
+                Payload::SegmentRange(reference) => match self.receiver.attach(self.done, &header.meta, &reference) {
+                    Err(StoreError::Memory(error)) => return Err(FetchFailure::Unreached(is_for_good(&error))),
                     attached => attached?,
                 },
             }

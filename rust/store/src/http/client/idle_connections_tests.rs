@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use crate::http::client::Client;
-use crate::http::client::connection::{Connection, Trouble};
+use crate::http::client::connection::{Connection, ConnectionFailure};
 use crate::http::client::request::Request;
 use crate::http::server::{Server, ServerOptions};
 use crate::node::Node;
@@ -47,5 +47,5 @@ fn where_one_address_of_a_name_refuses_the_next_one_is_asked() {
     let mut go_on = || Ok(());
     let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
     assert!(Connection::open("a:1", &[dead, living.address()], None, time_limit).unwrap().is_quiet());
-    assert!(matches!(Connection::open("a:1", &[dead], None, time_limit), Err(Trouble::Broken(_))));
+    assert!(matches!(Connection::open("a:1", &[dead], None, time_limit), Err(ConnectionFailure::Broken(_))));
 }

@@ -21,7 +21,7 @@ use std::thread;
 
 use tundish_shm::{PerProcess, without_signals};
 
-use self::connection::{Connection, Trouble};
+use self::connection::{Connection, ConnectionFailure};
 use self::idle_connections::Pool;
 pub use self::response_head::ResponseHead;
 pub use self::worker_client::WorkerClient;
@@ -86,7 +86,7 @@ impl Client {
     }
 
     /// A connection that waits, or a new one.
-    fn take_or_open(&self, owner: &Arc<str>, time_limit: &mut TimeLimit<'_>) -> Result<Connection, Trouble> {
+    fn take_or_open(&self, owner: &Arc<str>, time_limit: &mut TimeLimit<'_>) -> Result<Connection, ConnectionFailure> {
         if let Some(connection) = self.pool.take(owner) {
             return Ok(connection);
         }
@@ -117,12 +117,12 @@ impl Client {
     }
 }
 
-impl Trouble {
+impl ConnectionFailure {
     fn reason(&self) -> String {
         match self {
-            Trouble::Broken(reason) => reason.clone(),
-            Trouble::Silent => "its machine does not answer".to_owned(),
-            Trouble::Final(error) => error.to_string(),
+            ConnectionFailure::Broken(reason) => reason.clone(),
+            ConnectionFailure::Silent => "its machine does not answer".to_owned(),
+            ConnectionFailure::Final(error) => error.to_string(),
         }
     }
 
@@ -130,11 +130,11 @@ impl Trouble {
     fn into_error(self, owner: &Arc<str>, id: Option<&ShardId>) -> StoreError {
         let reason = self.reason();
         match (self, id) {
-            (Trouble::Final(StoreError::TimedOut { .. }), id) => {
+            (ConnectionFailure::Final(StoreError::TimedOut { .. }), id) => {
                 let shard = id.map_or_else(String::new, |id| format!(", shard {id}"));
                 StoreError::TimedOut { what: format!("an answer of {owner}{shard}") }
             }
-            (Trouble::Final(error), _) => error,
+            (ConnectionFailure::Final(error), _) => error,
             (_, Some(id)) => StoreError::Unreachable { id: id.clone(), owner: Arc::clone(owner), reason },
             (_, None) => StoreError::Unanswered { owner: Arc::clone(owner), reason },
         }
@@ -142,14 +142,14 @@ impl Trouble {
 }
 
 /// The addresses of an owner. Another thread looks a name up, since that cannot be cancelled.
-fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr>, Trouble> {
+fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr>, ConnectionFailure> {
     if let Ok(address) = owner.parse::<SocketAddr>() {
         return Ok(vec![address]);
     }
     let has_port = owner.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
     if !has_port {
         let reason = format!("{owner:?} is no address; an owner's is host:port");
-        return Err(Trouble::Final(StoreError::Invalid(reason)));
+        return Err(ConnectionFailure::Final(StoreError::Invalid(reason)));
     }
     let (tell, told) = mpsc::channel();
     let name = owner.to_owned();
@@ -157,7 +157,7 @@ fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr
         let look_up = move || tell.send(look_up(&name));
         thread::Builder::new().name("tundish-resolve".to_owned()).spawn(look_up)
     };
-    let or_not = |error: io::Error| Trouble::Broken(format!("its name is not found: {error}"));
+    let or_not = |error: io::Error| ConnectionFailure::Broken(format!("its name is not found: {error}"));
     if without_signals(looking).is_err() {
         // The system has no thread left.
         return look_up(owner).map_err(or_not);
@@ -167,7 +167,7 @@ fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr
             Ok(found) => return found.map_err(or_not),
             Err(mpsc::RecvTimeoutError::Timeout) => connection::look(time_limit)?,
             Err(mpsc::RecvTimeoutError::Disconnected) => {
-                return Err(Trouble::Broken("its name is not found".to_owned()));
+                return Err(ConnectionFailure::Broken("its name is not found".to_owned()));
             }
         }
     }

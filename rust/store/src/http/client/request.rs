@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 use std::sync::Arc;
 
-use super::connection::{Connection, Trouble};
+use super::connection::{Connection, ConnectionFailure};
 use super::response_head::ResponseHead;
 use crate::error::StoreError;
 use crate::http::NODE_FIELD;
@@ -49,7 +49,7 @@ impl<'a> Request<'a> {
         owner: &str,
         token: Option<&Token>,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), ConnectionFailure> {
         let (method, path, accepts) = (self.method, self.path, self.accepts.name());
         let length = self.length();
         let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {owner}\r\nAccept: {accepts}\r\n");
@@ -78,10 +78,14 @@ pub(super) fn read_small(
     request: &Request<'_>,
     owner: &Arc<str>,
     time_limit: &mut TimeLimit<'_>,
-) -> Result<Vec<u8>, Trouble> {
+) -> Result<Vec<u8>, ConnectionFailure> {
     if head.content_length > MOST_READ + MOST_REPEATED * request.length() as u64 {
         let length = head.content_length;
-        return Err(Trouble::Final(unfit(owner, head.status, &format!("it announces an answer of {length} bytes"))));
+        return Err(ConnectionFailure::Final(unfit(
+            owner,
+            head.status,
+            &format!("it announces an answer of {length} bytes"),
+        )));
     }
     connection.collect(head.content_length, time_limit)
 }

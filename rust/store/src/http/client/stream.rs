@@ -5,7 +5,7 @@ use std::net::TcpStream;
 
 use rustls::{ClientConnection, StreamOwned};
 
-use crate::http::sockets::Socket;
+use crate::http::fork_safe_sockets::Socket;
 
 #[derive(Debug)]
 pub(super) enum Stream {

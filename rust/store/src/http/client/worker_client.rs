@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
-use super::connection::{Connection, Trouble};
+use super::connection::{Connection, ConnectionFailure};
 use super::request::Request;
 use super::resolve;
 use crate::error::StoreError;
@@ -88,7 +88,11 @@ impl WorkerClient {
         answered.map_err(|trouble| trouble.into_error(&self.addr, None))
     }
 
-    fn exchange(&self, request: &Request<'_>, time_limit: &mut TimeLimit<'_>) -> Result<(u16, Vec<u8>), Trouble> {
+    fn exchange(
+        &self,
+        request: &Request<'_>,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let mut kept = self.lock(time_limit)?;
         // Where it fails half way, the connection is closed.
         if let Some(mut connection) = kept.take().filter(Connection::is_quiet) {
@@ -98,7 +102,7 @@ impl WorkerClient {
                     return Ok(answer);
                 }
                 // The other side closed it at the moment of its use.
-                Err(Trouble::Broken(_)) => {}
+                Err(ConnectionFailure::Broken(_)) => {}
                 Err(other) => return Err(other),
             }
         }
@@ -117,7 +121,7 @@ impl WorkerClient {
     }
 
     /// Waits until no other request has the connection.
-    fn lock(&self, time_limit: &mut TimeLimit<'_>) -> Result<MutexGuard<'_, Option<Connection>>, Trouble> {
+    fn lock(&self, time_limit: &mut TimeLimit<'_>) -> Result<MutexGuard<'_, Option<Connection>>, ConnectionFailure> {
         loop {
             match self.connection.try_lock() {
                 Ok(connection) => return Ok(connection),
@@ -135,9 +139,9 @@ impl WorkerClient {
         connection: &mut Connection,
         request: &Request<'_>,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(u16, Vec<u8>), Trouble> {
+    ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let unsent = match request.send(connection, &self.addr, self.token.as_ref(), time_limit) {
-            Err(trouble @ Trouble::Final(_)) => return Err(trouble),
+            Err(trouble @ ConnectionFailure::Final(_)) => return Err(trouble),
             sent => sent.err(),
         };
         // A server that refuses a body answers before it has come, and closes.

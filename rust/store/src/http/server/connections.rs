@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 
 use super::timeouts::Timeouts;
-use crate::http::sockets::Socket;
+use crate::http::fork_safe_sockets::Socket;
 
 /// Connections of a server, and no more than a quarter of the descriptors that the process may open.
 const LIMIT: u64 = 4096;

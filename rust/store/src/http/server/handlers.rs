@@ -23,7 +23,7 @@ use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
 use crate::memory::transfers::Outgoing;
 use crate::node::Node;
-use crate::shard_id::{Selection, ShardId};
+use crate::shard_id::{ShardId, ShardRows};
 
 /// Bytes of the longest body: a list of as many ids as one request may name.
 const LONGEST_BODY: usize = 16 << 20;
@@ -106,7 +106,7 @@ impl<'a> Handler<'a> {
     }
 
     fn read(&self, id: ShardId) -> Result<Answer, Refusal> {
-        let shard = self.node().look_up(&[Selection { id, rows: None }])?.remove(0);
+        let shard = self.node().look_up(&[ShardRows { id, rows: None }])?.remove(0);
         let mut body = ResponseBody::default();
         match self.accepts() {
             MediaType::Shards => append(&mut body, shard),
@@ -138,7 +138,7 @@ impl<'a> Handler<'a> {
                     match shard.reference().filter(|_| is_same_node) {
                         _ if is_json => body.json(shard),
                         Some(reference) => {
-                            let payload = Payload::Reference(reference);
+                            let payload = Payload::SegmentRange(reference);
                             body.text(ShardHeader { meta: shard.meta().clone(), payload }.to_vec());
                         }
                         None => append(&mut body, shard),
@@ -171,10 +171,10 @@ pub(super) fn header<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'
 }
 
 /// Each selection once, in the order in which they first occur; and for each use its place among them.
-fn distinct(wanted: Vec<Selection>) -> (Vec<Selection>, Vec<usize>) {
+fn distinct(wanted: Vec<ShardRows>) -> (Vec<ShardRows>, Vec<usize>) {
     let (mut places, mut distinct) = (HashMap::new(), Vec::new());
     let uses = wanted.into_iter().map(|one| {
-        *places.entry(one).or_insert_with_key(|one: &Selection| {
+        *places.entry(one).or_insert_with_key(|one: &ShardRows| {
             distinct.push(one.clone());
             distinct.len() - 1
         })

@@ -44,7 +44,7 @@ use self::stream::ClientStream;
 pub use self::timeouts::Timeouts;
 pub use self::tls::ServerTls;
 use crate::error::StoreError;
-use crate::http::sockets::Socket;
+use crate::http::fork_safe_sockets::Socket;
 use crate::http::token::Token;
 use crate::node::Node;
 

@@ -28,13 +28,13 @@ const GATHERED: usize = 64 << 10;
 /// A body: texts, and the bytes of shards where they lie.
 #[derive(Default)]
 pub(super) struct ResponseBody {
-    pieces: VecDeque<Piece>,
+    pieces: VecDeque<BodyPiece>,
     /// The connection that is told when all of it is handed over.
     connection: Option<Arc<Connection>>,
 }
 
 #[derive(Clone)]
-enum Piece {
+enum BodyPiece {
     /// Bytes as they are.
     Bytes(Bytes),
     /// Bytes of a shard that are sent in base64.
@@ -50,11 +50,11 @@ impl AsRef<[u8]> for ShardBytes {
     }
 }
 
-impl Piece {
+impl BodyPiece {
     fn len(&self) -> u64 {
         match self {
-            Piece::Bytes(bytes) => bytes.len() as u64,
-            Piece::Base64(bytes, encoding) => encoding.len(bytes.len() as u64),
+            BodyPiece::Bytes(bytes) => bytes.len() as u64,
+            BodyPiece::Base64(bytes, encoding) => encoding.len(bytes.len() as u64),
         }
     }
 }
@@ -62,19 +62,19 @@ impl Piece {
 impl ResponseBody {
     /// Appends a text.
     pub(super) fn text(&mut self, text: impl Into<Bytes>) {
-        self.pieces.push_back(Piece::Bytes(text.into()));
+        self.pieces.push_back(BodyPiece::Bytes(text.into()));
     }
 
     /// Appends the bytes of a shard.
     pub(super) fn bytes(&mut self, shard: Outgoing) {
-        self.pieces.push_back(Piece::Bytes(Bytes::from_owner(ShardBytes(shard))));
+        self.pieces.push_back(BodyPiece::Bytes(Bytes::from_owner(ShardBytes(shard))));
     }
 
     /// Appends a shard in JSON.
     pub(super) fn json(&mut self, shard: Outgoing) {
         let encoding = Base64::of(shard.meta());
         self.text(json::before(shard.meta()));
-        self.pieces.push_back(Piece::Base64(Bytes::from_owner(ShardBytes(shard)), encoding));
+        self.pieces.push_back(BodyPiece::Base64(Bytes::from_owner(ShardBytes(shard)), encoding));
         self.text(json::BEHIND);
     }
 
@@ -91,12 +91,12 @@ impl ResponseBody {
     }
 
     pub(super) fn len(&self) -> u64 {
-        self.pieces.iter().map(Piece::len).sum()
+        self.pieces.iter().map(BodyPiece::len).sum()
     }
 
     fn next_piece(&mut self) -> Option<Bytes> {
         match self.pieces.front_mut()? {
-            Piece::Base64(bytes, encoding) => {
+            BodyPiece::Base64(bytes, encoding) => {
                 let some = bytes.split_to(bytes.len().min(json::STRIDE));
                 let mut text = String::new();
                 encoding.write(&some, &mut text);
@@ -105,15 +105,15 @@ impl ResponseBody {
                 }
                 Some(text.into())
             }
-            Piece::Bytes(_) => match self.pieces.pop_front() {
-                Some(Piece::Bytes(bytes)) => Some(bytes),
+            BodyPiece::Bytes(_) => match self.pieces.pop_front() {
+                Some(BodyPiece::Bytes(bytes)) => Some(bytes),
                 _ => None,
             },
         }
     }
 
     fn next_frame(&mut self) -> Option<Bytes> {
-        let is_small = |piece: &Piece| matches!(piece, Piece::Bytes(bytes) if bytes.len() < SMALL);
+        let is_small = |piece: &BodyPiece| matches!(piece, BodyPiece::Bytes(bytes) if bytes.len() < SMALL);
         let first = self.next_piece()?;
         if first.len() >= SMALL || !self.pieces.front().is_some_and(is_small) {
             return Some(first);

@@ -16,13 +16,13 @@ use crate::error::CommitError;
 /// The largest single write.
 const PIECE: usize = 8 << 20;
 
-pub(crate) struct Directory<D: Disk> {
+pub(crate) struct OpenFolder<D: Disk> {
     pub(crate) disk: D,
     pub(crate) folder: D::Folder,
     pub(crate) path: PathBuf,
 }
 
-impl<D: Disk + Clone> Directory<D> {
+impl<D: Disk + Clone> OpenFolder<D> {
     pub(crate) fn open(disk: &D, path: &Path) -> Result<Self, CommitError> {
         Ok(Self { disk: disk.clone(), folder: disk.open_path(path)?, path: path.to_path_buf() })
     }

@@ -26,11 +26,11 @@ pub(crate) fn verify_plan(
     let lengths = IntegerArray::all(&lengths)?;
     let order = order.as_ref().map(IntegerArray::new).transpose()?;
     let metadata = from_json(metadata)?;
-    enter(py, progress, move |door| {
+    enter(py, progress, move |signals| {
         let threads = threads.unwrap_or_else(available_threads);
         let lengths: Vec<Integers<'_>> = lengths.iter().map(IntegerArray::view).collect();
         let order = order.as_ref().map(IntegerArray::view);
-        Ok(verify::verify(&view(&columns)?, &metadata, &lengths, order, threads, door)?)
+        Ok(verify::verify(&view(&columns)?, &metadata, &lengths, order, threads, signals)?)
     })
 }
 
@@ -49,12 +49,12 @@ pub(crate) fn plan_sample_index<'py>(
     let lengths = lengths.as_deref().map(IntegerArray::all).transpose()?;
     let order = order.as_ref().map(IntegerArray::new).transpose()?;
     let metadata = from_json(metadata)?;
-    let rows = enter(py, progress, move |door| {
+    let rows = enter(py, progress, move |signals| {
         let lengths: Option<Vec<Integers<'_>>> =
             lengths.as_ref().map(|columns| columns.iter().map(IntegerArray::view).collect());
         let order = order.as_ref().map(IntegerArray::view);
         let inputs = PlanInputs { lengths: lengths.as_deref(), order, threads: available_threads() };
-        Ok(sample_index(&view(&columns)?, &metadata, &inputs, door)?)
+        Ok(sample_index(&view(&columns)?, &metadata, &inputs, signals)?)
     })?;
     let shape = [rows.len() / 2, 2];
     Ok(match rows {

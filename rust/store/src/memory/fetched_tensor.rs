@@ -1,6 +1,6 @@
 //! A fetched tensor as a consumer gets it: memory that it may write to and nobody else sees.
 //!
-//! A [`View`] owns a share of a private mapping, or a copy.
+//! A [`FetchedTensor`] owns a share of a private mapping, or a copy.
 //!
 //! Invariants: as long as a view lives, the memory behind it is not used for anything else, and its bytes count as viewed
 //! in the step that it was handed out in. It stays valid in a child made by `fork`.
@@ -31,7 +31,7 @@ static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 /// The bytes of a tensor that was asked for: to be read and to be written, by its holder alone. Its pages are shared
 /// with others until they are written to.
 #[derive(Debug)]
-pub struct View {
+pub struct FetchedTensor {
     meta: Meta,
     start: NonNull<u8>,
     _memory: Memory,
@@ -39,9 +39,9 @@ pub struct View {
 }
 
 // SAFETY: the memory is the view's own; its holder alone writes to it.
-unsafe impl Send for View {}
+unsafe impl Send for FetchedTensor {}
 // SAFETY: as above.
-unsafe impl Sync for View {}
+unsafe impl Sync for FetchedTensor {}
 
 #[derive(Clone, Debug)]
 enum Memory {
@@ -69,7 +69,7 @@ impl Mapping {
             let bytes = range.start as usize..range.end as usize;
             let copy = match location {
                 Location::Here(place) => place.slab.copy(bytes).ok(),
-                Location::Lent(lent) => lent.segment.private(bytes).ok(),
+                Location::Attached(lent) => lent.segment.private(bytes).ok(),
                 Location::Nowhere => None,
             };
             if let Some(copy) = copy {
@@ -87,7 +87,7 @@ impl Drop for Mapping {
     }
 }
 
-impl View {
+impl FetchedTensor {
     /// Element type and shape.
     pub fn meta(&self) -> &Meta {
         &self.meta
@@ -108,24 +108,24 @@ impl View {
     fn new(meta: Meta, start: *mut u8, memory: Memory, viewed: &Viewed) -> Self {
         let start = NonNull::new(start).expect("nothing lies at address 0");
         viewed.fetch_add(meta.nbytes(), Ordering::Relaxed);
-        View { meta, start, _memory: memory, viewed: Arc::clone(viewed) }
+        FetchedTensor { meta, start, _memory: memory, viewed: Arc::clone(viewed) }
     }
 
     fn copy_of(tensor: Tensor, viewed: &Viewed) -> Self {
         let bytes = tensor.bytes();
         if bytes.is_empty() {
             let dangling = std::ptr::without_provenance_mut(ALIGNMENT as usize);
-            return View::new(tensor.meta, dangling, Memory::Empty, viewed);
+            return FetchedTensor::new(tensor.meta, dangling, Memory::Empty, viewed);
         }
         let mut blocks: Arc<[MaybeUninit<Block>]> = Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<Block>()));
         let start = Arc::get_mut(&mut blocks).expect("nobody else has it").as_mut_ptr().cast::<u8>();
         // SAFETY: as many blocks as the bytes need, in memory that was just made.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        View::new(tensor.meta, start, Memory::Copied { _blocks: blocks }, viewed)
+        FetchedTensor::new(tensor.meta, start, Memory::Copied { _blocks: blocks }, viewed)
     }
 }
 
-impl Drop for View {
+impl Drop for FetchedTensor {
     fn drop(&mut self) {
         self.viewed.fetch_sub(self.meta.nbytes(), Ordering::Relaxed);
     }
@@ -139,13 +139,13 @@ struct Member {
 
 /// Views of these, in order. Those that lie in one slab share a mapping, but for those that overlap: each has bytes of
 /// its own.
-pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
+pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor> {
     let mut slabs: HashMap<*const (), Vec<Member>> = HashMap::new();
     for (index, tensor) in tensors.iter().enumerate() {
         let (slab, offset, len) = match &tensor.location {
             Location::Nowhere => continue,
             Location::Here(place) => (Arc::as_ptr(&place.slab).cast(), place.offset, place.len),
-            Location::Lent(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
+            Location::Attached(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
         };
         slabs.entry(slab).or_default().push(Member { range: offset..offset + len, index });
     }
@@ -174,12 +174,12 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<View> {
     let seen = tensors.into_iter().zip(mappings).map(|(tensor, mapping)| {
         let offset = match (&tensor.location, &mapping) {
             (Location::Here(place), Some(_)) => place.offset,
-            (Location::Lent(lent), Some(_)) => lent.offset,
-            _ => return View::copy_of(tensor, viewed),
+            (Location::Attached(lent), Some(_)) => lent.offset,
+            _ => return FetchedTensor::copy_of(tensor, viewed),
         };
         let mapping = mapping.expect("just looked at");
         let start = mapping.0.data().wrapping_add(offset as usize);
-        View::new(tensor.meta, start, Memory::Mapped { _mapping: mapping }, viewed)
+        FetchedTensor::new(tensor.meta, start, Memory::Mapped { _mapping: mapping }, viewed)
     });
     seen.collect()
 }

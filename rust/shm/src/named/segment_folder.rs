@@ -73,12 +73,12 @@ fn prefix() -> String {
 
 /// A folder of named segments.
 #[derive(Debug)]
-pub struct Directory {
+pub struct SegmentFolder {
     folder: OwnedFd,
     path: PathBuf,
 }
 
-impl Directory {
+impl SegmentFolder {
     /// The one that all programs of the machine (or of the container) share.
     pub fn standard() -> Result<Self, ShmError> {
         Self::at(Path::new(STANDARD))

@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 /// The end of a wait.
-pub struct Wait<'a> {
+pub struct TimeLimit<'a> {
     until: Option<Instant>,
     look_every: Option<Duration>,
     look: &'a mut dyn FnMut() -> bool,
 }
 
-impl<'a> Wait<'a> {
+impl<'a> TimeLimit<'a> {
     /// Wait for `timeout`, or for ever. `look` is called after a signal, and after each `look_every`; the wait ends
     /// when it says `false`.
     pub fn new(timeout: Option<Duration>, look_every: Option<Duration>, look: &'a mut dyn FnMut() -> bool) -> Self {

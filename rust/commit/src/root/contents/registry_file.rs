@@ -7,8 +7,8 @@ use std::ffi::{OsStr, OsString};
 
 use serde::Serialize;
 
-use super::checkpoint::{Checkpoint, Checkpoints, Key, newest};
-use super::directory::Directory;
+use super::checkpoint::{Checkpoint, CheckpointKey, Checkpoints, newest};
+use super::open_folder::OpenFolder;
 use super::root_names;
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
@@ -30,13 +30,13 @@ struct Registered<'a> {
 }
 
 /// Refuses a root in which something else has one of these names.
-pub(crate) fn check_names<D: Disk + Clone>(root: &Directory<D>) -> Result<(), CommitError> {
+pub(crate) fn check_names<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(), CommitError> {
     refuse_folder(root, OsStr::new(root_names::REGISTRY), "the registry of checkpoints")?;
     CheckpointKind::ALL.into_iter().try_for_each(|kind| check_latest_link(root, &root_names::latest_link(kind)))
 }
 
 fn refuse_folder<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     name: &OsStr,
     needed_for: &'static str,
 ) -> Result<(), CommitError> {
@@ -48,7 +48,7 @@ fn refuse_folder<D: Disk + Clone>(
     }
 }
 
-fn check_latest_link<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<(), CommitError> {
+fn check_latest_link<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
     match root.look_at(name)? {
         Some(status) if status.kind != EntryKind::Link => {
             Err(CommitError::NameTaken { path: root.path.join(name), needed_for: "the link to the newest checkpoint" })
@@ -58,13 +58,16 @@ fn check_latest_link<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Resu
 }
 
 /// Writes the registry.
-pub(crate) fn write_registry<D: Disk + Clone>(root: &Directory<D>, published: &Checkpoints) -> Result<(), CommitError> {
+pub(crate) fn write_registry<D: Disk + Clone>(
+    root: &OpenFolder<D>,
+    published: &Checkpoints,
+) -> Result<(), CommitError> {
     root.replace_file(OsStr::new(root_names::REGISTRY), &registry(published))
 }
 
 /// Writes the registry if it differs from what is published; whether it did.
 pub(crate) fn repair_registry<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     published: &Checkpoints,
 ) -> Result<bool, CommitError> {
     let name = OsStr::new(root_names::REGISTRY);
@@ -97,7 +100,7 @@ fn registry(published: &Checkpoints) -> Vec<u8> {
 
 /// Makes the link of a kind lead to the newest checkpoint, or removes it without any. Returns whether it changed.
 pub(crate) fn update_latest_link<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     published: &Checkpoints,
     kind: CheckpointKind,
 ) -> Result<bool, CommitError> {
@@ -116,7 +119,7 @@ pub(crate) fn update_latest_link<D: Disk + Clone>(
 
 /// As [`update_latest_link`], but on a full disk the link is removed.
 pub(crate) fn update_or_remove_latest_link<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     published: &Checkpoints,
     kind: CheckpointKind,
 ) -> Result<(), CommitError> {
@@ -129,7 +132,7 @@ pub(crate) fn update_or_remove_latest_link<D: Disk + Clone>(
     }
 }
 
-fn remove_latest_link<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<(), CommitError> {
+fn remove_latest_link<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
     root.remove_file(name)?;
     root.sync()
 }
@@ -137,9 +140,9 @@ fn remove_latest_link<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Res
 /// Updates the link if it leads to a checkpoint that is about to be removed. Otherwise it stays as it is, because a
 /// removal must work on a full disk.
 pub(crate) fn move_latest_link_away<D: Disk + Clone>(
-    root: &Directory<D>,
+    root: &OpenFolder<D>,
     published: &Checkpoints,
-    (kind, step): Key,
+    (kind, step): CheckpointKey,
 ) -> Result<(), CommitError> {
     if current_target(root, &root_names::latest_link(kind))
         .is_ok_and(|target| target == Some(root_names::checkpoint(kind, step)))
@@ -149,7 +152,7 @@ pub(crate) fn move_latest_link_away<D: Disk + Clone>(
     Ok(())
 }
 
-fn current_target<D: Disk + Clone>(root: &Directory<D>, name: &OsStr) -> Result<Option<OsString>, CommitError> {
+fn current_target<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<Option<OsString>, CommitError> {
     match root.look_at(name)? {
         None => Ok(None),
         Some(_) => root.disk.read_link(&root.folder, name, &root.path.join(name)).map(Some),
