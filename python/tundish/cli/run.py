@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from tundish.cli.arguments import EXIT_CODES, Parser, PrintVersion
-from tundish.cli.checkpoints import add_checkpoint_commands
+from tundish.cli.checkpoint import add_checkpoint_commands
 from tundish.cli.output import OutputClosedError, printable, write
-from tundish.cli.plans import add_plan_commands
-from tundish.cli.segments import add_shm_commands
-from tundish.cli.shards import add_rtensor_commands
+from tundish.cli.plan import add_plan_commands
+from tundish.cli.rtensor import add_rtensor_commands
+from tundish.cli.shm import add_shm_commands
 from tundish.errors import (
     CorruptCheckpointError,
     MissingExtraError,
