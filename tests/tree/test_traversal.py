@@ -20,7 +20,7 @@ from support.tree.structures import Pair
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.tree import containers, flattening, memory_regions
+from tundish.tree import container_rules, flattening, memory_regions
 from tundish.tree.flattening import flatten_with_addresses
 
 
@@ -108,7 +108,7 @@ def traverse(obj: Any) -> Any:
     def rule(_: Any) -> Any:
         raise ByRule
 
-    return td._native.traverse(obj, torch.Tensor, containers.PLAIN_TUPLES, rule, [], [], False)
+    return td._native.traverse(obj, torch.Tensor, container_rules.PLAIN_TUPLES, rule, [], [], False)
 
 
 def test_a_plain_namedtuple_can_be_registered_later() -> None:

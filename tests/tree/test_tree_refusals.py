@@ -247,14 +247,14 @@ def test_an_object_that_cannot_be_made_again_is_an_error_of_the_library() -> Non
 def test_a_type_that_is_not_registered_here_is_named() -> None:
     td.tree.register(Unknown, lambda one: ([], vars(one)), lambda parts, context: Unknown(**context))
     tensors, schema = td.tree.flatten([Unknown(a=1)])
-    from tundish.tree import containers
+    from tundish.tree import container_rules
 
-    before = dict(containers._registered)
-    containers._registered.clear()
+    before = dict(container_rules._registered)
+    container_rules._registered.clear()
     try:
         with pytest.raises(InvalidTypeError, match=r"Unknown is registered where .* call td.tree.register"):
             td.tree.unflatten(pickle.loads(pickle.dumps(schema)), tensors)
     finally:
-        containers._registered.update(before)
-        del containers._registered[Unknown]
-        containers.rule_of.cache_clear()
+        container_rules._registered.update(before)
+        del container_rules._registered[Unknown]
+        container_rules.rule_of.cache_clear()

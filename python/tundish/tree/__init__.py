@@ -23,13 +23,13 @@ Invariants:
 
 from __future__ import annotations
 
-from tundish.tree.arrays import NUMPY_DTYPES
+from tundish.tree.array_rules import NUMPY_DTYPES
 from tundish.tree.buffer_layout import DLPACK_DTYPES, BufferLayout
-from tundish.tree.containers import register
+from tundish.tree.container_rules import register
 from tundish.tree.flattening import flatten, flatten_with_addresses
-from tundish.tree.map_parts import find_all, map_only
 from tundish.tree.memory_regions import DLPACK_EXCHANGE
 from tundish.tree.node_spec import Refusal
+from tundish.tree.parts_by_type import find_all, map_only
 from tundish.tree.schema import Schema
 from tundish.tree.unflattening import unflatten, unflatten_unchecked
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tundish import _native
 from tundish.errors import InvalidInputError, NotPicklableError
-from tundish.tree.containers import PLAIN_TUPLES, rule_of
+from tundish.tree.container_rules import PLAIN_TUPLES, rule_of
 from tundish.tree.memory_regions import layout_as_is, tensors_to_send
 from tundish.tree.node_spec import NodeSpec, Refusal, part_label
 from tundish.tree.pickled_values import ValuePickler
 from tundish.tree.schema import Schema, Structure, encode_values, structure_of
-from tundish.tree.tensors import tensor_spec
+from tundish.tree.tensor_rules import tensor_spec
 
 __all__ = ["flatten", "flatten_with_addresses"]
 

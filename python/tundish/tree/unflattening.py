@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from tundish.errors import InvalidInputError, InvalidTypeError, counted
-from tundish.tree.arrays import ARRAY_BUILDERS
-from tundish.tree.containers import build
+from tundish.tree.array_rules import ARRAY_BUILDERS
+from tundish.tree.container_rules import build
 from tundish.tree.node_spec import Token
 from tundish.tree.pickled_values import Builder, load_pickles
 from tundish.tree.schema import Schema, decode_values
-from tundish.tree.tensors import TENSOR_BUILDERS
+from tundish.tree.tensor_rules import TENSOR_BUILDERS
 
 __all__ = ["unflatten", "unflatten_unchecked"]
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from tundish.checkpoint.publish.finalizer import Finalizer, QueuedSave
-from tundish.devices import on_this_device
+from tundish.current_device import on_this_device
 from tundish.errors import CallbackError, InvalidInputError
 
 __all__ = ["SaveQueue"]

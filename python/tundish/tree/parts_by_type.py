@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from tundish.errors import InvalidInputError
-from tundish.tree.containers import build, spec_of
+from tundish.tree.container_rules import build, spec_of
 from tundish.tree.node_spec import NodeSpec, Refusal, part_label
 
 __all__ = ["find_all", "map_only"]

@@ -25,9 +25,9 @@ import torch
 from torch.utils import _pytree
 
 from tundish.errors import InvalidTypeError
-from tundish.tree.arrays import ARRAY_BUILDERS, array_rule_of
+from tundish.tree.array_rules import ARRAY_BUILDERS, array_rule_of
 from tundish.tree.node_spec import NodeSpec, Token, key_text
-from tundish.tree.tensors import TENSOR_BUILDERS, tensor_subclass_spec
+from tundish.tree.tensor_rules import TENSOR_BUILDERS, tensor_subclass_spec
 
 __all__ = ["PLAIN_TUPLES", "Rule", "build", "register", "rule_of", "spec_of"]
 
