@@ -34,9 +34,9 @@ from tundish.scatter.loader.epoch import Epoch, Step
 from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
 from tundish.scatter.loader.epoch_receiver import EpochReceiver
 from tundish.scatter.loader.epoch_source import EpochSource
+from tundish.scatter.loader.loader_queries import length_of, refuse_sharded, set_epoch
 from tundish.scatter.loader.loader_state import LoaderState, as_count
 from tundish.scatter.loader.prefetch import InlineSteps, PrefetchedSteps
-from tundish.scatter.loader.source_loader import length_of, refuse_sharded, set_epoch
 from tundish.scatter.participants import agree_on_participants, process_group
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.rendezvous import memory_limit

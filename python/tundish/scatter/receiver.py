@@ -12,13 +12,13 @@ from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.session import GONE, Session
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import GlooReceiver
-from tundish.scatter.transport.message_header import DEVICE, Kind
+from tundish.scatter.transport.message_header import DEVICE, MessageKind
 from tundish.scatter.transport.shared_memory import ReceivedMessage
 
-__all__ = ["Note", "ScatterReceiver"]
+__all__ = ["ControlMessage", "ScatterReceiver"]
 
 
-class Note(NamedTuple):
+class ControlMessage(NamedTuple):
     """A text for all receivers in place of batches."""
 
     text: str
@@ -27,8 +27,8 @@ class Note(NamedTuple):
 class ScatterReceiver(Session):
     """The session of a receiver. `receive` as often as the source sends."""
 
-    def receive(self, device: torch.device | None = None) -> ReceivedBatch | Note | None:
-        """The next step: returns the batch or the note that the source sent; None if this rank gets nothing.
+    def receive(self, device: torch.device | None = None) -> ReceivedBatch | ControlMessage | None:
+        """The next step: returns the batch or the control message that the source sent; None if this rank gets nothing.
 
         It raises errors as `scatter_batch` does. A batch from device to device goes to `device`.
         """
@@ -60,10 +60,10 @@ class ScatterReceiver(Session):
         if isinstance(content, ReceivedBatch):
             self._batches += 1
             return content
-        if header.kind == Kind.FAILED:
+        if header.kind == MessageKind.FAILED:
             rank, _, text = content.partition("\n")
             raise PeerFailedError(f"scatter: rank {rank}, the source, {text}", int(rank))
-        return Note(content) if header.kind == Kind.NOTE else None
+        return ControlMessage(content) if header.kind == MessageKind.CONTROL else None
 
     def fail(self, error: BaseException) -> NoReturn:
         """The next step, in which this rank receives nothing: raise `error`."""
@@ -97,7 +97,7 @@ class ScatterReceiver(Session):
             message = self._from_device(channels, message, device)
         if channels.to_node:
             self._pass_on(channels, message)
-        if message.header.kind == Kind.CLOSED:
+        if message.header.kind == MessageKind.CLOSED:
             rank, _, text = str(message.content).partition("\n")
             self._lost = PeerFailedError(text, int(rank))
             raise self._lost
@@ -144,7 +144,7 @@ class ScatterReceiver(Session):
             if sender.rank not in gone:
                 try:
                     text = f"{error.rank}\n{error}"
-                    sender.send_text(self._step, Kind.CLOSED, text, self._waiter(sender.rank))
+                    sender.send_text(self._step, MessageKind.CLOSED, text, self._waiter(sender.rank))
                 except Exception as another:  # noqa: BLE001 (the first one is raised)
                     error.add_note(f"rank {sender.rank} could not be told of it: {another}")
         # The source has no connection to these ranks. It sees this one leave, with the number of the lost rank.

@@ -39,8 +39,8 @@ from tundish.errors import PeerFailedError
 from tundish.scatter.participants import Participants
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.device import DeviceChannel
-from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, WaitThread
-from tundish.scatter.transport.peer_connections import PeerListener, connect_to_source, is_source
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, GlooWaitThread
+from tundish.scatter.transport.liveness_sockets import LivenessListener, connect_to_source, is_source
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 __all__ = ["connect", "memory_limit"]
@@ -131,7 +131,7 @@ class _Rendezvous:
         self._is_source = participants.rank == participants.source
         # Of this rank, for ranks of its node and of other nodes.
         self._listener: socket.socket | None = None
-        self._peer_listener: PeerListener | None = None
+        self._liveness_listener: LivenessListener | None = None
         # Addresses of this rank's listener and watch, and its process id; then those of its sender.
         self._address: tuple[str, str, int] | None = None
         self._invitation: Any = None
@@ -160,10 +160,10 @@ class _Rendezvous:
         if self._others and self._is_source:
             # Without it, because there are no descriptors left for example, timeouts have to do.
             with contextlib.suppress(OSError):
-                self._peer_listener = self._temporary.enter_context(
-                    contextlib.closing(PeerListener(group_info(None).store))
+                self._liveness_listener = self._temporary.enter_context(
+                    contextlib.closing(LivenessListener(group_info(None).store))
                 )
-        invitation = None if self._peer_listener is None else self._peer_listener.invitation
+        invitation = None if self._liveness_listener is None else self._liveness_listener.invitation
         text = self._voter.broadcast(
             json.dumps((self._address, invitation)), source=sender_rank, what=_WHAT, timeout=self._timeout
         )
@@ -221,7 +221,9 @@ class _Rendezvous:
         finally:
             for connection in connections.values():
                 connection.close()
-        for rank, connection in ({} if self._peer_listener is None else self._peer_listener.accept()).items():
+        for rank, connection in (
+            {} if self._liveness_listener is None else self._liveness_listener.accept()
+        ).items():
             channels.watch.adopt(rank, connection)
 
     def open(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
@@ -242,7 +244,7 @@ class _Rendezvous:
         # torch's dispatcher would show these messages to the caller's dispatch modes.
         gloo = channels.gloo_group._get_backend(torch.device("cpu"))
         channels.arena = _native.SegmentArena(channels.arena_limit)
-        channels.thread = WaitThread()
+        channels.thread = GlooWaitThread()
         if self._is_source:
             channels.to_other_nodes = [
                 GlooSender(rank, gloo, position) for position, rank in enumerate(members) if position

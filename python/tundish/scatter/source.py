@@ -32,7 +32,7 @@ from tundish.scatter.transport.gloo import (
     copied,
     is_done,
 )
-from tundish.scatter.transport.message_header import DEVICE, Header, Kind
+from tundish.scatter.transport.message_header import DEVICE, Header, MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemorySender
 from tundish.tree import flatten_with_addresses
 
@@ -43,7 +43,7 @@ _FAREWELL_SECONDS = 0.5
 _LONGEST_TEXT = 16_000
 
 # Content of a message: a batch, or the kind and the text of a message without one.
-_Content = OutgoingBatch | tuple[Kind, str]
+_Content = OutgoingBatch | tuple[MessageKind, str]
 _Senders = dict[int, "SharedMemorySender | GlooSender"]
 
 
@@ -79,15 +79,15 @@ class ScatterSource(Session):
             self._send(contents, waiting, device)
         return make
 
-    def send_note(self, text: str) -> None:
+    def send_control(self, text: str) -> None:
         """The next step: send all receivers a text."""
         with self._reported_step() as waiting:
-            self._send(dict.fromkeys(waiting, (Kind.NOTE, text)), waiting)
+            self._send(dict.fromkeys(waiting, (MessageKind.CONTROL, text)), waiting)
 
     def check_peers(self) -> None:
         """Between steps: if a rank was lost, tell the others and raise `PeerFailedError`."""
         if self._lost is not None or (self._channels is not None and self._channels.watch.vanished()):
-            self.send_note("")
+            self.send_control("")
 
     def fail(self, error: BaseException) -> NoReturn:
         """The next step: tell all receivers of an error, and raise it."""
@@ -137,7 +137,7 @@ class ScatterSource(Session):
         """The contents by rank. A batch for several ranks is flattened once."""
         channels = self._channels
         threads = copy_threads(0 if channels is None else len(channels.to_node))
-        made: dict[int, _Content] = {id(None): (Kind.NOTHING, "")}
+        made: dict[int, _Content] = {id(None): (MessageKind.NOTHING, "")}
         contents = {}
         for rank in receivers:
             batch = listed[self.participants.batch(rank)]
@@ -223,7 +223,7 @@ class ScatterSource(Session):
                             self._wait_until_sent()
                         copied_bytes += content.size
                         payloads[id(content)] = copied(content, channels.arena)
-                    header = Header(self._step, Kind.BATCH, flags, size=content.size)
+                    header = Header(self._step, MessageKind.BATCH, flags, size=content.size)
                     encoded = content.encoded_schema
                 # Before it has them: a rank that may have them hears of an error in the next step.
                 del waiting[sender.rank]
@@ -263,9 +263,9 @@ class ScatterSource(Session):
             )
         is_lost = is_interrupt or error is self._lost
         if is_lost and self._lost is not None:
-            kind, text = Kind.CLOSED, f"{self._lost.rank}\n{self._lost}"
+            kind, text = MessageKind.CLOSED, f"{self._lost.rank}\n{self._lost}"
         else:
-            kind, text = Kind.FAILED, f"{self.participants.source}\n{_described(error)}"
+            kind, text = MessageKind.FAILED, f"{self.participants.source}\n{_described(error)}"
         seconds = _FAREWELL_SECONDS if is_interrupt else None
         to_all = is_lost or self._in_loop
         outgoing, tells_other_nodes = OutgoingMessages(), False

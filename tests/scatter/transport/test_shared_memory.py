@@ -16,7 +16,7 @@ from tundish.errors import OutOfMemoryError, StorageError, TundishError
 from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.transport import shared_memory
-from tundish.scatter.transport.message_header import Kind
+from tundish.scatter.transport.message_header import MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 Channel = tuple[SharedMemorySender, SharedMemoryReceiver]
@@ -148,9 +148,9 @@ def test_a_sender_waits_for_room_except_with_errors(channel: Channel) -> None:
     with pytest.raises(TimeoutError):
         sender.write(batch, give_up)
     for number in (4, 5):
-        sender.send_text(number, Kind.FAILED, "é" * 100_000, never)
+        sender.send_text(number, MessageKind.FAILED, "é" * 100_000, never)
     with pytest.raises(TimeoutError):
-        sender.send_text(6, Kind.FAILED, "", give_up)
+        sender.send_text(6, MessageKind.FAILED, "", give_up)
     assert [receive(receiver) for _ in range(4)] == [[0], [1], [2], [3]]
     texts = [receive(receiver) for _ in range(2)]
     assert set("".join(texts)) == {"é"} and len(texts[0]) > 10_000

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.source_loader import has_state
+from tundish.scatter.loader.loader_queries import has_state
 
 __all__ = ["BatchReader", "StepBatches", "Tail", "steps_of"]
 

@@ -1,6 +1,6 @@
 """One iteration over an epoch: the base class of its source and its receivers.
 
-To each receiver an iteration is a note that it begins, steps, and one message that ends it: a note or an error. The
+To each receiver an iteration is a control message that it begins, steps, and one message that ends it: a note or an error. The
 receivers read all of them, also after their callers left.
 """
 
@@ -17,11 +17,11 @@ from tundish.errors import PeerStoppedError
 from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.session import Session
 
-__all__ = ["Epoch", "EpochStart", "NoteKind", "Step", "stopped"]
+__all__ = ["Epoch", "EpochStart", "ControlKind", "Step", "stopped"]
 
 
-class NoteKind(StrEnum):
-    """The notes of an iteration."""
+class ControlKind(StrEnum):
+    """The kinds of control messages of an iteration."""
 
     BEGIN = "begin"
     """It begins; with an `EpochStart`."""

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from tundish.errors import PeerFailedError
-from tundish.scatter.loader.epoch import Epoch, EpochStart, NoteKind, Step, stopped
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, stopped
 from tundish.scatter.received_batch import ReceivedBatch
-from tundish.scatter.receiver import Note, ScatterReceiver
+from tundish.scatter.receiver import ControlMessage, ScatterReceiver
 
 __all__ = ["EpochReceiver"]
 
@@ -26,7 +26,7 @@ class EpochReceiver(Epoch):
 
     def next_step(self) -> Step | None:
         received = self._receive()
-        while isinstance(received, Note):
+        while isinstance(received, ControlMessage):
             if self._ends_after is not None:
                 return None
             received = self._receive()
@@ -56,13 +56,13 @@ class EpochReceiver(Epoch):
             except Exception:  # noqa: BLE001 (the caller has left)
                 errors += 1
 
-    def _receive(self) -> ReceivedBatch | Note | None:
-        """The next message. Handles notes."""
+    def _receive(self) -> ReceivedBatch | ControlMessage | None:
+        """The next message. Handles control messages."""
         try:
             received = self.session.receive()
             self.last_heard = time.monotonic()
-            if isinstance(received, Note):
-                self._handle_note(*json.loads(received.text))
+            if isinstance(received, ControlMessage):
+                self._handle_control(*json.loads(received.text))
             else:
                 self._done += self.session.participants.batches if self._new is None else self._new
                 self._steps += 1
@@ -71,14 +71,14 @@ class EpochReceiver(Epoch):
             raise
         return received
 
-    def _handle_note(self, kind: str, *values: Any) -> None:
-        if kind == NoteKind.BEGIN:
+    def _handle_control(self, kind: str, *values: Any) -> None:
+        if kind == ControlKind.BEGIN:
             self.start = EpochStart(*values)
             self._done = self.start.done
-        elif kind == NoteKind.TAIL:
+        elif kind == ControlKind.TAIL:
             (self._new,) = values
-        elif kind == NoteKind.END:
+        elif kind == ControlKind.END:
             self._ends_after = self._steps
-        elif kind == NoteKind.STOPPED:
+        elif kind == ControlKind.STOPPED:
             rank, self._ends_after = values
             raise stopped(rank)

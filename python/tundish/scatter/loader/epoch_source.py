@@ -13,8 +13,8 @@ import torch
 from tundish.progress import ProgressLine
 from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail, steps_of
 from tundish.scatter.loader.early_exit import EarlyExits
-from tundish.scatter.loader.epoch import Epoch, EpochStart, NoteKind, Step, stopped
-from tundish.scatter.loader.source_loader import length_of
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, stopped
+from tundish.scatter.loader.loader_queries import length_of
 from tundish.scatter.source import ScatterSource
 from tundish.tree import flatten_with_addresses
 
@@ -74,7 +74,7 @@ class EpochSource(Epoch):
             self._done = skip
             if self.start.length is not None:
                 self._expected_steps = steps_of(max(0, self.start.length - skip), width, self._tail)
-            self._note(NoteKind.BEGIN, *self.start)
+            self._send_control(ControlKind.BEGIN, *self.start)
             with self._reported_reading(), ProgressLine("dispatch", self._progress) as line:
                 said_alive_at = time.monotonic()
 
@@ -85,7 +85,7 @@ class EpochSource(Epoch):
                         said_alive_at = time.monotonic()
                         # Where it fails, so does the first step.
                         with contextlib.suppress(Exception):
-                            self._note(NoteKind.ALIVE)
+                            self._send_control(ControlKind.ALIVE)
 
                 self._reader = BatchReader(
                     self._loader, width=width, tail=self._tail, skip=skip, state=state, show=show
@@ -110,7 +110,7 @@ class EpochSource(Epoch):
             # Another rank may have left before the end meanwhile.
             self._look_for_exits()
             self._over(self._steps)
-            self._note(NoteKind.END)
+            self._send_control(ControlKind.END)
 
     def report_exit(self, _: int) -> None:
         self._caller_left = True
@@ -119,9 +119,9 @@ class EpochSource(Epoch):
         if self._ends_after is None:
             self._over(steps)
             if self._are_all(steps):
-                self._note(NoteKind.END)
+                self._send_control(ControlKind.END)
             else:
-                self._note(NoteKind.STOPPED, self.session.participants.rank, steps)
+                self._send_control(ControlKind.STOPPED, self.session.participants.rank, steps)
 
     def check_peers(self) -> None:
         with self._ended_by_errors():
@@ -130,7 +130,7 @@ class EpochSource(Epoch):
     def _send(self, drawn: StepBatches) -> Step:
         session = self.session
         if drawn.new < len(drawn.batches):
-            self._note(NoteKind.TAIL, drawn.new)
+            self._send_control(ControlKind.TAIL, drawn.new)
         make = session.send(drawn.batches, self._device)
         self._done += drawn.new
         self._steps += 1
@@ -148,7 +148,7 @@ class EpochSource(Epoch):
         if found is not None and not self._are_all(found[1]):
             rank, steps = found
             self._over(steps)
-            self._note(NoteKind.STOPPED, rank, steps)
+            self._send_control(ControlKind.STOPPED, rank, steps)
             raise stopped(rank)
 
     @contextlib.contextmanager
@@ -180,5 +180,5 @@ class EpochSource(Epoch):
     def _are_all(self, steps: int) -> bool:
         return steps == self._steps == self._expected_steps
 
-    def _note(self, kind: NoteKind, *values: Any) -> None:
-        self.session.send_note(json.dumps((kind, *values)))
+    def _send_control(self, kind: ControlKind, *values: Any) -> None:
+        self.session.send_control(json.dumps((kind, *values)))

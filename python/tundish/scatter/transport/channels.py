@@ -7,7 +7,7 @@ from typing import Any
 
 from tundish.distributed import PeerWatch, torch_distributed
 from tundish.scatter.transport.device import DeviceChannel
-from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, WaitThread
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, GlooWaitThread
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 __all__ = ["Channels"]
@@ -36,7 +36,7 @@ class Channels:
         self.device: DeviceChannel | None = None
         self.arena: Any = None
         self.arena_limit = 0
-        self.thread: WaitThread | None = None
+        self.thread: GlooWaitThread | None = None
         self.gloo_group: Any = None
 
     @property
@@ -44,11 +44,11 @@ class Channels:
         """To all ranks that get their batches from this one."""
         return [*self.to_node, *self.to_other_nodes]
 
-    def replace_thread(self) -> WaitThread:
+    def replace_thread(self) -> GlooWaitThread:
         """A new thread that waits, beside the one that still waits for a late rank."""
         if self.thread is not None:
             self.thread.close()
-        self.thread = WaitThread()
+        self.thread = GlooWaitThread()
         return self.thread
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ Invariants:
   late rank still finds the messages.
 - All messages of a step are posted before any of them is waited for. Tensors are sent from a copy, so the caller may
   change a batch as soon as the call returns or fails.
-- gloo's waits cannot be interrupted: only a `WaitThread` is in one.
+- gloo's waits cannot be interrupted: only a `GlooWaitThread` is in one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tundish import _native
 from tundish.errors import NotPicklableError
 from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.received_batch import ReceivedBatch, bytes_of
-from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, Header, Kind
+from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, Header, MessageKind
 from tundish.scatter.transport.shared_memory import MAX_LEASES, ReceivedMessage
 from tundish.tree import Schema
 
@@ -39,7 +39,7 @@ __all__ = [
     "GlooReceiver",
     "GlooSender",
     "OutgoingMessages",
-    "WaitThread",
+    "GlooWaitThread",
     "copied",
     "is_done",
 ]
@@ -52,7 +52,7 @@ _TAG = 0
 T = TypeVar("T")
 
 
-class WaitThread:
+class GlooWaitThread:
     """A thread that runs calls in order, and waits in gloo for its session.
 
     It ends with this object, or when it is closed.
@@ -125,7 +125,7 @@ class GlooSender:
 
 
 class OutgoingMessages:
-    """Messages that gloo is sending. `post` all of them, then have a `WaitThread` `wait` for them.
+    """Messages that gloo is sending. `post` all of them, then have a `GlooWaitThread` `wait` for them.
 
     Attributes:
         waiting_for: the rank whose messages `wait` is waiting for.
@@ -179,7 +179,7 @@ class GlooReceiver:
     """
 
     def __init__(
-        self, group: Any, thread: WaitThread, arena: _native.SegmentArena, *, passes_on: bool
+        self, group: Any, thread: GlooWaitThread, arena: _native.SegmentArena, *, passes_on: bool
     ) -> None:
         self._group = group
         self._thread = thread
@@ -217,7 +217,7 @@ class GlooReceiver:
         text = first[HEADER_BYTES : HEADER_BYTES + header.text_bytes]
         if len(text) < header.text_bytes:
             text = self._get(np.empty(header.text_bytes, np.uint8))
-        if header.kind != Kind.BATCH:
+        if header.kind != MessageKind.BATCH:
             return ReceivedMessage(header, text.tobytes().decode(errors="replace"))
         if self._passes_on:
             # Others read the schema behind the tensors.

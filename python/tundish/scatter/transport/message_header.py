@@ -1,6 +1,6 @@
 """The fixed-size header of every message from a source to a receiver.
 
-The text after a header is a schema, an error or a note. Every header has the number of its step: a receiver that left a
+The text after a header is a schema, an error or a control message. Every header has the number of its step: a receiver that left a
 step early skips the messages of that step.
 """
 
@@ -10,10 +10,19 @@ import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-__all__ = ["DEVICE", "HEADER_BYTES", "NEW_MEMORY", "NO_MEMORY", "SHARED", "Header", "Kind", "MemoryReference"]
+__all__ = [
+    "DEVICE",
+    "HEADER_BYTES",
+    "NEW_MEMORY",
+    "NO_MEMORY",
+    "SHARED",
+    "Header",
+    "MessageKind",
+    "MemoryReference",
+]
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kinds of messages."""
 
     BATCH = 1
@@ -24,7 +33,7 @@ class Kind(IntEnum):
     """The source failed in this step; the text is its rank and the error."""
     CLOSED = 4
     """No step follows this one; the text is the rank that was lost and the reason."""
-    NOTE = 5
+    CONTROL = 5
     """A text for all receivers in place of batches."""
 
 
@@ -56,7 +65,7 @@ class Header(NamedTuple):
     """
 
     step: int
-    kind: Kind
+    kind: MessageKind
     flags: int = 0
     text_bytes: int = 0
     size: int = 0
@@ -70,4 +79,4 @@ class Header(NamedTuple):
     def unpack(cls, message: bytes | bytearray) -> Header:
         """The header at the beginning of `message`."""
         step, kind, flags, text_bytes, size, *memory = _HEADER.unpack_from(message)
-        return cls(step, Kind(kind), flags, text_bytes, size, tuple(memory))
+        return cls(step, MessageKind(kind), flags, text_bytes, size, tuple(memory))

@@ -32,7 +32,7 @@ from tundish.scatter.transport.message_header import (
     NEW_MEMORY,
     SHARED,
     Header,
-    Kind,
+    MessageKind,
 )
 from tundish.tree import Schema
 
@@ -123,7 +123,7 @@ class SharedMemorySender:
         Raises `ConnectionError` where the receiver has closed its socket.
         """
         self._wait_for_room(wait, size=size)
-        header = Header(step, Kind.BATCH, SHARED * is_shared, schema_bytes, size, lease.reference)
+        header = Header(step, MessageKind.BATCH, SHARED * is_shared, schema_bytes, size, lease.reference)
         identity = lease.reference[2]
         if identity not in self._known_segments:
             if len(self._known_segments) >= _MAX_KNOWN_SEGMENTS:
@@ -133,11 +133,11 @@ class SharedMemorySender:
             header = header._replace(flags=header.flags | NEW_MEMORY)
         self._put(header.pack(), size, lease)
 
-    def send_text(self, step: int, kind: Kind, text: str, wait: Waiter) -> None:
+    def send_text(self, step: int, kind: MessageKind, text: str, wait: Waiter) -> None:
         """Send a message without a batch; `text` is cut to the room for it."""
         room = self._queue.capacity - HEADER_BYTES
         encoded = text.encode(errors="replace")[:room].decode(errors="ignore").encode()
-        is_error = kind in (Kind.FAILED, Kind.CLOSED)
+        is_error = kind in (MessageKind.FAILED, MessageKind.CLOSED)
         self._wait_for_room(wait, messages=_MAX_MESSAGES + _ERROR_MESSAGES * is_error)
         self._put(Header(step, kind, text_bytes=len(encoded)).pack() + encoded, 0, None)
 
@@ -219,7 +219,7 @@ class SharedMemoryReceiver:
         (ticket, _, message), self._message = self._message, None
         try:
             header, text = Header.unpack(message), message[HEADER_BYTES:]
-            if header.kind != Kind.BATCH:
+            if header.kind != MessageKind.BATCH:
                 return ReceivedMessage(header, text.decode(errors="replace"))
             return ReceivedMessage(header, self._batch(header))
         finally:

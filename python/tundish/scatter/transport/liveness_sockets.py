@@ -18,7 +18,7 @@ from typing import Any
 
 from tundish.distributed import store_address
 
-__all__ = ["PeerListener", "connect_to_source", "is_source"]
+__all__ = ["LivenessListener", "connect_to_source", "is_source"]
 
 _BACKLOG = 4096
 _CONNECT_SECONDS = 2.0
@@ -33,7 +33,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 Invitation = tuple[list[str], int, str, str]
 
 
-class PeerListener:
+class LivenessListener:
     """The source's end. `store`: the job's store."""
 
     def __init__(self, store: Any) -> None:
