@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-from tundish.checkpoint.placements import Share, boxes, check_placement, shares_for
+from tundish.checkpoint.placements import RankPart, boxes, check_placement, rank_parts_of
 from tundish.errors import InvalidInputError
 
 
@@ -37,10 +37,10 @@ def cut(
     return whole
 
 
-def taken(whole: torch.Tensor, share: Share) -> torch.Tensor:
-    """What `share` says that its rank holds of `whole`."""
-    local = torch.full(share.shape, -1)
-    for place, part in boxes(share.runs):
+def taken(whole: torch.Tensor, rank_part: RankPart) -> torch.Tensor:
+    """What `rank_part` says that its rank holds of `whole`."""
+    local = torch.full(rank_part.shape, -1)
+    for place, part in boxes(rank_part.runs):
         local[part] = whole[place]
     return local
 
@@ -67,7 +67,7 @@ def test_parts_equal_those_of_torch(
     tensor = spread(shape, mesh_shape, placements)
     coordinates = list(itertools.product(*map(range, mesh_shape)))
     for reader, home in enumerate(coordinates):
-        shares = {share.rank: share for share in shares_for(tensor, 10 + reader)}
+        rank_parts = {rank_part.rank: rank_part for rank_part in rank_parts_of(tensor, 10 + reader)}
         seen = torch.zeros(shape, dtype=torch.int64)
         for place, at in enumerate(coordinates):
             part = cut(whole, mesh_shape, placements, at)
@@ -76,22 +76,22 @@ def test_parts_equal_those_of_torch(
                 for placement, here, there in zip(placements, home, at, strict=True)
             )
             if is_other_replica or 0 in part.shape:
-                assert 10 + place not in shares
+                assert 10 + place not in rank_parts
                 continue
-            assert taken(whole, shares[10 + place]).equal(part)
-            for where, _ in boxes(shares[10 + place].runs):
+            assert taken(whole, rank_parts[10 + place]).equal(part)
+            for where, _ in boxes(rank_parts[10 + place].runs):
                 seen[where] += 1
         assert seen.eq(1).all()
 
 
 def test_even_parts_are_one_rectangle() -> None:
     both = spread((8, 6), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
-    for share in shares_for(both, 10):
-        assert len(list(boxes(share.runs))) == 1
+    for rank_part in rank_parts_of(both, 10):
+        assert len(list(boxes(rank_part.runs))) == 1
 
 
 def test_ranks_outside_of_the_mesh_hold_nothing() -> None:
-    assert shares_for(spread((8,), (2,), (Shard(0),)), 12) == ()
+    assert rank_parts_of(spread((8,), (2,), (Shard(0),)), 12) == ()
 
 
 def checked(tensor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

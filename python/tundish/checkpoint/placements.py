@@ -19,13 +19,13 @@ from typing import Any
 from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["Run", "Share", "boxes", "check_placement", "is_cut", "shares_for"]
+__all__ = ["RankPart", "Run", "boxes", "check_placement", "is_cut", "rank_parts_of"]
 
 Run = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankPart:
     """The part of a tensor on one global rank: its runs of each dimension."""
 
     rank: int
@@ -37,13 +37,13 @@ class Share:
         return tuple(sum(length for _, length in runs) for runs in self.runs)
 
 
-def shares_for(tensor: Any, reader: int) -> tuple[Share, ...]:
+def rank_parts_of(tensor: Any, reader: int) -> tuple[RankPart, ...]:
     """The parts of a DTensor in the replica that the global rank `reader` belongs to.
 
     Returns nothing if `reader` is not on the mesh. Ranks with an empty part are left out.
     """
     mesh = tensor.device_mesh
-    return _shares(
+    return _rank_parts(
         tuple(mesh.mesh.flatten().tolist()),
         tuple(mesh.mesh.shape),
         tuple(_cut(placement) for placement in tensor.placements),
@@ -72,7 +72,7 @@ def check_placement(name: str, tensor: Any, rank: int) -> None:
                 "redistribute it to Shard or Replicate first"
             )
     local = tuple(local_of(tensor).shape)
-    own = [share.shape for share in shares_for(tensor, rank) if share.rank == rank]
+    own = [rank_part.shape for rank_part in rank_parts_of(tensor, rank) if rank_part.rank == rank]
     is_empty = not own and 0 in local
     if tensor.device_mesh.get_coordinate() is not None and own != [local] and not is_empty:
         raise InvalidInputError(
@@ -102,29 +102,29 @@ def _cut(placement: Any) -> tuple[int, int] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shares(
+def _rank_parts(
     ranks: tuple[int, ...],
     mesh_shape: tuple[int, ...],
     cuts: tuple[tuple[int, int] | None, ...],
     shape: tuple[int, ...],
     reader: int,
-) -> tuple[Share, ...]:
+) -> tuple[RankPart, ...]:
     if reader not in ranks:
         return ()
     coordinates = list(itertools.product(*map(range, mesh_shape)))
     home = coordinates[ranks.index(reader)]
-    shares = []
+    rank_parts = []
     for rank, coordinate in zip(ranks, coordinates, strict=True):
         if any(cut is None and own != at for cut, own, at in zip(cuts, home, coordinate, strict=True)):
             continue
         runs: list[tuple[Run, ...]] = [((0, size),) for size in shape]
-        for cut, at, parts in zip(cuts, coordinate, mesh_shape, strict=True):
+        for cut, at, count in zip(cuts, coordinate, mesh_shape, strict=True):
             if cut is not None:
-                runs[cut[0]] = _strided(runs[cut[0]], cut[1], parts, at)
-        share = Share(rank=rank, runs=tuple(runs))
-        if 0 not in share.shape:
-            shares.append(share)
-    return tuple(shares)
+                runs[cut[0]] = _strided(runs[cut[0]], cut[1], count, at)
+        rank_part = RankPart(rank=rank, runs=tuple(runs))
+        if 0 not in rank_part.shape:
+            rank_parts.append(rank_part)
+    return tuple(rank_parts)
 
 
 def _strided(runs: tuple[Run, ...], split_factor: int, parts: int, at: int) -> tuple[Run, ...]:

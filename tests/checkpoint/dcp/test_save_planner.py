@@ -1,4 +1,4 @@
-"""A DCP save is planned once for each form, with torch's names, and keeps no tensor alive."""
+"""A DCP save is planned once for each structure, with torch's names, and keeps no tensor alive."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_names_and_paths_are_those_of_torchs_planner(state: dict[str, Any]) -> N
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     first = flatten_state(state)
-    assert first.form.paths == planner.mappings
+    assert first.structure.paths == planner.mappings
     assert [name for name, _ in first] == list(planner.state_dict)
     assert all(value is planner.state_dict[name] for name, value in first)
-    assert flatten_state(state, first.form).form is first.form
-    # The same names and values on other paths are another form.
+    assert flatten_state(state, first.structure).structure is first.structure
+    # The same names and values on other paths are another structure.
     moved = {name: value for name, value in state.items() if name != "b"} | {"b": {"b": state["b"]}}
-    assert flatten_state(moved, first.form).form is not first.form
+    assert flatten_state(moved, first.structure).structure is not first.structure

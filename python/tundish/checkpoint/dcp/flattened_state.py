@@ -1,7 +1,7 @@
 """A state dict as a flat list of named values.
 
 Invariants: names and paths are those of `torch.distributed.checkpoint`'s planner. Nothing is copied, and no value of a
-tensor is read. The form of a state dict is compared completely, not by a digest.
+tensor is read. The structure of a state dict is compared completely, not by a digest.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tundish.checkpoint.named_tensors import check_name
 from tundish.checkpoint.tensors import check_tensor, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["FlattenedState", "Form", "flatten_state", "is_stateful", "plain_state"]
+__all__ = ["FlattenedState", "StateStructure", "flatten_state", "is_stateful", "plain_state"]
 
 _NEVER_STATEFUL = (torch.Tensor, dict)
 _WITHOUT_SHAPE = (nn.UninitializedParameter, nn.UninitializedBuffer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class StateStructure:
     """Everything about a state dict except its values.
 
     Attributes:
@@ -43,19 +43,19 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class FlattenedState:
-    """The values of a state dict, in the order of its `form`: tensors, DTensors and other objects."""
+    """The values of a state dict, in the order of its `structure`: tensors, DTensors and other objects."""
 
-    form: Form
+    structure: StateStructure
     values: list[Any]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        return zip(self.form.paths, self.values, strict=True)
+        return zip(self.structure.paths, self.values, strict=True)
 
 
-def flatten_state(state_dict: Any, known: Form | None = None) -> FlattenedState:
-    """Flatten `state_dict`; if its form equals `known`, use that and do not check the values again.
+def flatten_state(state_dict: Any, known: StateStructure | None = None) -> FlattenedState:
+    """Flatten `state_dict`; if its structure equals `known`, use that and do not check the values again.
 
-    A form does not show whether the memory of a tensor was freed or cut since.
+    A structure does not show whether the memory of a tensor was freed or cut since.
 
     Raises:
         InvalidTypeError: it is no mapping, or contains a tensor without dense values of its own, or of a dtype that
@@ -73,9 +73,9 @@ def flatten_state(state_dict: Any, known: Form | None = None) -> FlattenedState:
         and len(values) == len(known.parts)
         and all(map(operator.eq, map(_part_of, paths.values(), values), known.parts))
     ):
-        return FlattenedState(form=known, values=values)
+        return FlattenedState(structure=known, values=values)
     parts = list(map(_part_of, paths.values(), values))
-    state = FlattenedState(form=Form(paths=paths, parts=parts), values=values)
+    state = FlattenedState(structure=StateStructure(paths=paths, parts=parts), values=values)
     if not values:
         raise InvalidInputError("there is nothing to save: the state dict is empty")
     for name, value in state:

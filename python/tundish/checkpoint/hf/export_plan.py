@@ -27,7 +27,7 @@ from tundish.checkpoint.hf.conversion import (
 )
 from tundish.checkpoint.hf.shards import Layout, ShardFile, assign, lay_out
 from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
-from tundish.checkpoint.placements import check_placement, is_cut, shares_for
+from tundish.checkpoint.placements import check_placement, is_cut, rank_parts_of
 from tundish.checkpoint.tensors import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -279,7 +279,7 @@ def _check_parts_at_hand(plan: ExportPlan, rank: int) -> None:
     for source in {source for product in products for source in plan.conversion.unit_of[product].sources}:
         tensor = plan.tensors[source]
         is_whole = not plan.is_sharded[source] and local_of(tensor).shape == tensor.shape
-        has_part = is_whole or (plan.is_sharded[source] and shares_for(tensor, rank))
+        has_part = is_whole or (plan.is_sharded[source] and rank_parts_of(tensor, rank))
         if tensor.numel() and not has_part:
             raise InvalidInputError(
                 f"{names[source]!r} is a DTensor on a mesh without rank {rank}, which is to write it: give the "

@@ -1,7 +1,7 @@
 """One iteration over an epoch: the base class of its source and its receivers.
 
-To each receiver an iteration is a control message that it begins, steps, and one message that ends it: a note or an error. The
-receivers read all of them, also after their callers left.
+To each receiver an iteration is a control message that it begins, steps, and one message that ends it: a control
+message or an error. The receivers read all of them, also after their callers left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tundish.errors import PeerStoppedError
 from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.session import Session
 
-__all__ = ["Epoch", "EpochStart", "ControlKind", "Step", "stopped"]
+__all__ = ["ControlKind", "Epoch", "EpochStart", "Step", "stopped"]
 
 
 class ControlKind(StrEnum):

@@ -38,8 +38,8 @@ from tundish.tree import Schema
 __all__ = [
     "GlooReceiver",
     "GlooSender",
-    "OutgoingMessages",
     "GlooWaitThread",
+    "OutgoingMessages",
     "copied",
     "is_done",
 ]

@@ -1,7 +1,7 @@
 """The fixed-size header of every message from a source to a receiver.
 
-The text after a header is a schema, an error or a control message. Every header has the number of its step: a receiver that left a
-step early skips the messages of that step.
+The text after a header is a schema, an error or a control message. Every header has the number of its step: a receiver
+that left a step early skips the messages of that step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = [
     "NO_MEMORY",
     "SHARED",
     "Header",
-    "MessageKind",
     "MemoryReference",
+    "MessageKind",
 ]
 
 

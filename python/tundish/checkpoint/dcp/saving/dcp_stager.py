@@ -17,7 +17,7 @@ import torch
 from tundish.checkpoint.dcp.file_layout import FileLayout
 from tundish.checkpoint.dcp.flattened_state import flatten_state
 from tundish.checkpoint.dcp.json_values import to_json
-from tundish.checkpoint.dcp.saving.held_values import held_values
+from tundish.checkpoint.dcp.saving.rank_values import rank_values
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
 from tundish.checkpoint.staging.buffers import Buffer
@@ -64,17 +64,17 @@ class DcpStager:
         self._optimizers = optimizers_of(staging, optimizer)
         extra_text = _check_extra(extra)
         self._rank_extra = b"" if rank_extra is None else to_json(rank_extra, "rank_extra")
-        self._state = flatten_state(state_dict, planner.known_form)
+        self._state = flatten_state(state_dict, planner.known_structure)
         self._planner = planner
         self._pickles: dict[int, bytes] = {}
         self._buffer: Buffer | None = None
         self._copies = Copies()
         self._sources: list[torch.Tensor] = []
-        # None where the form of the state dict is new, until the ranks have planned it.
+        # None where the structure of the state dict is new, until the ranks have planned it.
         self._part = planner.known_part(self._state)
         self._layout: FileLayout | None = None
         if self._part is None:
-            self._held = held_values(self._state, planner.rank)
+            self._held = rank_values(self._state, planner.rank)
             self._pickle(number for number, value in enumerate(self._held) if value and not value.dtype)
         else:
             self._held = self._part.held
@@ -84,23 +84,23 @@ class DcpStager:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of the image of this rank's file, once the form is planned."""
+        """Bytes of the image of this rank's file, once the structure is planned."""
         return self._file_layout().size
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of this rank's file, once the form is planned."""
+        """Bytes of this rank's file, once the structure is planned."""
         return self._file_layout().size
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About the bytes of all ranks' files, on the first rank, once the form is planned."""
+        """About the bytes of all ranks' files, on the first rank, once the structure is planned."""
         files = None if self._part is None else self._part.files
         return 0 if files is None else files.total_bytes
 
     @property
     def needs_preparation(self) -> bool:
-        """Whether the form of the state dict is new to this rank."""
+        """Whether the structure of the state dict is new to this rank."""
         return self._part is None
 
     def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:  # noqa: ARG002 (the planner votes by itself)
@@ -164,14 +164,14 @@ class DcpStager:
             if part.layout is None or part.layout.object_lengths != lengths:
                 part.layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
             self._sources = [local_of(self._state.values[number]) for number in part.tensors]
-            # The memory of a tensor may be gone since its last save, which its form does not show.
+            # The memory of a tensor may be gone since its last save, which its structure does not show.
             check_memories(self._names(part.tensors), self._sources)
             self._layout = part.layout
         return self._layout
 
     def _pickle(self, numbers: Iterable[int]) -> None:
         """Pickle values that are no tensors, equal immutable ones once."""
-        names, known = list(self._state.form.paths), dict[Any, bytes]()
+        names, known = list(self._state.structure.paths), dict[Any, bytes]()
         for number in numbers:
             value = self._state.values[number]
             key = (type(value), repr(value)) if type(value) in _SIMPLE else number
@@ -180,7 +180,7 @@ class DcpStager:
             self._pickles[number] = known[key]
 
     def _names(self, numbers: Sequence[int]) -> list[str]:
-        names = list(self._state.form.paths)
+        names = list(self._state.structure.paths)
         return [names[number] for number in numbers]
 
 

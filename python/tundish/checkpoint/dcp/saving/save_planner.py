@@ -1,9 +1,10 @@
-"""Plans a save with the other ranks, once for each form of the state dict.
+"""Plans a save with the other ranks, once for each structure of the state dict.
 
-Every rank sends the list of its values to the first one, which assigns each block to one holder. Saves of a known form
-exchange nothing.
+Every rank sends the list of its values to the first one, which assigns each block to one holder. Saves of a known
+structure exchange nothing.
 
-Invariant: a form counts as known only after all ranks planned it together. If it is new to one rank, all plan again.
+Invariant: a structure counts as known only after all ranks planned it together. If it is new to one rank, all plan
+again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tundish.checkpoint.dcp.file_layout import FileLayout
-from tundish.checkpoint.dcp.flattened_state import FlattenedState, Form
-from tundish.checkpoint.dcp.saving.held_values import HeldValue, HeldValues, assign
+from tundish.checkpoint.dcp.flattened_state import FlattenedState, StateStructure
+from tundish.checkpoint.dcp.saving.rank_values import RankValue, RankValues, assign
 from tundish.distributed import Voter
 
 __all__ = ["OwnedPart", "RankFiles", "SavePlanner"]
@@ -38,7 +39,7 @@ class RankFiles:
         self._owned = owned
         self.total_bytes = total_bytes + _ITEM_BYTES * sum(map(len, owned))
 
-    def __iter__(self) -> Iterator[tuple[HeldValues, Sequence[int]]]:
+    def __iter__(self) -> Iterator[tuple[RankValues, Sequence[int]]]:
         """Of each rank the values that it holds, and the indices of those that it saves."""
         return zip(map(_unpack_held, self._texts), self._owned, strict=True)
 
@@ -49,31 +50,35 @@ class OwnedPart:
     Attributes:
         held: the values that it holds.
         tensors, objects: indices of the values that it saves.
-        form: of the state dict.
+        structure: of the state dict.
         files: on the first rank, the files of all ranks.
         layout: of the last save.
         metadata: on the first rank, the notes of all ranks at the last save and the `.metadata` that follows from them.
     """
 
     def __init__(
-        self, held: HeldValues, owned: Sequence[int], form: Form | None = None, files: RankFiles | None = None
+        self,
+        held: RankValues,
+        owned: Sequence[int],
+        structure: StateStructure | None = None,
+        files: RankFiles | None = None,
     ) -> None:
         self.held = held
         saved = [(number, value) for number in owned if (value := held[number]) is not None]
         self.tensors = [number for number, value in saved if value.dtype]
         self.objects = [number for number, value in saved if not value.dtype]
-        self.form = form
+        self.structure = structure
         self.files = files
         self.layout: FileLayout | None = None
         self.metadata: tuple[Sequence[str], bytes] | None = None
 
-    def values(self, numbers: Sequence[int]) -> list[HeldValue]:
+    def values(self, numbers: Sequence[int]) -> list[RankValue]:
         """The values of these indices."""
         return [value for number in numbers if (value := self.held[number]) is not None]
 
 
 class SavePlanner:
-    """The ranks that save together; remembers this rank's part of the last form.
+    """The ranks that save together; remembers this rank's part of the last structure.
 
     Args:
         voter: of the callers' threads.
@@ -88,15 +93,15 @@ class SavePlanner:
         self._part: OwnedPart | None = None
 
     @property
-    def known_form(self) -> Form | None:
-        """The form of the last state dict, which was checked."""
-        return None if self._part is None else self._part.form
+    def known_structure(self) -> StateStructure | None:
+        """The structure of the last state dict, which was checked."""
+        return None if self._part is None else self._part.structure
 
     def known_part(self, state: FlattenedState) -> OwnedPart | None:
-        """This rank's part of `state`; None if its form is new."""
-        return self._part if self._part is not None and self._part.form is state.form else None
+        """This rank's part of `state`; None if its structure is new."""
+        return self._part if self._part is not None and self._part.structure is state.structure else None
 
-    def plan(self, state: FlattenedState, held: HeldValues) -> OwnedPart:
+    def plan(self, state: FlattenedState, held: RankValues) -> OwnedPart:
         """Collective: find this rank's part of `state`; it holds `held`. Fails on all ranks or on none.
 
         Raises:
@@ -123,7 +128,7 @@ class SavePlanner:
         reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
         numbers = _unpack(reply)[self.index]
         files = RankFiles(texts, owned, total) if texts else None
-        self._part = OwnedPart(held, range(len(held)) if numbers is None else numbers, state.form, files)
+        self._part = OwnedPart(held, range(len(held)) if numbers is None else numbers, state.structure, files)
         return self._part
 
 
@@ -135,12 +140,12 @@ def _unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
-def _pack_held(held: HeldValues) -> str:
+def _pack_held(held: RankValues) -> str:
     # Names are printable text, so that no field contains a line break.
     return _pack([None if value is None else "\n".join(value) for value in held])
 
 
 # Ranks that hold the same send the same text.
 @functools.lru_cache(maxsize=8)
-def _unpack_held(text: str) -> HeldValues:
-    return [None if row is None else HeldValue(*row.split("\n")) for row in _unpack(text)]
+def _unpack_held(text: str) -> RankValues:
+    return [None if row is None else RankValue(*row.split("\n")) for row in _unpack(text)]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
-from tundish.checkpoint.dcp.saving.held_values import HeldValue, shape_of
+from tundish.checkpoint.dcp.saving.rank_values import RankValue, shape_of
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, RankFiles
 
 __all__ = ["make_metadata"]
@@ -45,7 +45,7 @@ def make_metadata(files: RankFiles, object_lengths: Sequence[Sequence[int]]) -> 
     return pickle.dumps(Metadata(about, paths, places, StorageMeta()))
 
 
-def _describe(value: HeldValue, about: dict[str, Any]) -> MetadataIndex:
+def _describe(value: RankValue, about: dict[str, Any]) -> MetadataIndex:
     """Add a value to `about`; returns the key of its place."""
     name = value.name
     if not value.dtype:

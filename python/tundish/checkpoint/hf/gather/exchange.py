@@ -23,7 +23,7 @@ from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.hf.gather.file_sink import FileSink
 from tundish.checkpoint.hf.gather.schedule import Batch, Step
 from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
-from tundish.checkpoint.placements import Share, boxes, shares_for
+from tundish.checkpoint.placements import RankPart, boxes, rank_parts_of
 from tundish.checkpoint.tensors import check_memory
 from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
@@ -120,10 +120,10 @@ class Gather:
                 if not self._plan.is_sharded[source]:
                     continue
                 self._messages += 1
-                shares = shares_for(self._plan.tensors[source], batch.writer)
+                rank_parts = rank_parts_of(self._plan.tensors[source], batch.writer)
                 if batch.writer == self._rank:
-                    incoming.append(self._receive(source, taken, shares, to_files=to_files))
-                elif any(share.rank == self._rank for share in shares):
+                    incoming.append(self._receive(source, taken, rank_parts, to_files=to_files))
+                elif any(rank_part.rank == self._rank for rank_part in rank_parts):
                     sent.append(self._operation("isend", self._outgoing(source, taken), batch.writer))
         operations = sent + [operation for tensor_in in incoming for operation in tensor_in.operations]
         if self._transport.device.type == "cpu":
@@ -134,7 +134,7 @@ class Gather:
         return {tensor_in.source: tensor_in.whole() for tensor_in in incoming}
 
     def _receive(
-        self, source: int, step: Step, shares: Sequence[Share], *, to_files: bool
+        self, source: int, step: Step, rank_parts: Sequence[RankPart], *, to_files: bool
     ) -> _IncomingTensor:
         shape, dtype = tuple(self._plan.tensors[source].shape), self._plan.sent_dtype(step.unit, source)
         if step.unit.convert is None and to_files and self._transport.device.type == "cpu":
@@ -142,12 +142,12 @@ class Gather:
         else:
             target = torch.empty(shape, dtype=dtype, device=self._transport.device)
         tensor_in = _IncomingTensor(source, target)
-        for share in shares:
-            if share.rank == self._rank:
-                tensor_in.fill(share, self._local[source])
+        for rank_part in rank_parts:
+            if rank_part.rank == self._rank:
+                tensor_in.fill(rank_part, self._local[source])
                 continue
-            place = tensor_in.place_for(share, dtype)
-            tensor_in.operations.append(self._operation("irecv", place, share.rank))
+            place = tensor_in.place_for(rank_part, dtype)
+            tensor_in.operations.append(self._operation("irecv", place, rank_part.rank))
         return tensor_in
 
     def _outgoing(self, source: int, step: Step) -> torch.Tensor:
@@ -212,25 +212,25 @@ class _IncomingTensor:
         self.source = source
         self.operations: list[Any] = []
         self._target = target
-        self._waiting: list[tuple[Share, torch.Tensor]] = []
+        self._waiting: list[tuple[RankPart, torch.Tensor]] = []
 
-    def fill(self, share: Share, local: torch.Tensor) -> None:
+    def fill(self, rank_part: RankPart, local: torch.Tensor) -> None:
         """Copy a part to its place."""
         with torch.no_grad():
-            for place, part in boxes(share.runs):
-                self._target[place].copy_(local[part])
+            for place, own in boxes(rank_part.runs):
+                self._target[place].copy_(local[own])
 
-    def place_for(self, share: Share, dtype: torch.dtype) -> torch.Tensor:
+    def place_for(self, rank_part: RankPart, dtype: torch.dtype) -> torch.Tensor:
         """Memory to receive a part in: its place if that is contiguous, else other memory."""
-        rectangles = list(boxes(share.runs))
+        rectangles = list(boxes(rank_part.runs))
         if len(rectangles) == 1 and self._target[rectangles[0][0]].is_contiguous():
             return self._target[rectangles[0][0]]
-        apart = torch.empty(share.shape, dtype=dtype, device=self._target.device)
-        self._waiting.append((share, apart))
+        apart = torch.empty(rank_part.shape, dtype=dtype, device=self._target.device)
+        self._waiting.append((rank_part, apart))
         return apart
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, after all parts arrived."""
-        for share, apart in self._waiting:
-            self.fill(share, apart)
+        for rank_part, apart in self._waiting:
+            self.fill(rank_part, apart)
         return self._target

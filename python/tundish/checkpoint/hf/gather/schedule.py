@@ -13,7 +13,7 @@ import torch
 
 from tundish.checkpoint.hf.conversion import Unit
 from tundish.checkpoint.hf.export_plan import ExportPlan
-from tundish.checkpoint.placements import shares_for
+from tundish.checkpoint.placements import rank_parts_of
 
 __all__ = ["ROUND_BYTES", "Batch", "Snapshot", "Step", "exchange_bytes", "gather_rounds", "snapshots"]
 
@@ -124,5 +124,5 @@ def _sent_shape(plan: ExportPlan, rank: int, writer: int, source: int) -> tuple[
     tensor = plan.tensors[source]
     if not plan.is_sharded[source]:
         return tuple(tensor.shape) if rank == writer else None
-    shapes = [share.shape for share in shares_for(tensor, writer) if share.rank == rank]
+    shapes = [rank_part.shape for rank_part in rank_parts_of(tensor, writer) if rank_part.rank == rank]
     return shapes[0] if shapes else None

@@ -17,14 +17,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.dcp.flattened_state import FlattenedState
-from tundish.checkpoint.placements import check_placement, shares_for
+from tundish.checkpoint.placements import check_placement, rank_parts_of
 from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["HeldValue", "HeldValues", "assign", "held_values", "shape_of"]
+__all__ = ["RankValue", "RankValues", "assign", "rank_values", "shape_of"]
 
 
-class HeldValue(NamedTuple):
+class RankValue(NamedTuple):
     """A value as one rank holds it. Shapes are text, such as "24,12", because there may be millions of values.
 
     Attributes:
@@ -52,7 +52,7 @@ class HeldValue(NamedTuple):
 
 
 # None for a tensor without a block on this rank.
-HeldValues = list[HeldValue | None]
+RankValues = list[RankValue | None]
 
 # Name, offsets and lengths.
 _Block = tuple[str, str, str]
@@ -64,18 +64,18 @@ def shape_of(text: str) -> torch.Size:
     return torch.Size(map(int, text.split(","))) if text else torch.Size()
 
 
-def held_values(state: FlattenedState, rank: int) -> HeldValues:
+def rank_values(state: FlattenedState, rank: int) -> RankValues:
     """The blocks of all values that `rank` holds, in the order of the state.
 
     Raises:
         InvalidInputError: the local tensor of a DTensor does not match its placements, or is no single block.
     """
-    held: HeldValues = []
+    held: RankValues = []
     blocks: dict[Any, tuple[str, str] | None] = {}
-    for (name, value), keys in zip(state, state.form.paths.values(), strict=True):
+    for (name, value), keys in zip(state, state.structure.paths.values(), strict=True):
         path = json.dumps(keys)
         if not isinstance(value, torch.Tensor):
-            held.append(HeldValue(name, path))
+            held.append(RankValue(name, path))
             continue
         size = _text(value.shape)
         block: tuple[str, str] | None = _text([0] * value.dim()), size
@@ -85,7 +85,7 @@ def held_values(state: FlattenedState, rank: int) -> HeldValues:
                 blocks[key] = _block_of(name, value, rank)
             block = blocks[key]
         dtype = str(value.dtype).removeprefix("torch.")
-        held.append(None if block is None else HeldValue(name, path, dtype, size, *block))
+        held.append(None if block is None else RankValue(name, path, dtype, size, *block))
     return held
 
 
@@ -96,7 +96,7 @@ def _text(shape: Iterable[int]) -> str:
 def _block_of(name: str, tensor: Any, rank: int) -> tuple[str, str] | None:
     """Offsets and lengths of the block of a DTensor that `rank` holds; None where it holds nothing."""
     check_placement(name, tensor, rank)
-    own = next((share for share in shares_for(tensor, rank) if share.rank == rank), None)
+    own = next((rank_part for rank_part in rank_parts_of(tensor, rank) if rank_part.rank == rank), None)
     if own is None:
         return None
     if any(len(runs) > 1 for runs in own.runs):
@@ -107,7 +107,7 @@ def _block_of(name: str, tensor: Any, rank: int) -> tuple[str, str] | None:
     return _text(runs[0][0] for runs in own.runs), _text(own.shape)
 
 
-def assign(held: Sequence[HeldValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
+def assign(held: Sequence[RankValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
     """Decides which rank saves which values.
 
     Blocks that several ranks hold are assigned the largest first, each to the holder with the fewest bytes. The lowest
@@ -123,7 +123,7 @@ def assign(held: Sequence[HeldValues], ranks: Sequence[int]) -> tuple[list[list[
     Raises:
         InvalidInputError: two ranks hold different things under one name, or the ranks do not hold a whole tensor.
     """
-    first: dict[str, tuple[HeldValue, int]] = {}
+    first: dict[str, tuple[RankValue, int]] = {}
     # Of each distinct block, the index of each holder with that of the value there.
     blocks: dict[_Block, list[tuple[int, int]]] = {}
     for index, values in enumerate(held):
@@ -160,7 +160,7 @@ def assign(held: Sequence[HeldValues], ranks: Sequence[int]) -> tuple[list[list[
     return [sorted(numbers) for numbers in owned], total
 
 
-def _check_covered(first: Mapping[str, tuple[HeldValue, int]], blocks: Iterable[_Block]) -> None:
+def _check_covered(first: Mapping[str, tuple[RankValue, int]], blocks: Iterable[_Block]) -> None:
     elements: collections.Counter[str] = collections.Counter()
     for name, _, lengths in blocks:
         elements[name] += shape_of(lengths).numel()
