@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tundish.checkpoint.dcp.torch_record_format import ALIGNMENT, frame_of
+from tundish.checkpoint.dcp.torch_record_format import ALIGNMENT, record_frame_of
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -29,7 +29,7 @@ SHAPES = [(), (1,), (0,), (3, 0, 2), (7,), (64, 512), (300, 7, 5)]
 
 
 def item_of(tensor: torch.Tensor) -> bytes:
-    frame = frame_of(tensor.dtype, tensor.shape)
+    frame = record_frame_of(tensor.dtype, tensor.shape)
     return frame.head + tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() + frame.tail
 
 
@@ -69,7 +69,7 @@ def test_an_item_equals_what_torch_saves(dtype: torch.dtype, shape: tuple[int, .
 
 @pytest.mark.parametrize("size", [(1 << 32) - 2, (1 << 32) - 1, 1 << 32, 5 << 30])
 def test_tensors_beyond_32_bits_are_read(tmp_path: Path, size: int) -> None:
-    frame = frame_of(torch.uint8, torch.Size((size,)))
+    frame = record_frame_of(torch.uint8, torch.Size((size,)))
     path = tmp_path / "item"
     with path.open("wb") as file:
         # A hole in the file in the place of gigabytes.
@@ -85,5 +85,5 @@ def test_tensors_beyond_32_bits_are_read(tmp_path: Path, size: int) -> None:
 
 
 def test_a_frame_takes_no_memory_of_its_tensor() -> None:
-    frame = frame_of(torch.float32, torch.Size((1 << 30, 1 << 12)))
+    frame = record_frame_of(torch.float32, torch.Size((1 << 30, 1 << 12)))
     assert len(frame.head) + len(frame.tail) < 2048

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint.exports import bits
 
-from tundish.checkpoint.hf.shards import Layout, assign, lay_out
+from tundish.checkpoint.hf.shards import ShardLayout, assign, lay_out
 from tundish.checkpoint.staging.buffers import PAGE
-from tundish.checkpoint.tensors import DTYPES, Facts
+from tundish.checkpoint.tensor_checks import DTYPES, Facts
 from tundish.errors import InvalidInputError
 
 FORMAT = (("format", "pt"),)
@@ -28,11 +28,11 @@ def facts(tensors: dict[str, torch.Tensor]) -> tuple[Facts, ...]:
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
 
 
-def laid_out(tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> Layout:
+def laid_out(tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> ShardLayout:
     return lay_out(facts(tensors), tuple(range(len(tensors))), shard_bytes, FORMAT, None)
 
 
-def contents(layout: Layout, number: int, tensors: dict[str, torch.Tensor]) -> bytes:
+def contents(layout: ShardLayout, number: int, tensors: dict[str, torch.Tensor]) -> bytes:
     """A file as the layout says it."""
     file = layout.files[number]
     values = list(tensors.values())

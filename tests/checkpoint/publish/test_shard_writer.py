@@ -15,7 +15,7 @@ import torch
 
 from tundish import _native
 from tundish._native import FileImage, FileMetadata, ShardWriter, TensorReader, TensorSpans
-from tundish.checkpoint.tensors import READER
+from tundish.checkpoint.tensor_checks import READER
 from tundish.errors import (
     AlreadyExistsError,
     CorruptCheckpointError,

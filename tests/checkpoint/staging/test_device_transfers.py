@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.staging.tensor_copy import Block, copy_from_device, transfers
+from tundish.checkpoint.staging.tensor_copy import CopyBlock, copy_from_device, transfers
 
 _HOST = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def _around(form: str, before: int = 0) -> list[Any]:
     ]
 
 
-def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[Block, list[Place]]:
+def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[CopyBlock, list[Place]]:
     """A block of the chosen tensors, and the places of the others; `is_free`: gaps may be overwritten."""
     places, sources, others, end = [], [], [], 0
     for (dtype, saved_as), shape, form, before in tensors:
@@ -68,7 +68,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[Block, list[P
         sources.append(source)
         if form in ("elsewhere", "not chosen"):
             others.append(places[-1])
-    block = Block(
+    block = CopyBlock(
         buffer=Buffer(end + 1),
         places=Places(places),
         sources=sources,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.contestants import State, fsync_files
 from checkpoint.state import local, whole_of
 from tundish._native import FileImage, TensorSpans
-from tundish.checkpoint.tensors import READER
+from tundish.checkpoint.tensor_checks import READER
 
 
 class Done:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from tundish.checkpoint.dcp.torch_record_format import ALIGNMENT, Frame, frame_of
+from tundish.checkpoint.dcp.torch_record_format import ALIGNMENT, RecordFrame, record_frame_of
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
 
 __all__ = ["METADATA", "FileLayout", "rank_extra_name", "shard_name"]
@@ -46,11 +46,11 @@ class FileLayout:
         self, tensors: Iterable[tuple[torch.dtype, torch.Size]], object_lengths: Sequence[int]
     ) -> None:
         self.object_lengths = object_lengths
-        self._frames: list[Frame] = []
+        self._frames: list[RecordFrame] = []
         places: list[Place] = []
         start = self._objects_start = 0
         for dtype, shape in tensors:
-            frame = frame_of(dtype, shape)
+            frame = record_frame_of(dtype, shape)
             first = start + len(frame.head)
             last = first + shape.numel() * dtype.itemsize
             self._frames.append(frame)

@@ -1,6 +1,6 @@
 """The format of one tensor in a DCP file, as `torch.save` writes it.
 
-An item of a `.distcp` file is an uncompressed zip archive with the tensor's raw bytes in it. A `Frame` is that archive
+An item of a `.distcp` file is an uncompressed zip archive with the tensor's raw bytes in it. A `RecordFrame` is that archive
 without them, so that a tensor is copied once, directly to its place in the file.
 
 Invariants: a frame depends only on dtype, shape and the version of torch. The memory of a tensor is not touched.
@@ -18,7 +18,7 @@ from typing import IO, cast
 import torch
 from torch.serialization import skip_data
 
-__all__ = ["ALIGNMENT", "Frame", "frame_of"]
+__all__ = ["ALIGNMENT", "RecordFrame", "record_frame_of"]
 
 # Items begin at multiples of this. torch aligns the data in an archive so.
 ALIGNMENT = 64
@@ -28,7 +28,7 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class RecordFrame:
     """An item is `head`, the tensor's bytes in C order, `tail`."""
 
     head: bytes
@@ -54,7 +54,7 @@ class _FrameStream(io.RawIOBase):
 
 
 @functools.lru_cache(maxsize=4096)
-def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
+def record_frame_of(dtype: torch.dtype, shape: torch.Size) -> RecordFrame:
     """The frame of a contiguous tensor."""
     size = shape.numel() * dtype.itemsize
     tensor = torch.empty(shape, dtype=dtype, device="cpu") if size == 0 else _untouched(size).view(dtype)
@@ -62,7 +62,7 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
     with skip_data():
         torch.save(tensor.view(shape), cast("IO[bytes]", stream))
     head, *tail = stream.parts
-    return Frame(bytes(head), b"".join(tail))
+    return RecordFrame(bytes(head), b"".join(tail))
 
 
 def _untouched(size: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tundish.checkpoint.hf.pretrained import (
+from tundish.checkpoint.hf.save_pretrained import (
     is_pretrained,
     own_class,
     save_code,
@@ -32,7 +32,7 @@ from tundish.checkpoint.hf.pretrained import (
     tied_away,
 )
 from tundish.checkpoint.named_tensors import WRAPPERS, check_name, without_wrappers
-from tundish.checkpoint.tensors import check_gathered, is_dtensor
+from tundish.checkpoint.tensor_checks import check_gathered, is_dtensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [

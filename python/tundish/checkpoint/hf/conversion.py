@@ -20,14 +20,14 @@ import torch
 from torch.utils import _pytree
 
 from tundish.checkpoint.named_tensors import check_name, refuse_repeated
-from tundish.checkpoint.tensors import DTYPES, Facts, is_fp8
+from tundish.checkpoint.tensor_checks import DTYPES, Facts, is_fp8
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "Conversion",
     "Convert",
     "ToHf",
-    "Unit",
+    "ConversionUnit",
     "as_they_are",
     "by_function",
     "by_reverting",
@@ -40,7 +40,7 @@ Convert = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
+class ConversionUnit:
     """Sources and products that belong together, by index.
 
     Attributes:
@@ -66,7 +66,7 @@ class Conversion:
     """
 
     sources: tuple[Facts, ...]
-    units: tuple[Unit, ...]
+    units: tuple[ConversionUnit, ...]
     products: tuple[Facts, ...]
     blocks: tuple[int, ...]
 
@@ -76,7 +76,7 @@ class Conversion:
         return any(unit.convert is not None for unit in self.units)
 
     @functools.cached_property
-    def unit_of(self) -> list[Unit]:
+    def unit_of(self) -> list[ConversionUnit]:
         """The unit of each product."""
         units = {product: unit for unit in self.units for product in unit.products}
         return [units[product] for product in range(len(self.products))]
@@ -89,7 +89,7 @@ def as_they_are(sources: tuple[Facts, ...]) -> Conversion:
     numbers = range(len(sources))
     return Conversion(
         sources=sources,
-        units=tuple([Unit(sources=(number,), products=(number,), convert=None) for number in numbers]),
+        units=tuple([ConversionUnit(sources=(number,), products=(number,), convert=None) for number in numbers]),
         products=sources,
         blocks=tuple(numbers),
     )
@@ -105,7 +105,7 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
         InvalidInputError: a name cannot be used, or is there twice.
         Exception: raised by `to_hf`.
     """
-    units: list[Unit] = []
+    units: list[ConversionUnit] = []
     products: list[Facts] = []
     for number, (name, shape, dtype) in enumerate(sources):
         given = torch.empty(shape, dtype=dtype, device="meta")
@@ -117,7 +117,7 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
         made: list[Facts] = [(product, tensor.shape, tensor.dtype) for product, tensor in pairs]
         is_same = len(pairs) == 1 and pairs[0][1] is given
         units.append(
-            Unit(
+            ConversionUnit(
                 sources=(number,),
                 products=tuple(range(len(products), len(products) + len(made))),
                 convert=None if is_same else _checked(functools.partial(_apply, to_hf, name), [name], made),
@@ -153,7 +153,7 @@ def by_reverting(
         return as_they_are(sources)
     products = tuple([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in outcome.items()])
     numbers = {id(meta): number for number, meta in enumerate(metas)}
-    units: list[Unit] = []
+    units: list[ConversionUnit] = []
     storages: dict[int, int] = {}
     blocks: list[int] = []
     # The sources that are needed together, by each of them; and the products of each such group.
@@ -162,7 +162,7 @@ def by_reverting(
     for number, (name, tensor) in enumerate(outcome.items()):
         blocks.append(storages.setdefault(tensor.untyped_storage()._cdata, number))
         if id(tensor) in numbers:
-            units.append(Unit(sources=(numbers[id(tensor)],), products=(number,), convert=None))
+            units.append(ConversionUnit(sources=(numbers[id(tensor)],), products=(number,), convert=None))
             continue
         origins = origins_of[number] = getattr(tensor, "origins", frozenset[int]())
         if not origins:
@@ -178,7 +178,7 @@ def by_reverting(
         convert = _checked(
             functools.partial(_revert, revert, names), names, [products[number] for number in numbers_made]
         )
-        units.append(Unit(sources=tuple(sorted(group)), products=tuple(numbers_made), convert=convert))
+        units.append(ConversionUnit(sources=tuple(sorted(group)), products=tuple(numbers_made), convert=convert))
     units.sort(key=lambda unit: unit.products)
     return Conversion(sources=sources, units=tuple(units), products=products, blocks=tuple(blocks))
 
@@ -188,7 +188,7 @@ def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
     sources: list[Facts] = []
-    units: list[Unit] = []
+    units: list[ConversionUnit] = []
     products: list[Facts] = []
     blocks: list[int] = []
     for prefix, part in parts:
@@ -197,7 +197,7 @@ def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
         products += [(prefix + name, shape, dtype) for name, shape, dtype in part.products]
         blocks += [block + made for block in part.blocks]
         units += [
-            Unit(
+            ConversionUnit(
                 sources=tuple(number + before for number in unit.sources),
                 products=tuple(number + made for number in unit.products),
                 convert=unit.convert,

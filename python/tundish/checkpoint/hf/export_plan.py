@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.hf import pretrained
+from tundish.checkpoint.hf import save_pretrained
 from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
 from tundish.checkpoint.hf.conversion import (
     Conversion,
     ToHf,
-    Unit,
+    ConversionUnit,
     as_they_are,
     by_function,
     cast,
     together,
 )
-from tundish.checkpoint.hf.shards import Layout, ShardFile, assign, lay_out
+from tundish.checkpoint.hf.shards import ShardLayout, ShardFile, assign, lay_out
 from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
 from tundish.checkpoint.placements import check_placement, is_cut, rank_parts_of
-from tundish.checkpoint.tensors import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names
+from tundish.checkpoint.tensor_checks import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -58,7 +58,7 @@ class ExportPlan:
     is_sharded: tuple[bool, ...]
     conversion: Conversion
     products: tuple[Facts, ...]
-    layout: Layout
+    layout: ShardLayout
     writers: tuple[int, ...]
     model: Any
     adapters: Adapters | None
@@ -72,11 +72,11 @@ class ExportPlan:
         """The files that `rank` writes."""
         return [file for file, writer in zip(self.layout.files, self.writers, strict=True) if writer == rank]
 
-    def is_direct(self, unit: Unit) -> bool:
+    def is_direct(self, unit: ConversionUnit) -> bool:
         """Whether a unit needs neither other ranks nor a conversion."""
         return unit.convert is None and not self.is_sharded[unit.sources[0]]
 
-    def sent_dtype(self, unit: Unit, source: int) -> torch.dtype:
+    def sent_dtype(self, unit: ConversionUnit, source: int) -> torch.dtype:
         """The dtype in which a source travels: that of the file, unless it is converted after it arrives."""
         return self.tensors[source].dtype if unit.convert else self.products[unit.products[0]][2]
 
@@ -109,7 +109,7 @@ def make_export_plan(
     _check_arguments(dtype, shard_bytes, to_hf)
     adapters = adapters_of(model_or_tensors)
     contents = _whole(model_or_tensors, to_hf) if adapters is None else _adapted(adapters, to_hf)
-    models = [model for model in contents.models if pretrained.is_pretrained(model)]
+    models = [model for model in contents.models if save_pretrained.is_pretrained(model)]
     keep = filter(None, (pretrained.fp32_pattern(model, dtype) for model in models))
     # A cache would keep alive what `to_hf` closes over.
     lay_out_products = _lay_out if to_hf is None else _lay_out.__wrapped__
@@ -170,8 +170,8 @@ def _whole(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
         metadata = added | metadata
         tensors += kept.values()
         conversion = as_they_are(facts)
-        if to_hf is None and pretrained.is_pretrained(one.module):
-            conversion, total_parameters = pretrained.conversion_of(one.module, facts)
+        if to_hf is None and save_pretrained.is_pretrained(one.module):
+            conversion, total_parameters = save_pretrained.conversion_of(one.module, facts)
         conversions.append((one.prefix, conversion))
     conversion = together(conversions)
     return _Contents(
@@ -215,7 +215,7 @@ def _lay_out(
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None,
     files: tuple[tuple[str, int], ...],
-) -> tuple[tuple[Facts, ...], Layout]:
+) -> tuple[tuple[Facts, ...], ShardLayout]:
     products = cast(conversion, dtype, keep)
     return products, lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters, files)
 
@@ -239,8 +239,8 @@ def _kept(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]
             "itself, or merge them and give the merged model"
         )
     check_tensors(given.prefix, given.tensors)
-    if pretrained.is_pretrained(given.module):
-        kept, metadata = pretrained.weights_of(given.module, given.tensors)
+    if save_pretrained.is_pretrained(given.module):
+        kept, metadata = save_pretrained.weights_of(given.module, given.tensors)
         check_tensors(given.prefix, kept)
         return kept, metadata
     tied = tied_names(given.tensors)

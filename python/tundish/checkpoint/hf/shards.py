@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place, Places
-from tundish.checkpoint.tensors import DTYPES, Facts
+from tundish.checkpoint.tensor_checks import DTYPES, Facts
 from tundish.errors import InvalidInputError
 
 __all__ = [
     "INDEX_NAME",
-    "Layout",
+    "ShardLayout",
     "ShardBuffer",
     "ShardFile",
     "assign",
@@ -64,7 +64,7 @@ class ShardBuffer(Buffer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ShardLayout:
     """All files with weights. `index`: None if there is one file. `fingerprint`: equal for equal layouts."""
 
     files: tuple[ShardFile, ...]
@@ -79,7 +79,7 @@ def lay_out(
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None = None,
     named: tuple[tuple[str, int], ...] = (),
-) -> Layout:
+) -> ShardLayout:
     """Lay products out in files.
 
     Args:
@@ -109,7 +109,7 @@ def lay_out(
     digest = hashlib.sha256(index or b"")
     for file in files:
         digest.update(file.name.encode() + file.header)
-    return Layout(files=files, index=index, fingerprint=digest.hexdigest())
+    return ShardLayout(files=files, index=index, fingerprint=digest.hexdigest())
 
 
 def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:

@@ -34,8 +34,8 @@ from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
-from tundish.checkpoint.staging.tensor_copy import Block
-from tundish.checkpoint.tensors import any_on_cuda, locals_of
+from tundish.checkpoint.staging.tensor_copy import CopyBlock
+from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
 from tundish.distributed import VoteId, group_info
 from tundish.errors import counted
 
@@ -216,7 +216,7 @@ class HfStager:
                 given[source] = buffer.view(place)
         return given
 
-    def _direct_block(self, buffer: ShardBuffer) -> Block:
+    def _direct_block(self, buffer: ShardBuffer) -> CopyBlock:
         """The tensors of a file that need neither other ranks nor a conversion."""
         units = [self._plan.conversion.unit_of[product] for product in buffer.file.products]
         block = self._block(buffer, buffer.file.places, [unit.sources[0] for unit in units])
@@ -224,8 +224,8 @@ class HfStager:
             return block
         return block.chosen([number for number, unit in enumerate(units) if self._plan.is_direct(unit)])
 
-    def _block(self, buffer: Buffer, places: Places, sources: Sequence[int]) -> Block:
-        return Block(
+    def _block(self, buffer: Buffer, places: Places, sources: Sequence[int]) -> CopyBlock:
+        return CopyBlock(
             buffer=buffer,
             places=places,
             sources=[self._local[source] for source in sources],

@@ -21,13 +21,13 @@ import torch
 
 from tundish._native import TensorCopy
 from tundish.checkpoint.staging.tensor_copy import (
-    Block,
+    CopyBlock,
     begin_host_copy,
     check_on_devices,
     copy_from_device,
     finish_host_copy,
 )
-from tundish.checkpoint.tensors import any_on_cuda, locals_of
+from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
 __all__ = ["Copies", "EagerCopy", "LazyCopy", "optimizers_of"]
@@ -40,7 +40,7 @@ class Copies:
         self._eager: list[EagerCopy] = []
         self._lazy: list[LazyCopy] = []
 
-    def begin(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
+    def begin(self, blocks: Sequence[CopyBlock], optimizers: Sequence[Any]) -> None:
         """Begin to copy; `run` goes on. Tensors that steps of `optimizers` change are copied lazily."""
         now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
         # Noted before they begin, so that `release` stops them.
@@ -104,7 +104,7 @@ class EagerCopy:
         threads: for tensors on the host; None takes as many as torch does.
     """
 
-    def __init__(self, blocks: Sequence[Block], threads: int | None = None) -> None:
+    def __init__(self, blocks: Sequence[CopyBlock], threads: int | None = None) -> None:
         self._blocks = blocks
         self._threads = torch.get_num_threads() if threads is None else threads
         devices = {
@@ -184,7 +184,7 @@ class LazyCopy:
         optimizers: a step of any of them begins only after the copy.
     """
 
-    def __init__(self, blocks: Sequence[Block], optimizers: Sequence[Any]) -> None:
+    def __init__(self, blocks: Sequence[CopyBlock], optimizers: Sequence[Any]) -> None:
         # One processor is left to the training.
         self._copy = EagerCopy(blocks, max(1, torch.get_num_threads() - 1))
         # Without the buffer, which is released before the sources.
@@ -339,7 +339,7 @@ def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
     return given
 
 
-def _divided(blocks: Sequence[Block], optimizers: Sequence[Any]) -> tuple[list[Block], list[Block]]:
+def _divided(blocks: Sequence[CopyBlock], optimizers: Sequence[Any]) -> tuple[list[CopyBlock], list[CopyBlock]]:
     """The tensors to copy at once, and those that share memory with parameters or states of optimizers."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]

@@ -15,10 +15,10 @@ import torch
 
 from tundish._native import TensorCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.tensors import READER, check_memories, check_memory
+from tundish.checkpoint.tensor_checks import READER, check_memories, check_memory
 
 __all__ = [
-    "Block",
+    "CopyBlock",
     "begin_host_copy",
     "check_on_devices",
     "copy_from_device",
@@ -40,7 +40,7 @@ _PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class CopyBlock:
     """Local tensors and their places in one buffer.
 
     Attributes:
@@ -57,11 +57,11 @@ class Block:
     names: Sequence[str]
     are_gaps_free: bool = False
 
-    def chosen(self, numbers: Sequence[int]) -> Block:
+    def chosen(self, numbers: Sequence[int]) -> CopyBlock:
         """The block of some of the tensors, by number, in order."""
         if len(numbers) == len(self.sources):
             return self
-        return Block(
+        return CopyBlock(
             buffer=self.buffer,
             places=Places([self.places[number] for number in numbers]),
             sources=[self.sources[number] for number in numbers],
@@ -69,7 +69,7 @@ class Block:
         )
 
 
-def copy_from_device(device: torch.device, block: Block, side: torch.cuda.Stream) -> None:
+def copy_from_device(device: torch.device, block: CopyBlock, side: torch.cuda.Stream) -> None:
     """Queue the copies of tensors on `device` on the current stream, which is `side`."""
     for numbers in transfers(block, device):
         sources = [block.sources[number] for number in numbers]
@@ -85,7 +85,7 @@ def copy_from_device(device: torch.device, block: Block, side: torch.cuda.Stream
             source.record_stream(side)
 
 
-def transfers(block: Block, device: torch.device) -> Iterator[list[int]]:
+def transfers(block: CopyBlock, device: torch.device) -> Iterator[list[int]]:
     """The numbers of the tensors of each transfer from `device`: a large one, or small ones that lie close together."""
     packed: list[int] = []
     packed_key, start, end = None, 0, 0
@@ -140,18 +140,18 @@ def _pack(sources: Sequence[torch.Tensor], places: Sequence[Place], device: torc
     return flat
 
 
-def check_on_devices(blocks: Sequence[Block]) -> None:
+def check_on_devices(blocks: Sequence[CopyBlock]) -> None:
     """Refuse freed memory before anything is queued: reading it is an error that ends the use of the device."""
     for block in blocks:
         check_memories(block.names, block.sources)
 
 
-def begin_host_copy(block: Block, threads: int) -> TensorCopy:
+def begin_host_copy(block: CopyBlock, threads: int) -> TensorCopy:
     """Let Rust threads begin with the tensors on the host that are copied as they are."""
     return block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
 
 
-def finish_host_copy(block: Block, copy: TensorCopy) -> None:
+def finish_host_copy(block: CopyBlock, copy: TensorCopy) -> None:
     """Finish `copy`, and let torch copy the tensors on the host that are converted or not contiguous."""
     copy.finish()
     for number in copy.left:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tundish.checkpoint.dcp.torch_record_format import frame_of
+from tundish.checkpoint.dcp.torch_record_format import record_frame_of
 from tundish.rawbytes import raw_bytes
 
 __all__ = ["TensorReader"]
@@ -100,7 +100,7 @@ class TensorReader(FileSystemReader):
         if shape is None:
             return None
         dtype = about.properties.dtype
-        frame, size = frame_of(dtype, shape), shape.numel() * dtype.itemsize
+        frame, size = record_frame_of(dtype, shape), shape.numel() * dtype.itemsize
         if place.length != len(frame.head) + size + len(frame.tail):
             return None
         start = place.offset + len(frame.head)

@@ -22,8 +22,8 @@ from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
-from tundish.checkpoint.staging.tensor_copy import Block
-from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
+from tundish.checkpoint.staging.tensor_copy import CopyBlock
+from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError
 
@@ -122,7 +122,7 @@ class DcpStager:
         blocks = []
         if buffer is not None:
             blocks.append(
-                Block(
+                CopyBlock(
                     buffer=buffer,
                     places=layout.tensor_places,
                     sources=self._sources,

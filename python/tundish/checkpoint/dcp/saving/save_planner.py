@@ -21,13 +21,13 @@ from tundish.checkpoint.dcp.flattened_state import FlattenedState, StateStructur
 from tundish.checkpoint.dcp.saving.rank_values import RankValue, RankValues, assign
 from tundish.distributed import Voter
 
-__all__ = ["OwnedPart", "RankFiles", "SavePlanner"]
+__all__ = ["OwnedPart", "FilesByRank", "SavePlanner"]
 
 # About the bytes that an item takes in a file beside those of its tensor.
 _ITEM_BYTES = 2048
 
 
-class RankFiles:
+class FilesByRank:
     """The files of all ranks, kept on the first one. Packed: ten thousand ranks may have millions of items.
 
     Attributes:
@@ -61,7 +61,7 @@ class OwnedPart:
         held: RankValues,
         owned: Sequence[int],
         structure: StateStructure | None = None,
-        files: RankFiles | None = None,
+        files: FilesByRank | None = None,
     ) -> None:
         self.held = held
         saved = [(number, value) for number in owned if (value := held[number]) is not None]
@@ -127,7 +127,7 @@ class SavePlanner:
             error = caught
         reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
         numbers = _unpack(reply)[self.index]
-        files = RankFiles(texts, owned, total) if texts else None
+        files = FilesByRank(texts, owned, total) if texts else None
         self._part = OwnedPart(held, range(len(held)) if numbers is None else numbers, state.structure, files)
         return self._part
 

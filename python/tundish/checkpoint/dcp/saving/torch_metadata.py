@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
 from tundish.checkpoint.dcp.saving.rank_values import RankValue, shape_of
-from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, RankFiles
+from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, FilesByRank
 
 __all__ = ["make_metadata"]
 
 
-def make_metadata(files: RankFiles, object_lengths: Sequence[Sequence[int]]) -> bytes:
+def make_metadata(files: FilesByRank, object_lengths: Sequence[Sequence[int]]) -> bytes:
     """The contents of `.metadata`.
 
     Args:

@@ -21,10 +21,10 @@ import torch
 
 from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.hf.gather.file_sink import FileSink
-from tundish.checkpoint.hf.gather.schedule import Batch, Step
+from tundish.checkpoint.hf.gather.schedule import GatherBatch, GatherItem
 from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
 from tundish.checkpoint.placements import RankPart, boxes, rank_parts_of
-from tundish.checkpoint.tensors import check_memory
+from tundish.checkpoint.tensor_checks import check_memory
 from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
 from tundish.rawbytes import raw_bytes
@@ -51,7 +51,7 @@ class Gather:
         self,
         plan: ExportPlan,
         *,
-        rounds: Sequence[Sequence[Batch]],
+        rounds: Sequence[Sequence[GatherBatch]],
         local: Sequence[torch.Tensor],
         rank: int,
         transport: TensorTransport,
@@ -73,8 +73,8 @@ class Gather:
                 whole = self._exchange(batches, to_files=error is None)
                 try:
                     mine = [batch for batch in batches if batch.writer == self._rank and error is None]
-                    for step in (step for batch in mine for step in batch.steps):
-                        self._fill(step, whole)
+                    for item in (item for batch in mine for item in batch.items):
+                        self._fill(item, whole)
                 except Exception as caught:  # noqa: BLE001 (raised after the last round)
                     error = caught
         except BaseException as caught:
@@ -108,7 +108,7 @@ class Gather:
                 self._local[source] = torch.empty_like(self._local[source])
         return error
 
-    def _exchange(self, batches: Sequence[Batch], *, to_files: bool) -> dict[int, torch.Tensor]:
+    def _exchange(self, batches: Sequence[GatherBatch], *, to_files: bool) -> dict[int, torch.Tensor]:
         """Send and receive the parts of one round; returns the whole tensors that this rank receives, by source.
 
         `to_files`: receive into the files where possible.
@@ -134,11 +134,11 @@ class Gather:
         return {tensor_in.source: tensor_in.whole() for tensor_in in incoming}
 
     def _receive(
-        self, source: int, step: Step, rank_parts: Sequence[RankPart], *, to_files: bool
+        self, source: int, item: GatherItem, rank_parts: Sequence[RankPart], *, to_files: bool
     ) -> _IncomingTensor:
-        shape, dtype = tuple(self._plan.tensors[source].shape), self._plan.sent_dtype(step.unit, source)
-        if step.unit.convert is None and to_files and self._transport.device.type == "cpu":
-            target = self._sink.view_of(step.products[0])
+        shape, dtype = tuple(self._plan.tensors[source].shape), self._plan.sent_dtype(item.unit, source)
+        if item.unit.convert is None and to_files and self._transport.device.type == "cpu":
+            target = self._sink.view_of(item.products[0])
         else:
             target = torch.empty(shape, dtype=dtype, device=self._transport.device)
         tensor_in = _IncomingTensor(source, target)
@@ -150,10 +150,10 @@ class Gather:
             tensor_in.operations.append(self._operation("irecv", place, rank_part.rank))
         return tensor_in
 
-    def _outgoing(self, source: int, step: Step) -> torch.Tensor:
+    def _outgoing(self, source: int, item: GatherItem) -> torch.Tensor:
         local = self._local[source].detach()
         return local.to(
-            device=self._transport.device, dtype=self._plan.sent_dtype(step.unit, source)
+            device=self._transport.device, dtype=self._plan.sent_dtype(item.unit, source)
         ).contiguous()
 
     def _operation(self, kind: str, tensor: torch.Tensor, peer: int) -> Any:
@@ -167,14 +167,14 @@ class Gather:
             tag=self._transport.tag + self._messages % TAGS,
         )
 
-    def _fill(self, step: Step, whole: dict[int, torch.Tensor]) -> None:
-        tensors = [whole[source] if source in whole else self._local[source] for source in step.unit.sources]
-        if step.unit.convert is None:
-            if not (step.unit.sources[0] in whole and tensors[0].device.type == "cpu"):
-                self._sink.put(step.products[0], tensors[0])
+    def _fill(self, item: GatherItem, whole: dict[int, torch.Tensor]) -> None:
+        tensors = [whole[source] if source in whole else self._local[source] for source in item.unit.sources]
+        if item.unit.convert is None:
+            if not (item.unit.sources[0] in whole and tensors[0].device.type == "cpu"):
+                self._sink.put(item.products[0], tensors[0])
             return
-        made = dict(zip(step.unit.products, step.unit.convert(tensors), strict=True))
-        for product in step.products:
+        made = dict(zip(item.unit.products, item.unit.convert(tensors), strict=True))
+        for product in item.products:
             self._sink.put(product, made[product])
 
 

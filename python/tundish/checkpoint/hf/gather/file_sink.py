@@ -11,7 +11,7 @@ from tundish.checkpoint.hf.gather.schedule import ROUND_BYTES
 from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.staging.buffers import Places
 from tundish.checkpoint.staging.copies import Copies, EagerCopy
-from tundish.checkpoint.staging.tensor_copy import Block
+from tundish.checkpoint.staging.tensor_copy import CopyBlock
 
 __all__ = ["FileSink"]
 
@@ -47,7 +47,7 @@ class FileSink:
         """Copy a whole product to its place; from a CUDA device, queue the copy."""
         buffer, place = self._places[product]
         copy = EagerCopy(
-            [Block(buffer=buffer, places=Places([place]), sources=[tensor], names=["a product"])]
+            [CopyBlock(buffer=buffer, places=Places([place]), sources=[tensor], names=["a product"])]
         )
         if tensor.is_cuda:
             self._copies.add(copy)

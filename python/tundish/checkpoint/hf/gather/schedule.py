@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tundish.checkpoint.hf.conversion import Unit
+from tundish.checkpoint.hf.conversion import ConversionUnit
 from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.placements import rank_parts_of
 
-__all__ = ["ROUND_BYTES", "Batch", "Snapshot", "Step", "exchange_bytes", "gather_rounds", "snapshots"]
+__all__ = ["ROUND_BYTES", "GatherBatch", "Snapshot", "GatherItem", "exchange_bytes", "gather_rounds", "snapshots"]
 
 # Bytes that a writer receives in one round, unless one unit is larger.
 ROUND_BYTES = 64 << 20
@@ -25,26 +25,26 @@ Snapshot = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class GatherItem:
     """A unit, and the numbers of those of its products that a writer needs."""
 
-    unit: Unit
+    unit: ConversionUnit
     products: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
-    """The steps of one writer in one round. `writer`: its rank in the job."""
+class GatherBatch:
+    """The items of one writer in one round. `writer`: its rank in the job."""
 
     writer: int
-    steps: tuple[Step, ...]
+    items: tuple[GatherItem, ...]
 
-    def sources(self) -> Iterator[tuple[Step, int]]:
-        """Each source of each step."""
-        return ((step, source) for step in self.steps for source in step.unit.sources)
+    def sources(self) -> Iterator[tuple[GatherItem, int]]:
+        """Each source of each item."""
+        return ((item, source) for item in self.items for source in item.unit.sources)
 
 
-def gather_rounds(plan: ExportPlan, writers: Sequence[int]) -> list[list[Batch]]:
+def gather_rounds(plan: ExportPlan, writers: Sequence[int]) -> list[list[GatherBatch]]:
     """The rounds of an export: in each, every writer that is not done receives its next batch.
 
     Only tensors that are sharded or converted take part.
@@ -57,18 +57,18 @@ def gather_rounds(plan: ExportPlan, writers: Sequence[int]) -> list[list[Batch]]
     return [[one[number] for one in batches if number < len(one)] for number in range(count)]
 
 
-def snapshots(plan: ExportPlan, rounds: Sequence[Sequence[Batch]], rank: int) -> dict[int, Snapshot]:
+def snapshots(plan: ExportPlan, rounds: Sequence[Sequence[GatherBatch]], rank: int) -> dict[int, Snapshot]:
     """The parts of sources, by their numbers, that `rank` has to keep until a lazy save gathers them."""
     needed: dict[int, Snapshot] = {}
     for batch in (batch for batches in rounds for batch in batches):
-        for step, source in batch.sources():
+        for item, source in batch.sources():
             shape = _sent_shape(plan, rank, batch.writer, source)
             if shape is not None:
-                needed[source] = plan.sent_dtype(step.unit, source), shape
+                needed[source] = plan.sent_dtype(item.unit, source), shape
     return needed
 
 
-def exchange_bytes(plan: ExportPlan, rounds: Sequence[Sequence[Batch]], rank: int) -> int:
+def exchange_bytes(plan: ExportPlan, rounds: Sequence[Sequence[GatherBatch]], rank: int) -> int:
     """Most bytes that exchanges and conversions take beside the files, in any round.
 
     Staging takes no more, except for memory that a conversion needs beside its sources and products.
@@ -76,46 +76,46 @@ def exchange_bytes(plan: ExportPlan, rounds: Sequence[Sequence[Batch]], rank: in
     return max((sum(_batch_bytes(plan, batch, rank) for batch in batches) for batches in rounds), default=0)
 
 
-def _batches(plan: ExportPlan, writer: int, sizes: Sequence[int]) -> Iterator[Batch]:
-    taken: list[Step] = []
+def _batches(plan: ExportPlan, writer: int, sizes: Sequence[int]) -> Iterator[GatherBatch]:
+    taken: list[GatherItem] = []
     filled = 0
-    for step in _steps(plan, writer):
-        size = sum(sizes[source] for source in step.unit.sources)
+    for item in _items(plan, writer):
+        size = sum(sizes[source] for source in item.unit.sources)
         if taken and filled + size > ROUND_BYTES:
-            yield Batch(writer=writer, steps=tuple(taken))
+            yield GatherBatch(writer=writer, items=tuple(taken))
             taken, filled = [], 0
-        taken.append(step)
+        taken.append(item)
         filled += size
     if taken:
-        yield Batch(writer=writer, steps=tuple(taken))
+        yield GatherBatch(writer=writer, items=tuple(taken))
 
 
-def _steps(plan: ExportPlan, writer: int) -> list[Step]:
+def _items(plan: ExportPlan, writer: int) -> list[GatherItem]:
     """All units in the files of `writer` that are sharded or converted."""
-    wanted: dict[int, tuple[Unit, list[int]]] = {}
+    wanted: dict[int, tuple[ConversionUnit, list[int]]] = {}
     for file in plan.files_of(writer):
         for product in file.products:
             unit = plan.conversion.unit_of[product]
             if not plan.is_direct(unit):
                 wanted.setdefault(id(unit), (unit, []))[1].append(product)
-    return [Step(unit=unit, products=tuple(products)) for unit, products in wanted.values()]
+    return [GatherItem(unit=unit, products=tuple(products)) for unit, products in wanted.values()]
 
 
-def _batch_bytes(plan: ExportPlan, batch: Batch, rank: int) -> int:
+def _batch_bytes(plan: ExportPlan, batch: GatherBatch, rank: int) -> int:
     if batch.writer != rank:
         # A part may have to be converted, or made contiguous, before it is sent.
         return sum(
-            math.prod(shape) * plan.sent_dtype(step.unit, source).itemsize
-            for step, source in batch.sources()
+            math.prod(shape) * plan.sent_dtype(item.unit, source).itemsize
+            for item, source in batch.sources()
             if (shape := _sent_shape(plan, rank, batch.writer, source)) is not None
         )
-    made = [product for step in batch.steps if step.unit.convert for product in step.unit.products]
+    made = [product for item in batch.items if item.unit.convert for product in item.unit.products]
     taken = sum(map(plan.product_bytes, made))
-    for step, source in batch.sources():
+    for item, source in batch.sources():
         if plan.is_sharded[source]:
             # Parts that are not contiguous in the tensor arrive beside it, and a converted tensor beside the file.
-            tensors = 2 if step.unit.convert else 1
-            taken += tensors * plan.tensors[source].numel() * plan.sent_dtype(step.unit, source).itemsize
+            tensors = 2 if item.unit.convert else 1
+            taken += tensors * plan.tensors[source].numel() * plan.sent_dtype(item.unit, source).itemsize
     return taken
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from tundish.checkpoint.hf.conversion import Conversion, by_reverting
 from tundish.checkpoint.named_tensors import WRAPPERS
-from tundish.checkpoint.tensors import Facts, tied_names
+from tundish.checkpoint.tensor_checks import Facts, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
