@@ -8,9 +8,9 @@ import pytest
 
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Worker
-from tundish.rtensor.controller.drain_functions import DrainFunctions
+from tundish.rtensor.controller.drain_caller import DrainCaller
 from tundish.rtensor.controller.pending_requests import PendingRequests, WorkerRequest
-from tundish.rtensor.workers.connections import NoAnswerError, Request
+from tundish.rtensor.workers.connections import HttpRequest, NoAnswerError
 
 
 class FakeConnections:
@@ -26,14 +26,14 @@ class FakeConnections:
 
 
 def batch(*addresses: str) -> list[WorkerRequest]:
-    return [WorkerRequest(Worker(addr), Request("DELETE", "/buffer/clear"), []) for addr in addresses]
+    return [WorkerRequest(Worker(addr), HttpRequest("DELETE", "/buffer/clear"), []) for addr in addresses]
 
 
 def test_within_a_drain_a_worker_that_gave_no_answer_is_not_asked_again() -> None:
     connections: Any = FakeConnections(
         {"well:1": {}, "refusing:1": TransferError("it refuses"), "silent:1": NoAnswerError("no answer")}
     )
-    requests = PendingRequests(connections, DrainFunctions(30.0))
+    requests = PendingRequests(connections, DrainCaller(30.0))
     everybody = list(connections.answers)
     answers = requests.send_until_done(batch(*everybody))
     again = requests.send_until_done(batch(*everybody), after=answers)
@@ -46,7 +46,7 @@ def test_within_a_drain_a_worker_that_gave_no_answer_is_not_asked_again() -> Non
 def test_failed_requests_are_repeated_batch_by_batch_until_they_succeed() -> None:
     failure = TransferError("it refuses")
     connections: Any = FakeConnections({"owner:1": failure, "consumer:1": failure, "well:1": {}})
-    requests = PendingRequests(connections, DrainFunctions(30.0))
+    requests = PendingRequests(connections, DrainCaller(30.0))
 
     requests.send_until_done(batch("consumer:1", "well:1"))
     requests.send_until_done(batch("owner:1"))

@@ -25,9 +25,9 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "Conversion",
+    "ConversionUnit",
     "Convert",
     "ToHf",
-    "ConversionUnit",
     "as_they_are",
     "by_function",
     "by_reverting",
@@ -89,7 +89,9 @@ def as_they_are(sources: tuple[Facts, ...]) -> Conversion:
     numbers = range(len(sources))
     return Conversion(
         sources=sources,
-        units=tuple([ConversionUnit(sources=(number,), products=(number,), convert=None) for number in numbers]),
+        units=tuple(
+            [ConversionUnit(sources=(number,), products=(number,), convert=None) for number in numbers]
+        ),
         products=sources,
         blocks=tuple(numbers),
     )
@@ -178,7 +180,9 @@ def by_reverting(
         convert = _checked(
             functools.partial(_revert, revert, names), names, [products[number] for number in numbers_made]
         )
-        units.append(ConversionUnit(sources=tuple(sorted(group)), products=tuple(numbers_made), convert=convert))
+        units.append(
+            ConversionUnit(sources=tuple(sorted(group)), products=tuple(numbers_made), convert=convert)
+        )
     units.sort(key=lambda unit: unit.products)
     return Conversion(sources=sources, units=tuple(units), products=products, blocks=tuple(blocks))
 

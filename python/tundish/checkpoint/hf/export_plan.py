@@ -18,14 +18,14 @@ from tundish.checkpoint.hf import save_pretrained
 from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
 from tundish.checkpoint.hf.conversion import (
     Conversion,
-    ToHf,
     ConversionUnit,
+    ToHf,
     as_they_are,
     by_function,
     cast,
     together,
 )
-from tundish.checkpoint.hf.shards import ShardLayout, ShardFile, assign, lay_out
+from tundish.checkpoint.hf.shards import ShardFile, ShardLayout, assign, lay_out
 from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
 from tundish.checkpoint.placements import check_placement, is_cut, rank_parts_of
 from tundish.checkpoint.tensor_checks import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names

@@ -21,9 +21,9 @@ from tundish.errors import InvalidInputError
 
 __all__ = [
     "INDEX_NAME",
-    "ShardLayout",
     "ShardBuffer",
     "ShardFile",
+    "ShardLayout",
     "assign",
     "lay_out",
 ]

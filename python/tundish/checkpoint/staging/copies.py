@@ -339,7 +339,9 @@ def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
     return given
 
 
-def _divided(blocks: Sequence[CopyBlock], optimizers: Sequence[Any]) -> tuple[list[CopyBlock], list[CopyBlock]]:
+def _divided(
+    blocks: Sequence[CopyBlock], optimizers: Sequence[Any]
+) -> tuple[list[CopyBlock], list[CopyBlock]]:
     """The tensors to copy at once, and those that share memory with parameters or states of optimizers."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]

@@ -21,7 +21,7 @@ from tundish._native import ShardStore, shard_ids
 from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.arguments import check_owners, check_seconds
-from tundish.rtensor.controller.drain_functions import DrainFunctions
+from tundish.rtensor.controller.drain_caller import DrainCaller
 from tundish.rtensor.controller.drained import Drained
 from tundish.rtensor.controller.pending_requests import PendingRequests, WorkerRequest
 from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
@@ -30,7 +30,7 @@ from tundish.rtensor.process import next_step_number, state
 from tundish.rtensor.server import server_address, trust_workers
 from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 from tundish.rtensor.steps.step import Step
-from tundish.rtensor.workers.connections import Request, WorkerConnections
+from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker, as_worker
 
 __all__ = ["Controller"]
@@ -100,7 +100,7 @@ class Controller:
         self._process = os.getpid()
         self._workers: dict[str, Worker] = {}
         self._connections = WorkerConnections(timeout)
-        self._requests = PendingRequests(self._connections, DrainFunctions(timeout))
+        self._requests = PendingRequests(self._connections, DrainCaller(timeout))
         # Its own process knows its steps by this number, other workers by the connection.
         self._claimant = secrets.randbits(63)
         self._step: _OpenStep | None = None
@@ -164,7 +164,7 @@ class Controller:
             self._connections.keep_only(by_address.keys())
             self._requests.keep_only(by_address.keys())
             if self._step is not None:
-                begin = Request("POST", f"/epoch/{self._step.number}/begin")
+                begin = HttpRequest("POST", f"/epoch/{self._step.number}/begin")
                 self._requests.send((one, begin) for one in self._with_server() if one.addr not in known)
 
     def clear_batches(self, *targets: Any) -> Drained:
@@ -187,7 +187,7 @@ class Controller:
             if not ids:
                 return Drained(0, 0, 0, {}, {})
             ShardStore.clear_buffer(ids)
-            drop = Request("DELETE", "/buffer/clear", ids)
+            drop = HttpRequest("DELETE", "/buffer/clear", ids)
             dropped = self._requests.send_until_done(
                 WorkerRequest(worker, drop, ids) for worker in self._workers.values()
             )
@@ -249,10 +249,10 @@ class Controller:
         handles = handles_of(obj)
         owners = self._owners_of(handles)
         ids = shard_ids(handles)
-        keep = Request("POST", "/keep", ids)
+        keep = HttpRequest("POST", "/keep", ids)
         requests = [(worker, keep) for worker in self._with_server()]
         requests += [
-            (self._at(owner), Request("POST", "/keep", own))
+            (self._at(owner), HttpRequest("POST", "/keep", own))
             for owner, own in owners.items()
             if owner not in self._workers
         ]
@@ -270,7 +270,9 @@ class Controller:
         """The `/stats` of every worker with a server, or its failure."""
         self._check_open()
         with self._closed_if_interrupted():
-            return self._requests.send((worker, Request("GET", "/stats")) for worker in self._with_server())
+            return self._requests.send(
+                (worker, HttpRequest("GET", "/stats")) for worker in self._with_server()
+            )
 
     def close(self) -> None:
         """Disconnects from the workers, which drop the step and the claims of this controller. Idempotent."""
@@ -317,7 +319,7 @@ class Controller:
             server = state().server
             if server is None or server.addr not in self._workers:
                 ShardStore.begin_epoch(number, self._claimant)
-            begin = Request("POST", f"/epoch/{number}/begin")
+            begin = HttpRequest("POST", f"/epoch/{number}/begin")
             answers = self._requests.send((worker, begin) for worker in self._with_server())
             raise_failures(f"did not begin step {number}", answers)
             claims = self._claim(number, owners)
@@ -331,7 +333,8 @@ class Controller:
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
         """Claims shards; waits a moment for owners that have not noticed the end of an earlier controller."""
         requests = [
-            (self._at(owner), Request("POST", f"/epoch/{number}/claim", ids)) for owner, ids in owners.items()
+            (self._at(owner), HttpRequest("POST", f"/epoch/{number}/claim", ids))
+            for owner, ids in owners.items()
         ]
         deadline = time.monotonic() + _NOTICE_SECONDS
         while True:
@@ -356,7 +359,7 @@ class Controller:
         ids = [one for some in ending.values() for one in some]
         by_name = sorted(step.kept_by_some - {one for _, one in step.kept})
         consumers = [worker for worker in self._workers.values() if worker.addr not in ending]
-        end = Request("POST", f"/epoch/{step.number}/end")
+        end = HttpRequest("POST", f"/epoch/{step.number}/end")
         send = self._requests.send_until_done
         ShardStore.clear_buffer([*ids, *by_name])
         ShardStore.end_epoch(step.number)
@@ -364,7 +367,7 @@ class Controller:
         ledgers |= send(WorkerRequest(self._at(owner), end, ids) for owner in ending)
         answers = dict(ledgers)
         if by_name:
-            drop = Request("DELETE", "/buffer/clear", by_name)
+            drop = HttpRequest("DELETE", "/buffer/clear", by_name)
             answers |= send((WorkerRequest(one, drop, by_name) for one in self._with_server()), after=answers)
         # Owners that did not hold all for the step: they unclaimed when the connection was lost, or to keep.
         unclaimed = [
@@ -391,7 +394,7 @@ class Controller:
 
     def _entries_left(self, failed: Mapping[Worker, Any], *, is_step_over: bool) -> dict[Worker, int]:
         """Entries left in the fetch buffers, which are warned of, by worker."""
-        request = Request("GET", "/buffer/stats")
+        request = HttpRequest("GET", "/buffer/stats")
         answers = self._requests.send((one, request) for one in self._with_server() if one not in failed)
         left = {
             worker: entries_left(str(worker), answer, is_step_over=is_step_over)
@@ -417,4 +420,4 @@ class Controller:
         for owner, ids in owners.items():
             worker = self._at(owner)
             if ids and worker.drain is None:
-                yield WorkerRequest(worker, Request("DELETE", "/data/clear", ids), ids)
+                yield WorkerRequest(worker, HttpRequest("DELETE", "/data/clear", ids), ids)

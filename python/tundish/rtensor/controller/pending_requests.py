@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from tundish.errors import TransferError
-from tundish.rtensor.controller.drain_functions import DrainFunctions
+from tundish.rtensor.controller.drain_caller import DrainCaller
 from tundish.rtensor.controller.responses import failures_of, raise_failures
-from tundish.rtensor.workers.connections import NoAnswerError, Request, WorkerConnections
+from tundish.rtensor.workers.connections import HttpRequest, NoAnswerError, WorkerConnections
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["PendingRequests", "WorkerRequest"]
@@ -21,7 +21,7 @@ class WorkerRequest(NamedTuple):
     """A request to one worker; one without a server has its drain function called with `shard_ids` instead."""
 
     worker: Worker
-    request: Request
+    request: HttpRequest
     shard_ids: list[str]
 
 
@@ -33,12 +33,12 @@ class PendingRequests:
         consumers are drained before owners.
     """
 
-    def __init__(self, connections: WorkerConnections, drain_functions: DrainFunctions) -> None:
+    def __init__(self, connections: WorkerConnections, drain_caller: DrainCaller) -> None:
         self._connections = connections
-        self._drain_functions = drain_functions
+        self._drain_caller = drain_caller
         self._failed: list[list[WorkerRequest]] = []
 
-    def send(self, requests: Iterable[tuple[Worker, Request]]) -> dict[Worker, Any]:
+    def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:
         """Sends requests to all workers at once; returns the answer or the failure of each."""
         asked = list(requests)
         return dict(zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True))
@@ -60,7 +60,7 @@ class PendingRequests:
         }
         asked = [one for one in batch if one.worker not in answers]
         answers |= self.send((one.worker, one.request) for one in asked if one.worker.drain is None)
-        answers |= self._drain_functions.call(
+        answers |= self._drain_caller.call(
             (one.worker, one.shard_ids) for one in asked if one.worker.drain is not None
         )
         failures = failures_of(answers)

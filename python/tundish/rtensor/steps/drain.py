@@ -16,7 +16,7 @@ from tundish.errors import InvalidInputError
 from tundish.rtensor.handles import by_owner, handles_of
 from tundish.rtensor.process import State, state
 from tundish.rtensor.steps.step import drop_fetched
-from tundish.rtensor.workers.connections import Request, WorkerConnections
+from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["drain", "remove_claimed"]
@@ -86,7 +86,7 @@ def remove_claimed(claims: dict[str, list[str]]) -> None:
     if not claims:
         return
     requests = [
-        (Worker(owner, "owner"), Request("DELETE", "/data/clear", ids)) for owner, ids in claims.items()
+        (Worker(owner, "owner"), HttpRequest("DELETE", "/data/clear", ids)) for owner, ids in claims.items()
     ]
     with contextlib.closing(WorkerConnections(_TIMEOUT_SECONDS)) as connections:
         for answer in connections.send_all(requests):

@@ -18,7 +18,7 @@ from tundish.errors import InvalidInputError, NotAuthorizedError, TimedOutError,
 from tundish.rtensor.process import Trust, state
 from tundish.rtensor.workers.worker import Worker
 
-__all__ = ["NoAnswerError", "Request", "WorkerConnections"]
+__all__ = ["HttpRequest", "NoAnswerError", "WorkerConnections"]
 
 # Ids in one request, the most that a worker takes.
 _MOST_IDS = 1 << 16
@@ -38,7 +38,7 @@ class NoAnswerError(TransferError):
     """A worker gave no answer in time, or cannot be reached."""
 
 
-class Request:
+class HttpRequest:
     """A request for one or many workers: method, path and JSON bodies, which are encoded once.
 
     Attributes:
@@ -68,7 +68,7 @@ class WorkerConnections:
         self._clients: dict[str, WorkerClient] = {}
         self._threads: ThreadPoolExecutor | None = None
 
-    def send_all(self, requests: Iterable[tuple[Worker, Request]]) -> list[Any]:
+    def send_all(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> list[Any]:
         """Sends requests to all workers at once.
 
         Returns:
@@ -111,7 +111,7 @@ class WorkerConnections:
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _send(self, worker: Worker, request: Request) -> Any:
+    def _send(self, worker: Worker, request: HttpRequest) -> Any:
         trust = state().trusted.get(worker.addr, Trust())
         with self._lock:
             client = self._clients.get(worker.addr)
@@ -148,7 +148,7 @@ def _merge(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _decode(worker: Worker, request: Request, status: int, text: bytes) -> dict[str, Any]:
+def _decode(worker: Worker, request: HttpRequest, status: int, text: bytes) -> dict[str, Any]:
     try:
         answer = json.loads(text) if text else None
     except (ValueError, RecursionError):

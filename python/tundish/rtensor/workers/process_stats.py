@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tundish.rtensor.arguments import check_seconds
-from tundish.rtensor.workers.connections import Request, WorkerConnections
+from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker, as_worker
 
 __all__ = ["process_stats"]
@@ -30,5 +30,5 @@ def process_stats(addresses: Iterable[str], *, timeout: float = 5.0) -> dict[str
     """
     workers = [as_worker(Worker(addr)) for addr in dict.fromkeys(addresses)]
     with contextlib.closing(WorkerConnections(check_seconds(timeout, may_be_zero=False))) as connections:
-        answers = connections.send_all((worker, Request("GET", "/stats")) for worker in workers)
+        answers = connections.send_all((worker, HttpRequest("GET", "/stats")) for worker in workers)
     return {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}

@@ -28,7 +28,7 @@ from tundish.errors import PoolError
 from tundish.shm.pool import messages
 from tundish.shm.pool.messages import IN_BUFFER, LOST, BufferMessage
 
-__all__ = ["Dispatcher", "Receiver", "TaskFuture"]
+__all__ = ["AnswerReceiver", "Dispatcher", "TaskFuture"]
 
 # The longest sleep without a look around; everything that matters ends it sooner.
 _LONGEST_SLEEP_SECONDS = 1.0
@@ -40,7 +40,7 @@ _INTERRUPTED = "the pool is broken: Ctrl-C interrupted it while answers were han
 _NO_TICKET = 0
 
 
-class Receiver(Protocol):
+class AnswerReceiver(Protocol):
     """Takes the answers of tasks: a future, or a map."""
 
     def deliver(self, number: int, kind: int, payload: Any, /) -> None:
@@ -115,9 +115,9 @@ class Dispatcher:
         # Held by the thread that collects as a caller.
         self._collecting = threading.Lock()
         # By ticket: the receiver, and the receiver's number of the task.
-        self._outstanding: dict[int, tuple[Receiver, int]] = {}
+        self._outstanding: dict[int, tuple[AnswerReceiver, int]] = {}
         self._backlog: deque[tuple[TaskFuture, int, Any]] = deque()
-        self._abandoned: deque[Receiver] = deque()
+        self._abandoned: deque[AnswerReceiver] = deque()
         # How many answers came.
         self._answers = 0
         # Why no more tasks are taken.
@@ -140,7 +140,7 @@ class Dispatcher:
             # Only this thread is sure to have the interpreter soon.
             self.collect()
 
-    def put_many(self, receiver: Receiver, first: int, kind: int, payloads: list[Any]) -> int:
+    def put_many(self, receiver: AnswerReceiver, first: int, kind: int, payloads: list[Any]) -> int:
         """Put `payloads` on the queue, numbered from `first` on; how many found room."""
         self.check_open()
         with self._lock:
@@ -180,7 +180,7 @@ class Dispatcher:
                 return True
             return self._revoke(future.ticket)
 
-    def abandon(self, receiver: Receiver) -> None:
+    def abandon(self, receiver: AnswerReceiver) -> None:
         """Forget the tasks of `receiver`. Takes no lock: it is called by destructors too."""
         self._abandoned.append(receiver)
         self._wake()
@@ -358,7 +358,7 @@ class Dispatcher:
     def _cancel_all(self) -> None:
         with self._lock:
             futures = [waiting[0] for waiting in self._backlog]
-            pieces: list[tuple[Receiver, int]] = []
+            pieces: list[tuple[AnswerReceiver, int]] = []
             # The last first: workers take from the other end meanwhile.
             for ticket, (receiver, number) in reversed(list(self._outstanding.items())):
                 if isinstance(receiver, TaskFuture):

@@ -21,7 +21,7 @@ from tundish.checkpoint.dcp.flattened_state import FlattenedState, StateStructur
 from tundish.checkpoint.dcp.saving.rank_values import RankValue, RankValues, assign
 from tundish.distributed import Voter
 
-__all__ = ["OwnedPart", "FilesByRank", "SavePlanner"]
+__all__ = ["FilesByRank", "OwnedPart", "SavePlanner"]
 
 # About the bytes that an item takes in a file beside those of its tensor.
 _ITEM_BYTES = 2048

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
 from tundish.checkpoint.dcp.saving.rank_values import RankValue, shape_of
-from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, FilesByRank
+from tundish.checkpoint.dcp.saving.save_planner import FilesByRank, OwnedPart
 
 __all__ = ["make_metadata"]
 

@@ -15,7 +15,15 @@ from tundish.checkpoint.hf.conversion import ConversionUnit
 from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.placements import rank_parts_of
 
-__all__ = ["ROUND_BYTES", "GatherBatch", "Snapshot", "GatherItem", "exchange_bytes", "gather_rounds", "snapshots"]
+__all__ = [
+    "ROUND_BYTES",
+    "GatherBatch",
+    "GatherItem",
+    "Snapshot",
+    "exchange_bytes",
+    "gather_rounds",
+    "snapshots",
+]
 
 # Bytes that a writer receives in one round, unless one unit is larger.
 ROUND_BYTES = 64 << 20
