@@ -33,7 +33,7 @@ from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_s
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
-from tundish.checkpoint.submit import Request, submit
+from tundish.checkpoint.submit import SaveRequest, submit
 from tundish.errors import InvalidInputError, TimedOutError
 
 __all__ = ["Checkpointer"]
@@ -191,7 +191,7 @@ class Checkpointer:
         """
         root = self._root
         with self._collective("save_hf"):
-            request = Request(
+            request = SaveRequest(
                 kind="hf",
                 step=plain_step(step),
                 tag=tag,
@@ -248,7 +248,7 @@ class Checkpointer:
         """
         root = self._root
         with self._collective("save_dcp"):
-            request = Request(
+            request = SaveRequest(
                 kind="dcp",
                 step=plain_step(step),
                 tag=tag,

@@ -23,13 +23,13 @@ from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import Stager
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
-__all__ = ["Request", "submit"]
+__all__ = ["SaveRequest", "submit"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SaveRequest:
     """The arguments of a save. `make_stager` looks at the tensors and refuses what cannot be saved."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class _Attempt:
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
 
-    def __init__(self, root: CheckpointerResources, request: Request) -> None:
+    def __init__(self, root: CheckpointerResources, request: SaveRequest) -> None:
         self._root = root
         self._request = request
         self.memory = contextlib.ExitStack()
@@ -157,7 +157,7 @@ class _Attempt:
             queue.wait(max(0.0, until - time.monotonic()))
 
 
-def submit(root: CheckpointerResources, request: Request) -> Save:
+def submit(root: CheckpointerResources, request: SaveRequest) -> Save:
     """Collective: take a save; returns when it is staged, or published if the request is blocking.
 
     Raises, on all ranks, the error of any rank, or of an earlier save.
@@ -204,7 +204,7 @@ def _act_on_unraised(root: CheckpointerResources, queued: QueuedSave, raised: Ba
 
 
 def _queued_save(
-    root: CheckpointerResources, request: Request, stager: Stager, attempt: _Attempt
+    root: CheckpointerResources, request: SaveRequest, stager: Stager, attempt: _Attempt
 ) -> QueuedSave:
     name = f"{request.kind}-{request.step}"
     is_queue_thread = root.queues[request.kind].is_own_thread

@@ -1,7 +1,7 @@
 """The format of one tensor in a DCP file, as `torch.save` writes it.
 
-An item of a `.distcp` file is an uncompressed zip archive with the tensor's raw bytes in it. A `RecordFrame` is that archive
-without them, so that a tensor is copied once, directly to its place in the file.
+An item of a `.distcp` file is an uncompressed zip archive with the tensor's raw bytes in it. A `RecordFrame` is that
+archive without them, so that a tensor is copied once, directly to its place in the file.
 
 Invariants: a frame depends only on dtype, shape and the version of torch. The memory of a tensor is not touched.
 """

@@ -110,7 +110,7 @@ def make_export_plan(
     adapters = adapters_of(model_or_tensors)
     contents = _whole(model_or_tensors, to_hf) if adapters is None else _adapted(adapters, to_hf)
     models = [model for model in contents.models if save_pretrained.is_pretrained(model)]
-    keep = filter(None, (pretrained.fp32_pattern(model, dtype) for model in models))
+    keep = filter(None, (save_pretrained.fp32_pattern(model, dtype) for model in models))
     # A cache would keep alive what `to_hf` closes over.
     lay_out_products = _lay_out if to_hf is None else _lay_out.__wrapped__
     products, layout = lay_out_products(

@@ -41,7 +41,7 @@ BLUE, ORANGE, PALE = "#2f6f9f", "#d9772b", "#b9cfdf"
 
 
 @dataclass
-class Counts:
+class PlotCounts:
     """The counts that the plot shows.
 
     Attributes:
@@ -85,9 +85,9 @@ def plot_plan(plan: ReadablePlan, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def count(plan: ReadablePlan, most_pieces: int = MOST_PIECES) -> Counts:
+def count(plan: ReadablePlan, most_pieces: int = MOST_PIECES) -> PlotCounts:
     """Count what the plot shows, reading at most about `most_pieces` pieces."""
-    counts = Counts()
+    counts = PlotCounts()
     packs = len(plan)
     read = 0
     for first, stop in _slices(packs, len(plan.indices), most_pieces):
@@ -105,7 +105,7 @@ def _slices(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, in
         yield first, min(first + SLICE_PACKS, packs)
 
 
-def _count_slice(plan: ReadablePlan, first: int, stop: int, counts: Counts) -> None:
+def _count_slice(plan: ReadablePlan, first: int, stop: int, counts: PlotCounts) -> None:
     before = int(plan.indices_cu_len[first - 1]) if first else 0
     if int(plan.indices_cu_len[stop - 1]) - before > SLICE_PIECES and stop - first > 1:
         middle = (first + stop) // 2
@@ -158,7 +158,7 @@ def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return total
 
 
-def _draw(figure: Any, plan: ReadablePlan, counts: Counts) -> None:
+def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
     grid = figure.add_gridspec(2, 2, left=0.07, right=0.97, top=0.83, bottom=0.09, hspace=0.42, wspace=0.2)
     stats = plan.stats()
     figure.text(
@@ -182,7 +182,7 @@ def _draw(figure: Any, plan: ReadablePlan, counts: Counts) -> None:
     _draw_tokens(figure.add_subplot(grid[1, 1]), stats, counts)
 
 
-def _draw_lengths(axes: Any, plan: ReadablePlan, counts: Counts) -> None:
+def _draw_lengths(axes: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
     title = "Length of samples" if plan.has_lengths else "Longest piece of each pack"
     _frame(axes, title, "tokens", "samples" if plan.has_lengths else "packs")
     filled = np.flatnonzero(counts.lengths[1:])
@@ -214,7 +214,7 @@ def _draw_lengths(axes: Any, plan: ReadablePlan, counts: Counts) -> None:
         _note(axes, f"and {empty:,.0f} empty samples")
 
 
-def _draw_pieces(axes: Any, stats: dict[str, Any], counts: Counts) -> None:
+def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     _frame(axes, "Pieces a pack", "pieces", "packs")
     if not counts.pieces.any():
         _nothing(axes)
@@ -243,7 +243,7 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: Counts) -> None:
     _note(axes, f"most: {stats['max_pieces_per_pack']:,} pieces")
 
 
-def _draw_cuts(axes: Any, counts: Counts) -> None:
+def _draw_cuts(axes: Any, counts: PlotCounts) -> None:
     total = int(counts.parts.sum())
     _frame(axes, "Packs a sample lies in", "packs", "samples")
     if not total:
@@ -266,7 +266,7 @@ def _draw_cuts(axes: Any, counts: Counts) -> None:
     _note(axes, f"{_percent(cut)} of the samples are cut")
 
 
-def _draw_tokens(axes: Any, stats: dict[str, Any], counts: Counts) -> None:
+def _draw_tokens(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     _frame(axes, "Where the tokens go", "", "")
     axes.grid(False)
     rows = [("packed", stats["tokens_packed"], stats["tokens_dropped"], ORANGE, "dropped")]
