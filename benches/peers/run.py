@@ -50,8 +50,8 @@ PACKAGES = {
 def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
     """Return the measures of packing, and a sentence about their rounds."""
     from packing.cases import Scale, hard_plan, published, shuffle
-    from packing.curve_case import curve
     from packing.lookup_case import lookup
+    from packing.size_curve_case import curve
 
     scale = Scale(
         samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
@@ -180,7 +180,7 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     for package in ("aiohttp", "flask", "grpc", "orjson", "pyarrow.flight", "ray", "zmq"):
         if importlib.util.find_spec(package) is None:
             raise ImportError(f"no {package}")
-    from rtensor import cases, one_process_cases
+    from rtensor import cases, drains_and_handles_case
 
     plan = cases.Plan()
     if quick:
@@ -207,8 +207,8 @@ def rtensor_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
             "stores": cases.stores,
             "memory": cases.memory,
             "beside": cases.beside,
-            "drains": one_process_cases.drains,
-            "handles": one_process_cases.handles,
+            "drains": drains_and_handles_case.drains,
+            "handles": drains_and_handles_case.handles,
         }.items()
     }
     return measures, summary

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.usefixtures("warm_programs")
 
 # Each kind of them; the others begin as one of these does, and a bench that cannot run one says so.
-METHODS = [
+CONTESTANTS = [
     ("writes", 1, False),
     ("hf lazy", 1, False),
     ("torch thread", 1, False),
@@ -19,11 +19,11 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "world", "sharded"), METHODS)
+@pytest.mark.parametrize(("contestant", "world", "sharded"), CONTESTANTS)
 def test_a_way_of_saving_is_timed_and_compared(
-    bench: SimpleNamespace, tmp_path: Path, method: str, world: int, sharded: bool
+    bench: SimpleNamespace, tmp_path: Path, contestant: str, world: int, sharded: bool
 ) -> None:
-    reply = bench.processes.run_ranks(saving(tmp_path, method, world, sharded), threads=1)
+    reply = bench.processes.run_ranks(saving(tmp_path, contestant, world, sharded), threads=1)
     assert reply["differing"] == []
     assert len(reply["stall"]) == len(reply["durable"]) == 2
     for stall, durable in zip(reply["stall"], reply["durable"], strict=True):
@@ -33,14 +33,17 @@ def test_a_way_of_saving_is_timed_and_compared(
     assert not list((tmp_path / "saves").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize(("method", "world", "sharded"), [("hf", 1, False), ("dcp", 2, True)])
+@pytest.mark.parametrize(("contestant", "world", "sharded"), [("hf", 1, False), ("dcp", 2, True)])
 def test_copies_are_timed_between_saves_and_compared(
-    bench: SimpleNamespace, tmp_path: Path, method: str, world: int, sharded: bool
+    bench: SimpleNamespace, tmp_path: Path, contestant: str, world: int, sharded: bool
 ) -> None:
-    request = saving(tmp_path, method, world, sharded) | {"beside": ["copy", "bytes"]}
+    request = saving(tmp_path, contestant, world, sharded) | {"beside": ["copy", "bytes"]}
     reply = bench.processes.run_ranks(request, threads=1)
     assert reply["differing"] == []
-    assert {method: len(stalls) for method, stalls in reply["beside"].items()} == {"copy": 2, "bytes": 2}
+    assert {contestant: len(stalls) for contestant, stalls in reply["beside"].items()} == {
+        "copy": 2,
+        "bytes": 2,
+    }
     assert all(stall > 0 for stalls in reply["beside"].values() for stall in stalls)
 
 
@@ -65,7 +68,7 @@ def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path:
 
 
 def test_a_rank_that_fails_is_told_of(bench: SimpleNamespace, tmp_path: Path) -> None:
-    # Where the method wants to make a folder is a file.
+    # Where the contestant wants to make a folder is a file.
     request = saving(tmp_path, "safetensors", 1, False)
     (tmp_path / "saves").write_text("")
     with pytest.raises(RuntimeError, match=r"(?s)safetensors: it ended with 1.*FileExistsError"):
@@ -85,9 +88,9 @@ def test_a_save_that_is_no_copy_is_found_out(bench: SimpleNamespace) -> None:
     assert bench.state.differing(saved, state) == ["layers.1.weight"]
 
 
-def saving(folder: Path, method: str, world: int, sharded: bool) -> dict[str, Any]:
+def saving(folder: Path, contestant: str, world: int, sharded: bool) -> dict[str, Any]:
     return {
-        "method": method,
+        "contestant": contestant,
         "workload": "tiny",
         "world": world,
         "sharded": sharded,

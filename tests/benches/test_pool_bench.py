@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.parametrize("way", ["ours", "queues", "executor shared", "torch"])
-def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, way: str) -> None:
-    reply = bench.pools.run_pool(pooling(way, "fork", ["tasks", "results", "binding", "readers"]))
+@pytest.mark.parametrize("contestant", ["ours", "queues", "executor shared", "torch"])
+def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, contestant: str) -> None:
+    reply = bench.pools.run_pool(pooling(contestant, "fork", ["tasks", "results", "binding", "readers"]))
     for measure, names in {
         "tasks": ("each", "chunked", "one"),
         "results": ("large", "small"),
@@ -49,7 +49,7 @@ def test_a_pool_whose_results_are_anothers_is_found_out(
 
         chunked = each
 
-    monkeypatch.setitem(bench.contestants.WAYS, "queues", SimpleNamespace(load=lambda: Backwards))
+    monkeypatch.setitem(bench.contestants.CONTESTANTS, "queues", SimpleNamespace(load=lambda: Backwards))
     array = np.arange(4 << 20, dtype=np.int64)
     try:
         with pytest.raises(bench.measure.OutputsDiffer, match="out of order"):
@@ -93,10 +93,10 @@ def test_a_pool_that_fails_is_told_of(bench: SimpleNamespace) -> None:
         bench.pools.run_pool(pooling("nobody", "fork", ["tasks"]))
 
 
-def pooling(way: str, method: str, measures: list[str]) -> dict[str, Any]:
+def pooling(contestant: str, method: str, measures: list[str]) -> dict[str, Any]:
     return {
         "measures": measures,
-        "way": way,
+        "contestant": contestant,
         "method": method,
         "array_bytes": 32 << 20,
         "workers": 2,

@@ -1,6 +1,6 @@
-"""The measures of saving: methods, workloads, numbers of ranks, and the floors.
+"""The measures of saving: contestants, workloads, numbers of ranks, and the floors.
 
-In each round every method saves in new processes, one after the other, so that all meet the same drift of the machine.
+In each round each contestant saves in new processes, one after the other. So all meet the same drift of the machine.
 A row takes the least of all rounds on both sides. The first round reads every save back and compares it bit for bit.
 
 Checksums take less time than a disk varies by from one process to the next. So saves with and without them alternate in
@@ -20,7 +20,7 @@ from typing import Any
 from measure import OutputsDiffer
 from report import Row, Section, duration, size
 
-from checkpoint.contestants import METHODS
+from checkpoint.contestants import CONTESTANTS
 from checkpoint.processes import run_ranks
 from checkpoint.state import WORKLOADS
 from checkpoint.training import LOOPS
@@ -47,7 +47,7 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Figures:
-    """Seconds and bytes of one method, over all rounds."""
+    """Seconds and bytes of one contestant, over all rounds."""
 
     stall: float = float("inf")
     durable: float = float("inf")
@@ -65,11 +65,11 @@ class ChecksumTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Methods that save the same tensors on the same ranks.
+    """Contestants that save the same tensors on the same ranks.
 
     Attributes:
         beside: copies, timed between our saves in the same process: their speed depends on where its memory lies.
-        looping: methods that also save beside training.
+        looping: contestants that also save beside training.
         sums: whether to measure the time of checksums.
     """
 
@@ -77,7 +77,7 @@ class Group:
     workload: str
     world: int
     sharded: bool
-    methods: tuple[str, ...]
+    contestants: tuple[str, ...]
     beside: tuple[str, ...] = ("copy", "bytes")
     looping: tuple[str, ...] = ()
     sums: bool = False
@@ -110,7 +110,7 @@ _SHARDED = (
     "nvrx",
 )
 
-# The floors: least ratios of another method to tundish, and most seconds.
+# The floors: least ratios of another contestant to tundish, and most seconds.
 _COPY_OVER_STALL = 1.0
 _LAZY_SECONDS = 0.003
 _WRITES_OVER_DURABLE = 1 / 1.15
@@ -125,7 +125,7 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
             workload=workload,
             world=1,
             sharded=False,
-            methods=_ALONE,
+            contestants=_ALONE,
             looping=_LOOPING if workload == plan.large else (),
             sums=True,
         )
@@ -140,7 +140,7 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
                 workload=workload,
                 world=2,
                 sharded=False,
-                methods=_REPLICATED,
+                contestants=_REPLICATED,
                 # Each rank copies all tensors; tundish copies a half.
                 beside=("copy",),
             ),
@@ -149,7 +149,7 @@ def _groups(plan: Plan) -> dict[str, list[Group]]:
                 workload=workload,
                 world=2,
                 sharded=True,
-                methods=_SHARDED,
+                contestants=_SHARDED,
             ),
         )
     ]
@@ -162,19 +162,19 @@ def measure(name: str, plan: Plan) -> list[Section]:
 
 
 def _figures(group: Group, plan: Plan) -> dict[str, Figures]:
-    figures = {method: Figures() for method in (*group.beside, *group.methods)}
+    figures = {contestant: Figures() for contestant in (*group.beside, *group.contestants)}
     for number in range(plan.rounds):
-        for method in group.methods:
+        for contestant in group.contestants:
             reply = _saved(
                 group,
                 plan,
-                method=method,
+                contestant=contestant,
                 rounds=plan.saves,
                 compare=number == 0,
-                beside=list(group.beside) if method == _ours(group) else [],
-                loops=list(LOOPS) if method in group.looping else [],
+                beside=list(group.beside) if contestant == _ours(group) else [],
+                loops=list(LOOPS) if contestant in group.looping else [],
             )
-            _add(figures[method], reply)
+            _add(figures[contestant], reply)
             for floor, stalls in reply["beside"].items():
                 figures[floor].stall = min([figures[floor].stall, *stalls])
     return figures
@@ -184,15 +184,15 @@ def _turns(group: Group, plan: Plan) -> ChecksumTimes:
     turns = ChecksumTimes()
     for number in range(plan.rounds):
         reply = _saved(
-            group, plan, method="hf", rounds=plan.turns, compare=number == 0, in_turn=["hf unsummed"]
+            group, plan, contestant="hf", rounds=plan.turns, compare=number == 0, in_turn=["hf unsummed"]
         )
         turns.summed += reply["durable"]
         turns.unsummed += reply["in_turn"]["hf unsummed"]
     return turns
 
 
-def _saved(group: Group, plan: Plan, *, method: str, **asked: Any) -> dict[str, Any]:
-    """The reply of the processes of one method.
+def _saved(group: Group, plan: Plan, *, contestant: str, **asked: Any) -> dict[str, Any]:
+    """The reply of the processes of one contestant.
 
     Raises:
         OutputsDiffer: the tensors that are read back differ from those that were saved.
@@ -200,7 +200,7 @@ def _saved(group: Group, plan: Plan, *, method: str, **asked: Any) -> dict[str, 
     root = plan.folder / "saves"
     root.mkdir()
     request = {
-        "method": method,
+        "contestant": contestant,
         "workload": group.workload,
         "world": group.world,
         "sharded": group.sharded,
@@ -213,10 +213,12 @@ def _saved(group: Group, plan: Plan, *, method: str, **asked: Any) -> dict[str, 
     reply = run_ranks(request, threads=max(1, plan.processors // group.world))
     shutil.rmtree(root)
     if reply["differing"]:
-        raise OutputsDiffer(f"{METHODS[method].name} did not save {reply['differing'][:3]} as they were")
+        raise OutputsDiffer(
+            f"{CONTESTANTS[contestant].name} did not save {reply['differing'][:3]} as they were"
+        )
     said = f"stall {duration(min(reply['stall']))}, durable {duration(min(reply['durable']))}"
     print(
-        f"bench: {WORKLOADS[group.workload].name}, {group.title}: {METHODS[method].name}: {said}",
+        f"bench: {WORKLOADS[group.workload].name}, {group.title}: {CONTESTANTS[contestant].name}: {said}",
         file=sys.stderr,
         flush=True,
     )
@@ -259,7 +261,9 @@ def _sections(group: Group, plan: Plan) -> list[Section]:
 
 
 def _note(group: Group) -> str:
-    fsynced = [METHODS[method].name for method in group.methods if not METHODS[method].fsyncs]
+    fsynced = [
+        CONTESTANTS[contestant].name for contestant in group.contestants if not CONTESTANTS[contestant].fsyncs
+    ]
     stalls = (
         "The floor of a stall is one call of tundish's own copy of the same bytes, past the caches and on all "
         "processors, without a plan. "
@@ -297,22 +301,24 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
     judged = plan.judges and group.workload == "large"
     rows = [
         _row(
-            f"stall, {METHODS[ours].name}",
+            f"stall, {CONTESTANTS[ours].name}",
             figures[ours].stall,
-            METHODS[method].name,
-            figures[method].stall,
-            _COPY_OVER_STALL if judged and method == "copy" else None,
+            CONTESTANTS[contestant].name,
+            figures[contestant].stall,
+            _COPY_OVER_STALL if judged and contestant == "copy" else None,
             plan,
         )
-        for method in ("copy", *group.methods)
-        if not method.startswith("hf") and method not in (ours, "writes")
+        for contestant in ("copy", *group.contestants)
+        if not contestant.startswith("hf") and contestant not in (ours, "writes")
     ]
     if "bytes" in figures:
         copy = figures["copy"].stall
-        rows.append(_row("stall, the floor", figures["bytes"].stall, METHODS["copy"].name, copy, None, plan))
+        rows.append(
+            _row("stall, the floor", figures["bytes"].stall, CONTESTANTS["copy"].name, copy, None, plan)
+        )
     if "hf lazy" in figures:
         lazy = figures["hf lazy"].stall
-        case = f"stall, {METHODS['hf lazy'].name}"
+        case = f"stall, {CONTESTANTS['hf lazy'].name}"
         rows.append(
             Row(
                 case=case,
@@ -326,14 +332,14 @@ def _stall_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> lis
         )
         if "torch process" in figures:
             peer = figures["torch process"].stall
-            rows.append(_row(case, lazy, METHODS["torch process"].name, peer, None, plan))
+            rows.append(_row(case, lazy, CONTESTANTS["torch process"].name, peer, None, plan))
     if group.sharded:
-        # This method gathers; the others save their own parts.
+        # This contestant gathers; the others save their own parts.
         rows.append(
             _row(
-                f"stall, {METHODS['hf'].name}, gathered",
+                f"stall, {CONTESTANTS['hf'].name}, gathered",
                 figures["hf"].stall,
-                METHODS["copy"].name,
+                CONTESTANTS["copy"].name,
                 figures["copy"].stall,
                 None,
                 plan,
@@ -346,18 +352,18 @@ def _durable_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> l
     ours = _ours(group)
     rows = [
         _row(
-            f"durable, {METHODS[ours].name}",
+            f"durable, {CONTESTANTS[ours].name}",
             figures[ours].durable,
-            METHODS[method].name + ("" if METHODS[method].fsyncs else " + fsync"),
-            figures[method].durable,
-            _WRITES_OVER_DURABLE if method == "writes" else None,
+            CONTESTANTS[contestant].name + ("" if CONTESTANTS[contestant].fsyncs else " + fsync"),
+            figures[contestant].durable,
+            _WRITES_OVER_DURABLE if contestant == "writes" else None,
             plan,
         )
-        for method in group.methods
-        if method not in (ours, "hf lazy")
+        for contestant in group.contestants
+        if contestant not in (ours, "hf lazy")
     ]
     writes, stall = figures["writes"].durable, figures[ours].stall
-    name = METHODS["writes"].name
+    name = CONTESTANTS["writes"].name
     rows.append(_row("durable, the stall and the writes", stall + writes, name, writes, None, plan))
     return rows
 
@@ -368,7 +374,7 @@ def _sums_row(group: Group, turns: ChecksumTimes, plan: Plan) -> Row:
     return Row(
         case=f"checksums, of the durable time, the medians of {len(turns.summed)} in turn",
         ours=duration(summed),
-        peer=METHODS["hf unsummed"].name,
+        peer=CONTESTANTS["hf unsummed"].name,
         peers=duration(unsummed),
         figure=f"{share:.1%}",
         target="–",
@@ -380,14 +386,14 @@ def _memory_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> li
     staged = WORKLOADS[group.workload].size
     judged = plan.judges and group.workload == "large"
     rows = []
-    for method in group.methods:
-        if method == "writes":
+    for contestant in group.contestants:
+        if contestant == "writes":
             continue
-        memory = figures[method].memory
-        is_judged = judged and method.startswith(("hf", "dcp"))
+        memory = figures[contestant].memory
+        is_judged = judged and contestant.startswith(("hf", "dcp"))
         rows.append(
             Row(
-                case=f"extra memory, {METHODS[method].name}",
+                case=f"extra memory, {CONTESTANTS[contestant].name}",
                 ours=size(memory),
                 peer="what is saved",
                 peers=size(staged),
@@ -403,21 +409,21 @@ def _training_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> 
     ours, lazy, *peers = group.looping
     rows = []
     for loop in LOOPS:
-        lost = {method: _median(figures[method].lost[loop], "lost") for method in group.looping}
+        lost = {contestant: _median(figures[contestant].lost[loop], "lost") for contestant in group.looping}
         best = min(peers, key=lost.__getitem__)
         rows += [
             _row(
                 f"time lost, {loop}",
                 # The clock is not more precise.
                 max(lost[ours], 1e-3),
-                f"{METHODS[method].name}{', the best of them' if method == best else ''}",
-                lost[method],
-                _LOST_OVER if method == best else None,
+                f"{CONTESTANTS[contestant].name}{', the best of them' if contestant == best else ''}",
+                lost[contestant],
+                _LOST_OVER if contestant == best else None,
                 plan,
             )
-            for method in peers
+            for contestant in peers
         ]
-        stall, said = figures[ours].stall, f"{METHODS[best].name}, the best of them"
+        stall, said = figures[ours].stall, f"{CONTESTANTS[best].name}, the best of them"
         rows += [
             _row(f"time lost, {loop}, the stall alone", stall, said, lost[best], None, plan),
             _row(f"time lost, {loop}, lazy", max(lost[lazy], 1e-3), said, lost[best], _LOST_OVER, plan),

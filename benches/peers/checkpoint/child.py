@@ -1,10 +1,10 @@
-"""One rank that saves by one method, in a process of its own.
+"""One rank that saves with one contestant, in a process of its own.
 
     python benches/peers/checkpoint/child.py REQUEST
 
 REQUEST is JSON, made in `processes`. The first rank prints "ready", waits for a line, saves once to warm up, and prints
 "warm". Then it saves `rounds` times with a clock, and prints one line of JSON. Before each timed save it runs the
-methods `beside`, whose stalls are timed. It alternates with the methods `in_turn`.
+contestants `beside`, whose stalls are timed. It alternates with the contestants `in_turn`.
 
 The tensors change as soon as a save returns. The last save of each process is read back and compared bit for bit. Each
 save is removed, and the disk is idle, before the next one begins.
@@ -25,26 +25,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch.distributed as dist
 
 from checkpoint import training
-from checkpoint.contestants import METHODS, Handle, Saver, State
+from checkpoint.contestants import CONTESTANTS, Handle, Saver, State
 from checkpoint.state import WORKLOADS, Changes, differing, make_state, sharded
 
 
 class Rank:
-    """Saves of one method on one rank."""
+    """Saves of one contestant on one rank."""
 
-    def __init__(self, method: str, root: Path, state: State, world: int) -> None:
-        self._method = METHODS[method]
+    def __init__(self, contestant: str, root: Path, state: State, world: int) -> None:
+        self._contestant = CONTESTANTS[contestant]
         self.world = world
         self.state = state
         self._root = root
         self._changes = Changes(self.state)
-        self.saver = self._method.open(self._root, self.state)
+        self.saver = self._contestant.open(self._root, self.state)
         self._number = 0
 
     def folder(self) -> Path:
         """Where the next save goes: the name is tundish's, the others take any."""
         self._number += 1
-        kind = "dcp" if self._method.arguments.get("kind") == "dcp" else "hf"
+        kind = "dcp" if self._contestant.arguments.get("kind") == "dcp" else "hf"
         return self._root / f"{kind}-{self._number}"
 
     def together(self) -> None:
@@ -67,7 +67,7 @@ class Rank:
         return stall, durable, folder
 
     def beside(self, floor: Saver) -> float:
-        """Seconds until the save of another method returns, from which nothing goes to the disk."""
+        """Seconds until the save of another contestant returns, from which nothing goes to the disk."""
         self.together()
         begin = time.perf_counter()
         floor.save(self._root, self.state)
@@ -77,12 +77,12 @@ class Rank:
         return stall
 
     def wrongly_copied(self, floor: Saver) -> list[str]:
-        """The names of what the last save of another method did not copy as it is."""
+        """The names of what the last save of another contestant did not copy as it is."""
         return differing(floor.read(self._root, self.state), self.state)
 
-    def open_beside(self, method: str) -> Saver:
-        """Another method, warm."""
-        floor = METHODS[method].open(self._root, self.state)
+    def open_beside(self, contestant: str) -> Saver:
+        """Another contestant, warm."""
+        floor = CONTESTANTS[contestant].open(self._root, self.state)
         self.beside(floor)
         return floor
 
@@ -114,25 +114,25 @@ class Rank:
 
 
 def opened(request: dict[str, Any]) -> Rank:
-    """The method that is asked for, and what it saves."""
+    """The contestant that is asked for, and what it saves."""
     if request["world"] > 1 or any(
-        METHODS[method].needs_group for method in (request["method"], *request["in_turn"])
+        CONTESTANTS[contestant].needs_group for contestant in (request["contestant"], *request["in_turn"])
     ):
         dist.init_process_group("gloo")
     state: State = make_state(WORKLOADS[request["workload"]])
     if request["sharded"]:
         state = sharded(state)
-    return Rank(request["method"], Path(request["root"]), state, request["world"])
+    return Rank(request["contestant"], Path(request["root"]), state, request["world"])
 
 
 def opened_in_turn(request: dict[str, Any], rank: Rank) -> dict[str, Rank]:
-    """Other methods that save the same, each into a folder of its own, warm."""
+    """Other contestants that save the same, each into a folder of its own, warm."""
     others = {}
-    for method in request["in_turn"]:
-        root = Path(request["root"]) / f"{method}, in turn"
+    for contestant in request["in_turn"]:
+        root = Path(request["root"]) / f"{contestant}, in turn"
         root.mkdir(exist_ok=True)
-        others[method] = Rank(method, root, rank.state, rank.world)
-        others[method].remove(others[method].timed()[2])
+        others[contestant] = Rank(contestant, root, rank.state, rank.world)
+        others[contestant].remove(others[contestant].timed()[2])
     return others
 
 
@@ -146,27 +146,29 @@ def main() -> None:
     rank.remove(rank.timed()[2])
     if is_first:
         print("warm", flush=True)
-    floors = {method: rank.open_beside(method) for method in request["beside"]}
+    floors = {contestant: rank.open_beside(contestant) for contestant in request["beside"]}
     others = opened_in_turn(request, rank)
     reply: dict[str, Any] = {"stall": [], "durable": [], "differing": [], "lost": {}}
-    reply["beside"] = {method: [] for method in floors}
-    reply["in_turn"] = {method: [] for method in others}
+    reply["beside"] = {contestant: [] for contestant in floors}
+    reply["in_turn"] = {contestant: [] for contestant in others}
 
     def save(number: int) -> None:
-        for method in floors:
-            reply["beside"][method].append(rank.beside(floors[method]))
+        for contestant in floors:
+            reply["beside"][contestant].append(rank.beside(floors[contestant]))
         stall, durable, folder = rank.timed()
         reply["stall"].append(stall)
         reply["durable"].append(durable)
         if number == request["rounds"] - 1 and request["compare"]:
             reply["differing"] += rank.compare(folder)
-            reply["differing"] += [name for method in floors for name in rank.wrongly_copied(floors[method])]
+            reply["differing"] += [
+                name for contestant in floors for name in rank.wrongly_copied(floors[contestant])
+            ]
         rank.remove(folder)
 
     def save_in_turn(number: int) -> None:
-        for method, other in others.items():
+        for contestant, other in others.items():
             _, durable, folder = other.timed()
-            reply["in_turn"][method].append(durable)
+            reply["in_turn"][contestant].append(durable)
             if number == request["rounds"] - 1 and request["compare"]:
                 reply["differing"] += other.compare(folder)
             other.remove(folder)
@@ -189,12 +191,12 @@ def main() -> None:
         dist.all_gather_object(replies, reply)
         # What all wait for is what the last one needs.
         reply["stall"] = [max(each) for each in zip(*(other["stall"] for other in replies), strict=True)]
-        for method in reply["beside"]:
-            each_rank = zip(*(other["beside"][method] for other in replies), strict=True)
-            reply["beside"][method] = [max(each) for each in each_rank]
-        for method in reply["in_turn"]:
-            each_rank = zip(*(other["in_turn"][method] for other in replies), strict=True)
-            reply["in_turn"][method] = [max(each) for each in each_rank]
+        for contestant in reply["beside"]:
+            each_rank = zip(*(other["beside"][contestant] for other in replies), strict=True)
+            reply["beside"][contestant] = [max(each) for each in each_rank]
+        for contestant in reply["in_turn"]:
+            each_rank = zip(*(other["in_turn"][contestant] for other in replies), strict=True)
+            reply["in_turn"][contestant] = [max(each) for each in each_rank]
         reply["durable"] = [max(each) for each in zip(*(other["durable"] for other in replies), strict=True)]
         reply["differing"] = [name for other in replies for name in other["differing"]]
     if dist.is_initialized():

@@ -70,7 +70,7 @@ def run_ranks(request: Mapping[str, Any], *, threads: int) -> dict[str, Any]:
             return _watch(ranks)
         except Exception as error:
             said.seek(0)
-            raise RuntimeError(f"{request['method']}: {error}\n{said.read()[-3000:]}") from error
+            raise RuntimeError(f"{request['contestant']}: {error}\n{said.read()[-3000:]}") from error
         finally:
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):

@@ -109,7 +109,7 @@ def hard_plan(scale: Scale) -> Section:
 def _memory_kept(scale: Scale) -> list[Row]:
     """What tundish and both numpy forms take where fresh pages cost the latter nothing."""
     samples, (low, high) = scale.samples[-1], LOOP_OVER_VECTORISED
-    child = Path(__file__).with_name("kept_memory_child.py")
+    child = Path(__file__).with_name("retained_heap_child.py")
     command = [sys.executable, str(child), *map(str, (samples, scale.least_rounds, MAX_LENGTH))]
     reply = subprocess.run(
         command, env={**os.environ, **KEEPS_MEMORY}, check=True, stdout=subprocess.PIPE, text=True

@@ -1,6 +1,6 @@
 """One way of packing in a process of its own, so that its memory can be watched from outside.
 
-Owns nothing but its reply. Takes a JSON request as its argument (made in `curve_case`), packs
+Owns nothing but its reply. Takes a JSON request as its argument (made in `size_curve_case`), packs
 something small to have everything loaded, says "ready", waits for a line on stdin, packs `rounds` times,
 and prints one line of JSON.
 """

@@ -1,6 +1,6 @@
 """The measures of scatter: numbers of ranks, kinds of batches, and the target ratios.
 
-In each round every method scatters a few times, one after the other, in the same processes. A row compares the minimum
+In each round each contestant scatters a few times, one after the other, in the same processes. A row compares the least
 over all rounds of both sides.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from report import Row, Section, duration
 from shm.processes import rank_environments, run_program
 
-__all__ = ["Plan", "compare", "measure", "measure_methods"]
+__all__ = ["Plan", "compare", "measure", "measure_contestants"]
 
 _NAMES = {
     "seed": "the seed's method",
@@ -22,7 +22,7 @@ _NAMES = {
     "accelerate split": "the same, reading one batch for all",
     "tensordict": "tensordict's init_remote",
 }
-# Methods that take up to a hundred times as long as the others.
+# Contestants that take up to a hundred times as long as the others.
 _SLOW = ("objects", "accelerate", "accelerate split", "tensordict")
 # Target ratios of the seed's method over scatter_object_list: a slower one would be no fair comparison.
 _SEED_OVER_OBJECTS = {"text": 1.2, "VLM": 5.0}
@@ -41,9 +41,9 @@ class Plan:
     Attributes:
         worlds: numbers of ranks.
         rounds: how many rounds each kind of batch has.
-        repeats: how often a method scatters in a round.
+        repeats: how often a contestant scatters in a round.
         judges: whether rows state targets.
-        others: the methods beside ours; None for all of the measure.
+        others: the contestants beside ours; None for all of the measure.
     """
 
     worlds: tuple[int, ...] = (2, 4)
@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A measure: our method, the others, and the target ratios over them, by method and kind."""
+    """A measure: our contestant, the others, and the target ratios over them, by contestant and kind."""
 
     title: str
     note: str
@@ -103,14 +103,14 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
     """One measure, for all numbers of ranks."""
     comparison = _COMPARISONS[name]
     section = Section(title=comparison.title, note=comparison.note)
-    methods = (comparison.ours, *(comparison.others if plan.others is None else plan.others))
+    contestants = (comparison.ours, *(comparison.others if plan.others is None else plan.others))
     for world in plan.worlds:
-        for kind, seconds in measure_methods(methods, plan, rank_environments(world)).items():
+        for kind, seconds in measure_contestants(contestants, plan, rank_environments(world)).items():
             case = f"{kind}, {world} ranks"
             targets = {
-                method: asked[kind]
-                for method, asked in comparison.targets.items()
-                if plan.judges and kind in asked and method in seconds
+                contestant: asked[kind]
+                for contestant, asked in comparison.targets.items()
+                if plan.judges and kind in asked and contestant in seconds
             }
             section.rows += compare(case, comparison.ours, seconds, targets)
             if name == "gloo" and kind in _SEED_OVER_OBJECTS:
@@ -118,32 +118,32 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
     return [section]
 
 
-def measure_methods(
-    methods: Sequence[str],
+def measure_contestants(
+    contestants: Sequence[str],
     plan: Plan,
     environments: list[dict[str, str]],
     prefixes: Sequence[Sequence[str]] = (),
 ) -> dict[str, dict[str, float]]:
-    """The minimum seconds by kind and method, on ranks with these environments."""
-    repeats = {method: 1 if method in _SLOW else plan.repeats for method in methods}
-    request = {"methods": list(methods), "rounds": plan.rounds, "repeats": repeats}
+    """The minimum seconds by kind and contestant, on ranks with these environments."""
+    repeats = {contestant: 1 if contestant in _SLOW else plan.repeats for contestant in contestants}
+    request = {"contestants": list(contestants), "rounds": plan.rounds, "repeats": repeats}
     replies = run_program(Path(__file__).parent / "child.py", request, environments, prefixes)
     reply: dict[str, dict[str, float]] = replies[0]
     return reply
 
 
 def compare(case: str, ours: str, seconds: Mapping[str, float], targets: Mapping[str, float]) -> list[Row]:
-    """A row for each method beside ours."""
+    """A row for each contestant beside ours."""
     rows = []
-    for method, took in seconds.items():
-        if method == ours:
+    for contestant, took in seconds.items():
+        if contestant == ours:
             continue
-        ratio, target = took / seconds[ours], targets.get(method)
+        ratio, target = took / seconds[ours], targets.get(contestant)
         rows.append(
             Row(
                 case=case,
                 ours=duration(seconds[ours]),
-                peer=_NAMES[method],
+                peer=_NAMES[contestant],
                 peers=duration(took),
                 figure=f"{ratio:.3g}×",
                 target="–" if target is None else f"≥ {target:g}×",

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from measure import OutputsDiffer
 
 from scatter.batches import KINDS, total
-from scatter.contestants import METHODS, Scatter
+from scatter.contestants import CONTESTANTS, Scatter
 
 # For each rank, from the barrier to the common start.
 _LEAD_SECONDS = 0.0005
@@ -34,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    methods = {name: METHODS[name]() for name in request["methods"]}
+    contestants = {name: CONTESTANTS[name]() for name in request["contestants"]}
     # Else each collection would go through all objects of torch.
     gc.collect()
     gc.freeze()
@@ -43,9 +43,9 @@ def main() -> None:
         make = KINDS[kind]
         batches = [make(other) for other in range(world)] if rank == 0 else None
         expected = total(make(rank))
-        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        seconds: dict[str, list[float]] = {name: [] for name in contestants}
         for _ in range(rounds):
-            for name, scatter in methods.items():
+            for name, scatter in contestants.items():
                 gc.collect()
                 # The first one only warms up.
                 for number in range(request["repeats"][name] + 1):

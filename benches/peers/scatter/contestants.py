@@ -1,4 +1,4 @@
-"""The scatter methods that are compared.
+"""The contestants of scatter.
 
 Each is a function that takes the list of all batches on rank 0, and None on the other ranks. It returns this rank's
 batch, which the caller may write to.
@@ -19,7 +19,7 @@ from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.source import ScatterSource
 
-__all__ = ["METHODS", "Scatter", "apart", "seed", "together"]
+__all__ = ["CONTESTANTS", "Scatter", "apart", "seed", "together"]
 
 Scatter = Callable[[list[Any] | None], Any]
 
@@ -115,7 +115,7 @@ def init_remote() -> Scatter:
 
 
 # By name, functions that all ranks call in the same order.
-METHODS: dict[str, Callable[[], Scatter]] = {
+CONTESTANTS: dict[str, Callable[[], Scatter]] = {
     "ours": lambda: ours(shared_memory=True),
     "network": lambda: ours(shared_memory=False),
     "seed": lambda: seed,

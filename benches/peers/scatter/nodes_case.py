@@ -11,12 +11,12 @@ import sys
 from report import Row, Section, duration
 
 from scatter.batches import KINDS, size
-from scatter.cases import Plan, compare, measure_methods
+from scatter.cases import Plan, compare, measure_contestants
 from scatter.network import NoNodes, environments_of, least_seconds, prefix_of, two_nodes
 
 __all__ = ["nodes"]
 
-_METHODS = ("ours", "seed", "objects")
+_CONTESTANTS = ("ours", "seed", "objects")
 
 
 def nodes(plan: Plan) -> Section:
@@ -42,7 +42,7 @@ def _rows(plan: Plan, world: int, names: tuple[str, str]) -> list[Row]:
     half = world // 2
     prefixes = [prefix_of(name) for name in names for _ in range(half)]
     rows = []
-    for kind, seconds in measure_methods(_METHODS, plan, environments_of(half), prefixes).items():
+    for kind, seconds in measure_contestants(_CONTESTANTS, plan, environments_of(half), prefixes).items():
         case, ours = f"{kind}, 2 × {half} ranks", seconds["ours"]
         rows += compare(case, "ours", seconds, {})
         least = least_seconds(half * size(KINDS[kind](0)))

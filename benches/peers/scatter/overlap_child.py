@@ -25,7 +25,7 @@ from measure import OutputsDiffer
 import tundish as td
 from scatter.batches import KINDS, total
 from scatter.child import timed
-from scatter.contestants import METHODS, seed
+from scatter.contestants import CONTESTANTS, seed
 
 _SCATTERS_A_STEP = 10
 # The fastest of them gives the length of a step.
@@ -62,7 +62,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    scatter = METHODS["ours"]()
+    scatter = CONTESTANTS["ours"]()
     gc.collect()
     gc.freeze()
     reply: dict[str, Any] = {}

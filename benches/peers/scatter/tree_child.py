@@ -53,7 +53,7 @@ def seed_together(parts: Parts) -> Any:
     return batch
 
 
-METHODS: dict[str, tuple[Callable[[Any], Parts], Callable[[Parts], Any]]] = {
+CONTESTANTS: dict[str, tuple[Callable[[Any], Parts], Callable[[Parts], Any]]] = {
     "ours": (ours, ours_together),
     "seed": (seed, seed_together),
 }
@@ -68,11 +68,11 @@ def main() -> None:
     forms = 0
     for kind, rounds in request["rounds"].items():
         seconds: dict[str, dict[str, list[float]]] = {
-            state: {name: [] for name in METHODS} for state in ("known", "new")
+            state: {name: [] for name in CONTESTANTS} for state in ("known", "new")
         }
         batch = KINDS[kind](0)
         for _ in range(rounds):
-            for name in METHODS:
+            for name in CONTESTANTS:
                 gc.collect()
                 # The first one only warms up.
                 for number in range(request["repeats"] + 1):
@@ -83,14 +83,15 @@ def main() -> None:
                         if number:
                             seconds[state][name].append(spent)
         reply[kind] = {
-            state: {name: min(times) for name, times in methods.items()} for state, methods in seconds.items()
+            state: {name: min(times) for name, times in contestants.items()}
+            for state, contestants in seconds.items()
         }
     print(json.dumps(reply), flush=True)
 
 
 def timed(name: str, batch: Any) -> float:
     """The seconds that flattening a batch takes."""
-    take_apart, put_together = METHODS[name]
+    take_apart, put_together = CONTESTANTS[name]
     begin = time.perf_counter()
     parts = take_apart(batch)
     spent = time.perf_counter() - begin

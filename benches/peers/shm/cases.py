@@ -14,7 +14,7 @@ from typing import Any
 
 from report import Row, Section, duration, rate, size
 
-from shm.contestants import LOKY, WAYS
+from shm.contestants import CONTESTANTS, LOKY
 from shm.processes import run_pool
 
 __all__ = ["Plan", "measure"]
@@ -52,7 +52,7 @@ class Plan:
     repeats: int = 2
     seconds: float = 0.4
     results: Mapping[str, int] = field(default_factory=lambda: {"large": 24, "small": 480})
-    ways: tuple[str, ...] = tuple(WAYS)
+    contestants: tuple[str, ...] = tuple(CONTESTANTS)
     ranks: int = 8
     node_bytes: int = 1 << 30
     node_rounds: int = 5
@@ -69,18 +69,18 @@ def measure(name: str, plan: Plan) -> list[Section]:
 
 
 def _gather(
-    plan: Plan, measure: str, ways: Sequence[str], rounds: int, **more: Any
+    plan: Plan, measure: str, contestants: Sequence[str], rounds: int, **more: Any
 ) -> dict[tuple[str, str], Found]:
     """The values of each contestant in all rounds, by contestant and start method; the floors among them."""
     found: dict[tuple[str, str], Found] = {}
     methods = more.pop("methods", ("fork",))
     for _ in range(rounds):
-        for way in ways:
-            known = way in WAYS
-            for method in _methods_of(way, methods) if known else ("",):
+        for contestant in contestants:
+            known = contestant in CONTESTANTS
+            for method in _methods_of(contestant, methods) if known else ("",):
                 request = {
-                    "measures": [measure if known else way],
-                    "way": way,
+                    "measures": [measure if known else contestant],
+                    "contestant": contestant,
                     "method": method,
                     "array_bytes": plan.array_bytes,
                     "workers": plan.workers,
@@ -89,24 +89,24 @@ def _gather(
                     "results": dict(plan.results),
                     **more,
                 }
-                print(f"bench: {measure}: {way} {method}", file=sys.stderr, flush=True)
+                print(f"bench: {measure}: {contestant} {method}", file=sys.stderr, flush=True)
                 [reply] = run_pool(request).values()
                 for name, values in reply.items():
-                    found.setdefault((way, method), {}).setdefault(name, []).extend(values)
+                    found.setdefault((contestant, method), {}).setdefault(name, []).extend(values)
     return found
 
 
-def _methods_of(way: str, methods: Iterable[str]) -> list[str]:
-    """Those it has; one that has its own way to start workers runs it once."""
-    own = WAYS[way].methods
+def _methods_of(contestant: str, methods: Iterable[str]) -> list[str]:
+    """Those it has; one with a start method of its own runs it once."""
+    own = CONTESTANTS[contestant].methods
     return [method for method in methods if method in own] or list(own)
 
 
 def _least(found: Mapping[tuple[str, str], Found], name: str, method: str = "fork") -> dict[str, float]:
-    """The least of each way, in the order of the ways."""
+    """The least of each contestant, in the order of the contestants."""
     return {
-        way: min(values[name])
-        for (way, own), values in found.items()
+        contestant: min(values[name])
+        for (contestant, own), values in found.items()
         if own in (method, LOKY, "") and name in values
     }
 
@@ -148,19 +148,19 @@ def _tasks(plan: Plan) -> Section:
         "`Parallel` on one task. Of the floors, a call is the task in a list comprehension without any pool, and the "
         "pipe a byte to another process and one back.",
     )
-    found = _gather(plan, "tasks", (*plan.ways, FLOORS), plan.rounds)
+    found = _gather(plan, "tasks", (*plan.contestants, FLOORS), plan.rounds)
     each, chunked, one = (_least(found, name) for name in ("each", "chunked", "one"))
     floors = found[FLOORS, ""]
-    for way in plan.ways:
-        if way != OURS:
+    for contestant in plan.contestants:
+        if contestant != OURS:
             section.rows.append(
                 _row(
                     "unchunked",
                     each[OURS],
-                    WAYS[way].name,
-                    each[way],
+                    CONTESTANTS[contestant].name,
+                    each[contestant],
                     plan,
-                    at_least=_EACH_OVER.get(way),
+                    at_least=_EACH_OVER.get(contestant),
                     show=_as_rate,
                 )
             )
@@ -169,7 +169,7 @@ def _tasks(plan: Plan) -> Section:
         Row(
             case="unchunked, two-queue pool",
             ours="–",
-            peer=f"over {WAYS[EXECUTOR].name}, {_as_rate(each[EXECUTOR])}",
+            peer=f"over {CONTESTANTS[EXECUTOR].name}, {_as_rate(each[EXECUTOR])}",
             peers=_as_rate(each[QUEUES]),
             figure=f"{ratio:.3g}×",
             target=f"≥ {_QUEUES_OVER_EXECUTOR:g}×" if plan.judges else "–",
@@ -189,9 +189,9 @@ def _tasks(plan: Plan) -> Section:
         )
     )
     section.rows += [
-        _row("chunked", chunked[OURS], WAYS[way].name, chunked[way], plan, show=_as_rate)
-        for way in plan.ways
-        if way not in (OURS, QUEUES)
+        _row("chunked", chunked[OURS], CONTESTANTS[contestant].name, chunked[contestant], plan, show=_as_rate)
+        for contestant in plan.contestants
+        if contestant not in (OURS, QUEUES)
     ]
     section.rows.append(
         _row(
@@ -204,9 +204,16 @@ def _tasks(plan: Plan) -> Section:
         )
     )
     section.rows += [
-        _row("latency", one[OURS], WAYS[way].name, one[way], plan, at_least=_ONE_OVER.get(way))
-        for way in plan.ways
-        if way != OURS
+        _row(
+            "latency",
+            one[OURS],
+            CONTESTANTS[contestant].name,
+            one[contestant],
+            plan,
+            at_least=_ONE_OVER.get(contestant),
+        )
+        for contestant in plan.contestants
+        if contestant != OURS
     ]
     section.rows.append(
         _row("latency", one[OURS], "a pipe there and back, the floor", min(floors["trip"]), plan)
@@ -223,14 +230,21 @@ def _results(plan: Plan) -> Section:
         "brings the results, the caller copies them out, since nothing tells it when a view is gone. The floor is "
         "one copy into shared pages that were used before.",
     )
-    ways = [way for way in plan.ways if way not in _NO_RESULTS]
-    found = _gather(plan, "results", (*ways, FLOORS), plan.rounds)
+    contestants = [contestant for contestant in plan.contestants if contestant not in _NO_RESULTS]
+    found = _gather(plan, "results", (*contestants, FLOORS), plan.rounds)
     for name, said in (("large", "16 MiB"), ("small", "400 KiB")):
         least = _least(found, name)
         section.rows += [
-            _row(said, least[OURS], WAYS[way].name, least[way], plan, at_least=_RESULT_OVER.get(way))
-            for way in ways
-            if way != OURS
+            _row(
+                said,
+                least[OURS],
+                CONTESTANTS[contestant].name,
+                least[contestant],
+                plan,
+                at_least=_RESULT_OVER.get(contestant),
+            )
+            for contestant in contestants
+            if contestant != OURS
         ]
         section.rows.append(_row(said, least[OURS], "one copy, the floor", least[FLOORS], plan))
     return section
@@ -244,7 +258,9 @@ def _binding(plan: Plan) -> Section:
         "time less the same for an array of one page. One in a process, after two pools with an array of one page. "
         "The floor is one copy, by one thread, into shared pages that nobody used before.",
     )
-    found = _gather(plan, "binding", (*plan.ways, FLOORS), plan.binding_rounds, methods=_METHODS, repeats=1)
+    found = _gather(
+        plan, "binding", (*plan.contestants, FLOORS), plan.binding_rounds, methods=_METHODS, repeats=1
+    )
     copy = min(found[FLOORS, ""]["fresh"])
     for method in _METHODS:
         constructor, first, small = (
@@ -268,9 +284,11 @@ def _binding(plan: Plan) -> Section:
                 )
             )
         section.rows += [
-            _row(f"{method}, first result", first[OURS], WAYS[way].name, first[way], plan)
-            for way in plan.ways
-            if way != OURS
+            _row(
+                f"{method}, first result", first[OURS], CONTESTANTS[contestant].name, first[contestant], plan
+            )
+            for contestant in plan.contestants
+            if contestant != OURS
         ]
     return section
 
@@ -284,16 +302,16 @@ def _readers(plan: Plan) -> Section:
     )
     found = {
         workers: _gather(
-            plan, "readers", (*plan.ways, BARE), plan.reading_rounds, methods=_METHODS, workers=workers
+            plan, "readers", (*plan.contestants, BARE), plan.reading_rounds, methods=_METHODS, workers=workers
         )
         for workers in plan.readers
     }
     for workers, each in found.items():
         limit = _ARRAY_SHARE * plan.array_bytes + workers * _WORKER_BYTES
-        for (way, method), values in each.items():
+        for (contestant, method), values in each.items():
             held = max(values["held"])
-            judged = plan.judges and way == OURS
-            name = WAYS[way].name if way in WAYS else "bare workers with numpy"
+            judged = plan.judges and contestant == OURS
+            name = CONTESTANTS[contestant].name if contestant in CONTESTANTS else "bare workers with numpy"
             section.rows.append(
                 Row(
                     case=f"{workers} workers, {method or 'spawn'}, {name}",

@@ -16,7 +16,7 @@ import numpy as np
 from measure import OutputsDiffer, family
 
 from shm import tasks
-from shm.contestants import WAYS
+from shm.contestants import CONTESTANTS
 
 __all__ = ["bare_workers", "family_weight", "readers"]
 
@@ -38,7 +38,7 @@ def _weight(process: int) -> int:
 
 def readers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[int]]:
     """Bytes that a pool holds, beyond those of its parent before, once all its workers have read the array."""
-    open_pool = WAYS[request["way"]].load()
+    open_pool = CONTESTANTS[request["contestant"]].load()
     total = int(array.sum())
     before = family_weight()
     pool = open_pool(tasks.reading, array, request["workers"], request["method"])

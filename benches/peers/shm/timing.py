@@ -16,7 +16,7 @@ import numpy as np
 from measure import OutputsDiffer, family
 
 from shm import tasks
-from shm.contestants import WAYS, Pool
+from shm.contestants import CONTESTANTS, Pool
 
 __all__ = ["binding", "empty_tasks", "results"]
 
@@ -31,7 +31,9 @@ _RESULTS = {"large": (tasks.large, tasks.LARGE), "small": (tasks.small, tasks.SM
 
 def empty_tasks(request: Request, array: np.ndarray) -> dict[str, list[float]]:
     """Seconds a task: each on its own, in chunks, and one after the other."""
-    pool = WAYS[request["way"]].load()(tasks.empty, array, request["workers"], request["method"])
+    pool = CONTESTANTS[request["contestant"]].load()(
+        tasks.empty, array, request["workers"], request["method"]
+    )
 
     def one_by_one(items: Sequence[int]) -> Iterable[Any]:
         return (pool.one(item) for item in items)
@@ -88,7 +90,7 @@ def results(request: Request, array: np.ndarray) -> dict[str, list[float]]:
     found = {}
     for name, (task, size) in _RESULTS.items():
         count = request["results"][name]
-        pool = WAYS[request["way"]].load()(task, array, request["workers"], request["method"])
+        pool = CONTESTANTS[request["contestant"]].load()(task, array, request["workers"], request["method"])
         _compare(pool, array, size, count)
         found[name] = [_timed_results(pool, array, size, count) for _ in range(request["repeats"])]
         pool.close()
@@ -136,7 +138,7 @@ def binding(request: Request, array: np.ndarray) -> dict[str, list[float]]:
 
 
 def _bind(request: Request, array: np.ndarray) -> tuple[float, float]:
-    open_pool = WAYS[request["way"]].load()
+    open_pool = CONTESTANTS[request["contestant"]].load()
     gc.collect()
     begin = time.perf_counter()
     pool = open_pool(tasks.ends, array, request["workers"], request["method"])

@@ -1,7 +1,7 @@
-"""Methods of saving, each as its own users run it.
+"""Libraries and functions that save, each as its own users run it.
 
-A process opens a method once and saves repeatedly into new folders. `save` returns when the caller may change the
-tensors. Its result waits until the files are durable in the named folder. A method without an fsync of its own gets
+A process opens a contestant once and saves repeatedly into new folders. `save` returns when the caller may change the
+tensors. Its result waits until the files are durable in the named folder. A contestant without an fsync of its own gets
 one for each file (`fsyncs` is False).
 """
 
@@ -16,23 +16,23 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["METHODS", "Handle", "Method", "Saver", "State", "fsync_files"]
+__all__ = ["CONTESTANTS", "Contestant", "Handle", "Saver", "State", "fsync_files"]
 
 State = Mapping[str, torch.Tensor]
 
 
 class Handle(Protocol):
-    """A save under method."""
+    """A save under way."""
 
     def done(self) -> bool:
-        """Whether it is over, as its method sees it; a training loop asks after each step."""
+        """Whether it is over, as its contestant sees it; a training loop asks after each step."""
 
     def wait(self) -> None:
         """Block until its files are durable."""
 
 
 class Saver(Protocol):
-    """A method of saving that is open in this process."""
+    """A contestant that is open in this process."""
 
     def save(self, folder: Path, state: State) -> Handle: ...
     def read(self, folder: Path, state: State) -> State:
@@ -42,8 +42,8 @@ class Saver(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
-    """What a method is called, where it lies and what it needs.
+class Contestant:
+    """What a contestant is called, where it lies and what it needs.
 
     `fsyncs`: whether it makes its files durable itself. `needs_group`: whether it needs a process group even where
     there is one rank.
@@ -62,10 +62,10 @@ class Method:
         return make(root, state, **self.arguments)
 
 
-def _way(
+def _contestant(
     name: str, module: str, function: str, *, arguments: Mapping[str, Any] | None = None, **facts: bool
-) -> Method:
-    return Method(
+) -> Contestant:
+    return Contestant(
         name=name,
         module=f"checkpoint.contestants.{module}",
         function=function,
@@ -74,26 +74,28 @@ def _way(
     )
 
 
-METHODS = {
-    "copy": _way("Tensor.copy_", "plain", "EagerCopy"),
-    "bytes": _way("bare copies", "plain", "BareCopies"),
-    "writes": _way("bare direct writes", "plain", "DirectWrites"),
-    "hf": _way("tundish save_hf", "ours", "Ours", arguments={"kind": "hf"}),
-    "hf lazy": _way("tundish save_hf, lazy", "ours", "Ours", arguments={"kind": "hf", "lazy": True}),
-    "hf unsummed": _way(
+CONTESTANTS = {
+    "copy": _contestant("Tensor.copy_", "floors", "EagerCopy"),
+    "bytes": _contestant("bare copies", "floors", "BareCopies"),
+    "writes": _contestant("bare direct writes", "floors", "DirectWrites"),
+    "hf": _contestant("tundish save_hf", "ours", "Ours", arguments={"kind": "hf"}),
+    "hf lazy": _contestant("tundish save_hf, lazy", "ours", "Ours", arguments={"kind": "hf", "lazy": True}),
+    "hf unsummed": _contestant(
         "tundish save_hf, no checksums", "ours", "Ours", arguments={"kind": "hf", "checksum": None}
     ),
-    "dcp": _way("tundish save_dcp", "ours", "Ours", arguments={"kind": "dcp"}),
-    "safetensors": _way("safetensors save_file", "plain", "Safetensors", fsyncs=False),
-    "seed": _way("the seed's form", "seed_form", "SeedForm"),
-    "torch save": _way("DCP save, 2 threads", "torch_dcp", "Blocking"),
-    "torch thread": _way("DCP async_save, thread", "torch_dcp", "Threaded"),
-    "torch process": _way(
+    "dcp": _contestant("tundish save_dcp", "ours", "Ours", arguments={"kind": "dcp"}),
+    "safetensors": _contestant("safetensors save_file", "safetensors_saves", "Safetensors", fsyncs=False),
+    "seed": _contestant("the seed's form", "forked_writer", "ForkedWriter"),
+    "torch save": _contestant("DCP save, 2 threads", "torch_dcp", "Blocking"),
+    "torch thread": _contestant("DCP async_save, thread", "torch_dcp", "Threaded"),
+    "torch process": _contestant(
         "DCP async_save, process, cached shared memory", "torch_dcp", "InProcess", needs_group=True
     ),
-    "torch-checkpointing": _way("torch-checkpointing", "torch_checkpointing_saves", "Managed", fsyncs=False),
-    "orbax": _way("Orbax", "orbax_saves", "Standard"),
-    "nvrx": _way("NVRx", "nvrx_saves", "Persistent", needs_group=True),
+    "torch-checkpointing": _contestant(
+        "torch-checkpointing", "torch_checkpointing_saves", "Managed", fsyncs=False
+    ),
+    "orbax": _contestant("Orbax", "orbax_saves", "Standard"),
+    "nvrx": _contestant("NVRx", "nvrx_saves", "Persistent", needs_group=True),
 }
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from checkpoint.contestants import State
-from checkpoint.contestants.plain import Done
+from checkpoint.contestants.safetensors_saves import Done
 from checkpoint.state import whole_of
 
 

@@ -25,8 +25,8 @@ _MODULES = {
     "Arrow Flight": "arrow_flight",
     "gRPC": "grpc_unary",
     "gRPC, one stream": "grpc_stream",
-    "sockets": "bare_sockets",
-    "reading": "own_memory",
+    "sockets": "floor_sockets",
+    "reading": "floor_own_memory",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["LOKY", "PACKAGES", "WAYS", "Pool", "Task", "Way"]
+__all__ = ["CONTESTANTS", "LOKY", "PACKAGES", "Contestant", "Pool", "Task"]
 
 Task = Callable[[int, np.ndarray], Any]
 # How loky starts its workers, always.
@@ -33,7 +33,7 @@ class Pool(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Contestant:
     """The name of a pool, its module, and its start methods."""
 
     name: str
@@ -46,22 +46,26 @@ class Way:
         return getattr(importlib.import_module(f"shm.contestants.{self.module}"), self.pool)
 
 
-WAYS = {
-    "ours": Way(name="tundish SharedPool", module="ours", pool="Ours"),
-    "queues": Way(name="two-queue pool", module="two_queues", pool="TwoQueues"),
-    "executor": Way(name="ProcessPoolExecutor, array in initargs", module="executors", pool="Initialised"),
-    "executor each": Way(
+CONTESTANTS = {
+    "ours": Contestant(name="tundish SharedPool", module="ours", pool="Ours"),
+    "queues": Contestant(name="two-queue pool", module="two_queues", pool="TwoQueues"),
+    "executor": Contestant(
+        name="ProcessPoolExecutor, array in initargs", module="executors", pool="Initialised"
+    ),
+    "executor each": Contestant(
         name="ProcessPoolExecutor, array pickled with each task", module="executors", pool="Pickling"
     ),
-    "executor shared": Way(
+    "executor shared": Contestant(
         name="ProcessPoolExecutor, multiprocessing.shared_memory", module="executors", pool="SharedMemories"
     ),
-    "pool": Way(name="multiprocessing.Pool, array in initargs", module="pools", pool="Standard"),
-    "joblib": Way(
+    "pool": Contestant(name="multiprocessing.Pool, array in initargs", module="pools", pool="Standard"),
+    "joblib": Contestant(
         name="joblib, loky with memmapping", module="joblib_parallel", pool="Memmapping", methods=(LOKY,)
     ),
-    "loky": Way(
+    "loky": Contestant(
         name="loky, array mapped from a file", module="loky_executor", pool="Mapped", methods=(LOKY,)
     ),
-    "torch": Way(name="torch.multiprocessing.Pool, shared tensor", module="torch_pool", pool="Tensors"),
+    "torch": Contestant(
+        name="torch.multiprocessing.Pool, shared tensor", module="torch_pool", pool="Tensors"
+    ),
 }

@@ -1,4 +1,4 @@
-"""What everybody writes first: safetensors' `save_file` and an fsync; and the floors, copies and bare writes."""
+"""The floors: `Tensor.copy_`, bare copies and bare writes of the same bytes."""
 
 from __future__ import annotations
 
@@ -11,44 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from checkpoint.contestants import State, fsync_files
+from checkpoint.contestants import State
+from checkpoint.contestants.safetensors_saves import Done
 from checkpoint.state import local, whole_of
 from tundish._native import FileImage, TensorSpans
 from tundish.checkpoint.tensor_checks import READER
-
-
-class Done:
-    """A save that was over when it returned."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-
-class Safetensors:
-    """One file; in a world of two the first rank saves what is replicated, and the other waits."""
-
-    def __init__(self, root: Path, state: State) -> None:
-        root.mkdir(exist_ok=True)
-
-    def save(self, folder: Path, state: State) -> Done:
-        if int(os.environ.get("RANK", "0")) == 0:
-            folder.mkdir()
-            save_file(dict(state), folder / "model.safetensors", metadata={"format": "pt"})
-            fsync_files(folder)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        return Done()
-
-    def read(self, folder: Path, state: State) -> State:
-        return load_file(folder / "model.safetensors")
-
-    def close(self) -> None:
-        pass
 
 
 class EagerCopy:

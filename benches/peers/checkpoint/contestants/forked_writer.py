@@ -1,4 +1,4 @@
-"""The seed's form: tensors of the host kept from save to save, a forked child that writes, a thread that waits for it.
+"""The seed's form: a forked child writes the host tensors that are kept from save to save, and a thread waits for it.
 
 The child takes a lock on a file, so that few write at once, and calls safetensors' `save_file`; the thread joins it,
 gathers how it went on all ranks, and the first rank renames the folder.
@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.contestants import State, fsync_files
 
 
-class SeedForm:
+class ForkedWriter:
     def __init__(self, root: Path, state: State) -> None:
         root.mkdir(exist_ok=True)
         self._cached: dict[str, torch.Tensor] = {}

@@ -23,7 +23,7 @@ def drains(plan: Plan) -> Section:
         "from the buffer meanwhile.",
     )
     many, some = (10**6, 10**5) if plan.judges else (10**4, 10**3)
-    with contextlib.closing(Process("one_process.py")) as owner:
+    with contextlib.closing(Process("drains_and_handles_child.py")) as owner:
         stored = owner.ask("store", many)
         step = min(_answer("drain_by_step", stored)["seconds"] for _ in range(plan.rounds))
     section.rows.append(
@@ -37,7 +37,7 @@ def drains(plan: Plan) -> Section:
             met=None,
         )
     )
-    with contextlib.closing(Process("one_process.py")) as owner:
+    with contextlib.closing(Process("drains_and_handles_child.py")) as owner:
         stored = owner.ask("store", some)
         found = {
             contestant: [_answer("drain_by_ids", contestant, some, stored) for _ in range(plan.rounds)]
@@ -97,6 +97,6 @@ def handles(plan: Plan) -> Section:
 
 def _answer(what: str, *arguments: object) -> dict[str, float]:
     """The answer of a new process."""
-    with contextlib.closing(Process("one_process.py")) as process:
+    with contextlib.closing(Process("drains_and_handles_child.py")) as process:
         answer: dict[str, float] = process.ask(what, *arguments)
         return answer

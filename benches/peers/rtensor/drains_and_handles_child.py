@@ -1,6 +1,6 @@
 """Measures within one process: drains of many entries, and handles as bytes.
 
-    python benches/peers/rtensor/one_process.py
+    python benches/peers/rtensor/drains_and_handles_child.py
 
 Answers each line of JSON from its parent with one line, as `child.py` does.
 """
