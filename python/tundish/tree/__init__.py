@@ -9,9 +9,9 @@
     >>> td.tree.unflatten(schema, tensors)["task"]
     'caption'
 
-`flattening` and `map_parts` traverse an object. `containers`, `tensors` and `arrays` hold the rules: the parts of an
-object of each type, and how to build it again. `memory_regions` and `buffer_layout` choose the tensors that travel;
-`schema` holds the rest; `unflattening` rebuilds the object.
+`flattening` and `parts_by_type` traverse an object. `container_rules`, `tensor_rules` and `array_rules` say what the
+parts of an object of each type are, and how to build it again. `memory_regions` and `buffer_layout` choose the tensors
+that travel; `schema` holds the rest; `unflattening` rebuilds the object.
 
 Invariants:
 

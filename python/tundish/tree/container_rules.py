@@ -3,7 +3,7 @@
 A rule returns the parts of an object. Each type has one, chosen in this order:
 
 1. the functions given to `register`, here or with torch's pytree;
-2. of tensors and arrays, the rules in `tensors` and `arrays`;
+2. of tensors and arrays, the rules in `tensor_rules` and `array_rules`;
 3. of namedtuples and other plain subclasses of `tuple`, their items;
 4. of all other containers and of dataclasses, the parts that pickle would pickle;
 5. none: objects of all other types are pickled whole.
