@@ -79,9 +79,9 @@ fn try_fetch(
     patiently(|time_limit| consumer.fetch(&wanted, between, time_limit))
 }
 
-/// A consumer that has fetched so many small tensors, all of them in step `epoch`.
-fn filled(consumer: &Node, between: &Between, epoch: u64, count: usize) -> Vec<ShardId> {
-    consumer.begin_epoch(epoch, 0).expect("a new step");
+/// A consumer that has fetched so many small tensors, all of them in step `step`.
+fn filled(consumer: &Node, between: &Between, step: u64, count: usize) -> Vec<ShardId> {
+    consumer.begin_step(step, 0).expect("a new step");
     let mut all = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
         let ids = put(&between.owner, &vec![&[7u8; 8][..]; CHUNK.min(count - start)]);
@@ -90,7 +90,7 @@ fn filled(consumer: &Node, between: &Between, epoch: u64, count: usize) -> Vec<S
         }
         all.extend(ids);
     }
-    between.owner.claim(epoch, 0, &all).expect("a new step");
+    between.owner.claim(step, 0, &all).expect("a new step");
     all
 }
 
@@ -133,23 +133,23 @@ fn drains(criterion: &mut Criterion) {
     group.warm_up_time(Duration::from_millis(1)).measurement_time(Duration::from_millis(1));
     let between = Between { owner: node(), by_reference: false };
     let consumer = node();
-    let mut epoch = 0;
+    let mut step = 0;
     for (what, is_stall) in [("call", false), ("longest stall of a fetcher", true)] {
-        for (by, count, is_by_epoch) in [("10^6 by their step", 1_000_000, true), ("10^5 by ids", 100_000, false)] {
+        for (by, count, is_by_step) in [("10^6 by their step", 1_000_000, true), ("10^5 by ids", 100_000, false)] {
             group.bench_function(BenchmarkId::new(what, by), |bencher| {
                 bencher.iter_custom(|rounds| {
                     let one = |_| {
-                        epoch += 1;
-                        let ids = filled(&consumer, &between, epoch, count);
+                        step += 1;
+                        let ids = filled(&consumer, &between, step, count);
                         let time = drained(&consumer, &between, is_stall, || {
-                            if is_by_epoch {
-                                consumer.end_epoch(epoch);
+                            if is_by_step {
+                                consumer.end_step(step);
                             } else {
                                 consumer.clear_buffer(Some(&ids));
                             }
                         });
-                        consumer.end_epoch(epoch);
-                        between.owner.end_epoch(epoch);
+                        consumer.end_step(step);
+                        between.owner.end_step(step);
                         assert!(
                             consumer.settle(Duration::from_secs(60)) && between.owner.settle(Duration::from_secs(60))
                         );

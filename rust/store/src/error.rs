@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tundish_shm::ShmError;
 
-use crate::Epoch;
+use crate::Step;
 use crate::shard_id::ShardId;
 
 /// Why shards could not be stored, fetched or found.
@@ -60,16 +60,16 @@ pub enum StoreError {
         id: ShardId,
     },
     /// The step ended before its work did.
-    #[error("step {epoch} has ended and was drained meanwhile; nothing is kept of what was fetched or claimed for it")]
+    #[error("step {step} has ended and was drained meanwhile; nothing is kept of what was fetched or claimed for it")]
     StepEnded {
         /// The step.
-        epoch: Epoch,
+        step: Step,
     },
     /// The step is somebody else's.
-    #[error("step {epoch} is another controller's, or this process is among the workers under two addresses")]
+    #[error("step {step} is another controller's, or this process is among the workers under two addresses")]
     StepTaken {
         /// The step.
-        epoch: Epoch,
+        step: Step,
     },
     /// The shard was drained by its id while it was being fetched.
     #[error("shard {id} was drained while it was being fetched; nothing is kept of it")]

@@ -5,7 +5,7 @@
 //!
 //! Invariants:
 //!
-//! 1. Every byte belongs to an epoch or counts as unclaimed. A drained epoch holds nothing: late arrivals are refused and
+//! 1. Every byte belongs to a step or counts as unclaimed. A drained step holds nothing: late arrivals are refused and
 //!    counted.
 //! 2. Memory is bounded in bytes on both sides. A caller at the limit waits, and then gets an error; no living entry is
 //!    evicted.
@@ -37,12 +37,12 @@ pub use memory::transfers::{Outgoing, TensorToStore};
 pub use meta::{Dtype, Meta, Shape};
 pub use node::Node;
 pub use shard_id::{Rows, ShardId, ShardRows};
-pub use stats::{Account, BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
+pub use stats::{Account, BufferStats, Claimed, Kept, Limits, Removed, Stats, StepLedger, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};
 pub use transport::{SegmentRange, Transport, Wanted};
 
 /// The number of a step, given by its controller. Numbers are only compared for equality.
-pub type Epoch = u64;
+pub type Step = u64;
 
-/// Begins epochs and claims shards. Its claims hold as long as it lives.
+/// Begins steps and claims shards. Its claims hold as long as it lives.
 pub type Claimant = u64;

@@ -20,9 +20,9 @@ use crate::memory::slab_pool::Pool;
 use crate::memory::tensor::{Location, Tensor};
 use crate::memory::transfers::{Outgoing, Store, TensorToStore};
 use crate::shard_id::{ShardId, ShardRows};
-use crate::stats::{BufferStats, Claimed, EpochLedger, Kept, Limits, Removed, Stats, StorageStats};
+use crate::stats::{BufferStats, Claimed, Kept, Limits, Removed, Stats, StepLedger, StorageStats};
 use crate::time_limit::TimeLimit;
-use crate::{Claimant, Epoch};
+use crate::{Claimant, Step};
 
 /// The store of one process.
 pub struct Node {
@@ -187,15 +187,15 @@ impl Node {
     }
 
     /// The step that fetches belong to now.
-    pub fn current_epoch(&self) -> Option<Epoch> {
+    pub fn current_step(&self) -> Option<Step> {
         self.buffer.current()
     }
 
     /// The account of a step; `None` where it never began here, or ended too long ago.
-    pub fn ledger(&self, epoch: Epoch) -> Option<EpochLedger> {
-        let mut ledger = EpochLedger { epoch, ..EpochLedger::default() };
-        let stored = self.storage.state.lock().parts.step_status(epoch);
-        let fetched = self.buffer.state.lock().parts.step_status(epoch);
+    pub fn ledger(&self, step: Step) -> Option<StepLedger> {
+        let mut ledger = StepLedger { step, ..StepLedger::default() };
+        let stored = self.storage.state.lock().parts.step_status(step);
+        let fetched = self.buffer.state.lock().parts.step_status(step);
         ledger.stored_bytes = stored.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
         ledger.fetched_bytes = fetched.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
         if stored.is_none() && fetched.is_none() {
@@ -241,7 +241,7 @@ impl Node {
         let (total_bytes, num_entries) = state.parts.held();
         let kept = state.parts.unclaimed().step_counts;
         let current = state.current_part().step_counts;
-        let holding = state.parts.iter().filter(|(epoch, part)| epoch.is_some() && part.step_counts.num_entries > 0);
+        let holding = state.parts.iter().filter(|(step, part)| step.is_some() && part.step_counts.num_entries > 0);
         BufferStats {
             num_entries,
             total_bytes,
@@ -254,7 +254,7 @@ impl Node {
             misses: state.counts.misses,
             late_inserts_refused: state.counts.late,
             in_flight: state.counts.in_flight,
-            oldest_epoch: holding.min_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch),
+            oldest_step: holding.min_by_key(|(_, part)| part.token).and_then(|(step, _)| step),
             memory,
         }
     }
@@ -348,52 +348,52 @@ impl Node {
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where it has ended already, [`StoreError::StepTaken`] where it is another claimant's.
-    pub fn begin_epoch(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
-        self.buffer.begin(epoch, claimant)
+    pub fn begin_step(&self, step: Step, claimant: Claimant) -> Result<(), StoreError> {
+        self.buffer.begin(step, claimant)
     }
 
     /// Claims stored shards for a step, with which they end.
     ///
     /// # Errors
-    /// As of [`begin_epoch`](Node::begin_epoch).
-    pub fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
-        self.storage.claim(epoch, claimant, ids)
+    /// As of [`begin_step`](Node::begin_step).
+    pub fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
+        self.storage.claim(step, claimant, ids)
     }
 
     /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the account.
-    pub fn end_epoch(&self, epoch: Epoch) -> EpochLedger {
-        let stored = self.storage.end(epoch);
-        let fetched = self.buffer.end(epoch);
+    pub fn end_step(&self, step: Step) -> StepLedger {
+        let stored = self.storage.end(step);
+        let fetched = self.buffer.end(step);
         let claims = stored.as_ref().map_or(0, |part| part.step_counts.num_entries);
         let fetches = fetched.as_ref().map_or(0, |part| part.step_counts.num_entries);
         self.drop_thread.drop_later(stored, claims);
         self.drop_thread.drop_later(fetched, fetches);
-        self.ledger(epoch).unwrap_or(EpochLedger { epoch, has_ended: true, ..EpochLedger::default() })
+        self.ledger(step).unwrap_or(StepLedger { step, has_ended: true, ..StepLedger::default() })
     }
 
     /// The claimant is gone: its shards are unclaimed again, and entries that were fetched in its steps are dropped.
     pub fn give_up(&self, claimant: Claimant) {
         let claiming = self.storage.state.lock().parts.of_claimant(claimant);
-        claiming.iter().for_each(|epoch| self.storage.unclaim_all(*epoch));
+        claiming.iter().for_each(|step| self.storage.unclaim_all(*step));
         let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
-        for epoch in claiming.into_iter().chain(fetching) {
-            self.end_epoch(epoch);
+        for step in claiming.into_iter().chain(fetching) {
+            self.end_step(step);
         }
     }
 
     /// All counts, and the account of each step.
     pub fn stats(&self) -> Stats {
-        let (mut past, mut open) = self.storage.state.lock().parts.epochs();
-        let fetching = self.buffer.state.lock().parts.epochs();
+        let (mut past, mut open) = self.storage.state.lock().parts.steps();
+        let fetching = self.buffer.state.lock().parts.steps();
         past.extend(fetching.0);
         open.extend(fetching.1);
         let mut seen = HashSet::new();
-        let epochs = past.into_iter().chain(open).filter(|epoch| seen.insert(*epoch));
+        let steps = past.into_iter().chain(open).filter(|step| seen.insert(*step));
         Stats {
             storage: self.storage_stats(),
             buffer: self.buffer_stats(),
-            current_epoch: self.current_epoch(),
-            epochs: epochs.filter_map(|epoch| self.ledger(epoch)).collect(),
+            current_step: self.current_step(),
+            steps: steps.filter_map(|step| self.ledger(step)).collect(),
         }
     }
 }

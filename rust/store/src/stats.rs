@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::Epoch;
+use crate::Step;
 use crate::shard_id::ShardId;
 
 /// The most bytes that a node holds, on either side: whole slabs, and those that still have a view somewhere.
@@ -109,16 +109,18 @@ pub struct BufferStats {
     /// Tensors that are being fetched.
     pub in_flight: u64,
     /// The step that holds bytes for the longest time.
-    pub oldest_epoch: Option<Epoch>,
+    #[serde(rename = "oldest_epoch")]
+    pub oldest_step: Option<Step>,
     /// Its memory.
     pub memory: Account,
 }
 
 /// The account of one step on one process. `stored + fetched = held + freed` always; after its end nothing is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct EpochLedger {
+pub struct StepLedger {
     /// The step.
-    pub epoch: Epoch,
+    #[serde(rename = "epoch")]
+    pub step: Step,
     /// Whether it has ended.
     pub has_ended: bool,
     /// Bytes of stored shards that it claimed.
@@ -145,7 +147,9 @@ pub struct Stats {
     /// As a consumer.
     pub buffer: BufferStats,
     /// The step that fetches belong to now.
-    pub current_epoch: Option<Epoch>,
+    #[serde(rename = "current_epoch")]
+    pub current_step: Option<Step>,
     /// Every step that has begun or claimed and has not ended, and the last that have, newest last.
-    pub epochs: Vec<EpochLedger>,
+    #[serde(rename = "epochs")]
+    pub steps: Vec<StepLedger>,
 }

@@ -40,17 +40,17 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
     let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
     between.add(OWNER, &owner);
     // What frees in the background starts with the first drain.
-    [&owner, &consumer].into_iter().for_each(|node| assert!(node.end_epoch(0).has_ended));
+    [&owner, &consumer].into_iter().for_each(|node| assert!(node.end_step(0).has_ended));
     // The lock is held within the call, so that no longer than that; a millisecond would do for the call. The machine
     // may be busy, so one quiet round is enough.
-    let mut rounds = (1..=4).map(|epoch| {
-        consumer.begin_epoch(epoch, 0).unwrap();
+    let mut rounds = (1..=4).map(|step| {
+        consumer.begin_step(step, 0).unwrap();
         let ids = fill(&owner, MANY);
-        assert_eq!(owner.claim(epoch, 0, &ids).unwrap().claimed_count, MANY as u64);
+        assert_eq!(owner.claim(step, 0, &ids).unwrap().claimed_count, MANY as u64);
         fetch_all(&consumer, &ids, &between);
         let times = [&owner, &consumer].map(|node| {
             let begin = thread_time();
-            let ledger = node.end_epoch(epoch);
+            let ledger = node.end_step(step);
             let time = thread_time() - begin;
             assert_eq!((ledger.num_entries, ledger.freed_bytes, ledger.held_bytes), (MANY as u64, 64 * MANY as u64, 0));
             assert!(time <= Duration::from_millis(1), "{time:?}");

@@ -76,10 +76,10 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
     for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let len = 1 << 20;
-        consumer.begin_epoch(1, 0).unwrap();
+        consumer.begin_step(1, 0).unwrap();
         let ids = put(&owner, &[vec![7; len]]).unwrap();
         let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &between).unwrap();
-        let ledger = consumer.end_epoch(1);
+        let ledger = consumer.end_step(1);
         assert_eq!((ledger.held_bytes, ledger.viewed_bytes, ledger.escaped_bytes), (0, len as u64, len as u64));
         owner.remove(&ids);
         let holder = if way == Way::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
@@ -103,14 +103,14 @@ fn views_count_after_a_clear_and_idle_memory_is_freed() {
     let len = 1u64 << 20;
     let ids = put(&owner, &[vec![7; len as usize]]).unwrap();
     for node in [&owner, &consumer] {
-        node.begin_epoch(1, 0).unwrap();
+        node.begin_step(1, 0).unwrap();
     }
     let view = fetch(&consumer, &[whole(OWNER, &ids[0], len)], &between).unwrap();
     assert_eq!(consumer.clear_buffer(None), 1);
     let ledger = consumer.ledger(1).unwrap();
     assert_eq!((ledger.viewed_bytes, ledger.held_bytes, ledger.num_entries), (len, 0, 0));
     drop(view);
-    assert_eq!(consumer.end_epoch(1).viewed_bytes, 0);
+    assert_eq!(consumer.end_step(1).viewed_bytes, 0);
     // Kept for the next use, until that is not to come.
     for node in [&owner, &consumer] {
         node.remove(&ids);
@@ -126,18 +126,18 @@ fn slabs_are_used_again() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let tensors = vec![vec![3u8; 100_000]; 40];
     let mut peak = None;
-    for epoch in 0..5 {
-        consumer.begin_epoch(epoch, 0).unwrap();
+    for step in 0..5 {
+        consumer.begin_step(step, 0).unwrap();
         let ids = put(&owner, &tensors).unwrap();
-        owner.claim(epoch, 0, &ids).unwrap();
+        owner.claim(step, 0, &ids).unwrap();
         let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 100_000)).collect();
         drop(fetch(&consumer, &wanted, &between).unwrap());
-        owner.end_epoch(epoch);
-        consumer.end_epoch(epoch);
+        owner.end_step(step);
+        consumer.end_step(step);
         let memory = [owner.stats().storage.memory, consumer.stats().buffer.memory];
         assert_eq!(memory.map(|account| account.used_bytes), [0, 0]);
         let idle = memory.map(|account| account.idle_bytes);
-        assert_eq!(*peak.get_or_insert(idle), idle, "nothing more was made in step {epoch}");
+        assert_eq!(*peak.get_or_insert(idle), idle, "nothing more was made in step {step}");
     }
 }
 
@@ -310,19 +310,19 @@ fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
 fn the_oldest_step_that_holds_bytes_is_named() {
     let (owner, consumer, between) = pair(Way::SegmentRange);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
-    let oldest = || consumer.stats().buffer.oldest_epoch;
+    let oldest = || consumer.stats().buffer.oldest_step;
     // The numbers say nothing, and a step that holds nothing is not named.
-    for epoch in [9, 5, 7] {
-        consumer.begin_epoch(epoch, 1).unwrap();
-        if epoch != 9 {
-            let id = &ids[usize::from(epoch == 7)];
+    for step in [9, 5, 7] {
+        consumer.begin_step(step, 1).unwrap();
+        if step != 9 {
+            let id = &ids[usize::from(step == 7)];
             drop(fetch(&consumer, &[whole(OWNER, id, 10)], &between).unwrap());
             assert_eq!(oldest(), Some(5));
         }
     }
-    consumer.end_epoch(5);
+    consumer.end_step(5);
     assert_eq!(oldest(), Some(7));
-    consumer.end_epoch(7);
+    consumer.end_step(7);
     assert_eq!(oldest(), None);
 }
 

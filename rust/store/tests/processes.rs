@@ -79,7 +79,7 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
     let lent = put(&owner, &[pattern(2, LEN)]).unwrap();
     let held_by_owner = held();
     let stored = put(&node, &[pattern(1, LEN)]).unwrap();
-    node.begin_epoch(1, 0).unwrap();
+    node.begin_step(1, 0).unwrap();
     let views = fetch(&node, &[whole(OWNER, &lent[0], LEN as u64)], &between).unwrap();
     let before = node.stats();
     let is_over = AtomicBool::new(false);
@@ -96,7 +96,7 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
                 Node::forget_inherited();
                 let own = Node::of_process();
                 let stats = own.stats();
-                assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.current_epoch), (0, 0, None));
+                assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.current_step), (0, 0, None));
                 assert!(matches!(own.look_up(&[select(&stored[0])]), Err(StoreError::Missing { .. })));
                 let ids = put(&own, &[pattern(4, LEN)]).unwrap();
                 assert_eq!(own.look_up(&[select(&ids[0])]).unwrap()[0].bytes(), pattern(4, LEN));
@@ -120,7 +120,7 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
         assert_eq!(held(), (held_by_owner.0 + 1, held_by_owner.1));
     });
     assert_eq!(child.join(), 0);
-    node.end_epoch(1);
+    node.end_step(1);
     drop(views);
     node.clear_node();
     assert_eq!(node.stats().storage.memory.used_bytes, 0);

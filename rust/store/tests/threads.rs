@@ -212,7 +212,7 @@ fn a_waiting_thread_does_not_fail_for_rows_that_do_not_exist() {
 fn late_arrivals_are_refused_and_counted() {
     for by_id in [false, true] {
         let (owner, consumer, mut between, ids) = pair(&[vec![1; 500_000], vec![2; 500_000]]);
-        consumer.begin_epoch(5, 1).unwrap();
+        consumer.begin_step(5, 1).unwrap();
         between.after = Box::new({
             let (consumer, ids) = (Arc::clone(&consumer), ids.clone());
             // The first request's bytes are in their space, and then the drain comes.
@@ -220,7 +220,7 @@ fn late_arrivals_are_refused_and_counted() {
                 if number == 0 && by_id {
                     consumer.clear_buffer(Some(&ids));
                 } else if number == 0 {
-                    consumer.end_epoch(5);
+                    consumer.end_step(5);
                 }
                 Ok(())
             }
@@ -229,7 +229,7 @@ fn late_arrivals_are_refused_and_counted() {
         let error = fetch(&consumer, &wanted, &between).unwrap_err();
         match by_id {
             true => assert!(matches!(error, StoreError::Drained { .. })),
-            false => assert!(matches!(error, StoreError::StepEnded { epoch: 5 })),
+            false => assert!(matches!(error, StoreError::StepEnded { step: 5 })),
         }
         let stats = consumer.stats().buffer;
         assert_eq!((stats.num_entries, stats.total_bytes, stats.late_inserts_refused), (0, 0, 1));
@@ -253,22 +253,22 @@ fn a_thread_that_waits_for_a_fetch_of_an_ended_step_fails_or_fetches_itself() {
                 Ok(())
             }
         });
-        consumer.begin_epoch(5, 1).unwrap();
+        consumer.begin_step(5, 1).unwrap();
         let wanted = [whole(OWNER, &ids[0], 100)];
         std::thread::scope(|scope| {
             let first = scope.spawn(|| fetch(&consumer, &wanted, &between).map(drop));
             wait_until(|| between.requests.load(Ordering::SeqCst) == 1);
             if is_of_another_step {
-                consumer.begin_epoch(6, 1).unwrap();
+                consumer.begin_step(6, 1).unwrap();
             }
             let second = scope.spawn(|| fetch(&consumer, &wanted, &between).map(|views| views[0].bytes().to_vec()));
             wait_until(|| consumer.stats().buffer.hits == 1);
-            consumer.end_epoch(5);
+            consumer.end_step(5);
             goes_on.store(true, Ordering::SeqCst);
-            assert!(matches!(first.join().unwrap(), Err(StoreError::StepEnded { epoch: 5 })));
+            assert!(matches!(first.join().unwrap(), Err(StoreError::StepEnded { step: 5 })));
             match second.join().unwrap() {
                 Ok(bytes) => assert!(is_of_another_step && bytes == [1; 100]),
-                Err(error) => assert!(!is_of_another_step && matches!(error, StoreError::StepEnded { epoch: 5 })),
+                Err(error) => assert!(!is_of_another_step && matches!(error, StoreError::StepEnded { step: 5 })),
             }
         });
         let stats = consumer.stats().buffer;
@@ -280,11 +280,11 @@ fn a_thread_that_waits_for_a_fetch_of_an_ended_step_fails_or_fetches_itself() {
 #[test]
 fn steps_that_have_ended_take_nothing_more() {
     let (owner, consumer, between, ids) = pair(&[vec![1; 100]]);
-    consumer.begin_epoch(1, 1).unwrap();
-    consumer.end_epoch(1);
-    assert!(matches!(consumer.begin_epoch(1, 1), Err(StoreError::StepEnded { epoch: 1 })));
-    owner.end_epoch(2);
-    assert!(matches!(owner.claim(2, 1, &ids), Err(StoreError::StepEnded { epoch: 2 })));
+    consumer.begin_step(1, 1).unwrap();
+    consumer.end_step(1);
+    assert!(matches!(consumer.begin_step(1, 1), Err(StoreError::StepEnded { step: 1 })));
+    owner.end_step(2);
+    assert!(matches!(owner.claim(2, 1, &ids), Err(StoreError::StepEnded { step: 2 })));
     assert_eq!(owner.stats().storage.num_entries, 1);
     fetch(&consumer, &[whole(OWNER, &ids[0], 100)], &between).unwrap();
 }
@@ -398,10 +398,10 @@ fn concurrent_calls_leave_nothing_and_mix_no_bytes() {
             });
         }
         let end = Instant::now() + Duration::from_secs(2);
-        for epoch in 0.. {
-            consumer.begin_epoch(epoch, 0).unwrap();
+        for step in 0.. {
+            consumer.begin_step(step, 0).unwrap();
             std::thread::sleep(Duration::from_millis(2));
-            consumer.end_epoch(epoch);
+            consumer.end_step(step);
             if Instant::now() > end {
                 break;
             }

@@ -114,9 +114,9 @@ pub trait Disk: Send + Sync {
     /// The status of `name`; `None` where it does not exist.
     fn look_at(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<Option<FileStat>, CommitError>;
     /// The status of an open folder.
-    fn folder_status(&self, folder: &Self::Folder, path: &Path) -> Result<FileStat, CommitError>;
+    fn folder_stat(&self, folder: &Self::Folder, path: &Path) -> Result<FileStat, CommitError>;
     /// The status of an open file.
-    fn file_status(&self, file: &Self::File, path: &Path) -> Result<FileStat, CommitError>;
+    fn file_stat(&self, file: &Self::File, path: &Path) -> Result<FileStat, CommitError>;
     /// All bytes of a file.
     fn read(&self, file: &Self::File, path: &Path) -> Result<Vec<u8>, CommitError>;
     /// Reads from `offset` on into `buffer`. Returns the number of bytes, possibly fewer than available; 0 only at the
@@ -208,7 +208,7 @@ pub(crate) fn leads_to<D: Disk>(
     let Some(named) = disk.look_at(parent, name, path)? else {
         return Ok(false);
     };
-    Ok(named.is_same(&disk.folder_status(folder, path)?))
+    Ok(named.is_same(&disk.folder_stat(folder, path)?))
 }
 
 /// Writes all of `bytes` at `offset`, in pieces of at most `piece` bytes; calls `wrote` with each range.

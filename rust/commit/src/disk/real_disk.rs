@@ -126,17 +126,17 @@ impl Disk for RealDisk {
         }
     }
 
-    fn folder_status(&self, folder: &OwnedFd, path: &Path) -> Result<FileStat, CommitError> {
-        open_status(folder, path)
+    fn folder_stat(&self, folder: &OwnedFd, path: &Path) -> Result<FileStat, CommitError> {
+        open_stat(folder, path)
     }
 
-    fn file_status(&self, file: &File, path: &Path) -> Result<FileStat, CommitError> {
-        open_status(file, path)
+    fn file_stat(&self, file: &File, path: &Path) -> Result<FileStat, CommitError> {
+        open_stat(file, path)
     }
 
     fn read(&self, file: &File, path: &Path) -> Result<Vec<u8>, CommitError> {
         let mut bytes = Vec::new();
-        let mut room = usize::try_from(self.file_status(file, path)?.size).unwrap_or(usize::MAX).max(1);
+        let mut room = usize::try_from(self.file_stat(file, path)?.size).unwrap_or(usize::MAX).max(1);
         loop {
             let end = bytes.len();
             bytes.try_reserve(room).map_err(|_| CommitError::io("find memory to read", path, Errno::NOMEM))?;
@@ -324,7 +324,7 @@ fn status(stat: &Stat) -> FileStat {
     FileStat { kind, device: stat.st_dev as u64, number: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
 }
 
-fn open_status(descriptor: impl AsFd, path: &Path) -> Result<FileStat, CommitError> {
+fn open_stat(descriptor: impl AsFd, path: &Path) -> Result<FileStat, CommitError> {
     ask("look at", path, || rustix::fs::fstat(&descriptor)).map(|stat| status(&stat))
 }
 

@@ -39,7 +39,7 @@ fn remove_inner_folder<D: Disk>(
         Err(error) if error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => return Err(not_removed),
         outcome => outcome?,
     };
-    if disk.folder_status(&inner, path)?.device != disk.folder_status(folder, path)?.device {
+    if disk.folder_stat(&inner, path)?.device != disk.folder_stat(folder, path)?.device {
         return Err(CommitError::io("remove the mounted file system at", path, Errno::BUSY));
     }
     remove_contents(disk, &inner, path)?;

@@ -54,7 +54,7 @@ impl<D: Disk> FolderTree<D> {
             }
             error => error,
         })?;
-        let parent = disk.folder_status(&parent, &parent_path)?;
+        let parent = disk.folder_stat(&parent, &parent_path)?;
         let first = Open { name: String::new(), path: folder.to_path_buf(), folder: opened };
         // The lock shows the next owner of the root that somebody writes here. A process that already holds an
         // exclusive lock is about to remove the folder.

@@ -52,7 +52,7 @@ pub fn checksum_file(
     };
     let parent = disk.open_path(&parent_path)?;
     let file = disk.open_file(&parent, &leaf, path)?;
-    let status = disk.file_status(&file, path)?;
+    let status = disk.file_stat(&file, path)?;
     if status.kind != EntryKind::File {
         return Err(CommitError::io("read as a file of a checkpoint", path, Errno::INVAL));
     }

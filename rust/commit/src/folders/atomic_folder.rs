@@ -132,7 +132,7 @@ impl AtomicFolder {
         self.write_status.check_complete()?;
         RealDisk.open_to_readers(&self.unfinished.directory, &self.unfinished.path)?;
         RealDisk.fsync_folder(&self.unfinished.directory, &self.unfinished.path)?;
-        let moved = RealDisk.folder_status(&self.unfinished.directory, &self.unfinished.path)?;
+        let moved = RealDisk.folder_stat(&self.unfinished.directory, &self.unfinished.path)?;
         let renamed =
             RealDisk.rename((&self.parent, &self.unfinished.name), (&self.parent, &self.target_name), &self.target);
         self.confirm(renamed, &moved)?;
@@ -200,7 +200,7 @@ pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), Commit
     file.append(bytes)?;
     let file = file.finish_open()?;
     RealDisk.fsync_folder(&folder.unfinished.directory, &folder.unfinished.path)?;
-    let moved = RealDisk.file_status(&file, &folder.target)?;
+    let moved = RealDisk.file_stat(&file, &folder.target)?;
     let renamed = RealDisk.rename(
         (&folder.unfinished.directory, OsStr::new(name)),
         (&folder.parent, &folder.target_name),
@@ -249,7 +249,7 @@ fn check_target_is_free(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(
     if !RealDisk.list(&directory, path)?.is_empty() {
         return Err(taken());
     }
-    if status.device != RealDisk.folder_status(parent, path)?.device {
+    if status.device != RealDisk.folder_stat(parent, path)?.device {
         return Err(CommitError::io("rename over the mounted file system at", path, Errno::BUSY));
     }
     Ok(())

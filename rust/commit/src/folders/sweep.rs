@@ -77,8 +77,8 @@ fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fa
         Err(error) if error.is(Errno::ACCESS) && !is_own(parent, name) => return Ok(Fate::NotOurs),
         outcome => outcome?,
     };
-    let status = RealDisk.folder_status(&directory, path)?;
-    let is_mount_point = status.device != RealDisk.folder_status(parent, path)?.device;
+    let status = RealDisk.folder_stat(&directory, path)?;
+    let is_mount_point = status.device != RealDisk.folder_stat(parent, path)?.device;
     if status.user != geteuid().as_raw() || is_mount_point {
         return Ok(Fate::NotOurs);
     }

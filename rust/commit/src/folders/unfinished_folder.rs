@@ -105,7 +105,7 @@ fn random(path: &Path) -> Result<u32, CommitError> {
 /// It combines the random boot id with the device number: two mounts of one network export do not share locks even on
 /// one machine.
 pub(crate) fn local_tag(directory: &OwnedFd, path: &Path) -> Result<Option<u32>, CommitError> {
-    let device = RealDisk.folder_status(directory, path)?.device as u32;
+    let device = RealDisk.folder_stat(directory, path)?.device as u32;
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot = boot.get(..8).and_then(|digits| u32::from_str_radix(digits, 16).ok());
     // An odd factor near 2^32 over the golden ratio spreads small device numbers over all bits.

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::Root;
-use super::contents::checkpoint::Published;
-use super::contents::{Checkpoint, CheckpointKey, Checkpoints, root_names};
+use super::contents::checkpoint::PublishedCheckpoint;
+use super::contents::{CheckpointInfo, CheckpointKey, Checkpoints, root_names};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind};
@@ -21,7 +21,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ///
     /// # Errors
     /// [`CommitError::Io`] when the root cannot be read.
-    pub fn list(&self) -> Result<Vec<Checkpoint>, CommitError> {
+    pub fn list(&self) -> Result<Vec<CheckpointInfo>, CommitError> {
         self.forget_missing()?;
         Ok(self.published()?.into_values().map(|published| published.checkpoint.clone()).collect())
     }
@@ -75,7 +75,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Whether the name leads to a folder with the manifest file of that checkpoint.
-    fn is_there(&self, (kind, step): CheckpointKey, published: &Published) -> Result<bool, CommitError> {
+    fn is_there(&self, (kind, step): CheckpointKey, published: &PublishedCheckpoint) -> Result<bool, CommitError> {
         let folder = match self.root.open_folder(&root_names::checkpoint(kind, step)) {
             // It is gone, or this library did not make it.
             Err(error)

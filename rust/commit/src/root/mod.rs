@@ -36,7 +36,7 @@ mod remove;
 mod writer_lock;
 
 pub use checkpoint_root::Root;
-pub use contents::{Checkpoint, Damage};
+pub use contents::{CheckpointInfo, Damage};
 pub use open::OpenOptions;
 pub use reading::{DamagedCheckpoint, ReadLock, ReadonlyRoot, RootListing, read_lock_at, verify_checkpoint};
 pub use recovery::Recovery;

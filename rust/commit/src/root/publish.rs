@@ -7,8 +7,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::{InProgress, Root, State};
-use super::contents::checkpoint::{Published, check_contents};
-use super::contents::{Checkpoint, CheckpointKey, OpenFolder, registry_file, root_names};
+use super::contents::checkpoint::{PublishedCheckpoint, check_contents};
+use super::contents::{CheckpointInfo, CheckpointKey, OpenFolder, registry_file, root_names};
 use super::reading::{ReaderExclusion, exclude_readers};
 use crate::disk::{Disk, EntryKind, LockMode};
 use crate::error::CommitError;
@@ -173,7 +173,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         key: CheckpointKey,
         text: &str,
         overwrite: bool,
-    ) -> Result<(Arc<Published>, Option<ReaderExclusion<D>>), CommitError> {
+    ) -> Result<(Arc<PublishedCheckpoint>, Option<ReaderExclusion<D>>), CommitError> {
         // A text without a checksum is no manifest, and is refused as such.
         let text = &add_manifest_checksum(text).unwrap_or_else(|| text.to_owned());
         let (unfinished, manifest) = self.check_publishable(key, text)?;
@@ -196,8 +196,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
             });
         }
         self.state()?.uncertain.remove(&key);
-        let checkpoint = Checkpoint::new(path, manifest);
-        Ok((Arc::new(Published { checkpoint, manifest: manifest_file }), replaced))
+        let checkpoint = CheckpointInfo::new(path, manifest);
+        Ok((Arc::new(PublishedCheckpoint { checkpoint, manifest: manifest_file }), replaced))
     }
 
     /// A rename certainly failed if the folder still has its hidden name. Where that is unknown, as on a network file
@@ -211,7 +211,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Writes the registry and the link with a checkpoint that is durable now.
-    fn record(&self, key: CheckpointKey, published: &Arc<Published>) -> Result<(), CommitError> {
+    fn record(&self, key: CheckpointKey, published: &Arc<PublishedCheckpoint>) -> Result<(), CommitError> {
         let mut recorded = self.published()?;
         recorded.insert(key, Arc::clone(published));
         registry_file::write_registry(&self.root, &recorded)?;

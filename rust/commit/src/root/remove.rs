@@ -10,7 +10,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::Root;
-use super::contents::checkpoint::Published;
+use super::contents::checkpoint::PublishedCheckpoint;
 use super::contents::{CheckpointKey, registry_file, root_names};
 use super::reading::exclude_readers;
 use crate::disk::Disk;
@@ -85,7 +85,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Takes a checkpoint off the list of published ones, unless it is protected.
-    fn unlist(&self, key: CheckpointKey) -> Result<Option<Arc<Published>>, CommitError> {
+    fn unlist(&self, key: CheckpointKey) -> Result<Option<Arc<PublishedCheckpoint>>, CommitError> {
         let mut state = self.state()?;
         if state.protected.contains(&key.1) {
             return Err(CommitError::CheckpointInUse { path: self.checkpoint_path(key), reason: "it is protected" });

@@ -257,11 +257,11 @@ impl Disk for ModelDisk {
         self.call(path, |world| Ok(world.find(*folder, name).ok().map(|number| world.status(number))))
     }
 
-    fn folder_status(&self, folder: &Number, path: &Path) -> Result<FileStat, CommitError> {
+    fn folder_stat(&self, folder: &Number, path: &Path) -> Result<FileStat, CommitError> {
         self.call(path, |world| Ok(world.status(*folder)))
     }
 
-    fn file_status(&self, file: &Number, path: &Path) -> Result<FileStat, CommitError> {
+    fn file_stat(&self, file: &Number, path: &Path) -> Result<FileStat, CommitError> {
         self.call(path, |world| Ok(world.status(*file)))
     }
 

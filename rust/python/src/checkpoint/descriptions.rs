@@ -4,7 +4,7 @@ use pyo3::exceptions::{PyRecursionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString};
 use tundish_commit::CheckpointKind;
-use tundish_commit::root::{Checkpoint, Damage};
+use tundish_commit::root::{CheckpointInfo, Damage};
 
 use crate::error::BindingError;
 
@@ -19,7 +19,7 @@ pub(crate) fn parse_kind(kind: &str) -> Result<CheckpointKind, BindingError> {
     kind.parse().map_err(|_| BindingError::Value(format!("kind is {kind:?}: give 'hf' or 'dcp'")))
 }
 
-pub(crate) fn checkpoint_dicts<'py>(py: Python<'py>, checkpoints: &[Checkpoint]) -> PyResult<Bound<'py, PyList>> {
+pub(crate) fn checkpoint_dicts<'py>(py: Python<'py>, checkpoints: &[CheckpointInfo]) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for checkpoint in checkpoints {
         list.append(checkpoint_dict(py, checkpoint)?)?;
@@ -27,7 +27,7 @@ pub(crate) fn checkpoint_dicts<'py>(py: Python<'py>, checkpoints: &[Checkpoint])
     Ok(list)
 }
 
-pub(crate) fn checkpoint_dict<'py>(py: Python<'py>, checkpoint: &Checkpoint) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn checkpoint_dict<'py>(py: Python<'py>, checkpoint: &CheckpointInfo) -> PyResult<Bound<'py, PyDict>> {
     let entry = PyDict::new(py);
     entry.set_item("kind", checkpoint.kind.to_string())?;
     entry.set_item("step", checkpoint.step)?;

@@ -177,7 +177,7 @@ impl SharedSegment {
     fn nbytes(&self) -> usize {
         match &*self.role {
             SegmentRole::Owner(own) => own.len,
-            SegmentRole::Reader(attachment) => attachment.facts().data_len,
+            SegmentRole::Reader(attachment) => attachment.header().data_len,
         }
     }
 
@@ -188,7 +188,7 @@ impl SharedSegment {
             py,
             match &*self.role {
                 SegmentRole::Owner(own) => &own.layout,
-                SegmentRole::Reader(attachment) => &attachment.facts().layout,
+                SegmentRole::Reader(attachment) => &attachment.header().layout,
             },
         )
     }

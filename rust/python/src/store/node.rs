@@ -180,7 +180,7 @@ impl ShardStore {
     /// Begins a step: later fetches belong to it.
     #[staticmethod]
     fn begin_epoch(py: Python<'_>, epoch: u64, claimant: u64) -> PyResult<()> {
-        enter(py, None, move |_| Ok(Node::of_process().begin_epoch(epoch, claimant)?))
+        enter(py, None, move |_| Ok(Node::of_process().begin_step(epoch, claimant)?))
     }
 
     /// Claims shards for a step. Returns their bytes, the missing ones, and those of other steps.
@@ -206,7 +206,7 @@ impl ShardStore {
     /// Ends a step: drops its claimed shards and fetched entries. Returns its account in JSON.
     #[staticmethod]
     fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {
-        as_json(&py.detach(|| Node::of_process().end_epoch(epoch)))
+        as_json(&py.detach(|| Node::of_process().end_step(epoch)))
     }
 
     /// Keeps shards and fetched entries beyond their step. Returns their number.
@@ -220,7 +220,7 @@ impl ShardStore {
     /// The step that fetches belong to.
     #[staticmethod]
     fn current_epoch() -> Option<u64> {
-        Node::of_process().current_epoch()
+        Node::of_process().current_step()
     }
 
     /// All counts, in JSON.

@@ -196,10 +196,10 @@ impl KnownSegment {
             return Err(ShmError::NotASegment { segment: name, reason: "it is not sealed".to_owned() });
         }
         let size = usize::try_from(memory_file::status(file.as_fd())?.st_size).unwrap_or(0);
-        let facts = SegmentHeader::read(file.as_fd(), size, &name)?;
+        let header = SegmentHeader::read(file.as_fd(), size, &name)?;
         let map = Mapping::new(&file, size.next_multiple_of(rustix::param::page_size()), Access::Write)?;
         map.populate(0, map.len());
-        Ok(KnownSegment { map, file, identity: facts.identity, sender, is_opened: AtomicBool::new(false) })
+        Ok(KnownSegment { map, file, identity: header.identity, sender, is_opened: AtomicBool::new(false) })
     }
 }
 

@@ -57,7 +57,7 @@ impl<'a> Probe<'a> {
             let Some((file, stat)) = directory.open(name, OFlags::RDWR)? else { return Ok(None) };
             let bytes = usize::try_from(stat.st_size).unwrap_or_default();
             let maker = match SegmentHeader::read(file.as_fd(), bytes, name.as_str()) {
-                Ok(facts) => facts.maker,
+                Ok(header) => header.maker,
                 Err(ShmError::NotASegment { .. }) => return Ok(None),
                 Err(error) => return Err(error),
             };

@@ -39,7 +39,7 @@ pub struct Attachment {
     map: Mapping,
     /// The description that the mapping was made from, with the shared lock.
     file: OwnedFd,
-    facts: SegmentHeader,
+    header: SegmentHeader,
     is_own: bool,
     /// Let go of last.
     keeper: Option<Keeper>,
@@ -84,21 +84,21 @@ impl Attachment {
             let reason = "it is not sealed".to_owned();
             return Err(Refusal::Other(ShmError::NotASegment { segment: name, reason }));
         }
-        let (facts, size) = lease(file.as_fd(), meant, &name)?;
+        let (header, size) = lease(file.as_fd(), meant, &name)?;
         let size = size.next_multiple_of(rustix::param::page_size());
         let map = Mapping::new(&file, size, Access::Read).map_err(Refusal::Other)?;
         let is_own = meant.is_some_and(|meant| meant.process == process::id());
-        Ok(Attachment { map, file, facts, is_own, keeper })
+        Ok(Attachment { map, file, header, is_own, keeper })
     }
 
-    /// The first byte of data; valid for reads of [`facts`](Attachment::facts)`.data_len` bytes as long as it lives.
+    /// The first byte of data; valid for reads of [`header`](Attachment::header)`.data_len` bytes as long as it lives.
     pub fn data(&self) -> *const u8 {
         self.map.start().wrapping_add(DATA_START)
     }
 
     /// The contents of the header.
-    pub fn facts(&self) -> &SegmentHeader {
-        &self.facts
+    pub fn header(&self) -> &SegmentHeader {
+        &self.header
     }
 
     /// Its file, open for reading, with the lease.
@@ -111,8 +111,8 @@ impl Attachment {
         SegmentAddress {
             process: process::id(),
             descriptor: self.file.as_raw_fd(),
-            identity: self.facts.identity,
-            generation: self.facts.generation,
+            identity: self.header.identity,
+            generation: self.header.generation,
         }
     }
 
@@ -196,11 +196,11 @@ fn lease(file: BorrowedFd<'_>, meant: Option<&SegmentAddress>, name: &str) -> Re
     if !memory_file::lock_shared(file).map_err(Refusal::Other)? {
         return Err(gone("its owner is about to use it again"));
     }
-    let facts = read()?;
-    if meant.is_some_and(|meant| meant.generation != facts.generation) {
+    let header = read()?;
+    if meant.is_some_and(|meant| meant.generation != header.generation) {
         return Err(gone(GIVEN_BACK));
     }
-    Ok((facts, size))
+    Ok((header, size))
 }
 
 /// Registers an attachment; returns the registered one if the segment is attached already.
@@ -209,8 +209,8 @@ pub fn add(attachment: Attachment) -> Arc<Attachment> {
     if registry.len() >= CROWDED && registry.len() == registry.capacity() {
         registry.retain(|_, attached| attached.strong_count() > 0);
     }
-    let place = registry.entry(attachment.facts.identity).or_default();
-    let known = place.upgrade().filter(|known| known.facts.generation == attachment.facts.generation);
+    let place = registry.entry(attachment.header.identity).or_default();
+    let known = place.upgrade().filter(|known| known.header.generation == attachment.header.generation);
     if let Some(known) = known {
         // Dropping the second attachment may wait for other processes, so it happens without the lock.
         drop(registry);
@@ -235,7 +235,7 @@ pub fn attached_bytes() -> usize {
 fn find(address: &SegmentAddress) -> Result<Option<Arc<Attachment>>, ShmError> {
     let Some(attachment) = lock().get(&address.identity).and_then(Weak::upgrade) else { return Ok(None) };
     // As long as it lives the segment is not used again, so one of another generation never was, or is to come.
-    if attachment.facts.generation == address.generation {
+    if attachment.header.generation == address.generation {
         return Ok(Some(attachment));
     }
     Err(ShmError::Gone { segment: describe(address), reason: GIVEN_BACK.to_owned() })

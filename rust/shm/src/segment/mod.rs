@@ -263,14 +263,14 @@ impl Segment {
                  fields one by one"
             )));
         }
-        let facts = SegmentHeader {
+        let header = SegmentHeader {
             identity: self.identity,
             generation: self.generation,
             data_len: len,
             maker: process::id(),
             layout: layout.to_vec(),
         };
-        facts.write(&self.map);
+        header.write(&self.map);
         if !self.is_sealed && self.can_be_sealed {
             self.seal()?;
         }

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::StoreError;
 use crate::shard_id::ShardId;
-use crate::{Claimant, Epoch};
+use crate::{Claimant, Step};
 
 /// Steps that ended and are remembered.
 const REMEMBERED: usize = 256;
@@ -80,7 +80,7 @@ impl<V> StepEntries<V> {
 
 /// A step that ended.
 pub(crate) struct EndedStep {
-    pub(crate) epoch: Epoch,
+    pub(crate) step: Step,
     /// Of its part, where it had one.
     token: Option<u64>,
     pub(crate) step_counts: StepCounts,
@@ -96,7 +96,7 @@ pub(crate) struct StepStatus {
 
 /// All entries: those of no step, of each step that has begun, and of the next one.
 pub(crate) struct EntriesByStep<V> {
-    parts: HashMap<Option<Epoch>, StepEntries<V>>,
+    parts: HashMap<Option<Step>, StepEntries<V>>,
     /// The entries that the next step begins with.
     next: StepEntries<V>,
     past: VecDeque<EndedStep>,
@@ -117,13 +117,13 @@ impl<V> EntriesByStep<V> {
     }
 
     /// The part of a step. If the step has not begun, it begins for `claimant` with the entries of the next step.
-    pub(crate) fn begin(&mut self, epoch: Epoch, claimant: Claimant) -> Result<&mut StepEntries<V>, StoreError> {
-        if self.past(epoch).is_some() {
-            return Err(StoreError::StepEnded { epoch });
+    pub(crate) fn begin(&mut self, step: Step, claimant: Claimant) -> Result<&mut StepEntries<V>, StoreError> {
+        if self.past(step).is_some() {
+            return Err(StoreError::StepEnded { step });
         }
-        match self.parts.entry(Some(epoch)) {
+        match self.parts.entry(Some(step)) {
             Entry::Occupied(begun) if begun.get().claimant == Some(claimant) => Ok(begun.into_mut()),
-            Entry::Occupied(_) => Err(StoreError::StepTaken { epoch }),
+            Entry::Occupied(_) => Err(StoreError::StepTaken { step }),
             Entry::Vacant(place) => {
                 let next = StepEntries::new(self.next_token, None);
                 self.next_token += 1;
@@ -135,14 +135,14 @@ impl<V> EntriesByStep<V> {
     }
 
     /// Takes the step's part out; `None` where it had none. It does not begin again.
-    pub(crate) fn end(&mut self, epoch: Epoch) -> Option<StepEntries<V>> {
-        let part = self.parts.remove(&Some(epoch));
-        if self.past(epoch).is_none() {
+    pub(crate) fn end(&mut self, step: Step) -> Option<StepEntries<V>> {
+        let part = self.parts.remove(&Some(step));
+        if self.past(step).is_none() {
             let (mut step_counts, viewed) =
                 part.as_ref().map_or_else(Default::default, |part| (part.step_counts, Arc::clone(&part.viewed)));
             step_counts.freed_bytes += std::mem::take(&mut step_counts.held_bytes);
             let token = part.as_ref().map(|part| part.token);
-            self.past.push_back(EndedStep { epoch, token, step_counts, viewed });
+            self.past.push_back(EndedStep { step, token, step_counts, viewed });
             if self.past.len() > REMEMBERED {
                 self.past.pop_front();
             }
@@ -157,12 +157,12 @@ impl<V> EntriesByStep<V> {
         parts
     }
 
-    pub(crate) fn get(&self, epoch: Option<Epoch>) -> Option<&StepEntries<V>> {
-        self.parts.get(&epoch)
+    pub(crate) fn get(&self, step: Option<Step>) -> Option<&StepEntries<V>> {
+        self.parts.get(&step)
     }
 
-    pub(crate) fn get_mut(&mut self, epoch: Option<Epoch>) -> Option<&mut StepEntries<V>> {
-        self.parts.get_mut(&epoch)
+    pub(crate) fn get_mut(&mut self, step: Option<Step>) -> Option<&mut StepEntries<V>> {
+        self.parts.get_mut(&step)
     }
 
     /// The part of no step, which is always there.
@@ -188,39 +188,39 @@ impl<V> EntriesByStep<V> {
         self.past.iter().rev().find(|past| past.token == Some(token))
     }
 
-    pub(crate) fn past(&self, epoch: Epoch) -> Option<&EndedStep> {
-        self.past.iter().rev().find(|past| past.epoch == epoch)
+    pub(crate) fn past(&self, step: Step) -> Option<&EndedStep> {
+        self.past.iter().rev().find(|past| past.step == step)
     }
 
     /// How a step stands; `None` where it never began, or ended too long ago.
-    pub(crate) fn step_status(&self, epoch: Epoch) -> Option<StepStatus> {
-        let (step_counts, viewed, has_ended) = match self.get(Some(epoch)) {
+    pub(crate) fn step_status(&self, step: Step) -> Option<StepStatus> {
+        let (step_counts, viewed, has_ended) = match self.get(Some(step)) {
             Some(part) => (part.step_counts, &part.viewed, false),
-            None => self.past(epoch).map(|past| (past.step_counts, &past.viewed, true))?,
+            None => self.past(step).map(|past| (past.step_counts, &past.viewed, true))?,
         };
         Some(StepStatus { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
     }
 
     /// The last steps that have ended, and those that have not, the newest last.
-    pub(crate) fn epochs(&self) -> (Vec<Epoch>, Vec<Epoch>) {
-        let mut open: Vec<_> = self.iter().filter_map(|(epoch, part)| Some((part.token, epoch?))).collect();
+    pub(crate) fn steps(&self) -> (Vec<Step>, Vec<Step>) {
+        let mut open: Vec<_> = self.iter().filter_map(|(step, part)| Some((part.token, step?))).collect();
         open.sort_unstable();
-        let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.epoch);
-        (past.collect(), open.into_iter().map(|(_, epoch)| epoch).collect())
+        let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.step);
+        (past.collect(), open.into_iter().map(|(_, step)| step).collect())
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (Option<Epoch>, &StepEntries<V>)> {
-        self.parts.iter().map(|(epoch, part)| (*epoch, part)).chain([(None, &self.next)])
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (Option<Step>, &StepEntries<V>)> {
+        self.parts.iter().map(|(step, part)| (*step, part)).chain([(None, &self.next)])
     }
 
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Option<Epoch>, &mut StepEntries<V>)> {
-        self.parts.iter_mut().map(|(epoch, part)| (*epoch, part)).chain([(None, &mut self.next)])
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Option<Step>, &mut StepEntries<V>)> {
+        self.parts.iter_mut().map(|(step, part)| (*step, part)).chain([(None, &mut self.next)])
     }
 
     /// Steps of this claimant.
-    pub(crate) fn of_claimant(&self, claimant: Claimant) -> Vec<Epoch> {
+    pub(crate) fn of_claimant(&self, claimant: Claimant) -> Vec<Step> {
         let its = self.iter().filter(|(_, part)| part.claimant == Some(claimant));
-        its.filter_map(|(epoch, _)| epoch).collect()
+        its.filter_map(|(step, _)| step).collect()
     }
 
     /// Bytes and entries of all.

@@ -20,7 +20,7 @@ use crate::entries::fair_lock::FairLock;
 use crate::entries::in_flight::{InFlight, Outcome, covers};
 use crate::error::StoreError;
 use crate::shard_id::{Rows, ShardId};
-use crate::{Claimant, Epoch};
+use crate::{Claimant, Step};
 
 /// A fetched shard, or some of its rows.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub(crate) type Entries<P> = SmallVec<[FetchedShard<P>; 1]>;
 #[derive(Clone, Debug)]
 pub(crate) struct CallStep {
     /// `None` for the next step.
-    epoch: Option<Epoch>,
+    step: Option<Step>,
     /// The token of its part.
     token: u64,
     pub(crate) viewed: Viewed,
@@ -78,7 +78,7 @@ pub(crate) struct FetchCounts {
 pub(crate) struct State<P> {
     pub(crate) parts: EntriesByStep<Entries<P>>,
     flights: HashMap<ShardId, SmallVec<[Arc<InFlight<P>>; 1]>>,
-    current: Option<Epoch>,
+    current: Option<Step>,
     pub(crate) counts: FetchCounts,
 }
 
@@ -99,23 +99,23 @@ impl<P: Clone> Buffer<P> {
     }
 
     /// Begins a step: later calls belong to it.
-    pub(crate) fn begin(&self, epoch: Epoch, claimant: Claimant) -> Result<(), StoreError> {
+    pub(crate) fn begin(&self, step: Step, claimant: Claimant) -> Result<(), StoreError> {
         let mut state = self.state.lock();
-        state.parts.begin(epoch, claimant)?;
-        state.current = Some(epoch);
+        state.parts.begin(step, claimant)?;
+        state.current = Some(step);
         Ok(())
     }
 
-    pub(crate) fn current(&self) -> Option<Epoch> {
+    pub(crate) fn current(&self) -> Option<Step> {
         self.state.lock().current
     }
 
     /// The step of a call that begins now.
     pub(crate) fn call_step(&self) -> CallStep {
         let state = self.state.lock();
-        let epoch = state.current;
+        let step = state.current;
         let part = state.current_part();
-        CallStep { epoch, token: part.token, viewed: Arc::clone(&part.viewed) }
+        CallStep { step, token: part.token, viewed: Arc::clone(&part.viewed) }
     }
 
     /// Asks for at most [`TURN`](crate::entries::fair_lock) shards. `is_first` if the caller asks for the first time.
@@ -130,7 +130,7 @@ impl<P: Clone> Buffer<P> {
     ) -> Result<Vec<BufferLookup<P>>, StoreError> {
         let mut state = self.state.lock();
         let token = state.part_of(call_step)?.token;
-        Ok(wanted.iter().map(|key| state.ask(call_step.epoch, token, key, is_first)).collect())
+        Ok(wanted.iter().map(|key| state.ask(call_step.step, token, key, is_first)).collect())
     }
 
     /// A fetched shard has arrived: keeps it, and gives it to all threads that wait for it.
@@ -160,10 +160,10 @@ impl<P: Clone> Buffer<P> {
     }
 
     /// Ends a step, and returns its entries to be dropped.
-    pub(crate) fn end(&self, epoch: Epoch) -> Option<StepEntries<Entries<P>>> {
+    pub(crate) fn end(&self, step: Step) -> Option<StepEntries<Entries<P>>> {
         let mut state = self.state.lock();
-        let part = state.parts.end(epoch);
-        if state.current == Some(epoch) {
+        let part = state.parts.end(step);
+        if state.current == Some(step) {
             state.current = state.newest();
         }
         part
@@ -214,16 +214,16 @@ impl<P: Clone> State<P> {
 
     /// The part that a call's fetches go to.
     fn part_of(&self, call_step: &CallStep) -> Result<&StepEntries<Entries<P>>, StoreError> {
-        self.parts.with_token(call_step.token).ok_or_else(|| self.ended(call_step.token, call_step.epoch))
+        self.parts.with_token(call_step.token).ok_or_else(|| self.ended(call_step.token, call_step.step))
     }
 
     /// The step of this part has ended.
-    fn ended(&self, token: u64, epoch: Option<Epoch>) -> StoreError {
-        let epoch = self.parts.past_of_token(token).map(|past| past.epoch).or(epoch);
-        StoreError::StepEnded { epoch: epoch.unwrap_or_default() }
+    fn ended(&self, token: u64, step: Option<Step>) -> StoreError {
+        let step = self.parts.past_of_token(token).map(|past| past.step).or(step);
+        StoreError::StepEnded { step: step.unwrap_or_default() }
     }
 
-    fn ask(&mut self, epoch: Option<Epoch>, token: u64, key: &ShardKey, is_first: bool) -> BufferLookup<P> {
+    fn ask(&mut self, step: Option<Step>, token: u64, key: &ShardKey, is_first: bool) -> BufferLookup<P> {
         if let Some(held) = self.find(key) {
             let hit = BufferLookup::Hit(held.payload.clone(), held.rows.clone());
             self.counts.hits += u64::from(is_first);
@@ -236,7 +236,7 @@ impl<P: Clone> State<P> {
         }
         self.counts.misses += 1;
         self.counts.in_flight += 1;
-        let flight = InFlight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), epoch, token);
+        let flight = InFlight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), step, token);
         let flight = Arc::new(flight);
         self.flights.entry(key.id.clone()).or_default().push(Arc::clone(&flight));
         BufferLookup::Leads(flight)
@@ -274,15 +274,15 @@ impl<P: Clone> State<P> {
         if self.parts.with_token(flight.token).is_none() {
             // Those of another step have to ask anew, and those of this one will learn then that it ended.
             flight.land(Outcome::Again);
-            return self.ended(flight.token, flight.epoch);
+            return self.ended(flight.token, flight.step);
         }
         flight.cancel();
         StoreError::Drained { id: flight.id.clone() }
     }
 
-    fn newest(&self) -> Option<Epoch> {
-        let begun = self.parts.iter().filter(|(epoch, _)| epoch.is_some());
-        begun.max_by_key(|(_, part)| part.token).and_then(|(epoch, _)| epoch)
+    fn newest(&self) -> Option<Step> {
+        let begun = self.parts.iter().filter(|(step, _)| step.is_some());
+        begun.max_by_key(|(_, part)| part.token).and_then(|(step, _)| step)
     }
 
     /// Moves the entries of a shard to those of no step. Returns their number.

@@ -5,7 +5,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use crate::Epoch;
+use crate::Step;
 use crate::entries::sync::{Condvar, Mutex};
 use crate::error::StoreError;
 use crate::shard_id::{Rows, ShardId};
@@ -28,15 +28,15 @@ pub(crate) struct InFlight<P> {
     pub(crate) owner: Arc<str>,
     pub(crate) rows: Option<Rows>,
     /// Under which it was begun, and the part of that step at that time.
-    pub(crate) epoch: Option<Epoch>,
+    pub(crate) step: Option<Step>,
     pub(crate) token: u64,
     outcome: Mutex<Option<Outcome<P>>>,
     landed: Condvar,
 }
 
 impl<P: Clone> InFlight<P> {
-    pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Option<Rows>, epoch: Option<Epoch>, token: u64) -> Self {
-        InFlight { id, owner, rows, epoch, token, outcome: Mutex::new(None), landed: Condvar::new() }
+    pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Option<Rows>, step: Option<Step>, token: u64) -> Self {
+        InFlight { id, owner, rows, step, token, outcome: Mutex::new(None), landed: Condvar::new() }
     }
 
     /// Sets the outcome, unless it is set, and wakes all waiting threads.

@@ -12,7 +12,7 @@ use crate::entries::fair_lock::FairLock;
 use crate::error::{MissingShard, StoreError};
 use crate::shard_id::ShardId;
 use crate::stats::{Claimed, Removed};
-use crate::{Claimant, Epoch};
+use crate::{Claimant, Step};
 
 /// A shard that is stored.
 #[derive(Debug)]
@@ -137,14 +137,14 @@ impl<P: Clone> Storage<P> {
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] if it has ended; [`StoreError::StepTaken`] if it is another claimant's.
-    pub(crate) fn claim(&self, epoch: Epoch, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
+    pub(crate) fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
-        self.state.lock().parts.begin(epoch, claimant)?;
+        self.state.lock().parts.begin(step, claimant)?;
         let turns = self.state.in_turns(ids, |state, some| {
-            if state.parts.get(Some(epoch)).is_none() {
-                return Err(StoreError::StepEnded { epoch });
+            if state.parts.get(Some(step)).is_none() {
+                return Err(StoreError::StepEnded { step });
             }
-            some.iter().for_each(|id| state.claim(epoch, id, &mut claimed));
+            some.iter().for_each(|id| state.claim(step, id, &mut claimed));
             Ok(())
         });
         turns.into_iter().collect::<Result<(), _>>()?;
@@ -152,14 +152,14 @@ impl<P: Clone> Storage<P> {
     }
 
     /// Ends a step, and returns its shards to be dropped.
-    pub(crate) fn end(&self, epoch: Epoch) -> Option<StepEntries<Stored<P>>> {
-        self.state.lock().parts.end(epoch)
+    pub(crate) fn end(&self, step: Step) -> Option<StepEntries<Stored<P>>> {
+        self.state.lock().parts.end(step)
     }
 
     /// Unclaims all shards of a step. The step goes on.
-    pub(crate) fn unclaim_all(&self, epoch: Epoch) {
+    pub(crate) fn unclaim_all(&self, step: Step) {
         let mut state = self.state.lock();
-        let Some(part) = state.parts.get_mut(Some(epoch)) else { return };
+        let Some(part) = state.parts.get_mut(Some(step)) else { return };
         let claimed = std::mem::take(&mut part.entries);
         claimed.values().for_each(|stored| part.step_counts.free(stored.bytes));
         claimed.into_iter().for_each(|(id, stored)| state.insert(&id, stored));
@@ -206,9 +206,9 @@ impl<P> State<P> {
         true
     }
 
-    fn claim(&mut self, epoch: Epoch, id: &ShardId, claimed: &mut Claimed) {
+    fn claim(&mut self, step: Step, id: &ShardId, claimed: &mut Claimed) {
         let unclaimed = take(self.parts.unclaimed(), id);
-        let part = self.parts.get_mut(Some(epoch)).expect("looked at with this lock");
+        let part = self.parts.get_mut(Some(step)).expect("looked at with this lock");
         if let Some(stored) = unclaimed {
             claimed.claimed_count += 1;
             claimed.total_bytes += stored.bytes;

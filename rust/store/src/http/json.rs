@@ -13,7 +13,7 @@ use serde::de::{Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::refusal::Refusal;
-use crate::Epoch;
+use crate::Step;
 use crate::meta::Meta;
 use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::stats::{Claimed, Removed, StorageStats};
@@ -215,10 +215,12 @@ pub(super) struct Refused {
     pub(super) removed_shard_ids: Vec<String>,
     /// The step that has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) ended_epoch: Option<Epoch>,
+    #[serde(rename = "ended_epoch")]
+    pub(super) ended_step: Option<Step>,
     /// The step that is another's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) taken_epoch: Option<Epoch>,
+    #[serde(rename = "taken_epoch")]
+    pub(super) taken_step: Option<Step>,
 }
 
 /// The answer to a claim.

@@ -3,12 +3,12 @@
 use hyper::Method;
 
 use super::refusal::Refusal;
-use crate::Epoch;
+use crate::Step;
 use crate::error::StoreError;
 use crate::shard_id::ShardId;
 
 /// The largest number of a step: every reader of JSON represents it exactly.
-const LAST_EPOCH: Epoch = (1 << 53) - 1;
+const LAST_STEP: Step = (1 << 53) - 1;
 
 /// The action of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,11 +26,11 @@ pub enum Route {
     /// `POST /keep`
     Keep,
     /// `POST /epoch/<number>/begin`
-    Begin(Epoch),
+    Begin(Step),
     /// `POST /epoch/<number>/claim`
-    Claim(Epoch),
+    Claim(Step),
     /// `POST /epoch/<number>/end`
-    End(Epoch),
+    End(Step),
     /// `GET /stats`
     Stats,
     /// `GET /metrics`
@@ -55,9 +55,9 @@ impl Route {
             (["buffer", "clear"], &Method::DELETE) => Route::ClearBuffer,
             (["buffer", "stats"], &Method::GET) => Route::BufferStats,
             (["keep"], &Method::POST) => Route::Keep,
-            (["epoch", number, "begin"], &Method::POST) => Route::Begin(epoch(number)?),
-            (["epoch", number, "claim"], &Method::POST) => Route::Claim(epoch(number)?),
-            (["epoch", number, "end"], &Method::POST) => Route::End(epoch(number)?),
+            (["epoch", number, "begin"], &Method::POST) => Route::Begin(step_number(number)?),
+            (["epoch", number, "claim"], &Method::POST) => Route::Claim(step_number(number)?),
+            (["epoch", number, "end"], &Method::POST) => Route::End(step_number(number)?),
             (["stats"], &Method::GET) => Route::Stats,
             (["metrics"], &Method::GET) => Route::Metrics,
             (["health"], &Method::GET | &Method::HEAD) => Route::Health,
@@ -69,10 +69,10 @@ impl Route {
     }
 }
 
-fn epoch(number: &str) -> Result<Epoch, Refusal> {
+fn step_number(number: &str) -> Result<Step, Refusal> {
     let digits = number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number);
-    let epoch = digits.and_then(|digits| digits.parse().ok()).filter(|epoch| *epoch <= LAST_EPOCH);
-    epoch.ok_or_else(|| Refusal::new(400, format!("a step has a number, from 0 to {LAST_EPOCH}")))
+    let step = digits.and_then(|digits| digits.parse().ok()).filter(|step| *step <= LAST_STEP);
+    step.ok_or_else(|| Refusal::new(400, format!("a step has a number, from 0 to {LAST_STEP}")))
 }
 
 #[cfg(test)]
@@ -96,7 +96,7 @@ mod tests {
             (delete, "/buffer/clear", Route::ClearBuffer),
             (post, "/keep", Route::Keep),
             (get, "/buffer/stats", Route::BufferStats),
-            (post, "/epoch/9007199254740991/end", Route::End(LAST_EPOCH)),
+            (post, "/epoch/9007199254740991/end", Route::End(LAST_STEP)),
             (post, "/epoch/0/begin", Route::Begin(0)),
             (post, "/epoch/7/claim", Route::Claim(7)),
             (get, "/stats", Route::Stats),

@@ -47,8 +47,8 @@ impl Attachments {
             Some(segment) => segment,
             None => self.add(&address, attach_unregistered(&address)?),
         };
-        if offset.checked_add(len).is_none_or(|end| end > segment.facts().data_len as u64) {
-            let reason = format!("bytes {offset} to {offset} + {len} do not lie in its {}", segment.facts().data_len);
+        if offset.checked_add(len).is_none_or(|end| end > segment.header().data_len as u64) {
+            let reason = format!("bytes {offset} to {offset} + {len} do not lie in its {}", segment.header().data_len);
             let segment = format!("the segment with descriptor {} of process {}", address.descriptor, address.process);
             return Err(ShmError::NotASegment { segment, reason }.into());
         }

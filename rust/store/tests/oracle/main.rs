@@ -16,7 +16,7 @@ use side::{NEXT, Piece, Side, StepCounts};
 use tundish_store::{FetchedTensor, Kept, Node, Removed, ShardId, ShardRows, StoreError, TensorToStore};
 
 #[derive(Clone, Debug)]
-enum Step {
+enum Action {
     Put(Vec<usize>),
     PutAs(usize),
     Remove(Vec<Index>),
@@ -31,26 +31,26 @@ enum Step {
     DropViews,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn actions() -> impl Strategy<Value = Vec<Action>> {
     let size = prop_oneof![3 => 0usize..300, 1 => Just(20_000), 1 => Just(300_000)];
     let some = || prop::collection::vec(any::<Index>(), 0..6);
     let range = prop::option::weighted(0.3, (0u64..200, 0u64..100));
-    let epoch = || 0u64..6;
-    let step = prop_oneof![
-        4 => prop::collection::vec(size.clone(), 0..5).prop_map(Step::Put),
-        2 => size.prop_map(Step::PutAs),
-        2 => some().prop_map(Step::Remove),
-        1 => Just(Step::ClearNode),
-        3 => (epoch(), some()).prop_map(|(epoch, some)| Step::Claim(epoch, some)),
-        2 => some().prop_map(Step::Keep),
-        3 => epoch().prop_map(Step::Begin),
-        2 => epoch().prop_map(Step::End),
-        1 => (0u64..2).prop_map(Step::GiveUp),
-        8 => prop::collection::vec((any::<Index>(), range), 0..6).prop_map(Step::Fetch),
-        2 => prop::option::weighted(0.8, some()).prop_map(Step::ClearBuffer),
-        1 => Just(Step::DropViews),
+    let step = || 0u64..6;
+    let action = prop_oneof![
+        4 => prop::collection::vec(size.clone(), 0..5).prop_map(Action::Put),
+        2 => size.prop_map(Action::PutAs),
+        2 => some().prop_map(Action::Remove),
+        1 => Just(Action::ClearNode),
+        3 => (step(), some()).prop_map(|(step, some)| Action::Claim(step, some)),
+        2 => some().prop_map(Action::Keep),
+        3 => step().prop_map(Action::Begin),
+        2 => step().prop_map(Action::End),
+        1 => (0u64..2).prop_map(Action::GiveUp),
+        8 => prop::collection::vec((any::<Index>(), range), 0..6).prop_map(Action::Fetch),
+        2 => prop::option::weighted(0.8, some()).prop_map(Action::ClearBuffer),
+        1 => Just(Action::DropViews),
     ];
-    prop::collection::vec(step, 1..80)
+    prop::collection::vec(action, 1..80)
 }
 
 struct World {
@@ -97,9 +97,9 @@ impl World {
         of_these.iter().filter(|piece| self.fetched.take(piece).is_some()).count() as u64
     }
 
-    fn take(&mut self, step: Step) {
-        match step {
-            Step::Put(sizes) => {
+    fn take(&mut self, action: Action) {
+        match action {
+            Action::Put(sizes) => {
                 let first = self.shards.len() as u64;
                 let tensors: Vec<_> = sizes.iter().zip(first..).map(|(size, seed)| pattern(seed, *size)).collect();
                 for (id, bytes) in put(&self.owner, &tensors).unwrap().into_iter().zip(tensors) {
@@ -107,7 +107,7 @@ impl World {
                     self.shards.push((id, bytes));
                 }
             }
-            Step::PutAs(size) => {
+            Action::PutAs(size) => {
                 let id: ShardId = format!("sent.{}", self.shards.len()).parse().unwrap();
                 let bytes = pattern(self.shards.len() as u64, size);
                 let source = TensorToStore::new(bytes_meta(size as u64), &bytes).unwrap();
@@ -115,7 +115,7 @@ impl World {
                 self.stored.put(id.clone(), None, taken(&bytes));
                 self.shards.push((id, bytes));
             }
-            Step::Remove(some) => {
+            Action::Remove(some) => {
                 let ids = self.named(&some);
                 let freed: Vec<u64> =
                     ids.iter().filter_map(|id| self.stored.take(id)).map(|(_, bytes)| bytes).collect();
@@ -123,18 +123,18 @@ impl World {
                 let removed = Removed { cleared_count: count, num_tensors: count, total_bytes: freed.iter().sum() };
                 assert_eq!(self.owner.remove(&ids), removed);
             }
-            Step::ClearNode => {
+            Action::ClearNode => {
                 let (count, total_bytes) = self.stored.held();
                 let ids: Vec<_> = self.stored.entries.keys().cloned().collect();
                 ids.iter().for_each(|id| assert!(self.stored.take(id).is_some()));
                 let removed = Removed { cleared_count: count, num_tensors: count, total_bytes };
                 assert_eq!(self.owner.clear_node(), removed);
             }
-            Step::Claim(epoch, some) => {
+            Action::Claim(step, some) => {
                 let ids = self.named(&some);
-                let claimed = self.owner.claim(epoch, epoch % 2, &ids);
-                if !self.stored.begin(epoch) {
-                    assert!(matches!(claimed, Err(StoreError::StepEnded { epoch: of }) if of == epoch));
+                let claimed = self.owner.claim(step, step % 2, &ids);
+                if !self.stored.begin(step) {
+                    assert!(matches!(claimed, Err(StoreError::StepEnded { step: of }) if of == step));
                     return;
                 }
                 let claimed = claimed.unwrap();
@@ -144,21 +144,21 @@ impl World {
                     match self.stored.entries.get(id).copied() {
                         Some((None, size)) => {
                             self.stored.take(id);
-                            self.stored.put(id.clone(), Some(epoch), size);
+                            self.stored.put(id.clone(), Some(step), size);
                             (count, bytes) = (count + 1, bytes + size);
                         }
-                        Some((Some(of), _)) if of == epoch => {}
+                        Some((Some(of), _)) if of == step => {}
                         Some(_) => others.push(id.clone()),
                         None => missing.push(id.clone()),
                     }
                 }
                 assert_eq!((claimed.claimed_count, claimed.total_bytes), (count, bytes));
                 assert_eq!((claimed.missing, claimed.taken), (missing, others));
-                let is_its = |id: &&ShardId| self.stored.entries.get(id).is_some_and(|(of, _)| *of == Some(epoch));
+                let is_its = |id: &&ShardId| self.stored.entries.get(id).is_some_and(|(of, _)| *of == Some(step));
                 let kept: Vec<_> = ids.iter().filter(is_its).filter(|id| self.were_kept.contains(id)).collect();
                 assert_eq!(claimed.kept.iter().collect::<Vec<_>>(), kept);
             }
-            Step::Keep(some) => {
+            Action::Keep(some) => {
                 let ids = self.named(&some);
                 let there = ids.iter().filter(|id| self.stored.entries.contains_key(id));
                 self.were_kept.extend(there.cloned());
@@ -167,59 +167,59 @@ impl World {
                 let entries = self.fetched.keep(&ids);
                 assert_eq!(self.consumer.keep(&ids), Kept { shards: 0, entries });
             }
-            Step::Begin(epoch) => {
-                let begun = self.consumer.begin_epoch(epoch, epoch % 2);
-                if self.fetched.begin(epoch) {
+            Action::Begin(step) => {
+                let begun = self.consumer.begin_step(step, step % 2);
+                if self.fetched.begin(step) {
                     begun.unwrap();
-                    let others = self.consumer.begin_epoch(epoch, 2);
-                    assert!(matches!(others, Err(StoreError::StepTaken { epoch: of }) if of == epoch));
-                    if !self.begun.contains(&epoch) {
-                        self.begun.push(epoch);
+                    let others = self.consumer.begin_step(step, 2);
+                    assert!(matches!(others, Err(StoreError::StepTaken { step: of }) if of == step));
+                    if !self.begun.contains(&step) {
+                        self.begun.push(step);
                     }
-                    assert_eq!(self.consumer.current_epoch(), Some(epoch));
+                    assert_eq!(self.consumer.current_step(), Some(step));
                     // As a controller does: one step after the other.
-                    while let Some(other) = self.begun.iter().find(|other| **other != epoch).copied() {
+                    while let Some(other) = self.begun.iter().find(|other| **other != step).copied() {
                         self.end(other);
                     }
                 } else {
                     assert!(matches!(begun, Err(StoreError::StepEnded { .. })));
                 }
             }
-            Step::End(epoch) => self.end(epoch),
-            Step::GiveUp(claimant) => {
+            Action::End(step) => self.end(step),
+            Action::GiveUp(claimant) => {
                 self.owner.give_up(claimant);
                 self.consumer.give_up(claimant);
                 let stored = self.stored.open_steps_of(claimant);
                 let claimed = |of: Option<u64>| of.is_some_and(|of| stored.contains(&of));
                 let ids: Vec<_> = self.shards.iter().flat_map(|(id, _)| self.stored.of(id, claimed)).collect();
                 self.stored.move_to(None, &ids);
-                stored.into_iter().for_each(|epoch| self.stored.end(epoch));
-                self.fetched.open_steps_of(claimant).into_iter().for_each(|epoch| self.fetched.end(epoch));
-                self.begun.retain(|epoch| epoch % 2 != claimant);
+                stored.into_iter().for_each(|step| self.stored.end(step));
+                self.fetched.open_steps_of(claimant).into_iter().for_each(|step| self.fetched.end(step));
+                self.begun.retain(|step| step % 2 != claimant);
             }
-            Step::Fetch(some) => self.fetch(&some),
-            Step::ClearBuffer(Some(some)) => {
+            Action::Fetch(some) => self.fetch(&some),
+            Action::ClearBuffer(Some(some)) => {
                 let ids = self.named(&some);
                 let count = self.clear_pieces(&ids);
                 assert_eq!(self.consumer.clear_buffer(Some(&ids)), count);
             }
-            Step::ClearBuffer(None) => {
+            Action::ClearBuffer(None) => {
                 let ids: Vec<ShardId> = self.fetched.entries.keys().map(|(id, _)| id.clone()).collect();
                 let count = self.clear_pieces(&ids);
                 assert_eq!(self.consumer.clear_buffer(None), count);
             }
-            Step::DropViews => self.views.clear(),
+            Action::DropViews => self.views.clear(),
         }
     }
 
-    fn end(&mut self, epoch: u64) {
-        self.stored.end(epoch);
-        self.fetched.end(epoch);
-        self.begun.retain(|other| *other != epoch);
+    fn end(&mut self, step: u64) {
+        self.stored.end(step);
+        self.fetched.end(step);
+        self.begun.retain(|other| *other != step);
         for node in [&self.owner, &self.consumer] {
-            let ledger = node.end_epoch(epoch);
+            let ledger = node.end_step(step);
             assert!(ledger.has_ended && ledger.held_bytes == 0);
-            assert_eq!(node.end_epoch(epoch), ledger, "again, it changes nothing");
+            assert_eq!(node.end_step(step), ledger, "again, it changes nothing");
         }
     }
 
@@ -237,7 +237,7 @@ impl World {
                 (id.clone(), range, bytes.clone())
             })
             .collect();
-        let epoch = self.begun.last().copied().or(Some(NEXT));
+        let step = self.begun.last().copied().or(Some(NEXT));
         let mut unique: Vec<(Piece, u64)> = Vec::new();
         for (id, range, bytes) in &wanted {
             let part = range.map_or(&bytes[..], |(start, end)| &bytes[start as usize..end as usize]);
@@ -285,32 +285,32 @@ impl World {
             self.views.push((view, part.to_vec()));
         }
         for (piece, bytes) in missed {
-            self.fetched.put(piece, epoch, bytes);
+            self.fetched.put(piece, step, bytes);
         }
     }
 
     fn check(&self) {
         let (storage, buffer) = (self.owner.stats().storage, self.consumer.stats().buffer);
         assert_eq!((storage.num_entries, storage.total_bytes), self.stored.held());
-        let unclaimed = self.stored.entries.values().filter(|(epoch, _)| epoch.is_none());
+        let unclaimed = self.stored.entries.values().filter(|(step, _)| step.is_none());
         let (entries, bytes) = unclaimed.fold((0, 0), |(entries, sum), (_, bytes)| (entries + 1, sum + bytes));
         assert_eq!((storage.unclaimed_entries, storage.unclaimed_bytes), (entries, bytes));
         assert_eq!((buffer.num_entries, buffer.total_bytes), self.fetched.held());
         let current = Some(self.begun.last().copied().unwrap_or(NEXT));
-        let of_current = self.fetched.entries.values().filter(|(epoch, _)| *epoch == current);
+        let of_current = self.fetched.entries.values().filter(|(step, _)| *step == current);
         let (entries, bytes) = of_current.fold((0, 0), |(entries, sum), (_, bytes)| (entries + 1, sum + bytes));
         assert_eq!((buffer.current_entries, buffer.current_bytes), (entries, bytes));
         assert_eq!((buffer.hits, buffer.misses, buffer.in_flight), (self.hits, self.misses, 0));
         assert_eq!(buffer.late_inserts_refused, 0);
-        assert_eq!(self.consumer.current_epoch(), self.begun.last().copied());
+        assert_eq!(self.consumer.current_step(), self.begun.last().copied());
         for (node, all_counts, is_owner) in
             [(&self.owner, &self.stored.all_counts, true), (&self.consumer, &self.fetched.all_counts, false)]
         {
-            for (epoch, step_counts) in all_counts {
-                let ledger = node.ledger(*epoch).unwrap();
+            for (step, step_counts) in all_counts {
+                let ledger = node.ledger(*step).unwrap();
                 let brought = if is_owner { ledger.stored_bytes } else { ledger.fetched_bytes };
                 let told = StepCounts { brought, held: ledger.held_bytes, has_ended: ledger.has_ended };
-                assert_eq!(told, *step_counts, "step {epoch}");
+                assert_eq!(told, *step_counts, "step {step}");
                 assert_eq!(ledger.stored_bytes + ledger.fetched_bytes, ledger.held_bytes + ledger.freed_bytes);
             }
         }
@@ -327,15 +327,15 @@ proptest! {
 
     #[test]
     fn a_node_behaves_as_its_model(
-        steps in steps(), way in prop_oneof![Just(Way::Bytes), Just(Way::SegmentRange)],
+        actions in actions(), way in prop_oneof![Just(Way::Bytes), Just(Way::SegmentRange)],
     ) {
         let mut world = World::new(way);
-        for step in steps {
-            world.take(step);
+        for action in actions {
+            world.take(action);
             world.check();
         }
         world.views.clear();
-        (0..6).for_each(|epoch| world.end(epoch));
+        (0..6).for_each(|step| world.end(step));
         world.owner.clear_node();
         world.consumer.clear_buffer(None);
         for node in [&world.owner, &world.consumer] {

@@ -27,25 +27,25 @@ impl<K: Ord + Clone + Named> Side<K> {
         Side { entries: BTreeMap::new(), all_counts: BTreeMap::new(), next: StepCounts::default() }
     }
 
-    pub(crate) fn is_open(&self, epoch: u64) -> bool {
-        self.all_counts.get(&epoch).is_some_and(|step_counts| !step_counts.has_ended)
+    pub(crate) fn is_open(&self, step: u64) -> bool {
+        self.all_counts.get(&step).is_some_and(|step_counts| !step_counts.has_ended)
     }
 
     pub(crate) fn of(&self, id: &ShardId, is_wanted: impl Fn(Option<u64>) -> bool) -> Vec<K> {
-        let all = self.entries.iter().filter(|(key, (epoch, _))| key.id() == id && is_wanted(*epoch));
+        let all = self.entries.iter().filter(|(key, (step, _))| key.id() == id && is_wanted(*step));
         all.map(|(key, _)| key.clone()).collect()
     }
 
-    pub(crate) fn move_to(&mut self, epoch: Option<u64>, keys: &[K]) {
+    pub(crate) fn move_to(&mut self, step: Option<u64>, keys: &[K]) {
         for key in keys {
             let (_, bytes) = self.take(key).unwrap();
-            self.put(key.clone(), epoch, bytes);
+            self.put(key.clone(), step, bytes);
         }
     }
 
     /// How many were of steps.
     pub(crate) fn keep(&mut self, ids: &[ShardId]) -> u64 {
-        let of_steps: Vec<_> = ids.iter().map(|id| self.of(id, |epoch| epoch.is_some())).collect();
+        let of_steps: Vec<_> = ids.iter().map(|id| self.of(id, |step| step.is_some())).collect();
         let mut count = 0;
         for keys in of_steps {
             // An id may be named twice.
@@ -57,41 +57,41 @@ impl<K: Ord + Clone + Named> Side<K> {
     }
 
     pub(crate) fn open_steps_of(&self, claimant: u64) -> Vec<u64> {
-        self.all_counts.keys().copied().filter(|epoch| epoch % 2 == claimant && self.is_open(*epoch)).collect()
+        self.all_counts.keys().copied().filter(|step| step % 2 == claimant && self.is_open(*step)).collect()
     }
 
-    pub(crate) fn count(&mut self, epoch: Option<u64>, brought: u64, freed: u64) {
-        if let Some(epoch) = epoch {
-            let step_counts = if epoch == NEXT { &mut self.next } else { self.all_counts.get_mut(&epoch).unwrap() };
+    pub(crate) fn count(&mut self, step: Option<u64>, brought: u64, freed: u64) {
+        if let Some(step) = step {
+            let step_counts = if step == NEXT { &mut self.next } else { self.all_counts.get_mut(&step).unwrap() };
             step_counts.brought += brought;
             step_counts.held = step_counts.held + brought - freed;
         }
     }
 
-    pub(crate) fn put(&mut self, key: K, epoch: Option<u64>, bytes: u64) {
-        self.entries.insert(key, (epoch, bytes));
-        self.count(epoch, bytes, 0);
+    pub(crate) fn put(&mut self, key: K, step: Option<u64>, bytes: u64) {
+        self.entries.insert(key, (step, bytes));
+        self.count(step, bytes, 0);
     }
 
     pub(crate) fn take(&mut self, key: &K) -> Option<(Option<u64>, u64)> {
-        let (epoch, bytes) = self.entries.remove(key)?;
-        self.count(epoch, 0, bytes);
-        Some((epoch, bytes))
+        let (step, bytes) = self.entries.remove(key)?;
+        self.count(step, 0, bytes);
+        Some((step, bytes))
     }
 
-    pub(crate) fn begin(&mut self, epoch: u64) -> bool {
-        if let Some(step_counts) = self.all_counts.get(&epoch) {
+    pub(crate) fn begin(&mut self, step: u64) -> bool {
+        if let Some(step_counts) = self.all_counts.get(&step) {
             return !step_counts.has_ended;
         }
         let next = self.entries.values_mut().filter(|(of, _)| *of == Some(NEXT));
-        next.for_each(|(of, _)| *of = Some(epoch));
-        self.all_counts.insert(epoch, std::mem::take(&mut self.next));
+        next.for_each(|(of, _)| *of = Some(step));
+        self.all_counts.insert(step, std::mem::take(&mut self.next));
         true
     }
 
-    pub(crate) fn end(&mut self, epoch: u64) {
-        self.entries.retain(|_, (of, _)| *of != Some(epoch));
-        let step_counts = self.all_counts.entry(epoch).or_default();
+    pub(crate) fn end(&mut self, step: u64) {
+        self.entries.retain(|_, (of, _)| *of != Some(step));
+        let step_counts = self.all_counts.entry(step).or_default();
         (step_counts.has_ended, step_counts.held) = (true, 0);
     }
 

@@ -27,7 +27,7 @@ use entries::storage::Storage;
 use error::StoreError;
 use shard_id::ShardId;
 
-type Epoch = u64;
+type Step = u64;
 type Claimant = u64;
 
 /// What is fetched, in place of bytes.
@@ -109,12 +109,12 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
         let drained = drain.join().unwrap();
         match landed {
             Ok(()) => assert_eq!((drained, standing(&buffer)), (1, ((0, 0), 0, 0))),
-            Err(StoreError::StepEnded { epoch: 7 }) => {
+            Err(StoreError::StepEnded { step: 7 }) => {
                 assert_eq!((drained, standing(&buffer)), (0, ((0, 0), 0, 1)));
             }
             Err(other) => panic!("{other}"),
         }
-        assert!(matches!(ask(&buffer, &call_step), Err(StoreError::StepEnded { epoch: 7 })));
+        assert!(matches!(ask(&buffer, &call_step), Err(StoreError::StepEnded { step: 7 })));
     });
 }
 
@@ -296,7 +296,7 @@ fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
         buffer.begin(2, 0).unwrap();
         drop(buffer.end(1));
         let later = lead(&buffer, &buffer.call_step());
-        assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::StepEnded { epoch: 1 })));
+        assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::StepEnded { step: 1 })));
         buffer.land(&later, 6, BYTES).unwrap();
         assert_eq!(standing(&buffer), ((BYTES, 1), 0, 1));
     });
@@ -346,7 +346,7 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
         let left = storage.state.lock().parts.held().1;
         match claimed {
             Ok(claimed) => assert_eq!((claimed.claimed_count, ended, left), (1, 2, 0)),
-            Err(StoreError::StepEnded { epoch: 3 }) => assert_eq!((ended, left), (1, 1)),
+            Err(StoreError::StepEnded { step: 3 }) => assert_eq!((ended, left), (1, 1)),
             Err(other) => panic!("{other}"),
         }
         assert!(storage.get(&ids[..1]).unwrap_err()[0].was_removed);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tundish_store::http::WorkerClient;
-use tundish_store::{Claimed, Epoch, EpochLedger, Kept, ShardId, StoreError, TimeLimit};
+use tundish_store::{Claimed, Kept, ShardId, Step, StepLedger, StoreError, TimeLimit};
 
 /// A connection to a process that the claims made on it live as long as.
 pub struct Controller {
@@ -25,11 +25,11 @@ impl Controller {
         let body = content.map_or_else(Vec::new, |content| content.to_string().into_bytes());
         let (status, answer) = self.client.request("POST", path, &body, time_limit)?;
         let answer: Value = serde_json::from_slice(&answer).unwrap();
-        if let Some(epoch) = answer["ended_epoch"].as_u64() {
-            return Err(StoreError::StepEnded { epoch });
+        if let Some(step) = answer["ended_epoch"].as_u64() {
+            return Err(StoreError::StepEnded { step });
         }
-        if let Some(epoch) = answer["taken_epoch"].as_u64() {
-            return Err(StoreError::StepTaken { epoch });
+        if let Some(step) = answer["taken_epoch"].as_u64() {
+            return Err(StoreError::StepTaken { step });
         }
         if status == 200 {
             return Ok(answer);
@@ -38,17 +38,17 @@ impl Controller {
         Err(StoreError::Refused { owner: Arc::clone(&self.owner), status, reason })
     }
 
-    pub fn begin_epoch(&mut self, epoch: Epoch, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        self.post(&format!("/epoch/{epoch}/begin"), None, time_limit).map(drop)
+    pub fn begin_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
+        self.post(&format!("/epoch/{step}/begin"), None, time_limit).map(drop)
     }
 
     pub fn claim(
         &mut self,
-        epoch: Epoch,
+        step: Step,
         ids: &[ShardId],
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Claimed, StoreError> {
-        let answer = self.post(&format!("/epoch/{epoch}/claim"), Some(json!({"shard_ids": ids})), time_limit)?;
+        let answer = self.post(&format!("/epoch/{step}/claim"), Some(json!({"shard_ids": ids})), time_limit)?;
         let ids = |name: &str| serde_json::from_value(answer[name].clone()).unwrap();
         Ok(Claimed {
             claimed_count: answer["claimed_count"].as_u64().unwrap(),
@@ -65,8 +65,8 @@ impl Controller {
         Ok(Kept { shards: count("kept_shards"), entries: count("kept_count") })
     }
 
-    pub fn end_epoch(&mut self, epoch: Epoch, time_limit: &mut TimeLimit<'_>) -> Result<EpochLedger, StoreError> {
-        let answer = self.post(&format!("/epoch/{epoch}/end"), None, time_limit)?;
+    pub fn end_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<StepLedger, StoreError> {
+        let answer = self.post(&format!("/epoch/{step}/end"), None, time_limit)?;
         Ok(serde_json::from_value(answer).unwrap())
     }
 }

@@ -19,7 +19,7 @@ fn a_certificate_that_is_none_is_refused() {
     let node = tundish_store::Node::new(LIMITS);
     let options = ServerOptions { tls: Some(tls), ..ServerOptions::default() };
     let server = Server::start(node.clone(), "127.0.0.1", 0, options).unwrap();
-    assert!(server.address().ip().is_loopback() && node.stats().current_epoch.is_none());
+    assert!(server.address().ip().is_loopback() && node.stats().current_step.is_none());
 }
 
 /// A certificate for the loopback addresses, and its key; signed by the authority, or by itself.

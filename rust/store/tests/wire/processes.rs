@@ -273,7 +273,7 @@ fn more_connections_than_there_is_room_for_push_out_those_that_wait() {
     let address: Arc<str> = process.ask("address").into();
     let at = address.parse().unwrap();
     let mut held = Controller::new(&address);
-    within(10.0, |time_limit| held.begin_epoch(1, time_limit)).unwrap();
+    within(10.0, |time_limit| held.begin_step(1, time_limit)).unwrap();
     let ask = |raw: &mut Raw| {
         raw.request("GET", "/health", "", b"");
         raw.answer().status
@@ -292,7 +292,7 @@ fn more_connections_than_there_is_room_for_push_out_those_that_wait() {
     let closed = closed.count();
     assert!(closed > 200, "only {closed} of 300 had to go");
     let number = held.connection_number();
-    within(10.0, |time_limit| held.end_epoch(1, time_limit)).unwrap();
+    within(10.0, |time_limit| held.end_step(1, time_limit)).unwrap();
     assert_eq!(held.connection_number(), number, "but not the one that holds claims");
 }
 

@@ -183,11 +183,11 @@ fn metrics_equal_the_stats() {
     ["a", "b", "c"].iter().for_each(|id| owner.store(id, &[7; 1000]));
     other.store("d", &[7; 5000]);
     within(20.0, |time_limit| {
-        owner.node.begin_epoch(1, 1).unwrap();
+        owner.node.begin_step(1, 1).unwrap();
         let wanted = [other.wanted("d", 5000)];
         let view = owner.node.fetch(&wanted, &client, time_limit).unwrap();
-        owner.node.end_epoch(1);
-        owner.node.begin_epoch(2, 1).unwrap();
+        owner.node.end_step(1);
+        owner.node.begin_step(2, 1).unwrap();
         owner.node.claim(3, 1, &["a".parse().unwrap()]).unwrap();
         owner.node.fetch(&wanted, &client, time_limit).unwrap();
         owner.node.fetch(&wanted, &client, time_limit).unwrap();

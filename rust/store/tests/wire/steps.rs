@@ -23,7 +23,7 @@ fn a_step_ends_with_its_claims_and_fetches() {
     let consumer = Owner::new();
     within(20.0, |time_limit| {
         let mut held = [Controller::new(&owner.address()), Controller::new(&consumer.address())];
-        held[1].begin_epoch(7, time_limit).unwrap();
+        held[1].begin_step(7, time_limit).unwrap();
         let claimed = held[0].claim(7, &ids(&["a", "b", "never"]), time_limit).unwrap();
         assert_eq!((claimed.claimed_count, claimed.total_bytes, claimed.missing), (2, 2048, ids(&["never"])));
         let taken = held[0].claim(8, &ids(&["a"]), time_limit).unwrap();
@@ -32,17 +32,17 @@ fn a_step_ends_with_its_claims_and_fetches() {
         consumer.node.fetch(&wanted, &Client::of_sockets(), time_limit).unwrap();
         assert_eq!(consumer.node.stats().buffer.num_entries, 2);
 
-        let ledgers = held.each_mut().map(|held| held.end_epoch(7, time_limit).unwrap());
+        let ledgers = held.each_mut().map(|held| held.end_step(7, time_limit).unwrap());
         let told =
             ledgers.map(|ledger| (ledger.stored_bytes, ledger.fetched_bytes, ledger.held_bytes, ledger.freed_bytes));
         assert_eq!(told, [(2048, 0, 0, 2048), (0, 2048, 0, 2048)]);
-        assert_eq!(held[1].end_epoch(7, time_limit).unwrap(), ledgers[1], "again, it only tells");
+        assert_eq!(held[1].end_step(7, time_limit).unwrap(), ledgers[1], "again, it only tells");
         assert_eq!(consumer.node.stats().buffer.num_entries, 0);
         assert_eq!(owner.node.stats().storage.num_entries, 1);
-        let over = held[1].begin_epoch(7, time_limit).unwrap_err();
-        assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
+        let over = held[1].begin_step(7, time_limit).unwrap_err();
+        assert!(matches!(over, StoreError::StepEnded { step: 7 }), "{over}");
         let over = held[0].claim(7, &ids(&["c"]), time_limit).unwrap_err();
-        assert!(matches!(over, StoreError::StepEnded { epoch: 7 }), "{over}");
+        assert!(matches!(over, StoreError::StepEnded { step: 7 }), "{over}");
     });
 }
 
@@ -84,7 +84,7 @@ fn a_connection_that_breaks_takes_its_claims_with_it_and_the_next_one_has_anothe
         let Owner { node, server } = owner;
         drop(server);
         until("claims are given up with the server", || node.stats().storage.unclaimed_entries == 1);
-        let error = held.end_epoch(1, time_limit).unwrap_err();
+        let error = held.end_step(1, time_limit).unwrap_err();
         assert!(matches!(&error, StoreError::Unanswered { .. }), "{error}");
         let again = Server::start(node, "127.0.0.1", port, ServerOptions::default()).unwrap();
         held.claim(2, &ids(&["a"]), time_limit).unwrap();
@@ -102,7 +102,7 @@ fn kept_shards_outlive_their_step() {
         held.claim(1, &ids(&["a", "b"]), time_limit).unwrap();
         let kept = held.keep(&ids(&["a", "a", "never"]), time_limit).unwrap();
         assert_eq!((kept.shards, kept.entries), (1, 0));
-        held.end_epoch(1, time_limit).unwrap();
+        held.end_step(1, time_limit).unwrap();
     });
     assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
     // Anyone who kept it: its end is nobody's loss.

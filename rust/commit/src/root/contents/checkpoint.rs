@@ -28,7 +28,7 @@ const LARGEST_MANIFEST: u64 = 1 << 30;
 pub(crate) type CheckpointKey = (CheckpointKind, u64);
 
 /// Published checkpoints, by kind and step.
-pub(crate) type Checkpoints = BTreeMap<CheckpointKey, Arc<Published>>;
+pub(crate) type Checkpoints = BTreeMap<CheckpointKey, Arc<PublishedCheckpoint>>;
 
 /// The newest step of a kind.
 pub(crate) fn newest(published: &Checkpoints, kind: CheckpointKind) -> Option<u64> {
@@ -37,7 +37,7 @@ pub(crate) fn newest(published: &Checkpoints, kind: CheckpointKind) -> Option<u6
 
 /// A published checkpoint.
 #[derive(Debug, Clone, Serialize)]
-pub struct Checkpoint {
+pub struct CheckpointInfo {
     /// Its kind.
     pub kind: CheckpointKind,
     /// The training step it was taken at.
@@ -55,7 +55,7 @@ pub struct Checkpoint {
     pub extra: Option<Box<RawValue>>,
 }
 
-impl Checkpoint {
+impl CheckpointInfo {
     pub(crate) fn new(path: PathBuf, manifest: Manifest) -> Self {
         Self {
             kind: manifest.kind,
@@ -71,8 +71,8 @@ impl Checkpoint {
 
 /// A whole checkpoint.
 #[derive(Debug, Clone)]
-pub(crate) struct Published {
-    pub(crate) checkpoint: Checkpoint,
+pub(crate) struct PublishedCheckpoint {
+    pub(crate) checkpoint: CheckpointInfo,
     /// Of its manifest file. It identifies the checkpoint: overlayfs may change the inode number of a folder.
     pub(crate) manifest: FileStat,
 }
@@ -119,7 +119,7 @@ pub(crate) fn examine<D: Disk + Clone>(
     root: &OpenFolder<D>,
     kind: CheckpointKind,
     step: u64,
-) -> Result<Published, NotWhole> {
+) -> Result<PublishedCheckpoint, NotWhole> {
     let folder = root.open_folder(&root_names::checkpoint(kind, step))?;
     let ReadManifest { manifest, status: file, .. } = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {
@@ -129,7 +129,7 @@ pub(crate) fn examine<D: Disk + Clone>(
     if let Some(damage) = compare_sizes(&folder, &manifest.files)?.first() {
         return Err(NotWhole::Because(damage.to_string()));
     }
-    Ok(Published { checkpoint: Checkpoint::new(folder.path, manifest), manifest: file })
+    Ok(PublishedCheckpoint { checkpoint: CheckpointInfo::new(folder.path, manifest), manifest: file })
 }
 
 /// Reads the manifest in a folder.

@@ -5,6 +5,6 @@ pub(crate) mod open_folder;
 pub(crate) mod registry_file;
 pub(crate) mod root_names;
 
-pub use checkpoint::{Checkpoint, Damage};
+pub use checkpoint::{CheckpointInfo, Damage};
 pub(crate) use checkpoint::{CheckpointKey, Checkpoints, newest};
 pub(crate) use open_folder::OpenFolder;

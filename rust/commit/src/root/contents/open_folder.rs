@@ -80,7 +80,7 @@ impl<D: Disk + Clone> OpenFolder<D> {
     }
 
     pub(crate) fn status(&self) -> Result<FileStat, CommitError> {
-        self.disk.folder_status(&self.folder, &self.path)
+        self.disk.folder_stat(&self.folder, &self.path)
     }
 
     /// Whether `name` leads to that open folder.
@@ -120,7 +120,7 @@ impl<D: Disk + Clone> OpenFolder<D> {
         let file = self.disk.create_file(&self.folder, name, &path)?;
         disk::write_all(&self.disk, &file, 0, bytes, &path, PIECE, |_| Ok(()))?;
         self.disk.fsync(&file, &path)?;
-        self.disk.file_status(&file, &path)
+        self.disk.file_stat(&file, &path)
     }
 
     /// Replaces a file, or creates it, durably.

@@ -7,7 +7,7 @@ use std::ffi::{OsStr, OsString};
 
 use serde::Serialize;
 
-use super::checkpoint::{Checkpoint, CheckpointKey, Checkpoints, newest};
+use super::checkpoint::{CheckpointInfo, CheckpointKey, Checkpoints, newest};
 use super::open_folder::OpenFolder;
 use super::root_names;
 use crate::disk::{Disk, EntryKind};
@@ -26,7 +26,7 @@ struct Registry<'a> {
 struct Registered<'a> {
     folder: String,
     #[serde(flatten)]
-    checkpoint: &'a Checkpoint,
+    checkpoint: &'a CheckpointInfo,
 }
 
 /// Refuses a root in which something else has one of these names.

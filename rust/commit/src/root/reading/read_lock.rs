@@ -29,7 +29,7 @@ use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind, ManifestFile};
 use crate::root::checkpoint_root::Root;
 use crate::root::contents::checkpoint::{self, ReadManifest};
-use crate::root::contents::{Checkpoint, Damage, OpenFolder, root_names};
+use crate::root::contents::{CheckpointInfo, Damage, OpenFolder, root_names};
 
 /// How long a reader waits for a replacement, which takes a few fsyncs.
 const REPLACEMENT: Duration = Duration::from_secs(5);
@@ -91,9 +91,9 @@ impl<D: Disk + Clone> ReadLock<D> {
     ///
     /// # Errors
     /// [`CommitError::Corrupt`].
-    pub fn describe(&self) -> Result<(Checkpoint, Vec<ManifestFile>, Checksum), CommitError> {
+    pub fn describe(&self) -> Result<(CheckpointInfo, Vec<ManifestFile>, Checksum), CommitError> {
         let ReadManifest { manifest, checksum, .. } = self.contents()?;
-        Ok((Checkpoint::new(self.folder.path.clone(), manifest.clone()), manifest.files.clone(), *checksum))
+        Ok((CheckpointInfo::new(self.folder.path.clone(), manifest.clone()), manifest.files.clone(), *checksum))
     }
 
     /// The damage of some files: missing, of another size or, with `every_byte`, of other bytes.

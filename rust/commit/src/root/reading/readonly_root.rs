@@ -9,8 +9,8 @@ use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
 use crate::path_names::absolute;
-use crate::root::contents::checkpoint::{self, NotWhole, Published};
-use crate::root::contents::{Checkpoint, CheckpointKey, OpenFolder, root_names};
+use crate::root::contents::checkpoint::{self, NotWhole, PublishedCheckpoint};
+use crate::root::contents::{CheckpointInfo, CheckpointKey, OpenFolder, root_names};
 
 /// How long to look again for the successor of checkpoints that disappeared. A network file system may list removed
 /// ones for longer; then its readers do not see new ones either.
@@ -39,7 +39,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     ///
     /// # Errors
     /// [`CommitError::Io`] when the root cannot be read.
-    pub fn list(&self) -> Result<Vec<Checkpoint>, CommitError> {
+    pub fn list(&self) -> Result<Vec<CheckpointInfo>, CommitError> {
         Ok(self.survey()?.whole)
     }
 
@@ -102,7 +102,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     }
 
     /// Whether it is whole, or why not; `None` when it is gone.
-    fn examine(&self, (kind, step): CheckpointKey) -> Result<Option<Result<Published, String>>, CommitError> {
+    fn examine(&self, (kind, step): CheckpointKey) -> Result<Option<Result<PublishedCheckpoint, String>>, CommitError> {
         let name = root_names::checkpoint(kind, step);
         loop {
             let before = self.root.look_at(&name)?;
@@ -125,7 +125,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
 #[derive(Debug, Default)]
 pub struct RootListing {
     /// Whole checkpoints.
-    pub whole: Vec<Checkpoint>,
+    pub whole: Vec<CheckpointInfo>,
     /// The others.
     pub damaged: Vec<DamagedCheckpoint>,
 }

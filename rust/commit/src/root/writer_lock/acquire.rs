@@ -73,7 +73,7 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
         let lost = |reason: String| Err(CommitError::RootLost { path: root.path.clone(), reason });
         match root.look_at(OsStr::new(root_names::WRITER_LOCK))? {
             Some(named)
-                if named.is_same(&self.lock_file.disk.file_status(&self.lock_file.file, &self.lock_file.path)?) => {}
+                if named.is_same(&self.lock_file.disk.file_stat(&self.lock_file.file, &self.lock_file.path)?) => {}
             _ => return lost(format!("its lock {} was removed", root_names::WRITER_LOCK)),
         }
         match self.lock_file.read_again()? {
@@ -180,7 +180,7 @@ fn take<D: Disk + Clone>(
 /// The record in the file after this process wrote its own.
 fn write_and_read<D: Disk>(lock_file: &LockFile<D>) -> Result<Option<LockRecord>, CommitError> {
     lock_file.write(&lock_file.own)?;
-    if lock_file.disk.file_status(&lock_file.file, &lock_file.path)?.size > lock_record::LENGTH as u64 {
+    if lock_file.disk.file_stat(&lock_file.file, &lock_file.path)?.size > lock_record::LENGTH as u64 {
         // The file held something longer than a record. Its end would make every later record unreadable.
         lock_file.disk.truncate(&lock_file.file, lock_record::LENGTH as u64, &lock_file.path)?;
     }

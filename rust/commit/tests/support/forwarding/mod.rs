@@ -11,8 +11,8 @@ macro_rules! forwarded {
             fn open_file_for_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
             fn open_file_for_direct_writing(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<Option<File>>;
             fn open_or_create_file(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<File>;
-            fn folder_status(folder: &Folder, path: &Path) -> Outcome<FileStat>;
-            fn file_status(file: &File, path: &Path) -> Outcome<FileStat>;
+            fn folder_stat(folder: &Folder, path: &Path) -> Outcome<FileStat>;
+            fn file_stat(file: &File, path: &Path) -> Outcome<FileStat>;
             fn read(file: &File, path: &Path) -> Outcome<Vec<u8>>;
             fn read_at(file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Outcome<usize>;
             fn free_space(folder: &Folder, path: &Path) -> Outcome<Option<u64>>;

@@ -130,7 +130,7 @@ pub fn put(path: &Path, kind: CheckpointKind, step: u64) {
 
 /// What is listed, by the names of the folders, with their tags.
 pub fn listed(root: &Root<WatchedDisk>) -> Vec<(String, String)> {
-    let shown = |found: tundish_commit::root::Checkpoint| {
+    let shown = |found: tundish_commit::root::CheckpointInfo| {
         (format!("{}-{}", found.kind, found.step), found.tag.unwrap_or_default())
     };
     root.list().unwrap().into_iter().map(shown).collect()

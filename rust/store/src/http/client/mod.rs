@@ -99,11 +99,11 @@ impl Client {
     /// The error in a response.
     fn refusal(&self, owner: &Arc<str>, status: u16, body: &[u8]) -> StoreError {
         let refused: Refused = serde_json::from_slice(body).unwrap_or_default();
-        if let Some(epoch) = refused.ended_epoch {
-            return StoreError::StepEnded { epoch };
+        if let Some(step) = refused.ended_step {
+            return StoreError::StepEnded { step };
         }
-        if let Some(epoch) = refused.taken_epoch {
-            return StoreError::StepTaken { epoch };
+        if let Some(step) = refused.taken_step {
+            return StoreError::StepTaken { step };
         }
         let shards = fetch::missing(&refused);
         if !shards.is_empty() {

@@ -78,15 +78,15 @@ impl<'a> Handler<'a> {
                 let kept = node.keep(&self.ids()?);
                 Answer::json(200, &KeepAnswer { kept_count: kept.entries, kept_shards: kept.shards })
             }
-            Route::Begin(epoch) => match node.begin_epoch(epoch, self.claimant()) {
+            Route::Begin(step) => match node.begin_step(step, self.claimant()) {
                 Ok(()) => Answer::json(200, &OkAnswer::new()),
                 Err(error) => Answer::error(&error),
             },
-            Route::Claim(epoch) => match node.claim(epoch, self.claimant(), &self.ids()?) {
+            Route::Claim(step) => match node.claim(step, self.claimant(), &self.ids()?) {
                 Ok(claimed) => Answer::json(200, &ClaimAnswer::from(claimed)),
                 Err(error) => Answer::error(&error),
             },
-            Route::End(epoch) => Answer::json(200, &node.end_epoch(epoch)),
+            Route::End(step) => Answer::json(200, &node.end_step(step)),
             Route::BufferStats => Answer::json(200, &node.buffer_stats()),
             Route::Stats => Answer::json(200, &node.stats()),
             Route::Metrics => Answer::text(metrics::MEDIA_TYPE, self.session.common.metrics.page(&node.stats())),

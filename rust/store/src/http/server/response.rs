@@ -207,8 +207,8 @@ impl Answer {
                 };
                 (refused.missing_shard_ids, refused.removed_shard_ids) = (names(false), names(true));
             }
-            StoreError::StepEnded { epoch } => refused.ended_epoch = Some(*epoch),
-            StoreError::StepTaken { epoch } => refused.taken_epoch = Some(*epoch),
+            StoreError::StepEnded { step } => refused.ended_step = Some(*step),
+            StoreError::StepTaken { step } => refused.taken_step = Some(*step),
             _ => {}
         }
         let status = if refused.missing_shard_ids.is_empty() { refusal.status } else { 400 };
