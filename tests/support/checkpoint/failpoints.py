@@ -1,7 +1,7 @@
 """The compiled module with its failpoints, for processes that a test starts.
 
 It is built beside the one that users get and never installed: a process of a test loads it in the other's place,
-before it uses tundish. What the failpoints do is said in `rust/commit/src/failpoint.rs`.
+before it uses tundish. What the failpoints do is said in `rust/commit/src/disk/failpoints.rs`.
 """
 
 from __future__ import annotations
