@@ -43,7 +43,6 @@ __all__ = [
     "TimedOutError",
     "TransferError",
     "TundishError",
-    "UnsupportedError",
     "VoteTimeoutError",
     "WorkerDiedError",
 ]
@@ -135,10 +134,6 @@ class WorkerDiedError(_DetailedError, PoolError):
         super().__init__(message, pid, status)
         self.pid = pid
         self.status = status
-
-
-class UnsupportedError(TundishError, NotImplementedError):
-    """This system does not support the operation."""
 
 
 class CallbackError(TundishError, RuntimeError):

@@ -5,27 +5,37 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from typing import Final
 
-NOBODY = 65534
+NOBODY: Final = 65534
+# The exit code of a child whose work raised an error.
+RAISED: Final = 2
 
 
-def as_nobody(work: Callable[[], None]) -> None:
-    """Do `work` in a child that belongs to another user; fails where it fails there.
+def start_as_nobody(work: Callable[[], int | None]) -> int:
+    """Start a child of another user; returns its process id.
 
-    Import what it needs first: the other user may not read the files of the installation.
+    Its exit code is the result of `work` (0 for None), or `RAISED`. Import what `work` needs first: the other user may
+    not read the files of the installation.
     """
     child = os.fork()
     if child == 0:
-        status = 1
+        code: int | None = RAISED
         try:
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-            work()
-            status = 0
+            code = work()
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
+            os._exit(int(code or 0))
+    return child
+
+
+def as_nobody(work: Callable[[], int | None]) -> int:
+    """The result of `work` in a child of another user; fails where it raises."""
+    _, status = os.waitpid(start_as_nobody(work), 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 1), f"the child ended with {code}"
+    return code

@@ -377,8 +377,6 @@ def _sums_row(group: Group, turns: ChecksumTimes, plan: Plan) -> Row:
         peer=CONTESTANTS["hf unsummed"].name,
         peers=duration(unsummed),
         figure=f"{share:.1%}",
-        target="–",
-        met=None,
     )
 
 
@@ -436,8 +434,6 @@ def _training_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> 
                 peer="a step without a save",
                 peers=duration(_median(figures[ours].lost[loop], "base")),
                 figure=f"{worst:.3g}×",
-                target="–",
-                met=None,
             )
         )
     return rows

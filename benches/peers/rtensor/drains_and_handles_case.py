@@ -33,8 +33,6 @@ def drains(plan: Plan) -> Section:
             peer="–",
             peers="–",
             figure=duration(step),
-            target="–",
-            met=None,
         )
     )
     with contextlib.closing(Process("drains_and_handles_child.py")) as owner:
@@ -45,17 +43,8 @@ def drains(plan: Plan) -> Section:
         }
     for what in ("stall", "seconds"):
         ours, theirs = (min(one[what] for one in found[contestant]) for contestant in ("ours", _AREAL))
-        section.rows.append(
-            Row(
-                case=f"{some} entries, by ids: {'a fetch meanwhile' if what == 'stall' else 'the call'}",
-                ours=duration(ours),
-                peer=_AREAL,
-                peers=duration(theirs),
-                figure=f"{theirs / ours:.3g}×",
-                target="–",
-                met=None,
-            )
-        )
+        call = "a fetch meanwhile" if what == "stall" else "the call"
+        section.rows.append(_beside_areal(f"{some} entries, by ids: {call}", ours, theirs))
     return section
 
 
@@ -73,26 +62,21 @@ def handles(plan: Plan) -> Section:
     ours, theirs = (min(one["seconds"] for one in found[contestant]) for contestant in ("ours", _AREAL))
     size, other_size = (found[contestant][0]["bytes"] / count for contestant in ("ours", _AREAL))
     section.rows += [
-        Row(
-            case=f"{count} handles",
-            ours=duration(ours),
-            peer=_AREAL,
-            peers=duration(theirs),
-            figure=f"{theirs / ours:.3g}×",
-            target="–",
-            met=None,
-        ),
+        _beside_areal(f"{count} handles", ours, theirs),
         Row(
             case="bytes a handle",
             ours=f"{size:.3g}",
             peer=_AREAL,
             peers=f"{other_size:.3g}",
             figure=f"{size:.3g}",
-            target="–",
-            met=None,
         ),
     ]
     return section
+
+
+def _beside_areal(case: str, ours: float, theirs: float) -> Row:
+    ratio = f"{theirs / ours:.3g}×"
+    return Row(case=case, ours=duration(ours), peer=_AREAL, peers=duration(theirs), figure=ratio)
 
 
 def _answer(what: str, *arguments: object) -> dict[str, float]:

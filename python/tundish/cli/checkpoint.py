@@ -31,8 +31,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "ls",
         summary="list what is published",
-        description="List the published checkpoints of a root, what has the name of one and is none, and what "
-        "rollbacks set aside.",
+        description="List the published checkpoints of a root, folders with the name of a checkpoint that are none, "
+        "and folders that rollbacks set aside.",
     )
     _add_root(listing)
     listing.set_defaults(run=run_ls, needs="tundish.checkpoint.publish.read_only_root")
@@ -41,8 +41,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "verify",
         summary="read every byte again",
-        description="Read every byte of the published checkpoints and compare it with what was recorded. What has the "
-        "name of a checkpoint and is none is an error too.",
+        description="Read every byte of the published checkpoints and compare it with the recorded checksums. A folder "
+        "with the name of a checkpoint that is none is an error too.",
     )
     _add_root(verify)
     verify.add_argument("--step", type=int, metavar="N", help="only the checkpoints of this step")
@@ -53,8 +53,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         "prune",
         summary="remove old checkpoints",
         description="Remove old checkpoints of a root where nobody saves: untagged ones, never the newest of a kind. "
-        "Every byte of what is kept is read first; where one is wrong, nothing is removed. What was saved without "
-        "checksums is compared by sizes only.",
+        "Every byte of the kept checkpoints is read first; if one is damaged, nothing is removed. Checkpoints without "
+        "checksums are compared by size only.",
     )
     _add_root(prune)
     prune.add_argument(
@@ -77,8 +77,8 @@ def add_checkpoint_commands(commands: Any) -> None:
         verbs,
         "repair",
         summary="remove leftovers, mend registry and links",
-        description="Do what every start does: remove what dead writers left, and mend the registry and the links from "
-        "the folders themselves. Needs that nobody saves there.",
+        description="Remove the leftovers of dead writers, and rebuild the registry and the links from the folders, as "
+        "every start of a Checkpointer does. No other process may save into the root meanwhile.",
     )
     _add_root(repair)
     repair.set_defaults(run=run_repair, needs="tundish.checkpoint.publish.writable_root")
@@ -186,7 +186,7 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
         if damaged:
             together = _all_of(damaged)
             raise CorruptCheckpointError(
-                f"nothing was removed, because of what was to be kept: {together}. Move that elsewhere first",
+                f"nothing was removed: the checkpoints to keep have problems: {together}. Move these elsewhere first",
                 together.paths,
             )
         refused = [error for kind in KINDS for error in writable.remove_surplus(kind)]

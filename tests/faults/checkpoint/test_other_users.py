@@ -7,18 +7,16 @@ import os
 import stat
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.checkpoint.checkpoint_roots import Root, manifest
+from support.other_user import as_nobody
 
 from tundish._native import NewFolder
 from tundish.checkpoint import Checkpointer, open_readonly
-
-NOBODY = 65534
 
 
 @pytest.fixture
@@ -28,25 +26,6 @@ def shared_folder() -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)
         yield folder
-
-
-def as_nobody(work: Callable[[], None]) -> None:
-    """Do `work` in a child that belongs to another user; fails where it fails there."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
 
 
 def save(root: Path, step: int) -> Path:

@@ -6,40 +6,21 @@ import contextlib
 import http.client
 import os
 import time
-import traceback
-from collections.abc import Callable
 
 import pytest
 import torch
+from support.other_user import as_nobody, start_as_nobody
 
 from tundish import rtensor
 from tundish._native import ShardStore
 
-_NOBODY = 65_534
 _WAIT_SECONDS = 30.0
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
 
-def as_nobody(work: Callable[[], bool]) -> bool:
-    """What `work` returns in a process of another user."""
-    # What a request needs of the standard library is read by root: another user may not be able to.
-    "localhost".encode("idna")
-    child = os.fork()
-    if child == 0:
-        result = 2
-        try:
-            os.setgroups([])
-            os.setgid(_NOBODY)
-            os.setuid(_NOBODY)
-            result = 0 if work() else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(result)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 1)
-    return status == 0
+# A request needs this codec, and another user may not be able to read its file.
+"localhost".encode("idna")
 
 
 def status_of(addr: str, method: str, path: str, body: str = "", token: str | None = None) -> int:
@@ -90,19 +71,15 @@ def test_metrics_are_open_to_everybody_on_request() -> None:
 def test_connections_of_another_user_keep_nobody_out() -> None:
     with rtensor.serve() as server:
         parent, child_end = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.setuid(_NOBODY)
-                open_ones = [
-                    http.client.HTTPConnection(server.addr, timeout=_WAIT_SECONDS) for _ in range(300)
-                ]
-                for connection in open_ones:
-                    connection.connect()
-                os.write(child_end, b"x")
-                time.sleep(_WAIT_SECONDS)
-            finally:
-                os._exit(0)
+
+        def connect_often() -> None:
+            connections = [http.client.HTTPConnection(server.addr, timeout=_WAIT_SECONDS) for _ in range(300)]
+            for connection in connections:
+                connection.connect()
+            os.write(child_end, b"x")
+            time.sleep(_WAIT_SECONDS)
+
+        child = start_as_nobody(connect_often)
         try:
             assert os.read(parent, 1) == b"x"
             begin = time.monotonic()

@@ -8,32 +8,17 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.distributed.rank_processes import Job, Line, outcome
+from support.other_user import RAISED, start_as_nobody
 
 import tundish as td
 
-NOBODY = 65534
-GOT_NOTHING, GOT_SOMETHING, WAS_REFUSED = 0, 1, 2
-
-
-def as_nobody(act: Callable[[], int]) -> int:
-    """Start a child of another user whose exit code is the result of `act`."""
-    child = os.fork()
-    if child == 0:
-        code = WAS_REFUSED
-        try:
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            code = act()
-        finally:
-            os._exit(code)
-    return child
+GOT_NOTHING, GOT_SOMETHING, WAS_REFUSED = 0, 1, RAISED
 
 
 def what_comes(line: socket.socket) -> int:
@@ -65,7 +50,7 @@ def stranger_calls_first(rank: int, line: Line) -> None:
                 os.write(begun, b".")
                 return what_comes(stranger)
 
-        children.append(as_nobody(claim))
+        children.append(start_as_nobody(claim))
         os.close(begun)
         # It is the first in the backlog.
         assert os.read(began, 1) == b"."
@@ -108,7 +93,7 @@ def stranger_answers(rank: int, line: Line) -> None:
                 with listener.accept()[0] as caller:
                     return what_comes(caller)
 
-        children.append(as_nobody(answer))
+        children.append(start_as_nobody(answer))
         os.close(begun)
         assert os.read(began, 1) == b"."
         os.close(began)

@@ -22,7 +22,7 @@ class Done:
 
 
 class Safetensors:
-    """One file; in a world of two the first rank saves what is replicated, and the other waits."""
+    """Saves one file. Of two ranks, the first saves the replicated tensors, and the second waits."""
 
     def __init__(self, root: Path, state: State) -> None:
         root.mkdir(exist_ok=True)

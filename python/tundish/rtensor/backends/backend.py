@@ -7,6 +7,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
@@ -28,7 +29,7 @@ class Removed(TypedDict):
     total_bytes: int
 
 
-class Backend:
+class Backend(ABC):
     """The base class of backends. Several threads call each method at once.
 
     Attributes:
@@ -37,9 +38,9 @@ class Backend:
 
     shared_memory = True
 
+    @abstractmethod
     def address(self) -> str:
         """The owner's address in handles of this process's shards."""
-        raise NotImplementedError
 
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
         """Stores copies of dense CPU tensors, all of them or none; returns their handles."""
@@ -58,11 +59,11 @@ class Backend:
         return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
-        """Removes shards that this process stores, and what it fetched of them."""
+        """Removes shards that this process stores, and their fetched copies."""
         return _removed(ShardStore.remove(shard_ids))
 
     def clear(self) -> Removed:
-        """Removes all that this process stores and fetched."""
+        """Removes all stored and fetched shards of this process."""
         return _removed(ShardStore.clear())
 
     def stats(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def entries_left(holder: str, stats: Any, *, is_step_over: bool) -> int:
         is_step_over: entries that were fetched for the next step do not count.
     """
     if not isinstance(stats, dict):
-        _log.debug("%s does not say what is left in its fetch buffer: %s", holder, stats)
+        _log.debug("%s did not report its fetch buffer: %s", holder, stats)
         return 0
     own = ("kept", "current") if is_step_over else ("kept",)
     entries = integer_in(stats, "num_entries") - sum(integer_in(stats, f"{one}_entries") for one in own)

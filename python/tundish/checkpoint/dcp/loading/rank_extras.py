@@ -2,8 +2,8 @@
 
 If each of ten thousand ranks read the `rank_extra` of all, they would open a hundred million files.
 
-Invariant: an access gives what was saved, by its checksum, or an error. It does not keep the checkpoint from being
-removed or replaced.
+Invariant: an access returns the saved value, checked by its checksum, or raises. It does not protect the checkpoint
+from removal or replacement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`DcpStager`, one DCP save of one rank: checked early, planned with the other ranks, staged.
 
-Invariants: when `stage` returns from an eager staging, later changes by the caller do not affect what is saved. Each
-rank stages only what it writes: one copy of each tensor, directly into the image of its file.
+Invariants:
+- After an eager `stage` returns, the caller may change the tensors: the save does not change.
+- Each rank stages only the tensors that it writes, each with one copy into the image of its file.
 """
 
 from __future__ import annotations
