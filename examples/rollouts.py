@@ -69,9 +69,10 @@ def main() -> None:
                 report = learn()
                 # Made in this step, and not claimed by it: they are for the next one.
                 weights = trainer.ask("weights")
-            begun = [one.begin("sample", weights) for one in rollouts]
+            # While nothing works.
             memory = sum(resident_bytes(one.pid) for one in (*rollouts, trainer))
-            if step == 1 + options.steps // 4:
+            begun = [one.begin("sample", weights) for one in rollouts]
+            if step == 1 + options.steps // 2:
                 first = {"memory": memory, **report}
             if step % options.report == 0:
                 print(
@@ -205,9 +206,9 @@ class Roles:
 
 
 def resident_bytes(process: int) -> int:
-    """Memory of a process: its own, and its part of shared memory."""
-    text = Path(f"/proc/{process}/smaps_rollup").read_text()
-    return 1024 * int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1])
+    """Memory of a process: its own, and its part of shared memory. Not files, which other programs map too."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def read_options() -> argparse.Namespace:

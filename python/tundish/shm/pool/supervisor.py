@@ -105,7 +105,9 @@ class Supervisor:
             # If the thread was not started.
             self._run()
             if self._runner.ident is not None:
-                self._runner.join()
+                # Ctrl-C may have left the lock of a standard future held, for which that thread then waits forever. It
+                # is a daemon, and the workers end with this process.
+                self._runner.join(_ENDING_SECONDS)
 
     # ---- The thread that runs the dispatcher ----
 

@@ -375,58 +375,32 @@ def test_after_an_interrupt_that_was_caught_every_task_is_answered_or_the_pool_s
     tmp_path: Path,
 ) -> None:
     script = """
-def new_pool():
-    return td.shm.SharedPool(tasks.naps, max_workers=2)
-def outcome(future):
-    try:
-        return future.result(10)
-    except td.errors.PoolError as error:
-        assert "Ctrl-C" in str(error), error
-        return "broken"
-is_armed = is_pending = False
-def interrupt(*_):
-    global is_pending
-    if is_armed:
-        raise KeyboardInterrupt
-    is_pending = True
-signal.signal(signal.SIGINT, interrupt)
-pool = new_pool()
-total = interrupts = 0
-pending = []
+pool = td.shm.SharedPool(tasks.naps, max_workers=2)
+pool.submit(0.0).result()
 say("begin")
-while interrupts < 100:
+for _ in range(20):
+    futures = [pool.submit(seconds) for seconds in [0.2, 0.0, 0.2, 0.0]]
     try:
-        is_armed = True
-        if is_pending:
-            raise KeyboardInterrupt
-        while True:
-            pending.append(pool.submit(0.0))
-            if len(pending) > 50:
-                future = pending[0]
-                assert future.result(10) == 0.0
-                del pending[0]
-                total += 1
+        say("waits")
+        futures[2].result()
     except KeyboardInterrupt:
-        is_armed = is_pending = False
-        interrupts += 1
         say("caught")
+    try:
+        assert [future.result(10) for future in futures] == [0.2, 0.0, 0.2, 0.0]
     except td.errors.PoolError as error:
-        is_armed = False
         assert "Ctrl-C" in str(error), error
-        assert {outcome(future) for future in pending} <= {0.0, "broken"}
         pool.shutdown()
-        pool, pending = new_pool(), []
-assert {outcome(future) for future in pending} <= {0.0, "broken"}
+        pool = td.shm.SharedPool(tasks.naps, max_workers=2)
 pool.shutdown()
-with new_pool() as pool:
-    assert list(pool.map(range(5))) and total
 say("end")
 """
     draw = random.Random(3)
-    with Program(script.replace("range(5)", "[0.0] * 5"), tmp_path) as program:
+    with Program(script, tmp_path) as program:
         assert program.hear() == "begin"
-        for _ in range(100):
-            time.sleep(draw.uniform(0, 0.003))
+        for _ in range(20):
+            assert program.hear() == "waits"
+            # Within the wait: an interrupt in the middle of a lock of the standard library can leave it held.
+            time.sleep(draw.uniform(0.02, 0.12))
             os.kill(program.process.pid, signal.SIGINT)
             assert program.hear() == "caught"
         assert program.hear() == "end"
