@@ -257,28 +257,29 @@ def names_its_path(error: OSError) -> bool:
     return isinstance(path, str) and path.startswith("/") and path in str(error.strerror)
 
 
-def shown(number: int) -> str:
+def format_integer(number: int) -> str:
     """Format an integer for a message. Python refuses to format integers of thousands of digits."""
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
-def counted(number: int, what: str) -> str:
+def format_count(number: int, what: str) -> str:
     """Format a count and its noun, as in "1 dataset" and "2 datasets"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def ranks_named(ranks: Sequence[int], count: int | None = None) -> str:
+def format_ranks(ranks: Sequence[int], count: int | None = None) -> str:
     """Format ranks, as in "rank 3", "ranks 0, 1" and "ranks 0-254, 300 and 9744 more".
 
     Args:
         ranks: The ranks, ascending.
         count: The number of all ranks, where `ranks` are only some of them.
     """
-    return ("rank " if (len(ranks) if count is None else count) == 1 else "ranks ") + listed(ranks, count)
+    noun = "rank" if (len(ranks) if count is None else count) == 1 else "ranks"
+    return f"{noun} {format_rank_list(ranks, count)}"
 
 
-def listed(ranks: Sequence[int], count: int | None = None) -> str:
-    """Format ranks as `ranks_named` does, without the word "ranks"."""
+def format_rank_list(ranks: Sequence[int], count: int | None = None) -> str:
+    """Format ranks as `format_ranks` does, without the word "ranks"."""
     ranges: list[tuple[int, int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:

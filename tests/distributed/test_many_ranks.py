@@ -15,7 +15,7 @@ from tundish.distributed import voter as voter_module
 from tundish.distributed.job_store import JobStore
 from tundish.distributed.vote_protocol import PendingVote
 from tundish.distributed.vote_result import VoteResult
-from tundish.errors import VoteTimeoutError, ranks_named
+from tundish.errors import VoteTimeoutError, format_ranks
 
 # The error that a rank raises, or its vote.
 Result = tuple[Exception | None, PendingVote | None]
@@ -209,4 +209,4 @@ def test_a_result_about_ten_thousand_ranks_is_short() -> None:
     ],
 )
 def test_ranks_are_named_in_few_words(ranks: Any, count: int | None, named: str) -> None:
-    assert ranks_named(ranks, count) == named
+    assert format_ranks(ranks, count) == named

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, path_of, progress_of
 from tundish.cli.output import printable, readable
-from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, counted
+from tundish.errors import CorruptCheckpointError, InvalidInputError, NotFoundError, format_count
 
 if TYPE_CHECKING:
     from tundish.checkpoint import Checkpoint, Checkpoints, Damaged
@@ -159,7 +159,8 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 def _said(unsummed: list[str]) -> str:
     if not unsummed:
         return "every byte holds"
-    return f"all checksums hold; {counted(len(unsummed), 'file')} without a checksum, whose sizes only were compared"
+    count = format_count(len(unsummed), "file")
+    return f"all checksums hold; {count} without a checksum, whose sizes only were compared"
 
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, path_of, progress_of
 from tundish.cli.output import rows
-from tundish.errors import InvalidInputError, PlanMismatchError, counted
+from tundish.errors import InvalidInputError, PlanMismatchError, format_count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -192,8 +192,8 @@ def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndar
     datasets = len(plan.num_samples)
     if len(paths) != datasets:
         raise PlanMismatchError(
-            f"the plan was made for {counted(datasets, 'dataset')}, and {counted(len(paths), 'LENGTHS file')} "
-            f"{'was' if len(paths) == 1 else 'were'} given"
+            f"the plan was made for {format_count(datasets, 'dataset')}, and "
+            f"{format_count(len(paths), 'LENGTHS file')} {'was' if len(paths) == 1 else 'were'} given"
         )
     columns = [_map_array(path) for path in paths]
     return columns[0] if datasets == 1 else columns
@@ -224,7 +224,7 @@ def _map_array(path: Path) -> np.ndarray:
     behind = path.stat().st_size - array.offset - array.nbytes
     if behind > 0:
         raise InvalidInputError(
-            f"{path}: holds {counted(behind, 'byte')} more than the array in its header: it was changed after "
+            f"{path}: holds {format_count(behind, 'byte')} more than the array in its header: it was changed after "
             "numpy.save wrote it; write it again"
         )
     # Checked here, where the message can name the file.

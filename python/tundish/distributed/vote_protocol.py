@@ -36,7 +36,7 @@ from tundish.errors import (
     StoreLostError,
     TundishError,
     VoteTimeoutError,
-    ranks_named,
+    format_ranks,
 )
 
 __all__ = [
@@ -284,7 +284,7 @@ class VoteProtocol:
                     "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
                     vote.what,
                     seconds,
-                    ranks_named(missing[:_MAX_WARNED], len(missing)),
+                    format_ranks(missing[:_MAX_WARNED], len(missing)),
                 )
 
     def _missing(self, number: int) -> list[int]:

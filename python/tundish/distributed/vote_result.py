@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, ranks_named
+from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, format_ranks
 
 __all__ = ["LostPeerError", "RankFailure", "VoteResult"]
 
@@ -131,7 +131,7 @@ class VoteResult:
             text = "; ".join(f"rank {failure.rank} {failure.text}" for failure in self.failures)
             others = self.failed_count - len(self.failures)
             if others > 0:
-                text += f"; {ranks_named(self.also_failed, others)} failed too"
+                text += f"; {format_ranks(self.also_failed, others)} failed too"
             return PeerFailedError(f"{what}: {text}", self.failures[0].rank)
         if self.complete:
             return None
@@ -143,7 +143,7 @@ class VoteResult:
             )
         if not self.silent:
             return VoteTimeoutError(f"{what}: the job's store did not answer another rank in time", ())
-        names = ranks_named(self.silent, self.silent_count)
+        names = format_ranks(self.silent, self.silent_count)
         return VoteTimeoutError(
             f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "
             "program. Look where their stacks are, or give a longer timeout",

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, group_info, torch_distributed, voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError, listed, ranks_named
+from tundish.errors import InvalidInputError, InvalidTypeError, format_rank_list, format_ranks
 
 __all__ = [
     "Participants",
@@ -155,13 +155,14 @@ def replicated_participants(
     ranks = tuple(rank for group in groups for rank in group)
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
         raise InvalidInputError(
-            f"group and replicate do not make a grid: {ranks_named(voter.ranks)}, which get the same batch, are in the "
-            f"groups {_shown(groups)}; give two dimensions of one mesh"
+            f"group and replicate do not make a grid: {format_ranks(voter.ranks)}, which get the same batch, are in "
+            f"the groups {_format_groups(groups)}; give two dimensions of one mesh"
         )
     if len(set(positions)) > 1:
         raise InvalidInputError(
-            f"{ranks_named(voter.ranks)}, which are to get the same batch, have the positions {listed(positions)} in "
-            f"the groups {_shown(groups)}: give a mesh whose ranks rise along both dimensions"
+            f"{format_ranks(voter.ranks)}, which are to get the same batch, have the positions "
+            f"{format_rank_list(positions)} in the groups {_format_groups(groups)}: give a mesh whose ranks "
+            "rise along both dimensions"
         )
     return Participants(
         ranks=ranks,
@@ -188,7 +189,7 @@ def _timeout_of(group: Any) -> timedelta:
     return distributed.distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
 
 
-def _shown(groups: Sequence[Sequence[int]]) -> str:
-    """Groups, for messages: "[0-7], [8-15] and 30 more"."""
-    shown = ", ".join(f"[{listed(group)}]" for group in groups[:_SHOWN_GROUPS])
+def _format_groups(groups: Sequence[Sequence[int]]) -> str:
+    """Format groups of ranks, as in "[0-7], [8-15] and 30 more"."""
+    shown = ", ".join(f"[{format_rank_list(group)}]" for group in groups[:_SHOWN_GROUPS])
     return shown + (f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tundish.errors import InvalidInputError, InvalidTypeError, counted
+from tundish.errors import InvalidInputError, InvalidTypeError, format_count
 from tundish.tree.array_rules import ARRAY_BUILDERS
 from tundish.tree.container_rules import build
 from tundish.tree.node_spec import Token
@@ -48,7 +48,7 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     layout = schema.layout
     if len(tensors) != len(layout.shapes):
         raise InvalidInputError(
-            f"the schema is one of {counted(len(layout.shapes), 'tensor')}, and {len(tensors)} were given"
+            f"the schema is one of {format_count(len(layout.shapes), 'tensor')}, and {len(tensors)} were given"
         )
     for number, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):

@@ -37,7 +37,7 @@ from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.staging.tensor_copy import CopyBlock
 from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
 from tundish.distributed import VoteId, group_info
-from tundish.errors import counted
+from tundish.errors import format_count
 
 __all__ = ["HfStager"]
 
@@ -253,8 +253,8 @@ class HfStager:
             digest.update(repr(plan.conversion.sources).encode())
         # A message shows this: the readable part comes first.
         tensors, files = (
-            counted(len(plan.products), "tensor"),
-            counted(len(plan.layout.files), "file"),
+            format_count(len(plan.products), "tensor"),
+            format_count(len(plan.layout.files), "file"),
         )
         size = sum(file.size for file in plan.layout.files)
         return f"{tensors} in {files} of {size} bytes ({digest.hexdigest()})"

@@ -21,7 +21,7 @@ import numpy as np
 
 from tundish import _native
 from tundish.checkpoint.publish.retention import Checkpoint
-from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, counted
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_count
 
 __all__ = [
     "KINDS",
@@ -189,7 +189,7 @@ def warn_without_checksums(folder: Path, unsummed: Sequence[str]) -> None:
             "%s: no checksum of %s was recorded (checksum=None): only the sizes were compared, and changed bytes were "
             "not noticed",
             folder,
-            counted(len(unsummed), "file"),
+            format_count(len(unsummed), "file"),
         )
 
 

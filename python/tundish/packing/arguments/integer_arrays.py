@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, shown
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_integer
 
 __all__ = ["IntegerArray", "as_integer_array", "as_length_arrays", "is_memory_map", "truncated_file"]
 
@@ -89,7 +89,7 @@ def _check_entries(values: Any, name: str) -> None:
             kind = type(value).__name__
             raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer")
         if not -(2**63) <= value < 2**63:
-            raise InvalidInputError(f"{name}[{position}] is {shown(int(value))}, beyond what int64 holds")
+            raise InvalidInputError(f"{name}[{position}] is {format_integer(int(value))}, beyond what int64 holds")
 
 
 def _check_file_of(array: IntegerArray, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError, shown
+from tundish.errors import InvalidInputError, InvalidTypeError, format_integer
 
 __all__ = ["as_integer", "as_threads"]
 
@@ -22,7 +22,7 @@ def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
     except TypeError:
         raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
     if not smallest <= number <= largest:
-        raise InvalidInputError(f"{name} is {shown(number)}; it must be in {smallest} … {largest}")
+        raise InvalidInputError(f"{name} is {format_integer(number)}; it must be in {smallest} … {largest}")
     return number
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, shown
+from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer
 from tundish.packing.dataset.samples import Sample, SampleSource, as_datasets, as_sample, joined
 from tundish.packing.plan.pack_plan import PackPlan
 
@@ -135,7 +135,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 )
                 raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}{hint}") from None
             if not -count <= number < count:
-                raise NoSuchPackError(f"pack {shown(number)} does not exist: the plan has {count} packs")
+                raise NoSuchPackError(f"pack {format_integer(number)} does not exist: the plan has {count} packs")
             numbers.append(number + count if number < 0 else number)
         return numbers
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, counted
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, format_count
 
 __all__ = ["Sample", "SampleSource", "as_datasets", "as_sample", "joined"]
 
@@ -176,8 +176,9 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
             )
     if len(found) != len(num_samples):
         raise PlanMismatchError(
-            f"the plan was made for {counted(len(num_samples), 'dataset')}, and {counted(len(found), 'dataset')} "
-            f"{'was' if len(found) == 1 else 'were'} given: pass those that were planned, in their order{hint}"
+            f"the plan was made for {format_count(len(num_samples), 'dataset')}, and "
+            f"{format_count(len(found), 'dataset')} {'was' if len(found) == 1 else 'were'} given: pass those that "
+            f"were planned, in their order{hint}"
         )
     for number, (dataset, expected) in enumerate(zip(found, num_samples, strict=True)):
         if len(dataset) != expected:

@@ -26,8 +26,8 @@ from tundish.errors import (
     OutOfMemoryError,
     PlanMismatchError,
     TundishError,
-    counted,
-    shown,
+    format_count,
+    format_integer,
 )
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
 from tundish.packing.arguments.paths import as_absolute, as_new_folder
@@ -121,8 +121,8 @@ class PackPlan:
         found = [len(column) for column in lengths]
         if found != expected:
             raise PlanMismatchError(
-                f"the plan was made for {counted(len(expected), 'dataset')} of {expected[:8]} samples, "
-                f"and the lengths are of {counted(len(found), 'dataset')} of {found[:8]}"
+                f"the plan was made for {format_count(len(expected), 'dataset')} of {expected[:8]} samples, "
+                f"and the lengths are of {format_count(len(found), 'dataset')} of {found[:8]}"
             )
 
     @property
@@ -180,7 +180,7 @@ class PackPlan:
             raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
         number = asked + len(self) if asked < 0 else asked
         if not 0 <= number < len(self):
-            raise NoSuchPackError(f"pack {shown(asked)} does not exist: the plan has {len(self)} packs")
+            raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the plan has {len(self)} packs")
         dataset_id, pieces = self._reader.pack(number)
         return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
 

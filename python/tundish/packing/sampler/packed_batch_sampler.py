@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, shown
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_integer
 from tundish.packing.arguments.scalars import as_integer
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.packing.sampler.epoch_order import EpochOrder
@@ -242,7 +242,7 @@ class PackedBatchSampler:
         for key, mine in identity.items():
             theirs = _value_of_state(state, key, type(mine))
             if theirs != mine:
-                said = shown(theirs) if isinstance(theirs, int) else theirs
+                said = format_integer(theirs) if isinstance(theirs, int) else theirs
                 raise StateMismatchError(self._difference(key, mine, said))
         epoch = _number_of_state(state, "epoch", LARGEST_SEED)
         step = _number_of_state(state, "step", self._steps)
@@ -349,7 +349,7 @@ def _number_of_state(state: Mapping[str, Any], key: str, maximum: int) -> int:
     number: int = _value_of_state(state, key, int)
     if not 0 <= number <= maximum:
         raise StateMismatchError(
-            f"{key} in the sampler's state is {shown(number)}, but must be in 0 … {maximum}: it was edited"
+            f"{key} in the sampler's state is {format_integer(number)}, but must be in 0 … {maximum}: it was edited"
         )
     return number
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tundish.errors import DrainError, ShardGoneError, counted
+from tundish.errors import DrainError, ShardGoneError, format_count
 from tundish.rtensor.steps.leak_warnings import integer_in
 from tundish.rtensor.workers.worker import Worker
 
@@ -23,7 +23,7 @@ def raise_failures(what: str, answers: Mapping[Worker, Any]) -> None:
         return
     shown = "; ".join(str(error) for error in list(failed.values())[:_SHOWN_FAILURES])
     more = f"; and {len(failed) - _SHOWN_FAILURES} more" if len(failed) > _SHOWN_FAILURES else ""
-    message = f"{counted(len(failed), 'worker')} {what}: {shown}{more}"
+    message = f"{format_count(len(failed), 'worker')} {what}: {shown}{more}"
     raise DrainError(message, tuple(failed)) from next(iter(failed.values()))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tundish._native import RTensor
-from tundish.errors import InvalidInputError, InvalidTypeError, counted
+from tundish.errors import InvalidInputError, InvalidTypeError, format_count
 from tundish.rtensor.dense_tensors import is_whole
 
 __all__ = ["output_buffers"]
@@ -27,7 +27,7 @@ def output_buffers(out: Any, handles: list[RTensor]) -> list[Tensor]:
     buffers = [out] if isinstance(out, Tensor) else list(out)
     if len(buffers) != len(handles):
         raise InvalidInputError(
-            f"`out` has {counted(len(buffers), 'tensor')}, and there are {counted(len(handles), 'handle')}"
+            f"`out` has {format_count(len(buffers), 'tensor')}, and there are {format_count(len(handles), 'handle')}"
         )
     for number, (handle, buffer) in enumerate(zip(handles, buffers, strict=True)):
         _check(number, buffer, handle)

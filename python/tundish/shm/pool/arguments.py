@@ -10,7 +10,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, shown
+from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, format_integer
 
 __all__ = [
     "MAIN_GUARD",
@@ -54,7 +54,7 @@ def checked_count(value: Any, name: str, *, least: int) -> int:
     except TypeError as error:
         raise InvalidTypeError(f"{name} is {value!r}; it is a number of at least {least}") from error
     if count < least:
-        raise InvalidInputError(f"{name} is {shown(count)}; it is at least {least}")
+        raise InvalidInputError(f"{name} is {format_integer(count)}; it is at least {least}")
     return count
 
 
@@ -63,7 +63,7 @@ def checked_workers(value: int | None) -> int:
         return _native.available_processors()
     count = checked_count(value, "max_workers", least=1)
     if count > _MOST_WORKERS:
-        raise InvalidInputError(f"max_workers is {shown(count)}; a pool has at most {_MOST_WORKERS}")
+        raise InvalidInputError(f"max_workers is {format_integer(count)}; a pool has at most {_MOST_WORKERS}")
     return count
 
 
