@@ -46,7 +46,7 @@ def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str)
 def test_the_batch_of_a_rank_is_found_without_a_search() -> None:
     # The source looks up every rank in every step.
     ranks = tuple(range(0, 60_000, 3))
-    place = Participants(ranks=ranks, batch_of=tuple(range(len(ranks))), rank=3, source=0)
+    participants = Participants(ranks=ranks, batch_numbers=tuple(range(len(ranks))), rank=3, source=0)
     started = time.monotonic()
-    assert [place.batch(rank) for rank in ranks] == list(place.batch_of)
+    assert [participants.batch_number(rank) for rank in ranks] == list(participants.batch_numbers)
     assert time.monotonic() - started < 0.5

@@ -28,7 +28,7 @@ from tundish.errors import (
     TimedOutError,
 )
 from tundish.progress import ProgressLine
-from tundish.scatter.loader.batch_reader import Tail, steps_of
+from tundish.scatter.loader.batch_reader import Tail, step_count
 from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.loader.epoch import Epoch, Step
 from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
@@ -52,8 +52,8 @@ _TAILS = ("drop", "pad", "short")
 # The number of a step holds the number of its iteration above these bits.
 _STEP_BITS = 32
 # Steps that a receiver prefetches beyond `prefetch`, so that it hears early of the end of the iteration.
-_MORE_STEPS = 2
-_FAREWELL_SECONDS = 1.0
+_EXTRA_STEPS = 2
+_JOIN_SECONDS = 1.0
 
 
 class LoaderStats(ScatterStats):
@@ -149,7 +149,7 @@ class DispatchLoader(Generic[T_co]):
             job = group_info(None)
             error, length = None, None
             try:
-                self._loader = self._checked(
+                self._loader = self._check_loader(
                     dataloader,
                     tail,
                     is_source=is_source,
@@ -167,7 +167,7 @@ class DispatchLoader(Generic[T_co]):
                     else as_count(prefetch_bytes, "prefetch_bytes")
                 )
                 skip = as_count(skip_batches, "skip_batches")
-                self._state = LoaderState(skip * participants.batches)
+                self._state = LoaderState(skip * participants.batch_count)
                 length = length_of(dataloader) if is_source else None
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
@@ -186,7 +186,7 @@ class DispatchLoader(Generic[T_co]):
             kind = ScatterSource if is_source else ScatterReceiver
             self._session = kind(voter, participants, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
-        self._exits = None if job.store is None else EarlyExits(job.store, name, participants.rank)
+        self._early_exits = None if job.store is None else EarlyExits(job.store, name, participants.rank)
         self._is_closed = False
         _open_loaders.add(self)
 
@@ -215,7 +215,7 @@ class DispatchLoader(Generic[T_co]):
         batches = length_of(self._loader) if self._session.is_source else self._length
         if batches is None:
             raise InvalidTypeError("the number of batches is not known: the source's loader has no len()")
-        return self._steps_in(batches)
+        return self._step_count(batches)
 
     @property
     def epoch(self) -> int:
@@ -241,7 +241,7 @@ class DispatchLoader(Generic[T_co]):
             The errors of the loader's `set_epoch`, on the source.
         """
         epoch = as_count(epoch, "epoch")
-        self._leave("set_epoch was called since")
+        self._leave_loop("set_epoch was called since")
         self._state.set_epoch(epoch)
         if self._session.is_source:
             set_epoch(self._loader, epoch)
@@ -265,9 +265,9 @@ class DispatchLoader(Generic[T_co]):
             StateMismatchError: it is not the state of a loader, or damaged; nothing changes.
         """
         self._state.load_state_dict(state)
-        self._leave("load_state_dict was called since")
-        if self._session.is_source and self._state.told_epoch is not None:
-            set_epoch(self._loader, self._state.told_epoch)
+        self._leave_loop("load_state_dict was called since")
+        if self._session.is_source and self._state.requested_epoch is not None:
+            set_epoch(self._loader, self._state.requested_epoch)
 
     def stats(self) -> LoaderStats:
         """Bytes, batches, memory and seconds of this rank so far; see `LoaderStats`."""
@@ -291,9 +291,9 @@ class DispatchLoader(Generic[T_co]):
             return
         self._is_closed = True
         try:
-            self._leave("the DispatchLoader was closed")
+            self._leave_loop("the DispatchLoader was closed")
             if self._steps is not None:
-                self._steps.join(_FAREWELL_SECONDS)
+                self._steps.join(_JOIN_SECONDS)
         finally:
             self._session.close()
 
@@ -331,7 +331,7 @@ class DispatchLoader(Generic[T_co]):
         )
 
     @staticmethod
-    def _checked(dataloader: Any, tail: Any, *, is_source: bool, is_whole_job: bool) -> Any:
+    def _check_loader(dataloader: Any, tail: Any, *, is_source: bool, is_whole_job: bool) -> Any:
         if tail not in _TAILS:
             raise InvalidInputError(f"tail is {tail!r}: give one of {', '.join(map(repr, _TAILS))}")
         if not is_source:
@@ -352,22 +352,22 @@ class DispatchLoader(Generic[T_co]):
         if self._is_closed:
             raise InvalidInputError("this DispatchLoader is closed")
 
-    def _steps_in(self, batches: int) -> int:
-        return steps_of(max(0, batches), self._session.participants.batches, self._tail)
+    def _step_count(self, batches: int) -> int:
+        return step_count(max(0, batches), self._session.participants.batch_count, self._tail)
 
     def _begin_epoch(self, iteration: int) -> InlineSteps:
         """The steps of a new iteration."""
-        session, exits, state = self._session, self._exits, self._state
+        session, early_exits, state = self._session, self._early_exits, self._state
         if isinstance(session, ScatterReceiver):
-            if exits is None:
+            if early_exits is None:
                 raise InvalidInputError("torch.distributed was taken down since this loader was made")
-            epoch: Epoch = EpochReceiver(session, exits, iteration, self._device)
+            epoch: Epoch = EpochReceiver(session, early_exits, iteration, self._device)
             state.begin()
-            max_steps, timeout = self._prefetch + _MORE_STEPS, self._timeout
+            max_steps, timeout = self._prefetch + _EXTRA_STEPS, self._timeout
         else:
             source = EpochSource(
                 session,
-                exits,
+                early_exits,
                 iteration,
                 self._device,
                 loader=self._loader,
@@ -385,7 +385,7 @@ class DispatchLoader(Generic[T_co]):
 
     def _end_iteration(self) -> None:
         """Leave the iteration before, where one is under way, and wait until it is over on this rank."""
-        self._leave("another one was begun since, and a DispatchLoader has one at a time")
+        self._leave_loop("another one was begun since, and a DispatchLoader has one at a time")
         if self._steps is None:
             return
         if not self._steps.join(self._timeout):
@@ -395,7 +395,7 @@ class DispatchLoader(Generic[T_co]):
         self._reading_seconds += self._steps.epoch.reading_seconds
         self._steps = None
 
-    def _leave(self, why: str) -> None:
+    def _leave_loop(self, why: str) -> None:
         iterator = None if self._iterator is None else self._iterator()
         if iterator is not None:
             iterator.close(why)
@@ -417,7 +417,7 @@ class DispatchLoader(Generic[T_co]):
         # Bringing it to a device may fail: then it was not handed out.
         batch: T_co = step.make()
         length = None if start is None else start.length
-        is_last = length is not None and not self._steps_in(length - step.done)
+        is_last = length is not None and not self._step_count(length - step.done)
         state.advance(step.done, step.state, is_last=is_last)
         self._handed_out += 1
         self.is_padding = step.is_padding

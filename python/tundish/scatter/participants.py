@@ -37,29 +37,29 @@ class Participants:
 
     Attributes:
         ranks: all ranks.
-        batch_of: for each of them, the number of its batch.
+        batch_numbers: for each of them, the number of its batch.
         rank: this rank.
         source: the rank that has the data.
     """
 
     ranks: tuple[int, ...]
-    batch_of: tuple[int, ...]
+    batch_numbers: tuple[int, ...]
     rank: int
     source: int
 
     @property
-    def batches(self) -> int:
+    def batch_count(self) -> int:
         """How many batches a step has."""
-        return max(self.batch_of) + 1
+        return max(self.batch_numbers) + 1
 
-    def batch(self, rank: int) -> int:
+    def batch_number(self, rank: int) -> int:
         """The number of a rank's batch."""
-        return self._batch_by_rank[rank]
+        return self._number_by_rank[rank]
 
     @functools.cached_property
-    def _batch_by_rank(self) -> dict[int, int]:
+    def _number_by_rank(self) -> dict[int, int]:
         # Each step looks up every rank.
-        return dict(zip(self.ranks, self.batch_of, strict=True))
+        return dict(zip(self.ranks, self.batch_numbers, strict=True))
 
 
 def process_group(group: Any, what: str = "group") -> Any:
@@ -100,7 +100,7 @@ def participants_of(group: Any, src: Any) -> Participants:
         )
     return Participants(
         ranks=member.ranks,
-        batch_of=tuple(range(len(member.ranks))),
+        batch_numbers=tuple(range(len(member.ranks))),
         rank=member.rank,
         source=member.ranks[src],
     )
@@ -145,7 +145,7 @@ def replicated_participants(
     mine = ""
     try:
         own = participants_of(group, src)
-        mine = json.dumps((own.ranks, own.batch(own.rank)))
+        mine = json.dumps((own.ranks, own.batch_number(own.rank)))
     except (InvalidInputError, InvalidTypeError) as caught:
         error = caught
     gathered = voter.gather(mine, error, what=what, timeout=timeout)
@@ -166,7 +166,7 @@ def replicated_participants(
         )
     return Participants(
         ranks=ranks,
-        batch_of=own.batch_of * len(groups),
+        batch_numbers=own.batch_numbers * len(groups),
         rank=own.rank,
         source=ranks[own.ranks.index(own.source)],
     )

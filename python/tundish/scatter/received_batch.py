@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tundish import _native
-from tundish.scatter.target_device import move, pinned_copy
+from tundish.scatter.target_device import copy_to_device, pinned_copy
 from tundish.tree import (
     DLPACK_DTYPES,
     DLPACK_EXCHANGE,
@@ -71,7 +71,7 @@ class ReceivedBatch(NamedTuple):
                 buffer = (
                     torch.empty(0, dtype=torch.uint8, device=device)
                     if self.memory is None
-                    else move(torch.from_numpy(self.memory), device)
+                    else copy_to_device(torch.from_numpy(self.memory), device)
                 )
                 on_device = layout.tensors_in(buffer)
         if device is not None:

@@ -40,8 +40,8 @@ class ScatterReceiver(Session):
                 if message.header.step >= self._step:
                     break
         except PeerFailedError as error:
-            if error is self._lost:
-                self._tell_own_receivers(error)
+            if error is self._end_error:
+                self._report_to_own_receivers(error)
             raise
         except Exception:
             raise
@@ -77,8 +77,8 @@ class ScatterReceiver(Session):
     def _next_message(self, device: torch.device | None) -> ReceivedMessage:
         """The next message, once the ranks that get it from this one have it. Raises where it ends the scatter."""
         self._raise_if_closed()
-        if self._lost is not None:
-            raise self._lost.with_traceback(None)
+        if self._end_error is not None:
+            raise self._end_error.with_traceback(None)
         channels = self._channels
         if channels is None or channels.receiver is None:
             raise RuntimeError("a receiver has no channel")
@@ -92,15 +92,15 @@ class ScatterReceiver(Session):
                 self.end(f"could not read an earlier batch: {error}")
             raise
         except RuntimeError as error:
-            raise self._lose(channels.sender_rank, f"is gone ({error})") from error
+            raise self._end_because_of(channels.sender_rank, f"is gone ({error})") from error
         if message.header.flags & DEVICE:
             message = self._from_device(channels, message, device)
         if channels.to_node:
             self._pass_on(channels, message)
         if message.header.kind == MessageKind.CLOSED:
             rank, _, text = str(message.content).partition("\n")
-            self._lost = PeerFailedError(text, int(rank))
-            raise self._lost
+            self._end_error = PeerFailedError(text, int(rank))
+            raise self._end_error
         return message
 
     def _from_device(
@@ -122,7 +122,7 @@ class ScatterReceiver(Session):
 
     def _pass_on(self, channels: Channels, message: ReceivedMessage) -> None:
         """Send the message to the ranks of this node that get the same batch."""
-        self._raise_if_lost()
+        self._raise_if_ended()
         header, lease = message.header, None if message.buffer is None else BufferLease(message.buffer)
         for sender in channels.to_node:
             wait = self._waiter(sender.rank)
@@ -132,9 +132,9 @@ class ScatterReceiver(Session):
                 else:
                     sender.send(header.step, header.size, header.text_bytes, lease, wait, is_shared=True)
             except ConnectionError as error:
-                raise self._lose(sender.rank, GONE) from error
+                raise self._end_because_of(sender.rank, GONE) from error
 
-    def _tell_own_receivers(self, error: PeerFailedError) -> None:
+    def _report_to_own_receivers(self, error: PeerFailedError) -> None:
         """Tell the ranks that get their batches from this one which rank was lost, and leave."""
         channels = self._channels
         if channels is None or not channels.to_node:

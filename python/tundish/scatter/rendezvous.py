@@ -69,7 +69,7 @@ def senders_of(nodes: list[tuple[int, ...]], participants: Participants) -> dict
         first_of_batch: dict[int, int] = {}
         for rank in node:
             if rank != participants.source:
-                first = first_of_batch.setdefault(participants.batch(rank), rank)
+                first = first_of_batch.setdefault(participants.batch_number(rank), rank)
                 if participants.source in node:
                     senders[rank] = participants.source
                 elif first != rank:
@@ -91,7 +91,7 @@ def connect(
     """
     with contextlib.ExitStack() as temporary, contextlib.ExitStack() as on_failure:
         # A digest, as there may be thousands of ranks.
-        ranks = hashlib.sha256(repr((participants.ranks, participants.batch_of)).encode()).hexdigest()[:16]
+        ranks = hashlib.sha256(repr((participants.ranks, participants.batch_numbers)).encode()).hexdigest()[:16]
         same = f"source {participants.source}, {len(participants.ranks)} ranks with the digest {ranks}"
         rendezvous = _Rendezvous(voter, participants, timeout, temporary)
         with voter.agreed(_WHAT, same=same, timeout=timeout):

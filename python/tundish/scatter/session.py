@@ -91,7 +91,7 @@ class Session:
         self._in_loop = in_loop
         self._process = os.getpid()
         self._step = 0
-        self._lost: PeerFailedError | None = None
+        self._end_error: PeerFailedError | None = None
         self._is_closed = False
         self._batches = self._sent_bytes = 0
         self._waited = 0.0
@@ -111,9 +111,9 @@ class Session:
         return self.participants.rank == self.participants.source
 
     @property
-    def lost(self) -> PeerFailedError | None:
+    def end_error(self) -> PeerFailedError | None:
         """The error that ended the scatter; None as long as steps may follow."""
-        return self._lost
+        return self._end_error
 
     def skip_to(self, step: int) -> None:
         """Make `step` the next one, unless it is over. Messages of earlier steps are skipped."""
@@ -121,8 +121,8 @@ class Session:
 
     def end(self, why: str) -> None:
         """End the scatter because of this rank. The others notice that it leaves."""
-        if self._lost is None:
-            self._lose(self.participants.rank, why)
+        if self._end_error is None:
+            self._end_because_of(self.participants.rank, why)
             if self._channels is not None:
                 self._channels.watch.close()
 
@@ -170,23 +170,23 @@ class Session:
         if self._is_closed:
             raise InvalidInputError("this scatter is closed")
 
-    def _raise_if_lost(self) -> None:
+    def _raise_if_ended(self) -> None:
         """Raise where a rank on the other end of a channel is gone."""
-        if self._lost is not None:
-            raise self._lost.with_traceback(None)
+        if self._end_error is not None:
+            raise self._end_error.with_traceback(None)
         if self._channels is not None:
             # A sender may be through with all that it has for this rank.
             for rank in self._channels.watch.vanished() - {self._channels.sender_rank}:
-                raise self._lose_gone(rank)
+                raise self._end_because_gone(rank)
 
-    def _lose(self, rank: int, how: str) -> PeerFailedError:
-        self._lost = PeerFailedError(f"scatter: rank {rank} {how}", rank)
-        return self._lost
+    def _end_because_of(self, rank: int, how: str) -> PeerFailedError:
+        self._end_error = PeerFailedError(f"scatter: rank {rank} {how}", rank)
+        return self._end_error
 
-    def _lose_gone(self, rank: int) -> PeerFailedError:
+    def _end_because_gone(self, rank: int) -> PeerFailedError:
         """Lose a rank that is gone, or the rank that made it leave."""
         because_of = None if self._channels is None else self._channels.watch.departed().get(rank)
-        return self._lose(rank if because_of is None else because_of, GONE)
+        return self._end_because_of(rank if because_of is None else because_of, GONE)
 
     def _waiter(self, rank: int, seconds: float | None = None) -> Waiter:
         return lambda is_ready: self._wait(is_ready, rank, seconds=seconds)
@@ -218,7 +218,7 @@ class Session:
                 if self._channels is not None and name in self._channels.watch.vanished():
                     if is_ready(self._seconds_after(name)):
                         return
-                    raise self._lose_gone(name)
+                    raise self._end_because_gone(name)
                 if time.monotonic() > deadline and not is_endless:
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "

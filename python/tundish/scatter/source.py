@@ -24,12 +24,12 @@ from tundish._native import BufferLease
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
 from tundish.scatter.session import GONE, Session
-from tundish.scatter.target_device import with_tensors_on
+from tundish.scatter.target_device import unflatten_to_device
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import (
     GlooSender,
     OutgoingMessages,
-    copied,
+    copy_to_arena,
     is_done,
 )
 from tundish.scatter.transport.message_header import DEVICE, Header, MessageKind
@@ -39,7 +39,7 @@ from tundish.tree import flatten_with_addresses
 __all__ = ["ScatterSource"]
 
 # How long a source that was interrupted or timed out waits until ranks of other nodes have the reason.
-_FAREWELL_SECONDS = 0.5
+_REPORT_SECONDS = 0.5
 _LONGEST_TEXT = 16_000
 
 # Content of a message: a batch, or the kind and the text of a message without one.
@@ -65,14 +65,14 @@ class ScatterSource(Session):
         object.
         """
         with self._reported_step() as waiting:
-            listed = self._listed(batches)
-            own = listed[self.participants.batch(self.participants.rank)]
+            batch_list = self._batch_list(batches)
+            own = batch_list[self.participants.batch_number(self.participants.rank)]
             make = lambda: own  # noqa: E731 (the same name with a device)
             if device is not None:
                 # Refused before any rank has been sent anything.
                 tensors, schema, _ = flatten_with_addresses(own, f"rank {self.participants.rank}'s batch")
-                make = partial(with_tensors_on, schema, tensors, device)
-            contents = self._flattened(listed, waiting)
+                make = partial(unflatten_to_device, schema, tensors, device)
+            contents = self._flatten_all(batch_list, waiting)
             self.largest_batch = max(
                 (one.size for one in contents.values() if isinstance(one, OutgoingBatch)), default=0
             )
@@ -86,7 +86,7 @@ class ScatterSource(Session):
 
     def check_peers(self) -> None:
         """Between steps: if a rank was lost, tell the others and raise `PeerFailedError`."""
-        if self._lost is not None or (self._channels is not None and self._channels.watch.vanished()):
+        if self._end_error is not None or (self._channels is not None and self._channels.watch.vanished()):
             self.send_control("")
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -105,14 +105,14 @@ class ScatterSource(Session):
         channels = self._channels
         waiting: _Senders = {} if channels is None else {one.rank: one for one in channels.senders}
         try:
-            self._raise_if_lost()
+            self._raise_if_ended()
             yield waiting
         except BaseException as error:
-            self._tell(error, waiting)
+            self._report_error(error, waiting)
             raise
 
-    def _listed(self, batches: Iterable[Any] | None) -> list[Any]:
-        count = self.participants.batches
+    def _batch_list(self, batches: Iterable[Any] | None) -> list[Any]:
+        count = self.participants.batch_count
         if batches is None:
             return [None] * count
         if type(batches) is not list and (
@@ -122,25 +122,25 @@ class ScatterSource(Session):
                 f"scatter takes one batch for each rank, {count} in all, not a {type(batches).__qualname__}"
             )
         # One more at most: an iterable may be endless.
-        listed = list(islice(batches, count + 1))
-        if len(listed) != count:
+        batch_list = list(islice(batches, count + 1))
+        if len(batch_list) != count:
             given = (
-                len(batches) if isinstance(batches, Sized) else "more" if len(listed) > count else len(listed)
+                len(batches) if isinstance(batches, Sized) else "more" if len(batch_list) > count else len(batch_list)
             )
             raise InvalidInputError(
                 f"scatter takes one batch for each rank, {count} in all, and {given} came: "
                 "None stands for a rank that gets nothing"
             )
-        return listed
+        return batch_list
 
-    def _flattened(self, listed: list[Any], receivers: Iterable[int]) -> dict[int, _Content]:
+    def _flatten_all(self, batch_list: list[Any], receivers: Iterable[int]) -> dict[int, _Content]:
         """The contents by rank. A batch for several ranks is flattened once."""
         channels = self._channels
         threads = copy_threads(0 if channels is None else len(channels.to_node))
         made: dict[int, _Content] = {id(None): (MessageKind.NOTHING, "")}
         contents = {}
         for rank in receivers:
-            batch = listed[self.participants.batch(rank)]
+            batch = batch_list[self.participants.batch_number(rank)]
             if id(batch) not in made:
                 made[id(batch)] = OutgoingBatch(batch, rank, threads)
             contents[rank] = made[id(batch)]
@@ -199,7 +199,7 @@ class ScatterSource(Session):
                 try:
                     sender.send(self._step, content.size, schema_bytes, lease, wait, is_shared=is_shared)
                 except ConnectionError as error:
-                    raise self._lose(sender.rank, GONE) from error
+                    raise self._end_because_of(sender.rank, GONE) from error
             del waiting[sender.rank]
 
     def _post(
@@ -222,7 +222,7 @@ class ScatterSource(Session):
                             outgoing, payloads, copied_bytes = OutgoingMessages(), {}, 0
                             self._wait_until_sent()
                         copied_bytes += content.size
-                        payloads[id(content)] = copied(content, channels.arena)
+                        payloads[id(content)] = copy_to_arena(content, channels.arena)
                     header = Header(self._step, MessageKind.BATCH, flags, size=content.size)
                     encoded = content.encoded_schema
                 # Before it has them: a rank that may have them hears of an error in the next step.
@@ -248,25 +248,25 @@ class ScatterSource(Session):
         self._wait(lambda seconds: is_done(future, seconds), lambda: outgoing.waiting_for)
         self._sent_bytes += outgoing.sent_bytes
         for rank, error in outgoing.errors.items():
-            raise self._lose(rank, f"could not be sent its batch ({error})") from error
+            raise self._end_because_of(rank, f"could not be sent its batch ({error})") from error
 
-    def _tell(self, error: BaseException, waiting: _Senders) -> None:
+    def _report_error(self, error: BaseException, waiting: _Senders) -> None:
         """Tell the ranks that wait for this step why it fails, and all ranks where no step follows."""
         channels = self._channels
         if channels is None:
             return
         is_interrupt = not isinstance(error, Exception)
-        if is_interrupt and self._lost is None:
-            self._lose(
+        if is_interrupt and self._end_error is None:
+            self._end_because_of(
                 self.participants.rank,
                 f"was interrupted ({type(error).__name__}) in a step, which closed the scatter",
             )
-        is_lost = is_interrupt or error is self._lost
-        if is_lost and self._lost is not None:
-            kind, text = MessageKind.CLOSED, f"{self._lost.rank}\n{self._lost}"
+        is_lost = is_interrupt or error is self._end_error
+        if is_lost and self._end_error is not None:
+            kind, text = MessageKind.CLOSED, f"{self._end_error.rank}\n{self._end_error}"
         else:
-            kind, text = MessageKind.FAILED, f"{self.participants.source}\n{_described(error)}"
-        seconds = _FAREWELL_SECONDS if is_interrupt else None
+            kind, text = MessageKind.FAILED, f"{self.participants.source}\n{_format_error(error)}"
+        seconds = _REPORT_SECONDS if is_interrupt else None
         to_all = is_lost or self._in_loop
         outgoing, tells_other_nodes = OutgoingMessages(), False
         gone = channels.watch.vanished()
@@ -287,12 +287,12 @@ class ScatterSource(Session):
             told = self._finish_in_thread(channels, outgoing)
             # A rank that did not come until now takes this no sooner.
             is_short = is_lost or isinstance(error, TimedOutError)
-            is_done(told, _FAREWELL_SECONDS if is_short else self._timeout)
+            is_done(told, _REPORT_SECONDS if is_short else self._timeout)
         if is_interrupt:
             channels.watch.close()
 
 
-def _described(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """An error with its traceback, without the middle of a long one."""
     try:
         text = "".join(traceback.format_exception(error)).rstrip()

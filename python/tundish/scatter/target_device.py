@@ -10,7 +10,7 @@ from torch import Tensor
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree import Schema, unflatten_unchecked
 
-__all__ = ["move", "pinned_copy", "resolve_device", "with_tensors_on"]
+__all__ = ["copy_to_device", "pinned_copy", "resolve_device", "unflatten_to_device"]
 
 
 def resolve_device(device: Any) -> torch.device | None:
@@ -41,14 +41,14 @@ def resolve_device(device: Any) -> torch.device | None:
     return found
 
 
-def with_tensors_on(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
+def unflatten_to_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
     """The object of `schema`, with its tensors copied to `device`; arrays of numpy stay in host memory."""
     on_host = schema.host_only_tensors
-    moved = [tensor if number in on_host else move(tensor, device) for number, tensor in enumerate(tensors)]
+    moved = [tensor if number in on_host else copy_to_device(tensor, device) for number, tensor in enumerate(tensors)]
     return unflatten_unchecked(schema, moved)
 
 
-def move(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. The copy goes on while the caller does."""
     is_pinned = tensor.is_pinned()
     if device.type == "cuda" and tensor.is_cpu and not is_pinned:

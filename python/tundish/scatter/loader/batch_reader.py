@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.loader_queries import has_state
+from tundish.scatter.loader.loader_queries import is_stateful
 
-__all__ = ["BatchReader", "StepBatches", "Tail", "steps_of"]
+__all__ = ["BatchReader", "StepBatches", "Tail", "step_count"]
 
 Tail = Literal["drop", "pad", "short"]
 _END = object()
@@ -66,20 +66,20 @@ class BatchReader:
         self._loader = loader
         self._width = width
         self._tail = tail
-        self._has_state = has_state(loader)
+        self._is_stateful = is_stateful(loader)
         self._is_over = False
-        self._is_resumed = state is not None and self._has_state
+        self._is_resumed = state is not None and self._is_stateful
         if self._is_resumed:
             loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
             self._batches = iter(loader)
         else:
             if skip:
                 _refuse_resumed_sampler(loader, skip)
-            self._batches = _after_first(loader, skip, show)
+            self._batches = _batches_after(loader, skip, show)
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             # A shuffling sampler takes its seed from torch's generator at its first draw. In a background thread, the
             # order would depend on other draws from the generator.
-            self._batches = _with_first_drawn(self._batches)
+            self._batches = _draw_first(self._batches)
 
     def draw(self) -> StepBatches | None:
         """The batches of the next step; None at the end of the data."""
@@ -87,7 +87,7 @@ class BatchReader:
             return None
         batches = list(itertools.islice(self._batches, self._width))
         if self._is_resumed:
-            _begin_anew_next_time(self._loader)
+            _forget_starting_state(self._loader)
             self._is_resumed = False
         new = len(batches)
         if new < self._width:
@@ -97,17 +97,17 @@ class BatchReader:
             more = itertools.repeat(None) if self._tail == "short" else itertools.cycle(tuple(batches))
             batches.extend(itertools.islice(more, self._width - new))
         # At its end, a loader's state may be that of a new epoch.
-        takes_state = self._has_state and not self._is_over
+        takes_state = self._is_stateful and not self._is_over
         state = copy.deepcopy(self._loader.state_dict()) if takes_state else None  # type: ignore[attr-defined]
         return StepBatches(batches, new, state)
 
 
-def steps_of(batches: int, width: int, tail: Tail) -> int:
+def step_count(batches: int, width: int, tail: Tail) -> int:
     """How many steps so many batches are."""
     return batches // width if tail == "drop" else -(-batches // width)
 
 
-def _begin_anew_next_time(loader: Any) -> None:
+def _forget_starting_state(loader: Any) -> None:
     """Have the epochs after a resumed one start at the beginning of the data.
 
     Datasets of Hugging Face start each iteration at the state that they were given, until they get another epoch.
@@ -127,19 +127,19 @@ def _refuse_resumed_sampler(loader: Any, skip: int) -> None:
         )
 
 
-def _after_first(loader: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> Iterator[Any]:
+def _batches_after(loader: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> Iterator[Any]:
     """The batches after the first `skip`."""
     # A subclass may do more than its sampler says.
     plain: DataLoader[Any] | None = loader if type(loader) is DataLoader else None
     sampler = None if plain is None or isinstance(plain.dataset, IterableDataset) else plain.batch_sampler
     if skip and plain is not None and sampler is not None:
-        return iter(_with_sampler(plain, _Rest(sampler, skip, show)))
+        return iter(_replace_batch_sampler(plain, _SkippingSampler(sampler, skip, show)))
     batches = iter(loader)
-    _leave_out(batches, skip, show)
+    _skip_batches(batches, skip, show)
     return batches
 
 
-def _leave_out(batches: Iterator[Any], skip: int, show: Callable[[int, int], None]) -> None:
+def _skip_batches(batches: Iterator[Any], skip: int, show: Callable[[int, int], None]) -> None:
     for number in range(skip):
         show(number, skip)
         if next(batches, _END) is _END:
@@ -149,7 +149,7 @@ def _leave_out(batches: Iterator[Any], skip: int, show: Callable[[int, int], Non
             )
 
 
-class _Rest:
+class _SkippingSampler:
     """A batch sampler without its first batches. Their data is not read."""
 
     def __init__(self, sampler: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> None:
@@ -160,11 +160,11 @@ class _Rest:
     def __iter__(self) -> Iterator[Any]:
         # At the first draw: a DataLoader with workers makes two iterators and draws from one.
         indices = iter(self._sampler)
-        _leave_out(indices, self._skip, self._show)
+        _skip_batches(indices, self._skip, self._show)
         yield from indices
 
 
-def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+def _replace_batch_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     """A copy of `loader` with another batch sampler. The sampler of a `DataLoader` cannot be replaced."""
     options = (
         "num_workers",
@@ -181,7 +181,7 @@ def _with_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     )
 
 
-def _with_first_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+def _draw_first(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches. Draws the first one now."""
     first = next(batches, _END)
     return iter(()) if first is _END else itertools.chain([first], batches)

@@ -17,7 +17,7 @@ from tundish.errors import PeerStoppedError
 from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.session import Session
 
-__all__ = ["ControlKind", "Epoch", "EpochStart", "Step", "stopped"]
+__all__ = ["ControlKind", "Epoch", "EpochStart", "Step", "early_exit_error"]
 
 
 class ControlKind(StrEnum):
@@ -72,7 +72,7 @@ class Epoch:
 
     Args:
         session: sends or receives the batches.
-        exits: the early exits of this loader; None in a process that is alone.
+        early_exits: the early exits of this loader; None in a process that is alone.
         iteration: the number of the iteration.
         device: where this rank's batches go.
 
@@ -84,13 +84,13 @@ class Epoch:
     """
 
     def __init__(
-        self, session: Session, exits: EarlyExits | None, iteration: int, device: torch.device | None
+        self, session: Session, early_exits: EarlyExits | None, iteration: int, device: torch.device | None
     ) -> None:
         self.session = session
         self.start: EpochStart | None = None
         self.reading_seconds = 0.0
         self.last_heard = time.monotonic()
-        self._exits = exits
+        self._early_exits = early_exits
         self._iteration = iteration
         self._device = device
         # Batches of the epoch and steps of the iteration that were sent or received.
@@ -116,12 +116,12 @@ class Epoch:
     def check_peers(self) -> None:
         """Raise where another rank is gone."""
 
-    def steps_before(self, error: BaseException) -> int | None:
+    def steps_before_error(self, error: BaseException) -> int | None:
         """How many steps the caller may still get, in all, before this error; None for all that are there."""
-        return 0 if error is self.session.lost else self._ends_after
+        return 0 if error is self.session.end_error else self._ends_after
 
 
-def stopped(rank: int) -> PeerStoppedError:
+def early_exit_error(rank: int) -> PeerStoppedError:
     """The error of a rank that goes on where another one left the loop."""
     return PeerStoppedError(
         f"rank {rank} left the loop over the loader before its end, and this rank goes on: all ranks end it alike",

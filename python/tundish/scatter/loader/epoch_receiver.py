@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from tundish.errors import PeerFailedError
-from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, stopped
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
 from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ControlMessage, ScatterReceiver
 
@@ -33,7 +33,7 @@ class EpochReceiver(Epoch):
         if received is None:
             return Step(lambda: None, False, self._done, None, 0)
         participants, device = self.session.participants, self._device
-        is_padding = self._new is not None and participants.batch(participants.rank) >= self._new
+        is_padding = self._new is not None and participants.batch_number(participants.rank) >= self._new
         size = received.schema.layout.total
         if device is None:
             batch = received.build(None)
@@ -43,8 +43,8 @@ class EpochReceiver(Epoch):
         return Step(lambda: pinned.build(device), is_padding, self._done, None, size)
 
     def report_exit(self, steps: int) -> None:
-        if self._exits is not None and (self._ends_after is None or steps < self._ends_after):
-            self._exits.report(self._iteration, steps)
+        if self._early_exits is not None and (self._ends_after is None or steps < self._ends_after):
+            self._early_exits.report(self._iteration, steps)
 
     def leave(self, _: int) -> None:
         errors = 0
@@ -64,10 +64,10 @@ class EpochReceiver(Epoch):
             if isinstance(received, ControlMessage):
                 self._handle_control(*json.loads(received.text))
             else:
-                self._done += self.session.participants.batches if self._new is None else self._new
+                self._done += self.session.participants.batch_count if self._new is None else self._new
                 self._steps += 1
         except PeerFailedError as error:
-            self._ends_after = 0 if error is self.session.lost else self._steps
+            self._ends_after = 0 if error is self.session.end_error else self._steps
             raise
         return received
 
@@ -81,4 +81,4 @@ class EpochReceiver(Epoch):
             self._ends_after = self._steps
         elif kind == ControlKind.STOPPED:
             rank, self._ends_after = values
-            raise stopped(rank)
+            raise early_exit_error(rank)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tundish.progress import ProgressLine
-from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail, steps_of
+from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail, step_count
 from tundish.scatter.loader.early_exit import EarlyExits
-from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, stopped
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
 from tundish.scatter.loader.loader_queries import length_of
 from tundish.scatter.source import ScatterSource
 from tundish.tree import flatten_with_addresses
@@ -28,7 +28,7 @@ class EpochSource(Epoch):
     """An `Epoch` on the source. Call `begin` first, on the caller's thread.
 
     Args:
-        session, exits, iteration, device: as for `Epoch`.
+        session, early_exits, iteration, device: as for `Epoch`.
         loader: the source's loader.
         tail: how the last step is completed.
         progress: whether standard error shows how many batches are left out.
@@ -40,7 +40,7 @@ class EpochSource(Epoch):
     def __init__(
         self,
         session: ScatterSource,
-        exits: EarlyExits | None,
+        early_exits: EarlyExits | None,
         iteration: int,
         device: torch.device | None,
         *,
@@ -49,7 +49,7 @@ class EpochSource(Epoch):
         progress: bool | None,
         counts_bytes: bool,
     ) -> None:
-        super().__init__(session, exits, iteration, device)
+        super().__init__(session, early_exits, iteration, device)
         self._loader = loader
         self._tail = tail
         self._progress = progress
@@ -67,13 +67,13 @@ class EpochSource(Epoch):
             skip: how many of its batches are left out.
             state: the loader's state that stands for them, or None.
         """
-        width = self.session.participants.batches
+        width = self.session.participants.batch_count
         with self._ended_by_errors():
             with self._reported_reading():
                 self.start = EpochStart(epoch, skip, length_of(self._loader))
             self._done = skip
             if self.start.length is not None:
-                self._expected_steps = steps_of(max(0, self.start.length - skip), width, self._tail)
+                self._expected_steps = step_count(max(0, self.start.length - skip), width, self._tail)
             self._send_control(ControlKind.BEGIN, *self.start)
             with self._reported_reading(), ProgressLine("dispatch", self._progress) as line:
                 said_alive_at = time.monotonic()
@@ -90,8 +90,8 @@ class EpochSource(Epoch):
                 self._reader = BatchReader(
                     self._loader, width=width, tail=self._tail, skip=skip, state=state, show=show
                 )
-            if self._exits is not None:
-                self._exits.forget(self._iteration - 1)
+            if self._early_exits is not None:
+                self._early_exits.forget(self._iteration - 1)
 
     def next_step(self) -> Step | None:
         with self._ended_by_errors():
@@ -102,14 +102,14 @@ class EpochSource(Epoch):
                 return None
             if self._caller_left:
                 return None
-            self._look_for_exits()
+            self._raise_if_left_early()
             return self._send(drawn)
 
     def finish(self) -> None:
         with self._ended_by_errors():
             # Another rank may have left before the end meanwhile.
-            self._look_for_exits()
-            self._over(self._steps)
+            self._raise_if_left_early()
+            self._set_end(self._steps)
             self._send_control(ControlKind.END)
 
     def report_exit(self, _: int) -> None:
@@ -117,8 +117,8 @@ class EpochSource(Epoch):
 
     def leave(self, steps: int) -> None:
         if self._ends_after is None:
-            self._over(steps)
-            if self._are_all(steps):
+            self._set_end(steps)
+            if self._is_complete_after(steps):
                 self._send_control(ControlKind.END)
             else:
                 self._send_control(ControlKind.STOPPED, self.session.participants.rank, steps)
@@ -134,7 +134,7 @@ class EpochSource(Epoch):
         make = session.send(drawn.batches, self._device)
         self._done += drawn.new
         self._steps += 1
-        number, size = session.participants.batch(session.participants.rank), session.largest_batch
+        number, size = session.participants.batch_number(session.participants.rank), session.largest_batch
         if not size and self._counts_bytes:
             # A batch that stays here need not be of types that can be sent.
             with contextlib.suppress(Exception):
@@ -142,14 +142,14 @@ class EpochSource(Epoch):
         is_padding = number >= drawn.new
         return Step(make, is_padding, self._done, drawn.state, size)
 
-    def _look_for_exits(self) -> None:
-        found = None if self._exits is None else self._exits.find(self._iteration)
+    def _raise_if_left_early(self) -> None:
+        found = None if self._early_exits is None else self._early_exits.find(self._iteration)
         # A rank that left after the last step has missed nothing.
-        if found is not None and not self._are_all(found[1]):
+        if found is not None and not self._is_complete_after(found[1]):
             rank, steps = found
-            self._over(steps)
+            self._set_end(steps)
             self._send_control(ControlKind.STOPPED, rank, steps)
-            raise stopped(rank)
+            raise early_exit_error(rank)
 
     @contextlib.contextmanager
     def _reported_reading(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class EpochSource(Epoch):
         try:
             yield
         except BaseException as error:
-            if self.session.lost is None:
+            if self.session.end_error is None:
                 self.session.fail(error)
             raise
         finally:
@@ -171,13 +171,13 @@ class EpochSource(Epoch):
             yield
         except BaseException as error:
             if self._ends_after is None:
-                self._over(0 if error is self.session.lost else self._steps)
+                self._set_end(0 if error is self.session.end_error else self._steps)
             raise
 
-    def _over(self, ends_after: int) -> None:
+    def _set_end(self, ends_after: int) -> None:
         self._ends_after, self._reader = ends_after, None
 
-    def _are_all(self, steps: int) -> bool:
+    def _is_complete_after(self, steps: int) -> bool:
         return steps == self._steps == self._expected_steps
 
     def _send_control(self, kind: ControlKind, *values: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tundish.errors import InvalidInputError
 
-__all__ = ["has_state", "length_of", "refuse_sharded", "set_epoch"]
+__all__ = ["is_stateful", "length_of", "refuse_sharded", "set_epoch"]
 
 # Attributes with the number of processes among which a part of a loader splits the data.
 _COUNTS = ("num_replicas", "num_processes", "world_size")
@@ -22,7 +22,7 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def has_state(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
     """Whether a loader has a state to resume from."""
     return callable(getattr(loader, "state_dict", None)) and callable(
         getattr(loader, "load_state_dict", None)

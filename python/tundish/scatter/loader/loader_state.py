@@ -29,7 +29,7 @@ class LoaderState:
         epoch: the epoch of the iteration under way, or of the next one.
         done: how many batches of that epoch were handed out or left out, over all ranks.
         loader_state: the state of the source's loader after them; None on other ranks and where it has none.
-        told_epoch: the last argument of `set_epoch`; None before its first call.
+        requested_epoch: the last argument of `set_epoch`; None before its first call.
         loaded: epoch and batches of a state that was loaded, until a step after it is handed out.
     """
 
@@ -37,7 +37,7 @@ class LoaderState:
         self.epoch = 0
         self.done = skip
         self.loader_state: Any = None
-        self.told_epoch: int | None = None
+        self.requested_epoch: int | None = None
         self.loaded: tuple[int, int] | None = None
         self._skip = skip
         # Whether the last step of the epoch was handed out, though the end was not asked for.
@@ -65,7 +65,7 @@ class LoaderState:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of `epoch`, unless that is the epoch under way."""
-        self.told_epoch, self._is_complete = epoch, False
+        self.requested_epoch, self._is_complete = epoch, False
         if epoch != self.epoch:
             self._move_to(epoch)
 
@@ -76,7 +76,7 @@ class LoaderState:
             "version": _VERSION,
             "epoch": self.epoch,
             "batches": self.done,
-            "told_epoch": self.told_epoch,
+            "requested_epoch": self.requested_epoch,
             "loader": self.loader_state,
         }
 
@@ -92,15 +92,15 @@ class LoaderState:
                 f"the state has version {version!r}, this release of tundish reads {_VERSION}: "
                 "load it with the release that saved it"
             )
-        missing = [name for name in (*_COUNTED, "told_epoch", "loader") if name not in state]
+        missing = [name for name in (*_COUNTED, "requested_epoch", "loader") if name not in state]
         if missing:
             raise StateMismatchError(f"the loader's state lacks {', '.join(missing)}: it was cut or edited")
         try:
             epoch, batches = (as_count(state[name], name) for name in _COUNTED)
-            told = None if state["told_epoch"] is None else as_count(state["told_epoch"], "told_epoch")
+            told = None if state["requested_epoch"] is None else as_count(state["requested_epoch"], "requested_epoch")
         except (InvalidInputError, InvalidTypeError) as error:
             raise StateMismatchError(f"the loader's state was edited: {error}") from None
-        self.epoch, self.done, self.told_epoch = epoch, batches, told
+        self.epoch, self.done, self.requested_epoch = epoch, batches, told
         self.loader_state = state["loader"]
         self.loaded = epoch, batches
         self._skip, self._is_complete = 0, False

@@ -28,7 +28,7 @@ _GRACE_SECONDS = 1.0
 
 # Steps that other ranks take part in. They tell those that this rank leaves, so their sockets must not be collected
 # together with the loader.
-_under_way: set[InlineSteps] = set()
+_active_steps: set[InlineSteps] = set()
 
 
 class InlineSteps:
@@ -45,7 +45,7 @@ class InlineSteps:
         self.over.set_result(None)
         self._taken = 0
         self._is_left = False
-        _under_way.add(self)
+        _active_steps.add(self)
 
     @property
     def ready(self) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class InlineSteps:
             self.leave()
             raise
         if step is None:
-            _under_way.discard(self)
+            _active_steps.discard(self)
         else:
             self._taken += 1
         return step
@@ -73,7 +73,7 @@ class InlineSteps:
             self._is_left = True
             with contextlib.suppress(Exception):
                 self.epoch.leave(self._taken)
-            _under_way.discard(self)
+            _active_steps.discard(self)
 
     def join(self, seconds: float) -> bool:
         """Whether `over` is done within so many seconds."""
@@ -155,7 +155,7 @@ class PrefetchedSteps(InlineSteps):
             with contextlib.suppress(BaseException):
                 self.epoch.leave(self._taken)
         finally:
-            _under_way.discard(self)
+            _active_steps.discard(self)
             self.over.set_result(None)
 
     def _make_steps(self) -> None:
@@ -182,7 +182,7 @@ class PrefetchedSteps(InlineSteps):
 
     def _end(self, error: BaseException | None = None) -> int:
         """Make no more steps. Returns how many the caller gets in all, before `error` is raised."""
-        most = None if error is None else self.epoch.steps_before(error)
+        most = None if error is None else self.epoch.steps_before_error(error)
         with self._changed:
             self._is_ended = True
             # An error that nobody takes would keep the frames that it was raised in.

@@ -40,7 +40,7 @@ __all__ = [
     "GlooSender",
     "GlooWaitThread",
     "OutgoingMessages",
-    "copied",
+    "copy_to_arena",
     "is_done",
 ]
 
@@ -92,7 +92,7 @@ def is_done(future: Future[Any], seconds: float) -> bool:
     return future.done()
 
 
-def copied(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
+def copy_to_arena(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
     """The bytes of a batch in memory that is used again once gloo has sent it; None for a batch without tensors."""
     if not batch.size:
         return None
@@ -185,15 +185,15 @@ class GlooReceiver:
         self._thread = thread
         self._arena = arena
         self._passes_on = passes_on
-        self._coming: Future[ReceivedMessage] | None = None
+        self._message: Future[ReceivedMessage] | None = None
         # Memory of the arena that holds batches of this rank.
         self._held: list[weakref.ref[Any]] = []
 
     def wait(self, seconds: float) -> bool:
         """Whether a message came within so many seconds, or an error."""
-        if self._coming is None:
-            self._coming = self._thread.submit(self._receive)
-        return is_done(self._coming, seconds)
+        if self._message is None:
+            self._message = self._thread.submit(self._receive)
+        return is_done(self._message, seconds)
 
     def read(self) -> ReceivedMessage:
         """The message that `wait` found.
@@ -203,20 +203,20 @@ class GlooReceiver:
             NotPicklableError: a type of the batch is not found here. The next message can be read.
             OutOfMemoryError, StorageError: there is no memory for the batch. No other message can be read.
         """
-        if self._coming is None:
+        if self._message is None:
             raise RuntimeError("read() was called before wait() found a message")
-        coming, self._coming = self._coming, None
-        return coming.result()
+        message, self._message = self._message, None
+        return message.result()
 
     def close(self) -> None:
         """Leave the group to its owner."""
 
     def _receive(self) -> ReceivedMessage:
-        first = self._get(np.empty(_FIRST_BYTES, np.uint8))
+        first = self._receive_into(np.empty(_FIRST_BYTES, np.uint8))
         header = Header.unpack(first[:HEADER_BYTES].tobytes())
         text = first[HEADER_BYTES : HEADER_BYTES + header.text_bytes]
         if len(text) < header.text_bytes:
-            text = self._get(np.empty(header.text_bytes, np.uint8))
+            text = self._receive_into(np.empty(header.text_bytes, np.uint8))
         if header.kind != MessageKind.BATCH:
             return ReceivedMessage(header, text.tobytes().decode(errors="replace"))
         if self._passes_on:
@@ -224,14 +224,14 @@ class GlooReceiver:
             buffer = self._arena.take(header.size + header.text_bytes)
             everything = bytes_of(buffer)
             everything[header.size : header.size + header.text_bytes] = text
-            memory = self._get(everything[: header.size]).copy() if header.size else None
+            memory = self._receive_into(everything[: header.size]).copy() if header.size else None
             try:
                 return ReceivedMessage(header, ReceivedBatch(Schema.decode(text), memory), buffer)
             except NotPicklableError as error:
                 # The other ranks may know the type.
                 return ReceivedMessage(header, error, buffer)
         on_host = header.size and not header.flags & DEVICE
-        memory = self._get(self._memory_for(header.size)) if on_host else None
+        memory = self._receive_into(self._memory_for(header.size)) if on_host else None
         return ReceivedMessage(header, ReceivedBatch(Schema.decode(text), memory))
 
     def _memory_for(self, size: int) -> NDArray[np.uint8]:
@@ -245,6 +245,6 @@ class GlooReceiver:
         self._held.append(weakref.ref(everything.base))
         return everything[:size]
 
-    def _get(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _receive_into(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         self._group.recv([torch.from_numpy(memory)], 0, _TAG).wait(_FOREVER)
         return memory

@@ -25,7 +25,7 @@ _CONNECT_SECONDS = 2.0
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sq")
 # An address that no machine has (RFC 5737), to find the address from which this machine sends to others.
-_ELSEWHERE = "192.0.2.1"
+_UNUSED_ADDRESS = "192.0.2.1"
 # A machine that vanished is asked after 10 s of silence, three times, every 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -99,8 +99,8 @@ def is_source(connection: socket.socket, invitation: Invitation) -> bool:
     """Whether the other end shows the source's secret; else the connection is closed."""
     with contextlib.suppress(OSError):
         connection.settimeout(_CONNECT_SECONDS)
-        shown = connection.recv(_SECRET_BYTES, socket.MSG_WAITALL)
-        if secrets.compare_digest(shown, bytes.fromhex(invitation[3])):
+        secret = connection.recv(_SECRET_BYTES, socket.MSG_WAITALL)
+        if secrets.compare_digest(secret, bytes.fromhex(invitation[3])):
             _keep_alive(connection)
             return True
     connection.close()
@@ -116,11 +116,11 @@ def _keep_alive(connection: socket.socket) -> None:
 
 def _own_addresses(store: Any) -> list[str]:
     """Addresses at which other nodes may reach this machine, the most likely first."""
-    to_store, elsewhere = _address_towards(store_address(store)), _address_towards((_ELSEWHERE, 9))
+    to_store, to_others = _address_towards(store_address(store)), _address_towards((_UNUSED_ADDRESS, 9))
     if to_store is not None and to_store.startswith("127."):
         # This machine serves the store, and may know its own name for a loopback address.
-        to_store, elsewhere = elsewhere, to_store
-    return list(dict.fromkeys(address for address in (to_store, elsewhere) if address is not None))
+        to_store, to_others = to_others, to_store
+    return list(dict.fromkeys(address for address in (to_store, to_others) if address is not None))
 
 
 def _address_towards(target: tuple[str, int] | None) -> str | None:
