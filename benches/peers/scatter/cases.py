@@ -1,7 +1,7 @@
 """The measures of scatter: numbers of ranks, kinds of batches, and the target ratios.
 
-In each round each contestant scatters a few times, one after the other, in the same processes. A row compares the least
-over all rounds of both sides.
+In each round each contestant scatters a few times, one after the other, in the same processes. A row compares the
+minimum over all rounds of both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shm.processes import rank_environments, run_program
 __all__ = ["Plan", "compare", "measure", "measure_contestants"]
 
 _NAMES = {
-    "seed": "the seed's method",
+    "isend": "one isend per tensor",
     "objects": "scatter_object_list",
     "accelerate": "Accelerate's DataLoaderDispatcher",
     "accelerate split": "the same, reading one batch for all",
@@ -24,11 +24,11 @@ _NAMES = {
 }
 # Contestants that take up to a hundred times as long as the others.
 _SLOW = ("objects", "accelerate", "accelerate split", "tensordict")
-# Target ratios of the seed's method over scatter_object_list: a slower one would be no fair comparison.
-_SEED_OVER_OBJECTS = {"text": 1.2, "VLM": 5.0}
+# Target ratios of one isend per tensor over scatter_object_list: a slower one would be no fair comparison.
+_ISEND_OVER_OBJECTS = {"text": 1.2, "VLM": 5.0}
 _NOTE = (
     "Rank 0 gives every rank its own batch. A scatter ends when the last receiver has read every byte of its batch. "
-    "The seed's method: schemas by scatter_object_list, one isend for each tensor, new receive buffers. text: 4 "
+    "One isend per tensor: schemas by scatter_object_list, one isend for each tensor, new receive buffers. text: 4 "
     "tensors of 8 × 4096 int64; VLM: 106 MB of pixels and 40 small tensors; many: 500 tensors of 1 KB; nested: 194 "
     "tensors in dicts, lists and namedtuples."
 )
@@ -55,29 +55,34 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A measure: our contestant, the others, and the target ratios over them, by contestant and kind."""
+    """Our contestant beside others.
+
+    Attributes:
+        others: the other contestants.
+        targets: target ratios of their times over ours, by contestant and kind of batch.
+        is_one_node: whether all ranks are on one node; else each is on a node of its own.
+    """
 
     title: str
     note: str
-    ours: str
     others: tuple[str, ...]
     targets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    is_one_node: bool = True
 
 
 _COMPARISONS = {
     "local": Comparison(
         title="Ranks of one node, through shared memory",
         note=_NOTE,
-        ours="ours",
-        others=("seed", "objects"),
-        targets={"seed": {"text": 3.0, "VLM": 4.0, "many": 5.0, "nested": 4.0}},
+        others=("isend", "objects"),
+        targets={"isend": {"text": 3.0, "VLM": 4.0, "many": 5.0, "nested": 4.0}},
     ),
     "gloo": Comparison(
         title="Over the network: gloo on loopback, without shared memory",
         note=_NOTE,
-        ours="network",
-        others=("seed", "objects"),
-        targets={"seed": {"text": 1.3, "VLM": 1.0, "many": 1.0, "nested": 1.0}},
+        others=("isend", "objects"),
+        targets={"isend": {"text": 1.3, "VLM": 1.0, "many": 1.0, "nested": 1.0}},
+        is_one_node=False,
     ),
     "peers": Comparison(
         title="Ranks of one node, beside Accelerate and tensordict",
@@ -85,7 +90,6 @@ _COMPARISONS = {
         "batch for each rank, joins and broadcasts them, and each rank keeps its slice. With split_batches its loader "
         "reads one batch for all ranks, which is joined beforehand here. init_remote sends the ranks their batches one "
         "after the other; from_remote_init allocates new ones.",
-        ours="ours",
         others=("accelerate", "accelerate split", "tensordict"),
         targets={"accelerate": {"VLM": 20.0}, "tensordict": {"VLM": 10.0}},
     ),
@@ -93,8 +97,7 @@ _COMPARISONS = {
         title="As the world grows",
         note="As above. All ranks are on one node and share its processors. small VLM: 10.6 MB of pixels and 40 small "
         "tensors.",
-        ours="ours",
-        others=("seed",),
+        others=("isend",),
     ),
 }
 
@@ -103,18 +106,22 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
     """One measure, for all numbers of ranks."""
     comparison = _COMPARISONS[name]
     section = Section(title=comparison.title, note=comparison.note)
-    contestants = (comparison.ours, *(comparison.others if plan.others is None else plan.others))
+    contestants = ("ours", *(comparison.others if plan.others is None else plan.others))
     for world in plan.worlds:
-        for kind, seconds in measure_contestants(contestants, plan, rank_environments(world)).items():
+        environments = rank_environments(world)
+        if not comparison.is_one_node:
+            for rank, environment in enumerate(environments):
+                environment |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        for kind, seconds in measure_contestants(contestants, plan, environments).items():
             case = f"{kind}, {world} ranks"
             targets = {
                 contestant: asked[kind]
                 for contestant, asked in comparison.targets.items()
                 if plan.judges and kind in asked and contestant in seconds
             }
-            section.rows += compare(case, comparison.ours, seconds, targets)
-            if name == "gloo" and kind in _SEED_OVER_OBJECTS:
-                section.rows.append(_worth(case, kind, seconds, judges=plan.judges))
+            section.rows += compare(case, seconds, targets)
+            if name == "gloo" and kind in _ISEND_OVER_OBJECTS:
+                section.rows.append(_isend_over_objects(case, kind, seconds, judges=plan.judges))
     return [section]
 
 
@@ -132,17 +139,17 @@ def measure_contestants(
     return reply
 
 
-def compare(case: str, ours: str, seconds: Mapping[str, float], targets: Mapping[str, float]) -> list[Row]:
+def compare(case: str, seconds: Mapping[str, float], targets: Mapping[str, float]) -> list[Row]:
     """A row for each contestant beside ours."""
     rows = []
     for contestant, took in seconds.items():
-        if contestant == ours:
+        if contestant == "ours":
             continue
-        ratio, target = took / seconds[ours], targets.get(contestant)
+        ratio, target = took / seconds["ours"], targets.get(contestant)
         rows.append(
             Row(
                 case=case,
-                ours=duration(seconds[ours]),
+                ours=duration(seconds["ours"]),
                 peer=_NAMES[contestant],
                 peers=duration(took),
                 figure=f"{ratio:.3g}×",
@@ -153,11 +160,11 @@ def compare(case: str, ours: str, seconds: Mapping[str, float], targets: Mapping
     return rows
 
 
-def _worth(case: str, kind: str, seconds: Mapping[str, float], *, judges: bool) -> Row:
-    target, ratio = _SEED_OVER_OBJECTS[kind], seconds["objects"] / seconds["seed"]
+def _isend_over_objects(case: str, kind: str, seconds: Mapping[str, float], *, judges: bool) -> Row:
+    target, ratio = _ISEND_OVER_OBJECTS[kind], seconds["objects"] / seconds["isend"]
     return Row(
-        case=f"{case}: the seed's method itself",
-        ours=duration(seconds["seed"]),
+        case=f"{case}: one isend per tensor itself",
+        ours=duration(seconds["isend"]),
         peer=_NAMES["objects"],
         peers=duration(seconds["objects"]),
         figure=f"{ratio:.3g}×",

@@ -19,18 +19,16 @@ from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.source import ScatterSource
 
-__all__ = ["CONTESTANTS", "Scatter", "apart", "seed", "together"]
+__all__ = ["CONTESTANTS", "Scatter", "isend", "rebuild", "take_apart"]
 
 Scatter = Callable[[list[Any] | None], Any]
 
 
-def ours(shared_memory: bool) -> Scatter:
+def ours() -> Scatter:
     """A tundish scatter from rank 0."""
     with Voter() as voter:
         kind = ScatterReceiver if voter.rank else ScatterSource
-        session = kind(
-            voter, participants_of(None, 0), timeout=timedelta(minutes=1), shared_memory=shared_memory
-        )
+        session = kind(voter, participants_of(None, 0), timeout=timedelta(minutes=1))
 
     def scatter(batches: list[Any] | None) -> Any:
         if isinstance(session, ScatterSource):
@@ -42,43 +40,45 @@ def ours(shared_memory: bool) -> Scatter:
     return scatter
 
 
-def apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
+def take_apart(batch: Any, tensors: list[torch.Tensor]) -> Any:
     """The batch with dtype and shape in place of each tensor. Appends the tensors to `tensors`."""
     if isinstance(batch, torch.Tensor):
         tensors.append(batch)
         return ("tensor", batch.dtype, batch.shape)
     if isinstance(batch, dict):
-        return ("dict", {key: apart(value, tensors) for key, value in batch.items()})
-    return (type(batch), [apart(value, tensors) for value in batch])
+        return ("dict", {key: take_apart(value, tensors) for key, value in batch.items()})
+    return (type(batch), [take_apart(value, tensors) for value in batch])
 
 
-def together(schema: Any, tensors: list[torch.Tensor]) -> Any:
-    """The batch that `apart` took apart, with new tensors. Appends them to `tensors`."""
+def rebuild(schema: Any, tensors: list[torch.Tensor]) -> Any:
+    """The batch that `take_apart` took apart, with new tensors. Appends them to `tensors`."""
     kind, *rest = schema
     if kind == "tensor":
         dtype, shape = rest
         tensors.append(torch.empty(shape, dtype=dtype))
         return tensors[-1]
     if kind == "dict":
-        return {key: together(value, tensors) for key, value in rest[0].items()}
-    parts = [together(value, tensors) for value in rest[0]]
+        return {key: rebuild(value, tensors) for key, value in rest[0].items()}
+    parts = [rebuild(value, tensors) for value in rest[0]]
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
-def seed(batches: list[Any] | None) -> Any:
+def isend(batches: list[Any] | None) -> Any:
     """Schemas by scatter_object_list, one isend for each tensor, new memory on the receiver."""
-    got: list[Any] = [None]
+    received: list[Any] = [None]
     if batches is None:
-        dist.scatter_object_list(got, None, src=0)
+        dist.scatter_object_list(received, None, src=0)
         tensors: list[torch.Tensor] = []
-        batch = together(got[0], tensors)
+        batch = rebuild(received[0], tensors)
         for work in [dist.irecv(tensor, src=0) for tensor in tensors]:
             work.wait()
         return batch
-    taken: list[list[torch.Tensor]] = [[] for _ in batches]
-    schemas = [apart(batch, tensors) for batch, tensors in zip(batches, taken, strict=True)]
-    dist.scatter_object_list(got, schemas, src=0)
-    sends = [dist.isend(tensor, dst=rank) for rank in range(1, len(batches)) for tensor in taken[rank]]
+    tensors_by_rank: list[list[torch.Tensor]] = [[] for _ in batches]
+    schemas = [take_apart(batch, tensors) for batch, tensors in zip(batches, tensors_by_rank, strict=True)]
+    dist.scatter_object_list(received, schemas, src=0)
+    sends = [
+        dist.isend(tensor, dst=rank) for rank in range(1, len(batches)) for tensor in tensors_by_rank[rank]
+    ]
     for send in sends:
         send.wait()
     return batches[0]
@@ -86,9 +86,9 @@ def seed(batches: list[Any] | None) -> Any:
 
 def objects(batches: list[Any] | None) -> Any:
     """torch's scatter_object_list, which pickles whole batches."""
-    got: list[Any] = [None]
-    dist.scatter_object_list(got, batches, src=0)
-    return got[0]
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, batches, src=0)
+    return received[0]
 
 
 def dispatcher(split_batches: bool) -> Scatter:
@@ -116,9 +116,8 @@ def init_remote() -> Scatter:
 
 # By name, functions that all ranks call in the same order.
 CONTESTANTS: dict[str, Callable[[], Scatter]] = {
-    "ours": lambda: ours(shared_memory=True),
-    "network": lambda: ours(shared_memory=False),
-    "seed": lambda: seed,
+    "ours": ours,
+    "isend": lambda: isend,
     "objects": lambda: objects,
     "accelerate": lambda: dispatcher(split_batches=False),
     "accelerate split": lambda: dispatcher(split_batches=True),

@@ -53,6 +53,8 @@ _ADDRESS_BYTES = 108
 _CREDENTIALS = struct.Struct("iII")
 _WHAT = "connecting the ranks of a scatter"
 
+_Address = tuple[str, str, int]
+
 
 def memory_limit(ranks: int) -> int:
     """Bytes of batches on their way for each of so many ranks of a node, and as many kept for the next batches.
@@ -81,7 +83,6 @@ def connect(
     voter: Voter,
     participants: Participants,
     *,
-    shared_memory: bool,
     timeout: timedelta,
     device_backend: tuple[str, str] | None,
 ) -> Channels:
@@ -98,7 +99,7 @@ def connect(
             watch = PeerWatch()
             on_failure.callback(watch.close)
             rendezvous.listen(watch)
-        nodes = nodes_of(voter, timeout=timeout) if shared_memory and watch.address else []
+        nodes = nodes_of(voter, timeout=timeout) if watch.address else []
         senders = senders_of(nodes, participants)
         channels = Channels(watch, senders.get(participants.rank, participants.source))
         on_failure.callback(channels.close)
@@ -109,11 +110,11 @@ def connect(
             channels.arena_limit = memory_limit(
                 len(own_node) if own_node else env_integer("LOCAL_WORLD_SIZE", 1) or 1
             )
-            rendezvous.call(channels)
+            rendezvous.connect_to_sender(channels)
         with voter.agreed(_WHAT, timeout=timeout):
-            rendezvous.accept(channels)
+            rendezvous.accept_receivers(channels)
         with voter.agreed(_WHAT, timeout=timeout):
-            rendezvous.open(channels, device_backend)
+            rendezvous.open_channels(channels, device_backend)
         on_failure.pop_all()
         return channels
 
@@ -132,13 +133,14 @@ class _Rendezvous:
         # Of this rank, for ranks of its node and of other nodes.
         self._listener: socket.socket | None = None
         self._liveness_listener: LivenessListener | None = None
-        # Addresses of this rank's listener and watch, and its process id; then those of its sender.
-        self._address: tuple[str, str, int] | None = None
+        # Addresses of the listener and the watch, and the process id, of this rank and of its sender.
+        self._own_address: _Address | None = None
+        self._sender_address: _Address | None = None
         self._invitation: Any = None
         self._to_source: socket.socket | None = None
         # By receiver of a node its sender, and the ranks that receive over gloo.
         self._senders: dict[int, int] = {}
-        self._others: list[int] = []
+        self._gloo_receivers: list[int] = []
 
     def listen(self, watch: PeerWatch) -> None:
         """Open the listener for ranks of this node, where the system has abstract sockets."""
@@ -148,16 +150,16 @@ class _Rendezvous:
         address = f"tundish-scatter-{secrets.token_hex(16)}"
         self._listener.bind(f"\0{address}")
         self._listener.listen(_BACKLOG)
-        self._address = address, watch.address, os.getpid()
+        self._own_address = address, watch.address, os.getpid()
 
     def exchange_addresses(self, senders: dict[int, int], sender_rank: int) -> None:
         """Learn where this rank's sender listens."""
         participants = self._participants
         self._senders = senders
-        self._others = [
+        self._gloo_receivers = [
             rank for rank in participants.ranks if rank not in senders and rank != participants.source
         ]
-        if self._others and self._is_source:
+        if self._gloo_receivers and self._is_source:
             # Without it, because there are no descriptors left for example, timeouts have to do.
             with contextlib.suppress(OSError):
                 self._liveness_listener = self._temporary.enter_context(
@@ -165,15 +167,15 @@ class _Rendezvous:
                 )
         invitation = None if self._liveness_listener is None else self._liveness_listener.invitation
         text = self._voter.broadcast(
-            json.dumps((self._address, invitation)), source=sender_rank, what=_WHAT, timeout=self._timeout
+            json.dumps((self._own_address, invitation)), source=sender_rank, what=_WHAT, timeout=self._timeout
         )
-        self._address, self._invitation = json.loads(text)
+        self._sender_address, self._invitation = json.loads(text)
 
-    def call(self, channels: Channels) -> None:
+    def connect_to_sender(self, channels: Channels) -> None:
         """Connect to this rank's sender."""
         rank = self._participants.rank
-        if rank in self._senders and self._address is not None:
-            address, watch_address, process = self._address
+        if rank in self._senders and self._sender_address is not None:
+            address, watch_address, process = self._sender_address
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             channels.receiver = SharedMemoryReceiver(connection, process)
             connection.connect(f"\0{address}")
@@ -185,10 +187,10 @@ class _Rendezvous:
                 )
             connection.sendall(_HELLO.pack(rank) + channels.watch.address.encode())
             channels.watch.connect({channels.sender_rank: watch_address})
-        elif rank in self._others and self._invitation is not None:
+        elif rank in self._gloo_receivers and self._invitation is not None:
             self._to_source = connect_to_source(self._invitation, rank)
 
-    def accept(self, channels: Channels) -> None:
+    def accept_receivers(self, channels: Channels) -> None:
         """Accept the ranks that get their batches from this one."""
         receivers = [rank for rank, sender in self._senders.items() if sender == self._participants.rank]
         connections: dict[int, socket.socket] = {}
@@ -226,18 +228,18 @@ class _Rendezvous:
         ).items():
             channels.watch.adopt(rank, connection)
 
-    def open(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
+    def open_channels(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
         """Receive the sender's queue, and make the groups of the ranks of different nodes."""
-        participants, others = self._participants, self._others
+        participants, gloo_receivers = self._participants, self._gloo_receivers
         if isinstance(channels.receiver, SharedMemoryReceiver):
             channels.receiver.receive_queue()
         if self._to_source is not None and is_source(self._to_source, self._invitation):
             channels.watch.adopt(participants.source, self._to_source)
-        if not others or not (self._is_source or participants.rank in others):
+        if not gloo_receivers or not (self._is_source or participants.rank in gloo_receivers):
             return
-        members = participants.source, *others
+        members = participants.source, *gloo_receivers
         # A rank that passes batches on needs them in host memory.
-        if device_backend is not None and not any(rank in self._senders.values() for rank in others):
+        if device_backend is not None and not any(rank in self._senders.values() for rank in gloo_receivers):
             channels.device = DeviceChannel(*device_backend, members, self._timeout)
         name = unique_name("scatter", members)
         channels.gloo_group = new_subgroup(torch_distributed(), members, name, self._timeout, "gloo")

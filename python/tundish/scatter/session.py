@@ -65,10 +65,9 @@ class Session:
     """One rank's part in a scatter. Collective over the members of `voter`.
 
     Args:
-        voter: of all participants; None for a process that is alone.
+        voter: of all participants.
         participants: the ranks, and which batch each of them gets.
         timeout: how long this rank waits for another one in a step.
-        shared_memory: whether ranks of one node use shared memory; else all use gloo.
         in_loop: whether the steps are those of a `DispatchLoader`: an error of the source then goes to all ranks, also
             to those that have their batch of the step, and a receiver waits without a timeout, as its thread runs ahead
             of the caller.
@@ -78,11 +77,10 @@ class Session:
 
     def __init__(
         self,
-        voter: Voter | None,
+        voter: Voter,
         participants: Participants,
         *,
         timeout: timedelta,
-        shared_memory: bool = True,
         in_loop: bool = False,
         device_backend: tuple[str, str] | None = None,
     ) -> None:
@@ -96,11 +94,10 @@ class Session:
         self._batches = self._sent_bytes = 0
         self._waited = 0.0
         self._channels: Channels | None = None
-        if voter is not None and len(participants.ranks) > 1:
+        if len(participants.ranks) > 1:
             self._channels = connect(
                 voter,
                 participants,
-                shared_memory=shared_memory,
                 timeout=timeout,
                 device_backend=device_backend,
             )

@@ -34,7 +34,7 @@ def what_comes(line: socket.socket) -> int:
 def stranger_calls_first(rank: int, line: Line) -> None:
     from tundish.scatter import rendezvous
 
-    call, children = rendezvous._Rendezvous.call, []
+    call, children = rendezvous._Rendezvous.connect_to_sender, []
 
     def calling(own: Any, channels: Any) -> None:
         if rank not in own._senders:
@@ -44,7 +44,7 @@ def stranger_calls_first(rank: int, line: Line) -> None:
 
         def claim() -> int:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-                stranger.connect(f"\0{own._address[0]}")
+                stranger.connect(f"\0{own._sender_address[0]}")
                 # With the number of the rank whose batch it wants.
                 stranger.sendall(rendezvous._HELLO.pack(rank) + channels.watch.address.encode())
                 os.write(begun, b".")
@@ -57,7 +57,7 @@ def stranger_calls_first(rank: int, line: Line) -> None:
         os.close(began)
         call(own, channels)
 
-    rendezvous._Rendezvous.call = calling  # type: ignore[method-assign]
+    rendezvous._Rendezvous.connect_to_sender = calling  # type: ignore[method-assign]
     for number in range(3):
         given = [{"x": torch.full((50_000,), number)}] * 2 if rank == 0 else None
         assert (td.scatter_batch(given)["x"] == number).all()
@@ -75,7 +75,7 @@ def test_another_user_s_process_that_claims_to_be_a_rank_gets_nothing(tmp_path: 
 def stranger_answers(rank: int, line: Line) -> None:
     from tundish.scatter import rendezvous
 
-    call, children = rendezvous._Rendezvous.call, []
+    call, children = rendezvous._Rendezvous.connect_to_sender, []
 
     def calling(own: Any, channels: Any) -> None:
         if rank not in own._senders:
@@ -97,16 +97,16 @@ def stranger_answers(rank: int, line: Line) -> None:
         os.close(begun)
         assert os.read(began, 1) == b"."
         os.close(began)
-        own._address = (trap, *own._address[1:])
+        own._sender_address = (trap, *own._sender_address[1:])
         call(own, channels)
 
-    rendezvous._Rendezvous.call = calling  # type: ignore[method-assign]
+    rendezvous._Rendezvous.connect_to_sender = calling  # type: ignore[method-assign]
     begin = time.monotonic()
     kind, text, lost = outcome(lambda: td.scatter_batch([1, 2] if rank == 0 else None))
     line.say(kind, text, lost, time.monotonic() - begin)
     for child in children:
         line.say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    rendezvous._Rendezvous.call = call  # type: ignore[method-assign]
+    rendezvous._Rendezvous.connect_to_sender = call  # type: ignore[method-assign]
     assert td.scatter_batch([1, 2] if rank == 0 else None) == 1 + rank
 
 

@@ -140,14 +140,14 @@ def test_a_loader_is_read_on_the_device_of_its_caller() -> None:
 
 
 def open_between_devices(rank: int) -> Any:
-    """A scatter from device to device, with the CPU as the device and gloo as its backend."""
+    """A scatter from device to device between nodes of one rank. The CPU is the device, gloo the backend."""
+    on_nodes(rank, 1)
     with td.distributed.Voter() as voter:
         kind = ScatterReceiver if rank else ScatterSource
         return kind(
             voter,
             participants_of(None, 0),
             timeout=timedelta(seconds=20),
-            shared_memory=False,
             device_backend=("cpu", "gloo"),
         )
 
