@@ -27,7 +27,7 @@ MODULES = {
     "rtensor_tensors": "rtensor.tensors",
     "scatter_batches": "scatter.batches",
     "scatter_cases": "scatter.cases",
-    "scatter_network": "scatter.network",
+    "scatter_namespaces": "scatter.network_namespaces",
     "scatter_nodes": "scatter.nodes_case",
     "scatter_overlap": "scatter.overlap_case",
     "scatter_tree": "scatter.tree_case",

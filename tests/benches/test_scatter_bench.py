@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("local", ["seed", "objects"]),
-        ("gloo", ["seed", "objects"]),
+        ("local", ["isend", "objects"]),
+        ("gloo", ["isend", "objects"]),
         ("peers", ["accelerate", "accelerate split"]),
     ],
 )
@@ -66,7 +66,7 @@ def test_two_nodes_are_joined_by_a_slow_link_or_left_out(
         assert section.note.removeprefix("Left out: ").removesuffix(".") in said
         assert section.title in bench.report.render("scatter", [section], [("a", "b")], "")
         return
-    names = ["the seed's method", "scatter_object_list", "the link's limit"]
+    names = ["one isend per tensor", "scatter_object_list", "the link's limit"]
     assert [row.peer for row in section.rows] == names
     # What is faster than the link does not go over it.
     assert 0 < float(section.rows[-1].figure.removesuffix("%")) <= 100
@@ -79,13 +79,13 @@ def nodes_left() -> list[str]:
 
 
 def test_nodes_are_named_and_joined_by_commands_of_their_own(bench: SimpleNamespace) -> None:
-    commands = bench.scatter_network.setting_up("first", "second")
+    commands = bench.scatter_namespaces.setup_commands("first", "second")
     # Each of them says in which namespace it is meant: nothing is done to the machine's own.
     assert all({"first", "second"} & set(command) for command in commands)
     shaped = [command for command in commands if command[0] == "tc"]
     assert [command[2] for command in shaped] == ["first", "second"]
     assert all(command[command.index("rate") + 1] == "1gbit" for command in shaped)
-    environments = bench.scatter_network.environments_of(2)
+    environments = bench.scatter_namespaces.two_node_environments(2)
     assert [one["RANK"] for one in environments] == ["0", "1", "2", "3"]
     assert [one["LOCAL_RANK"] for one in environments] == ["0", "1", "0", "1"]
     assert [one["GROUP_RANK"] for one in environments] == ["0", "0", "1", "1"]
@@ -96,9 +96,9 @@ def test_nodes_that_cannot_be_made_are_told_of_and_leave_nothing(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(bench.scatter_network.NoNodes, match="root"), bench.scatter_network.two_nodes():
+    with pytest.raises(bench.scatter_namespaces.NamespacesUnavailable, match="root"), bench.scatter_namespaces.two_nodes():
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(bench.scatter_network.NoNodes, match="iproute2"), bench.scatter_network.two_nodes():
+    with pytest.raises(bench.scatter_namespaces.NamespacesUnavailable, match="iproute2"), bench.scatter_namespaces.two_nodes():
         pass

@@ -1,6 +1,6 @@
 """Accelerate's `dispatch_batches=True`.
 
-Rank 0 reads for all, broadcasts all batches as one, and each rank keeps its slice. The loader is endless and its
+Rank 0 reads for all ranks and broadcasts all batches as one; each rank keeps its slice. The loader is endless and its
 batches are in memory, so reading takes no time.
 """
 
@@ -28,7 +28,7 @@ class Endless(IterableDataset[Any]):
             yield from self._batches
 
 
-def only(batches: list[Any]) -> Any:
+def only_batch(batches: list[Any]) -> Any:
     [batch] = batches
     return batch
 
@@ -36,23 +36,23 @@ def only(batches: list[Any]) -> Any:
 class Dispatcher:
     """A prepared loader over the batches of the first call, which are dicts of tensors with a dimension for samples.
 
-    `split_batches`: the loader reads one batch for all ranks; else one for each, which Accelerate puts together.
+    `split_batches`: the loader reads one batch for all ranks; else one for each, which Accelerate joins.
     """
 
     def __init__(self, split_batches: bool) -> None:
         self._split = split_batches
         configuration = DataLoaderConfiguration(dispatch_batches=True, split_batches=split_batches)
         self._accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-        self._rounds: Iterator[Any] | None = None
+        self._steps: Iterator[Any] | None = None
 
     def __call__(self, batches: list[Any] | None) -> Any:
-        if self._rounds is None:
-            self._rounds = iter(self._accelerator.prepare(self._loader(batches or [])))
-        return next(self._rounds)
+        if self._steps is None:
+            self._steps = iter(self._accelerator.prepare(self._loader(batches or [])))
+        return next(self._steps)
 
     def _loader(self, batches: list[Any]) -> DataLoader[Any]:
         if not self._split:
             return DataLoader(Endless(batches), batch_size=None)
         whole = {name: torch.cat([batch[name] for batch in batches]) for name in (batches or [{}])[0]}
         # Without a batch size Accelerate does not split.
-        return DataLoader(Endless([whole]), batch_size=1, collate_fn=only)
+        return DataLoader(Endless([whole]), batch_size=1, collate_fn=only_batch)

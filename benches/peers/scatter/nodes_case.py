@@ -12,11 +12,17 @@ from report import Row, Section, duration
 
 from scatter.batches import KINDS, size
 from scatter.cases import Plan, compare, measure_contestants
-from scatter.network import NoNodes, environments_of, least_seconds, prefix_of, two_nodes
+from scatter.network_namespaces import (
+    NamespacesUnavailable,
+    command_prefix,
+    min_link_seconds,
+    two_node_environments,
+    two_nodes,
+)
 
 __all__ = ["nodes"]
 
-_CONTESTANTS = ("ours", "seed", "objects")
+_CONTESTANTS = ("ours", "isend", "objects")
 
 
 def nodes(plan: Plan) -> Section:
@@ -32,7 +38,7 @@ def nodes(plan: Plan) -> Section:
         with two_nodes() as names:
             for world in plan.worlds:
                 section.rows += _rows(plan, world, names)
-    except NoNodes as error:
+    except NamespacesUnavailable as error:
         print(f"bench: nodes: left out: {error}", file=sys.stderr, flush=True)
         section.note = f"Left out: {error}."
     return section
@@ -40,19 +46,20 @@ def nodes(plan: Plan) -> Section:
 
 def _rows(plan: Plan, world: int, names: tuple[str, str]) -> list[Row]:
     half = world // 2
-    prefixes = [prefix_of(name) for name in names for _ in range(half)]
+    prefixes = [command_prefix(name) for name in names for _ in range(half)]
     rows = []
-    for kind, seconds in measure_contestants(_CONTESTANTS, plan, environments_of(half), prefixes).items():
+    environments = two_node_environments(half)
+    for kind, seconds in measure_contestants(_CONTESTANTS, plan, environments, prefixes).items():
         case, ours = f"{kind}, 2 × {half} ranks", seconds["ours"]
-        rows += compare(case, "ours", seconds, {})
-        least = least_seconds(half * size(KINDS[kind](0)))
+        rows += compare(case, seconds, {})
+        limit = min_link_seconds(half * size(KINDS[kind](0)))
         rows.append(
             Row(
                 case=case,
                 ours=duration(ours),
                 peer="the link's limit",
-                peers=duration(least),
-                figure=f"{least / ours:.0%}",
+                peers=duration(limit),
+                figure=f"{limit / ours:.0%}",
             )
         )
     return rows

@@ -24,9 +24,9 @@ def overlap(plan: Plan) -> Section:
     section = Section(
         title="Beside a step of computing",
         note="A step is matrix products that take as long as ten scatters, and then a barrier, as for gradients. The "
-        "wait is the mean time that the slowest rank waits for its next batch. td.DispatchLoader has prefetch=1; the "
-        "seed's method runs when the loop needs a batch. The rows of the products compare their time beside the loader "
-        "with their time alone.",
+        "wait is the mean time that the slowest rank waits for its next batch. td.DispatchLoader has prefetch=1; one "
+        "isend per tensor runs when the loop needs a batch. The rows of the products compare their time beside the "
+        "loader with their time alone.",
     )
     for world in plan.worlds:
         request = {"rounds": plan.rounds, "steps": plan.repeats}
@@ -36,7 +36,7 @@ def overlap(plan: Plan) -> Section:
             ranks = [reply[kind] for reply in replies]
             wait = {
                 name: min(max(waits) for waits in zip(*(rank[name]["wait"] for rank in ranks), strict=True))
-                for name in ("loader", "seed")
+                for name in ("loader", "isend")
             }
             products = min(
                 max(times) for times in zip(*(rank["loader"]["products"] for rank in ranks), strict=True)
@@ -46,8 +46,8 @@ def overlap(plan: Plan) -> Section:
                 Row(
                     case=f"{case}: the wait",
                     ours=duration(wait["loader"]),
-                    peer="the seed's method",
-                    peers=duration(wait["seed"]),
+                    peer="one isend per tensor",
+                    peers=duration(wait["isend"]),
                     figure=f"{share:.2%} of the step",
                     target=f"≤ {_SHARE:.0%}" if plan.judges else "–",
                     met=share <= _SHARE if plan.judges else None,

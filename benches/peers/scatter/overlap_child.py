@@ -25,16 +25,15 @@ from measure import OutputsDiffer
 import tundish as td
 from scatter.batches import KINDS, total
 from scatter.child import timed
-from scatter.contestants import CONTESTANTS, seed
+from scatter.contestants import CONTESTANTS, isend
 
 _SCATTERS_A_STEP = 10
 # The fastest of them gives the length of a step.
 _SCATTERS = 20
-# Steps at the beginning that are not counted.
-_WARM = 3
+_WARMUP_STEPS = 3
 _SIDE = 128
 
-Feed = Callable[["list[Any] | None", int], Iterator[Any]]
+Batches = Callable[["list[Any] | None", int], Iterator[Any]]
 
 
 class Products:
@@ -73,13 +72,13 @@ def main() -> None:
         one = min(timed(scatter, batches, expected) for _ in range(_SCATTERS))
         products = Products(_SCATTERS_A_STEP * one)
         found: dict[str, dict[str, list[float]]] = {
-            name: {"wait": [], "products": []} for name in ("loader", "seed")
+            name: {"wait": [], "products": []} for name in ("loader", "isend")
         }
         for _ in range(rounds):
-            for name, feed in (("loader", by_loader), ("seed", by_seed)):
+            for name, source in (("loader", by_loader), ("isend", by_isend)):
                 gc.collect()
-                steps = request["steps"] + _WARM
-                wait, took = loop(feed(batches, steps), products, expected)
+                steps = request["steps"] + _WARMUP_STEPS
+                wait, took = loop(source(batches, steps), products, expected)
                 found[name]["wait"].append(wait)
                 found[name]["products"].append(took)
         reply[kind] = {"step": products.seconds, **found}
@@ -94,17 +93,17 @@ def by_loader(batches: list[Any] | None, steps: int) -> Iterator[Any]:
         yield from loader
 
 
-def by_seed(batches: list[Any] | None, steps: int) -> Iterator[Any]:
+def by_isend(batches: list[Any] | None, steps: int) -> Iterator[Any]:
     for _ in range(steps):
-        yield seed(batches)
+        yield isend(batches)
 
 
-def loop(feed: Iterator[Any], products: Products, expected: float) -> tuple[float, float]:
+def loop(batches: Iterator[Any], products: Products, expected: float) -> tuple[float, float]:
     """The mean seconds of a step that this rank waits for its batch, and that its products take."""
     waits, times = [], []
     while True:
         begin = time.perf_counter()
-        batch = next(feed, None)
+        batch = next(batches, None)
         waits.append(time.perf_counter() - begin)
         if batch is None:
             break
@@ -116,8 +115,8 @@ def loop(feed: Iterator[Any], products: Products, expected: float) -> tuple[floa
         times.append(products.run())
         dist.barrier()
     # The last wait is that for the end.
-    counted = slice(_WARM, -1)
-    return sum(waits[counted]) / len(waits[counted]), sum(times[_WARM:]) / len(times[_WARM:])
+    timed_steps = slice(_WARMUP_STEPS, -1)
+    return sum(waits[timed_steps]) / len(waits[timed_steps]), sum(times[_WARMUP_STEPS:]) / len(times[_WARMUP_STEPS:])
 
 
 def slowest(run: Callable[[], float]) -> float:

@@ -24,7 +24,7 @@ from measure import OutputsDiffer
 
 import tundish as td
 from scatter.batches import KINDS, total
-from scatter.contestants import apart, together
+from scatter.contestants import rebuild, take_apart
 
 # The tensors, and the bytes of the schema.
 Parts = tuple[list[torch.Tensor], bytes]
@@ -35,27 +35,29 @@ def ours(batch: Any) -> Parts:
     return tensors, pickle.dumps(schema, 5)
 
 
-def ours_together(parts: Parts) -> Any:
-    tensors, said = parts
-    return td.tree.unflatten(pickle.loads(said), tensors)
+def rebuild_ours(parts: Parts) -> Any:
+    tensors, schema = parts
+    return td.tree.unflatten(pickle.loads(schema), tensors)
 
 
-def seed(batch: Any) -> Parts:
+def walk(batch: Any) -> Parts:
     tensors: list[torch.Tensor] = []
-    return tensors, pickle.dumps(apart(batch, tensors), 5)
+    return tensors, pickle.dumps(take_apart(batch, tensors), 5)
 
 
-def seed_together(parts: Parts) -> Any:
-    places: list[torch.Tensor] = []
-    batch = together(pickle.loads(parts[1]), places)
-    for place, tensor in zip(places, parts[0], strict=True):
-        place.copy_(tensor)
+def rebuild_walk(parts: Parts) -> Any:
+    tensors, schema = parts
+    copies: list[torch.Tensor] = []
+    batch = rebuild(pickle.loads(schema), copies)
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
     return batch
 
 
+# By name, a function that flattens a batch and one that rebuilds it.
 CONTESTANTS: dict[str, tuple[Callable[[Any], Parts], Callable[[Parts], Any]]] = {
-    "ours": (ours, ours_together),
-    "seed": (seed, seed_together),
+    "ours": (ours, rebuild_ours),
+    "walk": (walk, rebuild_walk),
 }
 
 
@@ -65,7 +67,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     reply: dict[str, dict[str, dict[str, float]]] = {}
-    forms = 0
+    structures = 0
     for kind, rounds in request["rounds"].items():
         seconds: dict[str, dict[str, list[float]]] = {
             state: {name: [] for name in CONTESTANTS} for state in ("known", "new")
@@ -76,10 +78,10 @@ def main() -> None:
                 gc.collect()
                 # The first one only warms up.
                 for number in range(request["repeats"] + 1):
-                    forms += 1
-                    new = {f"form {forms}": batch, "more": torch.ones(forms)}
-                    for state, given in (("known", batch), ("new", new)):
-                        spent = timed(name, given)
+                    structures += 1
+                    new = {f"structure {structures}": batch, "more": torch.ones(structures)}
+                    for state, one in (("known", batch), ("new", new)):
+                        spent = timed(name, one)
                         if number:
                             seconds[state][name].append(spent)
         reply[kind] = {
@@ -91,13 +93,13 @@ def main() -> None:
 
 def timed(name: str, batch: Any) -> float:
     """The seconds that flattening a batch takes."""
-    take_apart, put_together = CONTESTANTS[name]
+    flatten, unflatten = CONTESTANTS[name]
     begin = time.perf_counter()
-    parts = take_apart(batch)
+    parts = flatten(batch)
     spent = time.perf_counter() - begin
-    again = put_together(parts)
-    if apart(again, []) != apart(batch, []) or total(again) != total(batch):
-        raise OutputsDiffer(f"{name}: a batch is not what was taken apart")
+    rebuilt = unflatten(parts)
+    if take_apart(rebuilt, []) != take_apart(batch, []) or total(rebuilt) != total(batch):
+        raise OutputsDiffer(f"{name}: the rebuilt batch is not the one that was flattened")
     return spent
 
 

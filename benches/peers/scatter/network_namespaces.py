@@ -15,7 +15,14 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["NoNodes", "environments_of", "least_seconds", "prefix_of", "setting_up", "two_nodes"]
+__all__ = [
+    "NamespacesUnavailable",
+    "command_prefix",
+    "min_link_seconds",
+    "setup_commands",
+    "two_node_environments",
+    "two_nodes",
+]
 
 _RATE = "1gbit"
 # Bytes a second, with headers.
@@ -29,31 +36,31 @@ _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = "29500"
 
 
-class NoNodes(Exception):
+class NamespacesUnavailable(Exception):
     """This machine cannot make the nodes; the message says why."""
 
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[tuple[str, str]]:
-    """The names of two namespaces. Raises NoNodes."""
+    """The names of two namespaces. Raises NamespacesUnavailable."""
     if os.geteuid() != 0:
-        raise NoNodes("network namespaces take root")
+        raise NamespacesUnavailable("network namespaces take root")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
-        raise NoNodes(f"{' and '.join(missing)} missing: run `apt-get install iproute2`")
-    _sweep()
+        raise NamespacesUnavailable(f"{' and '.join(missing)} missing: run `apt-get install iproute2`")
+    _remove_leftovers()
     first, second = names = f"{_PREFIX}{os.getpid()}-0", f"{_PREFIX}{os.getpid()}-1"
     try:
-        for command in setting_up(first, second):
+        for command in setup_commands(first, second):
             _run(command)
         yield names
     finally:
         # A failure may leave one of them.
-        for name in sorted({*names} & {*_listed()}):
+        for name in sorted({*names} & {*_namespaces()}):
             _run(["ip", "netns", "delete", name])
 
 
-def setting_up(first: str, second: str) -> list[list[str]]:
+def setup_commands(first: str, second: str) -> list[list[str]]:
     """The commands that make two namespaces and the link between them."""
     names = first, second
     veth = "type", "veth", "peer", "name", _DEVICE, "netns", second
@@ -74,12 +81,12 @@ def setting_up(first: str, second: str) -> list[list[str]]:
     return commands
 
 
-def prefix_of(name: str) -> list[str]:
+def command_prefix(name: str) -> list[str]:
     """The words before a command that runs it in a namespace."""
     return ["ip", "netns", "exec", name]
 
 
-def environments_of(ranks_a_node: int) -> list[dict[str, str]]:
+def two_node_environments(ranks_a_node: int) -> list[dict[str, str]]:
     """The environment variables that torchrun sets for the ranks of two nodes."""
     return [
         {
@@ -99,17 +106,17 @@ def environments_of(ranks_a_node: int) -> list[dict[str, str]]:
     ]
 
 
-def least_seconds(count_of_bytes: int) -> float:
-    """The least time in which the link passes so many bytes, without headers."""
+def min_link_seconds(count_of_bytes: int) -> float:
+    """The minimum time in which the link passes so many bytes, without headers."""
     return max(0, count_of_bytes - _BURST_BYTES) / _LINK_BYTES
 
 
-def _listed() -> list[str]:
+def _namespaces() -> list[str]:
     return [line.split()[0] for line in _run(["ip", "netns", "list"]).splitlines()]
 
 
-def _sweep() -> None:
-    for name in _listed():
+def _remove_leftovers() -> None:
+    for name in _namespaces():
         process = name.removeprefix(_PREFIX).partition("-")[0]
         if name.startswith(_PREFIX) and not Path("/proc", process).exists():
             _run(["ip", "netns", "delete", name])
@@ -118,5 +125,5 @@ def _sweep() -> None:
 def _run(command: list[str]) -> str:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise NoNodes(f"`{' '.join(command)}` says: {' '.join(ran.stderr.split())}")
+        raise NamespacesUnavailable(f"`{' '.join(command)}` says: {' '.join(ran.stderr.split())}")
     return ran.stdout
