@@ -1,6 +1,6 @@
 """Scatter: one rank has the data, every rank gets its own batch.
 
-Importing this imports no module of it: each comes when one of its names is asked for, and torch with it.
+Its modules, and torch, are imported when one of its names is first used.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def scatter_batch(
         device: where the tensors go (None: host memory).
 
     Returns:
-        This rank's batch, or None. On the source it is the object that was given.
+        This rank's batch, or None where the source gave none. On the source it is the object that was given.
 
     Raises:
         PeerFailedError: the source failed in this step, with its traceback in the message; or a rank was killed, ended
@@ -89,10 +89,18 @@ def scatter_batch(
 
 
 def stats(group: Any = None) -> list[ScatterStats]:
-    """Counts of the scatters of `group` on this rank, one entry for each source; see `ScatterStats`.
+    """Return counts of the scatters of `group` on this rank; not collective.
 
     Args:
         group: as for `scatter_batch`.
+
+    Returns:
+        One entry for each source, with steps, batches, bytes and seconds; see `ScatterStats`.
+
+    Example:
+        >>> import tundish as td
+        >>> td.scatter.stats()
+        []
     """
     distributed = torch_distributed()
     key = process_group(group)

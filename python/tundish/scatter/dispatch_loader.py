@@ -191,7 +191,7 @@ class DispatchLoader(Generic[T_co]):
         _open_loaders.add(self)
 
     def __iter__(self) -> Iterator[T_co]:
-        """Collective: iterates over the rest of the epoch; later iterations go through whole epochs."""
+        """Iterate over the rest of the epoch, or over a whole one after the first iteration. Collective."""
         self._raise_if_closed()
         if os.getpid() != self._process:
             raise InvalidInputError(FORKED)
@@ -211,7 +211,11 @@ class DispatchLoader(Generic[T_co]):
             raise
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. Raises `InvalidTypeError` if the source's loader has no length."""
+        """Return the number of steps of a whole epoch.
+
+        Raises:
+            InvalidTypeError: the source's loader has no length.
+        """
         batches = length_of(self._loader) if self._session.is_source else self._length
         if batches is None:
             raise InvalidTypeError("the number of batches is not known: the source's loader has no len()")
@@ -247,10 +251,11 @@ class DispatchLoader(Generic[T_co]):
             set_epoch(self._loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last step that was handed out, in batches of the source's loader.
+        """Return the state after the last step that was handed out.
 
-        The state of any rank resumes all ranks, on any number of ranks. If the source's loader has a `state_dict`, the
-        source's state holds the state of its loader too.
+        Returns:
+            A dict of plain values, which count batches of the source's loader. The state of any rank resumes all ranks,
+            on any number of ranks. If the source's loader has a `state_dict`, the source's state holds that too.
         """
         return self._state.state_dict()
 
@@ -261,6 +266,9 @@ class DispatchLoader(Generic[T_co]):
         out are left out; if a batch sampler makes them, they are not even read. It ends an iteration that is under way,
         as `set_epoch` does.
 
+        Args:
+            state: as `state_dict` returned it on any rank.
+
         Raises:
             StateMismatchError: it is not the state of a loader, or damaged; nothing changes.
         """
@@ -270,7 +278,7 @@ class DispatchLoader(Generic[T_co]):
             set_epoch(self._loader, self._state.requested_epoch)
 
     def stats(self) -> LoaderStats:
-        """Bytes, batches, memory and seconds of this rank so far; see `LoaderStats`."""
+        """Return counts of steps, batches, bytes and seconds on this rank so far; see `LoaderStats`."""
         steps, ready_bytes = (0, 0) if self._steps is None else self._steps.ready
         reading = 0.0 if self._steps is None else self._steps.epoch.reading_seconds
         return LoaderStats(

@@ -26,7 +26,7 @@ from torch.utils import _pytree
 
 from tundish.errors import InvalidTypeError
 from tundish.tree.array_rules import ARRAY_BUILDERS, array_rule_of
-from tundish.tree.node_spec import NodeSpec, Token, key_text
+from tundish.tree.node_spec import NodeSpec, Token, format_key
 from tundish.tree.tensor_rules import TENSOR_BUILDERS, tensor_subclass_spec
 
 __all__ = ["PLAIN_TUPLES", "Rule", "build", "register", "rule_of", "spec_of"]
@@ -209,50 +209,56 @@ def _reduced_spec(value: Any) -> NodeSpec | None:
     # The class that `copyreg.__newobj__` makes an object of.
     fixed = arguments[:1] if arguments and isinstance(arguments[0], type) else ()
     arguments = arguments[len(fixed) :]
-    states = [] if state is None or state is value else [_named(state)]
-    listed = [] if items is None else list(items)
-    paired = [] if pairs is None else list(pairs)
-    keys = tuple([key for key, _ in paired])
+    states = [] if state is None or state is value else [_mark_attributes(state)]
+    item_list = [] if items is None else list(items)
+    pair_list = [] if pairs is None else list(pairs)
+    keys = tuple([key for key, _ in pair_list])
     # Other keys may be anything, tensors too.
     fixed_keys = keys if _KEY_TYPES.issuperset(map(type, keys)) else None
-    counts = len(arguments), _ITSELF if state is value else len(states), len(listed), len(keys)
+    counts = len(arguments), _ITSELF if state is value else len(states), len(item_list), len(keys)
     return NodeSpec(
         ("reduced", function, fixed, counts, fixed_keys),
-        [*arguments, *states, *listed, *[item for _, item in paired], *(keys if fixed_keys is None else ())],
-        lambda number: _reduced_label(len(arguments) + len(states), len(listed), keys, number),
+        [
+            *arguments,
+            *states,
+            *item_list,
+            *[item for _, item in pair_list],
+            *(keys if fixed_keys is None else ()),
+        ],
+        lambda number: _reduced_label(len(arguments) + len(states), len(item_list), keys, number),
     )
 
 
-def _reduced_label(unnamed: int, listed: int, keys: tuple[Any, ...], number: int) -> str:
+def _reduced_label(unnamed: int, item_count: int, keys: tuple[Any, ...], number: int) -> str:
     if number < unnamed:
         return ""
     number -= unnamed
-    if number < listed:
+    if number < item_count:
         return f"[{number}]"
-    number -= listed
-    return f"[{key_text(keys[number])}]" if number < len(keys) else f" (key {number - len(keys)})"
+    number -= item_count
+    return f"[{format_key(keys[number])}]" if number < len(keys) else f" (key {number - len(keys)})"
 
 
-def _named(state: Any) -> Any:
+def _mark_attributes(state: Any) -> Any:
     """`state` with its dicts of attributes marked as such; with slots it is a pair of dicts."""
     if type(state) is tuple:
-        return tuple(map(_named, state))
+        return tuple(map(_mark_attributes, state))
     return _Attributes(state) if type(state) is dict and _NAME_TYPES.issuperset(map(type, state)) else state
 
 
 def _build_reduced(token: Token, parts: list[Any]) -> Any:
-    _, function, fixed, (argument_count, states, listed, paired), keys = token
+    _, function, fixed, (argument_count, states, item_count, pair_count), keys = token
     take = iter(parts)
     made = function(*fixed, *islice(take, argument_count))
     state = next(take) if states == 1 else None
     # The order is pickle's: items first.
-    items = list(islice(take, listed))
+    items = list(islice(take, item_count))
     if items and hasattr(made, "extend"):
         made.extend(items)
     else:
         for item in items:
             made.append(item)
-    values = list(islice(take, paired))
+    values = list(islice(take, pair_count))
     for key, value in zip(take if keys is None else keys, values, strict=True):
         made[key] = value
     if states == _ITSELF and not hasattr(made, "__setstate__"):

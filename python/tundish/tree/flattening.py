@@ -105,9 +105,9 @@ class Traversal:
             if found is None:
                 raise Refusal(InvalidInputError, "is a container that it is itself a part of")
         except Refusal as refusal:
-            raise refusal.kind(f"{_path(name, path)} {refusal.reason}") from refusal.__cause__
+            raise refusal.kind(f"{_format_path(name, path)} {refusal.reason}") from refusal.__cause__
         except Exception as error:
-            error.add_note(f"while {_path(name, path)} was flattened")
+            error.add_note(f"while {_format_path(name, path)} was flattened")
             raise
         words, tokens, values = found
         try:
@@ -161,7 +161,7 @@ class Traversal:
             raise _cannot_send(error) from error
 
 
-def _path(name: str, entries: list[tuple[Any, Any]]) -> str:
+def _format_path(name: str, entries: list[tuple[Any, Any]]) -> str:
     return name + "".join(part_label(spec, key) for spec, key in entries)
 
 

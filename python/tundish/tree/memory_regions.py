@@ -122,10 +122,10 @@ def _regions(leaves: list[Tensor]) -> list[_Region]:
         # Addresses on a device are compared within one storage only.
         where = 0 if leaf.device.type == "cpu" else leaf.untyped_storage().data_ptr()
         start = leaf.data_ptr()
-        home = leaf.device.type, leaf.device.index or 0, where
-        regions.append(_Region(home, start, start + _extent(leaf) * leaf.itemsize, leaf.dtype, [number]))
+        memory = leaf.device.type, leaf.device.index or 0, where
+        regions.append(_Region(memory, start, start + _extent(leaf) * leaf.itemsize, leaf.dtype, [number]))
     # By address, the longer first: then a region only grows at its end.
-    regions.sort(key=lambda one: (one.home, one.start, -one.end))
+    regions.sort(key=lambda one: (one.memory, one.start, -one.end))
     apart: list[_Region] = []
     for region in regions:
         grown = region
@@ -139,13 +139,13 @@ def _regions(leaves: list[Tensor]) -> list[_Region]:
 
 @dataclass(slots=True)
 class _Region:
-    """Bytes `start` to `end` of the memory called `home`, and the numbers of the leaves in it.
+    """Bytes `start` to `end` of `memory` (device type, device index, storage), and the numbers of the leaves in it.
 
     `dtype` is None if the leaves have several. The region then begins at a multiple of `_WIDEST`, so that a view of any
     dtype is aligned in a copy of the region as it is here.
     """
 
-    home: tuple[str, int, int]
+    memory: tuple[str, int, int]
     start: int
     end: int
     dtype: torch.dtype | None
@@ -153,14 +153,14 @@ class _Region:
 
     def reaches(self, later: _Region) -> bool:
         """Whether it overlaps `later`, which does not end before this region begins."""
-        return later.start < later.end and self.home == later.home and self.end > later.start
+        return later.start < later.end and self.memory == later.memory and self.end > later.start
 
     def joined(self, later: _Region) -> _Region:
         dtype = self.dtype if self.dtype == later.dtype else None
         start = min(self.start, later.start)
         if dtype is None:
             start -= start % _WIDEST
-        return _Region(self.home, start, max(self.end, later.end), dtype, self.numbers + later.numbers)
+        return _Region(self.memory, start, max(self.end, later.end), dtype, self.numbers + later.numbers)
 
 
 def _extent(tensor: Tensor) -> int:
@@ -179,16 +179,16 @@ def _single_leaf(leaf: Tensor, slot: int) -> tuple[Tensor, LeafSource]:
     if extent <= leaf.numel():
         # Without gaps: permuted, or expanded.
         return leaf.as_strided((extent,), (1,)), (slot, None, shape, stride, 0)
-    core = leaf
+    unrepeated = leaf
     for dimension, step in enumerate(stride):
         if step == 0:
-            core = core.narrow(dimension, 0, 1)
-    if core.shape == leaf.shape:
+            unrepeated = unrepeated.narrow(dimension, 0, 1)
+    if unrepeated.shape == leaf.shape:
         return leaf, slot
-    seen = tuple(
-        0 if step == 0 else one for step, one in zip(stride, contiguous_strides(core.shape), strict=True)
+    strides_of_view = tuple(
+        0 if step == 0 else one for step, one in zip(stride, contiguous_strides(unrepeated.shape), strict=True)
     )
-    return core, (slot, None, shape, seen, 0)
+    return unrepeated, (slot, None, shape, strides_of_view, 0)
 
 
 def _whole_region(leaves: list[Tensor], region: _Region, slot: int, leaf_sources: list[LeafSource]) -> Tensor:

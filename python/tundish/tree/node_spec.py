@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["NodeSpec", "Refusal", "Token", "key_text", "part_label"]
+__all__ = ["NodeSpec", "Refusal", "Token", "format_key", "part_label"]
 
 # The name of the builder, and its arguments.
 Token = tuple[Any, ...]
@@ -46,17 +46,17 @@ def part_label(spec: NodeSpec | type | None, key: Any) -> str:
         key = spec.token[1][key]
     elif isinstance(spec, type) and hasattr(spec, "_fields"):
         return f".{spec._fields[key]}"
-    return f"[{key_text(key)}]"
+    return f"[{format_key(key)}]"
 
 
-def key_text(key: Any) -> str:
-    """A key of a dict as a message shows it."""
+def format_key(key: Any) -> str:
+    """Format a key of a dict for a message."""
     if type(key) is str:
         return '"' + key.replace('"', '\\"') + '"'
     if not isinstance(key, (int, float, bytes, tuple)):
         return type(key).__name__
     try:
         text = repr(key)
-    except Exception:  # noqa: BLE001 (code of users; a key that cannot be shown can be carried)
+    except Exception:  # noqa: BLE001 (code of users; a key without a repr can still travel)
         return type(key).__name__
     return text if len(text) <= 60 else text[:57] + "..."

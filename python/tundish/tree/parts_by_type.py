@@ -22,7 +22,7 @@ from tundish.tree.node_spec import NodeSpec, Refusal, part_label
 __all__ = ["find_all", "map_only"]
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
-_OPEN = object()
+_IN_PROGRESS = object()
 
 
 def map_only(
@@ -58,7 +58,7 @@ def map_only(
     """
     mapping = _Mapping(kinds if isinstance(kinds, tuple) else (kinds,), function, enter)
     try:
-        return mapping.of(obj)
+        return mapping.map(obj)
     except Refusal as refusal:
         path = name + "".join(reversed(mapping.path))
         raise refusal.kind(f"{path} {refusal.reason}") from refusal.__cause__
@@ -82,7 +82,7 @@ class _Mapping:
         self._done: dict[int, Any] = {}
         self._alive: list[Any] = []
 
-    def of(self, value: Any) -> Any:
+    def map(self, value: Any) -> Any:
         if type(value) in self._plain:
             return value
         if isinstance(value, self._kinds):
@@ -91,31 +91,31 @@ class _Mapping:
             return value
         identity = id(value)
         done = self._done.get(identity, self)
-        if done is _OPEN:
+        if done is _IN_PROGRESS:
             raise Refusal(InvalidInputError, "is a container that it is itself a part of")
         if done is not self:
             return done
-        self._done[identity] = _OPEN
+        self._done[identity] = _IN_PROGRESS
         self._alive.append(value)
         try:
-            made = self._container(value if self._enter is None else self._enter(value))
+            made = self._map_container(value if self._enter is None else self._enter(value))
         except RecursionError as error:
             raise Refusal(InvalidInputError, "is too deep") from error
         self._done[identity] = made
         return made
 
-    def _container(self, value: Any) -> Any:
+    def _map_container(self, value: Any) -> Any:
         spec = spec_of(value)
         if spec is None:
             return value
         self._alive.append((value, spec.parts))
-        made = self._parts(spec)
+        made = self._map_parts(spec)
         return value if all(map(operator.is_, made, spec.parts)) else build(spec.token, made)
 
-    def _parts(self, spec: NodeSpec) -> list[Any]:
+    def _map_parts(self, spec: NodeSpec) -> list[Any]:
         made: list[Any] = []
         # Where all are to be replaced, no other check is needed.
-        each = self._function if self._exact.issuperset(map(type, spec.parts)) else self.of
+        each = self._function if self._exact.issuperset(map(type, spec.parts)) else self.map
         try:
             for part in spec.parts:
                 made.append(each(part))  # noqa: PERF401 (their number tells which part was refused)
@@ -126,12 +126,19 @@ class _Mapping:
 
 
 def find_all(kinds: type | tuple[type, ...], obj: Any) -> list[Any]:
-    """All parts of `obj` of these `kinds`, in the order in which they are met, each as often as it is named."""
+    """Return all parts of `obj` that are of one of the `kinds`.
+
+    Args:
+        kinds, obj: as for `map_only`.
+
+    Returns:
+        The parts in the order in which they are met, each as often as it is named.
+    """
     found: list[Any] = []
 
-    def note(part: Any) -> Any:
+    def collect(part: Any) -> Any:
         found.append(part)
         return part
 
-    map_only(kinds, note, obj)
+    map_only(kinds, collect, obj)
     return found

@@ -46,7 +46,7 @@ class BatchReader:
         tail: how to complete the last step if the batches are fewer than `width`.
         skip: how many batches are left out, if there is no `state`.
         state: of the loader, from which it resumes.
-        show: called with the number of batches that were left out, and of those to leave out.
+        report_progress: called with the number of batches that were left out, and of those to leave out.
 
     Raises:
         InvalidInputError: the loader has fewer than `skip` batches, or its sampler leaves some out already.
@@ -61,7 +61,7 @@ class BatchReader:
         tail: Tail,
         skip: int = 0,
         state: Any = None,
-        show: Callable[[int, int], None] = lambda _done, _all: None,
+        report_progress: Callable[[int, int], None] = lambda _done, _all: None,
     ) -> None:
         self._loader = loader
         self._width = width
@@ -75,7 +75,7 @@ class BatchReader:
         else:
             if skip:
                 _refuse_resumed_sampler(loader, skip)
-            self._batches = _batches_after(loader, skip, show)
+            self._batches = _batches_after(loader, skip, report_progress)
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             # A shuffling sampler takes its seed from torch's generator at its first draw. In a background thread, the
             # order would depend on other draws from the generator.
@@ -127,21 +127,21 @@ def _refuse_resumed_sampler(loader: Any, skip: int) -> None:
         )
 
 
-def _batches_after(loader: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> Iterator[Any]:
+def _batches_after(loader: Iterable[Any], skip: int, report_progress: Callable[[int, int], None]) -> Iterator[Any]:
     """The batches after the first `skip`."""
     # A subclass may do more than its sampler says.
     plain: DataLoader[Any] | None = loader if type(loader) is DataLoader else None
     sampler = None if plain is None or isinstance(plain.dataset, IterableDataset) else plain.batch_sampler
     if skip and plain is not None and sampler is not None:
-        return iter(_replace_batch_sampler(plain, _SkippingSampler(sampler, skip, show)))
+        return iter(_replace_batch_sampler(plain, _SkippingSampler(sampler, skip, report_progress)))
     batches = iter(loader)
-    _skip_batches(batches, skip, show)
+    _skip_batches(batches, skip, report_progress)
     return batches
 
 
-def _skip_batches(batches: Iterator[Any], skip: int, show: Callable[[int, int], None]) -> None:
+def _skip_batches(batches: Iterator[Any], skip: int, report_progress: Callable[[int, int], None]) -> None:
     for number in range(skip):
-        show(number, skip)
+        report_progress(number, skip)
         if next(batches, _END) is _END:
             raise InvalidInputError(
                 f"the first {skip} batches are to be left out, and the loader has {number}: this is not the data that "
@@ -152,10 +152,10 @@ def _skip_batches(batches: Iterator[Any], skip: int, show: Callable[[int, int], 
 class _SkippingSampler:
     """A batch sampler without its first batches. Their data is not read."""
 
-    def __init__(self, sampler: Iterable[Any], skip: int, show: Callable[[int, int], None]) -> None:
+    def __init__(self, sampler: Iterable[Any], skip: int, report_progress: Callable[[int, int], None]) -> None:
         self._sampler = sampler
         self._skip = skip
-        self._show = show
+        self._show = report_progress
 
     def __iter__(self) -> Iterator[Any]:
         # At the first draw: a DataLoader with workers makes two iterators and draws from one.

@@ -78,9 +78,9 @@ class EpochSource(Epoch):
             with self._reported_reading(), ProgressLine("dispatch", self._progress) as line:
                 said_alive_at = time.monotonic()
 
-                def show(done: int, of: int) -> None:
+                def report_progress(done: int, total: int) -> None:
                     nonlocal said_alive_at
-                    line.update("leaving out batches", done, of)
+                    line.update("leaving out batches", done, total)
                     if time.monotonic() - said_alive_at > _ALIVE_SECONDS:
                         said_alive_at = time.monotonic()
                         # Where it fails, so does the first step.
@@ -88,7 +88,12 @@ class EpochSource(Epoch):
                             self._send_control(ControlKind.ALIVE)
 
                 self._reader = BatchReader(
-                    self._loader, width=width, tail=self._tail, skip=skip, state=state, show=show
+                    self._loader,
+                    width=width,
+                    tail=self._tail,
+                    skip=skip,
+                    state=state,
+                    report_progress=report_progress,
                 )
             if self._early_exits is not None:
                 self._early_exits.forget(self._iteration - 1)

@@ -21,13 +21,13 @@ from tundish.scatter.transport.gloo import is_done
 
 __all__ = ["InlineSteps", "PrefetchedSteps"]
 
-# How often a thread that is far enough ahead looks for ranks that are gone, and a caller for signals.
+# How often a thread that is far enough ahead looks for ranks that are gone, and a caller for its deadline.
 _POLL_SECONDS = 0.1
 # How much longer a caller waits than the source, which may name another rank to all.
 _GRACE_SECONDS = 1.0
 
-# Steps that other ranks take part in. They tell those that this rank leaves, so their sockets must not be collected
-# together with the loader.
+# Steps whose iteration is not over. They tell the other ranks when this rank leaves, so their sockets must not be
+# collected together with the loader.
 _active_steps: set[InlineSteps] = set()
 
 
@@ -68,7 +68,7 @@ class InlineSteps:
         return step
 
     def leave(self) -> None:
-        """No more steps are wanted. Tells the other ranks; does not wait for them."""
+        """Leave the iteration. Tells the other ranks, without waiting for them."""
         if not self._is_left:
             self._is_left = True
             with contextlib.suppress(Exception):
@@ -77,10 +77,7 @@ class InlineSteps:
 
     def join(self, seconds: float) -> bool:
         """Whether `over` is done within so many seconds."""
-        deadline = time.monotonic() + seconds
-        while not is_done(self.over, _POLL_SECONDS) and time.monotonic() < deadline:
-            pass
-        return self.over.done()
+        return is_done(self.over, seconds)
 
 
 class PrefetchedSteps(InlineSteps):

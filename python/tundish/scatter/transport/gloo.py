@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -105,23 +106,19 @@ def copy_to_arena(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor |
         buffer.release()
 
 
+@dataclass(frozen=True)
 class GlooSender:
     """The connection to one receiver.
 
-    Args:
+    Attributes:
         rank: the receiver's global rank.
         group: the backend of a gloo group whose first rank is this one.
         position: the receiver's rank in that group.
     """
 
-    def __init__(self, rank: int, group: Any, position: int) -> None:
-        self.rank = rank
-        self._group = group
-        self._position = position
-
-    def post(self, messages: list[Tensor]) -> list[Any]:
-        """Begin to send messages, which have to live until the works that this returns are done."""
-        return [self._group.send([message], self._position, _TAG) for message in messages]
+    rank: int
+    group: Any
+    position: int
 
 
 class OutgoingMessages:
@@ -152,7 +149,9 @@ class OutgoingMessages:
         if payload is not None:
             messages.append(payload)
         try:
-            self._posted.append((sender.rank, sender.post(messages), messages))
+            # The messages have to live until the works are done.
+            works = [sender.group.send([message], sender.position, _TAG) for message in messages]
+            self._posted.append((sender.rank, works, messages))
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
             self.errors[sender.rank] = error
 

@@ -5,7 +5,7 @@ these connections after the handshake.
 
 Invariants:
 - A connection is kept only where both ends showed the secrets that the source sent through the job's store.
-- If no connection can be made, because of a firewall for example, only timeouts tell.
+- If no connection can be made, because of a firewall for example, only timeouts tell of a lost rank.
 """
 
 from __future__ import annotations
