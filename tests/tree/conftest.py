@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.tree.elsewhere import Elsewhere
+from support.tree.echo_process import EchoProcess
 
 
 @pytest.fixture(scope="session")
-def elsewhere() -> Iterator[Elsewhere]:
-    process = Elsewhere()
+def echo() -> Iterator[EchoProcess]:
+    process = EchoProcess()
     yield process
     process.close()

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.tree.elsewhere import Elsewhere
-from support.tree.sameness import assert_same
+from support.tree.comparison import assert_same
+from support.tree.echo_process import EchoProcess
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
 
@@ -271,7 +271,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_come_back(name: str, elsewhere: Elsewhere) -> None:
+def test_objects_come_back(name: str, echo: EchoProcess) -> None:
     obj = OBJECTS[name]()
     tensors, schema = td.tree.flatten(obj)
     assert all(type(tensor) is torch.Tensor for tensor in tensors)
@@ -282,11 +282,11 @@ def test_objects_come_back(name: str, elsewhere: Elsewhere) -> None:
     assert_same(obj, back)
     # And it can be taken apart again.
     assert td.tree.flatten(back)[1] == schema or schema.pickles
-    assert_same(obj, elsewhere.there_and_back(obj))
+    assert_same(obj, echo.round_trip(obj))
 
 
-def test_a_type_chooses_its_state(elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back({"guarded": Guarded({"a": numbers()})})["guarded"]
+def test_a_type_chooses_its_state(echo: EchoProcess) -> None:
+    back = echo.round_trip({"guarded": Guarded({"a": numbers()})})["guarded"]
     assert type(back) is Guarded and back.name == "guarded" and torch.equal(back["a"], numbers())
     assert back.lock.acquire(blocking=False)
 
@@ -326,7 +326,7 @@ def test_a_tensor_goes_to_a_device_though_an_array_has_its_memory() -> None:
         assert not td.tree.flatten(obj)[1].host_only_tensors
 
 
-def test_deep_objects_need_no_stack(elsewhere: Elsewhere) -> None:
+def test_deep_objects_need_no_stack(echo: EchoProcess) -> None:
     deep: Any = numbers()
     for level in range(20_000):
         deep = ({"in": deep}, [deep], (deep,), Single(deep))[level % 4]
@@ -339,18 +339,18 @@ def test_deep_objects_need_no_stack(elsewhere: Elsewhere) -> None:
     assert back is tensors[0]
 
 
-def test_a_dict_whose_items_are_its_attributes(elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back([Attributes(ids=numbers(), inner=Attributes(name="n"))])[0]
+def test_a_dict_whose_items_are_its_attributes(echo: EchoProcess) -> None:
+    back = echo.round_trip([Attributes(ids=numbers(), inner=Attributes(name="n"))])[0]
     assert type(back) is type(back.inner) is Attributes
     assert torch.equal(back.ids, numbers()) and back.inner.name == "n"
     back.more = 1
     assert back["more"] == 1
 
 
-def test_a_dict_that_gives_itself_for_its_state_takes_itself_back(elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back([Counted(a=numbers(), b=None)])[0]
+def test_a_dict_that_gives_itself_for_its_state_takes_itself_back(echo: EchoProcess) -> None:
+    back = echo.round_trip([Counted(a=numbers(), b=None)])[0]
     assert type(back) is Counted and back.count == 2 and vars(back) is not back
-    back = elsewhere.there_and_back({"addict": Addict(a=numbers(), inner=[Addict(n="n")])})["addict"]
+    back = echo.round_trip({"addict": Addict(a=numbers(), inner=[Addict(n="n")])})["addict"]
     assert type(back) is type(back.inner[0]) is Addict and "__parent" not in vars(back)
     assert torch.equal(back.a, numbers()) and back.inner[0].n == "n"
 
@@ -417,9 +417,9 @@ class OfCompared(metaclass=Compared):
 
 
 @pytest.mark.parametrize(("kind", "pickled"), [(Unknown, False), (Task, True), (OfCompared, True)])
-def test_a_class_is_a_name_whatever_its_metaclass(kind: type, pickled: bool, elsewhere: Elsewhere) -> None:
+def test_a_class_is_a_name_whatever_its_metaclass(kind: type, pickled: bool, echo: EchoProcess) -> None:
     obj = {"kind": kind, "again": [kind, torch.ones(2)]}
     _, schema = td.tree.flatten(obj)
     assert bool(schema.pickles) is pickled
-    back = elsewhere.there_and_back(obj)
+    back = echo.round_trip(obj)
     assert back["kind"] is kind and back["again"][0] is kind

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tree.elsewhere import Elsewhere
-from support.tree.sameness import assert_same
+from support.tree.comparison import assert_same
+from support.tree.echo_process import EchoProcess
 
 import tundish as td
 
@@ -40,45 +40,45 @@ def bare_output() -> Any:
 
 
 @pytest.mark.parametrize("make", [encoding, output, features, bare_output])
-def test_batches_and_outputs_come_back(make: Any, elsewhere: Elsewhere) -> None:
+def test_batches_and_outputs_come_back(make: Any, echo: EchoProcess) -> None:
     obj = {"batch": make()}
     tensors, schema = td.tree.flatten(obj)
     assert not schema.pickles
     assert_same(obj, td.tree.unflatten(schema, tensors))
-    assert_same(obj, elsewhere.there_and_back(obj))
+    assert_same(obj, echo.round_trip(obj))
 
 
-def test_an_encoding_keeps_attributes_that_it_does_not_pickle(elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back(encoding())
+def test_an_encoding_keeps_attributes_that_it_does_not_pickle(echo: EchoProcess) -> None:
+    back = echo.round_trip(encoding())
     assert type(back) is transformers.BatchEncoding and back.n_sequences == 1
     assert torch.equal(back.input_ids, encoding()["input_ids"])
 
 
-def test_an_output_has_its_items_as_attributes(elsewhere: Elsewhere) -> None:
+def test_an_output_has_its_items_as_attributes(echo: EchoProcess) -> None:
     obj = output()
-    back = elsewhere.there_and_back(obj)
+    back = echo.round_trip(obj)
     assert back.logits is back["logits"] and back.hidden_states is back["hidden_states"] is back[2]
     assert back.past_key_values is None and list(back) == ["loss", "logits", "hidden_states"]
     assert back.note == "beside the fields"
 
 
-def test_encodings_of_a_fast_tokenizer_travel(elsewhere: Elsewhere) -> None:
+def test_encodings_of_a_fast_tokenizer_travel(echo: EchoProcess) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
     batch = fast(["a b", "b c"], return_tensors="pt")
-    back = elsewhere.there_and_back(batch)
+    back = echo.round_trip(batch)
     assert type(back) is type(batch) and back.is_fast
     assert back.tokens(1) == batch.tokens(1) == ["b", "?"]
     assert torch.equal(back["input_ids"], batch["input_ids"])
 
 
-def test_a_cache_travels_with_its_tensors_apart(elsewhere: Elsewhere) -> None:
+def test_a_cache_travels_with_its_tensors_apart(echo: EchoProcess) -> None:
     cache = transformers.DynamicCache()
     cache.update(torch.rand(1, 2, 300, 4), torch.rand(1, 2, 300, 4), 0)
     tensors, schema = td.tree.flatten({"cache": cache})
     assert sum(tensor.numel() for tensor in tensors) >= 2 * 2400 and len(schema.encode()) < 9600
-    back = elsewhere.there_and_back({"cache": cache})["cache"]
+    back = echo.round_trip({"cache": cache})["cache"]
     assert type(back) is type(cache)
     assert torch.equal(back.layers[0].keys, cache.layers[0].keys)

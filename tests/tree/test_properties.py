@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from support.tree.sameness import assert_same
+from support.tree.comparison import assert_same
 from support.tree.structures import (
     STRUCTURES,
-    filled,
+    with_tensors,
 )
 
 import tundish as td
@@ -23,7 +23,7 @@ from tundish.tree.schema import Schema
 @settings(max_examples=300)
 @given(STRUCTURES)
 def test_any_structure_comes_back(structure: Any) -> None:
-    obj = filled(structure)
+    obj = with_tensors(structure)
     tensors, schema = td.tree.flatten(obj)
     assert_same(obj, td.tree.unflatten(schema, tensors))
     # The memory of the tensors, and bytes that say the rest, are all that it takes.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tree.elsewhere import Elsewhere
+from support.tree.echo_process import EchoProcess
 
 import tundish as td
 
@@ -67,14 +67,14 @@ class Restored:
     [RelockedDict(a=1), RelockedList([1]), RelockedTuple([1])],
     ids=["dict", "list", "tuple"],
 )
-def test_an_empty_state_is_given_back_as_any_other(obj: Any, elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back([with_attributes(obj, lock=threading.Lock())])[0]
+def test_an_empty_state_is_given_back_as_any_other(obj: Any, echo: EchoProcess) -> None:
+    back = echo.round_trip([with_attributes(obj, lock=threading.Lock())])[0]
     assert type(back) is type(obj) and back == obj
     assert back.lock.acquire(blocking=False)
 
 
-def test_a_state_may_be_an_array(elsewhere: Elsewhere) -> None:
-    back = elsewhere.there_and_back([with_attributes(ArrayState(a=1), values=np.arange(3))])[0]
+def test_a_state_may_be_an_array(echo: EchoProcess) -> None:
+    back = echo.round_trip([with_attributes(ArrayState(a=1), values=np.arange(3))])[0]
     assert back == {"a": 1} and back.values.tolist() == [0, 1, 2]
 
 
@@ -105,11 +105,11 @@ class AppendedTuple(tuple[Any, ...]):
         return Appended, (), None, iter(self)
 
 
-def test_items_are_given_back_as_pickle_gives_them(elsewhere: Elsewhere) -> None:
-    assert elsewhere.there_and_back([Sealed([1, 2])])[0] == [1, 2]
+def test_items_are_given_back_as_pickle_gives_them(echo: EchoProcess) -> None:
+    assert echo.round_trip([Sealed([1, 2])])[0] == [1, 2]
     tensors, schema = td.tree.flatten([AppendedTuple([1, 2])])
     assert td.tree.unflatten(schema, tensors)[0].items == [1, 2]
 
 
-def test_an_object_without_state_gets_none(elsewhere: Elsewhere) -> None:
-    assert elsewhere.there_and_back([Restored(), with_attributes(Restored(), a=1)])[1].a == 1
+def test_an_object_without_state_gets_none(echo: EchoProcess) -> None:
+    assert echo.round_trip([Restored(), with_attributes(Restored(), a=1)])[1].a == 1

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.tree.elsewhere import Elsewhere
-from support.tree.sameness import assert_same
+from support.tree.comparison import assert_same
+from support.tree.echo_process import EchoProcess
 from support.tree.sample_tensors import (
     DTYPES,
     QUANTIZED,
@@ -19,7 +19,7 @@ from support.tree.sample_tensors import (
     TENSORS,
     Scaled,
     base,
-    of,
+    tensor_of,
 )
 
 import tundish as td
@@ -27,24 +27,24 @@ import tundish as td
 
 @QUIET
 @pytest.mark.parametrize("dtype", [one for one in DTYPES if one not in QUANTIZED], ids=str)
-def test_every_dtype(dtype: torch.dtype, elsewhere: Elsewhere) -> None:
+def test_every_dtype(dtype: torch.dtype, echo: EchoProcess) -> None:
     obj = {
-        "plain": of(dtype, (2, 3)),
-        "inside": of(dtype, (2, 2), first=1),
-        "scalar": of(dtype, ()),
-        "empty": of(dtype, (0, 3)),
-        "many": [of(dtype, (2,)) for _ in range(5)],
-        "across": of(dtype, (2, 3)).t(),
-        "repeated": of(dtype, (1, 3)).expand(4, 3),
+        "plain": tensor_of(dtype, (2, 3)),
+        "inside": tensor_of(dtype, (2, 2), first=1),
+        "scalar": tensor_of(dtype, ()),
+        "empty": tensor_of(dtype, (0, 3)),
+        "many": [tensor_of(dtype, (2,)) for _ in range(5)],
+        "across": tensor_of(dtype, (2, 3)).t(),
+        "repeated": tensor_of(dtype, (1, 3)).expand(4, 3),
     }
     tensors, schema = td.tree.flatten(obj)
     assert_same(obj, td.tree.unflatten(schema, tensors))
-    assert_same(obj, elsewhere.there_and_back(obj))
+    assert_same(obj, echo.round_trip(obj))
 
 
 @QUIET
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_kind(name: str, elsewhere: Elsewhere) -> None:
+def test_every_kind(name: str, echo: EchoProcess) -> None:
     tensor = TENSORS[name]()
     obj = {"tensor": tensor, "again": [tensor], "beside": base(2)}
     tensors, schema = td.tree.flatten(obj)
@@ -54,7 +54,7 @@ def test_every_kind(name: str, elsewhere: Elsewhere) -> None:
     expected = {**obj, "tensor": leaf(tensor), "again": []}
     expected["again"].append(expected["tensor"])
     assert_same(expected, td.tree.unflatten(schema, tensors))
-    assert_same(expected, elsewhere.there_and_back(obj))
+    assert_same(expected, echo.round_trip(obj))
 
 
 def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,9 +72,9 @@ class Silent(torch.Tensor):
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
 def test_overridden_functions_of_a_subclass_are_not_called(
-    wants_gradient: bool, elsewhere: Elsewhere
+    wants_gradient: bool, echo: EchoProcess
 ) -> None:
-    (back,) = elsewhere.there_and_back([base(2, 3).requires_grad_(wants_gradient).as_subclass(Silent)])
+    (back,) = echo.round_trip([base(2, 3).requires_grad_(wants_gradient).as_subclass(Silent)])
     assert type(back) is Silent
     with torch._C.DisableTorchFunctionSubclass():
         assert back.requires_grad == wants_gradient
@@ -94,31 +94,31 @@ class NamedWeight(torch.nn.Parameter):
     form: str
 
 
-def test_slots_of_a_subclass_come_back(elsewhere: Elsewhere) -> None:
+def test_slots_of_a_subclass_come_back(echo: EchoProcess) -> None:
     boxes, weight = base(2, 4).as_subclass(Boxes), NamedWeight(base(2))
     boxes.anchors, boxes.form, weight.form = base(3), "xyxy", "weight"
     vars(boxes)["note"] = "n"
     tensors, _ = td.tree.flatten([boxes])
     assert len(tensors) == 2
-    back, back_weight = elsewhere.there_and_back([boxes, weight])
+    back, back_weight = echo.round_trip([boxes, weight])
     assert type(back) is Boxes and back.form == "xyxy" and vars(back) == {"note": "n"}
     assert torch.equal(back.anchors, base(3)) and back_weight.form == "weight"
 
 
-def test_a_wrapper_comes_back_in_its_parts(elsewhere: Elsewhere) -> None:
+def test_a_wrapper_comes_back_in_its_parts(echo: EchoProcess) -> None:
     obj = [Scaled(base(2, 3).to(torch.int8), torch.tensor(0.5))]
-    back = elsewhere.there_and_back(obj)
+    back = echo.round_trip(obj)
     assert type(back[0]) is Scaled and back[0].values.dtype is torch.int8 and back[0].scale.item() == 0.5
     assert torch.equal(back[0].values, obj[0].values)
 
 
-def test_strides_come_back_where_they_mean_something(elsewhere: Elsewhere) -> None:
+def test_strides_come_back_where_they_mean_something(echo: EchoProcess) -> None:
     for name in ("channels last", "transposed", "permuted", "expanded", "windows"):
         tensor = TENSORS[name]()
         tensors, _ = td.tree.flatten(tensor)
         assert tensors[0].numel() <= tensor.numel() and tensors[0].is_contiguous(), name
         assert tensors[0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), name
-        assert elsewhere.there_and_back([tensor])[0].stride() == tensor.stride(), name
+        assert echo.round_trip([tensor])[0].stride() == tensor.stride(), name
     (carried,), _ = td.tree.flatten(torch.zeros(1, 3).expand(1000, 3))
     assert carried.numel() == 3
 
@@ -184,13 +184,13 @@ ARRAYS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_every_array(name: str, elsewhere: Elsewhere) -> None:
+def test_every_array(name: str, echo: EchoProcess) -> None:
     array = ARRAYS[name]()
     obj = {"array": array, "again": [array]} if isinstance(array, np.ndarray) else [array]
     before = array.copy()
     tensors, schema = td.tree.flatten(obj)
     assert_same(obj, td.tree.unflatten(schema, [tensor.clone() for tensor in tensors]))
-    assert_same(obj, elsewhere.there_and_back(obj))
+    assert_same(obj, echo.round_trip(obj))
     assert_same(before, array.copy())
 
 

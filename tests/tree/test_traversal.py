@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.tree.sample_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, of
+from support.tree.sample_tensors import DTYPES, QUANTIZED, QUIET, TENSORS, tensor_of
 from support.tree.structures import Pair
 
 import tundish as td
@@ -168,9 +168,9 @@ def test_ordinary_batches_need_no_rule_and_one_traversal(monkeypatch: pytest.Mon
     monkeypatch.setattr(flattening.Traversal, "_rule", slow)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn):
         batch = {
-            "ids": of(dtype, (2, 3)),
-            1: [of(dtype, (n,)) for n in range(1, 20)],
-            "pairs": (Pair(of(dtype, ()), of(dtype, (1, 2, 1)).transpose(0, 1)), "text", 1.5, None, [1] * 20),
+            "ids": tensor_of(dtype, (2, 3)),
+            1: [tensor_of(dtype, (n,)) for n in range(1, 20)],
+            "pairs": (Pair(tensor_of(dtype, ()), tensor_of(dtype, (1, 2, 1)).transpose(0, 1)), "text", 1.5, None, [1] * 20),
         }
         tensors, schema, addresses = flatten_with_addresses(batch)
         assert len(tensors) == 22
@@ -220,9 +220,9 @@ def test_no_unusual_tensor_is_taken_for_a_plain_one(name: str, monkeypatch: pyte
 def test_dtypes_are_not_taken_for_each_other(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for plain in (torch.uint8, torch.int8, torch.int16, torch.float32):
         # Layouts of plain tensors are cached.
-        flatten_with_addresses([of(plain, (2, 3)) for _ in range(5)])
-    both_ways([of(dtype, (2, 3)) for _ in range(5)], monkeypatch)
-    both_ways([*(of(torch.uint8, (2, 3)) for _ in range(5)), of(dtype, (2, 3))], monkeypatch)
+        flatten_with_addresses([tensor_of(plain, (2, 3)) for _ in range(5)])
+    both_ways([tensor_of(dtype, (2, 3)) for _ in range(5)], monkeypatch)
+    both_ways([*(tensor_of(torch.uint8, (2, 3)) for _ in range(5)), tensor_of(dtype, (2, 3))], monkeypatch)
 
 
 @pytest.mark.parametrize(

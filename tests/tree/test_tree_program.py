@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from support.tree.structures import BUILTIN_STRUCTURES, filled
+from support.tree.structures import BUILTIN_STRUCTURES, with_tensors
 
 import tundish as td
 from tundish._native import TreeProgram
@@ -32,7 +32,7 @@ def no_builder(token: Any, parts: Any) -> Any:
 @settings(max_examples=300)
 @given(BUILTIN_STRUCTURES)
 def test_a_rebuilt_object_is_flattened_to_the_same_schema(structure: Any) -> None:
-    obj = filled(structure)
+    obj = with_tensors(structure)
     tensors, schema = td.tree.flatten(obj)
     built = td.tree.unflatten(schema, tensors)
     again, same = td.tree.flatten(built)

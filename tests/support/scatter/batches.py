@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree
@@ -227,15 +226,3 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
         # By their bits, because torch cannot compare values of some dtypes.
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
         return torch.equal(one.view(width), other.view(width))
-
-
-class Summed:
-    """Refuses a negative tensor when it is made, on all ranks but the first."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values, self.copy = values, values.clone()
-        if dist.get_rank() and bool(values[0] < 0):
-            raise ValueError("cannot be made here")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Summed, (self.values,)

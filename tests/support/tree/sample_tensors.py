@@ -19,7 +19,7 @@ QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quin
 BYTES = torch.arange(256, dtype=torch.uint8)
 
 
-def of(dtype: torch.dtype, shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
+def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], first: int = 0) -> torch.Tensor:
     """A tensor of this dtype with bytes that say where they are, whatever they mean."""
     length = int(np.prod(shape)) * dtype.itemsize
     raw = BYTES.repeat(-(-(length + 64) // 256)).clone()

@@ -43,26 +43,26 @@ DTYPES = (
     torch.float8_e4m3fn,
 )
 SHAPES = some.lists(some.integers(0, 3), max_size=3).map(tuple)
-# Tensors of one object are parts of these, so that many of them share memory.
-STORES = 3
+# The tensors of one object are cut out of so many buffers, so that many of them share memory.
+BUFFERS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """How a tensor is cut out of a store; made anew for each example."""
+    """How a tensor is cut out of a buffer; made anew for each example."""
 
-    store: int
+    buffer: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     first: int
-    turned: bool
-    lazy: bool
+    is_transposed: bool
+    is_conjugate: bool
     kind: str
 
 
 PARTS = some.builds(
     Part,
-    some.integers(0, STORES - 1),
+    some.integers(0, BUFFERS - 1),
     some.sampled_from(DTYPES),
     SHAPES,
     some.integers(0, 4),
@@ -72,17 +72,17 @@ PARTS = some.builds(
 )
 
 
-def cut(part: Part, stores: list[torch.Tensor]) -> Any:
+def cut(part: Part, buffers: list[torch.Tensor]) -> Any:
     steps, step = [], 1
     for size in reversed(part.shape):
         steps.append(step)
         step *= max(size, 1)
     tensor = torch.empty(0, dtype=part.dtype).set_(
-        stores[part.store].untyped_storage(), part.first, part.shape, tuple(reversed(steps))
+        buffers[part.buffer].untyped_storage(), part.first, part.shape, tuple(reversed(steps))
     )
-    if part.turned and tensor.dim() > 1:
+    if part.is_transposed and tensor.dim() > 1:
         tensor = tensor.transpose(0, -1)
-    if part.lazy and tensor.dtype is torch.complex64:
+    if part.is_conjugate and tensor.dtype is torch.complex64:
         tensor = tensor.conj()
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     if part.kind == "gradient" and floating:
@@ -120,9 +120,9 @@ STRUCTURES: some.SearchStrategy[Any] = some.recursive(
 )
 
 
-def filled(structure: Any) -> Any:
+def with_tensors(structure: Any) -> Any:
     """The structure with tensors in place of their descriptions: equal ones are the same tensor."""
-    stores = [torch.randint(0, 2, (4096,), dtype=torch.uint8) for _ in range(STORES)]
+    buffers = [torch.randint(0, 2, (4096,), dtype=torch.uint8) for _ in range(BUFFERS)]
     made: dict[Part, Any] = {}
 
     class Filling(dict[int, Any]):
@@ -135,7 +135,7 @@ def filled(structure: Any) -> Any:
             return
         seen.add(id(value))
         if isinstance(value, Part):
-            memo[id(value)] = made.setdefault(value, cut(value, stores))
+            memo[id(value)] = made.setdefault(value, cut(value, buffers))
         elif isinstance(value, dict):
             for one in value.values():
                 find(one, seen)

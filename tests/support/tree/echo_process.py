@@ -14,7 +14,7 @@ import tundish as td
 from tundish.tree.schema import Schema
 
 
-def tell(obj: Any, line: Connection) -> None:
+def send(obj: Any, connection: Connection) -> None:
     """Send the schema in bytes, then the tensors in one buffer, as its layout says."""
     tensors, schema = td.tree.flatten(obj)
     buffer = torch.zeros(schema.layout.total, dtype=torch.uint8)
@@ -27,53 +27,53 @@ def tell(obj: Any, line: Connection) -> None:
             buffer[start : start + length] = raw
         else:
             place.copy_(tensor)
-    line.send_bytes(schema.encode())
-    line.send_bytes(buffer.numpy())
+    connection.send_bytes(schema.encode())
+    connection.send_bytes(buffer.numpy())
 
 
-def hear(line: Connection) -> Any:
-    """Rebuild the object that `tell` sent at the other end.
+def receive(connection: Connection) -> Any:
+    """Rebuild the object that `send` sent at the other end.
 
     Raises:
         EOFError: the other end closed.
     """
-    encoded = line.recv_bytes()
+    encoded = connection.recv_bytes()
     if not encoded:
         raise EOFError("the other end closed")
     schema = Schema.decode(encoded)
-    received = line.recv_bytes()
+    received = connection.recv_bytes()
     buffer = torch.zeros(max(len(received), 1), dtype=torch.uint8)
     if received:
         buffer[: len(received)] = torch.frombuffer(bytearray(received), dtype=torch.uint8)
     return td.tree.unflatten(schema, schema.layout.tensors_in(buffer))
 
 
-class Elsewhere:
+class EchoProcess:
     """The process, which lives until it is closed."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._line, theirs = context.Pipe()
+        self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
-    def there_and_back(self, obj: Any) -> Any:
-        tell(obj, self._line)
-        failure = self._line.recv()
+    def round_trip(self, obj: Any) -> Any:
+        send(obj, self._connection)
+        failure = self._connection.recv()
         if failure is not None:
             raise RuntimeError(failure)
-        return hear(self._line)
+        return receive(self._connection)
 
     def close(self) -> None:
         # An empty schema is the end. A child that another test forked may hold the connection open.
-        self._line.send_bytes(b"")
+        self._connection.send_bytes(b"")
         self._process.join(30)
         assert self._process.exitcode == 0, f"the process ended with {self._process.exitcode}"
-        self._line.close()
+        self._connection.close()
 
 
-def _answer(line: Connection) -> None:
+def _answer(connection: Connection) -> None:
     # Warnings of torch about sparse tensors are no failure.
     if not sys.warnoptions:
         import warnings
@@ -81,11 +81,11 @@ def _answer(line: Connection) -> None:
         warnings.simplefilter("ignore")
     while True:
         try:
-            obj = hear(line)
+            obj = receive(connection)
         except EOFError:
             return
         except Exception:
-            line.send(traceback.format_exc())
+            connection.send(traceback.format_exc())
             continue
-        line.send(None)
-        tell(obj, line)
+        connection.send(None)
+        send(obj, connection)
