@@ -13,33 +13,33 @@ import tundish as td
 from tundish.scatter.participants import Participants, replicated_participants
 
 
-class Mates:
-    """A voter that broadcasts a given text."""
+class FakeVoter:
+    """A voter that broadcasts given groups and positions."""
 
-    def __init__(self, heard: list[Any]) -> None:
+    def __init__(self, groups: list[Any]) -> None:
         self.ranks = tuple(range(0, 8000, 2))
-        self._heard = json.dumps(heard)
+        self._text = json.dumps(groups)
 
     def gather(self, *_: Any, **__: Any) -> list[str]:
         return []
 
     def broadcast(self, *_: Any, **__: Any) -> str:
-        return self._heard
+        return self._text
 
 
 @pytest.mark.parametrize(
-    ("heard", "said"),
+    ("groups", "shown"),
     [
         ([([number, number + 1], 0) for number in range(4000)], "[0, 1], [1, 2]"),
         ([([number], number) for number in range(4000)], "[0], [1]"),
     ],
     ids=["no grid", "another order"],
 )
-def test_a_message_names_some_of_thousands_of_ranks(heard: list[Any], said: str) -> None:
-    mates: Any = Mates(heard)
+def test_a_message_names_some_of_thousands_of_ranks(groups: list[Any], shown: str) -> None:
+    voter: Any = FakeVoter(groups)
     with pytest.raises(td.errors.InvalidInputError, match=r"ranks 0, 2, 4.* and 3984 more") as raised:
-        replicated_participants(mates, None, 0, what="a test", timeout=timedelta(seconds=1))
-    assert said in str(raised.value) and "and 3992 more" in str(raised.value)
+        replicated_participants(voter, None, 0, what="a test", timeout=timedelta(seconds=1))
+    assert shown in str(raised.value) and "and 3992 more" in str(raised.value)
     assert len(str(raised.value)) < 500
 
 

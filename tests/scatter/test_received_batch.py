@@ -15,7 +15,7 @@ from support.distributed.programs import run
 import tundish as td
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.scatter import received_batch as arrival
+from tundish.scatter import received_batch
 from tundish.scatter.received_batch import ReceivedBatch, bytes_of
 from tundish.tree import DLPACK_EXCHANGE
 
@@ -29,28 +29,28 @@ DTYPES = sorted(
 )
 
 
-class Line:
-    """A receiver's memory, and how much of it is in use."""
+class SharedMemory:
+    """Memory of a sender and a receiver in one process."""
 
     def __init__(self) -> None:
         self.arena = _native.SegmentArena(1 << 24)
         self.receiver = _native.BufferReceiver()
 
-    def sent(self, batch: Any) -> ReceivedBatch:
+    def send(self, batch: Any) -> ReceivedBatch:
         tensors, schema = td.tree.flatten(batch)
         taken = self.arena.take(schema.layout.total)
         buffer = torch.frombuffer(taken, dtype=torch.uint8)
         for place, tensor in zip(schema.layout.tensors_in(buffer), tensors, strict=True):
             place.view(torch.uint8).copy_(tensor.view(torch.uint8)) if tensor.dim() else place.copy_(tensor)
         del buffer, place
-        came = self.receiver.open(taken.reference())
+        received = self.receiver.open(taken.reference())
         taken.release()
-        return ReceivedBatch(schema, bytes_of(came))
+        return ReceivedBatch(schema, bytes_of(received))
 
 
 @pytest.fixture
-def line() -> Line:
-    return Line()
+def memory() -> SharedMemory:
+    return SharedMemory()
 
 
 def many(count: int = 40) -> list[torch.Tensor]:
@@ -58,19 +58,19 @@ def many(count: int = 40) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("has_exchange", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dtype(dtype: torch.dtype, has_exchange: bool, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     assert DLPACK_EXCHANGE is not None
-    if not together:
+    if not has_exchange:
         # As in torch before 2.10.
-        monkeypatch.setattr(arrival, "DLPACK_EXCHANGE", None)
-    arrival._plan.cache_clear()
+        monkeypatch.setattr(received_batch, "DLPACK_EXCHANGE", None)
+    received_batch._plan.cache_clear()
     raw = torch.arange(1, 49, dtype=torch.uint8)
     if dtype is torch.bool:
         raw %= 2
     batch = [raw[:48].clone().view(dtype).view(3, -1), raw[16:32].clone().view(dtype).view(-1, 1)]
-    back = line.sent(batch).build(None)
+    back = memory.send(batch).build(None)
     for one, other in zip(batch, back, strict=True):
         assert type(other) is torch.Tensor and other.dtype is dtype and other.device.type == "cpu"
         assert other.shape == one.shape and other.stride() == one.stride()
@@ -79,47 +79,47 @@ def test_every_dtype(dtype: torch.dtype, together: bool, line: Line, monkeypatch
         assert other.untyped_storage().nbytes() == one.nbytes and other.storage_offset() == 0
 
 
-def test_tensors_without_values_or_dimensions(line: Line) -> None:
+def test_tensors_without_values_or_dimensions(memory: SharedMemory) -> None:
     batch = [torch.ones(0, 3), torch.tensor(2.5), torch.ones(2), torch.ones(1, 0)]
-    back = line.sent(batch).build(None)
+    back = memory.send(batch).build(None)
     assert [(one.shape, one.tolist()) for one in back] == [(one.shape, one.tolist()) for one in batch]
-    assert line.sent([torch.tensor(7)]).build(None)[0].item() == 7
+    assert memory.send([torch.tensor(7)]).build(None)[0].item() == 7
 
 
-def test_memory_is_kept_as_long_as_any_tensor_over_it(line: Line) -> None:
-    back = line.sent(many()).build(None)
-    assert line.receiver.views == 1
+def test_memory_is_kept_as_long_as_any_tensor_over_it(memory: SharedMemory) -> None:
+    back = memory.send(many()).build(None)
+    assert memory.receiver.views == 1
     last = back[17].view(-1)[2:]
     del back
     gc.collect()
-    assert line.receiver.views == 1 and last[0] == 17
-    others = line.sent(many()).build(None)
-    assert line.receiver.views == 2
+    assert memory.receiver.views == 1 and last[0] == 17
+    others = memory.send(many()).build(None)
+    assert memory.receiver.views == 2
     del last
-    assert line.receiver.views == 1
+    assert memory.receiver.views == 1
     thread = threading.Thread(target=others.clear)
     thread.start()
     thread.join()
-    assert line.receiver.views == 0
+    assert memory.receiver.views == 0
 
 
-def test_torch_may_free_the_last_tensor(line: Line) -> None:
+def test_torch_may_free_the_last_tensor(memory: SharedMemory) -> None:
     """It does so without the GIL."""
     weight = torch.ones(3, 3, requires_grad=True)
-    back = line.sent([torch.full((3, 3), float(number)) for number in range(5)]).build(None)
+    back = memory.send([torch.full((3, 3), float(number)) for number in range(5)]).build(None)
     loss = sum(((one @ weight) * one).sum() for one in back)
     del back
     gc.collect()
-    assert line.receiver.views == 1
+    assert memory.receiver.views == 1
     loss.backward()
     del loss
     assert weight.grad is not None and weight.grad[0, 0] == 90
     gc.collect()
-    assert line.receiver.views == 0
+    assert memory.receiver.views == 0
 
 
-def test_each_tensor_has_a_storage_of_its_own(line: Line) -> None:
-    back = line.sent(many()).build(None)
+def test_each_tensor_has_a_storage_of_its_own(memory: SharedMemory) -> None:
+    back = memory.send(many()).build(None)
     saved = io.BytesIO()
     torch.save(back[3], saved)
     assert len(saved.getvalue()) < 3000
@@ -131,7 +131,7 @@ def test_each_tensor_has_a_storage_of_its_own(line: Line) -> None:
     with pytest.raises(RuntimeError, match="resiz"):
         back[2].untyped_storage().resize_(1 << 20)
     back[5].set_(torch.ones(4).untyped_storage())
-    assert line.receiver.views == 1 and torch.equal(back[6], many()[6])
+    assert memory.receiver.views == 1 and torch.equal(back[6], many()[6])
 
 
 def test_memory_that_does_not_fit_is_refused() -> None:
@@ -140,9 +140,9 @@ def test_memory_that_does_not_fit_is_refused() -> None:
     assert [one.shape for one in plan.tensors(np.zeros(112, np.uint8))] == [(4,), (2, 3)]
     fixed = np.zeros(112, np.uint8)
     fixed.flags.writeable = False
-    for memory in (np.zeros(111, np.uint8), np.zeros(0, np.uint8), fixed, np.zeros(224, np.uint8)[::2]):
+    for buffer in (np.zeros(111, np.uint8), np.zeros(0, np.uint8), fixed, np.zeros(224, np.uint8)[::2]):
         with pytest.raises(InvalidInputError, match="need a writable, contiguous buffer of 112 bytes"):
-            plan.tensors(memory)
+            plan.tensors(buffer)
     for place in ((2, 32, [1 << 40, 1 << 40], 0), (2, 32, [-1], 0), (2, 32, [4], 2**64 - 1), (2, 32, [0], 0)):
         with pytest.raises(InvalidInputError, match="tensor 1, of shape"):
             DLPACK_EXCHANGE.plan([(2, 32, [1], 0), place])

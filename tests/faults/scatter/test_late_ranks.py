@@ -243,10 +243,10 @@ def source_that_is_to_end(rank: int, line: Line) -> None:
     a_step(rank, 0)
     if rank == 1:
         line.hear()
-    is_near = node > 1
-    for number in range(1, 1 + AHEAD * is_near):
+    is_same_node = node > 1
+    for number in range(1, 1 + AHEAD * is_same_node):
         a_step(rank, number)
-    for _ in range(2 * is_near):
+    for _ in range(2 * is_same_node):
         # They fill the queue.
         assert outcome(lambda: td.scatter_batch([] if rank == 0 else None))[0]
     begin = time.monotonic()

@@ -21,7 +21,6 @@ import tundish as td
 
 
 def keep_every_batch(rank: int, line: Line) -> None:
-
     node, steps, shapes = line.hear()
     on_nodes(rank, node)
 
@@ -294,11 +293,11 @@ def shares_of_a_node(rank: int, line: Line) -> None:
     shares = []
     memory_limit = rendezvous.memory_limit
 
-    def counted(among: int) -> int:
-        shares.append(among)
-        return memory_limit(among)
+    def recorded(ranks: int) -> int:
+        shares.append(ranks)
+        return memory_limit(ranks)
 
-    rendezvous.memory_limit = counted  # type: ignore[assignment]
+    rendezvous.memory_limit = recorded  # type: ignore[assignment]
     td.scatter_batch([None] * 4 if rank == 0 else None)
     line.say(shares)
 

@@ -61,9 +61,9 @@ def batch(number: int) -> dict[str, Any]:
 
 def a_step(rank: int, number: int) -> None:
     # In turns one batch for both ranks, and one for each.
-    apart = number % 2
-    given = [batch(number), batch(number + apart)] if rank == 0 else None
-    assert td.scatter_batch(given)["n"] == number + apart * rank
+    is_each = number % 2
+    given = [batch(number), batch(number + is_each)] if rank == 0 else None
+    assert td.scatter_batch(given)["n"] == number + is_each * rank
     # So that the batches on their way do not depend on the machine's speed.
     dist.barrier()
 
@@ -85,17 +85,17 @@ def test_thousands_of_steps_take_no_more_memory_than_the_first_ones(node: int, t
     with Job(many_steps, 2, tmp_path, seconds=60.0) as job:
         for rank in range(2):
             job.tell(rank, node)
-        looks: list[list[Held]] = [[], []]
+        measurements: list[list[Held]] = [[], []]
         for _ in range(0, STEPS + EVERY, EVERY):
             for rank in range(2):
-                looks[rank].append(Held(*job.hear(rank)))
-        for rank, (_, warm, *later) in enumerate(looks):
+                measurements[rank].append(Held(*job.hear(rank)))
+        for rank, (_, warm, *later) in enumerate(measurements):
             half, end = later[(len(later) - 1) // 2], later[-1]
-            for look in later:
-                assert look.resident - warm.resident < SLACK_BYTES, looks[rank]
-                assert look.descriptors - warm.descriptors <= SLACK_DESCRIPTORS, looks[rank]
-                assert look.mappings - warm.mappings <= SLACK_MAPPINGS, looks[rank]
-            assert end.resident - half.resident < LATER_SLACK_BYTES, looks[rank]
+            for one in later:
+                assert one.resident - warm.resident < SLACK_BYTES, measurements[rank]
+                assert one.descriptors - warm.descriptors <= SLACK_DESCRIPTORS, measurements[rank]
+                assert one.mappings - warm.mappings <= SLACK_MAPPINGS, measurements[rank]
+            assert end.resident - half.resident < LATER_SLACK_BYTES, measurements[rank]
             (kept,) = job.hear(rank)
             # The mappings of one or two batches.
             assert kept < 32 << 20

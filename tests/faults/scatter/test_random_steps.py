@@ -54,7 +54,7 @@ def without_tensors(number: int, rank: int) -> Any:
 
 
 # Some come more often.
-FORMS = [
+STRUCTURES = [
     large,
     large,
     large,
@@ -72,23 +72,23 @@ class StepCase(NamedTuple):
     """One step, which all ranks know beforehand.
 
     Attributes:
-        form: makes a batch by its number and rank.
+        make: makes a batch by its number and rank.
         absent: ranks that get nothing.
         is_shared: whether all ranks get the same batch.
         fails: what is wrong with the source's batches.
-        is_together: whether a barrier comes before it.
+        has_barrier: whether a barrier comes before it.
         pauses: by rank, seconds before it.
     """
 
-    form: Any
+    make: Any
     absent: frozenset[int]
     is_shared: bool
     fails: str
-    is_together: bool
+    has_barrier: bool
     pauses: dict[int, float]
 
     def batch(self, number: int, rank: int) -> Any:
-        return None if rank in self.absent else self.form(number, 0 if self.is_shared else rank)
+        return None if rank in self.absent else self.make(number, 0 if self.is_shared else rank)
 
     def given(self, number: int) -> Any:
         if self.fails == "a wrong count":
@@ -103,23 +103,23 @@ class StepCase(NamedTuple):
         return batches
 
 
-def steps_of(seed: int) -> list[StepCase]:
+def random_steps(seed: int) -> list[StepCase]:
     draw = random.Random(seed)
-    form, steps = FORMS[0], list[StepCase]()
+    make, steps = STRUCTURES[0], list[StepCase]()
     for _ in range(STEPS):
         if draw.random() < 0.25:
-            form = draw.choice(FORMS)
+            make = draw.choice(STRUCTURES)
         kind = draw.choices(
             ["a batch each", "some", "none", "one for all", "a wrong count", "an iteration", "a batch"],
             [80, 6, 2, 4, 2, 2, 4],
         )[0]
         some = {rank for rank in range(WORLD) if draw.random() < 0.6} if kind == "some" else set()
         one = StepCase(
-            form,
+            make,
             frozenset(range(WORLD) if kind == "none" else some),
             is_shared=kind == "one for all",
             fails=kind if kind in ("a wrong count", "an iteration", "a batch") else "",
-            is_together=draw.random() < 0.1,
+            has_barrier=draw.random() < 0.1,
             pauses={rank: 0.02 * draw.random() for rank in range(WORLD) if draw.random() < 0.1},
         )
         steps.append(one)
@@ -136,20 +136,20 @@ def all_steps(rank: int, line: Line) -> None:
     shared_memory.MAX_LEASES = gloo.MAX_LEASES = 8  # type: ignore[misc]
     kept: list[tuple[int, Any, Any]] = []
     draw = random.Random(rank)
-    for number, this in enumerate(steps_of(seed)):
-        time.sleep(this.pauses.get(rank, 0.0))
-        if this.is_together:
+    for number, case in enumerate(random_steps(seed)):
+        time.sleep(case.pauses.get(rank, 0.0))
+        if case.has_barrier:
             dist.barrier()
-        given = this.given(number) if rank == 0 else None
+        given = case.given(number) if rank == 0 else None
         try:
             mine = td.scatter_batch(given)
         except Exception as error:
-            if not this.fails:
-                raise AssertionError((number, this)) from error
+            if not case.fails:
+                raise AssertionError((number, case)) from error
             continue
-        assert not this.fails, (number, this)
-        expected = this.batch(number, rank)
-        assert same(mine, expected), (number, this, mine)
+        assert not case.fails, (number, case)
+        expected = case.batch(number, rank)
+        assert same(mine, expected), (number, case, mine)
         kept.append((number, mine, expected))
         while len(kept) > 30:
             at, mine, expected = kept.pop(draw.randrange(len(kept)))

@@ -17,12 +17,12 @@ def one_after_the_other(rank: int, line: Line) -> None:
     opened = 0
     clone = dist.PrefixStore.clone
 
-    def counted(store: Any) -> Any:
+    def counting_clone(store: Any) -> Any:
         nonlocal opened
         opened += 1
         return clone(store)
 
-    dist.PrefixStore.clone = counted
+    dist.PrefixStore.clone = counting_clone
     for number in range(20):
         with td.DispatchLoader(range(10) if rank == 0 else None) as loader:
             assert list(loader) == list(range(rank, 10, 2)), number
@@ -72,16 +72,16 @@ def test_the_padding_of_the_last_step_is_the_same_after_resuming(tmp_path: Path)
         job.expect_end()
 
 
-def apart(number: Fraction) -> tuple[list[Any], None]:
+def flatten_fraction(number: Fraction) -> tuple[list[Any], None]:
     return ([next(iter(()))] if number == 0 else []), None
 
 
-def together(parts: list[Any], _: None) -> Fraction:
+def rebuild_fraction(parts: list[Any], _: None) -> Fraction:
     return next(iter(parts))  # type: ignore[no-any-return]
 
 
 def ends_for_no_reason(rank: int, line: Line) -> None:
-    td.tree.register(Fraction, apart, together)
+    td.tree.register(Fraction, flatten_fraction, rebuild_fraction)
     for prefetch in (0, 1):
         for failing in (0, 1):
             # The source fails to flatten the second batch, or a receiver to rebuild it.
