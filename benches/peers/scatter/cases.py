@@ -111,7 +111,7 @@ def measure(name: str, plan: Plan) -> Sequence[Section]:
         environments = rank_environments(world)
         if not comparison.is_one_node:
             for rank, environment in enumerate(environments):
-                environment |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+                environment.update(GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         for kind, seconds in measure_contestants(contestants, plan, environments).items():
             case = f"{kind}, {world} ranks"
             targets = {

@@ -60,24 +60,24 @@ class ReceivedBatch(NamedTuple):
 
     def build(self, device: torch.device | None) -> Any:
         """The object, with its tensors in `memory` (None) or on `device`. Call it once: the caller owns the result."""
-        layout, on_host = self.schema.layout, self.schema.host_only_tensors
+        layout, host_only = self.schema.layout, self.schema.host_only_tensors
+        on_host: list[Tensor] = []
+        if self.device_buffer is None:
+            on_host = _host_tensors(layout, self.memory)
+        elif device is None or host_only:
+            on_host = layout.tensors_in(self.device_buffer.cpu())
+        if device is None:
+            return unflatten_unchecked(self.schema, on_host)
         if self.device_buffer is not None:
-            buffer = self.device_buffer
-            on_device = [] if device is None else layout.tensors_in(buffer.to(device))
-            tensors = layout.tensors_in(buffer.cpu()) if device is None or on_host else on_device
+            buffer = self.device_buffer.to(device)
+        elif self.memory is not None:
+            buffer = copy_to_device(torch.from_numpy(self.memory), device)
         else:
-            tensors, on_device = _host_tensors(layout, self.memory), []
-            if device is not None:
-                buffer = (
-                    torch.empty(0, dtype=torch.uint8, device=device)
-                    if self.memory is None
-                    else copy_to_device(torch.from_numpy(self.memory), device)
-                )
-                on_device = layout.tensors_in(buffer)
-        if device is not None:
-            tensors = [
-                (tensors if number in on_host else on_device)[number] for number in range(len(on_device))
-            ]
+            buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        tensors = [
+            on_host[number] if number in host_only else tensor
+            for number, tensor in enumerate(layout.tensors_in(buffer))
+        ]
         return unflatten_unchecked(self.schema, tensors)
 
 

@@ -82,7 +82,7 @@ class BufferLayout:
         return offsets
 
     @cached_property
-    def has_bytes(self) -> bool:
+    def has_byte_integers(self) -> bool:
         """Whether a dtype is an integer of one byte."""
         return torch.uint8 in self.dtypes or torch.int8 in self.dtypes
 

@@ -72,7 +72,7 @@ def _layout_from_dlpack(
     words, addresses = read
     layout = layout_of_dlpack(words)
     # Several dtypes of one byte have the same code, as uint4 and uint8.
-    if layout is None or (layout.has_bytes and tuple(map(_get_dtype, leaves)) != layout.dtypes):
+    if layout is None or (layout.has_byte_integers and tuple(map(_get_dtype, leaves)) != layout.dtypes):
         return None
     return layout, addresses
 

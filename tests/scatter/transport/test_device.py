@@ -152,15 +152,15 @@ def open_between_devices(rank: int) -> Any:
         )
 
 
-def one_step_goes_wrong(rank: int, line: Line) -> None:
-    """From device to device: `whose` call fails, at its beginning or, with `post`, at its end."""
-    whose = line.hear()
+def one_call_fails(rank: int, line: Line) -> None:
+    """One call fails in a step from device to device: at its beginning, or at its end if it is `post`."""
+    failing = line.hear()
     session = open_between_devices(rank)
 
     post = OutgoingMessages.post
 
     def fail(*arguments: Any) -> None:
-        if whose == "post":
+        if failing == "post":
             post(*arguments)
         raise RuntimeError("out of the device's memory")
 
@@ -176,8 +176,8 @@ def one_step_goes_wrong(rank: int, line: Line) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         for number in range(4):
-            if number == 1 and rank == (whose == "receive"):
-                patch.setattr(OutgoingMessages if whose == "post" else DeviceChannel, whose, fail)
+            if number == 1 and rank == (failing == "receive"):
+                patch.setattr(OutgoingMessages if failing == "post" else DeviceChannel, failing, fail)
             else:
                 patch.undo()
             # All batches have one structure and size.
@@ -187,13 +187,13 @@ def one_step_goes_wrong(rank: int, line: Line) -> None:
             line.hear()
 
 
-@pytest.mark.parametrize("whose", ["receive", "send", "post"])
-def test_tensors_of_a_failed_step_are_not_taken_for_the_next_ones(whose: str, tmp_path: Path) -> None:
-    with Job(one_step_goes_wrong, 2, tmp_path) as job:
+@pytest.mark.parametrize("failing", ["receive", "send", "post"])
+def test_tensors_of_a_failed_step_are_not_taken_for_the_next_ones(failing: str, tmp_path: Path) -> None:
+    with Job(one_call_fails, 2, tmp_path) as job:
         for rank in (0, 1):
-            job.tell(rank, whose)
+            job.tell(rank, failing)
         assert job.hear_all() == [("",), ("",)]
-        fails = int(whose == "receive")
+        fails = int(failing == "receive")
         for rank in (0, 1):
             job.tell(rank)
         assert job.hear(fails) == ("RuntimeError",)
@@ -219,9 +219,9 @@ def from_device_to_device(rank: int, line: Line) -> None:
         if number == 4:
             given = [{"n": other, "none": torch.empty(0, 3)} for other in range(world)]
         # In one step the tensors travel over gloo.
-        way = None if number == 2 else host
+        device = None if number == 2 else host
         if rank == 0:
-            session.send(given, way)
+            session.send(given, device)
             continue
         received = session.receive()
         if given[rank] is None:
@@ -252,13 +252,13 @@ def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
 def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
     """As above, with a receiver that names the second GPU in its call and nowhere else."""
     session = open_between_devices(rank)
-    host, made_on = torch.device("cpu"), []
+    host, devices = torch.device("cpu"), []
     empty, zeros = torch.empty, torch.zeros
 
-    def noted(make: Any) -> Any:
+    def recorded(make: Any) -> Any:
         def on_host(*arguments: Any, device: Any = None, **options: Any) -> Any:
             if torch.device(device or "cpu").type == "cuda":
-                made_on.append(device)
+                devices.append(device)
             return make(*arguments, **options)
 
         return on_host
@@ -268,8 +268,8 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
             assert session._channels is not None and session._channels.device is not None
             patch.setattr(session._channels.device, "kind", "cuda")
             patch.setattr(torch.cuda, "current_device", lambda: 0)
-            patch.setattr(torch, "empty", noted(empty))
-            patch.setattr(torch, "zeros", noted(zeros))
+            patch.setattr(torch, "empty", recorded(empty))
+            patch.setattr(torch, "zeros", recorded(zeros))
         # The channel keeps its first device, because another would need a new communicator.
         for number, wanted in enumerate(["cuda:1", "cuda:1", None, "cuda:0"]):
             if rank == 0:
@@ -278,7 +278,7 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
             received = session.receive(None if wanted is None else torch.device(wanted))
             assert isinstance(received, ReceivedBatch)
             check(received.build(None), number, "cpu")
-    assert rank == 0 or (len(made_on) > 4 and set(made_on) == {torch.device("cuda", 1)}), made_on
+    assert rank == 0 or (len(devices) > 4 and set(devices) == {torch.device("cuda", 1)}), devices
     session.close()
 
 
