@@ -96,9 +96,15 @@ def test_nodes_that_cannot_be_made_are_told_of_and_leave_nothing(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(bench.scatter_namespaces.NamespacesUnavailable, match="root"), bench.scatter_namespaces.two_nodes():
+    with (
+        pytest.raises(bench.scatter_namespaces.NamespacesUnavailable, match="root"),
+        bench.scatter_namespaces.two_nodes(),
+    ):
         pass
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(bench.scatter_namespaces.NamespacesUnavailable, match="iproute2"), bench.scatter_namespaces.two_nodes():
+    with (
+        pytest.raises(bench.scatter_namespaces.NamespacesUnavailable, match="iproute2"),
+        bench.scatter_namespaces.two_nodes(),
+    ):
         pass

@@ -60,7 +60,9 @@ def many(count: int = 40) -> list[torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("has_exchange", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype, has_exchange: bool, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dtype(
+    dtype: torch.dtype, has_exchange: bool, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert DLPACK_EXCHANGE is not None
     if not has_exchange:
         # As in torch before 2.10.

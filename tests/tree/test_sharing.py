@@ -163,9 +163,7 @@ def test_more_than_a_plain_tensor_in_an_unknown_object_and_outside(
 
 @pytest.mark.parametrize("dtype", ["f4", ">f4", "U3", [("a", "i4")]])
 @pytest.mark.parametrize("is_writable", [True, False])
-def test_an_array_in_an_unknown_object_and_outside(
-    dtype: Any, is_writable: bool, echo: EchoProcess
-) -> None:
+def test_an_array_in_an_unknown_object_and_outside(dtype: Any, is_writable: bool, echo: EchoProcess) -> None:
     array = np.zeros(100_000, dtype)
     array.flags.writeable = is_writable
     obj = [Unknown({"deep": array}), array]

@@ -71,9 +71,7 @@ class Silent(torch.Tensor):
 
 
 @pytest.mark.parametrize("wants_gradient", [False, True])
-def test_overridden_functions_of_a_subclass_are_not_called(
-    wants_gradient: bool, echo: EchoProcess
-) -> None:
+def test_overridden_functions_of_a_subclass_are_not_called(wants_gradient: bool, echo: EchoProcess) -> None:
     (back,) = echo.round_trip([base(2, 3).requires_grad_(wants_gradient).as_subclass(Silent)])
     assert type(back) is Silent
     with torch._C.DisableTorchFunctionSubclass():

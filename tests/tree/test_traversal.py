@@ -170,7 +170,13 @@ def test_ordinary_batches_need_no_rule_and_one_traversal(monkeypatch: pytest.Mon
         batch = {
             "ids": tensor_of(dtype, (2, 3)),
             1: [tensor_of(dtype, (n,)) for n in range(1, 20)],
-            "pairs": (Pair(tensor_of(dtype, ()), tensor_of(dtype, (1, 2, 1)).transpose(0, 1)), "text", 1.5, None, [1] * 20),
+            "pairs": (
+                Pair(tensor_of(dtype, ()), tensor_of(dtype, (1, 2, 1)).transpose(0, 1)),
+                "text",
+                1.5,
+                None,
+                [1] * 20,
+            ),
         }
         tensors, schema, addresses = flatten_with_addresses(batch)
         assert len(tensors) == 22

@@ -116,7 +116,9 @@ def loop(batches: Iterator[Any], products: Products, expected: float) -> tuple[f
         dist.barrier()
     # The last wait is that for the end.
     timed_steps = slice(_WARMUP_STEPS, -1)
-    return sum(waits[timed_steps]) / len(waits[timed_steps]), sum(times[_WARMUP_STEPS:]) / len(times[_WARMUP_STEPS:])
+    return sum(waits[timed_steps]) / len(waits[timed_steps]), sum(times[_WARMUP_STEPS:]) / len(
+        times[_WARMUP_STEPS:]
+    )
 
 
 def slowest(run: Callable[[], float]) -> float:

@@ -95,14 +95,14 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         self._resumed_step = -1
         self._resumed: dict[str, Any] = {}
         # The resumed checkpoint and each save of this run, in order: its step, and the best steps at that time.
-        self._bests: list[tuple[int, frozenset[int]]] = []
+        self._saves: list[tuple[int, frozenset[int]]] = []
 
     @property
     def checkpointer(self) -> Checkpointer:
         """The checkpointer of this run. The first access is collective: all ranks must make it."""
         if self._checkpointer is None:
             options: dict[str, Any] = {
-                "keep_last": self._most_kept(),
+                "keep_last": self._keep_last(),
                 "keep": self._is_best,
                 **self._checkpointer_options,
             }
@@ -110,28 +110,29 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             self._checkpointer = Checkpointer(self.args.output_dir, **options)
         return self._checkpointer
 
-    def _most_kept(self) -> int | None:
+    def _keep_last(self) -> int | None:
         """Return how many checkpoints are kept; None for no limit. The Trainer reads 0 as no limit."""
         limit = self.args.save_total_limit
         return limit if limit is not None and limit > 0 else None
 
     def _is_best(self, checkpoint: Checkpoint) -> bool:
         """Return whether retention must keep `checkpoint` as a best one, now or after resuming a killed run."""
-        bests = [_bests_of(self.state.best_global_step, self.state.best_model_checkpoint)]
-        bests += [steps for _, steps in self._still_wanted()]
+        bests = [_best_steps_of(self.state.best_global_step, self.state.best_model_checkpoint)]
+        bests += [steps for _, steps in self._saves_since_published()]
         return any(checkpoint.step in steps for steps in bests)
 
-    def _still_wanted(self) -> list[tuple[int, frozenset[int]]]:
-        """Return the best steps as of the newest published save and of each later save.
+    def _saves_since_published(self) -> list[tuple[int, frozenset[int]]]:
+        """Return the newest published save and all later ones: for each its step, and the best steps at that time.
 
         A killed run resumes from the newest published save, so that save's best checkpoint must still exist.
         """
         kind = "hf" if self.args.save_only_model else "dcp"
-        bests = self._bests
         published = [
-            at for at, (step, _) in enumerate(bests) if (self.checkpointer.path / f"{kind}-{step}").is_dir()
+            number
+            for number, (step, _) in enumerate(self._saves)
+            if (self.checkpointer.path / f"{kind}-{step}").is_dir()
         ]
-        return bests[published[-1] :] if published else bests
+        return self._saves[published[-1] :] if published else self._saves
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does. When it returns, all saves are published.
@@ -160,13 +161,13 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             refuse_mixed(self.model)
             if self.args.load_best_model_at_end:
                 refuse_encoded(self.model)
-        self._bests = []
+        self._saves = []
         try:
             if not resume_from_checkpoint:
                 if self.args.save_strategy != SaveStrategy.NO:
-                    self._begin_anew()
+                    self._start_new_run()
                 return super().train(None, *args, **kwargs)
-            self._choose(resume_from_checkpoint)
+            self._prepare_resume(resume_from_checkpoint)
             with tempfile.TemporaryDirectory() as folder:
                 # The Trainer reads its own state from this file, and all other state through the methods below.
                 Path(folder, TRAINER_STATE_NAME).write_text(self._resumed["trainer"])
@@ -176,7 +177,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 self._checkpointer.close()
                 self._checkpointer = None
 
-    def _begin_anew(self) -> None:
+    def _start_new_run(self) -> None:
         """Check before the first step that no checkpoint of an earlier run conflicts with this run's saves."""
         checkpointer = self.checkpointer
         with agreed("starting without an earlier checkpoint"):
@@ -197,7 +198,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
                 )
         checkpointer.discard_after(0)
 
-    def _choose(self, resume_from_checkpoint: str | Literal[True]) -> None:
+    def _prepare_resume(self, resume_from_checkpoint: str | Literal[True]) -> None:
         """Choose the step to resume from and load the state of this rank, except for weights and optimizer."""
         step = None
         if resume_from_checkpoint is not True:
@@ -223,8 +224,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         # All ranks take the Trainer state of rank 0: their logs may differ by their clocks.
         self._resumed["trainer"] = rank_extras[0]["trainer"]
         state = json.loads(self._resumed["trainer"])
-        bests = _bests_of(state["best_global_step"], state["best_model_checkpoint"])
-        self._bests = [(self._resumed_step, bests)]
+        bests = _best_steps_of(state["best_global_step"], state["best_model_checkpoint"])
+        self._saves = [(self._resumed_step, bests)]
 
     @contextlib.contextmanager
     def _explain_missing_checkpoint(self) -> Iterator[None]:
@@ -254,8 +255,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         # The export of this step will exist later. A step that was evaluated but not saved has no export.
         if best and (best == step or export.is_dir()):
             self.state.best_model_checkpoint = str(export)
-        bests = _bests_of(best, self.state.best_model_checkpoint)
-        self._bests = [*self._still_wanted(), (step, bests)]
+        bests = _best_steps_of(best, self.state.best_model_checkpoint)
+        self._saves = [*self._saves_since_published(), (step, bests)]
         # A run killed between the two saves of step 0 leaves an export without a DCP checkpoint. No lower step exists
         # to roll back to, so that export is overwritten.
         self.checkpointer.save_hf(
@@ -300,7 +301,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             return
         weights, optimizer = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer}
-        # Its checksums were verified in `_choose`.
+        # Its checksums were verified in `_prepare_resume`.
         self.checkpointer.load_dcp(state, self._resumed_step, verify=False)
         set_state_dict(
             self.model,
@@ -349,7 +350,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._load_best_model()
 
 
-def _bests_of(best_step: int | None, best_checkpoint: str | None) -> frozenset[int]:
+def _best_steps_of(best_step: int | None, best_checkpoint: str | None) -> frozenset[int]:
     """Return the best step and the best saved step of a Trainer's state. Not each evaluated step is saved."""
     kind, _, number = Path(best_checkpoint or "").name.partition("-")
     saved = {int(number)} if kind == "hf" and number.isdecimal() else set()

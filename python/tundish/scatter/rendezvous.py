@@ -92,7 +92,9 @@ def connect(
     """
     with contextlib.ExitStack() as temporary, contextlib.ExitStack() as on_failure:
         # A digest, as there may be thousands of ranks.
-        ranks = hashlib.sha256(repr((participants.ranks, participants.batch_numbers)).encode()).hexdigest()[:16]
+        ranks = hashlib.sha256(repr((participants.ranks, participants.batch_numbers)).encode()).hexdigest()[
+            :16
+        ]
         same = f"source {participants.source}, {len(participants.ranks)} ranks with the digest {ranks}"
         rendezvous = _Rendezvous(voter, participants, timeout, temporary)
         with voter.agreed(_WHAT, same=same, timeout=timeout):

@@ -125,7 +125,11 @@ class ScatterSource(Session):
         batch_list = list(islice(batches, count + 1))
         if len(batch_list) != count:
             given = (
-                len(batches) if isinstance(batches, Sized) else "more" if len(batch_list) > count else len(batch_list)
+                len(batches)
+                if isinstance(batches, Sized)
+                else "more"
+                if len(batch_list) > count
+                else len(batch_list)
             )
             raise InvalidInputError(
                 f"scatter takes one batch for each rank, {count} in all, and {given} came: "

@@ -35,5 +35,7 @@ def set_cache_limit(limit_bytes: int) -> None:
     if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int):
         raise InvalidTypeError(f"limit_bytes is {limit_bytes!r}: give a number of bytes")
     if not 0 <= limit_bytes < 1 << 62:
-        raise InvalidInputError(f"limit_bytes is {format_integer(limit_bytes)}: give a number of bytes from 0 on")
+        raise InvalidInputError(
+            f"limit_bytes is {format_integer(limit_bytes)}: give a number of bytes from 0 on"
+        )
     _native.set_shared_cache_limit(limit_bytes)

@@ -186,7 +186,8 @@ def _single_leaf(leaf: Tensor, slot: int) -> tuple[Tensor, LeafSource]:
     if unrepeated.shape == leaf.shape:
         return leaf, slot
     strides_of_view = tuple(
-        0 if step == 0 else one for step, one in zip(stride, contiguous_strides(unrepeated.shape), strict=True)
+        0 if step == 0 else one
+        for step, one in zip(stride, contiguous_strides(unrepeated.shape), strict=True)
     )
     return unrepeated, (slot, None, shape, strides_of_view, 0)
 

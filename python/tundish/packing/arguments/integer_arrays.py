@@ -89,7 +89,9 @@ def _check_entries(values: Any, name: str) -> None:
             kind = type(value).__name__
             raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer")
         if not -(2**63) <= value < 2**63:
-            raise InvalidInputError(f"{name}[{position}] is {format_integer(int(value))}, beyond what int64 holds")
+            raise InvalidInputError(
+                f"{name}[{position}] is {format_integer(int(value))}, beyond what int64 holds"
+            )
 
 
 def _check_file_of(array: IntegerArray, name: str) -> None:

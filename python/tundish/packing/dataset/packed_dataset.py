@@ -135,7 +135,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 )
                 raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}{hint}") from None
             if not -count <= number < count:
-                raise NoSuchPackError(f"pack {format_integer(number)} does not exist: the plan has {count} packs")
+                raise NoSuchPackError(
+                    f"pack {format_integer(number)} does not exist: the plan has {count} packs"
+                )
             numbers.append(number + count if number < 0 else number)
         return numbers
 

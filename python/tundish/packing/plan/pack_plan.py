@@ -180,7 +180,9 @@ class PackPlan:
             raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
         number = asked + len(self) if asked < 0 else asked
         if not 0 <= number < len(self):
-            raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the plan has {len(self)} packs")
+            raise NoSuchPackError(
+                f"pack {format_integer(asked)} does not exist: the plan has {len(self)} packs"
+            )
         dataset_id, pieces = self._reader.pack(number)
         return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
 

@@ -127,7 +127,9 @@ def _refuse_resumed_sampler(loader: Any, skip: int) -> None:
         )
 
 
-def _batches_after(loader: Iterable[Any], skip: int, report_progress: Callable[[int, int], None]) -> Iterator[Any]:
+def _batches_after(
+    loader: Iterable[Any], skip: int, report_progress: Callable[[int, int], None]
+) -> Iterator[Any]:
     """The batches after the first `skip`."""
     # A subclass may do more than its sampler says.
     plain: DataLoader[Any] | None = loader if type(loader) is DataLoader else None
@@ -152,7 +154,9 @@ def _skip_batches(batches: Iterator[Any], skip: int, report_progress: Callable[[
 class _SkippingSampler:
     """A batch sampler without its first batches. Their data is not read."""
 
-    def __init__(self, sampler: Iterable[Any], skip: int, report_progress: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], skip: int, report_progress: Callable[[int, int], None]
+    ) -> None:
         self._sampler = sampler
         self._skip = skip
         self._show = report_progress

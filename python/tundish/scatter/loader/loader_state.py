@@ -97,7 +97,11 @@ class LoaderState:
             raise StateMismatchError(f"the loader's state lacks {', '.join(missing)}: it was cut or edited")
         try:
             epoch, batches = (as_count(state[name], name) for name in _COUNTED)
-            told = None if state["requested_epoch"] is None else as_count(state["requested_epoch"], "requested_epoch")
+            told = (
+                None
+                if state["requested_epoch"] is None
+                else as_count(state["requested_epoch"], "requested_epoch")
+            )
         except (InvalidInputError, InvalidTypeError) as error:
             raise StateMismatchError(f"the loader's state was edited: {error}") from None
         self.epoch, self.done, self.requested_epoch = epoch, batches, told
