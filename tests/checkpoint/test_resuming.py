@@ -17,7 +17,7 @@ import torch
 from support.distributed.programs import run
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 
@@ -104,9 +104,9 @@ def test_a_checkpoint_published_during_the_search_is_loaded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = (root / "dcp-200").rename(tmp_path / "newer")
-    survey = ReadOnlyRoot.survey
+    survey = ReadonlyRoot.survey
 
-    def late(self: ReadOnlyRoot, kind: Any = None) -> Any:
+    def late(self: ReadonlyRoot, kind: Any = None) -> Any:
         found = survey(self, kind)
         if newer.exists():
             # As a save does that keeps the last one.
@@ -115,7 +115,7 @@ def test_a_checkpoint_published_during_the_search_is_loaded(
         return found
 
     with Checkpointer(root, on_failure="raise") as checkpointer:
-        monkeypatch.setattr(ReadOnlyRoot, "survey", late)
+        monkeypatch.setattr(ReadonlyRoot, "survey", late)
         extra, _ = checkpointer.load_dcp(tensors(0))
     assert extra["step"] == 200
 

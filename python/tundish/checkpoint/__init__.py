@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
     from tundish.checkpoint.dcp.loading.load import load_dcp
     from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_encoded, refuse_mixed
-    from tundish.checkpoint.publish.read_only_root import (
+    from tundish.checkpoint.publish.readonly_root import (
         KINDS,
         Checkpoints,
         Damaged,
-        ReadOnlyRoot,
+        ReadonlyRoot,
         open_readonly,
         verify,
     )
@@ -36,11 +36,11 @@ else:
                 "refuse_encoded",
                 "refuse_mixed",
             ),
-            "tundish.checkpoint.publish.read_only_root": (
+            "tundish.checkpoint.publish.readonly_root": (
                 "KINDS",
                 "Checkpoints",
                 "Damaged",
-                "ReadOnlyRoot",
+                "ReadonlyRoot",
                 "open_readonly",
                 "verify",
             ),
@@ -56,7 +56,7 @@ __all__ = [
     "Checkpointer",
     "Checkpoints",
     "Damaged",
-    "ReadOnlyRoot",
+    "ReadonlyRoot",
     "Retention",
     "Save",
     "WritableRoot",

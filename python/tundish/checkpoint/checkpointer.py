@@ -29,7 +29,7 @@ from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.stager import HfStager
 from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
-from tundish.checkpoint.publish.read_only_root import Checkpoints, Kind, check_step, plain_step
+from tundish.checkpoint.publish.readonly_root import Checkpoints, Kind, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging

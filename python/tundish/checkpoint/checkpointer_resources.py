@@ -17,7 +17,7 @@ from typing import Any
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy
-from tundish.checkpoint.publish.read_only_root import Kind, ReadOnlyRoot
+from tundish.checkpoint.publish.readonly_root import Kind, ReadonlyRoot
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.staging.budget import StagingBudget
@@ -61,7 +61,7 @@ class CheckpointerResources:
     failure: FailurePolicy
     budget: StagingBudget
     writable: WritableRoot | None
-    view: ReadOnlyRoot
+    view: ReadonlyRoot
     exchange_group: PrivateGroup | None
     are_nodes_alike: bool
     planner: SavePlanner

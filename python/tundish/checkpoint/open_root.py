@@ -22,7 +22,7 @@ from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer
-from tundish.checkpoint.publish.read_only_root import KINDS, Kind, ReadOnlyRoot, path_of
+from tundish.checkpoint.publish.readonly_root import KINDS, Kind, ReadonlyRoot, path_of
 from tundish.checkpoint.publish.retention import Retention
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WAIT_SECONDS, WritableRoot
@@ -116,7 +116,7 @@ def open_root(
             failure=failure,
             budget=budget,
             writable=writable,
-            view=ReadOnlyRoot(path),
+            view=ReadonlyRoot(path),
             exchange_group=exchange_group,
             are_nodes_alike=are_nodes_alike,
             planner=SavePlanner(voter, seconds),

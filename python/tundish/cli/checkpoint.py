@@ -35,7 +35,7 @@ def add_checkpoint_commands(commands: Any) -> None:
         "and folders that rollbacks set aside.",
     )
     _add_root(listing)
-    listing.set_defaults(run=run_ls, needs="tundish.checkpoint.publish.read_only_root")
+    listing.set_defaults(run=run_ls, needs="tundish.checkpoint.publish.readonly_root")
 
     verify = add_command(
         verbs,
@@ -46,7 +46,7 @@ def add_checkpoint_commands(commands: Any) -> None:
     )
     _add_root(verify)
     verify.add_argument("--step", type=int, metavar="N", help="only the checkpoints of this step")
-    verify.set_defaults(run=run_verify, needs="tundish.checkpoint.publish.read_only_root")
+    verify.set_defaults(run=run_verify, needs="tundish.checkpoint.publish.readonly_root")
 
     prune = add_command(
         verbs,

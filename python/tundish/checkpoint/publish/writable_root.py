@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish import _native
-from tundish.checkpoint.publish.read_only_root import (
+from tundish.checkpoint.publish.readonly_root import (
     KINDS,
     Checkpoints,
     Kind,

@@ -27,7 +27,7 @@ from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks, OpenChe
 from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
 from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
 from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
-from tundish.checkpoint.publish.read_only_root import ReadOnlyRoot, check_step
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, check_step
 from tundish.distributed import DEFAULT_TIMEOUT, Voter
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError
 
@@ -72,7 +72,7 @@ def load_dcp(
 
 
 def load_from_root(
-    state_dict: dict[str, Any], view: ReadOnlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
+    state_dict: dict[str, Any], view: ReadonlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
 ) -> Loaded:
     """Collective: load a checkpoint of the root `view`, as `Checkpointer.load_dcp` says."""
     wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
@@ -107,7 +107,7 @@ def load_from_root(
 class _Candidates:
     """The DCP checkpoints of a root that were not skipped, for the rank that proposes one."""
 
-    def __init__(self, view: ReadOnlyRoot) -> None:
+    def __init__(self, view: ReadonlyRoot) -> None:
         self._view = view
         self._skipped: dict[int, str] = {}
 

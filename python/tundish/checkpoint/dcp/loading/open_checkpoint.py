@@ -17,7 +17,7 @@ from typing import Any
 
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.file_layout import rank_extra_name, shard_name
-from tundish.checkpoint.publish.read_only_root import MANIFEST, held, is_file, warn_without_checksums
+from tundish.checkpoint.publish.readonly_root import MANIFEST, held, is_file, warn_without_checksums
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 

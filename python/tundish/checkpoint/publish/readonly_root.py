@@ -29,7 +29,7 @@ __all__ = [
     "Checkpoints",
     "Damaged",
     "Kind",
-    "ReadOnlyRoot",
+    "ReadonlyRoot",
     "checkpoints_of",
     "held",
     "open_readonly",
@@ -193,7 +193,7 @@ def warn_without_checksums(folder: Path, unsummed: Sequence[str]) -> None:
         )
 
 
-class ReadOnlyRoot:
+class ReadonlyRoot:
     """The checkpoints under a root, for watchers and evaluators. Made by `open_readonly`."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -241,7 +241,7 @@ class ReadOnlyRoot:
             yield lock.path
 
 
-def open_readonly(root: str | os.PathLike[str]) -> ReadOnlyRoot:
+def open_readonly(root: str | os.PathLike[str]) -> ReadonlyRoot:
     """Open a root to read its checkpoints: no lock, no collective, no repair.
 
     Args:
@@ -251,4 +251,4 @@ def open_readonly(root: str | os.PathLike[str]) -> ReadOnlyRoot:
         NotFoundError: it does not exist.
         InvalidInputError: it is itself a checkpoint.
     """
-    return ReadOnlyRoot(root)
+    return ReadonlyRoot(root)
