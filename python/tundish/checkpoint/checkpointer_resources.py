@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
-from tundish.checkpoint.private_group import PrivateGroup
+from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy
 from tundish.checkpoint.publish.readonly_root import Kind, ReadonlyRoot
 from tundish.checkpoint.publish.save_queue import SaveQueue
@@ -62,7 +62,7 @@ class CheckpointerResources:
     budget: StagingBudget
     writable: WritableRoot | None
     view: ReadonlyRoot
-    exchange_group: PrivateGroup | None
+    exchange_group: ExchangeGroup | None
     are_nodes_alike: bool
     planner: SavePlanner
     queues: Mapping[Kind, SaveQueue]

@@ -19,7 +19,7 @@ from typing import Any
 
 from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
-from tundish.checkpoint.private_group import PrivateGroup
+from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer
 from tundish.checkpoint.publish.readonly_root import KINDS, Kind, ReadonlyRoot, path_of
@@ -88,7 +88,7 @@ def open_root(
         are_nodes_alike = _compare_ranks(path, voter, seconds, shared=shared)
         exchange_group = None
         if world_size > 1:
-            exchange_group = PrivateGroup(member.ranks, seconds, voter)
+            exchange_group = ExchangeGroup(member.ranks, seconds, voter)
             stack.callback(exchange_group.close)
         queues: dict[Kind, SaveQueue] = {}
         protected: set[int] = set()

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tundish.checkpoint import Checkpointer, private_group
+from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp.saving import save_planner
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.hf.gather import exchange_group
 
 
 def train_and_save(rank: int, line: Line) -> None:
@@ -345,13 +346,13 @@ def test_all_ranks_notice_a_new_form_on_any_rank(tmp_path: Path) -> None:
 def count_groups(rank: int, line: Line) -> None:
     (root,) = line.hear()
     made: list[str] = []
-    make = private_group.temporary_group
+    make = exchange_group.temporary_group
 
     def counted(name: str, *given: Any, **named: Any) -> Any:
         made.append(name)
         return make(name, *given, **named)
 
-    private_group.temporary_group = counted
+    exchange_group.temporary_group = counted
     world = World("fsdp")
     whole_model = torch.nn.Linear(4, 4)
     said = []

@@ -65,10 +65,10 @@ def saving(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.stager import HfStager
-    from tundish.checkpoint.private_group import PrivateGroup
+    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 
-    background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    background = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.connect("background")
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
@@ -184,10 +184,10 @@ def gathering_much(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.stager import HfStager
-    from tundish.checkpoint.private_group import PrivateGroup
+    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 
-    background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    background = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.connect("background")
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
@@ -252,13 +252,13 @@ def failing(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
     from tundish.checkpoint.hf.stager import HfStager
-    from tundish.checkpoint.private_group import PrivateGroup
+    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 
     # A round for each tensor, so that one fails in the middle.
     schedule.ROUND_BYTES = 1
     folder = line.hear()
-    background = PrivateGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    background = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
     background.connect("background")
     model = spread("fsdp")
 

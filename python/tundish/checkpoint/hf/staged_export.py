@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.gather.exchange import Gather
+from tundish.checkpoint.hf.gather.gather import Gather
 from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars
 from tundish.checkpoint.publish.shard_writing import write_files

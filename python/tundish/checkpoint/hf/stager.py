@@ -18,8 +18,9 @@ import torch
 
 from tundish.checkpoint.hf.conversion import ToHf
 from tundish.checkpoint.hf.export_plan import make_export_plan
-from tundish.checkpoint.hf.gather.exchange import Gather
+from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.hf.gather.file_sink import FileSink
+from tundish.checkpoint.hf.gather.gather import Gather
 from tundish.checkpoint.hf.gather.schedule import exchange_bytes, gather_rounds, snapshots
 from tundish.checkpoint.hf.gather.transport import (
     TensorTransport,
@@ -30,7 +31,6 @@ from tundish.checkpoint.hf.gather.transport import (
 from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.hf.staged_export import StagedExport
-from tundish.checkpoint.private_group import PrivateGroup
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
@@ -78,7 +78,7 @@ class HfStager:
         staging: Staging = "eager",
         optimizer: Any = None,
         group: Any = None,
-        exchange_group: PrivateGroup | None = None,
+        exchange_group: ExchangeGroup | None = None,
         are_nodes_alike: bool = True,
     ) -> None:
         self._optimizers = optimizers_of(staging, optimizer)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 
-from tundish.checkpoint import open_readonly, private_group
+from tundish.checkpoint import open_readonly
+from tundish.checkpoint.hf.gather import exchange_group
 from tundish.distributed import voter_of
 from tundish.errors import PeerFailedError
 
@@ -57,7 +58,7 @@ class Saving:
     def break_group(self, step: int, **arguments: Any) -> Any:
         """A save that this rank gives up in the middle of an exchange with the others."""
         from tundish.checkpoint.dcp.saving import save_planner
-        from tundish.checkpoint.hf.gather.exchange import Gather
+        from tundish.checkpoint.hf.gather.gather import Gather
 
         kind: Any
         kind, name = (Gather, "_exchange") if self._kind == "hf" else (save_planner, "_pack_held")
@@ -316,7 +317,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
 
     savings = [Saving(rank, root, "hf") for root in line.hear()]
     later = savings[1 - rank]._checkpointer._root.voter.last_vote.name.rpartition("-")[0]
-    make = private_group.temporary_group
+    make = exchange_group.temporary_group
 
     def make_in_turn(name: str, *given: Any, **named: Any) -> Any:
         if name.startswith(later):
@@ -324,7 +325,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
             time.sleep(0.5)
         return make(name, *given, **named)
 
-    private_group.temporary_group = make_in_turn
+    exchange_group.temporary_group = make_in_turn
     with ThreadPoolExecutor() as threads:
         line.say(list(threads.map(lambda saving: saving.save(1), savings)))
     for saving in savings:
@@ -347,8 +348,8 @@ def test_connecting_fails_with_a_peer_error_if_a_rank_dies(
     def make(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
 
-    group = private_group.PrivateGroup((0, 1), 30, voter_of(None))
-    monkeypatch.setattr(private_group, "temporary_group", make)
+    group = exchange_group.ExchangeGroup((0, 1), 30, voter_of(None))
+    monkeypatch.setattr(exchange_group, "temporary_group", make)
     with pytest.raises(PeerFailedError, match="closed by peer"):
         group.connect("never made")
     assert group.is_absent and group.generation == 0

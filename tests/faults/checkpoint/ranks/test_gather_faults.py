@@ -21,14 +21,14 @@ def gathering(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
     from tundish.checkpoint.hf.stager import HfStager
-    from tundish.checkpoint.private_group import PrivateGroup
+    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 
     # A round for each tensor, so that there are rounds to come.
     schedule.ROUND_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = PrivateGroup(tuple(range(size)), 60, voter_of(None))
+    background = ExchangeGroup(tuple(range(size)), 60, voter_of(None))
     background.connect("background")
     model = spread("fsdp")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.private_group import PrivateGroup
+from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.distributed import torch_distributed
 
 __all__ = ["TAGS", "TensorTransport", "device_transport", "host_transport", "joins_devices"]
@@ -23,14 +23,15 @@ class TensorTransport:
     """How parts travel.
 
     Attributes:
-        private: the group for host memory. None: parts travel over `callers_group`, on the caller's thread.
-        generation: of the private group.
+        exchange_group: for parts that travel through host memory. None: they travel over `callers_group`, on the caller's
+            thread.
+        generation: of the exchange group.
         callers_group: the process group of the user.
         device: parts are sent from here and received here.
         tag: the first message tag; no two saves at a time have the same.
     """
 
-    private: PrivateGroup | None = None
+    exchange_group: ExchangeGroup | None = None
     generation: int = 0
     callers_group: Any = None
     device: torch.device = _HOST
@@ -39,12 +40,14 @@ class TensorTransport:
     @property
     def group(self) -> Any:
         """The `ProcessGroup`; raises `PeerFailedError` if it was closed."""
-        return self.callers_group if self.private is None else self.private.of_generation(self.generation)
+        if self.exchange_group is None:
+            return self.callers_group
+        return self.exchange_group.of_generation(self.generation)
 
     def close(self) -> None:
-        """Close the private group in the middle of an exchange, so that the other ranks fail at once."""
-        if self.private is not None:
-            self.private.close(self.generation)
+        """Close the exchange group in the middle of an exchange, so that the other ranks fail at once."""
+        if self.exchange_group is not None:
+            self.exchange_group.close(self.generation)
 
 
 def device_transport(group: Any, device: torch.device) -> TensorTransport:
@@ -54,9 +57,11 @@ def device_transport(group: Any, device: torch.device) -> TensorTransport:
     return TensorTransport(callers_group=group, device=device)
 
 
-def host_transport(private: PrivateGroup, number: int) -> TensorTransport:
+def host_transport(exchange_group: ExchangeGroup, number: int) -> TensorTransport:
     """Through host memory. `number`: of the save, different from one that still travels."""
-    return TensorTransport(private=private, generation=private.generation, tag=number % _SAVES * TAGS)
+    return TensorTransport(
+        exchange_group=exchange_group, generation=exchange_group.generation, tag=number % _SAVES * TAGS
+    )
 
 
 def joins_devices(group: Any, device: torch.device) -> bool:

@@ -5,8 +5,8 @@ size, so that a rank holds one round beside its files.
 
 Invariants:
     - All ranks go through the same rounds. An error between exchanges is raised after the last round.
-    - An error of an exchange itself is raised at once. It closes the private group, so that no rank waits for this one;
-      the caller's group stays open.
+    - An error of an exchange itself is raised at once. It closes the exchange group, so that no rank waits for this
+      one; the caller's group stays open.
 """
 
 from __future__ import annotations

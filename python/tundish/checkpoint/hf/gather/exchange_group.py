@@ -26,7 +26,7 @@ from tundish.distributed import (
 )
 from tundish.errors import PeerFailedError
 
-__all__ = ["PrivateGroup"]
+__all__ = ["ExchangeGroup"]
 
 # Seconds between checks that the other ranks are alive; more for many ranks, which share the store.
 _POLL_SECONDS = 0.25
@@ -36,7 +36,7 @@ _VOTE_SECONDS = 5.0
 _WHAT = "connecting the ranks with one another"
 
 
-class PrivateGroup:
+class ExchangeGroup:
     """A gloo group of `ranks` that nothing else uses; absent until `connect`.
 
     Args:
