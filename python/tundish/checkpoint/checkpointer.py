@@ -26,7 +26,7 @@ from tundish.checkpoint.checkpointer_resources import open_checkpointers
 from tundish.checkpoint.dcp.loading.load import load_from_root
 from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.hf.stager import HfStager
+from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.readonly_root import Checkpoints, Kind, check_step, plain_step

@@ -64,7 +64,7 @@ def saving(rank: int, line: Line) -> None:
     from support.checkpoint.sharded_models import spread, whole
 
     from tundish import _native
-    from tundish.checkpoint.hf.stager import HfStager
+    from tundish.checkpoint.hf.hf_stager import HfStager
     from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 
@@ -183,7 +183,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from torch.distributed.tensor import Shard, full
 
     from tundish import _native
-    from tundish.checkpoint.hf.stager import HfStager
+    from tundish.checkpoint.hf.hf_stager import HfStager
     from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 
@@ -251,7 +251,7 @@ def failing(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
-    from tundish.checkpoint.hf.stager import HfStager
+    from tundish.checkpoint.hf.hf_stager import HfStager
     from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 

@@ -16,7 +16,7 @@ from support.checkpoint.exports import bits, export, header_and_data, options, s
 from torch import nn
 
 from tundish import _native
-from tundish.checkpoint.hf.stager import HfStager
+from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MEBIBYTE = 1 << 20

@@ -21,7 +21,7 @@ from torch import nn
 
 from tundish import _native
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.stager import HfStager
+from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.staging import copies as staging
 from tundish.checkpoint.staging.buffers import Buffer, Place, Places
 from tundish.checkpoint.staging.copies import Copies, LazyCopy, optimizers_of

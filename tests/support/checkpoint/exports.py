@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.stager import HfStager
+from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 
 PAGE = 4096

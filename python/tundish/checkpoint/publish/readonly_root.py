@@ -31,8 +31,8 @@ __all__ = [
     "Kind",
     "ReadonlyRoot",
     "checkpoints_of",
-    "held",
     "open_readonly",
+    "releasing",
     "verify",
 ]
 
@@ -82,7 +82,7 @@ def checkpoints_of(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoi
 
 
 @contextlib.contextmanager
-def held(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLock]:
+def releasing(lock: _native.CheckpointReadLock) -> Iterator[_native.CheckpointReadLock]:
     """Release `lock` after the block; warn where the file system has no locks."""
     try:
         if not lock.is_locked:
@@ -237,7 +237,7 @@ class ReadonlyRoot:
         Raises:
             NotFoundError: it is not there, or no longer.
         """
-        with held(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
+        with releasing(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
             yield lock.path
 
 

@@ -20,7 +20,7 @@ def gathering(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
-    from tundish.checkpoint.hf.stager import HfStager
+    from tundish.checkpoint.hf.hf_stager import HfStager
     from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
     from tundish.distributed import voter_of
 

@@ -21,7 +21,7 @@ def calling(rank: int, line: Line) -> None:
 
     from tundish.checkpoint import Checkpointer
     from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-    from tundish.checkpoint.hf.stager import HfStager
+    from tundish.checkpoint.hf.hf_stager import HfStager
     from tundish.distributed import Voter
 
     def interrupt(*_: Any, **__: Any) -> Any:

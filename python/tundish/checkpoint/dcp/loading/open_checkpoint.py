@@ -17,7 +17,7 @@ from typing import Any
 
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.file_layout import rank_extra_name, shard_name
-from tundish.checkpoint.publish.readonly_root import MANIFEST, held, is_file, warn_without_checksums
+from tundish.checkpoint.publish.readonly_root import MANIFEST, is_file, releasing, warn_without_checksums
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
@@ -236,7 +236,7 @@ def open_checkpoint(
         same = f"opening {path.name}, {'every byte' if every_byte else 'sizes'}"
         error: BaseException | None = None
         try:
-            lock = stack.enter_context(held(read_lock(path)))
+            lock = stack.enter_context(releasing(read_lock(path)))
             checkpoint = OpenCheckpoint(lock, step, ranks, every_byte=every_byte)
             # Another checkpoint may have taken the name between two ranks' calls.
             same += f", {checkpoint.checksum}"

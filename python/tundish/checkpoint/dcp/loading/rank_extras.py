@@ -17,7 +17,7 @@ from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.file_layout import rank_extra_name
 from tundish.checkpoint.dcp.json_values import from_json
 from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, read_lock
-from tundish.checkpoint.publish.readonly_root import held
+from tundish.checkpoint.publish.readonly_root import releasing
 from tundish.errors import CorruptCheckpointError, NotFoundError
 
 __all__ = ["RankExtras"]
@@ -79,7 +79,7 @@ class RankExtras(Mapping[int, Any]):
 
     def _read_again(self, rank: int) -> Any:
         try:
-            with held(read_lock(self._path)) as lock:
+            with releasing(read_lock(self._path)) as lock:
                 try:
                     return self._read(lock, rank)
                 except CorruptCheckpointError:

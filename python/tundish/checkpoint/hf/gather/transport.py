@@ -23,8 +23,8 @@ class TensorTransport:
     """How parts travel.
 
     Attributes:
-        exchange_group: for parts that travel through host memory. None: they travel over `callers_group`, on the caller's
-            thread.
+        exchange_group: for parts that travel through host memory. None: they travel over `callers_group`, on the
+            caller's thread.
         generation: of the exchange group.
         callers_group: the process group of the user.
         device: parts are sent from here and received here.
