@@ -10,12 +10,15 @@ Invariants:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 from tundish import _native
+from tundish.checkpoint.staging.buffers import Buffer
+from tundish.checkpoint.staging.copies import Copies
 from tundish.distributed import VoteId
 
 __all__ = ["DEFAULT_SHARD_BYTES", "StagedSave", "Stager", "Staging", "WriteOptions"]
@@ -41,33 +44,44 @@ class WriteOptions:
     set_progress: Callable[[Callable[[], int]], None]
 
 
-class StagedSave(Protocol):
+@dataclass(kw_only=True, eq=False)
+class StagedSave(ABC):
     """A save whose tensors are in host memory, or on their way there.
 
     Attributes:
+        copies: the running copies.
+        buffers: host memory into which they copy.
         note: a text that the first rank needs from every rank in `write_other_files`.
     """
 
-    @property
-    def note(self) -> str: ...
+    copies: Copies
+    buffers: Sequence[Buffer]
+    note: str = ""
 
     def wait_staged(self, timeout: float | None) -> None:
         """Block until host memory holds everything. Raises the error of a copy, or `TimedOutError`."""
+        self.copies.wait(timeout)
 
     def allow_changes(self) -> None:
         """After `wait_staged`, on the caller's thread: the caller may change the tensors from here on."""
+        self.copies.allow_changes()
 
+    @abstractmethod
     def write(self, folder: Path, options: WriteOptions) -> list[_native.FileMetadata]:
         """Write this rank's files and block until they are durable. On a background thread of every rank."""
 
+    @abstractmethod
     def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[_native.FileMetadata]:
         """Write all other files, durably. On the group's first rank, after every rank's `write`, with their notes."""
 
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027 (only some saves have ranks that wait)
         """Called instead of `write` while other ranks may call theirs: ranks that wait for this one fail at once."""
 
     def release(self) -> None:
-        """Give the host memory back. Never raises."""
+        """Stop the copies and give the host memory back. Never raises."""
+        self.copies.release()
+        for buffer in self.buffers:
+            buffer.release()
 
 
 class Stager(Protocol):

@@ -191,9 +191,9 @@ class HfStager:
                 gather = self._awaited_in = None
         self._copies.run()
         return StagedExport(
-            files=self._buffers,
-            snapshots=self._snapshot_buffers,
             copies=self._copies,
+            buffers=[*self._buffers, *self._snapshot_buffers],
+            files=self._buffers,
             gather=gather,
             sidecars=self._sidecars,
         )

@@ -68,7 +68,8 @@ class DcpStager:
         self._state = flatten_state(state_dict, planner.known_structure)
         self._planner = planner
         self._pickles: dict[int, bytes] = {}
-        self._buffer: Buffer | None = None
+        # The image of this rank's file, unless that is empty.
+        self._buffers: list[Buffer] = []
         self._copies = Copies()
         self._sources: list[torch.Tensor] = []
         # None where the structure of the state dict is new, until the ranks have planned it.
@@ -115,31 +116,31 @@ class DcpStager:
         """Allocate the image of this rank's file."""
         size = self._file_layout().size
         if size > 0:
-            self._buffer = Buffer(size, is_pinned=any_on_cuda(self._sources))
+            self._buffers.append(Buffer(size, is_pinned=any_on_cuda(self._sources)))
 
     def stage(self) -> StagedState:
         """Copy this rank's part; after `prepare`."""
-        layout, part, buffer = self._file_layout(), self._planned_part(), self._buffer
-        blocks = []
-        if buffer is not None:
-            blocks.append(
-                CopyBlock(
-                    buffer=buffer,
-                    places=layout.tensor_places,
-                    sources=self._sources,
-                    names=self._names(part.tensors),
-                    # The bytes around tensors are filled in when the file is written.
-                    are_gaps_free=True,
-                )
+        layout, part = self._file_layout(), self._planned_part()
+        blocks = [
+            CopyBlock(
+                buffer=buffer,
+                places=layout.tensor_places,
+                sources=self._sources,
+                names=self._names(part.tensors),
+                # The bytes around tensors are filled in when the file is written.
+                are_gaps_free=True,
             )
+            for buffer in self._buffers
+        ]
         self._copies.begin(blocks, self._optimizers)
         self._copies.run()
         return StagedState(
             index=self._planner.index,
             part=part,
             layout=layout,
-            buffer=buffer,
+            buffers=self._buffers,
             copies=self._copies,
+            note=json.dumps(layout.object_lengths),
             objects=[self._pickles[number] for number in part.objects],
             rank_extra=self._rank_extra,
         )
@@ -147,9 +148,9 @@ class DcpStager:
     def release(self) -> None:
         """Release the memory."""
         self._copies.release()
-        if self._buffer is not None:
-            self._buffer.release()
-            self._buffer = None
+        for buffer in self._buffers:
+            buffer.release()
+        self._buffers = []
 
     def _planned_part(self) -> OwnedPart:
         if self._part is None:

@@ -12,23 +12,19 @@ from tundish.checkpoint.dcp.file_layout import METADATA, FileLayout, rank_extra_
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart
 from tundish.checkpoint.dcp.saving.torch_metadata import make_metadata
 from tundish.checkpoint.publish.shard_writing import write_files
-from tundish.checkpoint.stager import WriteOptions
-from tundish.checkpoint.staging.buffers import Buffer
-from tundish.checkpoint.staging.copies import Copies
+from tundish.checkpoint.stager import StagedSave, WriteOptions
 
 __all__ = ["StagedState"]
 
 
 @dataclass(kw_only=True, eq=False)
-class StagedState:
-    """A `tundish.checkpoint.stager.StagedSave`.
+class StagedState(StagedSave):
+    """A rank's part of a DCP save. Its note: the lengths of `objects` as JSON, for `.metadata`.
 
     Attributes:
         index: of this rank in the group.
         part: what this rank saves.
-        layout: of its file.
-        buffer: the file, into which `copies` copy the tensors; None if the file is empty.
-        copies: running copies.
+        layout: of its file, which is the only buffer; there is none if the file is empty.
         objects: pickles of the values that are no tensors, in order.
         rank_extra: the contents of the file for it; empty if there is none.
     """
@@ -36,33 +32,16 @@ class StagedState:
     index: int
     part: OwnedPart
     layout: FileLayout
-    buffer: Buffer | None
-    copies: Copies
     objects: Sequence[bytes]
     rank_extra: bytes
 
-    @property
-    def note(self) -> str:
-        """The lengths of `objects`, as JSON. The first rank needs those of all ranks for `.metadata`."""
-        return json.dumps(self.layout.object_lengths)
-
-    def wait_staged(self, timeout: float | None) -> None:
-        """Block until host memory holds everything that this rank saves."""
-        self.copies.wait(timeout)
-
-    def allow_changes(self) -> None:
-        """Note that the caller may change its tensors from here on, because staging is over."""
-        self.copies.allow_changes()
-
     def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
         """Write this rank's files."""
-        files: list[FileMetadata] = []
-        if self.buffer is not None:
-            self.layout.fill(self.buffer, self.objects)
-            # Without a name: a later error would keep the image alive.
-            files += write_files(
-                folder, [(shard_name(self.index), self.layout.size, self.buffer.image)], options
-            )
+        for buffer in self.buffers:
+            self.layout.fill(buffer, self.objects)
+        name, size = shard_name(self.index), self.layout.size
+        # Without a name: a later error would keep the image alive.
+        files = write_files(folder, [(name, size, buffer.image) for buffer in self.buffers], options)
         if self.rank_extra:
             files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
         self.copies.confirm()
@@ -76,13 +55,3 @@ class StagedState:
         if part.metadata is None or part.metadata[0] != notes:
             part.metadata = notes, make_metadata(part.files, [json.loads(note) for note in notes])
         return [write_small_file(folder, METADATA, part.metadata[1])]
-
-    def abort(self) -> None:
-        """Do nothing: no rank waits for another one while it writes."""
-
-    def release(self) -> None:
-        """Release the memory after all copies into it have ended."""
-        self.copies.release()
-        if self.buffer is not None:
-            self.buffer.release()
-            self.buffer = None
