@@ -28,11 +28,10 @@ __all__ = [
     "SharedSegment",
     "SharedVotes",
     "TaskQueue",
+    "TensorBuilder",
     "TensorCopy",
     "TensorExchange",
-    "TensorPlan",
-    "TensorReader",
-    "TensorSpans",
+    "TensorInspector",
     "TreeProgram",
     "WorkerClient",
     "add_manifest_checksum",
@@ -141,12 +140,12 @@ class FileImage:
     @property
     def address(self) -> int: ...
     def populate(self) -> None: ...
-    def fill(
+    def begin_copy(
         self,
-        spans: TensorSpans,
+        places: Sequence[tuple[Any, ...]],
         tensors: Sequence[Any],
         threads: int,
-        reader: TensorReader | None = None,
+        inspector: TensorInspector | None = None,
     ) -> TensorCopy: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -156,10 +155,6 @@ class TensorCopy:
     def left(self) -> list[int]: ...
     def finish(self) -> None: ...
     def give_up(self) -> None: ...
-
-@final
-class TensorSpans:
-    def __new__(cls, ranges: Sequence[tuple[int, int, Any] | tuple[int, int, Any, Any]]) -> TensorSpans: ...
 
 @type_check_only
 class StagingStats(TypedDict):
@@ -451,17 +446,17 @@ class TensorExchange:
     @staticmethod
     def of(kind: type) -> TensorExchange | None: ...
     def read(self, tensors: list[Any]) -> tuple[bytes, bytes] | None: ...
-    def plan(self, places: Sequence[tuple[int, int, Sequence[int], int]]) -> TensorPlan: ...
+    def builder(self, places: Sequence[tuple[int, int, Sequence[int], int]]) -> TensorBuilder: ...
 
 @final
-class TensorReader:
+class TensorInspector:
     @staticmethod
-    def of(kinds: list[type], storage: type) -> TensorReader | None: ...
+    def of(kinds: list[type], storage: type) -> TensorInspector | None: ...
     def unusual(self, tensors: Sequence[Any]) -> list[int]: ...
 
 @final
-class TensorPlan:
-    def tensors(self, memory: object) -> list[Any]: ...
+class TensorBuilder:
+    def build(self, memory: object) -> list[Any]: ...
 
 def dump_handles(value: object) -> bytes: ...
 def load_handles(data: bytes) -> Any: ...

@@ -67,7 +67,7 @@ def test_every_dtype(
     if not has_exchange:
         # As in torch before 2.10.
         monkeypatch.setattr(received_batch, "DLPACK_EXCHANGE", None)
-    received_batch._plan.cache_clear()
+    received_batch._places_and_builder.cache_clear()
     raw = torch.arange(1, 49, dtype=torch.uint8)
     if dtype is torch.bool:
         raw %= 2
@@ -138,19 +138,19 @@ def test_each_tensor_has_a_storage_of_its_own(memory: SharedMemory) -> None:
 
 def test_memory_that_does_not_fit_is_refused() -> None:
     assert DLPACK_EXCHANGE is not None
-    plan = DLPACK_EXCHANGE.plan([(2, 32, [4], 0), (0, 64, [2, 3], 64)])
-    assert [one.shape for one in plan.tensors(np.zeros(112, np.uint8))] == [(4,), (2, 3)]
+    builder = DLPACK_EXCHANGE.builder([(2, 32, [4], 0), (0, 64, [2, 3], 64)])
+    assert [one.shape for one in builder.build(np.zeros(112, np.uint8))] == [(4,), (2, 3)]
     fixed = np.zeros(112, np.uint8)
     fixed.flags.writeable = False
     for buffer in (np.zeros(111, np.uint8), np.zeros(0, np.uint8), fixed, np.zeros(224, np.uint8)[::2]):
         with pytest.raises(InvalidInputError, match="need a writable, contiguous buffer of 112 bytes"):
-            plan.tensors(buffer)
+            builder.build(buffer)
     for place in ((2, 32, [1 << 40, 1 << 40], 0), (2, 32, [-1], 0), (2, 32, [4], 2**64 - 1), (2, 32, [0], 0)):
         with pytest.raises(InvalidInputError, match="tensor 1, of shape"):
-            DLPACK_EXCHANGE.plan([(2, 32, [1], 0), place])
+            DLPACK_EXCHANGE.builder([(2, 32, [1], 0), place])
     # A capsule that is not torch's.
     with pytest.raises(RuntimeError, match="Unsupported"):
-        DLPACK_EXCHANGE.plan([(2, 24, [1], 0)]).tensors(np.zeros(64, np.uint8))
+        DLPACK_EXCHANGE.builder([(2, 24, [1], 0)]).build(np.zeros(64, np.uint8))
 
 
 def test_tensors_may_live_until_the_interpreter_ends() -> None:
@@ -158,14 +158,14 @@ def test_tensors_may_live_until_the_interpreter_ends() -> None:
     program = """
 import threading, time, numpy, torch, tundish
 from tundish.tree import DLPACK_EXCHANGE
-plan = DLPACK_EXCHANGE.plan([(2, 32, [4], 64 * number) for number in range(8)])
-kept = plan.tensors(numpy.zeros(512, numpy.uint8))
-torch.kept = plan.tensors(numpy.zeros(512, numpy.uint8))
+builder = DLPACK_EXCHANGE.builder([(2, 32, [4], 64 * number) for number in range(8)])
+kept = builder.build(numpy.zeros(512, numpy.uint8))
+torch.kept = builder.build(numpy.zeros(512, numpy.uint8))
 def hold(tensors):
     # Outside torch: a thread that is in torch when the interpreter ends aborts the process.
     while tensors:
         time.sleep(0.001)
-threading.Thread(target=hold, args=(plan.tensors(numpy.zeros(512, numpy.uint8)),), daemon=True).start()
+threading.Thread(target=hold, args=(builder.build(numpy.zeros(512, numpy.uint8)),), daemon=True).start()
 time.sleep(0.05)
 """
     ended = run(["-c", program])

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tundish._native import TensorReader
+from tundish._native import TensorInspector
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "DTYPES",
-    "READER",
+    "INSPECTOR",
     "Facts",
     "any_on_cuda",
     "check_gathered",
@@ -68,8 +68,8 @@ DTYPES: dict[torch.dtype, str] = {
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
-# Reads thousands of tensors in Rust. None before torch 2.10.
-READER = TensorReader.of(list(_PLAIN), torch.UntypedStorage)
+# Looks at thousands of tensors in Rust. None before torch 2.10.
+INSPECTOR = TensorInspector.of(list(_PLAIN), torch.UntypedStorage)
 
 
 def any_on_cuda(tensors: Iterable[torch.Tensor]) -> bool:
@@ -198,7 +198,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 def _unusual(tensors: Sequence[torch.Tensor]) -> Sequence[int]:
     """The indices of tensors that are not ordinary dense tensors of torch's own types with all of their memory."""
-    return range(len(tensors)) if READER is None else READER.unusual(tensors)
+    return range(len(tensors)) if INSPECTOR is None else INSPECTOR.unusual(tensors)
 
 
 def _view(tensor: torch.Tensor) -> Hashable:

@@ -90,11 +90,11 @@ def bytes_of(memory: _native.SendBuffer | _native.ReceivedBuffer) -> NDArray[np.
 
 
 def _host_tensors(layout: BufferLayout, memory: NDArray[np.uint8] | None) -> list[Tensor]:
-    places, plan = _plan(layout)
+    places, builder = _places_and_builder(layout)
     if memory is None:
         return [torch.empty(shape, dtype=dtype, device="cpu") for shape, _, _, dtype, _ in places]
-    if plan is not None:
-        return plan.tensors(memory)
+    if builder is not None:
+        return builder.build(memory)
     return [_tensor(memory, *place) for place in places]
 
 
@@ -114,17 +114,17 @@ def _tensor(
 
 
 @lru_cache(256)
-def _plan(layout: BufferLayout) -> tuple[_Places, _native.TensorPlan | None]:
-    """The places of a layout's tensors, and a plan that makes them in one call; None if no plan can."""
+def _places_and_builder(layout: BufferLayout) -> tuple[_Places, _native.TensorBuilder | None]:
+    """The places of a layout's tensors, and a builder that makes them in one call; None if no builder can."""
     places = [
         (shape, NUMPY_DTYPES.get(dtype), offset, dtype, shape.numel())
         for dtype, shape, offset in zip(layout.dtypes, layout.shapes, layout.offsets, strict=True)
     ]
-    plan = None
+    builder = None
     if DLPACK_EXCHANGE is not None and all(
         dtype in _DLPACK_TYPES and count for _, _, _, dtype, count in places
     ):
-        plan = DLPACK_EXCHANGE.plan(
+        builder = DLPACK_EXCHANGE.builder(
             [(*_DLPACK_TYPES[dtype], list(shape), offset) for shape, _, offset, dtype, _ in places]
         )
-    return places, plan
+    return places, builder

@@ -12,7 +12,7 @@ mod new_folder;
 mod packing;
 mod shm;
 mod store;
-mod tensor_reader;
+mod tensor_inspector;
 mod tree;
 mod with_gil;
 
@@ -55,8 +55,6 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint::tensor_copy::TensorCopy;
     #[pymodule_export]
-    use super::checkpoint::tensor_spans::TensorSpans;
-    #[pymodule_export]
     use super::new_folder::{NewFolder, replace_file};
     #[pymodule_export]
     use super::packing::{
@@ -90,7 +88,7 @@ mod _native {
     #[pymodule_export]
     use super::store::wire::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]
-    use super::tensor_reader::TensorReader;
+    use super::tensor_inspector::TensorInspector;
     #[pymodule_export]
     use super::tree::dlpack_exchange::TensorExchange;
     #[pymodule_export]
@@ -98,7 +96,7 @@ mod _native {
     #[pymodule_export]
     use super::tree::program::TreeProgram;
     #[pymodule_export]
-    use super::tree::tensor_plan::TensorPlan;
+    use super::tree::tensor_builder::TensorBuilder;
     #[pymodule_export]
     use super::tree::traversal::traverse;
 }

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tundish import _native
-from tundish._native import FileImage, FileMetadata, ShardWriter, TensorReader, TensorSpans
-from tundish.checkpoint.tensor_checks import READER
+from tundish._native import FileImage, FileMetadata, ShardWriter, TensorInspector
+from tundish.checkpoint.tensor_checks import INSPECTOR
 from tundish.errors import (
     AlreadyExistsError,
     CorruptCheckpointError,
@@ -125,9 +125,9 @@ def test_memory_that_cannot_be_is_refused_with_the_size(size: int) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
+@pytest.mark.parametrize("inspector", [INSPECTOR, None], ids=["read together", "asked one by one"])
 def test_an_image_is_filled_with_tensors_that_lie_in_memory_as_in_the_file(
-    reader: TensorReader | None, threads: int
+    inspector: TensorInspector | None, threads: int
 ) -> None:
     # More than a thread begins with while the rest is looked at.
     numbers = torch.arange(11 * MIB, dtype=torch.int32)
@@ -142,27 +142,27 @@ def test_an_image_is_filled_with_tensors_that_lie_in_memory_as_in_the_file(
         if number not in (4, 5):
             expected[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
         start += tensor.nbytes + (64 if number == 1 else 0)
-    filling = image.fill(TensorSpans(places), tensors, threads, reader)
-    assert filling.left == [4, 5]
-    filling.finish()
+    copy = image.begin_copy(places, tensors, threads, inspector)
+    assert copy.left == [4, 5]
+    copy.finish()
     assert memory.equal(expected)
     with pytest.raises(ValueError, match="finished or given up before"):
-        filling.finish()
+        copy.finish()
 
 
 @pytest.mark.parametrize("how", ["given up", "dropped"])
 def test_an_abandoned_copy_ends(how: str) -> None:
     tensors = [torch.ones(64 * MIB, dtype=torch.uint8)] * 8
-    spans = TensorSpans([(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)])
+    places = [(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)]
     image = FileImage(512 * MIB)
     memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
-    filling = image.fill(spans, tensors, 2, READER)
+    copy = image.begin_copy(places, tensors, 2, INSPECTOR)
     if how == "given up":
-        filling.give_up()
-        filling.give_up()
+        copy.give_up()
+        copy.give_up()
         with pytest.raises(ValueError, match="finished or given up before"):
-            filling.finish()
-    del filling
+            copy.finish()
+    del copy
     memory.zero_()
     time.sleep(0.05)
     assert not memory.any()
@@ -170,50 +170,51 @@ def test_an_abandoned_copy_ends(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("places", "message"),
-    [([(0, 4), (3, 8)], r"range 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "range 1"), ([(8, 4)], "range 0")],
+    [([(0, 4), (3, 8)], r"place 1 is 3\.\.8, after 4"), ([(4, 8), (0, 4)], "place 1"), ([(8, 4)], "place 0")],
 )
 def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message: str) -> None:
+    given = [(*place, torch.uint8) for place in places]
     with pytest.raises(ValueError, match=message):
-        TensorSpans([(*place, torch.uint8) for place in places])
+        FileImage(8).begin_copy(given, [torch.ones(4, dtype=torch.uint8)] * len(given), 1, INSPECTOR)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 19])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
-def test_nothing_is_copied_beyond_its_place(reader: TensorReader | None, threads: int, wrong: int) -> None:
+@pytest.mark.parametrize("inspector", [INSPECTOR, None], ids=["read together", "asked one by one"])
+def test_nothing_is_copied_beyond_its_place(inspector: TensorInspector | None, threads: int, wrong: int) -> None:
     tensors = [torch.ones(MIB, dtype=torch.uint8)] * 20
     places = [(number * MIB, (number + 1) * MIB, torch.uint8) for number in range(20)]
     image = FileImage(20 * MIB)
     memory = torch.frombuffer(image, dtype=torch.uint8).fill_(0)
-    spans = TensorSpans(places)
     for size in (MIB - 1, MIB + 1):
         given = [*tensors[:wrong], torch.full((size,), 2, dtype=torch.uint8), *tensors[wrong + 1 :]]
-        with pytest.raises(ValueError, match=f"span {wrong} is not as large as its tensor"):
-            image.fill(spans, given, threads, reader)
+        with pytest.raises(ValueError, match=f"place {wrong} is not as large as its tensor"):
+            image.begin_copy(places, given, threads, inspector)
         assert not memory.eq(2).any()
     for given in (tensors[1:], [*tensors, tensors[0]]):
-        with pytest.raises(ValueError, match="the spans are not those of the tensors"):
-            image.fill(spans, given, threads, reader)
-    with pytest.raises(ValueError, match="end after the image"):
-        FileImage(20 * MIB - 1).fill(spans, tensors, threads, reader)
-    filling = image.fill(spans, tensors, threads, reader)
-    filling.finish()
-    assert filling.left == []
+        with pytest.raises(ValueError, match="places for"):
+            image.begin_copy(places, given, threads, inspector)
+    with pytest.raises(ValueError, match="place 19 ends at 20971520, after the image"):
+        FileImage(20 * MIB - 1).begin_copy(places, tensors, threads, inspector)
+    copy = image.begin_copy(places, tensors, threads, inspector)
+    copy.finish()
+    assert copy.left == []
     assert memory.eq(1).all()
 
 
 @pytest.mark.parametrize("left", [0, 4, 15])
-@pytest.mark.parametrize("reader", [READER, None], ids=["read together", "asked one by one"])
+@pytest.mark.parametrize("inspector", [INSPECTOR, None], ids=["read together", "asked one by one"])
 def test_a_tensor_whose_storage_ends_before_it_does_is_not_read(
-    reader: TensorReader | None, left: int
+    inspector: TensorInspector | None, left: int
 ) -> None:
     whole, cut = torch.ones(8, dtype=torch.uint8), torch.ones(24, dtype=torch.uint8)[8:]
     cut.untyped_storage().resize_(8 + left)
     image = FileImage(24)
     memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
-    filling = image.fill(TensorSpans([(0, 8, torch.uint8), (8, 24, torch.uint8)]), [whole, cut], 1, reader)
-    filling.finish()
-    assert filling.left == [1]
+    places = [(0, 8, torch.uint8), (8, 24, torch.uint8)]
+    copy = image.begin_copy(places, [whole, cut], 1, inspector)
+    copy.finish()
+    assert copy.left == [1]
     assert memory.tolist() == [1] * 8 + [0] * 16
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.tensor_copy import CopyBlock, copy_from_device, transfers
 
 _HOST = torch.device("cpu")
@@ -70,7 +70,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[CopyBlock, li
             others.append(places[-1])
     block = CopyBlock(
         buffer=Buffer(end + 1),
-        places=Places(places),
+        places=places,
         sources=sources,
         names=[f"tensor {number}" for number in range(len(sources))],
         are_gaps_free=is_free,

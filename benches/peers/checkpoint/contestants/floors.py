@@ -15,8 +15,8 @@ import torch
 from checkpoint.contestants import State
 from checkpoint.contestants.safetensors_saves import Done
 from checkpoint.state import local, whole_of
-from tundish._native import FileImage, TensorSpans
-from tundish.checkpoint.tensor_checks import READER
+from tundish._native import FileImage
+from tundish.checkpoint.tensor_checks import INSPECTOR
 
 
 class EagerCopy:
@@ -51,13 +51,12 @@ class BareCopies:
         self._places = [
             (end - source.nbytes, end, source.dtype) for source, end in zip(self._sources, ends, strict=True)
         ]
-        self._spans = TensorSpans(self._places)
         self._threads = torch.get_num_threads()
 
     def save(self, folder: Path, state: State) -> Done:
-        filling = self._image.fill(self._spans, self._sources, self._threads, READER)
-        filling.finish()
-        if filling.left:
+        copy = self._image.begin_copy(self._places, self._sources, self._threads, INSPECTOR)
+        copy.finish()
+        if copy.left:
             raise RuntimeError("a tensor cannot be copied as it lies in memory")
         return Done()
 

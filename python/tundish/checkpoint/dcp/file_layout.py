@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from tundish.checkpoint.dcp.torch_record_format import ALIGNMENT, RecordFrame, record_frame_of
-from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.buffers import Buffer, Place
 
 __all__ = ["METADATA", "FileLayout", "rank_extra_name", "shard_name"]
 
@@ -39,7 +39,7 @@ class FileLayout:
 
     Attributes:
         size: bytes of the file.
-        tensor_places: of the tensors' bytes; made once, because a training loop saves the same tensors again.
+        tensor_places: of the tensors' bytes, in order.
     """
 
     def __init__(
@@ -47,17 +47,16 @@ class FileLayout:
     ) -> None:
         self.object_lengths = object_lengths
         self._frames: list[RecordFrame] = []
-        places: list[Place] = []
+        self.tensor_places: list[Place] = []
         start = self._objects_start = 0
         for dtype, shape in tensors:
             frame = record_frame_of(dtype, shape)
             first = start + len(frame.head)
             last = first + shape.numel() * dtype.itemsize
             self._frames.append(frame)
-            places.append(Place(first, last, dtype, shape))
+            self.tensor_places.append(Place(first, last, dtype, shape))
             self._objects_start = last + len(frame.tail)
             start = self._objects_start + -self._objects_start % ALIGNMENT
-        self.tensor_places = Places(places)
         self.size = self._objects_start + sum(object_lengths)
 
     def items(self) -> Iterator[tuple[int, int]]:

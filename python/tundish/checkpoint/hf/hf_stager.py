@@ -32,7 +32,7 @@ from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
 from tundish.checkpoint.hf.staged_export import StagedExport
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
-from tundish.checkpoint.staging.buffers import Buffer, Place, Places
+from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.staging.tensor_copy import CopyBlock
 from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
@@ -224,7 +224,7 @@ class HfStager:
             return block
         return block.chosen([number for number, unit in enumerate(units) if self._plan.is_direct(unit)])
 
-    def _block(self, buffer: Buffer, places: Places, sources: Sequence[int]) -> CopyBlock:
+    def _block(self, buffer: Buffer, places: Sequence[Place], sources: Sequence[int]) -> CopyBlock:
         return CopyBlock(
             buffer=buffer,
             places=places,
@@ -260,7 +260,7 @@ class HfStager:
         return f"{tensors} in {files} of {size} bytes ({digest.hexdigest()})"
 
 
-def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[Places, int]:
+def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[list[Place], int]:
     """Aligned places of tensors in one buffer, and its bytes."""
     places: list[Place] = []
     at = 0
@@ -268,4 +268,4 @@ def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
         size = math.prod(shape) * dtype.itemsize
         places.append(Place(at, at + size, dtype, shape))
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Places(places), at
+    return places, at

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place, Places
+from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place
 from tundish.checkpoint.tensor_checks import DTYPES, Facts
 from tundish.errors import InvalidInputError
 
@@ -51,7 +51,7 @@ class ShardFile:
     size: int
     header: bytes
     products: tuple[int, ...]
-    places: Places
+    places: tuple[Place, ...]
 
 
 class ShardBuffer(Buffer):
@@ -194,7 +194,7 @@ def _file(
         size=at,
         header=(length - 8).to_bytes(8, "little") + text.ljust(length - 8),
         products=tuple([number for number, _, _ in ordered]),
-        places=Places(places),
+        places=tuple(places),
     )
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tundish._native import FileImage, TensorSpans, trim_staging
+from tundish._native import FileImage, trim_staging
 
-__all__ = ["PAGE", "Buffer", "Place", "Places", "trim"]
+__all__ = ["PAGE", "Buffer", "Place", "trim"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -42,15 +42,6 @@ class Place(NamedTuple):
     stop: int
     dtype: torch.dtype
     shape: Sequence[int]
-
-
-class Places(tuple[Place, ...]):
-    """Places in one buffer, sorted and without overlap."""
-
-    @functools.cached_property
-    def spans(self) -> TensorSpans:
-        """The argument of `FileImage.fill`, made once: the places of a file are the same in each save."""
-        return TensorSpans(self)
 
 
 class Buffer:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from tundish._native import TensorCopy
-from tundish.checkpoint.staging.buffers import Buffer, Place, Places
-from tundish.checkpoint.tensor_checks import READER, check_memories, check_memory
+from tundish.checkpoint.staging.buffers import Buffer, Place
+from tundish.checkpoint.tensor_checks import INSPECTOR, check_memories, check_memory
 
 __all__ = [
     "CopyBlock",
@@ -45,14 +45,14 @@ class CopyBlock:
 
     Attributes:
         buffer: the target.
-        places: the place of each tensor, sorted.
+        places: the place of each tensor, sorted and without overlap.
         sources: the tensors, on any device.
         names: of the tensors, for messages.
         are_gaps_free: whether bytes between the places may be overwritten.
     """
 
     buffer: Buffer
-    places: Places
+    places: Sequence[Place]
     sources: Sequence[torch.Tensor]
     names: Sequence[str]
     are_gaps_free: bool = False
@@ -63,7 +63,7 @@ class CopyBlock:
             return self
         return CopyBlock(
             buffer=self.buffer,
-            places=Places([self.places[number] for number in numbers]),
+            places=[self.places[number] for number in numbers],
             sources=[self.sources[number] for number in numbers],
             names=[self.names[number] for number in numbers],
         )
@@ -148,7 +148,7 @@ def check_on_devices(blocks: Sequence[CopyBlock]) -> None:
 
 def begin_host_copy(block: CopyBlock, threads: int) -> TensorCopy:
     """Let Rust threads begin with the tensors on the host that are copied as they are."""
-    return block.buffer.image.fill(block.places.spans, block.sources, threads, READER)
+    return block.buffer.image.begin_copy(block.places, block.sources, threads, INSPECTOR)
 
 
 def finish_host_copy(block: CopyBlock, copy: TensorCopy) -> None:

@@ -12,9 +12,8 @@ use pyo3::types::{PyDict, PyMemoryView, PySequence};
 use tundish_commit::staging;
 
 use super::tensor_copy::TensorCopy;
-use super::tensor_spans::TensorSpans;
 use crate::enter::enter;
-use crate::tensor_reader::TensorReader;
+use crate::tensor_inspector::TensorInspector;
 
 /// `size` bytes of page-aligned memory with the bytes of one file, laid out as on the disk.
 ///
@@ -50,16 +49,18 @@ impl FileImage {
         py.detach(|| self.image.populate());
     }
 
-    /// Begin to copy `tensors`, each to its span, on up to `threads` threads. `reader`: used first to read tensors.
-    #[pyo3(signature = (spans, tensors, threads, reader=None))]
-    fn fill(
+    /// Begin to copy `tensors`, each to its place, on up to `threads` threads. With an `inspector` this is faster.
+    ///
+    /// A place is a tuple that begins with the first byte, the end and the dtype. Places are ascending and disjoint.
+    #[pyo3(signature = (places, tensors, threads, inspector=None))]
+    fn begin_copy(
         &self,
-        spans: &TensorSpans,
+        places: &Bound<'_, PySequence>,
         tensors: &Bound<'_, PySequence>,
         threads: usize,
-        reader: Option<&TensorReader>,
+        inspector: Option<&TensorInspector>,
     ) -> PyResult<TensorCopy> {
-        TensorCopy::begin(&self.image, spans, tensors, threads, reader)
+        TensorCopy::begin(&self.image, places, tensors, threads, inspector)
     }
 
     /// The buffer protocol of Python 3.12 (PEP 688).

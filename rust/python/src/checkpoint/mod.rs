@@ -9,4 +9,3 @@ pub(crate) mod read_lock;
 pub(crate) mod readonly_root;
 pub(crate) mod shard_writer;
 pub(crate) mod tensor_copy;
-pub(crate) mod tensor_spans;

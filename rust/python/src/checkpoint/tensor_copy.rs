@@ -9,14 +9,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PySequence;
+use pyo3::types::{PySequence, PyTuple};
 use tundish_commit::staging;
 use tundish_copying::{self as copying, Copying};
 use tundish_packing::Progress;
 
-use super::tensor_spans::TensorSpans;
 use crate::enter::enter;
-use crate::tensor_reader::{KnownDtypes, TensorReader};
+use crate::tensor_inspector::{KnownDtypes, TensorInspector};
 
 /// Copies of tensors into a file image, made by other threads where that pays off. A thread that waits for them helps.
 #[pyclass(frozen)]
@@ -60,16 +59,13 @@ impl TensorCopy {
 impl TensorCopy {
     pub(super) fn begin(
         image: &Arc<staging::FileImage>,
-        spans: &TensorSpans,
+        places: &Bound<'_, PySequence>,
         tensors: &Bound<'_, PySequence>,
         threads: usize,
-        reader: Option<&TensorReader>,
+        inspector: Option<&TensorInspector>,
     ) -> PyResult<Self> {
-        if spans.spans.len() != tensors.len()? || spans.spans.last().is_some_and(|last| last.stop > image.size()) {
-            return Err(PyValueError::new_err("the spans are not those of the tensors, or end after the image"));
-        }
-        let (copies, left) = find_copies(image, spans, tensors, reader)?;
-        // SAFETY: the result holds the image and the tensors as long as anything is copied. Spans are disjoint. Freeing the
+        let (copies, left) = find_copies(image, places, tensors, inspector)?;
+        // SAFETY: the result holds the image and the tensors as long as anything is copied. Places are disjoint. Freeing the
         // memory of a tensor meanwhile would break torch's own copy too.
         let copying = unsafe { Copying::start(copies, threads) };
         let running = Running { copying, _image: Arc::clone(image), _tensors: tensors.clone().unbind() };
@@ -88,29 +84,43 @@ impl Drop for TensorCopy {
     }
 }
 
-/// The copies of the tensors, and the indices of tensors that cannot be copied here.
+/// The copies of the tensors, which lie in the image and do not overlap, and the indices of tensors that cannot be copied
+/// here.
 fn find_copies(
     image: &staging::FileImage,
-    spans: &TensorSpans,
+    places: &Bound<'_, PySequence>,
     tensors: &Bound<'_, PySequence>,
-    reader: Option<&TensorReader>,
+    inspector: Option<&TensorInspector>,
 ) -> PyResult<(Vec<copying::Copy>, Vec<usize>)> {
+    let count = tensors.len()?;
+    if places.len()? != count {
+        return Err(PyValueError::new_err(format!("there are {} places for {count} tensors", places.len()?)));
+    }
     let mut known = KnownDtypes::default();
-    let (mut copies, mut left) = (Vec::with_capacity(spans.spans.len()), Vec::new());
-    for (number, (tensor, span)) in tensors.try_iter()?.zip(&spans.spans).enumerate() {
-        let tensor = tensor?;
-        let dtype = spans.dtypes[span.dtype].bind(tensor.py());
-        let read = reader.map(|reader| reader.plain(&tensor, dtype, &mut known)).transpose()?.flatten();
-        let Some((address, length)) = read.map_or_else(|| plain(&tensor, dtype), |read| Ok(Some(read)))? else {
+    let (mut copies, mut left) = (Vec::with_capacity(count), Vec::new());
+    let mut end = 0;
+    for (number, (tensor, place)) in tensors.try_iter()?.zip(places.try_iter()?).enumerate() {
+        let (tensor, place) = (tensor?, place?.cast_into::<PyTuple>()?);
+        let (start, stop): (usize, usize) = (place.get_item(0)?.extract()?, place.get_item(1)?.extract()?);
+        if start < end || stop < start {
+            return Err(PyValueError::new_err(format!("place {number} is {start}..{stop}, after {end}")));
+        }
+        if stop > image.size() {
+            return Err(PyValueError::new_err(format!("place {number} ends at {stop}, after the image")));
+        }
+        end = stop;
+        let dtype = &place.get_item(2)?;
+        let seen = inspector.map(|inspector| inspector.plain(&tensor, dtype, &mut known)).transpose()?.flatten();
+        let Some((address, length)) = seen.map_or_else(|| plain(&tensor, dtype), |seen| Ok(Some(seen)))? else {
             left.push(number);
             continue;
         };
-        if length != span.stop - span.start {
-            return Err(PyValueError::new_err(format!("span {number} is not as large as its tensor")));
+        if length != stop - start {
+            return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
         }
         copies.push(copying::Copy {
             source: ptr::with_exposed_provenance(address),
-            target: image.as_ptr().wrapping_add(span.start),
+            target: image.as_ptr().wrapping_add(start),
             length,
         });
     }

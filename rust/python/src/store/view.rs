@@ -13,7 +13,7 @@ use tundish_store::{Dtype, FetchedTensor};
 
 use crate::shm::drop_without_gil::DropWithoutGil;
 use crate::tree::dlpack_exchange::TensorExchange;
-use crate::tree::tensor_plan::Geometry;
+use crate::tree::tensor_builder::Geometry;
 
 /// Views of fewer bytes are dropped with the GIL held.
 const LARGE: u64 = 1 << 20;

@@ -1,4 +1,4 @@
-//! The structures of DLPack, version 1, that `dlpack_exchange` and `tensor_plan` use.
+//! The structures of DLPack, version 1, that `dlpack_exchange` and `tensor_builder` use.
 
 use std::ffi::{CStr, c_int, c_void};
 

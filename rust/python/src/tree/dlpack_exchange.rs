@@ -18,7 +18,7 @@ use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
 use super::dlpack::{ATTRIBUTE, CAPSULE, CPU, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
 use super::overlap::none_overlap;
-use super::tensor_plan::{self, Geometry, TensorPlan};
+use super::tensor_builder::{self, Geometry, TensorBuilder};
 
 /// The functions of the type `torch.Tensor`.
 #[pyclass(frozen)]
@@ -86,9 +86,9 @@ impl TensorExchange {
         Ok(Some((PyBytes::new(py, words.as_flattened()), PyBytes::new(py, addresses.as_flattened()))))
     }
 
-    /// Plan tensors over host memory: for each its dtype's code and bits, its shape, and the offset of its first byte.
-    fn plan(&self, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<TensorPlan> {
-        TensorPlan::new(self.make, places)
+    /// A builder of tensors over host memory; of each, the code and bits of its dtype, its shape, and its first byte.
+    fn builder(&self, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<TensorBuilder> {
+        TensorBuilder::new(self.make, places)
     }
 }
 
@@ -96,7 +96,7 @@ impl TensorExchange {
     /// A tensor over the memory that begins at `data`, which `keeper` keeps.
     ///
     /// # Safety
-    /// As of [`tensor_plan::over`].
+    /// As of [`tensor_builder::over`].
     pub(crate) unsafe fn over<'py, K: Send + 'static>(
         &self,
         py: Python<'py>,
@@ -105,7 +105,7 @@ impl TensorExchange {
         keeper: K,
     ) -> PyResult<Bound<'py, PyAny>> {
         // SAFETY: the caller's promise.
-        unsafe { tensor_plan::over(py, self.make, data, geometry, keeper) }
+        unsafe { tensor_builder::over(py, self.make, data, geometry, keeper) }
     }
 
     /// Whether it has a gradient or is negated lazily, which the exchange API does not tell.

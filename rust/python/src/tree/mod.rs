@@ -4,5 +4,5 @@ pub(crate) mod dlpack;
 pub(crate) mod dlpack_exchange;
 pub(crate) mod overlap;
 pub(crate) mod program;
-pub(crate) mod tensor_plan;
+pub(crate) mod tensor_builder;
 pub(crate) mod traversal;

@@ -17,9 +17,9 @@ use super::dlpack::{CPU, Device, Dtype, MAJOR_VERSION, Make, Managed, Tensor, Ve
 use crate::error::BindingError;
 use crate::with_gil::with_gil;
 
-/// Where the tensors of a batch lie in its memory.
+/// Builds the tensors of a batch over its memory, of which it knows where each lies.
 #[pyclass(frozen)]
-pub(crate) struct TensorPlan {
+pub(crate) struct TensorBuilder {
     make: Make,
     /// The geometry of each tensor, and the offset of its first byte.
     places: Vec<(Arc<Geometry>, usize)>,
@@ -27,7 +27,7 @@ pub(crate) struct TensorPlan {
     end: usize,
 }
 
-impl TensorPlan {
+impl TensorBuilder {
     pub(super) fn new(make: Make, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<Self> {
         let mut end = 0;
         let places = (places.into_iter().enumerate())
@@ -40,14 +40,14 @@ impl TensorPlan {
                 Ok((Arc::new(geometry), start))
             })
             .collect::<Result<Vec<_>, BindingError>>()?;
-        Ok(TensorPlan { make, places, end })
+        Ok(TensorBuilder { make, places, end })
     }
 }
 
 #[pymethods]
-impl TensorPlan {
+impl TensorBuilder {
     /// The tensors over `memory`, a writable buffer of bytes. Nothing is copied.
-    fn tensors<'py>(&self, memory: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+    fn build<'py>(&self, memory: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let py = memory.py();
         let export = PyBuffer::<u8>::get(memory)?;
         if export.readonly() || !export.is_c_contiguous() || export.len_bytes() < self.end {

@@ -1,4 +1,4 @@
-//! Reads the address, size and dtype of torch tensors through the DLPack exchange API.
+//! [`TensorInspector`]: finds the address, size and dtype of torch tensors through the DLPack exchange API.
 //!
 //! Calling the functions behind the attributes is several times faster than looking the attributes up, which counts for
 //! thousands of small tensors.
@@ -15,9 +15,9 @@ use pyo3::types::{PyBool, PySequence, PyType};
 use crate::tree::dlpack::{COMPLEX, CPU, CUDA, Dtype, INT, Read, Tensor, UINT};
 use crate::tree::dlpack_exchange::{functions_of, method_of};
 
-/// Functions of torch's own tensor types.
+/// Inspects tensors of torch's own types.
 #[pyclass(frozen)]
-pub(crate) struct TensorReader {
+pub(crate) struct TensorInspector {
     kinds: Vec<Py<PyType>>,
     storage: Py<PyType>,
     read: Read,
@@ -32,13 +32,13 @@ pub(crate) struct TensorReader {
 pub(crate) struct KnownDtypes<'py>(Vec<(Bound<'py, PyAny>, Dtype)>);
 
 #[pymethods]
-impl TensorReader {
+impl TensorInspector {
     /// The functions of `kinds`, which inherit from the first, and of the type of their storages; None if this torch has
     /// not all of them.
     #[staticmethod]
     fn of(kinds: Vec<Bound<'_, PyType>>, storage: &Bound<'_, PyType>) -> Option<Self> {
         let first = kinds.first()?;
-        Some(TensorReader {
+        Some(TensorInspector {
             read: functions_of(first)?.read?,
             is_neg: method_of(first, c"is_neg")?,
             storage_offset: method_of(first, c"storage_offset")?,
@@ -62,7 +62,7 @@ impl TensorReader {
     }
 }
 
-impl TensorReader {
+impl TensorInspector {
     /// Address and size in bytes of a tensor whose values lie densely in host memory as `dtype`; None if this cannot tell.
     pub(crate) fn plain<'py>(
         &self,
