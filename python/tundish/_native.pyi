@@ -34,7 +34,6 @@ __all__ = [
     "TensorInspector",
     "TreeProgram",
     "WorkerClient",
-    "add_manifest_checksum",
     "are_apart",
     "available_processors",
     "checksum_file",
@@ -196,7 +195,6 @@ def write_small_file(folder: _Path, name: str, contents: bytes) -> FileMetadata:
 def checksum_file(path: _Path) -> FileMetadata: ...
 def sweep_writer_slots(root: _Path | None = None, *, dry_run: bool = False) -> list[Path]: ...
 def verify_checkpoint(folder: _Path, *, progress: _Progress | None = None) -> list[str]: ...
-def add_manifest_checksum(manifest: str) -> str: ...
 
 @type_check_only
 class Checkpoint(TypedDict):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.checkpoint_roots import add_manifest_checksum
 
 from tundish import cli
-from tundish._native import add_manifest_checksum
 from tundish.checkpoint import Checkpointer
 from tundish.errors import InvalidInputError
 

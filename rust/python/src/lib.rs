@@ -40,7 +40,7 @@ mod _native {
 
     #[pymodule_export]
     use super::checkpoint::checkpoint_files::{
-        FileMetadata, add_manifest_checksum, checksum_file, sweep_writer_slots, verify_checkpoint, write_small_file,
+        FileMetadata, checksum_file, sweep_writer_slots, verify_checkpoint, write_small_file,
     };
     #[pymodule_export]
     use super::checkpoint::checkpoint_root::CheckpointRoot;

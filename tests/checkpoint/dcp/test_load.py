@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.checkpoint.checkpoint_roots import add_manifest_checksum
 from support.checkpoint.dcp_states import World, assert_same, new_planner, run, save, whole
 from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 
-from tundish._native import CheckpointRoot, add_manifest_checksum
+from tundish._native import CheckpointRoot
 from tundish.checkpoint import Checkpointer, load_dcp
 from tundish.errors import (
     CheckpointInUseError,

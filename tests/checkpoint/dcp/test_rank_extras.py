@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checkpoint.checkpoint_roots import add_manifest_checksum
 from support.checkpoint.dcp_states import new_planner, run, save
 from support.distributed.rank_processes import Line, outcome
 from torch import distributed
 
-from tundish._native import add_manifest_checksum, write_small_file
+from tundish._native import write_small_file
 from tundish.checkpoint import load_dcp
 from tundish.checkpoint.dcp.json_values import to_json
 

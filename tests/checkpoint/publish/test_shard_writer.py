@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoint.checkpoint_roots import add_manifest_checksum, crc64
 
 from tundish import _native
 from tundish._native import FileImage, FileMetadata, ShardWriter, TensorInspector
@@ -47,19 +48,6 @@ def thread_names() -> list[str]:
         except FileNotFoundError:
             continue  # It ended while the list was read.
     return names
-
-
-def crc64(data: bytes) -> str:
-    """CRC-64/NVME byte by byte, from the definition."""
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x9A6C9329AC4BC9B5 if byte & 1 else 0)
-        table.append(byte)
-    value = 2**64 - 1
-    for byte in data:
-        value = table[(value ^ byte) & 0xFF] ^ value >> 8
-    return f"crc64nvme:{value ^ 2**64 - 1:016x}"
 
 
 def image_of(data: bytes) -> FileImage:
@@ -331,7 +319,7 @@ def write_checkpoint(folder: Path, files: dict[str, bytes]) -> None:
         "step": 3,
         "files": [{"name": one.name, "size": one.size, "checksum": one.checksum} for one in facts],
     }
-    (folder / "tundish.json").write_text(_native.add_manifest_checksum(json.dumps(manifest, indent=2)))
+    (folder / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest, indent=2)))
 
 
 def test_sidecars_and_files_of_others_are_summed(tmp_path: Path) -> None:
@@ -378,7 +366,7 @@ def test_an_error_of_the_progress_callback_ends_the_verification(tmp_path: Path)
         file.truncate(size)
     files = [{"name": "model", "size": size, "checksum": f"crc64nvme:{0:016x}"}]
     manifest = {"format_version": 1, "kind": "hf", "step": 3, "files": files}
-    (tmp_path / "tundish.json").write_text(_native.add_manifest_checksum(json.dumps(manifest)))
+    (tmp_path / "tundish.json").write_text(add_manifest_checksum(json.dumps(manifest)))
 
     def refuse(phase: str, done: int, total: int) -> None:
         raise RuntimeError(f"{phase} {total}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.rtensor import soak_roles
 from support.rtensor.peers import Peer, PeerError
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.shm.actors import PROLOGUE, Actor
 
 from tundish.shm import sweep

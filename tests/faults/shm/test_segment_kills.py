@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.shm.actors import PROLOGUE, Actor, Refused
 
 import tundish as td

@@ -21,8 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from support.checkpoint.checkpoint_roots import add_manifest_checksum
 from support.distributed.rank_processes import Job
-from tundish._native import FileMetadata, add_manifest_checksum
+from tundish._native import FileMetadata
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.stager import WriteOptions

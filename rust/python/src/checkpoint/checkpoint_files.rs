@@ -88,10 +88,3 @@ pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Optio
 pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
     enter(py, None, |_| Ok(shards::sweep_slots(root.as_deref(), dry_run)))
 }
-
-/// Add the checksum of itself to a manifest; `manifest` is a JSON object.
-#[pyfunction]
-pub(crate) fn add_manifest_checksum(manifest: &str) -> PyResult<String> {
-    let summed = tundish_commit::add_manifest_checksum(manifest);
-    Ok(summed.ok_or_else(|| BindingError::Value("a manifest is a JSON object".to_owned()))?)
-}

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.soak import IS_SOAK
+from support.checkpoint.checkpoint_roots import add_manifest_checksum
+from support.soak import IS_SOAK
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tundish._native import add_manifest_checksum
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError
 

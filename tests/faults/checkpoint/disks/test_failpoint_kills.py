@@ -19,7 +19,7 @@ import pytest
 from support.checkpoint import failpoints as failpoints
 from support.checkpoint.disorder import Disorder
 from support.checkpoint.failpoints import Place
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.checkpoint.training_jobs import check_next_start, train
 from support.distributed.rank_processes import Job
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.checkpoint.training_jobs import check, hidden, train
 from support.distributed.rank_processes import PATIENCE, Job
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 
 from tundish._native import ShardWriter, staging_stats
 from tundish.checkpoint import Checkpointer, open_readonly

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.distributed.rank_processes import Job, Line, on_nodes
 
 import tundish as td

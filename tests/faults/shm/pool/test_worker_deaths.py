@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
-from support.checkpoint.soak import IS_SOAK
+from support.soak import IS_SOAK
 from support.shm.pool_helpers import each_method, until
 from support.shm.pool_programs import Program
 
