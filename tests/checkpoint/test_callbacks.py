@@ -89,7 +89,7 @@ def test_protect_waits_for_no_removal(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
     with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
-        owner = checkpointer._root.writable
+        owner = checkpointer._resources.writable
         assert owner is not None
         owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
         try:
@@ -112,7 +112,7 @@ def test_a_checkpoint_protected_before_its_removal_stays(tmp_path: Path) -> None
         for step in (1, 2):
             checkpointer.save_hf(step, {"w": torch.ones(1)}, blocking=True)
     with Checkpointer(tmp_path, on_failure="raise", keep_last=1) as checkpointer:
-        owner = checkpointer._root.writable
+        owner = checkpointer._resources.writable
         assert owner is not None
         owner._root = slow = _Slow(owner._root)  # type: ignore[assignment]
         try:

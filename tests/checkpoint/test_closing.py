@@ -445,7 +445,7 @@ def test_a_failure_that_ctrl_c_keeps_from_the_waiting_caller_is_acted_upon(
     heard: list[BaseException] = []
     is_pressed = threading.Event()
     with Checkpointer(root, on_failure=heard.append) as checkpointer:
-        finalizer = checkpointer._root.queues["hf"]._finalizer
+        finalizer = checkpointer._resources.queues["hf"]._finalizer
 
         def fail(_: object) -> None:
             raise OSError(5, "the disk is gone")

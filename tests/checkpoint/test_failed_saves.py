@@ -34,7 +34,7 @@ def test_the_failure_policy_acts_before_leftovers_are_removed(root: Path) -> Non
     heard = threading.Event()
     was_heard: list[bool] = []
     with Checkpointer(root, on_failure=lambda _: heard.set()) as checkpointer:
-        owner: Any = checkpointer._root.writable
+        owner: Any = checkpointer._resources.writable
         abandon = owner.abandon
 
         def abandon_slowly(*given: Any) -> None:

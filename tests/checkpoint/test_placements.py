@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-from tundish.checkpoint.placements import RankPart, boxes, check_placement, rank_parts_of
+from tundish.checkpoint.placements import RankPart, rectangles, check_placement, rank_parts_of
 from tundish.errors import InvalidInputError
 
 
@@ -40,7 +40,7 @@ def cut(
 def taken(whole: torch.Tensor, rank_part: RankPart) -> torch.Tensor:
     """What `rank_part` says that its rank holds of `whole`."""
     local = torch.full(rank_part.shape, -1)
-    for place, part in boxes(rank_part.runs):
+    for place, part in rectangles(rank_part.runs):
         local[part] = whole[place]
     return local
 
@@ -79,7 +79,7 @@ def test_parts_equal_those_of_torch(
                 assert 10 + place not in rank_parts
                 continue
             assert taken(whole, rank_parts[10 + place]).equal(part)
-            for where, _ in boxes(rank_parts[10 + place].runs):
+            for where, _ in rectangles(rank_parts[10 + place].runs):
                 seen[where] += 1
         assert seen.eq(1).all()
 
@@ -87,7 +87,7 @@ def test_parts_equal_those_of_torch(
 def test_even_parts_are_one_rectangle() -> None:
     both = spread((8, 6), (2, 2), (_StridedShard(0, split_factor=2), Shard(0)))
     for rank_part in rank_parts_of(both, 10):
-        assert len(list(boxes(rank_part.runs))) == 1
+        assert len(list(rectangles(rank_part.runs))) == 1
 
 
 def test_ranks_outside_of_the_mesh_hold_nothing() -> None:

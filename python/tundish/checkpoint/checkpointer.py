@@ -114,7 +114,7 @@ class Checkpointer:
         for opened in list(open_checkpointers):
             if opened.was_dropped:
                 opened.close()
-        self._root = open_root(
+        self._resources = open_root(
             root,
             group=group,
             timeout=timeout,
@@ -132,9 +132,9 @@ class Checkpointer:
             on_published=on_published,
             on_event=on_event,
         )
-        self.path = self._root.path
+        self.path = self._resources.path
         # A checkpointer that is dropped without `close` has its saves finished all the same.
-        weakref.finalize(self, self._root.drop).atexit = False
+        weakref.finalize(self, self._resources.drop).atexit = False
 
     # ---- Saving ----
 
@@ -189,7 +189,7 @@ class Checkpointer:
             StorageError: the disk has too little room.
             Exception: with `on_failure="raise"`, the error of an earlier save.
         """
-        root = self._root
+        resources = self._resources
         with self._collective("save_hf"):
             request = SaveRequest(
                 kind="hf",
@@ -209,12 +209,12 @@ class Checkpointer:
                     to_hf=to_hf,
                     staging=staging,
                     optimizer=optimizer,
-                    group=root.group,
-                    exchange_group=root.exchange_group,
-                    are_nodes_alike=root.are_nodes_alike,
+                    group=resources.group,
+                    exchange_group=resources.exchange_group,
+                    are_nodes_alike=resources.are_nodes_alike,
                 ),
             )
-            return submit(root, request)
+            return submit(resources, request)
 
     def save_dcp(
         self,
@@ -246,7 +246,7 @@ class Checkpointer:
         Raises:
             Exception: as `save_hf`.
         """
-        root = self._root
+        resources = self._resources
         with self._collective("save_dcp"):
             request = SaveRequest(
                 kind="dcp",
@@ -256,7 +256,7 @@ class Checkpointer:
                 blocking=blocking,
                 make_stager=functools.partial(
                     DcpStager,
-                    root.planner,
+                    resources.planner,
                     state_dict,
                     extra=extra,
                     rank_extra=rank_extra,
@@ -265,29 +265,29 @@ class Checkpointer:
                 ),
                 extra=extra,
             )
-            return submit(root, request)
+            return submit(resources, request)
 
     # ---- Reading ----
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, or those of one kind; each kind sorted by step. Not collective."""
         self._raise_pending()
-        return self._root.view.list(kind)
+        return self._resources.readonly.list(kind)
 
     def latest(self, kind: Kind = "hf") -> Path | None:
         """The newest published checkpoint of `kind`; None if there is none. Not collective."""
         self._raise_pending()
-        return self._root.view.latest(kind)
+        return self._resources.readonly.latest(kind)
 
     def verify(self, path: str | os.PathLike[str]) -> builtins.list[str]:
         """Read every byte of a checkpoint again, as `tundish.checkpoint.verify`. Not collective."""
         self._raise_pending()
-        return self._root.view.verify(path)
+        return self._resources.readonly.verify(path)
 
     def reading(self, step: int, kind: Kind = "hf") -> contextlib.AbstractContextManager[Path]:
         """Keep the checkpoint of `step` from being removed while the block reads it. Not collective."""
         self._raise_pending()
-        return self._root.view.reading(step, kind)
+        return self._resources.readonly.reading(step, kind)
 
     def protect(self, step: int) -> None:
         """Keep the checkpoints of `step` whatever retention says, as long as this checkpointer is open. Not collective.
@@ -298,9 +298,9 @@ class Checkpointer:
         self._check_open()
         self._raise_pending()
         step = check_step(plain_step(step))
-        self._root.protected.add(step)
-        if self._root.writable is not None:
-            self._root.writable.protect([step])
+        self._resources.protected.add(step)
+        if self._resources.writable is not None:
+            self._resources.writable.protect([step])
 
     def discard_after(self, step: int) -> None:
         """Collective: set all checkpoints above `step` aside, after a rollback to it. Nothing is deleted.
@@ -308,17 +308,17 @@ class Checkpointer:
         Saving below the newest step is refused; this makes `step` the newest. Call it on all ranks, whether or not
         there is anything above.
         """
-        root, step = self._root, plain_step(step)
+        resources, step = self._resources, plain_step(step)
         with self._collective("discard_after"):
             # All ranks agree before anything is set aside.
-            with root.voted(f"discard_after of step {step}"):
-                root.failure.raise_pending()
+            with resources.agreed(f"discard_after of step {step}"):
+                resources.failure.raise_pending()
                 check_step(step)
-                if any(queue.steps_under_way() for queue in root.queues.values()):
+                if any(queue.steps_under_way() for queue in resources.queues.values()):
                     raise InvalidInputError("a save is under way: wait() for it before discarding steps")
-            with root.voted(f"setting aside the steps above {step}"):
-                if root.writable is not None:
-                    root.writable.discard_after(step)
+            with resources.agreed(f"setting aside the steps above {step}"):
+                if resources.writable is not None:
+                    resources.writable.discard_after(step)
 
     def load_dcp(
         self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
@@ -346,14 +346,14 @@ class Checkpointer:
             CheckpointInUseError: another process locks readers out of it.
             StateMismatchError: `state_dict` does not fit.
         """
-        root, step = self._root, plain_step(step)
+        resources, step = self._resources, plain_step(step)
         with self._collective("load_dcp"):
             # A save of this checkpointer is visible to its load.
-            root.queues["dcp"].wait(None)
-            with root.voted("load_dcp"):
-                root.failure.raise_pending()
-            ranks = LoadingRanks(root.voter, root.timeout)
-            return load_from_root(state_dict, root.view, step, verify=verify, ranks=ranks)
+            resources.queues["dcp"].wait(None)
+            with resources.agreed("load_dcp"):
+                resources.failure.raise_pending()
+            ranks = LoadingRanks(resources.voter, resources.timeout)
+            return load_from_root(state_dict, resources.readonly, step, verify=verify, ranks=ranks)
 
     # ---- Waiting and closing ----
 
@@ -369,19 +369,19 @@ class Checkpointer:
         """
         self._refuse_in_callback("wait")
         deadline = None if timeout is None else time.monotonic() + timeout
-        for queue in self._root.queues.values():
+        for queue in self._resources.queues.values():
             if not queue.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
                 raise TimedOutError(
                     f"saves of steps {queue.steps_under_way()} were not over within {timeout} s"
                 )
-        self._root.failure.raise_pending()
+        self._resources.failure.raise_pending()
 
     def stats(self) -> dict[str, Any]:
         """Bytes of host memory that staging uses, and the steps under way, by kind."""
         self._raise_pending()
         return {
-            "staging": self._root.budget.stats(),
-            "under_way": {kind: queue.steps_under_way() for kind, queue in self._root.queues.items()},
+            "staging": self._resources.budget.stats(),
+            "under_way": {kind: queue.steps_under_way() for kind, queue in self._resources.queues.items()},
         }
 
     def close(self) -> None:
@@ -390,16 +390,16 @@ class Checkpointer:
         If Ctrl-C ends the wait, the saves go on and the root is released when they are over. With
         `on_failure="raise"` it raises the error of a save, after everything is released.
         """
-        if os.getpid() != self._root.process:
+        if os.getpid() != self._resources.process:
             return
         self._refuse_in_callback("close")
         self._closed_by = self._closed_by or ""
         try:
-            self._root.close()
+            self._resources.close()
         except BaseException:
-            self._root.close_later()
+            self._resources.close_later()
             raise
-        self._root.failure.raise_pending()
+        self._resources.failure.raise_pending()
 
     def __enter__(self) -> Self:
         return self
@@ -429,7 +429,7 @@ class Checkpointer:
         self._current.call = call
         try:
             # The votes of a call have numbers of its own, so that ranks meet again after one left a call early.
-            voter = self._root.voter
+            voter = self._resources.voter
             voter.skip_to(-(-voter.last_vote.number // _VOTES_PER_CALL) * _VOTES_PER_CALL)
             yield
         except Exception:
@@ -443,22 +443,22 @@ class Checkpointer:
     def _close_after_interrupt(self, call: str, interrupt: BaseException) -> None:
         """Tell the other ranks that this one left the call, and close."""
         self._closed_by = f": {call}() was interrupted by {type(interrupt).__name__}; make a new one"
-        root = self._root
+        resources = self._resources
         try:
             with contextlib.suppress(Exception):
-                root.voter.vote(interrupt, what=call, timeout=_REPORT_SECONDS)
+                resources.voter.vote(interrupt, what=call, timeout=_REPORT_SECONDS)
         except BaseException as caught:
             if caught is not interrupt:
                 raise
         finally:
             # Ranks that wait for this one in a vote or an exchange fail now; saves under way have voters of their own.
-            root.voter.close()
-            if root.exchange_group is not None:
-                root.exchange_group.close()
-            self._root.close_later()
+            resources.voter.close()
+            if resources.exchange_group is not None:
+                resources.exchange_group.close()
+            self._resources.close_later()
 
     def _check_open(self) -> None:
-        if os.getpid() != self._root.process:
+        if os.getpid() != self._resources.process:
             raise InvalidInputError(
                 "this checkpointer was made before a fork: use it in the process that made it"
             )
@@ -469,7 +469,7 @@ class Checkpointer:
     def _raise_pending(self) -> None:
         """Raise the error of a save on the training thread; a callback must not consume it."""
         if not self._is_in_callback():
-            self._root.failure.raise_pending()
+            self._resources.failure.raise_pending()
 
     def _refuse_in_callback(self, call: str) -> None:
         if self._is_in_callback():
@@ -479,4 +479,4 @@ class Checkpointer:
 
     def _is_in_callback(self) -> bool:
         """Whether the caller is a function of the user's on the thread of a save."""
-        return any(queue.is_own_thread() for queue in self._root.queues.values())
+        return any(queue.is_own_thread() for queue in self._resources.queues.values())

@@ -43,13 +43,13 @@ class CheckpointerResources:
         failure: what a failure in the background does.
         budget: host memory for staging.
         writable: the root with its writer lock, on the first rank; None on the others.
-        view: reads the root.
+        readonly: the root for reading.
         exchange_group: for tensors that travel through host memory; None in a world of one.
         are_nodes_alike: whether all nodes have as many ranks.
         planner: plans DCP saves.
         queues: the saves under way, by kind.
         protected: the steps that this rank protects.
-        resources: closes everything, after the queues.
+        exit_stack: closes everything, after the queues.
         was_dropped: whether the checkpointer is garbage.
     """
 
@@ -61,13 +61,13 @@ class CheckpointerResources:
     failure: FailurePolicy
     budget: StagingBudget
     writable: WritableRoot | None
-    view: ReadonlyRoot
+    readonly: ReadonlyRoot
     exchange_group: ExchangeGroup | None
     are_nodes_alike: bool
     planner: SavePlanner
     queues: Mapping[Kind, SaveQueue]
     protected: set[int]
-    resources: contextlib.ExitStack
+    exit_stack: contextlib.ExitStack
     was_dropped: bool = False
     process: int = field(default_factory=os.getpid)
     # Re-entrant for a signal handler that closes what its own thread is closing.
@@ -76,7 +76,7 @@ class CheckpointerResources:
     def __post_init__(self) -> None:
         open_checkpointers.add(self)
 
-    def voted(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Collective: a block that ends in a vote; ranks that make different calls raise an error that says so."""
         return self.voter.agreed(what, same=what, timeout=self.timeout)
 
@@ -89,7 +89,7 @@ class CheckpointerResources:
                 queue.finish()
             for queue in self.queues.values():
                 queue.close()
-            self.resources.close()
+            self.exit_stack.close()
             open_checkpointers.discard(self)
             if not open_checkpointers:
                 # As large as a model and its optimizer; nobody needs it until a root is opened again.

@@ -116,13 +116,13 @@ def open_root(
             failure=failure,
             budget=budget,
             writable=writable,
-            view=ReadonlyRoot(path),
+            readonly=ReadonlyRoot(path),
             exchange_group=exchange_group,
             are_nodes_alike=are_nodes_alike,
             planner=SavePlanner(voter, seconds),
             queues=queues,
             protected=protected,
-            resources=stack.pop_all(),
+            exit_stack=stack.pop_all(),
         )
 
 

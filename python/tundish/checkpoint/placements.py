@@ -19,7 +19,7 @@ from typing import Any
 from tundish.checkpoint.tensor_checks import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["RankPart", "Run", "boxes", "check_placement", "is_cut", "rank_parts_of"]
+__all__ = ["RankPart", "Run", "rectangles", "check_placement", "is_sharded_over_ranks", "rank_parts_of"]
 
 Run = tuple[int, int]
 
@@ -52,7 +52,7 @@ def rank_parts_of(tensor: Any, reader: int) -> tuple[RankPart, ...]:
     )
 
 
-def is_cut(tensor: Any) -> bool:
+def is_sharded_over_ranks(tensor: Any) -> bool:
     """Whether ranks hold different parts of a DTensor; a mesh dimension of one rank does not cut."""
     return any(
         not placement.is_replicate() and (size > 1 or _cut(placement) is None)
@@ -81,7 +81,7 @@ def check_placement(name: str, tensor: Any, rank: int) -> None:
         )
 
 
-def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def rectangles(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """The rectangles of a part: the slices of each in the whole tensor, and in the local one."""
     pairs: list[list[tuple[slice, slice]]] = []
     for stretches in runs:

@@ -54,8 +54,8 @@ class _Attempt:
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
 
-    def __init__(self, root: CheckpointerResources, request: SaveRequest) -> None:
-        self._root = root
+    def __init__(self, resources: CheckpointerResources, request: SaveRequest) -> None:
+        self._resources = resources
         self._request = request
         self.memory = contextlib.ExitStack()
         self._stager: Stager | None = None
@@ -64,7 +64,7 @@ class _Attempt:
 
     def agree(self) -> Stager:
         """Collective: refuse the save if it can be refused, else reserve its resources."""
-        root, request = self._root, self._request
+        resources, request = self._resources, self._request
         same, flag = request.what, False
         error: BaseException | None = None
         try:
@@ -77,9 +77,9 @@ class _Attempt:
             # The frames hold memory that was being reserved.
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        any_needs = root.voter.vote(error, what=request.what, same=same, flag=flag, timeout=root.timeout)
+        any_needs = resources.voter.vote(error, what=request.what, same=same, flag=flag, timeout=resources.timeout)
         # It fails on all ranks or on none.
-        has_changed = stager.prepare(root.voter.last_vote, any_needs=any_needs)
+        has_changed = stager.prepare(resources.voter.last_vote, any_needs=any_needs)
         if not any_needs:
             return stager
         try:
@@ -88,7 +88,7 @@ class _Attempt:
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        root.voter.vote(error, what=f"{request.what}: reserving", timeout=root.timeout)
+        resources.voter.vote(error, what=f"{request.what}: reserving", timeout=resources.timeout)
         return stager
 
     def release(self) -> None:
@@ -99,13 +99,13 @@ class _Attempt:
         self._abandon()
 
     def _make_stager(self) -> Stager:
-        root, request = self._root, self._request
-        root.failure.raise_pending()
+        resources, request = self._resources, self._request
+        resources.failure.raise_pending()
         check_step(request.step)
         _check_tag(request.tag)
         _check_flag("overwrite", request.overwrite)
         _check_flag("blocking", request.blocking)
-        queue = root.queues[request.kind]
+        queue = resources.queues[request.kind]
         if request.step in queue.steps_under_way():
             raise InvalidInputError(f"{request.what}: a save of this step is under way already")
         queue.start()
@@ -117,13 +117,13 @@ class _Attempt:
         # First, since a refused save must not wait for memory.
         self._begin(stager)
         size = stager.staged_bytes
-        self._root.budget.take(size, self._request.what)
-        self.memory.callback(self._root.budget.give_back, size)
+        self._resources.budget.take(size, self._request.what)
+        self.memory.callback(self._resources.budget.give_back, size)
         stager.reserve()
 
     def _begin(self, stager: Stager) -> None:
         """On the first rank: make the folder of the step, or refuse the step."""
-        writable, request = self._root.writable, self._request
+        writable, request = self._resources.writable, self._request
         self._abandon()
         if writable is not None:
             # Before it begins, since Ctrl-C may come. Abandoning a step that was not begun does nothing.
@@ -137,14 +137,14 @@ class _Attempt:
             )
 
     def _abandon(self) -> None:
-        if self._has_begun and self._root.writable is not None:
-            self._root.writable.abandon(self._request.kind, self._request.step)
+        if self._has_begun and self._resources.writable is not None:
+            self._resources.writable.abandon(self._request.kind, self._request.step)
         self._has_begun = False
 
     def _wait_for_saves(self) -> None:
         """Wait until no save is under way: retention then makes room."""
-        root = self._root
-        steps = sorted({step for queue in root.queues.values() for step in queue.steps_under_way()})
+        resources = self._resources
+        steps = sorted({step for queue in resources.queues.values() for step in queue.steps_under_way()})
         if steps:
             _logger.warning(
                 "%s waits for the saves of steps %s: the disk has too little room before they are over",
@@ -152,22 +152,22 @@ class _Attempt:
                 steps,
             )
         # The other ranks wait in the vote for `timeout`; this must end well before.
-        until = time.monotonic() + root.timeout / 2
-        for queue in root.queues.values():
+        until = time.monotonic() + resources.timeout / 2
+        for queue in resources.queues.values():
             queue.wait(max(0.0, until - time.monotonic()))
 
 
-def submit(root: CheckpointerResources, request: SaveRequest) -> Save:
+def submit(resources: CheckpointerResources, request: SaveRequest) -> Save:
     """Collective: take a save; returns when it is staged, or published if the request is blocking.
 
     Raises, on all ranks, the error of any rank, or of an earlier save.
     """
-    queue = root.queues[request.kind]
+    queue = resources.queues[request.kind]
     queue.wait_for_turn()
-    attempt = _Attempt(root, request)
+    attempt = _Attempt(resources, request)
     try:
         stager = attempt.agree()
-        queued = _queued_save(root, request, stager, attempt)
+        queued = _queued_save(resources, request, stager, attempt)
     except BaseException:
         attempt.release()
         raise
@@ -188,31 +188,31 @@ def submit(root: CheckpointerResources, request: SaveRequest) -> Save:
             queued.save.result()
     except BaseException as caught:
         if request.blocking and caught is not queued.staged:
-            _act_on_unraised(root, queued, caught)
+            _act_on_unraised(resources, queued, caught)
         raise
     return queued.save
 
 
-def _act_on_unraised(root: CheckpointerResources, queued: QueuedSave, raised: BaseException) -> None:
+def _act_on_unraised(resources: CheckpointerResources, queued: QueuedSave, raised: BaseException) -> None:
     """Have the failure policy act on a failure that the caller does not hear of, as Ctrl-C ended the wait for it."""
     if not queued.save.done():
         queued.caller_raises = False
         return
     error = queued.save.exception()
     if error is not None and error is not raised and not isinstance(error, CallbackError):
-        root.failure.act(error, queued.what)
+        resources.failure.act(error, queued.what)
 
 
 def _queued_save(
-    root: CheckpointerResources, request: SaveRequest, stager: Stager, attempt: _Attempt
+    resources: CheckpointerResources, request: SaveRequest, stager: Stager, attempt: _Attempt
 ) -> QueuedSave:
     name = f"{request.kind}-{request.step}"
-    is_queue_thread = root.queues[request.kind].is_own_thread
+    is_queue_thread = resources.queues[request.kind].is_own_thread
     return QueuedSave(
         save=Save(request.kind, request.step, stager.file_bytes, is_queue_thread=is_queue_thread),
-        number=root.voter.last_vote.number,
-        folder=root.path / f".{name}.incomplete",
-        target=root.path / name,
+        number=resources.voter.last_vote.number,
+        folder=resources.path / f".{name}.incomplete",
+        target=resources.path / name,
         tag=request.tag,
         overwrite=request.overwrite,
         extra=copy.deepcopy(dict(request.extra or {})),

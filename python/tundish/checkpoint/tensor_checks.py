@@ -19,14 +19,14 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 __all__ = [
     "DTYPES",
     "INSPECTOR",
-    "Facts",
+    "TensorSpec",
     "any_on_cuda",
     "check_gathered",
     "check_memories",
     "check_memory",
     "check_tensor",
     "check_tensors",
-    "facts_of",
+    "specs_of",
     "is_dtensor",
     "is_fp8",
     "local_of",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # Name, shape, dtype.
-Facts = tuple[str, tuple[int, ...], torch.dtype]
+TensorSpec = tuple[str, tuple[int, ...], torch.dtype]
 
 # The names of dtypes in a file, in the order in which safetensors lays tensors out: larger alignment first, so that
 # no tensor needs padding.
@@ -107,7 +107,7 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor if type(tensor) in _PLAIN else local_of(tensor) for tensor in tensors]
 
 
-def facts_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Facts, ...]:
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
     """Names, shapes (of the whole tensors) and dtypes."""
     return tuple([(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()])
 

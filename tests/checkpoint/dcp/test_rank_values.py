@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.saving.rank_values import RankValue, assign, rank_values
+from tundish.checkpoint.dcp.saving.rank_values import RankValue, assign_values, rank_values_of
 from tundish.errors import InvalidInputError
 
 
 def owners(states: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
     """For each name the ranks that save it."""
-    held = [rank_values(flatten_state(state), rank) for rank, state in states.items()]
+    held = [rank_values_of(flatten_state(state), rank) for rank, state in states.items()]
     found: dict[str, list[int]] = {name: [] for state in states.values() for name in state}
-    for rank, values, numbers in zip(states, held, assign(held, list(states))[0], strict=True):
+    for rank, values, numbers in zip(states, held, assign_values(held, list(states))[0], strict=True):
         for number in numbers:
             value = values[number]
             assert value is not None
@@ -92,7 +92,7 @@ def test_blocks_that_do_not_make_up_the_tensor_are_refused() -> None:
     def block(first: int, last: int) -> list[RankValue | None]:
         return [RankValue("w", '["w"]', "float32", "8", f"{first}", f"{last - first}")]
 
-    assert assign([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2]) == ([[0], [0], []], 32)
+    assert assign_values([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2]) == ([[0], [0], []], 32)
     for held in (
         [block(0, 4)],
         [block(0, 4), block(4, 7)],
@@ -100,4 +100,4 @@ def test_blocks_that_do_not_make_up_the_tensor_are_refused() -> None:
         [block(0, 4), block(0, 5)],
     ):
         with pytest.raises(InvalidInputError, match=r"'w' has 8 elements, and its blocks"):
-            assign(held, list(range(len(held))))
+            assign_values(held, list(range(len(held))))

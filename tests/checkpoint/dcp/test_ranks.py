@@ -125,15 +125,15 @@ def test_an_error_after_planning_refuses_only_that_save_on_all_ranks(tmp_path: P
 
 def fail_while_planning(rank: int, line: Line) -> None:
     (root,) = line.hear()
-    pack = save_planner._pack_held
+    pack = save_planner._pack_values
 
     def fail(held: Any) -> str:
-        save_planner._pack_held = pack
+        save_planner._pack_values = pack
         raise MemoryError("no memory for the list of values")
 
     with Checkpointer(root, on_failure="raise", timeout=300) as checkpointer:
         if rank == 1:
-            save_planner._pack_held = fail
+            save_planner._pack_values = fail
         begun = time.monotonic()
         said = outcome(lambda: checkpointer.save_dcp(1, {"w": torch.ones(3)}))
         seconds = time.monotonic() - begun

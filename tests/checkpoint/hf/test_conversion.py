@@ -10,22 +10,22 @@ import torch
 
 from tundish.checkpoint.hf.conversion import (
     Conversion,
-    as_they_are,
-    by_function,
-    by_reverting,
-    cast,
-    together,
+    identity_conversion,
+    to_hf_conversion,
+    reverting_conversion,
+    cast_products,
+    join_conversions,
 )
-from tundish.checkpoint.tensor_checks import Facts
+from tundish.checkpoint.tensor_checks import TensorSpec
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
-SOURCES: tuple[Facts, ...] = (("a", (4, 6), F32), ("b", (6,), BF16), ("c", (), torch.int64))
+SOURCES: tuple[TensorSpec, ...] = (("a", (4, 6), F32), ("b", (6,), BF16), ("c", (), torch.int64))
 
 
-def values(facts: tuple[Facts, ...]) -> list[torch.Tensor]:
+def values(specs: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
     return [
-        torch.arange(max(1, torch.Size(shape).numel())).view(shape).to(dtype) for _, shape, dtype in facts
+        torch.arange(max(1, torch.Size(shape).numel())).view(shape).to(dtype) for _, shape, dtype in specs
     ]
 
 
@@ -44,12 +44,12 @@ def converted(conversion: Conversion) -> dict[str, torch.Tensor]:
 
 
 def test_as_they_are() -> None:
-    conversion = as_they_are(SOURCES)
+    conversion = identity_conversion(SOURCES)
     assert conversion.products == SOURCES
     assert not conversion.converts
     assert list(converted(conversion)) == ["a", "b", "c"]
     # A loop that saves the same tensors again plans nothing anew.
-    assert as_they_are(tuple(SOURCES)) is conversion
+    assert identity_conversion(tuple(SOURCES)) is conversion
 
 
 def halves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,7 +62,7 @@ def halves(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def test_a_function_converts_one_tensor_at_a_time() -> None:
-    conversion = by_function(SOURCES, halves)
+    conversion = to_hf_conversion(SOURCES, halves)
     assert conversion.products == (("a.0", (2, 6), BF16), ("a.1", (2, 6), BF16), ("renamed", (6,), BF16))
     assert [unit.sources for unit in conversion.units] == [(0,), (1,), (2,)]
     assert [unit.products for unit in conversion.units] == [(0, 1), (2,), ()]
@@ -76,7 +76,7 @@ def test_a_function_that_needs_values_gets_zeros() -> None:
     def through_numpy(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return [(name, torch.from_numpy(tensor.float().numpy() + 1))]
 
-    conversion = by_function(SOURCES[:1], through_numpy)
+    conversion = to_hf_conversion(SOURCES[:1], through_numpy)
     assert conversion.products == (("a", (4, 6), F32),)
     assert converted(conversion)["a"][0, 0] == 1
 
@@ -86,21 +86,21 @@ def test_a_function_that_needs_values_gets_zeros() -> None:
 )
 def test_functions_that_give_no_pairs_are_refused(outcome: Any) -> None:
     with pytest.raises(InvalidTypeError, match=r"of 'a'.* iterable of pairs of a name and a tensor"):
-        by_function(SOURCES, lambda name, tensor: outcome)
+        to_hf_conversion(SOURCES, lambda name, tensor: outcome)
 
 
 def test_names_from_a_function_are_checked() -> None:
     with pytest.raises(InvalidInputError, match="to_hf gives the name 'same' twice"):
-        by_function(SOURCES, lambda name, tensor: [("same", tensor)])
+        to_hf_conversion(SOURCES, lambda name, tensor: [("same", tensor)])
     with pytest.raises(InvalidInputError, match=r"'\.\./a' cannot name a tensor"):
-        by_function(SOURCES, lambda name, tensor: [(f"../{name}", tensor)])
+        to_hf_conversion(SOURCES, lambda name, tensor: [(f"../{name}", tensor)])
     with pytest.raises(InvalidTypeError, match="the name of a tensor is 3"):
-        by_function(SOURCES, lambda name, tensor: [(3, tensor)])
+        to_hf_conversion(SOURCES, lambda name, tensor: [(3, tensor)])
 
 
 def test_a_function_that_gives_nothing_at_all_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="nothing to save: to_hf gives no tensor"):
-        by_function(SOURCES, lambda name, tensor: [])
+        to_hf_conversion(SOURCES, lambda name, tensor: [])
 
 
 def test_errors_of_a_function_are_its_own() -> None:
@@ -108,14 +108,14 @@ def test_errors_of_a_function_are_its_own() -> None:
         raise KeyError(name)
 
     with pytest.raises(KeyError, match="a"):
-        by_function(SOURCES, fail)
+        to_hf_conversion(SOURCES, fail)
 
 
 def test_a_function_whose_shapes_depend_on_values_is_refused() -> None:
     def by_values(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         return [(name, tensor.view(-1)[: 2 if tensor.is_meta else 3].clone())]
 
-    (unit, *_) = by_function(SOURCES[:1], by_values).units
+    (unit, *_) = to_hf_conversion(SOURCES[:1], by_values).units
     assert unit.convert is not None
     with pytest.raises(InvalidInputError, match=r"the conversion of a gives .*\(3,\).* and gave .*\(2,\)"):
         unit.convert(values(SOURCES)[:1])
@@ -138,7 +138,7 @@ def merged_layout(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
-MERGED: tuple[Facts, ...] = (
+MERGED: tuple[TensorSpec, ...] = (
     ("1.experts", (3, 4, 2), F32),
     ("1.high", (2, 2), F32),
     ("1.low", (3, 2), F32),
@@ -148,7 +148,7 @@ MERGED: tuple[Facts, ...] = (
 
 
 def test_a_conversion_is_split_into_units() -> None:
-    conversion = by_reverting(MERGED, merged_layout)
+    conversion = reverting_conversion(MERGED, merged_layout)
     whole = merged_layout({name: tensor for (name, _, _), tensor in zip(MERGED, values(MERGED), strict=True)})
     assert [name for name, _, _ in conversion.products] == list(whole)
     assert sorted(unit.sources for unit in conversion.units) == [(0,), (1, 2), (3,), (4,)]
@@ -171,26 +171,26 @@ def test_a_conversion_is_split_into_units() -> None:
 
 
 def test_a_conversion_that_changes_nothing() -> None:
-    assert by_reverting(MERGED, lambda named: named) is as_they_are(MERGED)
+    assert reverting_conversion(MERGED, lambda named: named) is identity_conversion(MERGED)
 
 
 def test_products_without_sources_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="which weights 'new' is converted from"):
-        by_reverting(MERGED, lambda named: {"new": torch.zeros(3)})
+        reverting_conversion(MERGED, lambda named: {"new": torch.zeros(3)})
 
 
 def test_a_conversion_that_depends_on_other_weights_is_refused() -> None:
     def by_company(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor[: len(named)] + 0 for name, tensor in named.items()}
 
-    unit = by_reverting(MERGED, by_company).units[0]
+    unit = reverting_conversion(MERGED, by_company).units[0]
     assert unit.convert is not None
     with pytest.raises(InvalidInputError, match=r"the conversion of 1\.experts gives the shapes"):
         unit.convert(values(MERGED)[:1])
 
 
 def test_several_models_together() -> None:
-    conversion = together([("text.", by_reverting(MERGED, merged_layout)), ("", as_they_are(SOURCES))])
+    conversion = join_conversions([("text.", reverting_conversion(MERGED, merged_layout)), ("", identity_conversion(SOURCES))])
     assert converted(conversion)["text.1.whole"].shape == (5, 2)
     assert converted(conversion)["b"].shape == (6,)
     assert conversion.products[-1] == SOURCES[-1]
@@ -199,11 +199,11 @@ def test_several_models_together() -> None:
     ] == [1] * len(conversion.products)
     assert len(set(conversion.blocks)) == 7 + 3
     with pytest.raises(InvalidInputError, match="together have the name 'a' twice"):
-        together([("", as_they_are(SOURCES)), ("", as_they_are(SOURCES[:1]))])
+        join_conversions([("", identity_conversion(SOURCES)), ("", identity_conversion(SOURCES[:1]))])
 
 
 def test_floats_are_cast() -> None:
-    facts: tuple[Facts, ...] = (
+    specs: tuple[TensorSpec, ...] = (
         ("m.weight", (2,), F32),
         ("m.half", (2,), torch.float16),
         ("m.count", (2,), torch.int64),
@@ -216,26 +216,26 @@ def test_floats_are_cast() -> None:
         ("n.scale", (2,), F32),
         ("router.bias", (2,), F32),
     )
-    conversion = as_they_are(facts)
-    given = {name: dtype for name, _, dtype in facts}
-    assert cast(conversion, None, "router") == facts
-    assert {name: dtype for name, _, dtype in cast(conversion, BF16, "router")} == given | {
+    conversion = identity_conversion(specs)
+    given = {name: dtype for name, _, dtype in specs}
+    assert cast_products(conversion, None, "router") == specs
+    assert {name: dtype for name, _, dtype in cast_products(conversion, BF16, "router")} == given | {
         "m.weight": BF16,
         "m.half": BF16,
         "q.bias": BF16,
         "n.scale": BF16,
     }
-    assert {name: dtype for name, _, dtype in cast(conversion, BF16, None)}["router.bias"] == BF16
+    assert {name: dtype for name, _, dtype in cast_products(conversion, BF16, None)}["router.bias"] == BF16
 
 
 def test_names_to_keep_are_those_of_the_model() -> None:
-    conversion = by_function(
+    conversion = to_hf_conversion(
         (("a", (4,), F32), ("b", (4,), F32)), lambda name, tensor: [(f"new.{name}", tensor)]
     )
-    assert [dtype for _, _, dtype in cast(conversion, BF16, "^a$")] == [F32, BF16]
+    assert [dtype for _, _, dtype in cast_products(conversion, BF16, "^a$")] == [F32, BF16]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32])
 def test_unknown_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(InvalidTypeError, match=f"'w' is {dtype}, which a safetensors file cannot hold"):
-        cast(as_they_are((("w", (1,), dtype),)), None, None)
+        cast_products(identity_conversion((("w", (1,), dtype),)), None, None)

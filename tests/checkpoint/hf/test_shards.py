@@ -16,20 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint.exports import bits
 
-from tundish.checkpoint.hf.shards import ShardLayout, assign, lay_out
+from tundish.checkpoint.hf.shards import ShardLayout, assign_files, lay_out
 from tundish.checkpoint.staging.buffers import PAGE
-from tundish.checkpoint.tensor_checks import DTYPES, Facts
+from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
 
 FORMAT = (("format", "pt"),)
 
 
-def facts(tensors: dict[str, torch.Tensor]) -> tuple[Facts, ...]:
+def specs(tensors: dict[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
 
 
 def laid_out(tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> ShardLayout:
-    return lay_out(facts(tensors), tuple(range(len(tensors))), shard_bytes, FORMAT, None)
+    return lay_out(specs(tensors), tuple(range(len(tensors))), shard_bytes, FORMAT, None)
 
 
 def contents(layout: ShardLayout, number: int, tensors: dict[str, torch.Tensor]) -> bytes:
@@ -110,20 +110,20 @@ def test_every_tensor_is_in_one_file(sizes: list[int], shard_bytes: int) -> None
 
 def test_tensors_of_a_block_share_a_file() -> None:
     tensors = {f"t{number}": torch.zeros(10, dtype=torch.uint8) for number in range(6)}
-    layout = lay_out(facts(tensors), (0, 1, 0, 3, 3, 3), 20, FORMAT, None)
+    layout = lay_out(specs(tensors), (0, 1, 0, 3, 3, 3), 20, FORMAT, None)
     files = [sorted(file.products) for file in layout.files]
     assert files == [[0, 2], [3, 4, 5], [1]]
 
 
 def test_index() -> None:
     tensors = {"b": torch.zeros(3), "a": torch.zeros(5), "c": torch.zeros(1)}
-    layout = lay_out(facts(tensors), (0, 1, 2), 20, FORMAT, 9)
+    layout = lay_out(specs(tensors), (0, 1, 2), 20, FORMAT, 9)
     assert layout.index == (
         b'{\n  "metadata": {\n    "total_parameters": 9,\n    "total_size": 36\n  },\n  "weight_map": {\n'
         b'    "a": "model-00002-of-00003.safetensors",\n    "b": "model-00001-of-00003.safetensors",\n'
         b'    "c": "model-00003-of-00003.safetensors"\n  }\n}\n'
     )
-    assert [file.name for file in lay_out(facts(tensors), (0, 1, 2), 99, FORMAT, 9).files] == [
+    assert [file.name for file in lay_out(specs(tensors), (0, 1, 2), 99, FORMAT, 9).files] == [
         "model.safetensors"
     ]
 
@@ -151,8 +151,8 @@ def test_a_header_that_is_too_long_is_refused() -> None:
     ranks=st.lists(st.integers(0, 63), min_size=1, max_size=9, unique=True),
 )
 def test_ranks_finish_together(sizes: Sequence[int], ranks: Sequence[int]) -> None:
-    writers = assign(sizes, ranks)
-    assert assign(sizes, ranks) == writers
+    writers = assign_files(sizes, ranks)
+    assert assign_files(sizes, ranks) == writers
     assert set(writers) <= set(ranks)
     loads = [
         sum(size for size, writer in zip(sizes, writers, strict=True) if writer == rank) for rank in ranks
@@ -164,6 +164,6 @@ def test_ranks_finish_together(sizes: Sequence[int], ranks: Sequence[int]) -> No
 
 
 def test_equal_files_go_to_the_first_ranks() -> None:
-    assert assign([5, 5, 5], [4, 0, 5, 1]) == [4, 0, 5]
-    assert assign([5, 5, 5, 5, 5], [4, 0]) == [4, 0, 4, 0, 4]
-    assert assign([1, 9, 2, 8], [0, 1]) == [0, 0, 1, 1]
+    assert assign_files([5, 5, 5], [4, 0, 5, 1]) == [4, 0, 5]
+    assert assign_files([5, 5, 5, 5, 5], [4, 0]) == [4, 0, 4, 0, 4]
+    assert assign_files([1, 9, 2, 8], [0, 1]) == [0, 0, 1, 1]

@@ -29,7 +29,7 @@ from tundish.checkpoint.hf.save_pretrained import (
     own_class,
     save_code,
     save_generation_config,
-    tied_away,
+    tied_duplicates,
 )
 from tundish.checkpoint.named_tensors import WRAPPERS, check_name, without_wrappers
 from tundish.checkpoint.tensor_checks import check_gathered, is_dtensor
@@ -247,7 +247,7 @@ def _of_transformers(model: Any) -> Adapters:
     state, metadata = (None, {}) if quantizer is None else quantizer.get_state_dict_and_metadata(model)
     tensors, config = _select(model, active[0], model.state_dict(keep_vars=True) if state is None else state)
     tensors = {_PREFIX + name: tensor for name, tensor in tensors.items()}
-    dropped = tied_away(model, tensors) | set(model._keys_to_ignore_on_save or ())
+    dropped = tied_duplicates(model, tensors) | set(model._keys_to_ignore_on_save or ())
     kept = {name: tensor for name, tensor in tensors.items() if name not in dropped}
     adapter = Adapter(folder="", tensors=kept, config=config, auto_mapping=None)
     return Adapters(model=model, base=model, adapters=(adapter,), metadata=metadata)
@@ -273,7 +273,7 @@ def _select(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str, 
         # peft writes the ranks that AdaLoRA chose into the config.
         model.peft_config[adapter] = config
         try:
-            chosen, sources = _ask(model, adapter, state)
+            chosen, sources = _ask_peft(model, adapter, state)
         finally:
             model.peft_config[adapter] = own
         tensors = {**chosen, **{name: state[source] for name, source in sources.items()}}
@@ -286,7 +286,7 @@ def _select(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str, 
     return tensors, config
 
 
-def _ask(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _ask_peft(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors that peft saves of an adapter, and where each comes from in `state`, unless peft computes it.
 
     Not collective: no rank may wait for another one in here.

@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree
 
 from tundish.checkpoint.named_tensors import check_name, refuse_repeated
-from tundish.checkpoint.tensor_checks import DTYPES, Facts, is_fp8
+from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec, is_fp8
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
@@ -28,11 +28,11 @@ __all__ = [
     "ConversionUnit",
     "Convert",
     "ToHf",
-    "as_they_are",
-    "by_function",
-    "by_reverting",
-    "cast",
-    "together",
+    "identity_conversion",
+    "to_hf_conversion",
+    "reverting_conversion",
+    "cast_products",
+    "join_conversions",
 ]
 
 ToHf = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
@@ -65,9 +65,9 @@ class Conversion:
         blocks: a number for each product; products with the same number go into the same file.
     """
 
-    sources: tuple[Facts, ...]
+    sources: tuple[TensorSpec, ...]
     units: tuple[ConversionUnit, ...]
-    products: tuple[Facts, ...]
+    products: tuple[TensorSpec, ...]
     blocks: tuple[int, ...]
 
     @functools.cached_property
@@ -84,7 +84,7 @@ class Conversion:
 
 # A training loop saves the same thousands of tensors again and again.
 @functools.lru_cache(maxsize=4)
-def as_they_are(sources: tuple[Facts, ...]) -> Conversion:
+def identity_conversion(sources: tuple[TensorSpec, ...]) -> Conversion:
     """Every source is a product."""
     numbers = range(len(sources))
     return Conversion(
@@ -97,7 +97,7 @@ def as_they_are(sources: tuple[Facts, ...]) -> Conversion:
     )
 
 
-def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
+def to_hf_conversion(sources: tuple[TensorSpec, ...], to_hf: ToHf) -> Conversion:
     """`to_hf` turns each source into its products.
 
     It is called with tensors on the meta device to learn names and shapes, or with zeros if that fails.
@@ -108,7 +108,7 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
         Exception: raised by `to_hf`.
     """
     units: list[ConversionUnit] = []
-    products: list[Facts] = []
+    products: list[TensorSpec] = []
     for number, (name, shape, dtype) in enumerate(sources):
         given = torch.empty(shape, dtype=dtype, device="meta")
         try:
@@ -116,7 +116,7 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
         except Exception:  # noqa: BLE001 (some functions need values, whatever they raise without them)
             given = torch.zeros(shape, dtype=dtype, device="cpu")
             pairs = _pairs(to_hf, name, given)
-        made: list[Facts] = [(product, tensor.shape, tensor.dtype) for product, tensor in pairs]
+        made: list[TensorSpec] = [(product, tensor.shape, tensor.dtype) for product, tensor in pairs]
         is_same = len(pairs) == 1 and pairs[0][1] is given
         units.append(
             ConversionUnit(
@@ -137,8 +137,8 @@ def by_function(sources: tuple[Facts, ...], to_hf: ToHf) -> Conversion:
     )
 
 
-def by_reverting(
-    sources: tuple[Facts, ...], revert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+def reverting_conversion(
+    sources: tuple[TensorSpec, ...], revert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 ) -> Conversion:
     """`revert` turns all sources into all products at once, and the sources of a unit into its products.
 
@@ -152,7 +152,7 @@ def by_reverting(
     with torch.no_grad():
         outcome = revert(named)
     if outcome is named:
-        return as_they_are(sources)
+        return identity_conversion(sources)
     products = tuple([(name, tuple(tensor.shape), tensor.dtype) for name, tensor in outcome.items()])
     numbers = {id(meta): number for number, meta in enumerate(metas)}
     units: list[ConversionUnit] = []
@@ -187,13 +187,13 @@ def by_reverting(
     return Conversion(sources=sources, units=tuple(units), products=products, blocks=tuple(blocks))
 
 
-def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
+def join_conversions(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
     """Joins the conversions of several models; the names of each get its prefix."""
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
-    sources: list[Facts] = []
+    sources: list[TensorSpec] = []
     units: list[ConversionUnit] = []
-    products: list[Facts] = []
+    products: list[TensorSpec] = []
     blocks: list[int] = []
     for prefix, part in parts:
         before, made = len(sources), len(products)
@@ -214,7 +214,7 @@ def together(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
     )
 
 
-def cast(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) -> tuple[Facts, ...]:
+def cast_products(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) -> tuple[TensorSpec, ...]:
     """The products as the files contain them: floats become `dtype`.
 
     These stay as they are: products of a source whose name the regular expression `keep` matches, fp8 tensors, and the
@@ -275,7 +275,7 @@ def _revert(
         return list(revert(dict(zip(names, tensors, strict=True))).values())
 
 
-def _checked(convert: Convert, names: Sequence[str], products: Sequence[Facts]) -> Convert:
+def _checked(convert: Convert, names: Sequence[str], products: Sequence[TensorSpec]) -> Convert:
     """`convert`, which fails if it gives other shapes than those of `products`.
 
     Names are not compared: they may depend on tensors outside of the unit.

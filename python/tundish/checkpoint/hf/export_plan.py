@@ -20,15 +20,15 @@ from tundish.checkpoint.hf.conversion import (
     Conversion,
     ConversionUnit,
     ToHf,
-    as_they_are,
-    by_function,
-    cast,
-    together,
+    identity_conversion,
+    to_hf_conversion,
+    cast_products,
+    join_conversions,
 )
-from tundish.checkpoint.hf.shards import ShardFile, ShardLayout, assign, lay_out
+from tundish.checkpoint.hf.shards import ShardFile, ShardLayout, assign_files, lay_out
 from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
-from tundish.checkpoint.placements import check_placement, is_cut, rank_parts_of
-from tundish.checkpoint.tensor_checks import Facts, check_tensors, facts_of, is_dtensor, local_of, tied_names
+from tundish.checkpoint.placements import check_placement, is_sharded_over_ranks, rank_parts_of
+from tundish.checkpoint.tensor_checks import TensorSpec, check_tensors, specs_of, is_dtensor, local_of, tied_names
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -57,7 +57,7 @@ class ExportPlan:
     tensors: tuple[torch.Tensor, ...]
     is_sharded: tuple[bool, ...]
     conversion: Conversion
-    products: tuple[Facts, ...]
+    products: tuple[TensorSpec, ...]
     layout: ShardLayout
     writers: tuple[int, ...]
     model: Any
@@ -108,7 +108,7 @@ def make_export_plan(
     """
     _check_arguments(dtype, shard_bytes, to_hf)
     adapters = adapters_of(model_or_tensors)
-    contents = _whole(model_or_tensors, to_hf) if adapters is None else _adapted(adapters, to_hf)
+    contents = _model_contents(model_or_tensors, to_hf) if adapters is None else _adapter_contents(adapters, to_hf)
     models = [model for model in contents.models if save_pretrained.is_pretrained(model)]
     keep = filter(None, (save_pretrained.fp32_pattern(model, dtype) for model in models))
     # A cache would keep alive what `to_hf` closes over.
@@ -125,16 +125,16 @@ def make_export_plan(
     ranks = _by_node(info.ranks) if are_nodes_alike else info.ranks
     plan = ExportPlan(
         tensors=tuple(contents.tensors),
-        is_sharded=tuple([is_dtensor(tensor) and is_cut(tensor) for tensor in contents.tensors]),
+        is_sharded=tuple([is_dtensor(tensor) and is_sharded_over_ranks(tensor) for tensor in contents.tensors]),
         conversion=contents.conversion,
         products=products,
         layout=layout,
-        writers=tuple(assign([file.size for file in layout.files], ranks)),
+        writers=tuple(assign_files([file.size for file in layout.files], ranks)),
         model=models[0] if adapters is None and len(contents.models) == 1 and models else None,
         adapters=adapters,
     )
     if any(map(is_dtensor, plan.tensors)):
-        _check_parts_at_hand(plan, info.rank)
+        _check_rank_parts(plan, info.rank)
     return plan
 
 
@@ -157,7 +157,7 @@ class _Contents:
     files: tuple[tuple[str, int], ...] = ()
 
 
-def _whole(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
+def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
     """The contents of an export of whole models or tensors."""
     inputs = named_tensors(model_or_tensors)
     tensors: list[torch.Tensor] = []
@@ -165,25 +165,25 @@ def _whole(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
     metadata: dict[str, str] = {}
     total_parameters = None
     for one in inputs:
-        kept, added = _kept(one)
-        facts = facts_of(kept)
+        kept, added = _saved_tensors(one)
+        specs = specs_of(kept)
         metadata = added | metadata
         tensors += kept.values()
-        conversion = as_they_are(facts)
+        conversion = identity_conversion(specs)
         if to_hf is None and save_pretrained.is_pretrained(one.module):
-            conversion, total_parameters = save_pretrained.conversion_of(one.module, facts)
+            conversion, total_parameters = save_pretrained.conversion_of(one.module, specs)
         conversions.append((one.prefix, conversion))
-    conversion = together(conversions)
+    conversion = join_conversions(conversions)
     return _Contents(
         tensors=tensors,
-        conversion=conversion if to_hf is None else by_function(conversion.sources, to_hf),
+        conversion=conversion if to_hf is None else to_hf_conversion(conversion.sources, to_hf),
         models=[one.module for one in inputs],
         metadata=metadata,
         total_parameters=total_parameters if len(inputs) == 1 else None,
     )
 
 
-def _adapted(adapters: Adapters, to_hf: ToHf | None) -> _Contents:
+def _adapter_contents(adapters: Adapters, to_hf: ToHf | None) -> _Contents:
     """The contents of an export of adapters: one file for each, whatever its size, as peft's loaders expect."""
     if to_hf is not None:
         raise InvalidInputError(
@@ -191,14 +191,14 @@ def _adapted(adapters: Adapters, to_hf: ToHf | None) -> _Contents:
             "that peft gives them: leave it out"
         )
     tensors: list[torch.Tensor] = []
-    facts: list[Facts] = []
+    specs: list[TensorSpec] = []
     for adapter in adapters.adapters:
         check_tensors(f"{adapter.folder}/" if adapter.folder else "", adapter.tensors)
         tensors += adapter.tensors.values()
-        facts += facts_of(adapter.tensors)
+        specs += specs_of(adapter.tensors)
     return _Contents(
         tensors=tensors,
-        conversion=as_they_are(tuple(facts)),
+        conversion=identity_conversion(tuple(specs)),
         models=[adapters.base],
         metadata=dict(adapters.metadata),
         files=tuple((adapter.file, len(adapter.tensors)) for adapter in adapters.adapters),
@@ -215,8 +215,8 @@ def _lay_out(
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None,
     files: tuple[tuple[str, int], ...],
-) -> tuple[tuple[Facts, ...], ShardLayout]:
-    products = cast(conversion, dtype, keep)
+) -> tuple[tuple[TensorSpec, ...], ShardLayout]:
+    products = cast_products(conversion, dtype, keep)
     return products, lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters, files)
 
 
@@ -231,7 +231,7 @@ def _check_arguments(dtype: Any, shard_bytes: Any, to_hf: Any) -> None:
         raise InvalidTypeError(f"to_hf is {to_hf!r}: give a function of a name and a tensor")
 
 
-def _kept(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _saved_tensors(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of one input that are saved, each memory once, and metadata of the files."""
     if holds_adapters(given.module):
         raise InvalidTypeError(
@@ -269,7 +269,7 @@ def _by_node(ranks: tuple[int, ...]) -> Sequence[int]:
     return sorted(ranks, key=lambda rank: (rank % size, rank // size))
 
 
-def _check_parts_at_hand(plan: ExportPlan, rank: int) -> None:
+def _check_rank_parts(plan: ExportPlan, rank: int) -> None:
     """Refuse unknown placements, and tensors that this rank has to write but holds no part of."""
     names = [name for name, _, _ in plan.conversion.sources]
     for name, tensor, is_sharded in zip(names, plan.tensors, plan.is_sharded, strict=True):

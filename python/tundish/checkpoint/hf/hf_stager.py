@@ -29,7 +29,7 @@ from tundish.checkpoint.hf.gather.transport import (
     joins_devices,
 )
 from tundish.checkpoint.hf.shards import ShardBuffer
-from tundish.checkpoint.hf.sidecars import Sidecars, gather_sidecars
+from tundish.checkpoint.hf.sidecars import Sidecars, collect_sidecars
 from tundish.checkpoint.hf.staged_export import StagedExport
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.staging.buffers import Buffer, Place
@@ -126,7 +126,7 @@ class HfStager:
         self._sidecars: Sidecars | None = None
         if info.rank == info.ranks[0]:
             # Last, since it opens files.
-            self._sidecars = gather_sidecars(
+            self._sidecars = collect_sidecars(
                 model=plan.model,
                 adapters=plan.adapters,
                 config=config,

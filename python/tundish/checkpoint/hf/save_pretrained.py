@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tundish.checkpoint.hf.conversion import Conversion, by_reverting
+from tundish.checkpoint.hf.conversion import Conversion, reverting_conversion
 from tundish.checkpoint.named_tensors import WRAPPERS
-from tundish.checkpoint.tensor_checks import Facts, tied_names
+from tundish.checkpoint.tensor_checks import TensorSpec, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "save_generation_config",
     "save_settings",
     "set_dtype",
-    "tied_away",
+    "tied_duplicates",
     "weights_of",
 ]
 
@@ -65,12 +65,12 @@ def weights_of(
         replaced, metadata = quantizer.get_state_dict_and_metadata(model)
         tensors = tensors if replaced is None else dict(replaced)
     ignored = set(model._keys_to_ignore_on_save or ())
-    dropped = tied_away(model, tensors)
+    dropped = tied_duplicates(model, tensors)
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored and name not in dropped}
     return kept, metadata
 
 
-def conversion_of(model: Any, sources: tuple[Facts, ...]) -> tuple[Conversion, int]:
+def conversion_of(model: Any, sources: tuple[TensorSpec, ...]) -> tuple[Conversion, int]:
     """The conversion of weights from their layout in the model to that on the hub, and the number of parameters.
 
     Raises `InvalidInputError` if this transformers is too old.
@@ -91,11 +91,11 @@ def conversion_of(model: Any, sources: tuple[Facts, ...]) -> tuple[Conversion, i
             reverted: dict[str, torch.Tensor] = loading.revert_weight_conversion(own(), named)
             return reverted
 
-        known = _conversions[model] = (sources, by_reverting(sources, revert), model.num_parameters())
+        known = _conversions[model] = (sources, reverting_conversion(sources, revert), model.num_parameters())
     return known[1:]
 
 
-_conversions: weakref.WeakKeyDictionary[Any, tuple[tuple[Facts, ...], Conversion, int]] = (
+_conversions: weakref.WeakKeyDictionary[Any, tuple[tuple[TensorSpec, ...], Conversion, int]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -153,7 +153,7 @@ def own_class(model: Any) -> type[Any]:
     return next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
 
 
-def tied_away(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
+def tied_duplicates(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
     """The names of tied weights that are not written: the model ties them again when it is loaded."""
     groups = tied_names(tensors)
     if not groups:

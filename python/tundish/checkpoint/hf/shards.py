@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place
-from tundish.checkpoint.tensor_checks import DTYPES, Facts
+from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "ShardBuffer",
     "ShardFile",
     "ShardLayout",
-    "assign",
+    "assign_files",
     "lay_out",
 ]
 
@@ -73,7 +73,7 @@ class ShardLayout:
 
 
 def lay_out(
-    products: tuple[Facts, ...],
+    products: tuple[TensorSpec, ...],
     blocks: tuple[int, ...],
     shard_bytes: int,
     metadata: tuple[tuple[str, str], ...],
@@ -112,7 +112,7 @@ def lay_out(
     return ShardLayout(files=files, index=index, fingerprint=digest.hexdigest())
 
 
-def assign(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
+def assign_files(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Assign files to ranks by Graham's LPT rule (SIAM J. Appl. Math. 17, 1969).
 
     The largest file goes first, to the rank with the fewest bytes so far, in the order of `ranks`.
@@ -165,7 +165,7 @@ def _split(sizes: Sequence[int], blocks: Sequence[int], shard_bytes: int) -> lis
 
 
 def _file(
-    name: str, tensors: Sequence[tuple[int, Facts, int]], metadata: tuple[tuple[str, str], ...]
+    name: str, tensors: Sequence[tuple[int, TensorSpec, int]], metadata: tuple[tuple[str, str], ...]
 ) -> ShardFile:
     described: dict[str, object] = {"__metadata__": dict(sorted(metadata))}
     ordered = sorted(tensors, key=lambda one: (_ORDER[one[1][2]], one[1][0]))

@@ -27,7 +27,7 @@ from tundish.checkpoint.hf.adapters import Adapters
 from tundish.checkpoint.hf.shards import INDEX_NAME
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
 
-__all__ = ["Sidecars", "gather_sidecars"]
+__all__ = ["Sidecars", "collect_sidecars"]
 
 # Weights and trainer states, in the formats in which they lie beside a config.
 _WEIGHTS = (
@@ -98,7 +98,7 @@ class Sidecars:
             file.close()
 
 
-def gather_sidecars(
+def collect_sidecars(
     *,
     model: Any,
     adapters: Adapters | None = None,
@@ -141,7 +141,7 @@ def gather_sidecars(
     if index is not None:
         settings[INDEX_NAME] = index
     replaced = settings.keys() if adapters is None else {_CONFIG, *settings}
-    files = {} if source_dir is None else _opened(source_dir, root, replaced)
+    files = {} if source_dir is None else _open_source_files(source_dir, root, replaced)
     size = sum(os.fstat(file.fileno()).st_size for file in files.values())
     files.update((name, BytesIO(contents)) for name, contents in settings.items())
     return Sidecars(files=files, tokenizer=tokenizer, size=size + sum(map(len, settings.values())))
@@ -170,7 +170,7 @@ def _settings(
         }
 
 
-def _opened(source_dir: Any, root: Path | None, left_out: Collection[str]) -> dict[str, BinaryIO]:
+def _open_source_files(source_dir: Any, root: Path | None, left_out: Collection[str]) -> dict[str, BinaryIO]:
     """The open files of a source folder, by their relative paths; without those in `left_out`."""
     if not isinstance(source_dir, str | os.PathLike):
         raise InvalidTypeError(f"source_dir is {source_dir!r}: give the path of a folder")

@@ -84,11 +84,11 @@ def _end_process(rank: int, what: str) -> None:
         sys.stderr.flush()
     # An interpreter that is ending already starts no threads, and need not be made to end.
     with contextlib.suppress(RuntimeError):
-        threading.Thread(target=_insist, args=(leads,), name="tundish-end", daemon=True).start()
+        threading.Thread(target=_kill_after_grace, args=(leads,), name="tundish-end", daemon=True).start()
     _signal(signal.SIGTERM, leads=leads)
 
 
-def _insist(leads: bool) -> None:
+def _kill_after_grace(leads: bool) -> None:
     # The first process of a container is sent no signal that it has no handler for.
     if os.getpid() != 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         time.sleep(GRACE_SECONDS)

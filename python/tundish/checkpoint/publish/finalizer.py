@@ -114,7 +114,7 @@ class Finalizer:
         try:
             staged = self._stage(queued)
             reports = self._write(queued, staged)
-            with self._voted(f"{queued.what}: publishing"):
+            with self._agreed(f"{queued.what}: publishing"):
                 if self.writable is not None:
                     self.writable.protect(step for one in reports for step in one["protected"])
                     self._publish(self.writable, queued, self._manifest(queued, staged, reports))
@@ -126,7 +126,7 @@ class Finalizer:
             raise
         self.announce("published", self.kind, queued.save.step)
         failed: list[BaseException] = []
-        with self._voted(f"{queued.what}: pruning"):
+        with self._agreed(f"{queued.what}: pruning"):
             try:
                 if self.writable is not None:
                     self.writable.prune(self.kind)
@@ -199,7 +199,7 @@ class Finalizer:
     def _make_room(self, what: str) -> None:
         """Remove old checkpoints, once the steps that any rank protects are known."""
         gathered = self.voter.gather(json.dumps(list(self.protected)), what=what, timeout=self.timeout)
-        with self._voted(what):
+        with self._agreed(what):
             if self.writable is not None:
                 self.writable.protect(step for one in gathered for step in json.loads(one))
                 self.writable.make_room()
@@ -248,7 +248,7 @@ class Finalizer:
         }
         return json.dumps(manifest, indent=2, allow_nan=False) + "\n"
 
-    def _voted(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def _agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.voter.agreed(what, timeout=self.timeout)
 
 

@@ -23,11 +23,10 @@ from tundish._native import TensorCopy
 from tundish.checkpoint.staging.tensor_copy import (
     CopyBlock,
     begin_host_copy,
-    check_on_devices,
     copy_from_device,
     finish_host_copy,
 )
-from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
+from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
 __all__ = ["Copies", "EagerCopy", "LazyCopy", "optimizers_of"]
@@ -128,8 +127,9 @@ class EagerCopy:
     def run(self) -> None:
         """Copy; returns when everything is copied, or queued on a side stream."""
         with torch.no_grad():
-            if self._devices:
-                check_on_devices(self._blocks)
+            for block in self._blocks if self._devices else ():
+                # Before anything is queued: reading freed memory ends the use of the device.
+                check_memories(block.names, block.sources)
             for device, ready in zip(self._devices, self._ready, strict=True):
                 side = _side_stream_of(device)
                 with torch.cuda.device(device), torch.cuda.stream(side):

@@ -15,12 +15,11 @@ import torch
 
 from tundish._native import TensorCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place
-from tundish.checkpoint.tensor_checks import INSPECTOR, check_memories, check_memory
+from tundish.checkpoint.tensor_checks import INSPECTOR, check_memory
 
 __all__ = [
     "CopyBlock",
     "begin_host_copy",
-    "check_on_devices",
     "copy_from_device",
     "finish_host_copy",
     "transfers",
@@ -138,12 +137,6 @@ def _pack(sources: Sequence[torch.Tensor], places: Sequence[Place], device: torc
     flat = torch.empty(sum(lengths), dtype=dtype, device=device)
     torch._foreach_copy_(list(flat.split_with_sizes(lengths)[::2]), [source.view(-1) for source in sources])
     return flat
-
-
-def check_on_devices(blocks: Sequence[CopyBlock]) -> None:
-    """Refuse freed memory before anything is queued: reading it is an error that ends the use of the device."""
-    for block in blocks:
-        check_memories(block.names, block.sources)
 
 
 def begin_host_copy(block: CopyBlock, threads: int) -> TensorCopy:

@@ -61,7 +61,7 @@ class Saving:
         from tundish.checkpoint.hf.gather.gather import Gather
 
         kind: Any
-        kind, name = (Gather, "_exchange") if self._kind == "hf" else (save_planner, "_pack_held")
+        kind, name = (Gather, "_exchange") if self._kind == "hf" else (save_planner, "_pack_values")
         whole = getattr(kind, name)
 
         def give_up(*given: Any, **named: Any) -> Any:
@@ -133,7 +133,7 @@ class Saving:
         """A lazy save whose staging vote succeeds, of which this rank does not hear."""
         from tundish.errors import VoteTimeoutError
 
-        voter = self._checkpointer._root.queues[self._kind]._finalizer.voter
+        voter = self._checkpointer._resources.queues[self._kind]._finalizer.voter
         vote = voter.vote
 
         def lose(*given: Any, **named: Any) -> Any:
@@ -316,7 +316,7 @@ def making_on_two_threads(rank: int, line: Line) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     savings = [Saving(rank, root, "hf") for root in line.hear()]
-    later = savings[1 - rank]._checkpointer._root.voter.last_vote.name.rpartition("-")[0]
+    later = savings[1 - rank]._checkpointer._resources.voter.last_vote.name.rpartition("-")[0]
     make = exchange_group.temporary_group
 
     def make_in_turn(name: str, *given: Any, **named: Any) -> Any:

@@ -72,17 +72,17 @@ def load_dcp(
 
 
 def load_from_root(
-    state_dict: dict[str, Any], view: ReadonlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
+    state_dict: dict[str, Any], root: ReadonlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
 ) -> Loaded:
-    """Collective: load a checkpoint of the root `view`, as `Checkpointer.load_dcp` says."""
+    """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says."""
     wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
     what = "choosing the checkpoint to load"
     with ranks.agreed(what, same=f"load_dcp of {wanted}, verify {bool(verify)}"):
         if step is not None:
             check_step(step)
     if step is not None:
-        return _load_verified(state_dict, view.path / f"dcp-{step}", step, verify=verify, ranks=ranks)
-    candidates = _Candidates(view)
+        return _load_verified(state_dict, root.path / f"dcp-{step}", step, verify=verify, ranks=ranks)
+    candidates = _Candidates(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
         with contextlib.ExitStack() as proposal_lock:
@@ -95,8 +95,8 @@ def load_from_root(
             step = json.loads(ranks.broadcast(json.dumps(proposed), error, what))
             if step is None:
                 # On all ranks: a first start is not the failure of one rank.
-                raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(view.path))
-            path = view.path / f"dcp-{step}"
+                raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(root.path))
+            path = root.path / f"dcp-{step}"
             with open_checkpoint(path, step=step, every_byte=verify, ranks=ranks) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
@@ -107,8 +107,8 @@ def load_from_root(
 class _Candidates:
     """The DCP checkpoints of a root that were not skipped, for the rank that proposes one."""
 
-    def __init__(self, view: ReadonlyRoot) -> None:
-        self._view = view
+    def __init__(self, root: ReadonlyRoot) -> None:
+        self._root = root
         self._skipped: dict[int, str] = {}
 
     def propose(self, lock: contextlib.ExitStack) -> int | None:
@@ -118,7 +118,7 @@ class _Candidates:
             CorruptCheckpointError: all were skipped.
         """
         while True:
-            whole, damaged = self._view.survey("dcp")
+            whole, damaged = self._root.survey("dcp")
             newest = max((one.step for one in whole if one.step not in self._skipped), default=None)
             for one in reversed(damaged):
                 if one.step not in self._skipped and (newest is None or one.step > newest):
@@ -127,13 +127,13 @@ class _Candidates:
                     )
             if newest is None and self._skipped:
                 raise CorruptCheckpointError(
-                    f"no DCP checkpoint under {self._view.path} is whole: {'; '.join(self._skipped.values())}. "
+                    f"no DCP checkpoint under {self._root.path} is whole: {'; '.join(self._skipped.values())}. "
                     "Training does not start anew by itself: move them away to do so"
                 )
             # It may have been removed meanwhile, for a newer one.
             with contextlib.suppress(NotFoundError):
                 if newest is not None:
-                    lock.enter_context(self._view.reading(newest, "dcp"))
+                    lock.enter_context(self._root.reading(newest, "dcp"))
                 return newest
 
     def skip(self, step: int, problem: CorruptCheckpointError, *, is_logged: bool = True) -> None:

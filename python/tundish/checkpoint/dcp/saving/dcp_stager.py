@@ -18,7 +18,7 @@ import torch
 from tundish.checkpoint.dcp.file_layout import FileLayout
 from tundish.checkpoint.dcp.flattened_state import flatten_state
 from tundish.checkpoint.dcp.json_values import to_json
-from tundish.checkpoint.dcp.saving.rank_values import rank_values
+from tundish.checkpoint.dcp.saving.rank_values import rank_values_of
 from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
 from tundish.checkpoint.staging.buffers import Buffer
@@ -76,10 +76,10 @@ class DcpStager:
         self._part = planner.known_part(self._state)
         self._layout: FileLayout | None = None
         if self._part is None:
-            self._held = rank_values(self._state, planner.rank)
-            self._pickle(number for number, value in enumerate(self._held) if value and not value.dtype)
+            self._rank_values = rank_values_of(self._state, planner.rank)
+            self._pickle(number for number, value in enumerate(self._rank_values) if value and not value.dtype)
         else:
-            self._held = self._part.held
+            self._rank_values = self._part.rank_values
         self.fingerprint = (
             f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(extra_text)}"
         )
@@ -109,7 +109,7 @@ class DcpStager:
         """Collective where a rank needs it: plan what each rank saves. Returns whether it did."""
         if any_needs:
             self.release()
-            self._part, self._layout = self._planner.plan(self._state, self._held), None
+            self._part, self._layout = self._planner.plan(self._state, self._rank_values), None
         return any_needs
 
     def reserve(self) -> None:

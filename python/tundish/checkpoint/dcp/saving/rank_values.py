@@ -21,7 +21,7 @@ from tundish.checkpoint.placements import check_placement, rank_parts_of
 from tundish.checkpoint.tensor_checks import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["RankValue", "RankValues", "assign", "rank_values", "shape_of"]
+__all__ = ["RankValue", "RankValues", "assign_values", "rank_values_of", "shape_of"]
 
 
 class RankValue(NamedTuple):
@@ -64,18 +64,18 @@ def shape_of(text: str) -> torch.Size:
     return torch.Size(map(int, text.split(","))) if text else torch.Size()
 
 
-def rank_values(state: FlattenedState, rank: int) -> RankValues:
+def rank_values_of(state: FlattenedState, rank: int) -> RankValues:
     """The blocks of all values that `rank` holds, in the order of the state.
 
     Raises:
         InvalidInputError: the local tensor of a DTensor does not match its placements, or is no single block.
     """
-    held: RankValues = []
+    values: RankValues = []
     blocks: dict[Any, tuple[str, str] | None] = {}
     for (name, value), keys in zip(state, state.structure.paths.values(), strict=True):
         path = json.dumps(keys)
         if not isinstance(value, torch.Tensor):
-            held.append(RankValue(name, path))
+            values.append(RankValue(name, path))
             continue
         size = _text(value.shape)
         block: tuple[str, str] | None = _text([0] * value.dim()), size
@@ -85,8 +85,8 @@ def rank_values(state: FlattenedState, rank: int) -> RankValues:
                 blocks[key] = _block_of(name, value, rank)
             block = blocks[key]
         dtype = str(value.dtype).removeprefix("torch.")
-        held.append(None if block is None else RankValue(name, path, dtype, size, *block))
-    return held
+        values.append(None if block is None else RankValue(name, path, dtype, size, *block))
+    return values
 
 
 def _text(shape: Iterable[int]) -> str:
@@ -107,14 +107,14 @@ def _block_of(name: str, tensor: Any, rank: int) -> tuple[str, str] | None:
     return _text(runs[0][0] for runs in own.runs), _text(own.shape)
 
 
-def assign(held: Sequence[RankValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
+def assign_values(values_by_rank: Sequence[RankValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
     """Decides which rank saves which values.
 
     Blocks that several ranks hold are assigned the largest first, each to the holder with the fewest bytes. The lowest
     holder saves an object.
 
     Args:
-        held: of each rank, in the order of `ranks`.
+        values_by_rank: in the order of `ranks`.
         ranks: global ranks, for messages.
 
     Returns:
@@ -126,7 +126,7 @@ def assign(held: Sequence[RankValues], ranks: Sequence[int]) -> tuple[list[list[
     first: dict[str, tuple[RankValue, int]] = {}
     # Of each distinct block, the index of each holder with that of the value there.
     blocks: dict[_Block, list[tuple[int, int]]] = {}
-    for index, values in enumerate(held):
+    for index, values in enumerate(values_by_rank):
         for number, value in enumerate(values):
             if value is None:
                 continue
@@ -139,8 +139,8 @@ def assign(held: Sequence[RankValues], ranks: Sequence[int]) -> tuple[list[list[
                 )
             blocks.setdefault((name, offsets, lengths), []).append((index, number))
     _check_covered(first, blocks)
-    owned: list[list[int]] = [[] for _ in held]
-    loads = [0] * len(held)
+    owned: list[list[int]] = [[] for _ in values_by_rank]
+    loads = [0] * len(values_by_rank)
     total, shared = 0, []
     for block, holders in blocks.items():
         index, number = holders[0]

@@ -18,7 +18,7 @@ from typing import Any
 
 from tundish.checkpoint.dcp.file_layout import FileLayout
 from tundish.checkpoint.dcp.flattened_state import FlattenedState, StateStructure
-from tundish.checkpoint.dcp.saving.rank_values import RankValue, RankValues, assign
+from tundish.checkpoint.dcp.saving.rank_values import RankValue, RankValues, assign_values
 from tundish.distributed import Voter
 
 __all__ = ["FilesByRank", "OwnedPart", "SavePlanner"]
@@ -41,14 +41,14 @@ class FilesByRank:
 
     def __iter__(self) -> Iterator[tuple[RankValues, Sequence[int]]]:
         """Of each rank the values that it holds, and the indices of those that it saves."""
-        return zip(map(_unpack_held, self._texts), self._owned, strict=True)
+        return zip(map(_unpack_values, self._texts), self._owned, strict=True)
 
 
 class OwnedPart:
     """The values that one rank saves.
 
     Attributes:
-        held: the values that it holds.
+        rank_values: the values that the rank holds.
         tensors, objects: indices of the values that it saves.
         structure: of the state dict.
         files: on the first rank, the files of all ranks.
@@ -58,13 +58,13 @@ class OwnedPart:
 
     def __init__(
         self,
-        held: RankValues,
+        rank_values: RankValues,
         owned: Sequence[int],
         structure: StateStructure | None = None,
         files: FilesByRank | None = None,
     ) -> None:
-        self.held = held
-        saved = [(number, value) for number in owned if (value := held[number]) is not None]
+        self.rank_values = rank_values
+        saved = [(number, value) for number in owned if (value := rank_values[number]) is not None]
         self.tensors = [number for number, value in saved if value.dtype]
         self.objects = [number for number, value in saved if not value.dtype]
         self.structure = structure
@@ -74,7 +74,7 @@ class OwnedPart:
 
     def values(self, numbers: Sequence[int]) -> list[RankValue]:
         """The values of these indices."""
-        return [value for number in numbers if (value := self.held[number]) is not None]
+        return [value for number in numbers if (value := self.rank_values[number]) is not None]
 
 
 class SavePlanner:
@@ -101,16 +101,16 @@ class SavePlanner:
         """This rank's part of `state`; None if its structure is new."""
         return self._part if self._part is not None and self._part.structure is state.structure else None
 
-    def plan(self, state: FlattenedState, held: RankValues) -> OwnedPart:
-        """Collective: find this rank's part of `state`; it holds `held`. Fails on all ranks or on none.
+    def plan(self, state: FlattenedState, rank_values: RankValues) -> OwnedPart:
+        """Collective: find this rank's part of `state`; the rank holds `rank_values`. Fails on all ranks or on none.
 
         Raises:
-            InvalidInputError: as `assign`.
+            InvalidInputError: as `assign_values`.
         """
         voter, what = self._voter, "planning what each rank saves"
         text, error = "", None
         try:
-            text = _pack_held(held)
+            text = _pack_values(rank_values)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         texts = voter.gather(text, error, what=what, timeout=self._timeout)
@@ -118,8 +118,8 @@ class SavePlanner:
         total, reply = 0, None
         try:
             if texts:
-                everyone = list(map(_unpack_held, texts))
-                owned, total = assign(everyone, voter.ranks)
+                everyone = list(map(_unpack_values, texts))
+                owned, total = assign_values(everyone, voter.ranks)
                 # Mostly a rank saves all that it holds.
                 pairs = zip(owned, everyone, strict=True)
                 reply = _pack([None if len(own) == len(values) else own for own, values in pairs])
@@ -127,8 +127,9 @@ class SavePlanner:
             error = caught
         reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
         numbers = _unpack(reply)[self.index]
+        owned_here = range(len(rank_values)) if numbers is None else numbers
         files = FilesByRank(texts, owned, total) if texts else None
-        self._part = OwnedPart(held, range(len(held)) if numbers is None else numbers, state.structure, files)
+        self._part = OwnedPart(rank_values, owned_here, state.structure, files)
         return self._part
 
 
@@ -140,12 +141,12 @@ def _unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
-def _pack_held(held: RankValues) -> str:
+def _pack_values(rank_values: RankValues) -> str:
     # Names are printable text, so that no field contains a line break.
-    return _pack([None if value is None else "\n".join(value) for value in held])
+    return _pack([None if value is None else "\n".join(value) for value in rank_values])
 
 
 # Ranks that hold the same send the same text.
 @functools.lru_cache(maxsize=8)
-def _unpack_held(text: str) -> RankValues:
+def _unpack_values(text: str) -> RankValues:
     return [None if row is None else RankValue(*row.split("\n")) for row in _unpack(text)]

@@ -35,12 +35,12 @@ def make_metadata(files: FilesByRank, object_lengths: Sequence[Sequence[int]]) -
     about: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for index, ((held, numbers), lengths) in enumerate(zip(files, object_lengths, strict=True)):
-        paths.update((value.name, tuple(json.loads(value.path))) for value in held if value is not None)
-        part = OwnedPart(held, numbers)
+    for index, ((values, numbers), lengths) in enumerate(zip(files, object_lengths, strict=True)):
+        paths.update((value.name, tuple(json.loads(value.path))) for value in values if value is not None)
+        part = OwnedPart(values, numbers)
         layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
-        values = part.values(part.tensors + part.objects)
-        for value, (start, length) in zip(values, layout.items(), strict=True):
+        saved = part.values(part.tensors + part.objects)
+        for value, (start, length) in zip(saved, layout.items(), strict=True):
             places[_describe(value, about)] = _StorageInfo(shard_name(index), start, length)
     return pickle.dumps(Metadata(about, paths, places, StorageMeta()))
 

@@ -23,7 +23,7 @@ from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.hf.gather.file_sink import FileSink
 from tundish.checkpoint.hf.gather.schedule import GatherBatch, GatherItem
 from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
-from tundish.checkpoint.placements import RankPart, boxes, rank_parts_of
+from tundish.checkpoint.placements import RankPart, rectangles, rank_parts_of
 from tundish.checkpoint.tensor_checks import check_memory
 from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
@@ -217,14 +217,14 @@ class _IncomingTensor:
     def fill(self, rank_part: RankPart, local: torch.Tensor) -> None:
         """Copy a part to its place."""
         with torch.no_grad():
-            for place, own in boxes(rank_part.runs):
+            for place, own in rectangles(rank_part.runs):
                 self._target[place].copy_(local[own])
 
     def place_for(self, rank_part: RankPart, dtype: torch.dtype) -> torch.Tensor:
         """Memory to receive a part in: its place if that is contiguous, else other memory."""
-        rectangles = list(boxes(rank_part.runs))
-        if len(rectangles) == 1 and self._target[rectangles[0][0]].is_contiguous():
-            return self._target[rectangles[0][0]]
+        places = list(rectangles(rank_part.runs))
+        if len(places) == 1 and self._target[places[0][0]].is_contiguous():
+            return self._target[places[0][0]]
         apart = torch.empty(rank_part.shape, dtype=dtype, device=self._target.device)
         self._waiting.append((rank_part, apart))
         return apart
