@@ -60,22 +60,19 @@ def saving(rank: int, line: Line) -> None:
     """Saves models as the test orders, and compares the files with those that one rank writes of the whole model."""
     import torch
     import torch.distributed as distributed
-    from support.checkpoint.exports import export, staged, write
+    from support.checkpoint.exports import connected_exchange_group, export, staged, write
     from support.checkpoint.sharded_models import spread, whole
 
     from tundish import _native
     from tundish.checkpoint.hf.hf_stager import HfStager
-    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
-    from tundish.distributed import voter_of
 
-    background = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
-    background.connect("background")
+    exchange_group = connected_exchange_group()
     alone = distributed.new_group([rank], use_local_synchronization=True)
     while (order := line.hear()) is not None:
         layout, kind, folder = order
         model = spread(layout)
         arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
-        plan = HfStager(model, exchange_group=background, **arguments)
+        plan = HfStager(model, exchange_group=exchange_group, **arguments)
         if rank == 0:
             folder.mkdir()
         distributed.barrier()
@@ -178,17 +175,14 @@ def gathering_much(rank: int, line: Line) -> None:
     """Saves 512 MiB that are spread over all ranks, and says how much memory that took at most."""
     import torch
     import torch.distributed as distributed
-    from support.checkpoint.exports import staged, write
+    from support.checkpoint.exports import connected_exchange_group, staged, write
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, full
 
     from tundish import _native
     from tundish.checkpoint.hf.hf_stager import HfStager
-    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
-    from tundish.distributed import voter_of
 
-    background = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
-    background.connect("background")
+    exchange_group = connected_exchange_group()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     # Half of them have to be put together of parts that are no stretch of the file.
     tensors = {
@@ -209,7 +203,7 @@ def gathering_much(rank: int, line: Line) -> None:
         distributed.barrier()
         _native.trim_staging()
         before = reset_peak()
-        plan = HfStager(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=background, **arguments)
+        plan = HfStager(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=exchange_group, **arguments)
         with staged(plan) as save:
             write(save, folder, is_first=rank == 0)
         line.say(peak() - before, plan.staged_bytes, plan.file_bytes)
@@ -244,7 +238,7 @@ def failing(rank: int, line: Line) -> None:
     """Runs a conversion that fails on one rank, a save that succeeds, and saves that are refused."""
     import torch
     import torch.distributed as distributed
-    from support.checkpoint.exports import staged, write
+    from support.checkpoint.exports import connected_exchange_group, staged, write
     from support.checkpoint.sharded_models import spread
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
@@ -252,14 +246,11 @@ def failing(rank: int, line: Line) -> None:
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
     from tundish.checkpoint.hf.hf_stager import HfStager
-    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
-    from tundish.distributed import voter_of
 
     # A round for each tensor, so that one fails in the middle.
     schedule.ROUND_BYTES = 1
     folder = line.hear()
-    background = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
-    background.connect("background")
+    exchange_group = connected_exchange_group()
     model = spread("fsdp")
 
     def fail_here(name: str, tensor: Any) -> Any:
@@ -268,7 +259,7 @@ def failing(rank: int, line: Line) -> None:
         return [(name, tensor + 0)]
 
     def save(to_hf: Any) -> None:
-        plan = HfStager(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=background)
+        plan = HfStager(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=exchange_group)
         with staged(plan) as staging:
             write(staging, folder, is_first=rank == 0)
 
@@ -287,9 +278,9 @@ def failing(rank: int, line: Line) -> None:
         DTensor.from_local(whole, mesh, [Partial()]),
         DTensor.from_local(uneven, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
     ):
-        line.say(*outcome(lambda tensor=tensor: HfStager({"layer.w": tensor}, exchange_group=background)))
+        line.say(*outcome(lambda tensor=tensor: HfStager({"layer.w": tensor}, exchange_group=exchange_group)))
     given = {"a": whole, "b": distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])}
-    line.say(*outcome(lambda: HfStager(given, shard_bytes=whole.nbytes, exchange_group=background)))
+    line.say(*outcome(lambda: HfStager(given, shard_bytes=whole.nbytes, exchange_group=exchange_group)))
 
 
 def test_an_error_of_one_rank_is_raised_there(tmp_path: Path) -> None:

@@ -9,16 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from tundish._native import FileMetadata
+from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.stager import StagedSave, WriteOptions
+from tundish.distributed import voter_of
 
 PAGE = 4096
 
 
 def options(progress: Any = lambda ask: None) -> WriteOptions:
     return WriteOptions(checksum=True, writers_per_node=1, set_progress=progress)
+
+
+def connected_exchange_group() -> ExchangeGroup:
+    """Collective: an exchange group of all ranks of the job."""
+    group = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    group.connect("exchange")
+    return group
 
 
 @contextlib.contextmanager

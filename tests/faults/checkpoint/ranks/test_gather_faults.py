@@ -15,21 +15,18 @@ def gathering(rank: int, line: Line) -> None:
     """Gathers tensors of all ranks; the last rank stops in the middle and waits to be killed."""
     import torch
     import torch.distributed as distributed
-    from support.checkpoint.exports import staged, write
+    from support.checkpoint.exports import connected_exchange_group, staged, write
     from support.checkpoint.sharded_models import spread
 
     from tundish import _native
     from tundish.checkpoint.hf.gather import schedule
     from tundish.checkpoint.hf.hf_stager import HfStager
-    from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
-    from tundish.distributed import voter_of
 
     # A round for each tensor, so that there are rounds to come.
     schedule.ROUND_BYTES = 1
     kind, folder = line.hear()
     size = distributed.get_world_size()
-    background = ExchangeGroup(tuple(range(size)), 60, voter_of(None))
-    background.connect("background")
+    exchange_group = connected_exchange_group()
     model = spread("fsdp")
 
     def stop(name: str, tensor: Any) -> Any:
@@ -41,7 +38,7 @@ def gathering(rank: int, line: Line) -> None:
     arguments: dict[str, Any] = {}
     if kind == "lazy":
         arguments = {"staging": "lazy", "optimizer": torch.optim.SGD(model.parameters())}
-    plan = HfStager(model, to_hf=stop, shard_bytes=300, exchange_group=background, **arguments)
+    plan = HfStager(model, to_hf=stop, shard_bytes=300, exchange_group=exchange_group, **arguments)
 
     def save() -> None:
         with staged(plan) as staging:
