@@ -44,7 +44,7 @@ def press() -> Iterator[Callable[[float], None]]:
         timer.join()
 
 
-class Held:
+class HoldAfterWriting:
     """An `on_event` that holds every save up after its files are written."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Held:
 
 
 def test_ctrl_c_in_close_ends_the_wait_and_not_the_save(root: Path, press: Callable[[float], None]) -> None:
-    held = Held()
+    held = HoldAfterWriting()
     checkpointer = Checkpointer(root, on_event=held, on_failure="raise")
     save = checkpointer.save_hf(1, TENSORS)
     press(0.3)
@@ -75,7 +75,7 @@ def test_ctrl_c_in_close_ends_the_wait_and_not_the_save(root: Path, press: Calla
 def test_a_root_is_let_go_of_though_nobody_closes_a_second_time(
     root: Path, press: Callable[[float], None]
 ) -> None:
-    held = Held()
+    held = HoldAfterWriting()
 
     def leave_the_block() -> None:
         with Checkpointer(root, on_event=held, on_failure="raise") as checkpointer:
@@ -231,7 +231,7 @@ def test_an_on_failure_that_exits_leaves_later_saves_working(root: Path) -> None
 def test_a_save_waits_for_readers_of_the_checkpoint_it_replaces(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held = Held()
+    held = HoldAfterWriting()
     with Checkpointer(root, on_event=held, on_failure="raise") as checkpointer:
         held.go_on.set()
         checkpointer.save_hf(1, {"old": torch.zeros(3)}).result(60)
@@ -248,7 +248,7 @@ def test_a_save_waits_for_readers_of_the_checkpoint_it_replaces(
 
 
 def test_an_endless_reader_fails_the_save_in_time(root: Path) -> None:
-    held = Held()
+    held = HoldAfterWriting()
     with Checkpointer(root, on_event=held, on_failure="raise", timeout=2) as checkpointer:
         held.go_on.set()
         checkpointer.save_hf(1, TENSORS).result(60)
@@ -390,7 +390,7 @@ def test_an_exit_finishes_saves_though_no_thread_can_be_started(root: Path) -> N
 
 
 def test_a_signal_handler_may_close_a_checkpointer_that_is_closing(root: Path) -> None:
-    held = Held()
+    held = HoldAfterWriting()
     checkpointer = Checkpointer(root, on_event=held, on_failure="raise")
     checkpointer.save_hf(1, TENSORS)
 
@@ -431,7 +431,7 @@ def test_a_save_whose_checkpointer_is_closed_meanwhile_fails(
 
 
 def test_a_done_callback_that_exits_ends_nothing_else(root: Path) -> None:
-    held = Held()
+    held = HoldAfterWriting()
     with Checkpointer(root, on_event=held, on_failure="raise") as checkpointer:
         first = checkpointer.save_hf(1, TENSORS)
         first.add_done_callback(lambda _: sys.exit(1))

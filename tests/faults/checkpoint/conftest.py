@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.checkpoint.disorder import Disorder
+from support.checkpoint.interrupted_root import InterruptedRoot
 
 
 @pytest.fixture(scope="session")
-def disorder(tmp_path_factory: pytest.TempPathFactory) -> Disorder:
-    return Disorder(tmp_path_factory.mktemp("disorder"))
+def interrupted_root(tmp_path_factory: pytest.TempPathFactory) -> InterruptedRoot:
+    return InterruptedRoot(tmp_path_factory.mktemp("interrupted"))

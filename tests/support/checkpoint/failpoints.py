@@ -1,6 +1,6 @@
 """The compiled module with its failpoints, for processes that a test starts.
 
-It is built beside the one that users get and never installed: a process of a test loads it in the other's place,
+It is built beside the one that users get and never installed: a process of a test loads it in place of the other,
 before it uses tundish. What the failpoints do is said in `rust/commit/src/disk/failpoints.rs`.
 """
 
@@ -46,7 +46,7 @@ def built() -> Path:
 
 
 @dataclass(frozen=True)
-class Place:
+class SystemCall:
     """One system call among those of a process: the `number`th of this operation on this path, from 0."""
 
     operation: str
@@ -60,7 +60,7 @@ class Place:
         return self.operation, re.sub(r"(\.removed-N/).*", r"\1", path)
 
 
-def places(trace: Path) -> list[Place]:
+def system_calls(trace: Path) -> list[SystemCall]:
     """The calls of a process that wrote a trace, but for the heartbeats."""
     seen: Counter[tuple[str, str]] = Counter()
     found = []
@@ -68,16 +68,16 @@ def places(trace: Path) -> list[Place]:
         operation, path, _ = line.split("\t")
         # What is drawn at random for the name of one run.
         path = re.sub(r"\.[0-9a-f]{16}\.", ".*.", path)
-        found.append(Place(operation, path, seen[operation, path]))
+        found.append(SystemCall(operation, path, seen[operation, path]))
         seen[operation, path] += 1
-    return [place for place in found if not (place.path.endswith("/.owner") and place.number > 0)]
+    return [call for call in found if not (call.path.endswith("/.owner") and call.number > 0)]
 
 
-def environment(place: Place, fault: str) -> dict[str, str]:
-    """What a process is told so that a call goes wrong; `fault` counts among the calls that `place` is one of."""
+def environment(call: SystemCall, fault: str) -> dict[str, str]:
+    """What a process is told so that a call goes wrong; `fault` counts among the calls that `call` is one of."""
     return {
         "TUNDISH_FAILPOINT": fault,
-        "TUNDISH_FAILPOINT_OF": f"{place.operation}\t{place.path}",
+        "TUNDISH_FAILPOINT_OF": f"{call.operation}\t{call.path}",
     }
 
 

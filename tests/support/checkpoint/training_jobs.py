@@ -110,7 +110,7 @@ def train(rank: int, line: Any) -> None:
     from tundish.checkpoint import Checkpointer
 
     root = Path(order["root"])
-    claims = Claims(root)
+    recorded = RecordedPublications(root)
     training = Training()
     try:
         with Checkpointer(
@@ -118,11 +118,11 @@ def train(rank: int, line: Any) -> None:
             keep_last=KEPT,
             on_failure="raise",
             timeout=60,
-            on_published=[claims.published] if rank == 0 else [],
+            on_published=[recorded.published] if rank == 0 else [],
         ) as checkpointer:
             step = resume(checkpointer, training)
             if rank == 0:
-                claims.discarding(step)
+                recorded.discarding(step)
             checkpointer.discard_after(step)
             line.say("resumed", step, hidden(root) if rank == 0 else [])
             last = step + order["steps"] if "steps" in order else sys.maxsize
@@ -149,7 +149,7 @@ def train_through_failures(rank: int, line: Any) -> None:
     from tundish.checkpoint import Checkpointer
 
     root = Path(order["root"])
-    claims = Claims(root)
+    recorded = RecordedPublications(root)
     came_of: dict[str, str] = {}
 
     def call(what: str, function: Callable[[], Any]) -> Any:
@@ -167,11 +167,11 @@ def train_through_failures(rank: int, line: Any) -> None:
             keep_last=KEPT,
             on_failure=lambda error: None,
             timeout=60,
-            on_published=[claims.published] if rank == 0 else [],
+            on_published=[recorded.published] if rank == 0 else [],
         ) as checkpointer:
             step = resume(checkpointer, training)
             if rank == 0:
-                claims.discarding(step)
+                recorded.discarding(step)
             checkpointer.discard_after(step)
             saves = {}
             for number in range(step + 1, order["last"] + 1):
@@ -201,7 +201,7 @@ def prepare(root: Path, folder: Path) -> None:
         job.hear_all()
         assert job.hear_all() == [("done", 3), ("done", 3)]
         job.expect_end()
-    with Checkpointer(root, on_failure="raise", on_published=[Claims(root).published]) as checkpointer:
+    with Checkpointer(root, on_failure="raise", on_published=[RecordedPublications(root).published]) as checkpointer:
         checkpointer.save_hf(4, expected(4), blocking=True)
     for leftover in (".hf-9.incomplete", ".dcp-1.removed-0"):
         (root / leftover).mkdir()
@@ -209,11 +209,11 @@ def prepare(root: Path, folder: Path) -> None:
     (root / ".checkpoints.json.incomplete").write_text("{")
 
 
-class Claims:
+class RecordedPublications:
     """What the first rank says of a root, in the order in which it said it; survives its killing."""
 
     def __init__(self, root: Path) -> None:
-        self._path = root.with_name("claims")
+        self._path = root.with_name("publications")
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def published(self, path: Path) -> None:
@@ -271,9 +271,9 @@ def check(root: Path) -> dict[str, int]:
 
     from tundish.checkpoint import load_dcp, open_readonly
 
-    claimed = Claims(root).newest()
+    recorded = RecordedPublications(root).newest()
     if not root.exists():
-        assert not claimed
+        assert not recorded
         return {}
     readonly = open_readonly(root)
     visible = {name for name in os.listdir(root) if re.fullmatch(r"(hf|dcp)-\d+", name)}
@@ -292,7 +292,7 @@ def check(root: Path) -> dict[str, int]:
             weights = state["model"]
         assert_weights(weights, checkpoint.step, checkpoint.path.name)
         newest[checkpoint.kind] = max(newest.get(checkpoint.kind, 0), checkpoint.step)
-    for kind, step in claimed.items():
+    for kind, step in recorded.items():
         assert newest.get(kind, -1) >= step, f"{kind}-{step} was published, and the newest is {newest}"
         assert (root / f"{kind}-latest").is_symlink()
     for kind in ("hf", "dcp"):

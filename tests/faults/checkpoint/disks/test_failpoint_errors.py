@@ -1,7 +1,7 @@
 """While two ranks train, each operation on the disk goes wrong once: it fails, is cut short, or panics.
 
-The places are those of `test_failpoint_kills`. Whatever goes wrong on one rank, all ranks are told the same of every
-save, later saves succeed, and the root is what the ranks were told. Here some places, under `make soak` all of them.
+The calls are those of `test_failpoint_kills`. Whatever goes wrong on one rank, all ranks are told the same of every
+save, later saves succeed, and the root is what the ranks were told. Here some calls, under `make soak` all of them.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint import failpoints as failpoints
-from support.checkpoint.disorder import Disorder
-from support.checkpoint.failpoints import Place
+from support.checkpoint.interrupted_root import InterruptedRoot
+from support.checkpoint.failpoints import SystemCall
 from support.soak import IS_SOAK
 from support.checkpoint.training_jobs import check_next_start, train_through_failures
 from support.distributed.rank_processes import Job
 
 EIO, ENOSPC = 5, 28
-# Here every so many-th sort of places; no multiple of the number of faults.
+# Here every so many-th sort of calls; no multiple of the number of faults.
 STRIDE = 3
 
 
-def tried(places: list[tuple[int, Place]]) -> Iterator[tuple[int, Place, str]]:
-    """Rank, place, and what goes wrong there."""
+def tried(calls: list[tuple[int, SystemCall]]) -> Iterator[tuple[int, SystemCall, str]]:
+    """Rank, call, and what goes wrong in it."""
 
-    def faults(place: Place) -> list[str]:
-        number = place.number
+    def faults(call: SystemCall) -> list[str]:
+        number = call.number
         found = [
             f"fail {number} {EIO}",
             f"fail {number} {ENOSPC}",
             f"panic {number}",
             f"fail-after {number} {EIO}",
         ]
-        return [f"short {number} 100", *found] if place.operation == "write" else found
+        return [f"short {number} 100", *found] if call.operation == "write" else found
 
     if IS_SOAK:
-        for rank, place in places:
-            for fault in faults(place):
-                yield rank, place, fault
+        for rank, call in calls:
+            for fault in faults(call):
+                yield rank, call, fault
         return
-    of_sort = {(rank, *place.sort): (rank, place) for rank, place in places}
-    for turn, (rank, place) in enumerate(itertools.islice(of_sort.values(), 0, None, STRIDE)):
-        yield rank, place, faults(place)[turn % len(faults(place))]
+    of_sort = {(rank, *call.sort): (rank, call) for rank, call in calls}
+    for turn, (rank, call) in enumerate(itertools.islice(of_sort.values(), 0, None, STRIDE)):
+        yield rank, call, faults(call)[turn % len(faults(call))]
 
 
 @pytest.mark.timeout(14400 if IS_SOAK else 600)
 def test_whatever_goes_wrong_once_all_ranks_hear_of_it_and_later_saves_succeed(
-    disorder: Disorder, tmp_path: Path
+    interrupted_root: InterruptedRoot, tmp_path: Path
 ) -> None:
     went_wrong = 0
-    for rank, place, fault in tried(disorder.places()):
-        what = f"rank {rank}: {fault} of {place}"
-        root = disorder.again()
+    for rank, call, fault in tried(interrupted_root.calls()):
+        what = f"rank {rank}: {fault} of {call}"
+        root = interrupted_root.reset()
         with Job(train_through_failures, 2, tmp_path) as job:
-            disorder.start(job, rank, failpoints.environment(place, fault))
-            disorder.start(job, 1 - rank, {})
+            interrupted_root.start(job, rank, failpoints.environment(call, fault))
+            interrupted_root.start(job, 1 - rank, {})
             (_, here), (_, there) = job.hear_all()
             job.expect_end()
         told = {name: bool(error) for name, error in here.items()}

@@ -1,8 +1,8 @@
 """Two ranks that train are killed at every failpoint: one of them, or all at the same moment.
 
-The places are those of a run that goes well: every system call that changes the disk on either rank, from opening a
-root that a dead owner left in disorder, over saves of both kinds, retention and an overwritten step, to the end. Each
-is tried before the call is made and after it. Here one place of each sort, under `make soak` all of them.
+The calls are those of a run that goes well: every system call that changes the disk on either rank, from opening a
+root that an interrupted job left, over saves of both kinds, retention and an overwritten step, to the end. Each
+is tried before the call is made and after it. Here one call of each sort, under `make soak` all of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 from support.checkpoint import failpoints as failpoints
-from support.checkpoint.disorder import Disorder
-from support.checkpoint.failpoints import Place
+from support.checkpoint.interrupted_root import InterruptedRoot
+from support.checkpoint.failpoints import SystemCall
 from support.soak import IS_SOAK
 from support.checkpoint.training_jobs import check_next_start, train
 from support.distributed.rank_processes import Job
@@ -27,29 +27,29 @@ from support.distributed.rank_processes import Job
 NOTICED = 10.0
 
 
-def tried(places: list[tuple[int, Place]]) -> Iterator[tuple[int, Place, bool, bool]]:
-    """Rank, place, whether after the call, whether all ranks are killed."""
+def tried(calls: list[tuple[int, SystemCall]]) -> Iterator[tuple[int, SystemCall, bool, bool]]:
+    """Rank, call, whether after the call, whether all ranks are killed."""
     if IS_SOAK:
-        for (rank, place), is_after, is_all in itertools.product(places, (False, True), (False, True)):
-            yield rank, place, is_after, is_all
+        for (rank, call), is_after, is_all in itertools.product(calls, (False, True), (False, True)):
+            yield rank, call, is_after, is_all
         return
-    of_sort = {(rank, *place.sort): (rank, place) for rank, place in places}
+    of_sort = {(rank, *call.sort): (rank, call) for rank, call in calls}
     turns = itertools.cycle([(True, False), (False, True), (False, False), (True, True)])
-    for (rank, place), (is_after, is_all) in zip(of_sort.values(), turns, strict=False):
-        yield rank, place, is_after, is_all
+    for (rank, call), (is_after, is_all) in zip(of_sort.values(), turns, strict=False):
+        yield rank, call, is_after, is_all
 
 
 @pytest.mark.timeout(14400 if IS_SOAK else 600)
-def test_killed_at_any_failpoint_the_next_start_goes_on(disorder: Disorder, tmp_path: Path) -> None:
+def test_killed_at_any_failpoint_the_next_start_goes_on(interrupted_root: InterruptedRoot, tmp_path: Path) -> None:
     missed = []
-    runs = list(tried(disorder.places()))
-    for rank, place, is_after, is_all in runs:
-        what = f"rank {rank} {'and all ' if is_all else ''}killed {'after' if is_after else 'before'} {place}"
-        root = disorder.again()
+    runs = list(tried(interrupted_root.calls()))
+    for rank, call, is_after, is_all in runs:
+        what = f"rank {rank} {'and all ' if is_all else ''}killed {'after' if is_after else 'before'} {call}"
+        root = interrupted_root.reset()
         with Job(train, 2, tmp_path) as job:
-            fault = failpoints.environment(place, f"kill {2 * place.number + is_after}")
-            disorder.start(job, rank, fault)
-            disorder.start(job, 1 - rank, {})
+            fault = failpoints.environment(call, f"kill {2 * call.number + is_after}")
+            interrupted_root.start(job, rank, fault)
+            interrupted_root.start(job, 1 - rank, {})
             if not ends_by_kill(job, rank):
                 missed.append(what)
                 continue

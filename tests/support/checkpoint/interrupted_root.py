@@ -1,4 +1,4 @@
-"""A root that a dead owner left in disorder, and the places that a run of two ranks on it goes through."""
+"""A root that an interrupted job left, and the system calls of a run of two ranks on it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 from support.checkpoint import failpoints as failpoints
-from support.checkpoint.failpoints import Place
+from support.checkpoint.failpoints import SystemCall
 from support.checkpoint.training_jobs import check_next_start, prepare, train
 from support.distributed.rank_processes import Job
 
 
-class Disorder:
-    """A root with a history, made again for every run, and the places that a run on it goes through."""
+class InterruptedRoot:
+    """A root with a history, made again for every run, and the system calls of a run on it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -21,7 +21,7 @@ class Disorder:
         prepare(self._prepared / "root", folder)
         self.library = failpoints.built()
 
-    def again(self) -> Path:
+    def reset(self) -> Path:
         """The root as it was at first."""
         shutil.rmtree(self.root.parent, ignore_errors=True)
         shutil.copytree(self._prepared, self.root.parent, symlinks=True)
@@ -32,9 +32,9 @@ class Disorder:
         order = {"root": str(self.root), "library": self.library, "environment": environment}
         job.tell(rank, order | {"steps": 2, "last": 6})
 
-    def places(self) -> list[tuple[int, Place]]:
+    def calls(self) -> list[tuple[int, SystemCall]]:
         """By rank, of a run that goes well."""
-        self.again()
+        self.reset()
         traces = [self._folder / f"trace-{rank}" for rank in (0, 1)]
         for trace in traces:
             # They are added to, and another test may have made them.
@@ -47,4 +47,4 @@ class Disorder:
             assert job.hear_all() == [("done", 5), ("done", 5)]
             job.expect_end()
         check_next_start(self.root)
-        return [(rank, place) for rank, trace in enumerate(traces) for place in failpoints.places(trace)]
+        return [(rank, call) for rank, trace in enumerate(traces) for call in failpoints.system_calls(trace)]

@@ -1,6 +1,6 @@
 """Known bugs of other libraries that save in the background.
 
-The other traps are in `test_endings` (exceptions of loops and callbacks) and `test_damage` (144 of 144).
+The other traps are in `test_interpreter_exits` (exceptions of loops and callbacks) and `test_damage` (144 of 144).
 """
 
 from __future__ import annotations
