@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import load_file
 from support.checkpoint.adapter_models import TWO, adapted, assert_same_adapters, files, take_any_peft
 from support.checkpoint.custom_model_code import CODE
-from support.checkpoint.exports import bits, export
+from support.checkpoint.dcp_states import bits
+from support.checkpoint.exports import export
 from support.checkpoint.sharded_models import SMALL
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -14,7 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support.checkpoint.custom_model_code import CODE
-from support.checkpoint.exports import assert_same_export, bits, export
+from support.checkpoint.dcp_states import bits
+from support.checkpoint.exports import assert_same_export, export
 from support.checkpoint.sharded_models import SMALL
 from torch import nn
 from transformers import (

@@ -12,7 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file
-from support.checkpoint.exports import bits, export, header_and_data, options, staged, write
+from support.checkpoint.dcp_states import bits
+from support.checkpoint.exports import export, header_and_data, options, staged, write
 from torch import nn
 
 from tundish import _native

@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpoint.exports import bits
+from support.checkpoint.dcp_states import bits
 
 from tundish.checkpoint.hf.shards import ShardLayout, assign_files, lay_out
 from tundish.checkpoint.staging.buffers import PAGE

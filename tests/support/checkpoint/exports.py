@@ -75,8 +75,3 @@ def assert_same_export(ours: Path, theirs: Path) -> None:
             assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % PAGE == 0
         else:
             assert path.read_bytes() == (theirs / path.name).read_bytes(), path.name
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor: equal also where values are NaN."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
