@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
-from tundish.checkpoint.placements import RankPart, rectangles, check_placement, rank_parts_of
+from tundish.checkpoint.placements import RankPart, check_placement, rank_parts_of, rectangles
 from tundish.errors import InvalidInputError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from tundish.checkpoint.tensor_checks import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["RankPart", "Run", "rectangles", "check_placement", "is_sharded_over_ranks", "rank_parts_of"]
+__all__ = ["RankPart", "Run", "check_placement", "is_sharded_over_ranks", "rank_parts_of", "rectangles"]
 
 Run = tuple[int, int]
 

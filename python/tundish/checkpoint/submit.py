@@ -77,7 +77,9 @@ class _Attempt:
             # The frames hold memory that was being reserved.
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        any_needs = resources.voter.vote(error, what=request.what, same=same, flag=flag, timeout=resources.timeout)
+        any_needs = resources.voter.vote(
+            error, what=request.what, same=same, flag=flag, timeout=resources.timeout
+        )
         # It fails on all ranks or on none.
         has_changed = stager.prepare(resources.voter.last_vote, any_needs=any_needs)
         if not any_needs:

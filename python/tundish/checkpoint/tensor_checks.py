@@ -26,11 +26,11 @@ __all__ = [
     "check_memory",
     "check_tensor",
     "check_tensors",
-    "specs_of",
     "is_dtensor",
     "is_fp8",
     "local_of",
     "locals_of",
+    "specs_of",
     "tied_names",
 ]
 

@@ -10,11 +10,11 @@ import torch
 
 from tundish.checkpoint.hf.conversion import (
     Conversion,
-    identity_conversion,
-    to_hf_conversion,
-    reverting_conversion,
     cast_products,
+    identity_conversion,
     join_conversions,
+    reverting_conversion,
+    to_hf_conversion,
 )
 from tundish.checkpoint.tensor_checks import TensorSpec
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -190,7 +190,9 @@ def test_a_conversion_that_depends_on_other_weights_is_refused() -> None:
 
 
 def test_several_models_together() -> None:
-    conversion = join_conversions([("text.", reverting_conversion(MERGED, merged_layout)), ("", identity_conversion(SOURCES))])
+    conversion = join_conversions(
+        [("text.", reverting_conversion(MERGED, merged_layout)), ("", identity_conversion(SOURCES))]
+    )
     assert converted(conversion)["text.1.whole"].shape == (5, 2)
     assert converted(conversion)["b"].shape == (6,)
     assert conversion.products[-1] == SOURCES[-1]

@@ -169,7 +169,9 @@ def test_places_out_of_order_are_refused(places: list[tuple[int, int]], message:
 @pytest.mark.parametrize("wrong", [0, 1, 19])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("inspector", [INSPECTOR, None], ids=["read together", "asked one by one"])
-def test_nothing_is_copied_beyond_its_place(inspector: TensorInspector | None, threads: int, wrong: int) -> None:
+def test_nothing_is_copied_beyond_its_place(
+    inspector: TensorInspector | None, threads: int, wrong: int
+) -> None:
     tensors = [torch.ones(MIB, dtype=torch.uint8)] * 20
     places = [(number * MIB, (number + 1) * MIB, torch.uint8) for number in range(20)]
     image = FileImage(20 * MIB)

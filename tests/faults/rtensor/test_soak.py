@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.soak import IS_SOAK
 from support.rtensor import soak_roles
 from support.rtensor.peers import Peer, PeerError
+from support.soak import IS_SOAK
 
 from tundish.rtensor import Worker
 

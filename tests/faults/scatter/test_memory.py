@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from support.soak import IS_SOAK
 from support.distributed.rank_processes import Job, Line, on_nodes
+from support.soak import IS_SOAK
 
 import tundish as td
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.soak import IS_SOAK
 from support.shm.actors import PROLOGUE, Actor
+from support.soak import IS_SOAK
 
 from tundish.shm import sweep
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.soak import IS_SOAK
 from support.shm.actors import PROLOGUE, Actor, Refused
+from support.soak import IS_SOAK
 
 import tundish as td
 from tundish.shm import SharedArray

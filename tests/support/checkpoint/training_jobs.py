@@ -201,7 +201,9 @@ def prepare(root: Path, folder: Path) -> None:
         job.hear_all()
         assert job.hear_all() == [("done", 3), ("done", 3)]
         job.expect_end()
-    with Checkpointer(root, on_failure="raise", on_published=[RecordedPublications(root).published]) as checkpointer:
+    with Checkpointer(
+        root, on_failure="raise", on_published=[RecordedPublications(root).published]
+    ) as checkpointer:
         checkpointer.save_hf(4, expected(4), blocking=True)
     for leftover in (".hf-9.incomplete", ".dcp-1.removed-0"):
         (root / leftover).mkdir()

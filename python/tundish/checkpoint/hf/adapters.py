@@ -286,7 +286,9 @@ def _select(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str, 
     return tensors, config
 
 
-def _ask_peft(model: Any, adapter: str, state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _ask_peft(
+    model: Any, adapter: str, state: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors that peft saves of an adapter, and where each comes from in `state`, unless peft computes it.
 
     Not collective: no rank may wait for another one in here.

@@ -28,11 +28,11 @@ __all__ = [
     "ConversionUnit",
     "Convert",
     "ToHf",
-    "identity_conversion",
-    "to_hf_conversion",
-    "reverting_conversion",
     "cast_products",
+    "identity_conversion",
     "join_conversions",
+    "reverting_conversion",
+    "to_hf_conversion",
 ]
 
 ToHf = Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]]
@@ -214,7 +214,9 @@ def join_conversions(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
     )
 
 
-def cast_products(conversion: Conversion, dtype: torch.dtype | None, keep: str | None) -> tuple[TensorSpec, ...]:
+def cast_products(
+    conversion: Conversion, dtype: torch.dtype | None, keep: str | None
+) -> tuple[TensorSpec, ...]:
     """The products as the files contain them: floats become `dtype`.
 
     These stay as they are: products of a source whose name the regular expression `keep` matches, fp8 tensors, and the

@@ -20,15 +20,22 @@ from tundish.checkpoint.hf.conversion import (
     Conversion,
     ConversionUnit,
     ToHf,
-    identity_conversion,
-    to_hf_conversion,
     cast_products,
+    identity_conversion,
     join_conversions,
+    to_hf_conversion,
 )
 from tundish.checkpoint.hf.shards import ShardFile, ShardLayout, assign_files, lay_out
 from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
 from tundish.checkpoint.placements import check_placement, is_sharded_over_ranks, rank_parts_of
-from tundish.checkpoint.tensor_checks import TensorSpec, check_tensors, specs_of, is_dtensor, local_of, tied_names
+from tundish.checkpoint.tensor_checks import (
+    TensorSpec,
+    check_tensors,
+    is_dtensor,
+    local_of,
+    specs_of,
+    tied_names,
+)
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -108,7 +115,9 @@ def make_export_plan(
     """
     _check_arguments(dtype, shard_bytes, to_hf)
     adapters = adapters_of(model_or_tensors)
-    contents = _model_contents(model_or_tensors, to_hf) if adapters is None else _adapter_contents(adapters, to_hf)
+    contents = (
+        _model_contents(model_or_tensors, to_hf) if adapters is None else _adapter_contents(adapters, to_hf)
+    )
     models = [model for model in contents.models if save_pretrained.is_pretrained(model)]
     keep = filter(None, (save_pretrained.fp32_pattern(model, dtype) for model in models))
     # A cache would keep alive what `to_hf` closes over.
@@ -125,7 +134,9 @@ def make_export_plan(
     ranks = _by_node(info.ranks) if are_nodes_alike else info.ranks
     plan = ExportPlan(
         tensors=tuple(contents.tensors),
-        is_sharded=tuple([is_dtensor(tensor) and is_sharded_over_ranks(tensor) for tensor in contents.tensors]),
+        is_sharded=tuple(
+            [is_dtensor(tensor) and is_sharded_over_ranks(tensor) for tensor in contents.tensors]
+        ),
         conversion=contents.conversion,
         products=products,
         layout=layout,

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint import failpoints as failpoints
-from support.checkpoint.interrupted_root import InterruptedRoot
 from support.checkpoint.failpoints import SystemCall
-from support.soak import IS_SOAK
+from support.checkpoint.interrupted_root import InterruptedRoot
 from support.checkpoint.training_jobs import check_next_start, train_through_failures
 from support.distributed.rank_processes import Job
+from support.soak import IS_SOAK
 
 EIO, ENOSPC = 5, 28
 # Here every so many-th sort of calls; no multiple of the number of faults.

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 from support.checkpoint import failpoints as failpoints
-from support.checkpoint.interrupted_root import InterruptedRoot
 from support.checkpoint.failpoints import SystemCall
-from support.soak import IS_SOAK
+from support.checkpoint.interrupted_root import InterruptedRoot
 from support.checkpoint.training_jobs import check_next_start, train
 from support.distributed.rank_processes import Job
+from support.soak import IS_SOAK
 
 # Two votes may have to find out that a rank is gone.
 NOTICED = 10.0
@@ -40,7 +40,9 @@ def tried(calls: list[tuple[int, SystemCall]]) -> Iterator[tuple[int, SystemCall
 
 
 @pytest.mark.timeout(14400 if IS_SOAK else 600)
-def test_killed_at_any_failpoint_the_next_start_goes_on(interrupted_root: InterruptedRoot, tmp_path: Path) -> None:
+def test_killed_at_any_failpoint_the_next_start_goes_on(
+    interrupted_root: InterruptedRoot, tmp_path: Path
+) -> None:
     missed = []
     runs = list(tried(interrupted_root.calls()))
     for rank, call, is_after, is_all in runs:

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.soak import IS_SOAK
 from support.checkpoint.training_jobs import check, hidden, train
 from support.distributed.rank_processes import PATIENCE, Job
+from support.soak import IS_SOAK
 
 from tundish.checkpoint import Checkpointer
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.soak import IS_SOAK
 from support.distributed.rank_processes import Job, Line, on_nodes
+from support.soak import IS_SOAK
 
 import tundish as td
 

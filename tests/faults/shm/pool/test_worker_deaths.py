@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
-from support.soak import IS_SOAK
 from support.shm.pool_helpers import each_method, until
 from support.shm.pool_programs import Program
+from support.soak import IS_SOAK
 
 import tundish as td
 from tundish.errors import PoolError, WorkerDiedError

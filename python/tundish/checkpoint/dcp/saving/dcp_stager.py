@@ -77,7 +77,9 @@ class DcpStager:
         self._layout: FileLayout | None = None
         if self._part is None:
             self._rank_values = rank_values_of(self._state, planner.rank)
-            self._pickle(number for number, value in enumerate(self._rank_values) if value and not value.dtype)
+            self._pickle(
+                number for number, value in enumerate(self._rank_values) if value and not value.dtype
+            )
         else:
             self._rank_values = self._part.rank_values
         self.fingerprint = (

@@ -23,7 +23,7 @@ from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.hf.gather.file_sink import FileSink
 from tundish.checkpoint.hf.gather.schedule import GatherBatch, GatherItem
 from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
-from tundish.checkpoint.placements import RankPart, rectangles, rank_parts_of
+from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
 from tundish.checkpoint.tensor_checks import check_memory
 from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
