@@ -40,10 +40,10 @@ fn worker(queue: &ParentQueue) -> Child {
     Child::start(|| {
         let queue = WorkerQueue::open(queue.descriptor()).expect("a queue");
         let mut payload = Vec::new();
-        while let Ok(TakeOutcome::Task(ticket)) = queue.take(0, &mut TimeLimit::new(None, None, &mut || true)) {
+        while let Ok(TakeOutcome::Task(task_id)) = queue.take(0, &mut TimeLimit::new(None, None, &mut || true)) {
             payload.clear();
-            queue.read(ticket, |_, _, bytes| payload.extend_from_slice(bytes)).expect("a task");
-            queue.finish(ticket, 0, &payload).expect("a result");
+            queue.read(task_id, |_, _, bytes| payload.extend_from_slice(bytes)).expect("a task");
+            queue.finish(task_id, 0, &payload).expect("a result");
         }
     })
 }

@@ -42,7 +42,7 @@ struct Oracle {
 
 impl Oracle {
     fn queued(&self) -> impl Iterator<Item = TaskId> + '_ {
-        self.queue.iter().flatten().map(|(ticket, _)| *ticket)
+        self.queue.iter().flatten().map(|(task_id, _)| *task_id)
     }
 
     fn pass_gaps(&mut self) {
@@ -73,48 +73,48 @@ proptest! {
             match step {
                 Step::Put(lengths) => {
                     let payloads: Vec<_> = lengths.iter().map(|&length| message(seed, length)).collect();
-                    let mut tickets = Vec::new();
-                    queue.put_many(payloads.iter().map(|payload| (seed as u32, payload)), |ticket| tickets.push(ticket));
-                    prop_assert_eq!(tickets.len(), oracle.room().min(payloads.len()));
-                    prop_assert!(tickets.is_sorted());
-                    oracle.queue.extend(tickets.into_iter().zip(payloads).map(Some));
+                    let mut task_ids = Vec::new();
+                    queue.put_many(payloads.iter().map(|payload| (seed as u32, payload)), |task_id| task_ids.push(task_id));
+                    prop_assert_eq!(task_ids.len(), oracle.room().min(payloads.len()));
+                    prop_assert!(task_ids.is_sorted());
+                    oracle.queue.extend(task_ids.into_iter().zip(payloads).map(Some));
                 }
                 Step::Take(number) => {
-                    let taken = worker.try_take(number, |ticket, _, payload| (ticket, payload.to_vec())).unwrap();
+                    let taken = worker.try_take(number, |task_id, _, payload| (task_id, payload.to_vec())).unwrap();
                     oracle.pass_gaps();
                     let expected = oracle.queue.pop_front().flatten();
                     prop_assert_eq!(&taken, &expected);
-                    oracle.taken.extend(taken.map(|(ticket, _)| (number, ticket)));
+                    oracle.taken.extend(taken.map(|(task_id, _)| (number, task_id)));
                 }
                 Step::Finish(which, length) if which < oracle.taken.len() => {
-                    let (_, ticket) = oracle.taken.remove(which);
-                    prop_assert!(queue.is_running(ticket) && !queue.revoke(ticket));
-                    worker.finish(ticket, 5, &message(seed, length)).unwrap();
-                    prop_assert!(worker.finish(ticket, 5, &[]).is_err());
-                    oracle.done.insert(ticket, message(seed, length));
+                    let (_, task_id) = oracle.taken.remove(which);
+                    prop_assert!(queue.is_running(task_id) && !queue.revoke(task_id));
+                    worker.finish(task_id, 5, &message(seed, length)).unwrap();
+                    prop_assert!(worker.finish(task_id, 5, &[]).is_err());
+                    oracle.done.insert(task_id, message(seed, length));
                 }
                 Step::Revoke(which) => {
-                    let Some(ticket) = oracle.queued().nth(which) else { continue };
-                    prop_assert!(!queue.is_running(ticket));
-                    prop_assert!(queue.revoke(ticket));
-                    prop_assert!(!queue.revoke(ticket));
-                    let gap = oracle.queue.iter_mut().find(|entry| entry.as_ref().is_some_and(|(of, _)| *of == ticket));
+                    let Some(task_id) = oracle.queued().nth(which) else { continue };
+                    prop_assert!(!queue.is_running(task_id));
+                    prop_assert!(queue.revoke(task_id));
+                    prop_assert!(!queue.revoke(task_id));
+                    let gap = oracle.queue.iter_mut().find(|entry| entry.as_ref().is_some_and(|(of, _)| *of == task_id));
                     *gap.unwrap() = None;
                 }
                 Step::Reap(number) => {
                     let mut lost = queue.reap(number).unwrap();
                     lost.sort_unstable();
                     let mut expected: Vec<_> =
-                        oracle.taken.extract_if(.., |(of, _)| *of == number).map(|(_, ticket)| ticket).collect();
+                        oracle.taken.extract_if(.., |(of, _)| *of == number).map(|(_, task_id)| task_id).collect();
                     expected.sort_unstable();
                     prop_assert_eq!(lost, expected);
                 }
                 Step::Collect => {
                     prop_assert_eq!(queue.is_ready(), !oracle.done.is_empty());
                     let mut results = BTreeMap::new();
-                    queue.collect(|ticket, kind, payload| {
+                    queue.collect(|task_id, kind, payload| {
                         assert_eq!(kind, 5);
-                        assert_eq!(results.insert(ticket, payload.to_vec()), None);
+                        assert_eq!(results.insert(task_id, payload.to_vec()), None);
                     });
                     prop_assert_eq!(&results, &core::mem::take(&mut oracle.done));
                 }
@@ -133,11 +133,11 @@ fn a_wait_without_time_reports_present_results() {
     let take = || worker.take(3, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true)).unwrap();
     assert_eq!((wait(WaiterRole::Caller), wait(WaiterRole::Background)), (WaitOutcome::Nothing, WaitOutcome::Nothing));
     assert_eq!(take(), TakeOutcome::Nothing);
-    let ticket = queue.put(1, b"task").unwrap().unwrap();
+    let task_id = queue.put(1, b"task").unwrap().unwrap();
     queue.stop();
-    assert_eq!(take(), TakeOutcome::Task(ticket));
+    assert_eq!(take(), TakeOutcome::Task(task_id));
     assert_eq!(take(), TakeOutcome::Stop);
-    worker.finish(ticket, 1, b"result").unwrap();
+    worker.finish(task_id, 1, b"result").unwrap();
     assert_eq!((wait(WaiterRole::Caller), wait(WaiterRole::Background)), (WaitOutcome::Ready, WaitOutcome::Ready));
 }
 
@@ -147,18 +147,18 @@ fn results_that_a_panic_kept_from_their_reader_come_again() {
     let worker = WorkerQueue::open(queue.descriptor()).unwrap();
     for _ in 0..3 {
         queue.put(1, b"").unwrap().unwrap();
-        let ticket = worker.try_take(0, |ticket, _, _| ticket).unwrap().unwrap();
-        worker.finish(ticket, 1, b"").unwrap();
+        let task_id = worker.try_take(0, |task_id, _, _| task_id).unwrap().unwrap();
+        worker.finish(task_id, 1, b"").unwrap();
     }
     let mut seen = Vec::new();
     let panic = std::panic::catch_unwind(core::panic::AssertUnwindSafe(|| {
-        queue.collect(|ticket, _, _| {
+        queue.collect(|task_id, _, _| {
             assert!(seen.is_empty(), "one is enough");
-            seen.push(ticket);
+            seen.push(task_id);
         });
     }));
     assert!(panic.is_err() && seen.len() == 1);
-    queue.collect(|ticket, _, _| seen.push(ticket));
+    queue.collect(|task_id, _, _| seen.push(task_id));
     seen.sort_unstable();
     seen.dedup();
     assert_eq!((seen.len(), queue.room()), (3, 3));

@@ -65,9 +65,9 @@ impl Random {
 fn worker(queue: &ParentQueue, number: u16) -> Child {
     Child::start(|| {
         let Ok(queue) = WorkerQueue::open(queue.descriptor()) else { return };
-        while let Ok(TakeOutcome::Task(ticket)) = queue.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
-            let Ok(answer) = queue.read(ticket, |_, _, payload| answer(payload)) else { return };
-            if queue.finish(ticket, 7, &answer).is_err() {
+        while let Ok(TakeOutcome::Task(task_id)) = queue.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
+            let Ok(answer) = queue.read(task_id, |_, _, payload| answer(payload)) else { return };
+            if queue.finish(task_id, 7, &answer).is_err() {
                 return;
             }
         }
@@ -90,8 +90,8 @@ fn collect(queue: &ParentQueue, open: &mut HashMap<TaskId, u64>) {
     while queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(STUCK), None, &mut || true)) != WaitOutcome::Ready {
         assert!(begin.elapsed() < STUCK, "{} tasks wait for nobody", open.len());
     }
-    queue.collect(|ticket, kind, payload| {
-        let number = open.remove(&ticket).expect("each result comes once");
+    queue.collect(|task_id, kind, payload| {
+        let number = open.remove(&task_id).expect("each result comes once");
         assert_eq!((kind, payload), (7, &answer(&question(number))[..]));
     });
 }
@@ -109,8 +109,8 @@ fn a_killed_worker_costs_the_task_that_it_had_and_nothing_else() {
         let (mut put, mut lost) = (0, 0);
         for _ in 0..kills {
             while queue.room() > 0 {
-                let ticket = queue.put(3, &question(put)).unwrap().unwrap();
-                assert_eq!(open.insert(ticket, put), None);
+                let task_id = queue.put(3, &question(put)).unwrap().unwrap();
+                assert_eq!(open.insert(task_id, put), None);
                 put += 1;
             }
             let pause = Duration::from_nanos(random.below(200_000));
@@ -123,8 +123,8 @@ fn a_killed_worker_costs_the_task_that_it_had_and_nothing_else() {
             let died = queue.reap(number).unwrap();
             workers.insert(number, worker(&queue, number));
             assert!(died.len() <= 1);
-            for ticket in died {
-                assert!(open.remove(&ticket).is_some(), "what is lost was not done");
+            for task_id in died {
+                assert!(open.remove(&task_id).is_some(), "what is lost was not done");
                 lost += 1;
             }
             if !open.is_empty() {
@@ -154,9 +154,9 @@ fn workers_that_sleep_when_they_are_killed_are_not_waited_for() {
         let victim = (number % 2) as u16;
         drop(workers.remove(&victim));
         // The task may be left to the dead one, which was searching or asleep.
-        let ticket = queue.put(3, &question(number)).unwrap().unwrap();
+        let task_id = queue.put(3, &question(number)).unwrap().unwrap();
         assert_eq!(queue.reap(victim).unwrap(), []);
-        collect(&queue, &mut HashMap::from([(ticket, number)]));
+        collect(&queue, &mut HashMap::from([(task_id, number)]));
         workers.insert(victim, worker(&queue, victim));
     }
     queue.stop();

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use loom::thread;
 
 use atomic::AtomicU64;
-use protocol::{VOTE_WORDS, VoteState, Words, cast, give_up, state_of};
+use protocol::{VOTE_WORDS, VoteState, VoteWords, cast, give_up, state_of};
 
 struct Memory {
     newest: AtomicU64,
@@ -25,7 +25,7 @@ struct Memory {
     shared_votes: Vec<[AtomicU64; VOTE_WORDS]>,
 }
 
-impl Words for Memory {
+impl VoteWords for Memory {
     fn members(&self) -> usize {
         self.shared_votes.len()
     }

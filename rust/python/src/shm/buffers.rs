@@ -18,13 +18,13 @@ use tundish_shm::arena::{Arena, ArenaUse, default_limit};
 use tundish_shm::{self as shm, BufferReference};
 
 use super::drop_without_gil::DropWithoutGil;
-use super::{as_address, as_tuple, look};
+use super::{as_address, as_tuple, check_signals};
 use crate::enter::enter;
 use crate::error::BindingError;
 use crate::with_gil::is_over;
 
 /// Copying fewer bytes takes less time than releasing the GIL.
-const WORTH_LETTING_GO: usize = 128 << 10;
+const MIN_BYTES_WITHOUT_GIL: usize = 128 << 10;
 
 /// A buffer's reference as Python has it: process, descriptor, identity, generation, bytes.
 type ReferenceTuple = (u32, i32, u64, u64, usize);
@@ -52,7 +52,7 @@ impl SegmentArena {
     /// Returns a writable buffer of `nbytes`, whose contents are not defined.
     fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<SendBuffer> {
         let arena = &*self.arena;
-        let buffer = enter(py, None, move |signals| Ok(shm::SendBuffer::take(arena, nbytes, &mut || look(signals))?))?;
+        let buffer = enter(py, None, move |signals| Ok(shm::SendBuffer::take(arena, nbytes, &mut || check_signals(signals))?))?;
         let state = State { buffer: Some(DropWithoutGil::new(buffer)), exports: 0, end: None };
         Ok(SendBuffer { state: Mutex::new(state), copier: Arc::clone(&self.copier) })
     }
@@ -188,7 +188,7 @@ impl SendBuffer {
             let source = std::ptr::with_exposed_provenance(address);
             copies.push(copying::Copy { source, target: to.wrapping_add(end - length), length });
         }
-        if total < WORTH_LETTING_GO {
+        if total < MIN_BYTES_WITHOUT_GIL {
             for copy in copies {
                 // SAFETY: as below.
                 unsafe { copy.source.copy_to_nonoverlapping(copy.target, copy.length) };
@@ -199,7 +199,7 @@ impl SendBuffer {
         enter(slf.py(), None, move |signals| {
             // SAFETY: targets lie in the buffer, which is exported and therefore stays, one after the other; sources
             // in memory that the caller keeps.
-            Ok(unsafe { copier.copy(&copies, threads, |_| look(signals)) }?)
+            Ok(unsafe { copier.copy(&copies, threads, |_| check_signals(signals)) }?)
         })
     }
 

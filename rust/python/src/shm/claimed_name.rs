@@ -4,42 +4,42 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tundish_shm::arena::Arena;
 use tundish_shm::attachment::Keeper;
-use tundish_shm::named::{Claim, Hold, SegmentFolder, SegmentName};
+use tundish_shm::named::{NameClaim, NameHold, SegmentFolder, SegmentName};
 use tundish_shm::{GoOn, Segment, ShmError};
 
-use super::look;
+use super::check_signals;
 use crate::enter::SignalCheck;
 
 /// A segment's name, before and after the segment has it.
 pub(super) struct ClaimedName(Mutex<State>);
 
 enum State {
-    Claimed(Claim),
+    Claimed(NameClaim),
     /// Also kept by every view of this process: the last one removes the name.
-    Held(Arc<Hold>),
+    Held(Arc<NameHold>),
     /// The name went to another segment.
     Lost,
 }
 
 /// Makes a segment for `len` bytes: from the arena, or a new one for `name`.
-pub(super) fn take(
+pub(super) fn make_segment(
     len: usize,
     name: Option<&str>,
     signals: &mut SignalCheck,
 ) -> Result<(Segment, Option<ClaimedName>), ShmError> {
-    let mut go_on = || look(signals);
+    let mut go_on = || check_signals(signals);
     let Some(name) = name else {
         return Ok((Arena::of_arrays().take(len, &mut go_on)?, None));
     };
-    let directory = Arc::new(SegmentFolder::standard()?);
-    let claim = Claim::new(directory, SegmentName::new(name)?, &mut go_on)?;
+    let folder = Arc::new(SegmentFolder::standard()?);
+    let claim = NameClaim::new(folder, SegmentName::new(name)?, &mut go_on)?;
     let segment = claim.make_segment(len, &mut go_on)?;
     Ok((segment, Some(ClaimedName(Mutex::new(State::Claimed(claim))))))
 }
 
 impl ClaimedName {
     /// Gives the name to the segment. A second call does nothing.
-    pub(super) fn appear(&self, segment: &Segment, go_on: GoOn<'_>) -> Result<(), ShmError> {
+    pub(super) fn publish_name(&self, segment: &Segment, go_on: GoOn<'_>) -> Result<(), ShmError> {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Lost) {
             State::Claimed(claim) => *state = State::Held(Arc::new(claim.publish(segment.file(), go_on)?)),

@@ -30,6 +30,6 @@ fn as_address((process, descriptor, identity, generation): AddressTuple) -> Segm
 }
 
 /// Checks for signals in the middle of long work.
-fn look(signals: &mut SignalCheck) -> Result<(), ShmError> {
+fn check_signals(signals: &mut SignalCheck) -> Result<(), ShmError> {
     signals.tick("share", 0, 0).map_err(|_| ShmError::Interrupted)
 }

@@ -5,7 +5,7 @@ use pyo3::types::PyDict;
 use tundish_shm::named::SegmentFolder;
 use tundish_shm::named::sweep::{NamedSegment, sweep};
 
-use super::look;
+use super::check_signals;
 use crate::enter::enter;
 
 /// Lists the named segments of this user, and removes the dead ones unless `dry_run`.
@@ -13,8 +13,8 @@ use crate::enter::enter;
 #[pyo3(signature = (*, dry_run))]
 pub(crate) fn sweep_segments(py: Python<'_>, dry_run: bool) -> PyResult<Bound<'_, PyDict>> {
     let found = enter(py, None, |signals| {
-        let directory = SegmentFolder::standard()?;
-        Ok(sweep(&directory, dry_run, &mut || look(signals))?)
+        let folder = SegmentFolder::standard()?;
+        Ok(sweep(&folder, dry_run, &mut || check_signals(signals))?)
     })?;
     let described = |segments: &[NamedSegment]| -> PyResult<Vec<_>> {
         segments.iter().map(|segment| describe(py, segment)).collect()

@@ -17,9 +17,9 @@ use tundish_shm::attachment::{self, Attachment};
 use tundish_shm::named::{self, SegmentFolder, SegmentName};
 use tundish_shm::{Lease, PrivateCopy, Segment, SegmentAddress, ShmError};
 
-use super::claimed_name::{ClaimedName, take};
+use super::claimed_name::{ClaimedName, make_segment};
 use super::drop_without_gil::DropWithoutGil;
-use super::{AddressTuple, as_address, as_tuple, look};
+use super::{AddressTuple, as_address, as_tuple, check_signals};
 use crate::enter::enter;
 use crate::error::BindingError;
 
@@ -91,10 +91,10 @@ unsafe impl Send for ViewedMemory {}
 unsafe impl Sync for ViewedMemory {}
 
 /// Bytes that are read while the GIL is released.
-struct Source(*const u8);
+struct SourcePointer(*const u8);
 
 // SAFETY: only an address; the reader answers for the bytes there.
-unsafe impl Send for Source {}
+unsafe impl Send for SourcePointer {}
 
 #[pymethods]
 impl SharedSegment {
@@ -106,15 +106,15 @@ impl SharedSegment {
             return Err(PyValueError::new_err("the bytes do not lie one after the other"));
         }
         let len = data.len_bytes();
-        let source = Source(data.buf_ptr().cast());
+        let source = SourcePointer(data.buf_ptr().cast());
         let own = enter(py, None, move |signals| {
             let source = source;
-            let (mut segment, name) = take(len, name, signals)?;
+            let (mut segment, name) = make_segment(len, name, signals)?;
             // SAFETY: the caller holds the buffer until this returns.
-            let filled = unsafe { segment.fill(source.0, len, &mut || look(signals)) };
+            let filled = unsafe { segment.fill(source.0, len, &mut || check_signals(signals)) };
             let published = filled.and_then(|()| segment.publish(len, &layout));
             let named = published.and_then(|()| match &name {
-                Some(name) => name.appear(&segment, &mut || look(signals)),
+                Some(name) => name.publish_name(&segment, &mut || check_signals(signals)),
                 None => Ok(()),
             });
             let own = OwnedSegment::new(segment, len, layout, name);
@@ -125,13 +125,13 @@ impl SharedSegment {
     }
 
     /// Creates a segment for `size` bytes that its owner writes: zeros, or without `clear` any bytes. It gets `name` by
-    /// `appear`.
+    /// `publish_name`.
     #[staticmethod]
     #[pyo3(signature = (size, layout, clear, name=None))]
     fn make(py: Python<'_>, size: usize, layout: Vec<u8>, clear: bool, name: Option<&str>) -> PyResult<Self> {
         let own = enter(py, None, move |signals| {
-            let (mut segment, name) = take(size, name, signals)?;
-            let cleared = if clear { segment.clear(size, &mut || look(signals)) } else { Ok(()) };
+            let (mut segment, name) = make_segment(size, name, signals)?;
+            let cleared = if clear { segment.clear(size, &mut || check_signals(signals)) } else { Ok(()) };
             let done = cleared.and_then(|()| segment.publish(size, &layout));
             let own = OwnedSegment::new(segment, size, layout, name);
             Ok(done.map(|()| own)?)
@@ -140,11 +140,11 @@ impl SharedSegment {
     }
 
     /// Gives the segment its name, if it was made for one: from here on others find it.
-    fn appear(&self, py: Python<'_>) -> PyResult<()> {
+    fn publish_name(&self, py: Python<'_>) -> PyResult<()> {
         let SegmentRole::Owner(own) = &*self.role else { return Ok(()) };
         let Some(name) = &own.name else { return Ok(()) };
         let segment = own.segment()?;
-        enter(py, None, |signals| Ok(name.appear(segment, &mut || look(signals))?))
+        enter(py, None, |signals| Ok(name.publish_name(segment, &mut || check_signals(signals))?))
     }
 
     /// Attaches to the segment at `address`: through the descriptor of its process, or by its `name`.
@@ -279,21 +279,21 @@ impl SegmentView {
     }
 }
 
-/// Attaches to the segment of this name, if it is the one that was `meant`: without the GIL, and registers it with it.
+/// Attaches to the segment of this name, if it is the one that was `expected`: without the GIL, and registers it with it.
 fn find_named(
     py: Python<'_>,
     name: &str,
-    meant: Option<&SegmentAddress>,
+    expected: Option<&SegmentAddress>,
 ) -> PyResult<Result<Arc<Attachment>, ShmError>> {
     let found = enter(py, None, |signals| {
         let mut find =
-            || named::attach(Arc::new(SegmentFolder::standard()?), SegmentName::new(name)?, &mut || look(signals));
+            || named::attach(Arc::new(SegmentFolder::standard()?), SegmentName::new(name)?, &mut || check_signals(signals));
         match find() {
             Err(ShmError::Interrupted) => Err(ShmError::Interrupted.into()),
             outcome => Ok(outcome),
         }
     })?;
-    Ok(found.and_then(|found| attachment::attach_named(found, meant)))
+    Ok(found.and_then(|found| attachment::attach_named(found, expected)))
 }
 
 /// Bytes of shared memory of this process.

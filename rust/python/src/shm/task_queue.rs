@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use tundish_shm::ShmError;
 use tundish_shm::task_queue::{
-    MOST_WORKERS, ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue,
+    MAX_WORKERS, ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue,
 };
 
 use super::descriptor;
@@ -19,11 +19,11 @@ use crate::enter::enter;
 use crate::error::BindingError;
 
 /// The time between two looks at signals. A signal ends a sleep, but not if it comes a few instructions before.
-const CALLER_LOOKS: Duration = Duration::from_millis(50);
+const CALLER_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The same for workers, which a watcher ends and which may sleep for hours.
-const WORKER_LOOKS: Duration = Duration::from_secs(1);
+const WORKER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A ticket, a kind and a content.
+/// A task id, a kind and a content.
 type Message<'py> = (u64, u32, Bound<'py, PyAny>);
 
 enum Side {
@@ -35,7 +35,7 @@ enum Side {
 ///
 /// The parent makes `TaskQueue(slots, slot_bytes)`; a worker opens `TaskQueue.open(fd)`, and only takes and finishes. A
 /// message has a kind, a number below 2²⁴, and a content: at most `capacity` bytes, or a value that `is_plain`, which
-/// arrives as such. A ticket, a positive number, names a task until its result is collected or it is revoked.
+/// arrives as such. A task id, a positive number, names a task until its result is collected or it is revoked.
 #[pyclass(frozen, module = "tundish._native")]
 pub(crate) struct TaskQueue {
     side: Side,
@@ -71,14 +71,14 @@ impl TaskQueue {
         }
     }
 
-    /// Queues a task and returns its ticket; `None` if there is no room.
+    /// Queues a task and returns its id; `None` if there is no room.
     fn put(&self, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
         let (kind, content) = message_of(kind, content)?;
-        let ticket = self.parent()?.put(kind, content.as_ref()).map_err(BindingError::from)?;
-        Ok(ticket.map(TaskId::number))
+        let task_id = self.parent()?.put(kind, content.as_ref()).map_err(BindingError::from)?;
+        Ok(task_id.map(TaskId::number))
     }
 
-    /// Queues the first of `contents`, as many as there is room for; returns their tickets.
+    /// Queues the first of `contents`, as many as there is room for; returns their ids.
     fn put_many<'py>(&self, py: Python<'py>, kind: u32, contents: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
         let queue = self.parent()?;
         let contents: Vec<_> = contents.iter().take(queue.room()).collect();
@@ -89,15 +89,15 @@ impl TaskQueue {
             Ok(message)
         });
         let messages = messages.collect::<PyResult<Vec<_>>>()?;
-        let tickets = PyList::empty(py);
+        let task_ids = PyList::empty(py);
         let mut failed = Ok(());
-        queue.put_many(messages.into_iter(), |ticket| {
+        queue.put_many(messages.into_iter(), |task_id| {
             if failed.is_ok() {
-                failed = tickets.append(ticket.number());
+                failed = task_ids.append(task_id.number());
             }
         });
         failed?;
-        Ok(tickets)
+        Ok(task_ids)
     }
 
     /// Whether there are results.
@@ -105,13 +105,13 @@ impl TaskQueue {
         Ok(self.parent()?.is_ready())
     }
 
-    /// Returns ticket, kind and content of every result that has come.
+    /// Returns task id, kind and content of every result that has come.
     fn collect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let results = PyList::empty(py);
         let mut failed = Ok(());
-        self.parent()?.collect(|ticket, kind, payload| {
+        self.parent()?.collect(|task_id, kind, payload| {
             if failed.is_ok() {
-                failed = results.append(message(py, ticket, kind, payload));
+                failed = results.append(message(py, task_id, kind, payload));
             }
         });
         failed?;
@@ -130,8 +130,8 @@ impl TaskQueue {
         let timeout = seconds(timeout)?;
         let role = if caller { WaiterRole::Caller } else { WaiterRole::Background };
         // A caller may be the main thread, the only one that handles signals.
-        let looks = caller.then_some(CALLER_LOOKS);
-        enter(py, None, |signals| match queue.wait(role, &mut TimeLimit::new(timeout, looks, &mut || signals.look())) {
+        let check_every = caller.then_some(CALLER_CHECK_INTERVAL);
+        enter(py, None, |signals| match queue.wait(role, &mut TimeLimit::new(timeout, check_every, &mut || signals.look())) {
             WaitOutcome::Ready => Ok(true),
             WaitOutcome::Nothing => Ok(false),
             WaitOutcome::Interrupted => Err(ShmError::Interrupted.into()),
@@ -139,16 +139,16 @@ impl TaskQueue {
     }
 
     /// Takes a task back; False if a worker has taken it, or it is over.
-    fn revoke(&self, ticket: u64) -> PyResult<bool> {
-        Ok(self.parent()?.revoke(TaskId::from_number(ticket)))
+    fn revoke(&self, task_id: u64) -> PyResult<bool> {
+        Ok(self.parent()?.revoke(TaskId::from_number(task_id)))
     }
 
     /// Returns whether a worker has taken the task, and its result is not collected.
-    fn running(&self, ticket: u64) -> PyResult<bool> {
-        Ok(self.parent()?.is_running(TaskId::from_number(ticket)))
+    fn running(&self, task_id: u64) -> PyResult<bool> {
+        Ok(self.parent()?.is_running(TaskId::from_number(task_id)))
     }
 
-    /// Frees the slots of a dead worker; returns the tickets of the tasks that died with it.
+    /// Frees the slots of a dead worker; returns the ids of the tasks that died with it.
     ///
     /// Its finished tasks can still be collected. From then on another worker may have its number.
     fn reap(&self, worker: i64) -> PyResult<Vec<u64>> {
@@ -174,37 +174,37 @@ impl TaskQueue {
     #[pyo3(signature = (worker, timeout))]
     fn take<'py>(&self, py: Python<'py>, worker: i64, timeout: Option<f64>) -> PyResult<Option<Message<'py>>> {
         let (queue, worker) = (self.worker()?, worker_number(worker)?);
-        let task = queue.try_take(worker, |ticket, kind, payload| message(py, ticket, kind, payload));
+        let task = queue.try_take(worker, |task_id, kind, payload| message(py, task_id, kind, payload));
         if let Some(task) = task.map_err(BindingError::from)? {
             return Ok(Some(task));
         }
         let timeout = timeout.map(seconds).transpose()?.flatten();
-        let ticket = enter(py, None, |signals| {
-            let taken = queue.take(worker, &mut TimeLimit::new(timeout, Some(WORKER_LOOKS), &mut || signals.look()));
+        let task_id = enter(py, None, |signals| {
+            let taken = queue.take(worker, &mut TimeLimit::new(timeout, Some(WORKER_CHECK_INTERVAL), &mut || signals.look()));
             match taken? {
-                TakeOutcome::Task(ticket) => Ok(Some(ticket)),
+                TakeOutcome::Task(task_id) => Ok(Some(task_id)),
                 TakeOutcome::Stop => Ok(None),
                 TakeOutcome::Nothing => Err(ShmError::TimedOut { what: "a task" }.into()),
                 TakeOutcome::Interrupted => Err(ShmError::Interrupted.into()),
             }
         })?;
-        let task = ticket.map(|ticket| queue.read(ticket, |ticket, kind, payload| message(py, ticket, kind, payload)));
+        let task = task_id.map(|task_id| queue.read(task_id, |task_id, kind, payload| message(py, task_id, kind, payload)));
         Ok(task.transpose().map_err(BindingError::from)?)
     }
 
     /// Leaves the result of a task that this worker has taken.
-    fn finish(&self, ticket: u64, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn finish(&self, task_id: u64, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<()> {
         let (kind, content) = message_of(kind, content)?;
-        Ok(self.worker()?.finish(TaskId::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?)
+        Ok(self.worker()?.finish(TaskId::from_number(task_id), kind, content.as_ref()).map_err(BindingError::from)?)
     }
 
     /// Leaves a result that is plain and fits. Returns False, and does nothing, for any other value, also bytes.
-    fn finish_plain(&self, ticket: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    fn finish_plain(&self, task_id: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         let queue = self.worker()?;
         match MessageContent::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
             Some(content) => {
                 let kind = checked_kind(&content, kind)?;
-                queue.finish(TaskId::from_number(ticket), kind, content.as_ref()).map_err(BindingError::from)?;
+                queue.finish(TaskId::from_number(task_id), kind, content.as_ref()).map_err(BindingError::from)?;
                 Ok(true)
             }
             None => Ok(false),
@@ -246,9 +246,9 @@ pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> PyResult<()> {
     Ok(tundish_shm::exit_with_parent(descriptor::borrow(fd)?, pid).map_err(BindingError::from)?)
 }
 
-fn message<'py>(py: Python<'py>, ticket: TaskId, kind: u32, payload: &[u8]) -> Message<'py> {
+fn message<'py>(py: Python<'py>, task_id: TaskId, kind: u32, payload: &[u8]) -> Message<'py> {
     let (kind, content) = message_content::open(py, kind, payload);
-    (ticket.number(), kind, content)
+    (task_id.number(), kind, content)
 }
 
 fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, MessageContent<'a>), BindingError> {
@@ -270,7 +270,7 @@ fn seconds(timeout: f64) -> Result<Option<Duration>, BindingError> {
 }
 
 fn worker_number(worker: i64) -> Result<u16, BindingError> {
-    u16::try_from(worker).ok().filter(|&worker| worker < MOST_WORKERS).ok_or_else(|| {
-        BindingError::Value(format!("a task queue has the workers 0 to {}, not {worker}", MOST_WORKERS - 1))
+    u16::try_from(worker).ok().filter(|&worker| worker < MAX_WORKERS).ok_or_else(|| {
+        BindingError::Value(format!("a task queue has the workers 0 to {}, not {worker}", MAX_WORKERS - 1))
     })
 }

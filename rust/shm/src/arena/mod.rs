@@ -21,7 +21,7 @@ use crate::process::PerProcess;
 use crate::segment::Segment;
 
 /// Segments that are kept at most: each takes a descriptor, of which many systems allow a process 1024.
-const MOST_KEPT: usize = 128;
+const MAX_KEPT: usize = 128;
 
 /// A kept slab serves a request that is smaller by up to one part in so many.
 const SLACK_OF_SLABS: usize = 4;
@@ -86,7 +86,7 @@ impl CountedBytes {
     pub fn new(bytes: usize) -> Self {
         let mut state = Arena::of_arrays().lock();
         state.stats.in_use += bytes;
-        state.saw_peak();
+        state.update_peak();
         CountedBytes { process: process::id(), bytes }
     }
 }
@@ -187,7 +187,7 @@ impl Arena {
         let made = Segment::create(capacity, writers, go_on);
         let mut segment = match made {
             // Kept segments may take the memory or descriptors that are missing.
-            Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.let_go() > 0 => {
+            Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.drop_kept() > 0 => {
                 Segment::create(capacity, writers, go_on)?
             }
             made => made?,
@@ -212,7 +212,7 @@ impl Arena {
 
     /// Takes back a segment that was sent: it is used again after its receiver has opened and dropped it.
     pub fn give_sent(&self, mut segment: Segment) {
-        segment.send();
+        segment.mark_sent();
         self.take_back(segment, |state, segment| {
             state.stats.in_use += segment.size();
             state.sent.push_back(segment);
@@ -256,7 +256,7 @@ impl Arena {
     }
 
     /// Lets go of all idle segments, and of escaped ones if they may be forgotten. Returns their number.
-    fn let_go(&self) -> usize {
+    fn drop_kept(&self) -> usize {
         let mut state = self.lock();
         let mut released = std::mem::take(&mut state.idle);
         state.stats.cached = 0;
@@ -292,16 +292,16 @@ impl Arena {
 impl State {
     /// A kept segment for `len` bytes, and segments that are to be dropped without the lock.
     fn find(&mut self, purpose: ArenaUse, len: usize) -> (Option<Segment>, Vec<Segment>) {
-        let mut found = self.cut(purpose, len);
+        let mut found = self.take_idle(purpose, len);
         if found.is_none() {
             self.settle();
-            found = self.cut(purpose, len);
+            found = self.take_idle(purpose, len);
         }
         (found, self.release_surplus())
     }
 
     /// Takes the smallest idle segment that fits; of several the one that was used last, which is warm.
-    fn cut(&mut self, purpose: ArenaUse, len: usize) -> Option<Segment> {
+    fn take_idle(&mut self, purpose: ArenaUse, len: usize) -> Option<Segment> {
         let most = DATA_START + largest_for(purpose, len);
         let fits = |segment: &&Segment| segment.capacity() >= len && segment.size() <= most;
         let newest_first = self.idle.iter().rev().filter(fits);
@@ -346,9 +346,9 @@ impl State {
     fn release_surplus(&mut self) -> Vec<Segment> {
         let mut released = Vec::new();
         while self.stats.cached + self.stats.escaped > self.limit
-            || self.idle.len() + if self.forgets_escaped { self.escaped.len() } else { 0 } > MOST_KEPT
+            || self.idle.len() + if self.forgets_escaped { self.escaped.len() } else { 0 } > MAX_KEPT
         {
-            let Some((segment, bytes)) = self.least_wanted() else { break };
+            let Some((segment, bytes)) = self.take_next_to_drop() else { break };
             *bytes -= segment.size();
             released.push(segment);
         }
@@ -356,7 +356,7 @@ impl State {
     }
 
     /// Takes out the segment that goes first; returns it with the count that it was part of.
-    fn least_wanted(&mut self) -> Option<(Segment, &mut usize)> {
+    fn take_next_to_drop(&mut self) -> Option<(Segment, &mut usize)> {
         let limit = self.limit;
         let is_too_large = |segment: &Segment| segment.size() > limit;
         if let Some(place) = self.idle.iter().position(is_too_large) {
@@ -373,10 +373,10 @@ impl State {
 
     fn count_in(&mut self, segment: &Segment) {
         self.stats.in_use += segment.size();
-        self.saw_peak();
+        self.update_peak();
     }
 
-    fn saw_peak(&mut self) {
+    fn update_peak(&mut self) {
         let ArenaStats { in_use, cached, escaped, peak } = self.stats;
         self.stats.peak = peak.max(in_use + cached + escaped);
     }

@@ -21,11 +21,11 @@ use crate::segment::header::{self, SegmentHeader};
 use crate::segment::lease::Lease;
 
 /// Mappings that are kept at most: each takes a descriptor.
-const MOST_KEPT: usize = 128;
+const MAX_KEPT: usize = 128;
 
 /// A segment of another process that buffers come in.
 #[derive(Debug)]
-struct KnownSegment {
+struct MappedSegment {
     map: Mapping,
     /// A description without a lock.
     file: OwnedFd,
@@ -41,7 +41,7 @@ struct KnownSegment {
 pub struct BufferReceiver {
     process: u32,
     limit: usize,
-    kept: Mutex<Vec<Arc<KnownSegment>>>,
+    kept: Mutex<Vec<Arc<MappedSegment>>>,
     views: Arc<AtomicUsize>,
 }
 
@@ -49,7 +49,7 @@ pub struct BufferReceiver {
 #[derive(Debug)]
 pub struct ReceivedBuffer {
     _lease: Lease,
-    known: Arc<KnownSegment>,
+    known: Arc<MappedSegment>,
     len: usize,
     _counted: CountedView,
 }
@@ -93,7 +93,7 @@ impl BufferReceiver {
             None => {
                 let sender = reference.address.process;
                 let file = memory_file::open_of(sender, reference.address.descriptor, OFlags::RDWR)?;
-                self.keep(KnownSegment::new(file, sender)?)
+                self.keep(MappedSegment::new(file, sender)?)
             }
         };
         let refuse = |reason: &str| ShmError::Gone { segment: describe(reference), reason: reason.to_owned() };
@@ -131,7 +131,7 @@ impl BufferReceiver {
     pub fn adopt(&self, file: OwnedFd, sender: u32) -> Result<(), ShmError> {
         // The sender's description would have the sender's locks.
         let own = memory_file::reopen(file.as_fd(), OFlags::RDWR)?;
-        self.keep(KnownSegment::new(own, sender)?);
+        self.keep(MappedSegment::new(own, sender)?);
         Ok(())
     }
 
@@ -145,7 +145,7 @@ impl BufferReceiver {
         drop(forgotten);
     }
 
-    fn find(&self, identity: u64) -> Option<Arc<KnownSegment>> {
+    fn find(&self, identity: u64) -> Option<Arc<MappedSegment>> {
         let mut kept = self.lock();
         let place = kept.iter().rposition(|known| known.identity == identity)?;
         let known = kept.remove(place);
@@ -153,7 +153,7 @@ impl BufferReceiver {
         Some(known)
     }
 
-    fn keep(&self, known: KnownSegment) -> Arc<KnownSegment> {
+    fn keep(&self, known: MappedSegment) -> Arc<MappedSegment> {
         let known = Arc::new(known);
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
@@ -169,11 +169,11 @@ impl BufferReceiver {
     }
 
     /// Takes out segments beyond the limits, the oldest first.
-    fn surplus_of(&self, kept: &mut Vec<Arc<KnownSegment>>) -> Vec<Arc<KnownSegment>> {
+    fn surplus_of(&self, kept: &mut Vec<Arc<MappedSegment>>) -> Vec<Arc<MappedSegment>> {
         let mut bytes: usize = kept.iter().map(|known| known.map.len()).sum();
         let mut number = kept.len();
         let (surplus, still) = std::mem::take(kept).into_iter().partition(|oldest| {
-            let is_surplus = number > MOST_KEPT || (bytes > self.limit && oldest.is_opened.load(Ordering::Relaxed));
+            let is_surplus = number > MAX_KEPT || (bytes > self.limit && oldest.is_opened.load(Ordering::Relaxed));
             if is_surplus {
                 bytes -= oldest.map.len();
                 number -= 1;
@@ -184,12 +184,12 @@ impl BufferReceiver {
         surplus
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<KnownSegment>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<MappedSegment>>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl KnownSegment {
+impl MappedSegment {
     fn new(file: OwnedFd, sender: u32) -> Result<Self, ShmError> {
         let name = format!("a buffer of process {sender}");
         if !memory_file::keeps_its_length(file.as_fd()) {
@@ -199,7 +199,7 @@ impl KnownSegment {
         let header = SegmentHeader::read(file.as_fd(), size, &name)?;
         let map = Mapping::new(&file, size.next_multiple_of(rustix::param::page_size()), Access::Write)?;
         map.populate(0, map.len());
-        Ok(KnownSegment { map, file, identity: header.identity, sender, is_opened: AtomicBool::new(false) })
+        Ok(MappedSegment { map, file, identity: header.identity, sender, is_opened: AtomicBool::new(false) })
     }
 }
 
@@ -230,21 +230,21 @@ mod tests {
     use crate::buffers::SendBuffer;
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum Action {
         Send(usize),
         Open(usize),
         Close(usize),
         Revoke(usize),
     }
 
-    fn steps() -> impl Strategy<Value = Vec<Step>> {
-        let step = prop_oneof![
-            3 => (0usize..200_000).prop_map(Step::Send),
-            3 => any::<usize>().prop_map(Step::Open),
-            2 => any::<usize>().prop_map(Step::Close),
-            1 => any::<usize>().prop_map(Step::Revoke),
+    fn actions() -> impl Strategy<Value = Vec<Action>> {
+        let action = prop_oneof![
+            3 => (0usize..200_000).prop_map(Action::Send),
+            3 => any::<usize>().prop_map(Action::Open),
+            2 => any::<usize>().prop_map(Action::Close),
+            1 => any::<usize>().prop_map(Action::Revoke),
         ];
-        prop::collection::vec(step, 1..80)
+        prop::collection::vec(action, 1..80)
     }
 
     fn bytes_of(mark: u64, len: usize) -> Vec<u8> {
@@ -290,25 +290,25 @@ mod tests {
         /// In any order of sends, receipts, drops and revocations, a received buffer holds the bytes that were sent until
         /// it is dropped, and a revoked one is refused.
         #[test]
-        fn received_buffers_stay_as_they_were_sent(steps in steps()) {
+        fn received_buffers_stay_as_they_were_sent(actions in actions()) {
             let arena = Arc::new(Arena::new(ArenaUse::Messages, 1 << 20));
             let buffers = BufferReceiver::default();
             let (mut on_their_way, mut revoked, mut open) = (Vec::new(), Vec::new(), Vec::new());
             let mut kept = Vec::new();
-            for (mark, step) in (0u64..).zip(steps) {
-                match step {
-                    Step::Send(len) => {
+            for (mark, action) in (0u64..).zip(actions) {
+                match action {
+                    Action::Send(len) => {
                         let (buffer, reference) = sent(&arena, &bytes_of(mark, len));
                         // Every other one is held by its sender until it is revoked.
                         if mark % 2 == 0 { drop(buffer) } else { kept.push((buffer, reference)) }
                         on_their_way.push((mark, reference));
                     }
-                    Step::Open(which) if !on_their_way.is_empty() => {
+                    Action::Open(which) if !on_their_way.is_empty() => {
                         let (mark, reference) = on_their_way.swap_remove(which % on_their_way.len());
                         open.push((mark, buffers.open(&reference).unwrap()));
                     }
-                    Step::Close(which) if !open.is_empty() => drop(open.swap_remove(which % open.len())),
-                    Step::Revoke(which) if !kept.is_empty() => {
+                    Action::Close(which) if !open.is_empty() => drop(open.swap_remove(which % open.len())),
+                    Action::Revoke(which) if !kept.is_empty() => {
                         let (mut buffer, reference): (SendBuffer, BufferReference) = kept.swap_remove(which % kept.len());
                         let before = on_their_way.len();
                         on_their_way.retain(|(_, other)| *other != reference);
@@ -348,7 +348,7 @@ mod tests {
             }
             rustix::io::pwrite(&file, &header, 0).unwrap();
             memory_file::seal(file.as_fd(), memory_file::Writers::All).unwrap();
-            if let Ok(known) = KnownSegment::new(file, 1) {
+            if let Ok(known) = MappedSegment::new(file, 1) {
                 prop_assert!(known.map.len() >= DATA_START);
             }
         }

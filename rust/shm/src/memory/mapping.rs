@@ -63,12 +63,12 @@ impl Mapping {
             // Without NORESERVE the kernel would count all of it as committed, though little is ever copied.
             Access::Private => (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE),
         };
-        let start = match Place::for_huge_pages(len) {
-            Some(place) => {
-                // SAFETY: over a range of addresses that `place` has set aside.
-                let start = unsafe { mmap(place.start(), len, protection, flags | MapFlags::FIXED, &file, offset) };
+        let start = match ReservedAddresses::for_huge_pages(len) {
+            Some(reserved) => {
+                // SAFETY: over a range of addresses that `reserved` has set aside.
+                let start = unsafe { mmap(reserved.start(), len, protection, flags | MapFlags::FIXED, &file, offset) };
                 if start.is_ok() {
-                    place.leave(len);
+                    reserved.trim_to(len);
                 }
                 start
             }
@@ -143,11 +143,11 @@ impl Drop for Mapping {
 }
 
 /// A range of addresses set aside for a mapping that starts at a multiple of a huge page.
-struct Place {
+struct ReservedAddresses {
     all: Mapping,
 }
 
-impl Place {
+impl ReservedAddresses {
     /// Sets room for `len` bytes aside; `None` if `len` is less than a huge page, or no addresses are left.
     fn for_huge_pages(len: usize) -> Option<Self> {
         if len < HUGE_PAGE {
@@ -157,7 +157,7 @@ impl Place {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a new mapping at a place that the kernel chooses.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), all, ProtFlags::empty(), flags) };
-        Mapping::at(start, all).ok().map(|all| Place { all })
+        Mapping::at(start, all).ok().map(|all| ReservedAddresses { all })
     }
 
     fn start(&self) -> *mut c_void {
@@ -165,15 +165,15 @@ impl Place {
         start.wrapping_add(start.align_offset(HUGE_PAGE)).cast()
     }
 
-    /// Gives back the addresses before and behind the first `len` bytes of the place.
-    fn leave(self, len: usize) {
+    /// Gives back the addresses before and behind the first `len` bytes of the range.
+    fn trim_to(self, len: usize) {
         let (first, start) = (self.all.start(), self.start().cast::<u8>());
         let end = start.wrapping_add(len.next_multiple_of(rustix::param::page_size()));
         let behind = first.wrapping_add(self.all.len());
         std::mem::forget(self);
         for (from, to) in [(first, start), (end, behind)] {
             if from < to {
-                // SAFETY: of the range, and nothing is mapped there but the place.
+                // SAFETY: of the range, and nothing is mapped there but these bytes.
                 let _ = unsafe { munmap(from.cast(), to as usize - from as usize) };
             }
         }

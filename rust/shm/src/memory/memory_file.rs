@@ -27,15 +27,15 @@ const STRIDE: usize = 256 << 20;
 const HUGE_STRIDE: usize = 8 * HUGE_PAGE;
 
 /// Microseconds that the small pages in the place of a huge one take, with their tables.
-const USUAL: i64 = 1000;
+const SMALL_PAGES_MICROS: i64 = 1000;
 
 /// Microseconds to spend on huge pages that take longer than small ones: the kernel may have to move pages first. Time
 /// saved on fast huge pages is added.
-const MOST_PATIENCE: i64 = 10_000;
+const MAX_BUDGET_MICROS: i64 = 10_000;
 
 /// The same for memory that is used again and again; for the whole process.
-const MOST_PATIENCE_FOR_REUSE: i64 = 2_000_000;
-static PATIENCE_FOR_REUSE: AtomicI64 = AtomicI64::new(MOST_PATIENCE_FOR_REUSE);
+const MAX_REUSE_BUDGET_MICROS: i64 = 2_000_000;
+static REUSE_BUDGET_MICROS: AtomicI64 = AtomicI64::new(MAX_REUSE_BUDGET_MICROS);
 
 /// Bytes of a huge page on x86-64 and arm64, if a small one has 4 KiB.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
@@ -76,8 +76,8 @@ pub(crate) fn create() -> Result<OwnedFd, ShmError> {
 /// [`ShmError::Io`] if there is no room, and the error of `go_on`.
 pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on: GoOn<'_>) -> Result<usize, ShmError> {
     let on_huge_pages = match writers {
-        Writers::Present => reserve_huge(file, len, (&AtomicI64::new(MOST_PATIENCE), MOST_PATIENCE), go_on),
-        Writers::All => reserve_huge(file, len, (&PATIENCE_FOR_REUSE, MOST_PATIENCE_FOR_REUSE), go_on),
+        Writers::Present => reserve_huge(file, len, (&AtomicI64::new(MAX_BUDGET_MICROS), MAX_BUDGET_MICROS), go_on),
+        Writers::All => reserve_huge(file, len, (&REUSE_BUDGET_MICROS, MAX_REUSE_BUDGET_MICROS), go_on),
     }?;
     reserve_in_strides(on_huge_pages..len, |start, stride| reserve_part(file, start, stride, len), go_on)?;
     Ok(on_huge_pages)
@@ -113,10 +113,11 @@ fn reserve_part(file: BorrowedFd<'_>, start: usize, len: usize, whole: usize) ->
 }
 
 /// Reserves as much, from the first byte on, as the kernel puts on huge pages (since Linux 6.1). The kernel collapses a
-/// range in which one page is there already. `wait` is the patience that is left, and its maximum.
-fn reserve_huge(file: BorrowedFd<'_>, len: usize, wait: (&AtomicI64, i64), go_on: GoOn<'_>) -> Result<usize, ShmError> {
+/// range in which one page is there already. `budget` is the time that is left for slow huge pages, and its maximum, in
+/// microseconds.
+fn reserve_huge(file: BorrowedFd<'_>, len: usize, budget: (&AtomicI64, i64), go_on: GoOn<'_>) -> Result<usize, ShmError> {
     // A kernel with larger huge pages makes none of a part, and may report success all the same.
-    if len < HUGE_PAGE || made_of(rustix::param::page_size()) != HUGE_PAGE {
+    if len < HUGE_PAGE || huge_page_of(rustix::param::page_size()) != HUGE_PAGE {
         return Ok(0);
     }
     rustix::fs::ftruncate(file, len as u64)
@@ -138,7 +139,7 @@ fn reserve_huge(file: BorrowedFd<'_>, len: usize, wait: (&AtomicI64, i64), go_on
             break;
         }
         end += stride;
-        if !is_patient_after(begun.elapsed(), stride / HUGE_PAGE, wait) {
+        if !has_budget_after(begun.elapsed(), stride / HUGE_PAGE, budget) {
             break;
         }
     }
@@ -146,16 +147,16 @@ fn reserve_huge(file: BorrowedFd<'_>, len: usize, wait: (&AtomicI64, i64), go_on
 }
 
 /// Bytes of the huge page that the kernel makes of small ones: one page of page-table entries.
-fn made_of(page: usize) -> usize {
+fn huge_page_of(page: usize) -> usize {
     page / size_of::<u64>() * page
 }
 
 /// Returns whether to make more huge pages after `pages` that took so long.
-fn is_patient_after(took: Duration, pages: usize, (wait, most): (&AtomicI64, i64)) -> bool {
-    let usual = USUAL.saturating_mul(i64::try_from(pages).unwrap_or(i64::MAX));
+fn has_budget_after(took: Duration, pages: usize, (budget, maximum): (&AtomicI64, i64)) -> bool {
+    let usual = SMALL_PAGES_MICROS.saturating_mul(i64::try_from(pages).unwrap_or(i64::MAX));
     let earned = usual.saturating_sub(i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
-    let count = |left: i64| Some(left.saturating_add(earned).clamp(0, most));
-    let before = wait.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
+    let count = |left: i64| Some(left.saturating_add(earned).clamp(0, maximum));
+    let before = budget.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
     before.is_ok_and(|before| before.saturating_add(earned) > 0)
 }
 
@@ -246,7 +247,7 @@ fn lock(file: BorrowedFd<'_>, operation: FlockOperation) -> Result<bool, ShmErro
 /// # Errors
 /// [`ShmError::Io`], never seen.
 pub(crate) fn status(file: BorrowedFd<'_>) -> Result<Stat, ShmError> {
-    rustix::fs::fstat(file).map_err(|errno| ShmError::io("look at", "a segment", errno))
+    rustix::fs::fstat(file).map_err(|errno| ShmError::io("stat", "a segment", errno))
 }
 
 #[cfg(test)]
@@ -256,7 +257,7 @@ mod tests {
     #[test]
     fn huge_pages_are_as_large_as_their_tables_are_long() {
         // `hpage_pmd_size` on arm64 with its three sizes of pages, and on x86-64 with the first.
-        assert_eq!([4 << 10, 16 << 10, 64 << 10].map(made_of), [2 << 20, 32 << 20, 512 << 20]);
+        assert_eq!([4 << 10, 16 << 10, 64 << 10].map(huge_page_of), [2 << 20, 32 << 20, 512 << 20]);
     }
 
     /// As kernels do before Linux 6.10, here with a signal for every 2 MiB.

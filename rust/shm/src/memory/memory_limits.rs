@@ -62,7 +62,7 @@ fn meminfo(root: &Path, key: &str) -> Option<u64> {
 }
 
 /// A control group's account of its memory.
-struct Group {
+struct ControlGroup {
     folder: PathBuf,
     limit: Option<u64>,
     used: u64,
@@ -70,7 +70,7 @@ struct Group {
 }
 
 /// The names that the two versions give the same things.
-struct Version {
+struct CgroupVersion {
     system: &'static str,
     limit: &'static str,
     used: &'static str,
@@ -78,14 +78,14 @@ struct Version {
     reclaimable: [&'static str; 2],
 }
 
-const VERSIONS: [Version; 2] = [
-    Version {
+const VERSIONS: [CgroupVersion; 2] = [
+    CgroupVersion {
         system: "cgroup2",
         limit: "memory.max",
         used: "memory.current",
         reclaimable: ["inactive_file", "active_file"],
     },
-    Version {
+    CgroupVersion {
         system: "cgroup",
         limit: "memory.limit_in_bytes",
         used: "memory.usage_in_bytes",
@@ -94,7 +94,7 @@ const VERSIONS: [Version; 2] = [
 ];
 
 /// The groups that this process is in, with those above them.
-fn groups(root: &Path) -> Vec<Group> {
+fn groups(root: &Path) -> Vec<ControlGroup> {
     let read = |path: &str| read_to_string(root.join(path)).unwrap_or_default();
     let (own, mounts) = (read("proc/self/cgroup"), read("proc/self/mountinfo"));
     let mut groups = Vec::new();
@@ -109,7 +109,7 @@ fn groups(root: &Path) -> Vec<Group> {
             folder.extend(inside.split('/').filter(|name| !name.is_empty()));
         }
         while folder.starts_with(&top) {
-            groups.extend(account(&folder, version));
+            groups.extend(read_group(&folder, version));
             folder.pop();
         }
     }
@@ -117,7 +117,7 @@ fn groups(root: &Path) -> Vec<Group> {
 }
 
 /// Parses a line of `/proc/self/cgroup`, `number:controllers:path`: the path if it is the memory group of `version`.
-fn path_in<'a>(line: &'a str, version: &Version) -> Option<&'a str> {
+fn path_in<'a>(line: &'a str, version: &CgroupVersion) -> Option<&'a str> {
     let (number, rest) = line.split_once(':')?;
     let (controllers, path) = rest.split_once(':')?;
     let is_it = match version.system {
@@ -128,7 +128,7 @@ fn path_in<'a>(line: &'a str, version: &Version) -> Option<&'a str> {
 }
 
 /// Parses a line of `/proc/self/mountinfo`: the mounted folder and the mount point.
-fn mount_of<'a>(line: &'a str, version: &Version) -> Option<(&'a str, &'a str)> {
+fn mount_of<'a>(line: &'a str, version: &CgroupVersion) -> Option<(&'a str, &'a str)> {
     let (before, after) = line.split_once(" - ")?;
     let mut system = after.split(' ');
     if system.next()? != version.system {
@@ -142,7 +142,7 @@ fn mount_of<'a>(line: &'a str, version: &Version) -> Option<(&'a str, &'a str)> 
 }
 
 /// `None` where the group does not account for memory.
-fn account(folder: &Path, version: &Version) -> Option<Group> {
+fn read_group(folder: &Path, version: &CgroupVersion) -> Option<ControlGroup> {
     let read = |name: &str| read_to_string(folder.join(name)).ok();
     // "max" is no number: no limit.
     let limit = read(version.limit)?.trim().parse().ok();
@@ -154,7 +154,7 @@ fn account(folder: &Path, version: &Version) -> Option<Group> {
         .filter(|(name, _)| version.reclaimable.contains(name))
         .filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok())
         .sum();
-    Some(Group { folder: folder.to_owned(), limit, used, reclaimable })
+    Some(ControlGroup { folder: folder.to_owned(), limit, used, reclaimable })
 }
 
 #[cfg(test)]

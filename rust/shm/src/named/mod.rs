@@ -40,26 +40,26 @@ static HAS_SWEPT: PerProcess<AtomicBool> = PerProcess::new(|| AtomicBool::new(fa
 
 /// A claim to a name for a new segment. Dropped before `publish`, it leaves nothing.
 #[derive(Debug)]
-pub struct Claim {
-    directory: Arc<SegmentFolder>,
+pub struct NameClaim {
+    folder: Arc<SegmentFolder>,
     name: SegmentName,
 }
 
-impl Claim {
+impl NameClaim {
     /// Claims a name that is free now. A dead segment of that name is removed first, since the new one may need its
     /// room. The first claim of a process sweeps all names.
     ///
     /// # Errors
     /// [`ShmError::Exists`] if the name is taken, and the error of `go_on`.
-    pub fn new(directory: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<Self, ShmError> {
+    pub fn new(folder: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<Self, ShmError> {
         if !HAS_SWEPT.get().swap(true, Ordering::Relaxed) {
             // Segments that cannot be swept are left to the next sweep.
-            if let Err(ShmError::Interrupted) = sweep(&directory, false, go_on) {
+            if let Err(ShmError::Interrupted) = sweep(&folder, false, go_on) {
                 return Err(ShmError::Interrupted);
             }
         }
-        clear(&directory, &name, go_on)?;
-        Ok(Self { directory, name })
+        clear(&folder, &name, go_on)?;
+        Ok(Self { folder, name })
     }
 
     /// A segment for `len` bytes of data, zeros, which is to get the name.
@@ -75,17 +75,17 @@ impl Claim {
     /// A file of `size` bytes, every page of it there; and how many bytes of it lie on huge ones. Its descriptor
     /// carries the hold, and so do the maps that are made of it.
     fn make_file(&self, size: usize, go_on: GoOn<'_>) -> Result<(OwnedFd, usize), ShmError> {
-        let full = |free| ShmError::NoSpace { path: self.directory.path_of(&self.name), asked: size as u64, free };
-        match self.directory.free()? {
+        let full = |free| ShmError::NoSpace { path: self.folder.path_of(&self.name), asked: size as u64, free };
+        match self.folder.free()? {
             Some(free) if free < size as u64 => return Err(full(free)),
             _ => memory_limits::check(size as u64)?,
         }
-        let file = self.directory.make()?;
+        let file = self.folder.make()?;
         let on_huge_pages = match memory_file::reserve(file.as_fd(), size, Writers::Present, go_on) {
             // Another process took the room meanwhile. Closing the file frees the reserved part.
             Err(ShmError::Io { source, .. }) if source.kind() == ErrorKind::StorageFull => {
                 let reserved = memory_file::status(file.as_fd())?.st_blocks.unsigned_abs() * 512;
-                return Err(full(reserved + self.directory.free()?.unwrap_or_default()));
+                return Err(full(reserved + self.folder.free()?.unwrap_or_default()));
             }
             outcome => outcome?,
         };
@@ -98,36 +98,36 @@ impl Claim {
     ///
     /// # Errors
     /// [`ShmError::Exists`] if another process was faster, and the error of `go_on`.
-    pub fn publish(self, file: BorrowedFd<'_>, go_on: GoOn<'_>) -> Result<Hold, ShmError> {
-        let Self { directory, name } = self;
+    pub fn publish(self, file: BorrowedFd<'_>, go_on: GoOn<'_>) -> Result<NameHold, ShmError> {
+        let Self { folder, name } = self;
         let identity = FileIdentity::of(&memory_file::status(file)?);
-        while !directory.link(file, &name)? {
-            clear(&directory, &name, go_on)?;
+        while !folder.link(file, &name)? {
+            clear(&folder, &name, go_on)?;
         }
-        Ok(Hold { directory, name, file: identity })
+        Ok(NameHold { folder, name, file: identity })
     }
 }
 
 /// A named segment that was attached to.
 #[derive(Debug)]
-pub struct Attached {
+pub struct NamedFile {
     /// Read-only. The descriptor carries the hold, and so do the maps that are made of it.
     pub file: OwnedFd,
     /// To be dropped after them.
-    pub hold: Hold,
+    pub hold: NameHold,
 }
 
 /// Attaches to the segment of this name.
 ///
 /// # Errors
 /// [`ShmError::Missing`] if no process holds a segment of this name, and the error of `go_on`.
-pub fn attach(directory: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<Attached, ShmError> {
-    let missing = || ShmError::Missing { path: directory.path_of(&name) };
-    let probe = Probe::take(&directory, &name, go_on)?.ok_or_else(missing)?;
+pub fn attach(folder: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<NamedFile, ShmError> {
+    let missing = || ShmError::Missing { path: folder.path_of(&name) };
+    let probe = Probe::take(&folder, &name, go_on)?.ok_or_else(missing)?;
     if !probe.is_held()? {
         return Err(missing());
     }
-    let (file, stat) = directory.open(&name, OFlags::RDONLY)?.ok_or_else(missing)?;
+    let (file, stat) = folder.open(&name, OFlags::RDONLY)?.ok_or_else(missing)?;
     let identity = FileIdentity::of(&stat);
     if identity != probe.identity() {
         // A process that does not ask for the lock has put another file there.
@@ -136,20 +136,20 @@ pub fn attach(directory: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>)
     // It succeeds: the exclusive lock is asked for under the probe lock only.
     memory_file::lock_shared(file.as_fd())?;
     drop(probe);
-    Ok(Attached { file, hold: Hold { directory, name, file: identity } })
+    Ok(NamedFile { file, hold: NameHold { folder, name, file: identity } })
 }
 
 /// Removes a segment's name when its last holder lets go.
 ///
 /// Drop it after the descriptors and maps that carry the hold in this process. Otherwise the name is left to a sweep.
 #[derive(Debug)]
-pub struct Hold {
-    directory: Arc<SegmentFolder>,
+pub struct NameHold {
+    folder: Arc<SegmentFolder>,
     name: SegmentName,
     file: FileIdentity,
 }
 
-impl Hold {
+impl NameHold {
     /// The segment's name.
     pub fn name(&self) -> &SegmentName {
         &self.name
@@ -161,10 +161,10 @@ impl Hold {
     }
 }
 
-impl Drop for Hold {
+impl Drop for NameHold {
     fn drop(&mut self) {
         // Whatever fails here leaves the name to the next sweep.
-        if let Ok(Some(probe)) = Probe::take(&self.directory, &self.name, &mut || Ok(()))
+        if let Ok(Some(probe)) = Probe::take(&self.folder, &self.name, &mut || Ok(()))
             && probe.identity() == self.file
             && matches!(probe.is_held(), Ok(false))
         {
@@ -174,14 +174,14 @@ impl Drop for Hold {
 }
 
 /// Removes a dead segment of this name; refuses the name if anything else has it.
-fn clear(directory: &SegmentFolder, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
-    let holder = match Probe::take(directory, name, go_on)? {
-        None if directory.look_at(name)?.is_none() => return Ok(()),
+fn clear(folder: &SegmentFolder, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
+    let holder = match Probe::take(folder, name, go_on)? {
+        None if folder.status(name)?.is_none() => return Ok(()),
         None => "another user or program, which made it".to_owned(),
         Some(probe) if probe.is_held()? => {
             format!("process {}, which made it, or by processes that are attached to it", probe.maker)
         }
         Some(probe) => return probe.remove(),
     };
-    Err(ShmError::Exists { path: directory.path_of(name), holder })
+    Err(ShmError::Exists { path: folder.path_of(name), holder })
 }

@@ -23,13 +23,13 @@ use crate::memory::memory_file::{self, GoOn};
 use crate::segment::header::SegmentHeader;
 
 /// Longest wait for the lock, which is held for microseconds.
-const PATIENCE: Duration = Duration::from_secs(10);
-const BETWEEN_LOOKS: Duration = Duration::from_micros(200);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(10);
+const RETRY_INTERVAL: Duration = Duration::from_micros(200);
 
 /// A segment's file under its probe lock: no other process attaches to it or removes its name.
 #[derive(Debug)]
 pub(crate) struct Probe<'a> {
-    directory: &'a SegmentFolder,
+    folder: &'a SegmentFolder,
     name: &'a SegmentName,
     file: OwnedFd,
     identity: FileIdentity,
@@ -44,17 +44,17 @@ impl<'a> Probe<'a> {
     /// nothing is locked then. A segment is one from the moment it gets its name.
     ///
     /// # Errors
-    /// If another process keeps the lock for longer than [`PATIENCE`], and the error of `go_on`.
+    /// If another process keeps the lock for longer than [`LOCK_TIMEOUT`], and the error of `go_on`.
     pub(crate) fn take(
-        directory: &'a SegmentFolder,
+        folder: &'a SegmentFolder,
         name: &'a SegmentName,
         go_on: GoOn<'_>,
     ) -> Result<Option<Self>, ShmError> {
-        let deadline = Instant::now() + PATIENCE;
-        let failed = |operation, errno| ShmError::io(operation, directory.path_of(name).display().to_string(), errno);
+        let deadline = Instant::now() + LOCK_TIMEOUT;
+        let failed = |operation, errno| ShmError::io(operation, folder.path_of(name).display().to_string(), errno);
         loop {
             // A description that can write: only that may have the lock.
-            let Some((file, stat)) = directory.open(name, OFlags::RDWR)? else { return Ok(None) };
+            let Some((file, stat)) = folder.open(name, OFlags::RDWR)? else { return Ok(None) };
             let bytes = usize::try_from(stat.st_size).unwrap_or_default();
             let maker = match SegmentHeader::read(file.as_fd(), bytes, name.as_str()) {
                 Ok(header) => header.maker,
@@ -63,13 +63,13 @@ impl<'a> Probe<'a> {
             };
             match lock(&file, libc::F_WRLCK) {
                 Ok(()) => {
-                    let probe = Self { directory, name, file, identity: FileIdentity::of(&stat), bytes, maker };
+                    let probe = Self { folder, name, file, identity: FileIdentity::of(&stat), bytes, maker };
                     // It may have been removed since it was opened, and the name given to another.
-                    if directory.leads_to(name, probe.identity)? {
+                    if folder.leads_to(name, probe.identity)? {
                         return Ok(Some(probe));
                     }
                 }
-                Err(Errno::AGAIN | Errno::ACCESS) => std::thread::sleep(BETWEEN_LOOKS),
+                Err(Errno::AGAIN | Errno::ACCESS) => std::thread::sleep(RETRY_INTERVAL),
                 Err(errno) => return Err(failed("lock", errno)),
             }
             go_on()?;
@@ -100,7 +100,7 @@ impl<'a> Probe<'a> {
 
     /// Takes the name away.
     pub(crate) fn remove(&self) -> Result<(), ShmError> {
-        self.directory.remove(self.name)
+        self.folder.remove(self.name)
     }
 }
 

@@ -18,7 +18,7 @@ use crate::error::ShmError;
 const STANDARD: &str = "/dev/shm";
 
 /// The longest name of a segment, in bytes. With what stands before it, it fits every file system.
-const LONGEST: usize = 200;
+const MAX_NAME_BYTES: usize = 200;
 
 /// The identity of a file, independent of its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -43,9 +43,9 @@ impl SegmentName {
     /// `name`, if a segment can be called so.
     pub fn new(name: &str) -> Result<Self, ShmError> {
         let is_fit = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-        if name.is_empty() || name.len() > LONGEST || !name.bytes().all(is_fit) {
+        if name.is_empty() || name.len() > MAX_NAME_BYTES || !name.bytes().all(is_fit) {
             return Err(ShmError::Invalid(format!(
-                "{name:?} cannot name a segment: give 1 to {LONGEST} of the signs A-Z, a-z, 0-9, dot, underscore and hyphen"
+                "{name:?} cannot name a segment: give 1 to {MAX_NAME_BYTES} of the signs A-Z, a-z, 0-9, dot, underscore and hyphen"
             )));
         }
         Ok(Self(name.to_owned()))
@@ -74,7 +74,7 @@ fn prefix() -> String {
 /// A folder of named segments.
 #[derive(Debug)]
 pub struct SegmentFolder {
-    folder: OwnedFd,
+    descriptor: OwnedFd,
     path: PathBuf,
 }
 
@@ -87,9 +87,9 @@ impl SegmentFolder {
     /// Another one.
     pub fn at(path: &Path) -> Result<Self, ShmError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = retry_on_intr(|| openat(CWD, path, flags, Mode::empty()))
+        let descriptor = retry_on_intr(|| openat(CWD, path, flags, Mode::empty()))
             .map_err(|errno| ShmError::io("open the folder of named segments", path.display().to_string(), errno))?;
-        Ok(Self { folder, path: path.to_owned() })
+        Ok(Self { descriptor, path: path.to_owned() })
     }
 
     /// Its path.
@@ -102,7 +102,7 @@ impl SegmentFolder {
         self.path.join(name.file_name())
     }
 
-    fn shown(&self, name: &SegmentName) -> String {
+    fn display_path(&self, name: &SegmentName) -> String {
         self.path_of(name).display().to_string()
     }
 
@@ -111,7 +111,7 @@ impl SegmentFolder {
         let failed = |errno| ShmError::io("list", self.path.display().to_string(), errno);
         let prefix = prefix();
         let mut names = Vec::new();
-        for entry in rustix::fs::Dir::read_from(&self.folder).map_err(failed)? {
+        for entry in rustix::fs::Dir::read_from(&self.descriptor).map_err(failed)? {
             let entry = entry.map_err(failed)?;
             let name = entry.file_name().to_str().ok().and_then(|name| name.strip_prefix(&prefix));
             names.extend(name.and_then(|name| SegmentName::new(name).ok()));
@@ -123,55 +123,55 @@ impl SegmentFolder {
     /// A file of this user, opened; `None` where there is none: nothing, or another user's, or no file.
     pub(crate) fn open(&self, name: &SegmentName, access: OFlags) -> Result<Option<(OwnedFd, Stat)>, ShmError> {
         // Nothing is opened that could do more than be opened: a device, a pipe.
-        if !self.look_at(name)?.is_some_and(|stat| is_own_file(&stat)) {
+        if !self.status(name)?.is_some_and(|stat| is_own_file(&stat)) {
             return Ok(None);
         }
         let flags = access | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let opened = retry_on_intr(|| openat(&self.folder, name.file_name(), flags, Mode::empty()));
+        let opened = retry_on_intr(|| openat(&self.descriptor, name.file_name(), flags, Mode::empty()));
         let file = match opened {
             Err(Errno::NOENT | Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return Ok(None),
-            outcome => outcome.map_err(|errno| ShmError::io("open", self.shown(name), errno))?,
+            outcome => outcome.map_err(|errno| ShmError::io("open", self.display_path(name), errno))?,
         };
-        let stat = fstat(&file).map_err(|errno| ShmError::io("look at", self.shown(name), errno))?;
+        let stat = fstat(&file).map_err(|errno| ShmError::io("stat", self.display_path(name), errno))?;
         Ok(is_own_file(&stat).then_some((file, stat)))
     }
 
     /// Whether the name leads to this file.
     pub(crate) fn leads_to(&self, name: &SegmentName, file: FileIdentity) -> Result<bool, ShmError> {
-        Ok(self.look_at(name)?.is_some_and(|stat| FileIdentity::of(&stat) == file))
+        Ok(self.status(name)?.is_some_and(|stat| FileIdentity::of(&stat) == file))
     }
 
-    pub(crate) fn look_at(&self, name: &SegmentName) -> Result<Option<Stat>, ShmError> {
-        match statat(&self.folder, OsStr::new(&name.file_name()), AtFlags::SYMLINK_NOFOLLOW) {
+    pub(crate) fn status(&self, name: &SegmentName) -> Result<Option<Stat>, ShmError> {
+        match statat(&self.descriptor, OsStr::new(&name.file_name()), AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => Ok(None),
-            outcome => outcome.map(Some).map_err(|errno| ShmError::io("look at", self.shown(name), errno)),
+            outcome => outcome.map(Some).map_err(|errno| ShmError::io("stat", self.display_path(name), errno)),
         }
     }
 
     /// Removes the name. The caller holds the probe lock, see `probe.rs`.
     pub(crate) fn remove(&self, name: &SegmentName) -> Result<(), ShmError> {
-        match unlinkat(&self.folder, name.file_name(), AtFlags::empty()) {
+        match unlinkat(&self.descriptor, name.file_name(), AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
-            Err(errno) => Err(ShmError::io("remove", self.shown(name), errno)),
+            Err(errno) => Err(ShmError::io("remove", self.display_path(name), errno)),
         }
     }
 
     /// Bytes that are free; `None` where there is no limit.
     pub(crate) fn free(&self) -> Result<Option<u64>, ShmError> {
-        let facts = fstatvfs(&self.folder)
+        let stats = fstatvfs(&self.descriptor)
             .map_err(|errno| ShmError::io("ask for the room in", self.path.display().to_string(), errno))?;
         // A tmpfs without a limit says that it has no blocks at all.
-        Ok((facts.f_blocks > 0).then(|| facts.f_bavail.saturating_mul(facts.f_frsize)))
+        Ok((stats.f_blocks > 0).then(|| stats.f_bavail.saturating_mul(stats.f_frsize)))
     }
 
     /// Gives an open file that has no name this one; `false` where the name is taken.
     pub(crate) fn link(&self, file: BorrowedFd<'_>, name: &SegmentName) -> Result<bool, ShmError> {
         // Without a privilege, a descriptor is linked through its name in /proc only: open(2).
         let source = format!("/proc/self/fd/{}", file.as_raw_fd());
-        match rustix::fs::linkat(CWD, source, &self.folder, name.file_name(), AtFlags::SYMLINK_FOLLOW) {
+        match rustix::fs::linkat(CWD, source, &self.descriptor, name.file_name(), AtFlags::SYMLINK_FOLLOW) {
             Ok(()) => Ok(true),
             Err(Errno::EXIST) => Ok(false),
-            Err(errno) => Err(ShmError::io("give a segment the name", self.shown(name), errno)),
+            Err(errno) => Err(ShmError::io("give a segment the name", self.display_path(name), errno)),
         }
     }
 
@@ -180,7 +180,7 @@ impl SegmentFolder {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         let mode = Mode::RUSR | Mode::WUSR;
         let failed = |errno| ShmError::io("make a segment in", self.path.display().to_string(), errno);
-        let file = retry_on_intr(|| openat(&self.folder, ".", flags, mode)).map_err(failed)?;
+        let file = retry_on_intr(|| openat(&self.descriptor, ".", flags, mode)).map_err(failed)?;
         // A mask of the process may have taken more away.
         rustix::fs::fchmod(&file, mode).map_err(failed)?;
         Ok(file)

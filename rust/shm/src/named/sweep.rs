@@ -40,10 +40,10 @@ pub struct SweepReport {
 ///
 /// # Errors
 /// If the folder cannot be listed, and the error of `go_on`. The report holds the errors of single segments.
-pub fn sweep(directory: &SegmentFolder, dry_run: bool, go_on: GoOn<'_>) -> Result<SweepReport, ShmError> {
+pub fn sweep(folder: &SegmentFolder, dry_run: bool, go_on: GoOn<'_>) -> Result<SweepReport, ShmError> {
     let mut report = SweepReport::default();
-    for name in directory.names()? {
-        let probe = match Probe::take(directory, &name, go_on) {
+    for name in folder.names()? {
+        let probe = match Probe::take(folder, &name, go_on) {
             Ok(Some(probe)) => probe,
             Ok(None) => continue,
             Err(ShmError::Interrupted) => return Err(ShmError::Interrupted),
@@ -58,7 +58,7 @@ pub fn sweep(directory: &SegmentFolder, dry_run: bool, go_on: GoOn<'_>) -> Resul
             }
             Ok(is_held)
         });
-        let path = directory.path_of(&name);
+        let path = folder.path_of(&name);
         let segment = NamedSegment { name: name.clone(), path, bytes: probe.bytes, maker: probe.maker };
         match is_held {
             Ok(true) => report.live.push(segment),

@@ -22,18 +22,18 @@ const BYTES: usize = DATA_START + 100;
 
 struct Yard {
     _folder: tempfile::TempDir,
-    directory: Arc<SegmentFolder>,
+    folder: Arc<SegmentFolder>,
 }
 
 impl Yard {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let directory = Arc::new(SegmentFolder::at(folder.path()).unwrap());
-        Self { _folder: folder, directory }
+        let folder = Arc::new(SegmentFolder::at(folder.path()).unwrap());
+        Self { _folder: folder, folder }
     }
 
-    fn draft(&self, name: &str) -> Result<(OwnedFd, Claim), ShmError> {
-        let claim = Claim::new(self.directory.clone(), named(name), &mut || Ok(()))?;
+    fn draft(&self, name: &str) -> Result<(OwnedFd, NameClaim), ShmError> {
+        let claim = NameClaim::new(self.folder.clone(), named(name), &mut || Ok(()))?;
         let (file, _) = claim.make_file(BYTES, &mut || Ok(()))?;
         let map = Mapping::new(&file, BYTES, Access::Write)?;
         static MADE: AtomicU64 = AtomicU64::new(1);
@@ -42,25 +42,25 @@ impl Yard {
         Ok((file, claim))
     }
 
-    fn create(&self, name: &str) -> Result<Attached, ShmError> {
+    fn create(&self, name: &str) -> Result<NamedFile, ShmError> {
         let (file, claim) = self.draft(name)?;
         let hold = claim.publish(file.as_fd(), &mut || Ok(()))?;
-        Ok(Attached { file, hold })
+        Ok(NamedFile { file, hold })
     }
 
-    fn attach(&self, name: &str) -> Result<Attached, ShmError> {
-        attach(self.directory.clone(), named(name), &mut || Ok(()))
+    fn attach(&self, name: &str) -> Result<NamedFile, ShmError> {
+        attach(self.folder.clone(), named(name), &mut || Ok(()))
     }
 
     /// A draft that takes the name once the present segment is removed.
-    fn draft_of_tokens(&self) -> (OwnedFd, Claim) {
+    fn draft_of_tokens(&self) -> (OwnedFd, NameClaim) {
         let (file, claim) = self.draft("spare").unwrap();
-        (file, Claim { name: named("tokens"), ..claim })
+        (file, NameClaim { name: named("tokens"), ..claim })
     }
 
     /// As a creator that was killed leaves it: the kernel has dropped what it held.
     fn leave(&self, name: &str) -> u64 {
-        let Attached { file, hold } = self.create(name).unwrap();
+        let NamedFile { file, hold } = self.create(name).unwrap();
         let identity = identity_of(&file);
         drop(file);
         std::mem::forget(hold);
@@ -68,11 +68,11 @@ impl Yard {
     }
 
     fn path_of(&self, name: &str) -> PathBuf {
-        self.directory.path_of(&named(name))
+        self.folder.path_of(&named(name))
     }
 
     fn sweep(&self) -> (Vec<String>, Vec<String>) {
-        let report = sweep(&self.directory, false, &mut || Ok(())).unwrap();
+        let report = sweep(&self.folder, false, &mut || Ok(())).unwrap();
         assert!(report.failed.is_empty(), "{:?}", report.failed);
         (names(&report.dead), names(&report.live))
     }
@@ -114,7 +114,7 @@ fn a_segment_is_there_until_the_last_holder_lets_go() {
 #[test]
 fn a_map_holds_without_a_descriptor() {
     let yard = Yard::new();
-    let Attached { file, hold } = yard.create("tokens").unwrap();
+    let NamedFile { file, hold } = yard.create("tokens").unwrap();
     let map = Mapping::new(&file, DATA_START, Access::Write).unwrap();
     drop(file);
     drop(hold);
@@ -138,7 +138,7 @@ fn a_reader_gets_no_map_to_write() {
 fn a_draft_has_no_name_and_leaves_nothing() {
     let yard = Yard::new();
     let (file, claim) = yard.draft("tokens").unwrap();
-    assert_eq!(std::fs::read_dir(yard.directory.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(yard.folder.path()).unwrap().count(), 0);
     assert!(is_missing(yard.attach("tokens")));
     // Meanwhile another may be faster.
     let _other = yard.create("tokens").unwrap();
@@ -161,7 +161,7 @@ fn a_sweep_removes_dead_segments_and_a_dry_run_lists_them() {
         yard.leave(name);
     }
     let _held = yard.create("living").unwrap();
-    let seen = sweep(&yard.directory, true, &mut || Ok(())).unwrap();
+    let seen = sweep(&yard.folder, true, &mut || Ok(())).unwrap();
     assert_eq!(names(&seen.dead), ["a", "b", "c"]);
     assert_eq!((seen.dead[0].bytes, seen.dead[0].maker), (BYTES, std::process::id()));
     let dead = ["a", "b", "c"].map(str::to_owned).to_vec();
@@ -179,7 +179,7 @@ fn foreign_files_are_neither_locked_nor_removed_nor_attached_to() {
     std::fs::create_dir(yard.path_of("folder")).unwrap();
     yard.leave("dead");
     symlink(yard.path_of("dead"), yard.path_of("link")).unwrap();
-    let elsewhere = yard.directory.path().join("tundish-other-dead");
+    let elsewhere = yard.folder.path().join("tundish-other-dead");
     std::fs::copy(yard.path_of("dead"), &elsewhere).unwrap();
     assert_eq!(yard.sweep(), (vec!["dead".to_owned()], vec![]));
     for name in ["file0", "file1", "file2", "folder", "link"] {
@@ -206,7 +206,7 @@ fn a_probe_that_is_over_locks_nothing_even_where_a_child_inherited_it() {
     let yard = Yard::new();
     let _held = yard.create("tokens").unwrap();
     let name = named("tokens");
-    let probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+    let probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
     // As fork leaves it to a child: another descriptor of the same description.
     let inherited = probe.descriptor().try_clone_to_owned().unwrap();
     drop(probe);
@@ -219,16 +219,16 @@ fn a_wait_for_a_probe_can_be_interrupted() {
     let yard = Yard::new();
     let _held = yard.create("tokens").unwrap();
     let name = named("tokens");
-    let _probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+    let _probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
     let stop = || Err(ShmError::Invalid("stop".to_owned()));
-    let outcome = attach(yard.directory.clone(), named("tokens"), &mut { stop }).map(|_| ());
+    let outcome = attach(yard.folder.clone(), named("tokens"), &mut { stop }).map(|_| ());
     assert!(matches!(outcome, Err(ShmError::Invalid(_))));
 }
 
 /// Runs `work` on a thread while a probe of the name is held, which `then` ends.
 fn meanwhile<T: Send>(yard: &Yard, work: impl FnOnce() -> T + Send, then: impl FnOnce(Probe<'_>)) -> T {
     let name = named("tokens");
-    let probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+    let probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
     thread::scope(|scope| {
         let (sender, receiver) = mpsc::channel();
         let waiting = scope.spawn(move || {
@@ -271,7 +271,7 @@ fn a_sweep_leaves_a_segment_that_replaced_the_dead_one_meanwhile() {
     // Between the removal and the new one there is none for an instant, which is found on a busy machine.
     assert!(swept.0.is_empty() && swept.1.len() <= 1, "{swept:?}");
     assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
-    assert!(yard.directory.leads_to(&named("tokens"), kept.unwrap().identity()).unwrap());
+    assert!(yard.folder.leads_to(&named("tokens"), kept.unwrap().identity()).unwrap());
 }
 
 #[test]
@@ -295,13 +295,13 @@ fn an_attach_during_a_replacement_gets_the_new_segment() {
 #[test]
 fn an_attach_while_the_last_holder_lets_go_gets_all_or_nothing() {
     let yard = Yard::new();
-    let Attached { file, hold } = yard.create("tokens").unwrap();
+    let NamedFile { file, hold } = yard.create("tokens").unwrap();
     // The holder has unmapped and waits for the probe lock to take the name away; the reader has the lock.
     let reader = {
         let name = named("tokens");
-        let probe = Probe::take(&yard.directory, &name, &mut || Ok(())).unwrap().unwrap();
+        let probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
         assert!(probe.is_held().unwrap());
-        let (reading, _) = yard.directory.open(&name, OFlags::RDONLY).unwrap().unwrap();
+        let (reading, _) = yard.folder.open(&name, OFlags::RDONLY).unwrap().unwrap();
         drop(file);
         memory_file::lock_shared(reading.as_fd()).unwrap();
         reading
@@ -315,27 +315,27 @@ fn an_attach_while_the_last_holder_lets_go_gets_all_or_nothing() {
 #[test]
 fn in_any_order_a_held_name_leads_to_the_held_segment() {
     let yard = Yard::new();
-    let held = |hold: &Hold| assert!(yard.directory.leads_to(hold.name(), hold.identity()).unwrap());
+    let held = |hold: &NameHold| assert!(yard.folder.leads_to(hold.name(), hold.identity()).unwrap());
     thread::scope(|scope| {
         for seed in 1..=6_u32 {
             let (yard, held) = (&yard, &held);
             scope.spawn(move || {
-                let mut draw = seed.wrapping_mul(0x9e37_79b9);
+                let mut random = seed.wrapping_mul(0x9e37_79b9);
                 for _ in 0..400 {
                     // The generator of "Xorshift RNGs" (Marsaglia, 2003).
-                    draw ^= draw << 13;
-                    draw ^= draw >> 17;
-                    draw ^= draw << 5;
-                    let name = ["a", "b"][(draw >> 8) as usize % 2];
-                    match draw % 5 {
+                    random ^= random << 13;
+                    random ^= random >> 17;
+                    random ^= random << 5;
+                    let name = ["a", "b"][(random >> 8) as usize % 2];
+                    match random % 5 {
                         0 | 1 => match yard.create(name) {
-                            Ok(Attached { file, hold }) => {
+                            Ok(NamedFile { file, hold }) => {
                                 held(&hold);
                                 thread::yield_now();
                                 held(&hold);
                                 drop(file);
                                 // Some are killed.
-                                if draw & 64 == 0 { std::mem::forget(hold) } else { drop(hold) }
+                                if random & 64 == 0 { std::mem::forget(hold) } else { drop(hold) }
                             }
                             Err(ShmError::Exists { .. }) => {}
                             Err(error) => panic!("{error}"),
@@ -358,5 +358,5 @@ fn in_any_order_a_held_name_leads_to_the_held_segment() {
         }
     });
     yard.sweep();
-    assert_eq!(std::fs::read_dir(yard.directory.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(yard.folder.path()).unwrap().count(), 0);
 }

@@ -15,7 +15,7 @@ pub(crate) fn sleep(word: &AtomicU32, seen: u32, longest: Option<Duration>) {
 }
 
 /// Wakes every thread that sleeps on `word`, in every process.
-pub(crate) fn ring(word: &AtomicU32) {
+pub(crate) fn wake_all(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
 }
 
@@ -44,7 +44,7 @@ mod tests {
         });
         std::thread::sleep(Duration::from_millis(10));
         word.store(2, SeqCst);
-        ring(&word);
+        wake_all(&word);
         sleeper.join().unwrap();
     }
 }

@@ -21,7 +21,7 @@ use rustix::fs::OFlags;
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, DATA_START};
-use crate::named::Attached;
+use crate::named::NamedFile;
 use crate::segment::header::SegmentHeader;
 use crate::segment::private_copy::PrivateCopy;
 use crate::segment::{Segment, SegmentAddress};
@@ -50,17 +50,17 @@ pub type Keeper = Arc<dyn Any + Send + Sync>;
 
 /// Why a file is not the expected segment.
 #[derive(Debug)]
-pub enum Refusal {
+pub enum AttachError {
     /// It is another one; the segment may be found elsewhere.
     Other(ShmError),
     /// It is the one, and was given back.
     GivenBack(ShmError),
 }
 
-impl Refusal {
+impl AttachError {
     pub(crate) fn into_error(self) -> ShmError {
         match self {
-            Refusal::Other(error) | Refusal::GivenBack(error) => error,
+            AttachError::Other(error) | AttachError::GivenBack(error) => error,
         }
     }
 }
@@ -68,26 +68,26 @@ impl Refusal {
 impl Attachment {
     /// Attaches to the segment in `file`, which is open for reading by a description of its own.
     ///
-    /// `meant` is the address of the expected segment, if that is known. Without seals, which only memory without a name
+    /// `expected` is the address of the expected segment, if that is known. Without seals, which only memory without a name
     /// has, the caller answers for invariant 3. `keeper` is dropped when the attachment's lease has ended.
     ///
     /// # Errors
-    /// A [`Refusal`], and with it the kernel's where it maps no more.
+    /// A [`AttachError`], and with it the kernel's where it maps no more.
     pub fn new(
         file: OwnedFd,
-        meant: Option<&SegmentAddress>,
+        expected: Option<&SegmentAddress>,
         is_sealed: bool,
         keeper: Option<Keeper>,
-    ) -> Result<Self, Refusal> {
-        let name = meant.map_or_else(|| "the segment".to_owned(), describe);
+    ) -> Result<Self, AttachError> {
+        let name = expected.map_or_else(|| "the segment".to_owned(), describe);
         if is_sealed && !memory_file::keeps_its_length(file.as_fd()) {
             let reason = "it is not sealed".to_owned();
-            return Err(Refusal::Other(ShmError::NotASegment { segment: name, reason }));
+            return Err(AttachError::Other(ShmError::NotASegment { segment: name, reason }));
         }
-        let (header, size) = lease(file.as_fd(), meant, &name)?;
+        let (header, size) = lease(file.as_fd(), expected, &name)?;
         let size = size.next_multiple_of(rustix::param::page_size());
-        let map = Mapping::new(&file, size, Access::Read).map_err(Refusal::Other)?;
-        let is_own = meant.is_some_and(|meant| meant.process == process::id());
+        let map = Mapping::new(&file, size, Access::Read).map_err(AttachError::Other)?;
+        let is_own = expected.is_some_and(|expected| expected.process == process::id());
         Ok(Attachment { map, file, header, is_own, keeper })
     }
 
@@ -146,13 +146,13 @@ pub fn attach_unregistered(address: &SegmentAddress) -> Result<Attachment, ShmEr
     let mut tried = Vec::new();
     // A relative inherited the owner's descriptor under its own number.
     for process in [process::id(), address.process] {
-        let opened = memory_file::open_of(process, address.descriptor, OFlags::RDONLY).map_err(Refusal::Other);
+        let opened = memory_file::open_of(process, address.descriptor, OFlags::RDONLY).map_err(AttachError::Other);
         match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
             Ok(attached) => return Ok(attached),
-            Err(Refusal::GivenBack(error)) => return Err(error),
+            Err(AttachError::GivenBack(error)) => return Err(error),
             // Says nothing about the segment, and no other way is open then.
-            Err(Refusal::Other(error)) if error.is_shortage() => return Err(error),
-            Err(Refusal::Other(error)) => tried.push(error.to_string()),
+            Err(AttachError::Other(error)) if error.is_shortage() => return Err(error),
+            Err(AttachError::Other(error)) => tried.push(error.to_string()),
         }
     }
     tried.dedup();
@@ -169,35 +169,35 @@ pub fn attach_own(segment: &Segment, keeper: Option<Keeper>) -> Result<Arc<Attac
         return Ok(attachment);
     }
     let file = memory_file::reopen(segment.file(), OFlags::RDONLY)?;
-    Attachment::new(file, Some(&address), false, keeper).map(add).map_err(Refusal::into_error)
+    Attachment::new(file, Some(&address), false, keeper).map(add).map_err(AttachError::into_error)
 }
 
-/// Attaches to a segment that was found by its name, if it is the one that was meant.
+/// Attaches to a segment that was found by its name, if it is the one that was expected.
 ///
 /// # Errors
 /// As of [`attach`].
-pub fn attach_named(found: Attached, meant: Option<&SegmentAddress>) -> Result<Arc<Attachment>, ShmError> {
-    let Attached { file, hold } = found;
-    Attachment::new(file, meant, false, Some(Arc::new(hold))).map(add).map_err(Refusal::into_error)
+pub fn attach_named(found: NamedFile, expected: Option<&SegmentAddress>) -> Result<Arc<Attachment>, ShmError> {
+    let NamedFile { file, hold } = found;
+    Attachment::new(file, expected, false, Some(Arc::new(hold))).map(add).map_err(AttachError::into_error)
 }
 
 /// Takes the lock that is a lease; returns the header, read under the lock, and the bytes of the file.
-fn lease(file: BorrowedFd<'_>, meant: Option<&SegmentAddress>, name: &str) -> Result<(SegmentHeader, usize), Refusal> {
+fn lease(file: BorrowedFd<'_>, expected: Option<&SegmentAddress>, name: &str) -> Result<(SegmentHeader, usize), AttachError> {
     let gone =
-        |reason: &str| Refusal::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
-    let size = usize::try_from(memory_file::status(file).map_err(Refusal::Other)?.st_size).unwrap_or(0);
-    let read = || SegmentHeader::read(file, size, name).map_err(Refusal::Other);
+        |reason: &str| AttachError::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
+    let size = usize::try_from(memory_file::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);
+    let read = || SegmentHeader::read(file, size, name).map_err(AttachError::Other);
     // Before the lock is asked for: the lock of another segment says nothing about this one.
     let identity = read()?.identity;
-    if meant.is_some_and(|meant| meant.identity != identity) {
+    if expected.is_some_and(|expected| expected.identity != identity) {
         let reason = "another segment has taken its place".to_owned();
-        return Err(Refusal::Other(ShmError::NotASegment { segment: name.to_owned(), reason }));
+        return Err(AttachError::Other(ShmError::NotASegment { segment: name.to_owned(), reason }));
     }
-    if !memory_file::lock_shared(file).map_err(Refusal::Other)? {
+    if !memory_file::lock_shared(file).map_err(AttachError::Other)? {
         return Err(gone("its owner is about to use it again"));
     }
     let header = read()?;
-    if meant.is_some_and(|meant| meant.generation != header.generation) {
+    if expected.is_some_and(|expected| expected.generation != header.generation) {
         return Err(gone(GIVEN_BACK));
     }
     Ok((header, size))

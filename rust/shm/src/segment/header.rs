@@ -45,16 +45,16 @@ pub struct SegmentHeader {
     pub layout: Vec<u8>,
 }
 
-/// Draws a random number for `what`; see [`SegmentHeader::identity`].
+/// Returns a random number for `what`; see [`SegmentHeader::identity`].
 ///
 /// # Errors
 /// [`ShmError::Io`] if the system gives none.
-pub(crate) fn draw_identity(what: &str) -> Result<u64, ShmError> {
-    let mut drawn = [0u8; 8];
+pub(crate) fn random_identity(what: &str) -> Result<u64, ShmError> {
+    let mut bytes = [0u8; 8];
     // Eight bytes come whole or not at all.
-    rustix::io::retry_on_intr(|| getrandom(&mut drawn, GetRandomFlags::empty()))
-        .map_err(|errno| ShmError::io("draw a number for", what, errno))?;
-    Ok(u64::from_ne_bytes(drawn))
+    rustix::io::retry_on_intr(|| getrandom(&mut bytes, GetRandomFlags::empty()))
+        .map_err(|errno| ShmError::io("get a random number for", what, errno))?;
+    Ok(u64::from_ne_bytes(bytes))
 }
 
 impl SegmentHeader {

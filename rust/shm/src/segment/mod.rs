@@ -96,7 +96,7 @@ impl Segment {
         Ok(Segment {
             map,
             file,
-            identity: header::draw_identity("a segment")?,
+            identity: header::random_identity("a segment")?,
             generation: 1,
             writers,
             cleared: 0,
@@ -314,7 +314,7 @@ impl Segment {
     }
 
     /// Marks the segment as sent: a receiver will open it.
-    pub(crate) fn send(&mut self) {
+    pub(crate) fn mark_sent(&mut self) {
         self.is_sent = true;
     }
 
@@ -325,11 +325,11 @@ impl Segment {
 
     /// Invalidates all handles of the segment; `false` if a view of it lives in some process.
     pub(crate) fn reclaim(&mut self) -> bool {
-        self.take_alone() && memory_file::unlock(self.file.as_fd()).is_ok()
+        self.invalidate_handles() && memory_file::unlock(self.file.as_fd()).is_ok()
     }
 
     /// As [`reclaim`](Self::reclaim), and keeps the exclusive lock.
-    fn take_alone(&mut self) -> bool {
+    fn invalidate_handles(&mut self) -> bool {
         // Whatever the kernel says instead, the segment is not used again.
         if !self.is_own() || !matches!(memory_file::lock_exclusive(self.file.as_fd()), Ok(true)) {
             return false;
@@ -367,7 +367,7 @@ impl Drop for Segment {
             // First: a receiver that gives its lease up before the lock is asked for then lets go of the segment.
             header::retire(&self.map, if is_sent { self.generation } else { 0 });
             // No process has a lease or can get one any more, so none sees that the segment is emptied.
-            if self.writers == Writers::All && !is_sent && self.take_alone() {
+            if self.writers == Writers::All && !is_sent && self.invalidate_handles() {
                 memory_file::empty(self.file.as_fd(), DATA_START, self.map.len());
             }
         }

@@ -7,13 +7,13 @@ use crate::ShmError;
 /// How many workers a queue has room for: a pair of cache lines of their bits.
 pub(crate) const WORKERS: u16 = 512;
 
-/// The most slots that a ticket can name.
-pub(crate) const MOST_SLOTS: usize = 1 << 16;
+/// The most slots that a task id can name.
+pub(crate) const MAX_SLOTS: usize = 1 << 16;
 
 /// The smallest slot.
-pub(crate) const LEAST_SLOT: usize = LINE;
+pub(crate) const MIN_SLOT_BYTES: usize = LINE;
 
-const MOST_SLOT: usize = 1 << 30;
+const MAX_SLOT_BYTES: usize = 1 << 30;
 const PAIR_OF_LINES: usize = 128;
 const LINE: usize = 64;
 const PAGE: usize = 4096;
@@ -52,12 +52,12 @@ pub(crate) struct QueueLayout {
 impl QueueLayout {
     /// Lays out a queue with `slots` slots of `slot_bytes` bytes, [`SLOT_HEAD`] of them for the queue itself.
     pub(crate) fn new(slots: usize, slot_bytes: usize) -> Result<Self, ShmError> {
-        if !(1..=MOST_SLOTS).contains(&slots) {
-            return Err(ShmError::Invalid(format!("a task queue has 1 to {MOST_SLOTS} slots, not {slots}")));
+        if !(1..=MAX_SLOTS).contains(&slots) {
+            return Err(ShmError::Invalid(format!("a task queue has 1 to {MAX_SLOTS} slots, not {slots}")));
         }
-        if !(LEAST_SLOT..=MOST_SLOT).contains(&slot_bytes) {
+        if !(MIN_SLOT_BYTES..=MAX_SLOT_BYTES).contains(&slot_bytes) {
             return Err(ShmError::Invalid(format!(
-                "a slot of a task queue has {LEAST_SLOT} to {MOST_SLOT} bytes, not {slot_bytes}"
+                "a slot of a task queue has {MIN_SLOT_BYTES} to {MAX_SLOT_BYTES} bytes, not {slot_bytes}"
             )));
         }
         // Revoked tasks keep their entries until the head has passed them, so there are more of these than slots.
@@ -89,7 +89,7 @@ mod tests {
                     && WORKER_COUNT + 4 <= HEAD
             )
         };
-        for slots in [1, 2, 63, 64, 65, 512, 1000, MOST_SLOTS] {
+        for slots in [1, 2, 63, 64, 65, 512, 1000, MAX_SLOTS] {
             for slot_bytes in [LINE, 100, 4096, 16384] {
                 let layout = QueueLayout::new(slots, slot_bytes).unwrap();
                 assert!(layout.entries >= 2 * slots && layout.entries.is_power_of_two());
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn sizes_that_no_queue_can_have_are_refused() {
-        for (slots, slot_bytes) in [(0, 4096), (MOST_SLOTS + 1, 4096), (8, 63), (8, (1 << 30) + 1), (usize::MAX, 64)] {
+        for (slots, slot_bytes) in [(0, 4096), (MAX_SLOTS + 1, 4096), (8, 63), (8, (1 << 30) + 1), (usize::MAX, 64)] {
             let error = QueueLayout::new(slots, slot_bytes).unwrap_err().to_string();
             assert!(error.contains("of a task queue") || error.contains("a task queue has"), "{error}");
         }

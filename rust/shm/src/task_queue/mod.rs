@@ -30,7 +30,7 @@ use self::shared_memory::QueueMemory;
 use crate::ShmError;
 
 /// How many workers a queue has room for; their numbers are below.
-pub const MOST_WORKERS: u16 = layout::WORKERS;
+pub const MAX_WORKERS: u16 = layout::WORKERS;
 
 /// A queue as its parent has it. Threads may share it; a child made by `fork` uses a [`WorkerQueue`].
 pub struct ParentQueue {
@@ -70,12 +70,12 @@ impl ParentQueue {
     /// [`ShmError::Invalid`] for a payload larger than [`ParentQueue::capacity`].
     pub fn put(&self, kind: u32, payload: &[u8]) -> Result<Option<TaskId>, ShmError> {
         self.check(payload.len())?;
-        let mut ticket = None;
-        self.parent.put(core::iter::once((kind, payload)), |given| ticket = Some(given));
-        Ok(ticket)
+        let mut task_id = None;
+        self.parent.put(core::iter::once((kind, payload)), |given| task_id = Some(given));
+        Ok(task_id)
     }
 
-    /// Queues as many tasks, each a kind and a payload, as there is room for, and calls `each` with their tickets. It
+    /// Queues as many tasks, each a kind and a payload, as there is room for, and calls `each` with their ids. It
     /// stops before a payload larger than [`ParentQueue::capacity`].
     pub fn put_many<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, each: impl FnMut(TaskId)) {
         self.parent.put(messages.take_while(|(_, payload)| payload.as_ref().len() <= self.capacity()), each);
@@ -89,14 +89,14 @@ impl ParentQueue {
         check(self.parent.words(), length)
     }
 
-    /// Take a task back that no worker has taken; `false` when one has, or the ticket's task is over.
-    pub fn revoke(&self, ticket: TaskId) -> bool {
-        self.parent.revoke(ticket)
+    /// Take a task back that no worker has taken; `false` when one has, or the task is over.
+    pub fn revoke(&self, task_id: TaskId) -> bool {
+        self.parent.revoke(task_id)
     }
 
     /// Whether a worker has taken the task, and its result is not collected.
-    pub fn is_running(&self, ticket: TaskId) -> bool {
-        self.parent.is_running(ticket)
+    pub fn is_running(&self, task_id: TaskId) -> bool {
+        self.parent.is_running(task_id)
     }
 
     /// Whether there are results.
@@ -104,14 +104,14 @@ impl ParentQueue {
         self.parent.is_ready()
     }
 
-    /// Call `each` with ticket, kind and payload of every result that there is.
+    /// Call `each` with task id, kind and payload of every result that there is.
     pub fn collect(&self, each: impl FnMut(TaskId, u32, &[u8])) {
         self.parent.collect(each);
     }
 
     /// Waits for results. A result wakes a caller rather than the background thread; the woken thread collects.
-    pub fn wait(&self, role: WaiterRole, wait: &mut TimeLimit<'_>) -> WaitOutcome {
-        self.parent.wait(role, wait)
+    pub fn wait(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
+        self.parent.wait(role, limit)
     }
 
     /// Frees the slots of a worker that is dead, and wakes all waiters. Returns the tasks that died with it. Its finished
@@ -146,10 +146,10 @@ fn check(words: &QueueMemory, length: usize) -> Result<(), ShmError> {
 }
 
 fn check_worker(worker: u16) -> Result<(), ShmError> {
-    if worker < MOST_WORKERS {
+    if worker < MAX_WORKERS {
         return Ok(());
     }
-    Err(ShmError::Invalid(format!("a task queue has the workers 0 to {}, not {worker}", MOST_WORKERS - 1)))
+    Err(ShmError::Invalid(format!("a task queue has the workers 0 to {}, not {worker}", MAX_WORKERS - 1)))
 }
 
 fn processors() -> usize {

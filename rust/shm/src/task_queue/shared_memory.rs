@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::layout::{self, QueueLayout};
-use super::protocol::{WaiterRole, Words};
+use super::protocol::{WaiterRole, QueueWords};
 use crate::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, Writers};
@@ -49,7 +49,7 @@ impl QueueMemory {
         if !memory_file::keeps_its_length(memory) {
             return Err(not_a_queue("its descriptor is of something else than sealed memory"));
         }
-        let smallest = QueueLayout::new(1, layout::LEAST_SLOT)?;
+        let smallest = QueueLayout::new(1, layout::MIN_SLOT_BYTES)?;
         if size < smallest.size as i64 {
             return Err(not_a_queue("it is too short"));
         }
@@ -99,7 +99,7 @@ impl QueueMemory {
     }
 }
 
-impl Words for QueueMemory {
+impl QueueWords for QueueMemory {
     fn slots(&self) -> usize {
         self.layout.slots
     }
@@ -176,7 +176,7 @@ impl Words for QueueMemory {
         futex::sleep(word, seen, longest);
     }
 
-    fn ring(&self, word: &AtomicU32) {
-        futex::ring(word);
+    fn wake_all(&self, word: &AtomicU32) {
+        futex::wake_all(word);
     }
 }

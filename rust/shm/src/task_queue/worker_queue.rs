@@ -2,7 +2,7 @@
 
 use rustix::fd::BorrowedFd;
 
-use super::protocol::Words;
+use super::protocol::QueueWords;
 use super::protocol::slot_state::TaskId;
 use super::protocol::time_limit::TimeLimit;
 use super::protocol::worker::{TakeOutcome, WorkerProtocol};
@@ -23,8 +23,8 @@ impl WorkerQueue {
     /// mapped.
     pub fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
         // One processor is the parent's.
-        let most_awake = (processors() / 2) as u64;
-        Ok(Self { worker: WorkerProtocol::new(QueueMemory::open(memory)?, most_awake) })
+        let max_spinning = (processors() / 2) as u64;
+        Ok(Self { worker: WorkerProtocol::new(QueueMemory::open(memory)?, max_spinning) })
     }
 
     /// The largest payload.
@@ -38,25 +38,25 @@ impl WorkerQueue {
     /// As those of `take`.
     pub fn try_take<R>(&self, worker: u16, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<Option<R>, ShmError> {
         check_worker(worker)?;
-        self.worker.try_take(worker).map(|ticket| self.read(ticket, read)).transpose()
+        self.worker.try_take(worker).map(|task_id| self.read(task_id, read)).transpose()
     }
 
     /// Wait for a task. It is this worker's until it is finished.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a number that no worker can have.
-    pub fn take(&self, worker: u16, wait: &mut TimeLimit<'_>) -> Result<TakeOutcome<TaskId>, ShmError> {
+    pub fn take(&self, worker: u16, limit: &mut TimeLimit<'_>) -> Result<TakeOutcome<TaskId>, ShmError> {
         check_worker(worker)?;
-        Ok(self.worker.take(worker, wait))
+        Ok(self.worker.take(worker, limit))
     }
 
     /// Read the message of a task.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a task that was not taken or is finished.
-    pub fn read<R>(&self, ticket: TaskId, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<R, ShmError> {
-        self.check_taken(ticket)?;
-        Ok(self.worker.words().read(ticket.slot(), |kind, payload| read(ticket, kind, payload)))
+    pub fn read<R>(&self, task_id: TaskId, read: impl FnOnce(TaskId, u32, &[u8]) -> R) -> Result<R, ShmError> {
+        self.check_taken(task_id)?;
+        Ok(self.worker.words().read(task_id.slot(), |kind, payload| read(task_id, kind, payload)))
     }
 
     /// Leaves the result of a task, and wakes the parent.
@@ -64,17 +64,17 @@ impl WorkerQueue {
     /// # Errors
     /// [`ShmError::Invalid`] for a payload larger than [`WorkerQueue::capacity`], or a task that was not taken or is
     /// finished.
-    pub fn finish(&self, ticket: TaskId, kind: u32, payload: &[u8]) -> Result<(), ShmError> {
+    pub fn finish(&self, task_id: TaskId, kind: u32, payload: &[u8]) -> Result<(), ShmError> {
         check(self.worker.words(), payload.len())?;
-        self.check_taken(ticket)?;
-        self.worker.finish(ticket, kind, payload);
+        self.check_taken(task_id)?;
+        self.worker.finish(task_id, kind, payload);
         Ok(())
     }
 
-    fn check_taken(&self, ticket: TaskId) -> Result<(), ShmError> {
-        if self.worker.has(ticket) {
+    fn check_taken(&self, task_id: TaskId) -> Result<(), ShmError> {
+        if self.worker.has(task_id) {
             return Ok(());
         }
-        Err(ShmError::Invalid(format!("task {} is not taken, or is finished already", ticket.number())))
+        Err(ShmError::Invalid(format!("task {} is not taken, or is finished already", task_id.number())))
     }
 }

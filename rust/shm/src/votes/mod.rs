@@ -16,7 +16,7 @@ use std::time::Duration;
 use rustix::fs::OFlags;
 
 pub use self::protocol::VoteState;
-use self::protocol::{MAX_MEMBERS, VOTE_WORDS, Words};
+use self::protocol::{MAX_MEMBERS, VOTE_WORDS, VoteWords};
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, Writers};
@@ -64,7 +64,7 @@ impl SharedVotes {
         let memory = memory_file::create()?;
         memory_file::reserve(memory.as_fd(), size, Writers::All, &mut || Ok(()))?;
         memory_file::seal(memory.as_fd(), Writers::All)?;
-        let identity = header::draw_identity("a shared vote")?;
+        let identity = header::random_identity("a shared vote")?;
         let map = Mapping::new(&memory, size, Access::Write)?;
         map.word(AT_IDENTITY).store(identity, Ordering::Relaxed);
         map.word(AT_MEMBERS).store(members as u64, Ordering::Relaxed);
@@ -144,16 +144,16 @@ impl SharedVotes {
     /// Give some tens of milliseconds: a member that decides the round may be killed before it wakes the others.
     pub fn wait(&self, number: u64, longest: Duration) -> VoteState {
         let mut goes_on = || true;
-        let wait = TimeLimit::new(Some(longest), None, &mut goes_on);
+        let limit = TimeLimit::new(Some(longest), None, &mut goes_on);
         let started = self.spin.begin();
-        self.spin.look(&started, &wait, || protocol::state_of(self, number + 1) != VoteState::Open);
+        self.spin.spin_until(&started, &limit, || protocol::state_of(self, number + 1) != VoteState::Open);
         let state = loop {
             let seen = self.wake_word().load(Ordering::Acquire);
             let state = protocol::state_of(self, number + 1);
-            if state != VoteState::Open || wait.is_over() {
+            if state != VoteState::Open || limit.is_over() {
                 break state;
             }
-            futex::sleep(self.wake_word(), seen, wait.slice());
+            futex::sleep(self.wake_word(), seen, limit.next_sleep());
         };
         self.spin.end(&started);
         state
@@ -179,7 +179,7 @@ impl SharedVotes {
     }
 }
 
-impl Words for SharedVotes {
+impl VoteWords for SharedVotes {
     fn members(&self) -> usize {
         self.members
     }
@@ -200,7 +200,7 @@ impl Words for SharedVotes {
 
     fn wake_all(&self) {
         self.wake_word().fetch_add(1, Ordering::AcqRel);
-        futex::ring(self.wake_word());
+        futex::wake_all(self.wake_word());
     }
 }
 

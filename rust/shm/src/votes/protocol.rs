@@ -10,7 +10,7 @@
 
 use super::atomic::{AcqRel, Acquire, AtomicU64, Relaxed};
 
-/// Words of a vote.
+/// The number of words in a vote.
 pub(crate) const VOTE_WORDS: usize = 4;
 
 /// The vote of a member. Equal votes agree.
@@ -33,7 +33,7 @@ pub enum VoteState {
 }
 
 /// The shared words, all zero at first.
-pub(crate) trait Words {
+pub(crate) trait VoteWords {
     fn members(&self) -> usize;
     /// The newest round, the number of its votes, and its state.
     fn newest(&self) -> &AtomicU64;
@@ -74,7 +74,7 @@ impl Newest {
 }
 
 /// Cast the vote of `member` in a round, once.
-pub(crate) fn cast(words: &impl Words, member: usize, round: u64, shared_vote: &SharedVote) -> VoteState {
+pub(crate) fn cast(words: &impl VoteWords, member: usize, round: u64, shared_vote: &SharedVote) -> VoteState {
     // The round before is decided for this member, so no other member decides by its old vote any more.
     for (word, part) in words.shared_vote(member).iter().zip(shared_vote) {
         word.store(*part, Relaxed);
@@ -100,7 +100,7 @@ pub(crate) fn cast(words: &impl Words, member: usize, round: u64, shared_vote: &
 }
 
 /// The state of a round that this member takes part in.
-pub(crate) fn state_of(words: &impl Words, round: u64) -> VoteState {
+pub(crate) fn state_of(words: &impl VoteWords, round: u64) -> VoteState {
     let newest = Newest::of(words.newest().load(Acquire));
     if newest.round < round {
         return VoteState::Open;
@@ -113,7 +113,7 @@ pub(crate) fn state_of(words: &impl Words, round: u64) -> VoteState {
 }
 
 /// Defer a round that is still open; never returns that it is open.
-pub(crate) fn give_up(words: &impl Words, round: u64) -> VoteState {
+pub(crate) fn give_up(words: &impl VoteWords, round: u64) -> VoteState {
     loop {
         let seen = words.newest().load(Acquire);
         let newest = Newest::of(seen);
@@ -127,7 +127,7 @@ pub(crate) fn give_up(words: &impl Words, round: u64) -> VoteState {
 }
 
 /// Replace the word `seen` by `next`; `None` where another member changed it first.
-fn step(words: &impl Words, seen: u64, next: Newest) -> Option<VoteState> {
+fn step(words: &impl VoteWords, seen: u64, next: Newest) -> Option<VoteState> {
     let before = Newest::of(seen);
     if before.state == VoteState::Succeeded {
         // For the members that read the word only after the next round began.

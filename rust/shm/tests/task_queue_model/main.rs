@@ -26,7 +26,7 @@ use protocol::parent::{ParentProtocol, WaitOutcome};
 use protocol::slot_state::TaskId;
 use protocol::time_limit::TimeLimit;
 use protocol::worker::{TakeOutcome, WorkerProtocol};
-use protocol::{WaiterRole, Words};
+use protocol::{WaiterRole, QueueWords};
 use words::{Memory, View, survives};
 
 /// Explore with at most `preemptions` of threads that could have gone on.
@@ -42,32 +42,32 @@ fn parent(memory: &Arc<Memory>) -> Arc<ParentProtocol<View>> {
 }
 
 fn put(parent: &ParentProtocol<View>, payload: u8) -> Option<TaskId> {
-    let mut ticket = None;
-    parent.put([(1, [payload])].into_iter(), |given| ticket = Some(given));
-    ticket
+    let mut task_id = None;
+    parent.put([(1, [payload])].into_iter(), |given| task_id = Some(given));
+    task_id
 }
 
 /// Take and finish until told to stop.
 fn work(worker: &WorkerProtocol<View>, number: u16) {
-    while let TakeOutcome::Task(ticket) = worker.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
-        finish(worker, ticket);
+    while let TakeOutcome::Task(task_id) = worker.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
+        finish(worker, task_id);
     }
 }
 
 /// Take and finish until no task is queued.
 fn do_all(worker: &WorkerProtocol<View>, number: u16) {
-    while let Some(ticket) = worker.try_take(number) {
-        finish(worker, ticket);
+    while let Some(task_id) = worker.try_take(number) {
+        finish(worker, task_id);
     }
 }
 
 /// A result is its task's payload plus one hundred.
-fn finish(worker: &WorkerProtocol<View>, ticket: TaskId) {
-    let payload = worker.words().read(ticket.slot(), |kind, payload| {
+fn finish(worker: &WorkerProtocol<View>, task_id: TaskId) {
+    let payload = worker.words().read(task_id.slot(), |kind, payload| {
         assert_eq!(kind, 1);
         payload[0]
     });
-    worker.finish(ticket, 2, &[payload + 100]);
+    worker.finish(task_id, 2, &[payload + 100]);
 }
 
 /// Wait as a caller until so many results have come in all.
@@ -79,9 +79,9 @@ fn collect(parent: &ParentProtocol<View>, expected: usize, results: &mut Vec<(Ta
 }
 
 fn collect_now(parent: &ParentProtocol<View>, results: &mut Vec<(TaskId, u8)>) {
-    parent.collect(|ticket, kind, payload| {
+    parent.collect(|task_id, kind, payload| {
         assert_eq!(kind, 2);
-        results.push((ticket, payload[0]));
+        results.push((task_id, payload[0]));
     });
 }
 
@@ -117,15 +117,15 @@ fn a_slot_that_is_freed_is_used_again_while_workers_look_at_old_entries() {
         let workers = [0, 1].map(|number| {
             let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             thread::spawn(move || {
-                if let Some(ticket) = worker.try_take(number) {
-                    finish(&worker, ticket);
+                if let Some(task_id) = worker.try_take(number) {
+                    finish(&worker, task_id);
                 }
             })
         });
         let mut results = Vec::new();
-        let mut tickets = Vec::new();
+        let mut task_ids = Vec::new();
         for payload in 0..3 {
-            tickets.extend(put(&parent, payload));
+            task_ids.extend(put(&parent, payload));
             collect_now(&parent, &mut results);
         }
         for worker in workers {
@@ -134,8 +134,8 @@ fn a_slot_that_is_freed_is_used_again_while_workers_look_at_old_entries() {
         // Results that no thread collected in time.
         do_all(&WorkerProtocol::new(View::immortal(&memory), 0), 0);
         collect_now(&parent, &mut results);
-        let found: Vec<_> = sorted(results).into_iter().map(|(ticket, _)| ticket).collect();
-        assert_eq!(found, tickets);
+        let found: Vec<_> = sorted(results).into_iter().map(|(task_id, _)| task_id).collect();
+        assert_eq!(found, task_ids);
     });
 }
 
@@ -207,8 +207,8 @@ fn a_caller_that_leaves_passes_the_results_on() {
         let worker = thread::spawn({
             let worker = WorkerProtocol::new(View::immortal(&memory), 0);
             move || {
-                let ticket = worker.try_take(0).unwrap();
-                finish(&worker, ticket);
+                let task_id = worker.try_take(0).unwrap();
+                finish(&worker, task_id);
             }
         });
         let caller = thread::spawn({
@@ -242,7 +242,7 @@ fn a_death_costs_one_task_at_most() {
     let steps = live_and_die(3, |steps| {
         let memory = Memory::new(2);
         let parent = parent(&memory);
-        let tickets = [put(&parent, 1).unwrap(), put(&parent, 2).unwrap()];
+        let task_ids = [put(&parent, 1).unwrap(), put(&parent, 2).unwrap()];
         let mortal = thread::spawn({
             let worker = WorkerProtocol::new(View::mortal(&memory, steps), 0);
             move || survives(|| do_all(&worker, 0))
@@ -255,9 +255,9 @@ fn a_death_costs_one_task_at_most() {
         do_all(&other, 1);
         let mut results = Vec::new();
         collect_now(&parent, &mut results);
-        let mut found: Vec<_> = results.iter().map(|(ticket, _)| *ticket).chain(lost).collect();
+        let mut found: Vec<_> = results.iter().map(|(task_id, _)| *task_id).chain(lost).collect();
         found.sort_unstable();
-        assert_eq!((&found[..], parent.room()), (&tickets[..], 2));
+        assert_eq!((&found[..], parent.room()), (&task_ids[..], 2));
         survived
     });
     assert!(steps > 12, "a life of {steps} steps");
@@ -270,7 +270,7 @@ fn a_parent_does_not_wait_for_the_dead() {
     let steps = live_and_die(2, |steps| {
         let memory = Memory::new(1);
         let parent = parent(&memory);
-        let ticket = put(&parent, 1).unwrap();
+        let task_id = put(&parent, 1).unwrap();
         let lost = Arc::new(Mutex::new(Vec::new()));
         let mortal = thread::spawn({
             let worker = WorkerProtocol::new(View::mortal(&memory, steps), 0);
@@ -289,10 +289,10 @@ fn a_parent_does_not_wait_for_the_dead() {
         let mut found = Vec::new();
         while found.is_empty() {
             parent.wait(WaiterRole::Caller, &mut TimeLimit::new(None, None, &mut || true));
-            parent.collect(|ticket, _, _| found.push(ticket));
+            parent.collect(|task_id, _, _| found.push(task_id));
             found.append(&mut lost.lock().unwrap());
         }
-        assert_eq!(found, [ticket]);
+        assert_eq!(found, [task_id]);
         mortal.join().unwrap()
     });
     assert!(steps > 12, "a life of {steps} steps");
@@ -363,13 +363,13 @@ fn reaping_wakes_threads_that_sleep_beside_a_task() {
             }
         });
         let survived = mortal.join().unwrap();
-        let ticket = put(&parent, 1).unwrap();
+        let task_id = put(&parent, 1).unwrap();
         if !survived {
             assert_eq!(parent.reap(0), []);
         }
         let mut results = Vec::new();
         collect(&parent, 1, &mut results);
-        assert_eq!(results, [(ticket, 101)]);
+        assert_eq!(results, [(task_id, 101)]);
         parent.stop();
         other.join().unwrap();
         survived

@@ -9,7 +9,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64};
 use loom::sync::{Condvar, Mutex};
 
-use crate::protocol::{WaiterRole, Words};
+use crate::protocol::{WaiterRole, QueueWords};
 
 const WORKERS: u16 = 2;
 /// Words on which threads may sleep: the listeners' and the workers'.
@@ -97,7 +97,7 @@ pub(crate) fn survives(life: impl FnOnce()) -> bool {
     }
 }
 
-impl Words for View {
+impl QueueWords for View {
     fn slots(&self) -> usize {
         self.memory.states.len()
     }
@@ -191,7 +191,7 @@ impl Words for View {
         self.step();
     }
 
-    fn ring(&self, word: &AtomicU32) {
+    fn wake_all(&self, word: &AtomicU32) {
         self.step();
         let (lock, sleepers) = self.bed(word);
         let _guard = lock.lock().expect("nobody dies under it");

@@ -11,7 +11,7 @@ use core::ops::Range;
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, SeqCst, fence};
 use super::time_limit::TimeLimit;
-use super::{Words, ring};
+use super::{QueueWords, ring};
 
 const WORKERS: u16 = 32;
 
@@ -20,51 +20,51 @@ pub(crate) const fn words_for(workers: u16) -> usize {
     workers.div_ceil(WORKERS) as usize
 }
 
-pub(super) fn begin_search(words: &impl Words, worker: u16) {
+pub(super) fn begin_search(words: &impl QueueWords, worker: u16) {
     if words.worker_count().load(Relaxed) <= u32::from(worker) {
         words.worker_count().fetch_max(u32::from(worker) + 1, AcqRel);
     }
-    change(words, worker, 0, searching_bit(worker));
+    exchange_bits(words, worker, 0, searching_bit(worker));
 }
 
-pub(super) fn end_search(words: &impl Words, worker: u16) {
-    change(words, worker, searching_bit(worker), 0);
-    ring(words);
+pub(super) fn end_search(words: &impl QueueWords, worker: u16) {
+    exchange_bits(words, worker, searching_bit(worker), 0);
+    wake_needed(words);
 }
 
 /// Returns the number of workers that search.
-pub(super) fn searching(words: &impl Words) -> u64 {
-    numbers(words).map(|number| u64::from((words.idle_workers(number).load(Relaxed) >> WORKERS).count_ones())).sum()
+pub(super) fn count_searching(words: &impl QueueWords) -> u64 {
+    word_numbers(words).map(|number| u64::from((words.idle_workers(number).load(Relaxed) >> WORKERS).count_ones())).sum()
 }
 
 /// Sleeps, unless there is something to do. Returns whether the worker was woken. It searches before and after.
-pub(super) fn sleep(words: &impl Words, worker: u16, wait: &TimeLimit<'_>) -> bool {
+pub(super) fn sleep(words: &impl QueueWords, worker: u16, limit: &TimeLimit<'_>) -> bool {
     let wake_word = words.wake_word(worker);
     let seen = wake_word.load(Acquire);
-    change(words, worker, searching_bit(worker), asleep(worker));
+    exchange_bits(words, worker, searching_bit(worker), sleeping_bit(worker));
     fence(SeqCst);
     if ring::backlog(words) == 0 && words.stopped().load(Relaxed) == 0 {
-        words.sleep(wake_word, seen, wait.slice());
+        words.sleep(wake_word, seen, limit.next_sleep());
     }
-    change(words, worker, asleep(worker), searching_bit(worker));
+    exchange_bits(words, worker, sleeping_bit(worker), searching_bit(worker));
     wake_word.load(Relaxed) != seen
 }
 
 /// Wakes as many workers as the queue needs; called after a put, or when a worker stops searching.
-pub(super) fn ring(words: &impl Words) {
+pub(super) fn wake_needed(words: &impl QueueWords) {
     fence(SeqCst);
     let mut wanted = None;
-    for number in numbers(words) {
+    for number in word_numbers(words) {
         let word = words.idle_workers(number);
         let mut seen = word.load(Relaxed);
         while seen as u32 != 0 {
             // The queue is looked at only if a worker sleeps.
-            let wanted = wanted.get_or_insert_with(|| ring::backlog(words).saturating_sub(searching(words)));
+            let wanted = wanted.get_or_insert_with(|| ring::backlog(words).saturating_sub(count_searching(words)));
             if *wanted == 0 {
                 return;
             }
             let worker = number as u16 * WORKERS + seen.trailing_zeros() as u16;
-            let next = seen & !asleep(worker) | searching_bit(worker);
+            let next = seen & !sleeping_bit(worker) | searching_bit(worker);
             match word.compare_exchange(seen, next, AcqRel, Relaxed) {
                 Ok(_) => {
                     wake(words, worker);
@@ -78,7 +78,7 @@ pub(super) fn ring(words: &impl Words) {
 }
 
 /// Wakes every worker, also those whose waker may have died before it woke them.
-pub(super) fn ring_all(words: &impl Words) {
+pub(super) fn wake_all(words: &impl QueueWords) {
     fence(SeqCst);
     for worker in 0..worker_count(words) {
         wake(words, worker);
@@ -86,18 +86,18 @@ pub(super) fn ring_all(words: &impl Words) {
 }
 
 /// Forget a worker that has died.
-pub(super) fn forget(words: &impl Words, worker: u16) {
-    change(words, worker, asleep(worker) | searching_bit(worker), 0);
+pub(super) fn forget(words: &impl QueueWords, worker: u16) {
+    exchange_bits(words, worker, sleeping_bit(worker) | searching_bit(worker), 0);
 }
 
-fn wake(words: &impl Words, worker: u16) {
+fn wake(words: &impl QueueWords, worker: u16) {
     let wake_word = words.wake_word(worker);
     wake_word.fetch_add(1, AcqRel);
-    words.ring(wake_word);
+    words.wake_all(wake_word);
 }
 
 /// Take bits of a worker away and set others, in one step.
-fn change(words: &impl Words, worker: u16, cleared: u64, set: u64) {
+fn exchange_bits(words: &impl QueueWords, worker: u16, cleared: u64, set: u64) {
     let word = words.idle_workers(usize::from(worker / WORKERS));
     let mut seen = word.load(Relaxed);
     while let Err(now) = word.compare_exchange(seen, seen & !cleared | set, AcqRel, Relaxed) {
@@ -105,19 +105,19 @@ fn change(words: &impl Words, worker: u16, cleared: u64, set: u64) {
     }
 }
 
-fn asleep(worker: u16) -> u64 {
+fn sleeping_bit(worker: u16) -> u64 {
     1 << (worker % WORKERS)
 }
 
 fn searching_bit(worker: u16) -> u64 {
-    asleep(worker) << WORKERS
+    sleeping_bit(worker) << WORKERS
 }
 
 /// The numbers of the words that are in use.
-fn numbers(words: &impl Words) -> Range<usize> {
+fn word_numbers(words: &impl QueueWords) -> Range<usize> {
     0..words_for(worker_count(words))
 }
 
-fn worker_count(words: &impl Words) -> u16 {
+fn worker_count(words: &impl QueueWords) -> u16 {
     (words.worker_count().load(Relaxed) as u16).min(words.workers())
 }

@@ -1,6 +1,6 @@
 //! How a parent and its workers pass tasks and results through words in shared memory.
 //!
-//! The protocol reaches its words, the payloads and the two calls that sleep and wake through [`Words`], so that a
+//! The protocol reaches its words, the payloads and the two calls that sleep and wake through [`QueueWords`], so that a
 //! model can check it.
 //!
 //! Invariants, whichever worker is killed between whichever two instructions:
@@ -38,7 +38,7 @@ pub enum WaiterRole {
 }
 
 /// The words of a queue, where its payloads are, and how to sleep on a word.
-pub(crate) trait Words {
+pub(crate) trait QueueWords {
     /// How many slots there are, at most 65536.
     fn slots(&self) -> usize;
     /// How many entries the queue has: no fewer than slots.
@@ -73,8 +73,8 @@ pub(crate) trait Words {
     /// Read the message in a slot that is the caller's.
     fn read<R>(&self, slot: usize, with: impl FnOnce(u32, &[u8]) -> R) -> R;
 
-    /// Sleep as long as `word` is `seen`, until it is rung, a signal comes or `longest` is over.
+    /// Sleep as long as `word` is `seen`, until it is woken, a signal comes or `longest` is over.
     fn sleep(&self, word: &AtomicU32, seen: u32, longest: Option<Duration>);
     /// Wakes all threads that sleep on `word`.
-    fn ring(&self, word: &AtomicU32);
+    fn wake_all(&self, word: &AtomicU32);
 }

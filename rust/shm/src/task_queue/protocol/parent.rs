@@ -10,7 +10,7 @@ use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
 use super::slot_state::{self as state, FREE, TaskId};
 use super::spin::SpinHistory;
 use super::time_limit::TimeLimit;
-use super::{WaiterRole, Words, idle_workers, results, ring};
+use super::{WaiterRole, QueueWords, idle_workers, results, ring};
 
 /// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ struct ParentState {
     /// A head of the past: looking at the head itself costs a cache line that all workers write.
     head: u64,
     /// Kept for its memory.
-    drawn: Vec<CollectedSlot>,
+    collected: Vec<CollectedSlot>,
 }
 
 /// A slot whose mark was taken away, and the state that it was in.
@@ -46,22 +46,22 @@ pub(crate) struct ParentProtocol<W> {
     local: Mutex<ParentState>,
     /// Not zero if a call of `end_waits` is to end the next wait in a role.
     wait_ended: [AtomicU32; 2],
-    is_awake: bool,
+    spins: bool,
     spin: SpinHistory,
 }
 
-impl<W: Words> ParentProtocol<W> {
+impl<W: QueueWords> ParentProtocol<W> {
     /// Over words that are all zero. Callers wait awake for a while if there is a processor for it.
-    pub(crate) fn new(words: W, is_awake: bool) -> Self {
-        // Counted from one, so that no ticket is zero.
+    pub(crate) fn new(words: W, spins: bool) -> Self {
+        // Counted from one, so that no task id is zero.
         words.head().store(1, Relaxed);
         words.tail().store(1, Release);
         let free = (0..words.slots() as u32).rev().collect();
         Self {
             words,
-            local: Mutex::new(ParentState { free, tail: 1, head: 1, drawn: Vec::new() }),
+            local: Mutex::new(ParentState { free, tail: 1, head: 1, collected: Vec::new() }),
             wait_ended: [AtomicU32::new(0), AtomicU32::new(0)],
-            is_awake,
+            spins,
             spin: SpinHistory::default(),
         }
     }
@@ -75,7 +75,7 @@ impl<W: Words> ParentProtocol<W> {
         self.with_local(|local| self.room_at(local))
     }
 
-    /// Queues as many messages as there is room for, and calls `each` with their tickets.
+    /// Queues as many messages as there is room for, and calls `each` with their ids.
     pub(crate) fn put<P: AsRef<[u8]>>(&self, messages: impl Iterator<Item = (u32, P)>, mut each: impl FnMut(TaskId)) {
         self.with_local(|local| {
             let room = self.room_at(local);
@@ -87,25 +87,25 @@ impl<W: Words> ParentProtocol<W> {
             }
             ring::publish(&self.words, local.tail);
         });
-        idle_workers::ring(&self.words);
+        idle_workers::wake_needed(&self.words);
     }
 
     /// Take a task back that no worker has taken.
-    pub(crate) fn revoke(&self, ticket: TaskId) -> bool {
+    pub(crate) fn revoke(&self, task_id: TaskId) -> bool {
         self.with_local(|local| {
-            let is_mine = ring::revoke(&self.words, ticket);
+            let is_mine = ring::revoke(&self.words, task_id);
             if is_mine {
-                local.free.push(ticket.slot() as u32);
+                local.free.push(task_id.slot() as u32);
             }
             is_mine
         })
     }
 
     /// Whether a worker has taken the task, and its result is not collected.
-    pub(crate) fn is_running(&self, ticket: TaskId) -> bool {
-        ticket.slot() < self.words.slots() && {
-            let state = self.words.state(ticket.slot()).load(Relaxed);
-            ticket.is_in(state) && (state::is_taken(state) || state::is_done(state))
+    pub(crate) fn is_running(&self, task_id: TaskId) -> bool {
+        task_id.slot() < self.words.slots() && {
+            let state = self.words.state(task_id.slot()).load(Relaxed);
+            task_id.is_in(state) && (state::is_taken(state) || state::is_done(state))
         }
     }
 
@@ -119,46 +119,46 @@ impl<W: Words> ParentProtocol<W> {
         if !results::is_ready(&self.words) {
             return;
         }
-        let drawn = self.with_local(|local| {
-            let mut drawn = std::mem::take(&mut local.drawn);
-            results::draw(&self.words, |slot| {
+        let collected = self.with_local(|local| {
+            let mut collected = std::mem::take(&mut local.collected);
+            results::take_marks(&self.words, |slot| {
                 let state = self.words.state(slot).load(Acquire);
                 if state::is_done(state) {
                     // So that `reap` does not take it for one that waits to be collected.
                     self.words.state(slot).store(FREE, Relaxed);
-                    drawn.push(CollectedSlot { slot, state });
+                    collected.push(CollectedSlot { slot, state });
                 }
             });
-            drawn
+            collected
         });
-        let mut collecting = Collecting { parent: self, drawn, delivered: 0 };
-        while let Some(&CollectedSlot { slot, state }) = collecting.drawn.get(collecting.delivered) {
+        let mut delivery = DeliveryGuard { parent: self, collected, delivered: 0 };
+        while let Some(&CollectedSlot { slot, state }) = delivery.collected.get(delivery.delivered) {
             self.words.read(slot, |kind, payload| each(TaskId::of(state, slot), kind, payload));
-            collecting.delivered += 1;
+            delivery.delivered += 1;
         }
     }
 
     /// Wait until there are results.
-    pub(crate) fn wait(&self, role: WaiterRole, wait: &mut TimeLimit<'_>) -> WaitOutcome {
+    pub(crate) fn wait(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
         if results::is_ready(&self.words) {
             return WaitOutcome::Ready;
         }
         if role == WaiterRole::Background {
-            return self.listen(role, wait);
+            return self.sleep_until_ready(role, limit);
         }
-        results::enter(&self.words);
+        results::add_caller(&self.words);
         let started = self.spin.begin();
-        if self.is_awake {
-            self.spin.look(&started, wait, || results::is_ready(&self.words));
+        if self.spins {
+            self.spin.spin_until(&started, limit, || results::is_ready(&self.words));
         }
-        let waited = self.listen(role, wait);
+        let waited = self.sleep_until_ready(role, limit);
         self.spin.end(&started);
-        results::leave(&self.words);
+        results::remove_caller(&self.words);
         match waited {
             WaitOutcome::Nothing if results::is_ready(&self.words) => WaitOutcome::Ready,
             WaitOutcome::Interrupted => {
                 if results::is_ready(&self.words) {
-                    results::tell(&self.words);
+                    results::wake_for_result(&self.words);
                 }
                 waited
             }
@@ -186,8 +186,8 @@ impl<W: Words> ParentProtocol<W> {
             }
         });
         idle_workers::forget(&self.words, worker);
-        idle_workers::ring_all(&self.words);
-        results::ring_anew(&self.words);
+        idle_workers::wake_all(&self.words);
+        results::wake_again(&self.words);
         self.end_waits();
         lost
     }
@@ -195,44 +195,44 @@ impl<W: Words> ParentProtocol<W> {
     /// Let workers stop when no task is left.
     pub(crate) fn stop(&self) {
         self.words.stopped().store(1, Release);
-        idle_workers::ring_all(&self.words);
+        idle_workers::wake_all(&self.words);
     }
 
     /// End all waits for results, or the next one in each role.
     pub(crate) fn end_waits(&self) {
         for role in [WaiterRole::Caller, WaiterRole::Background] {
             self.wait_ended(role).store(1, Release);
-            results::ring(&self.words, role);
+            results::wake(&self.words, role);
         }
     }
 
     /// Wait asleep.
-    fn listen(&self, role: WaiterRole, wait: &mut TimeLimit<'_>) -> WaitOutcome {
+    fn sleep_until_ready(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
         loop {
-            if let Some(waited) = self.heard(role) {
+            if let Some(waited) = self.wait_outcome(role) {
                 return waited;
             }
-            if wait.is_over() {
+            if limit.is_over() {
                 return WaitOutcome::Nothing;
             }
             let seen = results::arm(&self.words, role);
-            if let Some(waited) = self.heard(role) {
+            if let Some(waited) = self.wait_outcome(role) {
                 return waited;
             }
             let result_word = self.words.result_word(role);
-            self.words.sleep(result_word, seen, wait.slice());
+            self.words.sleep(result_word, seen, limit.next_sleep());
             // A caller that was woken returns, to see whether another thread has collected its result.
-            let is_rung = result_word.load(Acquire) != seen;
-            if is_rung && role == WaiterRole::Caller && !results::is_ready(&self.words) {
+            let was_woken = result_word.load(Acquire) != seen;
+            if was_woken && role == WaiterRole::Caller && !results::is_ready(&self.words) {
                 return WaitOutcome::Nothing;
             }
-            if !is_rung && !wait.goes_on() {
+            if !was_woken && !limit.may_continue() {
                 return WaitOutcome::Interrupted;
             }
         }
     }
 
-    fn heard(&self, role: WaiterRole) -> Option<WaitOutcome> {
+    fn wait_outcome(&self, role: WaiterRole) -> Option<WaitOutcome> {
         if results::is_ready(&self.words) {
             return Some(WaitOutcome::Ready);
         }
@@ -247,7 +247,7 @@ impl<W: Words> ParentProtocol<W> {
     fn room_at(&self, local: &mut ParentState) -> usize {
         let left = |local: &ParentState| self.words.entries().saturating_sub(local.tail.saturating_sub(local.head));
         if left(local) < local.free.len() as u64 {
-            ring::pass_revoked(&self.words);
+            ring::skip_revoked(&self.words);
             local.head = self.words.head().load(Acquire);
         }
         local.free.len().min(left(local) as usize)
@@ -260,23 +260,23 @@ impl<W: Words> ParentProtocol<W> {
 
 /// Results whose marks were taken away. On drop, also in a panic of the caller's code, the slots of delivered results
 /// are freed and the others are marked again.
-struct Collecting<'a, W: Words> {
+struct DeliveryGuard<'a, W: QueueWords> {
     parent: &'a ParentProtocol<W>,
-    drawn: Vec<CollectedSlot>,
+    collected: Vec<CollectedSlot>,
     delivered: usize,
 }
 
-impl<W: Words> Drop for Collecting<'_, W> {
+impl<W: QueueWords> Drop for DeliveryGuard<'_, W> {
     fn drop(&mut self) {
         let words = &self.parent.words;
-        for CollectedSlot { slot, state } in self.drawn.drain(self.delivered..) {
+        for CollectedSlot { slot, state } in self.collected.drain(self.delivered..) {
             words.state(slot).store(state, Release);
             results::mark(words, slot);
         }
         self.parent.with_local(|local| {
-            local.free.extend(self.drawn.iter().map(|drawn| drawn.slot as u32));
-            self.drawn.clear();
-            local.drawn = std::mem::take(&mut self.drawn);
+            local.free.extend(self.collected.iter().map(|collected| collected.slot as u32));
+            self.collected.clear();
+            local.collected = std::mem::take(&mut self.collected);
         });
     }
 }

@@ -7,23 +7,23 @@
 //! stops counting as one and then looks again, so a result that was left to it is seen by it or wakes another.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
-use super::{WaiterRole, Words};
+use super::{WaiterRole, QueueWords};
 
 /// A thread sleeps on the word, or is about to.
 const ARMED: u32 = 1;
 
 /// Say that a slot is done. Its state says so already.
-pub(super) fn mark(words: &impl Words, slot: usize) {
+pub(super) fn mark(words: &impl QueueWords, slot: usize) {
     words.finished(slot / 64).fetch_or(1 << (slot % 64), Release);
 }
 
 /// Whether there is a result.
-pub(super) fn is_ready(words: &impl Words) -> bool {
+pub(super) fn is_ready(words: &impl QueueWords) -> bool {
     (0..words.slots().div_ceil(64)).any(|word| words.finished(word).load(Relaxed) != 0)
 }
 
 /// Take all marks away, and call `each` with the slots that had one.
-pub(super) fn draw(words: &impl Words, mut each: impl FnMut(usize)) {
+pub(super) fn take_marks(words: &impl QueueWords, mut each: impl FnMut(usize)) {
     for word in 0..words.slots().div_ceil(64) {
         if words.finished(word).load(Relaxed) == 0 {
             continue;
@@ -40,47 +40,47 @@ pub(super) fn draw(words: &impl Words, mut each: impl FnMut(usize)) {
 }
 
 /// Wakes a caller for a result that was marked before, or else the background thread.
-pub(super) fn tell(words: &impl Words) {
+pub(super) fn wake_for_result(words: &impl QueueWords) {
     fence(SeqCst);
-    ring_armed(words, if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background });
+    wake_if_armed(words, if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background });
 }
 
 /// Wakes the threads that sleep in this role, or are about to. The awaited change was written before.
-pub(super) fn ring(words: &impl Words, role: WaiterRole) {
+pub(super) fn wake(words: &impl QueueWords, role: WaiterRole) {
     fence(SeqCst);
-    ring_armed(words, role);
+    wake_if_armed(words, role);
 }
 
 /// Wakes the threads for which a dead worker counted the word up without waking them.
-pub(super) fn ring_anew(words: &impl Words) {
+pub(super) fn wake_again(words: &impl QueueWords) {
     for role in [WaiterRole::Caller, WaiterRole::Background] {
-        words.ring(words.result_word(role));
+        words.wake_all(words.result_word(role));
     }
 }
 
-fn ring_armed(words: &impl Words, role: WaiterRole) {
+fn wake_if_armed(words: &impl QueueWords, role: WaiterRole) {
     let result_word = words.result_word(role);
     let seen = result_word.load(Relaxed);
     // If the exchange fails, another thread has woken the sleepers.
-    let is_ringing =
+    let is_mine =
         seen & ARMED != 0 && result_word.compare_exchange(seen, seen.wrapping_add(1), AcqRel, Relaxed).is_ok();
-    if is_ringing {
-        words.ring(result_word);
+    if is_mine {
+        words.wake_all(result_word);
     }
 }
 
 /// Announces a sleep in this role; returns the value to sleep on. The caller looks again before it sleeps.
-pub(super) fn arm(words: &impl Words, role: WaiterRole) -> u32 {
+pub(super) fn arm(words: &impl QueueWords, role: WaiterRole) -> u32 {
     let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
     fence(SeqCst);
     seen
 }
 
-pub(super) fn enter(words: &impl Words) {
+pub(super) fn add_caller(words: &impl QueueWords) {
     words.callers().fetch_add(1, AcqRel);
 }
 
-pub(super) fn leave(words: &impl Words) {
+pub(super) fn remove_caller(words: &impl QueueWords) {
     words.callers().fetch_sub(1, AcqRel);
     fence(SeqCst);
 }

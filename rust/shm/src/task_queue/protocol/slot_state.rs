@@ -76,7 +76,7 @@ impl TaskId {
         self.0
     }
 
-    /// The ticket of this number. One that was never given belongs to no task.
+    /// The task id of this number. One that was never given belongs to no task.
     pub fn from_number(number: u64) -> Self {
         Self(number & ((1 << 62) - 1))
     }

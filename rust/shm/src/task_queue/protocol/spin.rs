@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use super::time_limit::TimeLimit;
 
 /// A shorter wait is spent awake. A receiver of a small batch waits a fifth of a millisecond for it.
-const LONGEST: Duration = Duration::from_micros(400);
+const MAX_SPIN: Duration = Duration::from_micros(400);
 /// Looks between two yields of the processor: the awaited process may need it.
-const LOOKS: usize = 32;
+const CHECKS_PER_YIELD: usize = 32;
 /// After so many long waits in a row, the next one is expected to be long too.
-const HABIT: u32 = 2;
+const LONG_WAITS_BEFORE_SLEEP: u32 = 2;
 
 /// The lengths of the last waits of one side.
 #[derive(Debug, Default)]
@@ -31,12 +31,12 @@ impl SpinHistory {
     }
 
     /// Look until `is_over` or it is time to sleep, or to go.
-    pub(crate) fn look(&self, started: &StartedWait, wait: &TimeLimit<'_>, is_over: impl Fn() -> bool) {
-        if self.long_waits.load(Ordering::Relaxed) >= HABIT {
+    pub(crate) fn spin_until(&self, started: &StartedWait, limit: &TimeLimit<'_>, is_over: impl Fn() -> bool) {
+        if self.long_waits.load(Ordering::Relaxed) >= LONG_WAITS_BEFORE_SLEEP {
             return;
         }
-        while started.0.elapsed() < LONGEST && !wait.is_over() {
-            for _ in 0..LOOKS {
+        while started.0.elapsed() < MAX_SPIN && !limit.is_over() {
+            for _ in 0..CHECKS_PER_YIELD {
                 if is_over() {
                     return;
                 }
@@ -48,7 +48,7 @@ impl SpinHistory {
 
     /// Learn from a wait that is over.
     pub(crate) fn end(&self, started: &StartedWait) {
-        let is_long = started.0.elapsed() >= LONGEST;
+        let is_long = started.0.elapsed() >= MAX_SPIN;
         let waits = if is_long { self.long_waits.load(Ordering::Relaxed).saturating_add(1) } else { 0 };
         self.long_waits.store(waits, Ordering::Relaxed);
     }

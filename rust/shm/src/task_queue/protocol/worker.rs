@@ -4,7 +4,7 @@ use super::super::atomic::{Acquire, Relaxed, Release};
 use super::slot_state::{self as state, TaskId};
 use super::spin::SpinHistory;
 use super::time_limit::TimeLimit;
-use super::{Words, idle_workers, results, ring};
+use super::{QueueWords, idle_workers, results, ring};
 
 /// The outcome of a wait for a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,13 +23,13 @@ pub enum TakeOutcome<T> {
 pub(crate) struct WorkerProtocol<W> {
     words: W,
     /// How many workers wait awake at most.
-    most_awake: u64,
+    max_spinning: u64,
     spin: SpinHistory,
 }
 
-impl<W: Words> WorkerProtocol<W> {
-    pub(crate) fn new(words: W, most_awake: u64) -> Self {
-        Self { words, most_awake, spin: SpinHistory::default() }
+impl<W: QueueWords> WorkerProtocol<W> {
+    pub(crate) fn new(words: W, max_spinning: u64) -> Self {
+        Self { words, max_spinning, spin: SpinHistory::default() }
     }
 
     pub(crate) fn words(&self) -> &W {
@@ -42,54 +42,54 @@ impl<W: Words> WorkerProtocol<W> {
     }
 
     /// The first task that is queued, waited for.
-    pub(crate) fn take(&self, worker: u16, wait: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
-        if let Some(ticket) = self.try_take(worker) {
-            return TakeOutcome::Task(ticket);
+    pub(crate) fn take(&self, worker: u16, limit: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
+        if let Some(task_id) = self.try_take(worker) {
+            return TakeOutcome::Task(task_id);
         }
         idle_workers::begin_search(&self.words, worker);
-        let found = self.seek(worker, wait);
+        let found = self.search(worker, limit);
         idle_workers::end_search(&self.words, worker);
         found
     }
 
     /// Whether `finish` would take the result: the task was taken and is not finished.
-    pub(crate) fn has(&self, ticket: TaskId) -> bool {
-        let slot = ticket.slot();
+    pub(crate) fn has(&self, task_id: TaskId) -> bool {
+        let slot = task_id.slot();
         slot < self.words.slots() && {
             let state = self.words.state(slot).load(Relaxed);
-            state::is_taken(state) && ticket.is_in(state)
+            state::is_taken(state) && task_id.is_in(state)
         }
     }
 
     /// Leave the result of a task that this worker has.
-    pub(crate) fn finish(&self, ticket: TaskId, kind: u32, payload: &[u8]) {
-        let slot = ticket.slot();
+    pub(crate) fn finish(&self, task_id: TaskId, kind: u32, payload: &[u8]) {
+        let slot = task_id.slot();
         self.words.write(slot, kind, payload);
         let state = self.words.state(slot);
         state.store(state::done(state.load(Relaxed)), Release);
         results::mark(&self.words, slot);
-        results::tell(&self.words);
+        results::wake_for_result(&self.words);
     }
 
-    fn seek(&self, worker: u16, wait: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
+    fn search(&self, worker: u16, limit: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {
         let started = self.spin.begin();
         loop {
-            if idle_workers::searching(&self.words) <= self.most_awake {
-                self.spin.look(&started, wait, || ring::backlog(&self.words) > 0 || self.is_stopped());
+            if idle_workers::count_searching(&self.words) <= self.max_spinning {
+                self.spin.spin_until(&started, limit, || ring::backlog(&self.words) > 0 || self.is_stopped());
             }
             // Read before the queue: tasks that were put before the stop are still done.
             let is_stopped = self.is_stopped();
-            if let Some(ticket) = ring::take(&self.words, worker) {
+            if let Some(task_id) = ring::take(&self.words, worker) {
                 self.spin.end(&started);
-                return TakeOutcome::Task(ticket);
+                return TakeOutcome::Task(task_id);
             }
             if is_stopped {
                 return TakeOutcome::Stop;
             }
-            if wait.is_over() {
+            if limit.is_over() {
                 return TakeOutcome::Nothing;
             }
-            if !idle_workers::sleep(&self.words, worker, wait) && !wait.goes_on() {
+            if !idle_workers::sleep(&self.words, worker, limit) && !limit.may_continue() {
                 return TakeOutcome::Interrupted;
             }
         }
