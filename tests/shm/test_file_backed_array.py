@@ -20,7 +20,7 @@ from tundish.errors import (
     StorageError,
 )
 from tundish.shm import file_backed_array
-from tundish.shm.array_input import input_of
+from tundish.shm.array_input import as_numpy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +59,7 @@ def test_a_key_stands_for_the_content(tmp_path: Path) -> None:
     assert td.shm.node_shared(unbuilt, key="five", path=tmp_path).tolist() == [0, 1, 2, 3, 4]
     assert td.shm.node_shared(np.zeros(5, int), key="five", path=tmp_path).tolist() == [0, 1, 2, 3, 4]
     assert files(tmp_path) == before
-    with pytest.raises(InvalidInputError, match="'five' stands for an array of dtype int64"):
+    with pytest.raises(InvalidInputError, match="'five' belongs to an array of dtype int64"):
         td.shm.node_shared(np.zeros(6), key="five", path=tmp_path)
     with pytest.raises(AssertionError, match="built again"):
         td.shm.node_shared(unbuilt, key="six", path=tmp_path)
@@ -72,12 +72,12 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
 
     def late(array: np.ndarray, layout: Any, target: Path) -> None:
         # As by another job.
-        publish(*input_of(np.arange(5)), target)
+        publish(*as_numpy(np.arange(5)), target)
         publish(array, layout, target)
 
     monkeypatch.setattr(file_backed_array, "_publish", late)
     with pytest.raises(
-        InvalidInputError, match="'mine' stands for an array of dtype int64 and shape \\(5,\\)"
+        InvalidInputError, match="'mine' belongs to an array of dtype int64 and shape \\(5,\\)"
     ):
         td.shm.node_shared(np.zeros(6), key="mine", path=tmp_path)
     assert td.shm.node_shared(np.zeros(5, int), key="yours", path=tmp_path).tolist() == [0, 1, 2, 3, 4]
@@ -87,7 +87,7 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
 def test_arrays_of_many_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_c_contiguous: bool
 ) -> None:
-    monkeypatch.setattr(file_backed_array, "PIECE", 1000)
+    monkeypatch.setattr(file_backed_array, "CHUNK_BYTES", 1000)
     array = np.random.default_rng(0).integers(0, 255, (70, 901), np.uint8)
     if not is_c_contiguous:
         array = array[:, ::2]
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Any, reas
 
 def test_places_that_are_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be made"):
+    with pytest.raises(StorageError, match="cannot be created"):
         td.shm.node_shared(np.arange(5), path=tmp_path / "file")
     td.shm.node_shared(np.arange(5), key="five", path=tmp_path)
     (path,) = tmp_path.rglob("array.npy")
@@ -151,7 +151,7 @@ def test_places_that_are_taken(tmp_path: Path) -> None:
 
 
 def test_arrays_and_paths_that_cannot_be_kept(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTypeError, match="holds Python objects"):
+    with pytest.raises(InvalidTypeError, match="has Python objects"):
         td.shm.node_shared(np.array([{}, 1]), path=tmp_path / "arrays")
     assert not (tmp_path / "arrays").exists()
     for path in ("", "a\0b", 3, b"bytes"):
@@ -177,7 +177,7 @@ def test_a_file_that_went_or_was_replaced_is_not_taken_for_it(tmp_path: Path) ->
     assert len(message) < 1024
     (path,) = tmp_path.rglob("array.npy")
     path.rename(path.with_name("kept"))
-    with pytest.raises(NotFoundError, match="is not there"):
+    with pytest.raises(NotFoundError, match="does not exist"):
         pickle.loads(message)
     np.save(path, np.arange(5))
     with pytest.raises(StorageError, match="was replaced"):

@@ -258,7 +258,7 @@ def test_an_array_with_another_shape_is_pickled_by_value() -> None:
     ],
 )
 def test_values_other_than_arrays_are_refused_by_their_type(brought: Any, named: str) -> None:
-    with pytest.raises(td.errors.InvalidTypeError, match=f"^{named} came in place of an array"):
+    with pytest.raises(td.errors.InvalidTypeError, match=f"^{named} is no array: "):
         td.shm.node_shared(brought)
 
 

@@ -121,13 +121,13 @@ def test_large_arrays_are_copied_whole() -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "says"),
     [
-        (np.array([None]), TypeError, "holds Python objects"),
-        (np.zeros(2, [("a", "i4"), ("b", [("c", object)])]), TypeError, "holds Python objects"),
-        (np.zeros(2, [("a", object, (2,))]), TypeError, "holds Python objects"),
+        (np.array([None]), TypeError, "has Python objects"),
+        (np.zeros(2, [("a", "i4"), ("b", [("c", object)])]), TypeError, "has Python objects"),
+        (np.zeros(2, [("a", object, (2,))]), TypeError, "has Python objects"),
         (np.zeros(2, [("a", "i4"), ("b", "f8")])[["b", "a"]], ValueError, "repack_fields"),
         (np.ma.masked_array([1, 2], [True, False]), TypeError, "a masked array cannot be shared"),
         ([1, 2], TypeError, "cannot share list"),
-        (np.array(["a"], np.dtypes.StringDType()), TypeError, "holds Python objects"),
+        (np.array(["a"], np.dtypes.StringDType()), TypeError, "has Python objects"),
         (
             np.zeros(1, [(f"field{number}", "i4") for number in range(300)]),
             ValueError,

@@ -147,7 +147,7 @@ def test_a_quantized_tensor_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4])
 def test_memory_of_a_quantized_dtype_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(InvalidTypeError, match="scales are no part"):
+    with pytest.raises(InvalidTypeError, match="with their scales"):
         SharedArray.create((4,), dtype)
 
 

@@ -1,6 +1,6 @@
 """Shared memory: one copy of an array for all processes of a node, and a pool of processes that work on it.
 
-Each name is imported when it is first used; torch is never imported here.
+Names are imported on first use; torch is never imported here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Views an array or a tensor that a caller wants to share as a numpy array with a layout."""
+"""Converts the array or tensor that a caller wants to share to a numpy array with a layout."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from tundish.errors import InvalidTypeError
 from tundish.shm.array_layout import ArrayLayout, Order
 
-__all__ = ["input_of"]
+__all__ = ["as_numpy"]
 
 
-def input_of(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
-    """Return the values of `given`, a numpy array or a tensor in host memory, and their layout in shared memory.
+def as_numpy(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
+    """Return a view of `given`, a numpy array or a CPU tensor, and its layout in shared memory.
 
     Raises:
         InvalidTypeError: `given` cannot be shared.
@@ -32,7 +32,7 @@ def input_of(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
         array = given.view(np.ndarray)
     else:
         raise InvalidTypeError(
-            f"cannot share {type(given).__name__}: give an array of numpy or a tensor in host memory"
+            f"cannot share {type(given).__name__}: give a numpy array or a CPU tensor"
         )
     order: Order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     return array, ArrayLayout(shape=array.shape, order=order, dtype=array.dtype, torch_dtype=torch_dtype)

@@ -1,12 +1,12 @@
 """Arrays in files, for arrays that are larger than memory.
 
 Each array has a folder `array-<32 hexadecimal digits>` with one file `array.npy`, which `numpy.load(…, mmap_mode="r")`
-reads too. The digits are a hash of the array (its dtype, shape, order and bytes), or of its key.
+reads too. The digits are a hash of the key, or of the array: its dtype, shape, order and bytes.
 
 Invariants:
 
-- An array's folder is there whole and durable, or not at all. Its file is never changed or replaced.
-- An array is read and written in pieces of `PIECE` bytes: no step needs more memory.
+- The folder of an array appears whole and durable. Its file is never changed or replaced.
+- An array is hashed and written in chunks of `CHUNK_BYTES` bytes, so it may be larger than memory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StorageError
 from tundish.shm.array_layout import ArrayLayout
 
-__all__ = ["FileBackedArray", "find_by_key", "keep"]
+__all__ = ["FileBackedArray", "find_by_key", "publish_array"]
 
 FILE = "array.npy"
-PIECE = 16 << 20
+CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class FileBackedArray:
-    """The place of an array in a file; small when it is pickled."""
+    """The path of an array's file; small when pickled."""
 
     path: str
     inode: int
@@ -44,84 +44,84 @@ class FileBackedArray:
         """Map the array read-only.
 
         Raises:
-            NotFoundError: the file is not there (any more).
-            StorageError: the file cannot be read, is damaged, or was replaced by another one.
+            NotFoundError: the file does not exist any more.
+            StorageError: the file cannot be read, is damaged, or was replaced.
         """
         try:
             array, inode = _mapped(self.path)
         except FileNotFoundError as error:
             raise NotFoundError(
                 error.errno,
-                "is not there: a shared array lies in it; keep clean-up jobs away, and give a path that all processes "
-                "of a node see under the same name",
+                "does not exist, but an array was shared from it: keep clean-up jobs away, and give a path that is the "
+                "same in all processes of a node",
                 self.path,
             ) from error
         if inode != self.inode:
             raise StorageError(
-                errno.ESTALE, "was replaced by another file since the array was shared from it", self.path
+                errno.ESTALE, "was replaced after the array was shared from it", self.path
             )
         return array
 
 
 def find_by_key(folder: Path, key: str) -> FileBackedArray | None:
-    """Return the array that was kept in `folder` under `key`; None if there is none.
+    """Return the array that was published in `folder` under `key`; None if there is none.
 
     Raises:
-        StorageError: it is there, but damaged or unreadable.
+        StorageError: the file is damaged or unreadable.
     """
-    return _found(_place_of_key(folder, key))
+    return _find(_folder_of_key(folder, key))
 
 
-def keep(array: NDArray[Any], layout: ArrayLayout, folder: Path, key: str | None) -> FileBackedArray:
-    """Publish `array` in `folder`, unless it lies there already.
+def publish_array(array: NDArray[Any], layout: ArrayLayout, folder: Path, key: str | None) -> FileBackedArray:
+    """Publish `array` in `folder`, unless it is there already.
 
     Args:
-        array: numpy array; it may be a map of a file larger than memory.
+        array: numpy array; it may be a memory map of a file that is larger than memory.
         layout: layout of `array`.
         folder: folder of arrays, created if it is missing.
         key: key by which the array is found; None for a hash of the array.
 
     Raises:
-        InvalidInputError: another array was kept under this key.
-        StorageError: the file system refused, or something else lies there.
+        InvalidInputError: the key belongs to an array of another dtype or shape.
+        StorageError: the file cannot be written, or another file has its name.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            error.errno, f"cannot be made, so no arrays can be kept in it: {error.strerror}", str(folder)
+            error.errno, f"cannot be created as a folder of arrays: {error.strerror}", str(folder)
         ) from error
-    target = folder / f"array-{_content_of(array, layout)}" if key is None else _place_of_key(folder, key)
-    found = _found(target)
+    target = folder / f"array-{_content_hash(array, layout)}" if key is None else _folder_of_key(folder, key)
+    found = _find(target)
     if found is None:
         try:
             _publish(array, layout, target)
         except AlreadyExistsError:
-            # Another process was faster, or something else lies there.
-            if _found(target) is None:
+            # Another process was faster, or another file has the name.
+            if _find(target) is None:
                 raise
-        found = _found(target)
+        found = _find(target)
     if found is None:
-        raise StorageError(errno.ENOENT, "was removed as soon as it was written", str(target))
-    kept = found.read_only()
-    if (kept.dtype, kept.shape) != (array.dtype, array.shape):
+        raise StorageError(errno.ENOENT, "was removed right after it was written", str(target))
+    present = found.read_only()
+    if (present.dtype, present.shape) != (array.dtype, array.shape):
         raise InvalidInputError(
-            f"key {key!r} stands for an array of dtype {kept.dtype} and shape {kept.shape} in {folder}, and the one "
-            f"brought now is of dtype {array.dtype} and shape {array.shape}: give other content another key"
+            f"key {key!r} belongs to an array of dtype {present.dtype} and shape {present.shape} in {folder}, and this "
+            f"array has dtype {array.dtype} and shape {array.shape}: give other content another key"
         )
     return found
 
 
-def _place_of_key(folder: Path, key: str) -> Path:
+def _folder_of_key(folder: Path, key: str) -> Path:
     digest = hashlib.blake2b(key.encode(errors="surrogatepass"), digest_size=16, person=b"tundish key")
     return folder / f"array-{digest.hexdigest()}"
 
 
-def _content_of(array: NDArray[Any], layout: ArrayLayout) -> str:
-    """A hash of dtype, shape, order and bytes."""
+def _content_hash(array: NDArray[Any], layout: ArrayLayout) -> str:
+    """Return a hash of dtype, shape, order and bytes."""
     content = hashlib.blake2b(_header(layout), digest_size=16, person=b"tundish array")
-    for piece in _pieces(array, layout):
-        content.update(piece)
+    for chunk in _chunks(array, layout):
+        content.update(chunk)
     return content.hexdigest()
 
 
@@ -138,30 +138,30 @@ def _header(layout: ArrayLayout) -> bytes:
     return header.getvalue()
 
 
-def _pieces(array: NDArray[Any], layout: ArrayLayout) -> Iterator[bytes]:
-    """The bytes of `array` as they lie in its file."""
-    pieces: Any = np.nditer(
+def _chunks(array: NDArray[Any], layout: ArrayLayout) -> Iterator[bytes]:
+    """Yield the bytes of `array` in the order of its file."""
+    chunks: Any = np.nditer(
         array,
         flags=["external_loop", "buffered", "zerosize_ok"],
-        buffersize=max(1, PIECE // max(1, array.itemsize)),
+        buffersize=max(1, CHUNK_BYTES // max(1, array.itemsize)),
         order=layout.order,
     )
-    for piece in pieces:
-        yield piece.tobytes()
+    for chunk in chunks:
+        yield chunk.tobytes()
 
 
 def _publish(array: NDArray[Any], layout: ArrayLayout, target: Path) -> None:
     writing = _native.NewFolder(target)
     try:
         writing.append(FILE, _header(layout))
-        for piece in _pieces(array, layout):
-            writing.append(FILE, piece)
+        for chunk in _chunks(array, layout):
+            writing.append(FILE, chunk)
         writing.publish()
     finally:
         writing.abandon()
 
 
-def _found(target: Path) -> FileBackedArray | None:
+def _find(target: Path) -> FileBackedArray | None:
     path = str(target / FILE)
     try:
         _, inode = _mapped(path)
@@ -171,7 +171,7 @@ def _found(target: Path) -> FileBackedArray | None:
 
 
 def _mapped(path: str) -> tuple[NDArray[Any], int]:
-    """The array in a file, and the file's inode number."""
+    """Return the array in a file, and the file's inode number."""
     try:
         inode = Path(path).stat().st_ino
         return npy.open_memmap(path, "r"), inode
@@ -181,5 +181,5 @@ def _mapped(path: str) -> tuple[NDArray[Any], int]:
         raise StorageError(error.errno, f"cannot be mapped: {error.strerror}", path) from error
     except Exception as error:
         raise StorageError(
-            errno.EIO, f"is damaged ({error}): remove its folder, and the array is made again", path
+            errno.EIO, f"is damaged ({error}): remove its folder, and the array is built again", path
         ) from error

@@ -13,16 +13,24 @@ __all__ = ["Handle"]
 class Handle:
     """The address of a segment; small and picklable. `SharedArray.attach` takes it.
 
-    A handle owns no memory. It works as long as the `SharedArray` that it came from is open, or another one of the same
-    segment in that process. Processes attach through `/proc/<process>/fd`, which the kernel opens to processes of the
-    same user, or by the segment's name.
+    A handle owns no memory. It works while its process has a `SharedArray` of the segment open. Other processes attach
+    through `/proc/<process>/fd`, which the kernel opens to the same user, or by the segment's name.
 
     Args:
         process: id of a process that has the segment open.
         descriptor: the segment's file descriptor in that process.
-        identity: random number that tells the segment from any other.
-        generation: number of the use of the segment; its memory is used again for other arrays.
-        name: name of the segment, if it has one.
+        identity: random number of the segment.
+        generation: count of the arrays that the segment has held; its memory is used again for other arrays.
+        name: name of the segment, or None.
+
+    Example:
+        >>> import pickle
+        >>> import numpy as np
+        >>> import tundish as td
+        >>> shared = td.shm.SharedArray.from_array(np.arange(4))
+        >>> message = pickle.dumps(shared.handle)
+        >>> td.shm.SharedArray.attach(pickle.loads(message)).array.tolist()      # in another process
+        [0, 1, 2, 3]
     """
 
     process: int
@@ -32,6 +40,6 @@ class Handle:
     name: str | None = None
 
     def attach(self) -> _native.SharedSegment:
-        """Return the segment. A process maps it once, however often it attaches."""
+        """Attach this process to the segment. It is mapped once, however often this is called."""
         address = self.process, self.descriptor, self.identity, self.generation
         return _native.SharedSegment.attach(address, name=self.name)

@@ -1,7 +1,7 @@
-"""Lists the named segments of this user, and removes those that no process has any more.
+"""Lists the named segments of this user, and removes those that no process holds.
 
-A segment that a living process holds, a file of another user, and a file that is no segment of this library are left
-alone. A lock that the kernel drops with its process tells whether a segment is held.
+A process holds a segment by a lock that the kernel drops with the process. Files of other users and of other programs
+are never touched.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["NamedSegment", "SweepReport", "sweep"]
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSegment:
-    """A named segment of this user."""
+    """A named segment of this user, as `sweep` reports it."""
 
     name: str
     path: Path
-    #: Bytes of the file: those of the array, and a page.
+    #: Bytes of the file: those of the array, and one page.
     size: int
-    #: Id of the process that made it. Others may hold the segment when it has ended.
+    #: Id of the process that made it. Other processes may hold the segment after that has ended.
     made_by: int
 
 
@@ -31,28 +31,36 @@ class NamedSegment:
 class SweepReport:
     """The result of a sweep."""
 
-    #: Dead segments that were removed; in a dry run, that would be.
+    #: Segments that no process holds: removed, or in a dry run only found.
     removed: tuple[NamedSegment, ...]
     #: Segments that a process holds.
     live: tuple[NamedSegment, ...]
-    #: Why a segment could not be looked at or removed, a sentence each. The next sweep tries again.
+    #: One error message for each segment that could not be examined or removed. The next sweep tries again.
     failed: tuple[str, ...]
-    #: Empty files by which checkpoint writers take turns, of killed writers; removed as those in `removed`.
+    #: Empty files of killed checkpoint writers: removed, or in a dry run only found.
     writer_slots: tuple[Path, ...]
 
 
 def sweep(dry_run: bool = False) -> SweepReport:
-    """Remove the named segments that killed processes of this user left, and the marks of killed checkpoint writers.
+    """Remove what killed processes of this user left in `/dev/shm`: named segments, and files of checkpoint writers.
 
-    The first named segment of a process does this too. Any number of processes may sweep at once, and make and attach
-    segments meanwhile.
+    A process that makes its first named segment sweeps too. Any number of processes may sweep, make and attach segments
+    at the same time.
 
     Args:
-        dry_run: only look.
+        dry_run: whether to report only, and remove nothing.
+
+    Returns:
+        The segments that were found, and what was removed.
 
     Raises:
         StorageError: the folder of named segments cannot be read.
         InvalidTypeError: `dry_run` is no bool.
+
+    Example:
+        >>> import tundish as td
+        >>> report = td.shm.sweep(dry_run=True)
+        >>> names = [segment.name for segment in report.removed]
     """
     if not isinstance(dry_run, bool):
         raise InvalidTypeError(f"dry_run must be True or False, not {dry_run!r}")

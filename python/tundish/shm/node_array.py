@@ -17,23 +17,23 @@ __all__ = ["NodeArray"]
 class NodeArray(np.ndarray[Any, np.dtype[Any]]):
     """A read-only numpy array whose pages all processes of a node share; see `node_shared`.
 
-    It is pickled as its place, some hundred bytes, so a worker that unpickles it has the same pages. Slices and results
-    are pickled by their values, as every numpy array.
+    Its pickle is its address, a few hundred bytes, so a worker that unpickles it has the same pages. Slices and results
+    are pickled by value, like every numpy array.
     """
 
-    # None on every array that numpy makes of this one.
-    _origin: SharedArray | FileBackedArray | None = None
-    # Shape, strides and dtype at that place: numpy lets an array be given others.
-    _form: tuple[Any, ...] = ()
+    # None in every array that numpy derives from this one.
+    _backing: SharedArray | FileBackedArray | None = None
+    # Shape, strides and dtype in that memory. Numpy lets users change those of an array.
+    _layout: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, origin: SharedArray | FileBackedArray) -> Self:
-        """Return the array at `origin`, which lives as long as the array."""
-        array = origin.read_only().view(cls)
-        array._origin, array._form = origin, array._form_now()
+    def backed_by(cls, backing: SharedArray | FileBackedArray) -> Self:
+        """Return the array in `backing`, which the array keeps alive."""
+        array = backing.read_only().view(cls)
+        array._backing, array._layout = backing, array._current_layout()
         return array
 
-    def _form_now(self) -> tuple[Any, ...]:
+    def _current_layout(self) -> tuple[Any, ...]:
         return self.shape, self.strides, self.dtype
 
     def __array_wrap__(self, array: NDArray[Any], context: Any = None, return_scalar: bool = False) -> Any:
@@ -42,6 +42,6 @@ class NodeArray(np.ndarray[Any, np.dtype[Any]]):
         return plain[()] if return_scalar else plain
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if self._origin is None or self._form != self._form_now():
+        if self._backing is None or self._layout != self._current_layout():
             return np.asarray(self).__reduce_ex__(protocol)
-        return type(self).of, (self._origin,)
+        return type(self).backed_by, (self._backing,)

@@ -1,8 +1,8 @@
-"""`node_shared`: one copy of an array a node, which one of its ranks brings or builds.
+"""`node_shared`: one copy of an array on each node.
 
 Invariants:
 
-- On every node one rank alone looks at its argument, builds, hashes or copies.
+- On every node only one rank uses its argument, builds, hashes or copies.
 - Either all ranks get the array, or all raise.
 """
 
@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 
 from tundish.distributed import nodes_of, voter_of
 from tundish.errors import InvalidTypeError, PeerFailedError, SegmentGoneError
-from tundish.shm.array_input import input_of
-from tundish.shm.file_backed_array import FileBackedArray, find_by_key, keep
+from tundish.shm.array_input import as_numpy
+from tundish.shm.file_backed_array import FileBackedArray, find_by_key, publish_array
 from tundish.shm.handle import Handle
 from tundish.shm.node_array import NodeArray
 from tundish.shm.shared_array import SharedArray
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["node_shared"]
 
-# Ranks wait so long for one another, for steps of milliseconds.
+# Ranks wait so long for each other in steps that take milliseconds.
 _TIMEOUT_SECONDS = 3600.0
 
 
@@ -42,117 +42,113 @@ def node_shared(
     group: Any = None,
     path: str | os.PathLike[str] | None = None,
 ) -> NodeArray:
-    """Collective: share one array, read-only, among all ranks of a node, in the same physical pages.
+    """Share one read-only array among all ranks of a node, in the same physical pages. Collective over `group`.
 
-    One rank a node brings or builds the array: local rank 0, the first of the node in `group`. The others may pass
-    None: their argument is not looked at. `tundish.distributed.node_group` defines a node. Without torch.distributed
-    the process shares the array with its workers.
-
-        tokens = td.shm.node_shared(lambda: tokenise(documents))
+    On each node local rank 0, the first rank of the node in `group`, builds the array; the argument of the other ranks
+    is ignored and may be None. `tundish.distributed.node_group` defines a node. Without torch.distributed the process
+    shares the array with its workers.
 
     Args:
-        array_or_callable: the array, or a function that returns it and is called on one rank a node. A numpy array, or
-            a torch tensor on the CPU, is copied in its order and dtype, as by `SharedArray.from_array`. A `SharedArray`
-            is shared without a copy.
+        array_or_callable: the array, or a function that returns it. A numpy array or a CPU tensor is copied as by
+            `SharedArray.from_array`. A `SharedArray` is shared without a copy.
         key: name of the array, such as "tokens of corpus 3, vocabulary 2". Ranks that give different keys raise. With
-            `path` it stands for the content: an array that was kept under this key is used, and nothing is built or
-            hashed.
-        group: process group that shares; by default all ranks.
-        path: folder in which the array is kept, as a file that all ranks map: for arrays larger than memory, and to
-            find them again. The file is named by `key`, or by a hash of the array, which takes about a second a GB. An
-            existing file is not written again. A file is published whole and durable, and never changed.
+            `path` the key stands for the content: an array that was published under this key is used again, and
+            nothing is built or hashed.
+        group: process group; by default all ranks.
+        path: folder for the array, as a file that all ranks map: for arrays larger than memory, and to find them again.
+            The file is named by `key`, or by a hash of the array, which takes about a second a GB. A file appears
+            complete and durable, and is never changed.
 
     Returns:
-        The array. Its pickle has a few hundred bytes, and a worker that unpickles it has the same pages; slices are
-        pickled by value. In memory it lives as long as any process of the node holds it or a view of it, and leaves
-        nothing behind, whichever process is killed.
+        The array, read-only, with the shape, order and dtype of the given one. Its pickle has a few hundred bytes, and
+        a worker that unpickles it has the same pages; slices are pickled by value. The memory is freed with the last
+        process that holds the array or a view of it, whichever process is killed.
 
     Raises:
-        PeerFailedError: the builder failed, on all other ranks (the builder raises its own error), or was killed:
-            within 1 s, if the group has voted before.
-        InvalidTypeError: the array holds objects, or `key` or `path` cannot be used.
-        InvalidInputError: `key` stands in `path` for an array of another dtype or shape.
-        OutOfMemoryError: there is no room for the array.
-        StorageError: the file system refused, or the file that is there is damaged.
+        PeerFailedError: another rank failed or was killed. A rank that fails raises its own error. A killed rank is
+            noticed within 1 s if the group has voted before.
+        InvalidTypeError: the array holds Python objects, or `key` or `path` has a wrong type.
+        InvalidInputError: in `path` the key belongs to an array of another dtype or shape.
+        OutOfMemoryError: the array does not fit in memory.
+        StorageError: the file cannot be written, or the present file is damaged.
 
-    >>> import numpy as np
-    >>> tokens = node_shared(lambda: np.arange(5))
-    >>> int(tokens.sum()), tokens.flags.writeable
-    (10, False)
+    Example:
+        >>> import numpy as np
+        >>> import tundish as td
+        >>> tokens = td.shm.node_shared(lambda: np.arange(5))
+        >>> int(tokens.sum()), tokens.flags.writeable
+        (10, False)
     """
     what = "sharing an array on every node" if key is None else f"sharing {key!r:.100} on every node"
     voter = voter_of(group)
     voter.vote(
-        _wrong(key, path),
+        _argument_error(key, path),
         what=f"{what}: comparing the keys, which have to be equal on all ranks",
         same=json.dumps(key) if isinstance(key, str) else "no key",
         timeout=_TIMEOUT_SECONDS,
     )
     nodes = nodes_of(voter, timeout=_TIMEOUT_SECONDS)
     (builder,) = (node[0] for node in nodes if voter.rank in node)
-    origin, place, error = None, None, None
+    backing, address, error = None, None, None
     try:
         if voter.rank == builder:
-            origin = _brought(array_or_callable, key, None if path is None else Path(path).absolute())
-            place = json.dumps(_place_of(origin))
-    except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
+            backing = _build(array_or_callable, key, None if path is None else Path(path).absolute())
+            address = json.dumps(_to_json(backing))
+    except BaseException as caught:  # noqa: BLE001 (raised again by the broadcast)
         error = caught
-    place = voter.broadcast(place, error, source=builder, what=what, timeout=None)
+    address = voter.broadcast(address, error, source=builder, what=what, timeout=None)
     with voter.agreed(f"{what}: attaching to it", timeout=_TIMEOUT_SECONDS):
-        if origin is not None:
-            return NodeArray.of(origin)
+        if backing is not None:
+            return NodeArray.backed_by(backing)
         try:
-            return NodeArray.of(_origin_at(json.loads(place)))
+            return NodeArray.backed_by(_from_json(json.loads(address)))
         except SegmentGoneError as error:
-            # The owner keeps it until all have it: it ended with that rank.
-            raise PeerFailedError(
-                f"{what}: rank {builder}, which shared it, is gone: {error}", builder
-            ) from error
+            # The builder keeps the array until all ranks have it, so the builder has ended.
+            raise PeerFailedError(f"{what}: rank {builder}, which built it, has ended: {error}", builder) from error
 
 
-def _wrong(key: Any, path: Any) -> Exception | None:
+def _argument_error(key: Any, path: Any) -> Exception | None:
     if key is not None and not (isinstance(key, str) and key):
-        return InvalidTypeError(f"key is {key!r}: give a text that says what the array is, or None")
+        return InvalidTypeError(f"key is {key!r}: give a non-empty str that says what the array is, or None")
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if path is not None and (not isinstance(text, str) or not text or "\0" in text):
         return InvalidTypeError(f"path is {path!r}: give the path of a folder, or None")
     return None
 
 
-def _brought(array_or_callable: Any, key: str | None, folder: Path | None) -> SharedArray | FileBackedArray:
-    """The array of the rank that brings it, in shared memory or in a file."""
+def _build(array_or_callable: Any, key: str | None, folder: Path | None) -> SharedArray | FileBackedArray:
+    """Build the array, in shared memory or in a file."""
     if folder is not None and key is not None and callable(array_or_callable):
         found = find_by_key(folder, key)
         if found is not None:
             return found
-    brought = array_or_callable() if callable(array_or_callable) else array_or_callable
-    if brought is None or isinstance(brought, Mapping | Set | Iterator):
-        # Numpy makes one object of each.
+    given = array_or_callable() if callable(array_or_callable) else array_or_callable
+    if given is None or isinstance(given, Mapping | Set | Iterator):
+        # Numpy would convert it to an array of one object.
         raise InvalidTypeError(
-            f"a {type(brought).__name__} came in place of an array: the first rank of a node brings it, or a function "
-            "that returns it; several arrays take a call each"
+            f"a {type(given).__name__} is no array: give an array, or a function that returns one, on the first rank "
+            "of each node; call `node_shared` once for each array"
         )
-    if isinstance(brought, SharedArray):
+    if isinstance(given, SharedArray):
         if folder is None:
-            # Of its own: the caller may close the one that was brought.
-            return SharedArray.attach(brought.handle)
-        brought = brought.array
-    is_of_torch = type(brought).__module__.partition(".")[0] == "torch"
-    array, layout = input_of(brought if is_of_torch else np.asanyarray(brought))
+            # A second attachment, since the caller may close the given one.
+            return SharedArray.attach(given.handle)
+        given = given.array
+    is_of_torch = type(given).__module__.partition(".")[0] == "torch"
+    array, layout = as_numpy(given if is_of_torch else np.asanyarray(given))
     if layout.torch_dtype is not None:
         raise InvalidTypeError(
-            f"a tensor of {layout.torch_dtype}, which numpy lacks, was brought: bring tensor.view(torch.uint8), or of "
-            "another integer dtype"
+            f"numpy has no {layout.torch_dtype}: share tensor.view(torch.uint8), or a view of another integer dtype"
         )
-    return SharedArray.from_array(array) if folder is None else keep(array, layout, folder, key)
+    return SharedArray.from_array(array) if folder is None else publish_array(array, layout, folder, key)
 
 
-def _place_of(origin: SharedArray | FileBackedArray) -> dict[str, Any]:
-    """The place of an array, for JSON."""
-    return asdict(origin if isinstance(origin, FileBackedArray) else origin.handle)
+def _to_json(backing: SharedArray | FileBackedArray) -> dict[str, Any]:
+    """Return the address of an array as a JSON object."""
+    return asdict(backing if isinstance(backing, FileBackedArray) else backing.handle)
 
 
-def _origin_at(place: dict[str, Any]) -> SharedArray | FileBackedArray:
+def _from_json(address: dict[str, Any]) -> SharedArray | FileBackedArray:
     if "path" in place:
-        return FileBackedArray(**place)
-    return SharedArray.attach(Handle(**place))
+        return FileBackedArray(**address)
+    return SharedArray.attach(Handle(**address))

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.shm.array_input import input_of
+from tundish.shm.array_input import as_numpy
 from tundish.shm.array_layout import ArrayLayout, Order
 from tundish.shm.handle import Handle
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedArray"]
 
-# Bytes that numpy copies at once, some tens of milliseconds: Ctrl-C waits as long.
-_COPIED_AT_ONCE = 64 << 20
+# Numpy copies so many bytes at once, in some tens of milliseconds. Ctrl-C ends the copying between two of these.
+_COPY_BYTES = 64 << 20
 
 
 class SharedArray:
-    """An array in shared memory, as this process has it: as its owner, which made it, or as a reader.
+    """An array in shared memory. A process is its owner if it made the array, else a reader.
 
-    Made by `from_array`, `create` or `attach`. As a context manager it closes at the end. A process that unpickles one
-    attaches to the same memory.
+    Make one with `from_array` or `create`, or attach to one with `attach`. It is a context manager, which closes it. A
+    process that unpickles it attaches to the same memory.
 
     Example:
         >>> import numpy as np
@@ -50,23 +50,32 @@ class SharedArray:
 
     @classmethod
     def from_array(cls, array: NDArray[Any] | torch.Tensor, *, name: str | None = None) -> SharedArray:
-        """Copy `array` to shared memory, which no process can write to any more.
+        """Copy `array` to shared memory. No process can write to the copy.
 
         Args:
-            array: numpy array, or tensor in host memory, of any shape. Its dtype and order (C or Fortran) are kept.
-            name: 1 to 200 of `A-Z a-z 0-9 . _ -`. Processes of this user, on this machine or in this container, can
-                attach by it once the copy is whole. The name goes with the last process that has the array. `sweep`
-                removes the names that killed processes leave, and so does the first named segment of a process.
+            array: numpy array or CPU tensor of any shape. Its dtype and order (C or Fortran) are kept.
+            name: 1 to 200 of `A-Z a-z 0-9 . _ -`, or None. Processes of this user on this machine, or in this
+                container, can attach by the name once the copy is complete. The last process that has the array
+                removes the name. `sweep` removes names that killed processes left.
+
+        Returns:
+            The shared array, of which this process is the owner.
 
         Raises:
-            InvalidTypeError: the dtype holds Python objects.
-            InvalidInputError: the fields of the dtype are not in the order of their bytes.
-            OutOfMemoryError: the copy does not fit in the memory that is left. Another process may still take that at
-                the same time; then the system's limits decide.
+            InvalidTypeError: the dtype has Python objects.
+            InvalidInputError: the name is invalid, or the fields of the dtype are not in the order of their bytes.
+            OutOfMemoryError: the copy does not fit in the memory that is left. If another process takes that memory at
+                the same time, the kernel may kill a process instead.
             AlreadyExistsError: a process has an array of this name.
             StorageError: `/dev/shm` has no room for a named array (ENOSPC).
+
+        Example:
+            >>> import numpy as np
+            >>> import tundish as td
+            >>> td.shm.SharedArray.from_array(np.arange(4)).array.tolist()
+            [0, 1, 2, 3]
         """
-        values, layout = input_of(array)
+        values, layout = as_numpy(array)
         text = layout.to_bytes()
         stored = values.T if layout.order == "F" else values
         if stored.flags.c_contiguous:
@@ -75,41 +84,68 @@ class SharedArray:
         else:
             segment = _native.SharedSegment.make(layout.nbytes, text, clear=False, name=_checked(name))
             _copy(values, layout.array(segment.writable()))
-            segment.appear()
+            segment.publish_name()
         return cls(segment, layout, writable=False, name=name)
 
     @classmethod
     def create(
         cls, shape: int | tuple[int, ...], dtype: DTypeLike, *, name: str | None = None, order: Order = "C"
     ) -> SharedArray:
-        """Make an array of zeros that its owner writes to while others read.
+        """Make an array of zeros to which its owner writes while others read.
 
-        `array` and `tensor()` are writable here, and in children that inherit them by `fork`.
+        `array` and `tensor()` are writable in this process, and in children that inherit them by `fork`.
 
         Args:
             shape: lengths of the dimensions.
             dtype: dtype of numpy or torch.
             name: see `from_array`.
-            order: `"C"` or `"F"`, order of the entries in memory.
+            order: order of the entries in memory, `"C"` or `"F"` (Fortran).
+
+        Returns:
+            The shared array, of which this process is the owner.
 
         Raises:
-            See `from_array`.
+            InvalidTypeError: shape, dtype or name has a wrong type, or the dtype has Python objects.
+            InvalidInputError: a length, the order or the name is invalid.
+            OutOfMemoryError, AlreadyExistsError, StorageError: as for `from_array`.
+
+        Example:
+            >>> import numpy as np
+            >>> import tundish as td
+            >>> shared = td.shm.SharedArray.create((2, 3), np.float32)
+            >>> shared.array[:] = 0.5
+            >>> float(td.shm.SharedArray.attach(shared.handle).array.sum())      # in another process
+            3.0
         """
         layout = _layout_of(shape, dtype, order)
         segment = _native.SharedSegment.make(
             layout.nbytes, layout.to_bytes(), clear=True, name=_checked(name)
         )
-        segment.appear()
+        segment.publish_name()
         return cls(segment, layout, writable=True, name=name)
 
     @classmethod
     def attach(cls, handle: Handle | str) -> SharedArray:
-        """Attach to the array of a handle or a name. A process maps its memory once, however often it attaches.
+        """Attach to the array of another process. Its memory is mapped once, however often this process attaches.
+
+        Args:
+            handle: `SharedArray.handle` of the other process, or the name of the array.
+
+        Returns:
+            The shared array, read-only.
 
         Raises:
-            SegmentGoneError: its owner closed it or is dead, or this process may not look at that one.
+            SegmentGoneError: the process of the handle has closed the array, has ended, or has another user.
             NotFoundError: no process has an array of this name.
-            InvalidInputError: the segment holds no array, or the name cannot be one.
+            InvalidInputError: the name is invalid, or the segment holds no array.
+            InvalidTypeError: `handle` is neither a handle nor a str.
+
+        Example:
+            >>> import numpy as np
+            >>> import tundish as td
+            >>> with td.shm.SharedArray.from_array(np.arange(4), name="example"):
+            ...     td.shm.SharedArray.attach("example").array.tolist()      # in another process
+            [0, 1, 2, 3]
         """
         if isinstance(handle, str):
             segment = _native.SharedSegment.attach_named(_checked(handle))
@@ -125,22 +161,31 @@ class SharedArray:
 
     @property
     def array(self) -> NDArray[Any]:
-        """The array, read-only unless this is the owner of one that was made by `create`."""
+        """The numpy array: writable for the owner of an array that was made by `create`, else read-only.
+
+        Raises:
+            InvalidTypeError: numpy lacks the dtype; use `tensor()`.
+            InvalidInputError: the shared array is closed.
+        """
         if self._array is None:
             segment = self._open()
             self._array = self._numpy_array(segment.writable() if self._writable else segment.readonly())
         return self._array
 
     def read_only(self) -> NDArray[Any]:
-        """Return the array, read-only also for the owner of one that was made by `create`."""
+        """Return the numpy array, always read-only. Raises the errors of `array`."""
         return self._numpy_array(self._open().readonly())
 
     def tensor(self) -> torch.Tensor:
-        """Return the array as a tensor.
+        """Return the array as a CPU tensor.
 
-        Torch has no read-only tensors. The owner of an array that was made by `create` gets the shared memory. Others
-        get a private map of it, a new one by each call: pages are shared until they are written to, and what is written
-        stays in this process.
+        Torch has no read-only tensors. The owner of an array that was made by `create` gets the shared memory. All
+        others get a private map of it, a new one in each call: pages are shared until this process writes to them, and
+        other processes do not see the change.
+
+        Raises:
+            InvalidTypeError: torch lacks the dtype; use `array`.
+            InvalidInputError: the shared array is closed.
         """
         from tundish.shm.tensor_conversion import tensor_in
 
@@ -149,12 +194,12 @@ class SharedArray:
 
     @property
     def handle(self) -> Handle:
-        """Leads other processes to the array as long as this is open."""
+        """The address with which other processes attach, as long as this object is open."""
         return Handle(*self._open().address, self._name)
 
     @property
     def name(self) -> str | None:
-        """The name that others can attach by."""
+        """The name by which other processes can attach, or None."""
         return self._name
 
     @property
@@ -168,7 +213,7 @@ class SharedArray:
         return self._layout.shape
 
     def close(self) -> None:
-        """Close this object. Arrays and tensors that it returned stay; the memory goes with the last of them."""
+        """Close this object. Arrays and tensors that it returned stay valid; the memory is freed with the last one."""
         self._segment = None
         self._array = None
 
@@ -223,7 +268,7 @@ def _layout_of(shape: int | tuple[int, ...], dtype: Any, order: Order) -> ArrayL
         try:
             numpy_dtype, torch_name = np.dtype(dtype), None
         except TypeError as error:
-            raise InvalidTypeError(f"dtype is {dtype!r}, which is none: {error}") from error
+            raise InvalidTypeError(f"dtype is {dtype!r}: {error}") from error
     lengths = shape if isinstance(shape, tuple | list) else (shape,)
     if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in lengths):
         raise InvalidTypeError(f"shape is {shape!r}: give integers")
@@ -231,6 +276,6 @@ def _layout_of(shape: int | tuple[int, ...], dtype: Any, order: Order) -> ArrayL
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
-    rows = max(1, _COPIED_AT_ONCE * len(target) // target.nbytes)
+    rows = max(1, _COPY_BYTES * len(target) // target.nbytes)
     for start in range(0, len(target), rows):
         np.copyto(target[start : start + rows], values[start : start + rows])

@@ -1,4 +1,4 @@
-"""Converts torch tensors to numpy arrays that can be shared, and back, and pickles them as such."""
+"""Converts torch tensors to numpy arrays and back, and pickles tensors as arrays."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from tundish.shm.array_layout import ArrayLayout
 
 __all__ = ["dumps_with_tensors", "numpy_dtype_of", "numpy_view_of", "tensor_in"]
 
-# By bytes an element: the integers that stand for a dtype that numpy lacks.
+# By bytes of an element: the integer dtype in place of one that numpy lacks.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
-    """Return numpy's dtype for one of torch's, or an integer of its width and the name of torch's dtype."""
+    """Return numpy's dtype and None; or an integer of the same width and torch's name if numpy lacks the dtype."""
     name = str(dtype).removeprefix("torch.")
     if name.startswith("q"):
         raise InvalidTypeError(
-            f"tensors of {dtype} cannot be shared, as their scales are no part of their values: share one's "
-            "int_repr(), and its scales beside that"
+            f"tensors of {dtype} cannot be shared with their scales: share tensor.int_repr() and the scales"
         )
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, None
@@ -37,7 +36,7 @@ def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
 
 
 def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
-    """Return the values of a tensor in host memory, and the name of torch's dtype if numpy lacks it."""
+    """Return a view of a CPU tensor, and the name of torch's dtype if numpy lacks it."""
     if tensor.device.type != "cpu":
         raise InvalidTypeError(f"a tensor on {tensor.device} cannot be shared: move it to the CPU first")
     if tensor.layout is not torch.strided:
@@ -52,7 +51,7 @@ def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
 
 
 def tensor_in(layout: ArrayLayout, memory: Any) -> torch.Tensor:
-    """Return the tensor in `memory`, a writable buffer that the tensor keeps alive."""
+    """Return the tensor over `memory`, a writable buffer that the tensor keeps alive."""
     array = layout.array(memory)
     torch_dtype = layout.torch_dtype and getattr(torch, layout.torch_dtype, None)
     if torch_dtype and (not isinstance(torch_dtype, torch.dtype) or torch_dtype.itemsize != array.itemsize):
@@ -69,10 +68,10 @@ def tensor_in(layout: ArrayLayout, memory: Any) -> torch.Tensor:
 def dumps_with_tensors(
     value: Any, protocol: int, *, buffer_callback: Callable[[pickle.PickleBuffer], Any]
 ) -> bytes:
-    """Pickle `value` as `pickle.dumps`; its tensors go as arrays do, into `buffer_callback`.
+    """Pickle `value` like `pickle.dumps`, and tensors like arrays: their memory goes to `buffer_callback`.
 
-    A tensor with more than dtype, shape and values (a gradient, strides, attributes, a class) is pickled as torch does
-    it. As with arrays, two tensors that share memory do not when they arrive.
+    A tensor with more than dtype, shape and values (a gradient, strides, attributes, a class) is pickled by torch. As
+    with arrays, tensors that shared memory do not share it afterwards.
     """
     stream = io.BytesIO()
     _Pickler(stream, protocol, buffer_callback=buffer_callback).dump(value)

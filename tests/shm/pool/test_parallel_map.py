@@ -13,8 +13,8 @@ import support.shm.pool_tasks as tasks
 from support.shm.pool_helpers import each_method
 
 import tundish as td
-from tundish.shm.pool.messages import ROOM
-from tundish.shm.pool.parallel_map import Pacing
+from tundish.shm.pool.messages import MAX_PAYLOAD_BYTES
+from tundish.shm.pool.parallel_map import FlowControl
 
 
 @pytest.mark.parametrize("chunksize", [1, 5, "auto"])
@@ -99,10 +99,10 @@ def test_an_error_of_the_items_is_raised_behind_the_results_before_it(chunksize:
 
 @pytest.mark.parametrize(("seconds", "nbytes"), [(1e-7, 4), (1e-4, 4), (1e-7, 1000), (0.1, 4)])
 def test_auto_chunks_grow_to_a_millisecond_of_work_or_a_full_message(seconds: float, nbytes: int) -> None:
-    pacing = Pacing(3, None)
-    assert pacing.size == 1
+    flow = FlowControl(3, None)
+    assert flow.size == 1
     for _ in range(12):
-        assert pacing.size * seconds < 2e-3 or pacing.size == 1
-        assert pacing.size * nbytes < ROOM
-        pacing.learn(pacing.size, pacing.size * seconds, pacing.size * nbytes)
-    assert pacing.size >= min(1e-3 / seconds, 0.7 * ROOM / nbytes) * 0.9 or pacing.size == 1
+        assert flow.size * seconds < 2e-3 or flow.size == 1
+        assert flow.size * nbytes < MAX_PAYLOAD_BYTES
+        flow.learn(flow.size, flow.size * seconds, flow.size * nbytes)
+    assert flow.size >= min(1e-3 / seconds, 0.7 * MAX_PAYLOAD_BYTES / nbytes) * 0.9 or flow.size == 1

@@ -23,10 +23,10 @@ from tundish._native import TaskQueue
 queue = TaskQueue.open(int(sys.argv[1]))
 number = int(sys.argv[2])
 while (task := queue.take(number, None)) is not None:
-    ticket, kind, payload = task
+    task_id, kind, payload = task
     if kind == 9:
         time.sleep(1000)
-    queue.finish(ticket, kind + 1, payload[::-1])
+    queue.finish(task_id, kind + 1, payload[::-1])
 """
 
 
@@ -48,7 +48,7 @@ def collect(queue: TaskQueue, count: int) -> dict[int, tuple[int, bytes]]:
     results: dict[int, tuple[int, bytes]] = {}
     while len(results) < count:
         assert queue.wait(30.0, True)
-        results.update((ticket, (kind, payload)) for ticket, kind, payload in queue.collect())
+        results.update((task_id, (kind, payload)) for task_id, kind, payload in queue.collect())
     return results
 
 
@@ -58,15 +58,15 @@ def test_results_come_back_with_their_tickets():
     with worker(queue, 0) as first, worker(queue, 511) as second:
         one = queue.put(3, b"alone")
         assert collect(queue, 1) == {one: (4, b"enola")}
-        tickets: list[int] = []
+        task_ids: list[int] = []
         results: dict[int, tuple[int, bytes]] = {}
-        while len(tickets) < len(payloads):
-            tickets += queue.put_many(5, payloads[len(tickets) :])
+        while len(task_ids) < len(payloads):
+            task_ids += queue.put_many(5, payloads[len(task_ids) :])
             results.update(collect(queue, 1))
         results.update(collect(queue, len(payloads) - len(results)))
-        assert [results[ticket] for ticket in tickets] == [(6, payload[::-1]) for payload in payloads]
-        assert len({one, *tickets}) == 201
-        assert min(tickets) > 0
+        assert [results[task_id] for task_id in task_ids] == [(6, payload[::-1]) for payload in payloads]
+        assert len({one, *task_ids}) == 201
+        assert min(task_ids) > 0
         queue.stop()
         assert first.wait() == second.wait() == 0
 
@@ -107,8 +107,8 @@ def test_a_payload_as_large_as_a_slot_is_taken_and_a_larger_one_refused():
     queue = TaskQueue(2, 4096)
     assert queue.capacity >= 4096 - 64
     with worker(queue):
-        ticket = queue.put(0, b"x" * queue.capacity)
-        assert collect(queue, 1)[ticket] == (1, b"x" * queue.capacity)
+        task_id = queue.put(0, b"x" * queue.capacity)
+        assert collect(queue, 1)[task_id] == (1, b"x" * queue.capacity)
     with pytest.raises(InvalidInputError, match="does not fit into a slot"):
         queue.put(0, b"x" * (queue.capacity + 1))
     with pytest.raises(InvalidInputError, match="does not fit into a slot"):
@@ -147,15 +147,15 @@ def test_plain_values_arrive_equal_and_of_their_types_both_ways():
     queue = TaskQueue(64, 4096)
     mine = TaskQueue.open(queue.fd)
     assert all(is_plain(value, queue.capacity) for value in PLAIN)
-    tickets = queue.put_many(7, PLAIN)
+    task_ids = queue.put_many(7, PLAIN)
     there, back = [], []
     while len(there) < len(PLAIN):
-        ticket, kind, content = mine.take(0, 0.0)
-        assert kind == 7 and ticket == tickets[len(there)]
+        task_id, kind, content = mine.take(0, 0.0)
+        assert kind == 7 and task_id == task_ids[len(there)]
         there.append(content)
-        assert mine.finish_plain(ticket, 2**24 - 1, content)
+        assert mine.finish_plain(task_id, 2**24 - 1, content)
         [(result, kind, content)] = queue.collect()
-        assert (result, kind) == (ticket, 2**24 - 1)
+        assert (result, kind) == (task_id, 2**24 - 1)
         back.append(content)
     for arrived in (there, back):
         assert [(type(value), repr(value)) for value in arrived] == [
@@ -170,12 +170,12 @@ def test_other_values_are_not_taken_for_plain_ones(value):
     mine = TaskQueue.open(queue.fd)
     assert not is_plain(value, queue.capacity)
     queue.put(0, 5)
-    ticket, _, _ = mine.take(0, 0.0)
-    assert not mine.finish_plain(ticket, 0, value)
+    task_id, _, _ = mine.take(0, 0.0)
+    assert not mine.finish_plain(task_id, 0, value)
     # The task is as it was.
-    assert queue.collect() == [] and queue.running(ticket)
-    mine.finish(ticket, 1, b"")
-    assert queue.collect() == [(ticket, 1, b"")]
+    assert queue.collect() == [] and queue.running(task_id)
+    mine.finish(task_id, 1, b"")
+    assert queue.collect() == [(task_id, 1, b"")]
 
 
 def test_a_kind_that_no_message_can_have_is_refused():
@@ -183,12 +183,12 @@ def test_a_kind_that_no_message_can_have_is_refused():
     for put in (lambda: queue.put(2**24, b""), lambda: queue.put_many(2**24, [1])):
         with pytest.raises(InvalidInputError, match="below 2²⁴"):
             put()
-    ticket = queue.put(0, 1)
+    task_id = queue.put(0, 1)
     mine = TaskQueue.open(queue.fd)
     mine.take(0, 0.0)
     for finish in (mine.finish, mine.finish_plain):
         with pytest.raises(InvalidInputError, match="below 2²⁴"):
-            finish(ticket, 2**24, 1)
+            finish(task_id, 2**24, 1)
 
 
 def test_a_take_ends_when_its_time_is_over():
@@ -198,14 +198,14 @@ def test_a_take_ends_when_its_time_is_over():
     with pytest.raises(TimedOutError, match="a task"):
         mine.take(0, 0.05)
     assert 0.05 <= time.monotonic() - begin < 1
-    ticket = queue.put(1, b"a")
-    assert mine.take(0, 0.0) == (ticket, 1, b"a")
+    task_id = queue.put(1, b"a")
+    assert mine.take(0, 0.0) == (task_id, 1, b"a")
     with pytest.raises(InvalidInputError, match="not taken"):
-        mine.finish(ticket + 1, 1, b"")
-    mine.finish(ticket, 2, b"b")
+        mine.finish(task_id + 1, 1, b"")
+    mine.finish(task_id, 2, b"b")
     with pytest.raises(InvalidInputError, match="finished already"):
-        mine.finish(ticket, 2, b"b")
-    assert queue.collect() == [(ticket, 2, b"b")]
+        mine.finish(task_id, 2, b"b")
+    assert queue.collect() == [(task_id, 2, b"b")]
     queue.stop()
     assert mine.take(0, None) is None
 
@@ -232,8 +232,8 @@ def test_a_result_after_a_callers_wait_wakes_the_background_thread():
     assert not queue.wait(0.05, True)
     mine = TaskQueue.open(queue.fd)
     queue.put(0, b"")
-    ticket, _, _ = mine.take(0, None)
-    mine.finish(ticket, 0, b"")
+    task_id, _, _ = mine.take(0, None)
+    mine.finish(task_id, 0, b"")
     listener.join(10)
     assert heard == [True]
 

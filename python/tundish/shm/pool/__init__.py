@@ -1,4 +1,4 @@
-"""A pool of processes that is bound once to a function and its data."""
+"""A pool of processes that is bound to one function and its shared arguments."""
 
 from tundish.shm.pool.shared_pool import SharedPool
 

@@ -25,8 +25,8 @@ MAIN_GUARD: Final = (
     'Under spawn and forkserver workers import the main module: make pools under `if __name__ == "__main__":`, and '
     "read what the workers wrote to stderr"
 )
-# As many as a task queue has room for.
-_MOST_WORKERS: Final = 512
+# The task queue has room for so many.
+_MAX_WORKERS: Final = 512
 
 
 def checked_shared(fn: Callable[..., Any], shared: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -48,22 +48,22 @@ def checked_shared(fn: Callable[..., Any], shared: Mapping[str, Any] | None) -> 
     return checked
 
 
-def checked_count(value: Any, name: str, *, least: int) -> int:
+def checked_count(value: Any, name: str, *, minimum: int) -> int:
     try:
         count = operator.index(value)
     except TypeError as error:
-        raise InvalidTypeError(f"{name} is {value!r}; it is a number of at least {least}") from error
-    if count < least:
-        raise InvalidInputError(f"{name} is {format_integer(count)}; it is at least {least}")
+        raise InvalidTypeError(f"{name} is {value!r}; it is a number of at least {minimum}") from error
+    if count < minimum:
+        raise InvalidInputError(f"{name} is {format_integer(count)}; it is at least {minimum}")
     return count
 
 
 def checked_workers(value: int | None) -> int:
     if value is None:
         return _native.available_processors()
-    count = checked_count(value, "max_workers", least=1)
-    if count > _MOST_WORKERS:
-        raise InvalidInputError(f"max_workers is {format_integer(count)}; a pool has at most {_MOST_WORKERS}")
+    count = checked_count(value, "max_workers", minimum=1)
+    if count > _MAX_WORKERS:
+        raise InvalidInputError(f"max_workers is {format_integer(count)}; a pool has at most {_MAX_WORKERS}")
     return count
 
 

@@ -1,7 +1,7 @@
-"""Binds the function of a pool to its shared arguments, for workers that are forked and for those that are not.
+"""Binds the function of a pool to its shared arguments.
 
-A forked worker finds the arguments in its memory. For other workers, arrays are copied to shared memory once, and
-everything else is pickled once, when the pool is made: an argument that cannot be sent is refused then.
+A forked worker inherits the arguments. For other workers, arrays are copied to shared memory once, and everything else
+is pickled once. Both happen when the pool is made, so an argument that cannot be sent is refused then.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from tundish.errors import InvalidTypeError, NotPicklableError
-from tundish.shm.pool.messages import PROTOCOL, dumps, loads
+from tundish.shm.pool.messages import PICKLE_PROTOCOL, dumps, loads
 from tundish.shm.shared_array import SharedArray
 
-__all__ = ["PlacedFunction", "bind_inherited"]
+__all__ = ["SendableFunction", "bind_inherited"]
 
 
 def bind_inherited(function: Callable[..., Any], shared: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Bind the arguments that a forked worker finds in its memory; arrays are read-only."""
+    """Bind the arguments that a forked worker inherits. Arrays are read-only."""
     torch = sys.modules.get("torch")
     if torch is not None:
-        # A fork copies no other thread: an operation that gives them work would wait for ever.
+        # The threads of torch do not exist after a fork: an operation that uses them would wait for ever.
         torch.set_num_threads(1)
     return _bind(function, {name: _read_only(value) for name, value in shared.items()})
 
@@ -50,33 +50,33 @@ def _read_only(value: Any) -> Any:
     return view
 
 
-class PlacedFunction:
-    """A function with its shared arguments, ready to be sent to any number of workers.
+class SendableFunction:
+    """A function and its shared arguments, ready to be sent to any number of workers.
 
     Raises:
-        NotPicklableError: one of them, or the function, cannot be pickled.
+        NotPicklableError: the function or an argument cannot be pickled.
         OutOfMemoryError: there is no room for the arrays.
     """
 
     def __init__(self, function: Callable[..., Any], shared: Mapping[str, Any]) -> None:
         self._function = _sent(function, "the function")
-        self._shared = {name: _place(name, value) for name, value in shared.items()}
+        self._shared = {name: _sendable(name, value) for name, value in shared.items()}
         self._tensors = {name for name, value in shared.items() if not isinstance(value, np.ndarray)}
 
     def load(self) -> Callable[[Any], Any]:
         """Return the function as a worker calls it."""
         shared: dict[str, Any] = {}
-        for name, placed in self._shared.items():
-            if isinstance(placed, bytes):
-                shared[name] = _received(placed, f"shared[{name!r}]")
+        for name, sent in self._shared.items():
+            if isinstance(sent, bytes):
+                shared[name] = _received(sent, f"shared[{name!r}]")
             else:
-                shared[name] = placed.tensor() if name in self._tensors else placed.array
+                shared[name] = sent.tensor() if name in self._tensors else sent.array
         return _bind(_received(self._function, "the function"), shared)
 
 
-def _place(name: str, value: Any) -> SharedArray | bytes:
+def _sendable(name: str, value: Any) -> SharedArray | bytes:
     torch = sys.modules.get("torch")
-    # A subclass of numpy's arrays has more than its values.
+    # A subclass may have more than the values of the array.
     if type(value) in (np.ndarray, np.memmap) or (torch is not None and isinstance(value, torch.Tensor)):
         with contextlib.suppress(InvalidTypeError):
             return SharedArray.from_array(value)
@@ -85,7 +85,7 @@ def _place(name: str, value: Any) -> SharedArray | bytes:
 
 def _sent(value: Any, what: str) -> bytes:
     try:
-        return dumps(value, PROTOCOL)
+        return dumps(value, PICKLE_PROTOCOL)
     except Exception as error:
         raise NotPicklableError(
             f"{what} cannot be sent to workers that are not forked: {error}; define it at the top level of a module, "

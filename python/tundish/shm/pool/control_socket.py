@@ -1,8 +1,8 @@
-"""The socket for messages of workers other than results. By it, workers also see their parent end.
+"""The socket on which workers send everything but results, and notice the end of their parent.
 
-All workers share one end of it. A worker says when it is ready, why it cannot start, and in which memory its results
-lie: it sends the descriptor, so that a finished result can be opened though its worker is dead. When the parent's end
-is closed everywhere, the kernel tells each worker, which ends.
+All workers share one end. A worker reports that it is ready, or why it cannot start. It also sends the descriptor of
+the memory in which its results lie, so the parent can open a finished result of a dead worker. When the parent's end is
+closed everywhere, each worker ends.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from typing import Any, Final, NamedTuple
 from tundish.errors import OutOfMemoryError, StorageError
 from tundish.shm.pool.messages import BufferMessage, MessagePacker
 
-__all__ = ["FAILED", "MEMORY", "READY", "ControlSocket", "MessageFromWorker", "send_to_parent"]
+__all__ = ["FAILED", "MEMORY", "READY", "ControlSocket", "WorkerMessage", "send_to_parent"]
 
 READY: Final = "ready"
 FAILED: Final = "failed"
 MEMORY: Final = "memory"
 
-_LONGEST_TEXT = 16 * 1024
-_LONGEST_MESSAGE = 8 * _LONGEST_TEXT
-# A result takes two mappings, and its memory a descriptor. More of them are copied to memory of this process's own, and
-# the shared memory is used again at once.
-_MOST_SHARED_RESULTS: Final = 128
+_MAX_TEXT_BYTES = 16 * 1024
+_MAX_MESSAGE_BYTES = 8 * _MAX_TEXT_BYTES
+# An open result takes two mappings and a descriptor. Further results are copied to private memory.
+_MAX_SHARED_RESULTS: Final = 128
 
 
-class MessageFromWorker(NamedTuple):
+class WorkerMessage(NamedTuple):
     """A message from a worker: `what` is `READY`, `FAILED` with a text, or `MEMORY` with a descriptor."""
 
     what: str
@@ -46,9 +45,9 @@ def send_to_parent(
     control: int, what: str, worker: int, text: str = "", descriptors: Sequence[int] = ()
 ) -> None:
     """Send a message on the workers' end, whose descriptor is `control`."""
-    text = text.encode(errors="replace")[-_LONGEST_TEXT:].decode(errors="replace")
-    message = pickle.dumps(tuple(MessageFromWorker(what, worker, os.getpid(), text)))
-    # If the parent is gone, the watcher ends this process.
+    text = text.encode(errors="replace")[-_MAX_TEXT_BYTES:].decode(errors="replace")
+    message = pickle.dumps(tuple(WorkerMessage(what, worker, os.getpid(), text)))
+    # If the parent has ended, a watcher thread ends this process.
     with (
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
         socket.socket(fileno=os.dup(control)) as end,
@@ -57,13 +56,13 @@ def send_to_parent(
 
 
 class ControlSocket:
-    """Both ends, in the parent. `packer` opens the buffers of workers."""
+    """Both ends of the socket, in the parent. `packer` opens the buffers of workers."""
 
     def __init__(self, packer: MessagePacker) -> None:
         self._parents_end, self._workers_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._packer = packer
         self._lock = threading.Lock()
-        self._received: list[MessageFromWorker] = []
+        self._received: list[WorkerMessage] = []
         _sockets.add(self)
 
     @property
@@ -72,10 +71,10 @@ class ControlSocket:
         return self._workers_end.fileno()
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when a worker has sent something."""
+        """Return the descriptor that is readable when a worker has sent a message."""
         return self._parents_end.fileno()
 
-    def messages(self) -> list[MessageFromWorker]:
+    def messages(self) -> list[WorkerMessage]:
         """Return the messages that workers have sent since the last call."""
         self._receive()
         with self._lock:
@@ -83,35 +82,35 @@ class ControlSocket:
         return received
 
     def open_buffer(self, payload: Any) -> BufferMessage:
-        """Open the buffer that the payload of an answer refers to; once."""
+        """Open the buffer to which the payload of an answer refers. A buffer can be opened once."""
         try:
             message = self._packer.open(payload)
         except OSError:
-            # Its worker is dead, and its last messages may not have been received yet.
+            # Its worker is dead, and its last messages may not be received yet.
             self._receive()
             message = self._packer.open(payload)
-        return message.copied() if self._packer.receiver.views > _MOST_SHARED_RESULTS else message
+        return message.copied() if self._packer.receiver.views > _MAX_SHARED_RESULTS else message
 
     def forget(self, pid: int) -> None:
-        """Let go of the memory of a dead worker, after its last results were opened."""
+        """Release the memory of a dead worker, after its last results were opened."""
         self._packer.receiver.forget(pid)
 
     def close(self) -> None:
-        """Close both ends: workers that live end."""
+        """Close both ends. Workers that are alive end."""
         self._parents_end.close()
         self._workers_end.close()
 
-    def disown(self) -> None:
-        """In a child made by `fork`, workers among them: hold nothing that keeps workers or memory alive."""
+    def release_after_fork(self) -> None:
+        """In a child made by `fork`, such as a worker: keep neither workers nor memory alive."""
         self._parents_end.close()
-        self._packer.disown()
+        self._packer.release_after_fork()
 
     def _receive(self) -> None:
         with self._lock:
             while (received := _receive(self._parents_end)) is not None:
                 message, descriptors = received
                 for descriptor in descriptors:
-                    # Without a descriptor or memory left, the memory is looked for at its worker, or is an error.
+                    # If no descriptor or memory is left, the buffer is opened through its worker, or fails there.
                     with contextlib.suppress(StorageError, OutOfMemoryError):
                         self._packer.receiver.adopt(descriptor, message.pid)
                 if message.what != MEMORY:
@@ -121,26 +120,26 @@ class ControlSocket:
 _sockets: weakref.WeakSet[ControlSocket] = weakref.WeakSet()
 
 
-def _disown_all() -> None:
+def _release_all_after_fork() -> None:
     for control in list(_sockets):
-        control.disown()
+        control.release_after_fork()
 
 
-os.register_at_fork(after_in_child=_disown_all)
+os.register_at_fork(after_in_child=_release_all_after_fork)
 
 
-def _receive(end: socket.socket) -> tuple[MessageFromWorker, list[int]] | None:
-    """The next message and its descriptors; None if there is none."""
+def _receive(end: socket.socket) -> tuple[WorkerMessage, list[int]] | None:
+    """Return the next message and its descriptors; None if there is none."""
     flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
     descriptors = array("i")
     try:
-        # `socket.recv_fds` passes no flags on.
-        text, attached, _, _ = end.recvmsg(_LONGEST_MESSAGE, socket.CMSG_SPACE(descriptors.itemsize), flags)
+        # `socket.recv_fds` ignores its flags.
+        text, attached, _, _ = end.recvmsg(_MAX_MESSAGE_BYTES, socket.CMSG_SPACE(descriptors.itemsize), flags)
     except OSError:
         return None
     if not text:
         return None
     for _, _, content in attached:
         descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    # The worker is this program's own.
-    return MessageFromWorker(*pickle.loads(text)), list(descriptors)
+    # The message is of a worker of this program.
+    return WorkerMessage(*pickle.loads(text)), list(descriptors)

@@ -1,13 +1,14 @@
-"""Workers by fork, from a process that does nothing else.
+"""A process that does nothing but fork the workers of a pool.
 
-Python's own fork server imports the function and unpickles its arguments. This one is forked from the process that
-makes the pool, when it makes it. Workers, also those that replace dead ones, see the function and the arguments as they
-were then, without a pickle or a copy. The process itself is never forked again, whatever threads it has by then.
+The fork server of Python imports the function and unpickles its arguments. This one is forked from the process that
+makes the pool, at that moment. All workers, also the later ones, see the function and the arguments as they were then,
+without a pickle or a copy. The process that made the pool is not forked again, since it may have threads by then.
 
 Invariants:
 
-- The fork server has one thread and reaps its workers, so it alone signals them: never a stranger with the same number.
-- When the parent is gone, the fork server kills the workers that are left and ends.
+- The fork server has one thread. It alone reaps and signals its workers, so it never signals another process that has
+  got the id of a dead worker.
+- When the parent ends, the fork server kills the workers that are left and ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tundish.shm.pool.processes import (
-    Death,
+    WorkerExit,
     WorkerProcesses,
     WorkersLostError,
     start_with_interrupt_blocked,
@@ -31,11 +32,11 @@ from tundish.shm.pool.processes import (
 
 __all__ = ["ForkServer"]
 
-_LOST = "the process that forks workers is gone"
+_LOST = "the process that forks workers has ended"
 
 
 class ForkServer:
-    """The parent's side, with the methods of `SpawnedWorkers`. A worker runs `run_worker(worker)`.
+    """The parent's side of the fork server; it has the methods of `SpawnedWorkers`. A worker runs `run_worker(worker)`.
 
     Raises:
         OSError: the process cannot be forked.
@@ -69,12 +70,12 @@ class ForkServer:
     def descriptors(self) -> Collection[int]:
         return (self._connection.fileno(),)
 
-    def deaths(self) -> list[Death]:
-        found: list[Death] = []
+    def exits(self) -> list[WorkerExit]:
+        found: list[WorkerExit] = []
         try:
             while self._connection.poll():
                 worker, pid, status = self._connection.recv()
-                found.append(Death(worker=worker, pid=pid, status=status))
+                found.append(WorkerExit(worker=worker, pid=pid, status=status))
         except (EOFError, OSError) as error:
             raise WorkersLostError(_LOST) from error
         return found
@@ -93,7 +94,7 @@ class ForkServer:
 
 
 def _check_descriptors() -> None:
-    """Raise `OSError` unless two pipes can be opened: `multiprocessing` leaks the first if the second fails."""
+    """Raise `OSError` unless two pipes can be opened. `multiprocessing` leaks the first if the second fails."""
     with contextlib.ExitStack() as opened:
         for _ in range(4):
             opened.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
@@ -102,28 +103,28 @@ def _check_descriptors() -> None:
 def _serve(
     connection: Connection, parents_end: Connection, parent: int, run_worker: Callable[[int], None]
 ) -> None:
-    """Fork and kill workers as the parent asks, and report their deaths, until it is gone."""
+    """Fork and kill workers on request, and report their exits, until the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parents_end.close()
-    # No collection touches, and so copies, the pages of the bound arguments.
+    # A garbage collection would write to, and so copy, the pages of the shared arguments.
     gc.disable()
     gc.freeze()
     workers = WorkerProcesses()
     with contextlib.ExitStack() as stack:
         stack.callback(workers.close)
-        # An error: the parent is gone.
+        # An error of the connection means that the parent has ended.
         stack.enter_context(contextlib.suppress(EOFError, OSError))
-        # Children of the parent, this one among them, may hold the other end of the connection beyond its death.
+        # A pidfd, since other children of the parent may keep its end of the connection open.
         parents_pidfd = os.pidfd_open(parent)
         while os.getppid() == parent:
             poll = select.poll()
             for number in (connection.fileno(), parents_pidfd, *workers.descriptors()):
                 poll.register(number, select.POLLIN)
             poll.poll()
-            for death in workers.deaths():
-                connection.send((death.worker, death.pid, death.status))
+            for exited in workers.exits():
+                connection.send((exited.worker, exited.pid, exited.status))
             while connection.poll():
                 what, worker = connection.recv()
                 if what == "end":

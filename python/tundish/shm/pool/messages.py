@@ -1,9 +1,9 @@
 """Packs items, results and exceptions into messages of the task queue, and unpacks them.
 
 A message has a kind and a payload. A plain value (a number, a short text) is its own payload. Other values are pickled
-with protocol 5, with buffers beside the pickle (PEP 574). If the pickle is larger than a message, or a buffer has
-`LARGE_BYTES` or more, all of it goes to shared memory, and the payload refers to that: an array is copied once.
-The pickles never leave a pool's own processes.
+with protocol 5, and large buffers lie beside the pickle (PEP 574). If the pickle is larger than a payload, or a buffer
+has `LARGE_BYTES` or more, both go to shared memory, and the payload is a reference. So an array is copied once.
+Pickles never leave the processes of a pool.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = [
     "CHUNK",
     "ERROR",
     "IN_BUFFER",
-    "LOST",
-    "PROTOCOL",
-    "ROOM",
+    "PARENT_ERROR",
+    "PICKLE_PROTOCOL",
+    "MAX_PAYLOAD_BYTES",
     "SINGLE",
     "SLOTS",
     "SLOT_BYTES",
@@ -33,7 +33,7 @@ __all__ = [
     "PackedError",
     "RemoteTraceback",
     "check_picklable",
-    "describe_error",
+    "packed_error",
     "dumps",
     "loads",
     "pack_error",
@@ -47,33 +47,33 @@ CHUNK: Final = 2
 # Added to a kind: the payload refers to shared memory; the answer is an error.
 IN_BUFFER: Final = 1
 ERROR: Final = 4
-# Never on the queue: the answer is an exception of the parent's own.
-LOST: Final = 8
+# Never on the queue: the answer is an exception that the parent made.
+PARENT_ERROR: Final = 8
 
-# Slots of the task queue: for the messages of many workers, and warm in the processor's cache if few are used.
+# Slots of the task queue. Few slots stay in the processor's cache if few are used.
 SLOTS: Final = 512
 SLOT_BYTES: Final = 16 * 1024
-# The longest payload.
-ROOM: Final = SLOT_BYTES - 64
-PROTOCOL: Final = 5
-# Below this, copying a buffer into the pickle and out of it costs less than a segment of its own.
+
+MAX_PAYLOAD_BYTES: Final = SLOT_BYTES - 64
+PICKLE_PROTOCOL: Final = 5
+# A smaller buffer is copied into the pickle and out of it, which costs less than shared memory.
 LARGE_BYTES: Final = 64 * 1024
 
 _ALIGNMENT = 64
 
-# The pickle of an exception, if there is one, a line about it, and its traceback.
+# The pickle of an exception (None if it cannot be pickled), its message in one line, and its traceback.
 PackedError = tuple[bytes | None, str, str]
 
 
 class RemoteTraceback(Exception):
-    """The traceback in the worker, as the cause of the exception that the parent raises."""
+    """The traceback in the worker: the cause of the exception that the parent raises."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class BufferMessage:
-    """A message in shared memory, opened as soon as it came: it outlives the process that sent it."""
+    """A message in shared memory. It outlives the process that sent it."""
 
     __slots__ = ("_table_bytes", "_view", "nbytes")
 
@@ -83,14 +83,14 @@ class BufferMessage:
         self._table_bytes = table_bytes
 
     def value(self) -> Any:
-        """Return the value; its arrays are views of the memory, which is given back with the last of them."""
+        """Return the value. Its arrays are views of the memory, which is freed with the last of them."""
         stream, lengths = loads(self._view[: self._table_bytes])
-        starts, _ = _layout(self._table_bytes, lengths)
+        starts, _ = _buffer_offsets(self._table_bytes, lengths)
         buffers = [self._view[start : start + length] for start, length in zip(starts, lengths, strict=True)]
         return loads(stream, buffers=buffers)
 
     def copied(self) -> BufferMessage:
-        """Return the same message in memory of this process's own."""
+        """Return a copy of the message in private memory."""
         return BufferMessage(memoryview(bytearray(self._view)), self._table_bytes)
 
 
@@ -98,13 +98,13 @@ class MessagePacker:
     """Packs values into payloads and buffers, and opens the buffers of other processes.
 
     Args:
-        announce: called with a buffer that lies in memory in which no buffer of this packer lay before.
+        on_new_segment: called with the first buffer in each segment of this packer.
     """
 
-    def __init__(self, announce: Callable[[_native.SendBuffer], None] | None = None) -> None:
+    def __init__(self, on_new_segment: Callable[[_native.SendBuffer], None] | None = None) -> None:
         self.receiver = _native.BufferReceiver()
-        self._announce = announce
-        self._announced: set[int] = set()
+        self._on_new_segment = on_new_segment
+        self._known_segments: set[int] = set()
         self._arena: _native.SegmentArena | None = None
 
     def pack(self, value: Any) -> tuple[int, Any, _native.BufferLease | None]:
@@ -118,15 +118,15 @@ class MessagePacker:
             NotPicklableError: `value` cannot be pickled.
             OutOfMemoryError: there is no room for the buffer.
         """
-        if _native.is_plain(value, ROOM):
+        if _native.is_plain(value, MAX_PAYLOAD_BYTES):
             return 0, value, None
         large: list[memoryview] = []
         stream = _pickled(value, large)
-        if not large and len(stream) <= ROOM:
+        if not large and len(stream) <= MAX_PAYLOAD_BYTES:
             return 0, stream, None
         lengths = [one.nbytes for one in large]
-        table = dumps((stream, lengths), PROTOCOL)
-        starts, end = _layout(len(table), lengths)
+        table = dumps((stream, lengths), PICKLE_PROTOCOL)
+        starts, end = _buffer_offsets(len(table), lengths)
         if self._arena is None:
             self._arena = _native.SegmentArena()
         buffer = self._arena.take(end)
@@ -136,39 +136,39 @@ class MessagePacker:
                 room[start : start + one.nbytes] = one
         lease = _native.BufferLease(buffer)
         identity = lease.reference[2]
-        if self._announce is not None and identity not in self._announced:
-            self._announce(buffer)
-            self._announced.add(identity)
-        return IN_BUFFER, dumps((lease.reference, len(table)), PROTOCOL), lease
+        if self._on_new_segment is not None and identity not in self._known_segments:
+            self._on_new_segment(buffer)
+            self._known_segments.add(identity)
+        return IN_BUFFER, dumps((lease.reference, len(table)), PICKLE_PROTOCOL), lease
 
     def open(self, payload: bytes) -> BufferMessage:
-        """Open the buffer that `payload` refers to; once."""
+        """Open the buffer to which `payload` refers. A buffer can be opened once."""
         reference, table_bytes = loads(payload)
         return BufferMessage(memoryview(self.receiver.open(reference)), table_bytes)
 
-    def disown(self) -> None:
-        """In a child made by `fork`: let go of the memory that is kept for the next messages."""
+    def release_after_fork(self) -> None:
+        """In a child made by `fork`: drop the memory that is kept for the next messages."""
         self._arena = None
         self.receiver = _native.BufferReceiver()
 
 
 def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _native.BufferLease | None]:
-    """Pack the error of a task and its traceback, as `MessagePacker.pack`."""
-    packed = describe_error(error)
+    """Pack the error of a task and its traceback. Returns what `MessagePacker.pack` does."""
+    packed = packed_error(error)
     try:
         flag, payload, lease = packer.pack(packed)
-    except Exception:  # noqa: BLE001 (every error is answered)
-        # There is no memory for all of it; the end of a traceback says most.
+    except Exception:  # noqa: BLE001 (every task is answered)
+        # There is not enough memory; the end of a traceback says most.
         _, summary, text = packed
         flag, payload, lease = packer.pack((None, summary[:1000], text[-4000:]))
     return ERROR | flag, payload, lease
 
 
-def describe_error(error: BaseException) -> PackedError:
-    """Pack an exception for `unpack_error` in another process."""
+def packed_error(error: BaseException) -> PackedError:
+    """Convert an exception for `unpack_error` in another process."""
     summary = _summary_of(error)
     try:
-        stream: bytes | None = dumps(error, PROTOCOL)
+        stream: bytes | None = dumps(error, PICKLE_PROTOCOL)
     except Exception as failure:  # noqa: BLE001 (code of users)
         stream, summary = None, f"{summary} ({_summary_of(failure)})"
     return stream, summary, "".join(traceback.format_exception(error))
@@ -178,13 +178,13 @@ def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
     """Unpack an answer.
 
     Args:
-        kind: kind of the answer, with its flags, or `LOST`.
-        payload: bytes or a plain value, with `IN_BUFFER` a `BufferMessage`, with `LOST` the exception itself.
+        kind: kind of the answer, with its flags, or `PARENT_ERROR`.
+        payload: bytes or a plain value, with `IN_BUFFER` a `BufferMessage`, with `PARENT_ERROR` the exception itself.
 
     Returns:
-        The value and None, or None and the exception that stands for it.
+        The value and None, or None and the exception in its place.
     """
-    if kind == LOST:
+    if kind == PARENT_ERROR:
         return None, payload
     if kind == SINGLE and type(payload) is not bytes:
         return payload, None
@@ -200,7 +200,7 @@ def unpack(kind: int, payload: Any) -> tuple[Any, BaseException | None]:
 
 
 def unpack_error(packed: PackedError) -> BaseException:
-    """Return the exception that `describe_error` packed; its cause is the worker's traceback."""
+    """Return the exception of `packed_error`. Its cause is the worker's traceback."""
     stream, summary, text = packed
     error: Any = None
     if stream is not None:
@@ -213,18 +213,18 @@ def unpack_error(packed: PackedError) -> BaseException:
             f"a task raised an exception that cannot be sent between processes: {summary}; "
             "its traceback in the worker is shown as this error's cause"
         )
-    # Also if its class lets no attribute be set.
+    # Its class may forbid that attributes are set.
     BaseException.__setattr__(error, "__cause__", RemoteTraceback(text))
-    return error  # type: ignore[no-any-return]  # an exception, as was looked at
+    return error  # type: ignore[no-any-return]  # checked above
 
 
 def check_picklable(value: Any) -> None:
-    """Raise `NotPicklableError` unless `value` can be sent."""
+    """Raise `NotPicklableError` unless `value` can be pickled."""
     _pickled(value, [])
 
 
 def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
-    """The pickle of `value`; its large buffers go to `buffers`."""
+    """Pickle `value`, and append its large buffers to `buffers`."""
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
         try:
@@ -241,8 +241,8 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         if "torch" in sys.modules:
             from tundish.shm.tensor_conversion import dumps_with_tensors
 
-            return dumps_with_tensors(value, PROTOCOL, buffer_callback=is_small)
-        return dumps(value, PROTOCOL, buffer_callback=is_small)
+            return dumps_with_tensors(value, PICKLE_PROTOCOL, buffer_callback=is_small)
+        return dumps(value, PICKLE_PROTOCOL, buffer_callback=is_small)
     except MemoryError:
         raise
     except Exception as error:
@@ -251,8 +251,8 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         ) from error
 
 
-def _layout(table_bytes: int, lengths: list[int]) -> tuple[list[int], int]:
-    """Where buffers of these lengths begin behind the table, and where the last one ends."""
+def _buffer_offsets(table_bytes: int, lengths: list[int]) -> tuple[list[int], int]:
+    """Return the offsets of the buffers behind the table, and the end of the last one."""
     starts, end = [], table_bytes
     for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -262,5 +262,5 @@ def _layout(table_bytes: int, lengths: list[int]) -> tuple[list[int], int]:
 
 
 def _summary_of(error: BaseException) -> str:
-    # It copes with messages that cannot be shown.
+    # It also handles exceptions whose `__str__` fails.
     return "".join(traceback.format_exception_only(error)).strip()

@@ -1,8 +1,8 @@
-"""Worker processes of one `multiprocessing` context: started, watched and killed by their numbers.
+"""Worker processes of one `multiprocessing` context: starts, watches and kills them by their numbers.
 
 Invariants:
 
-- A death is reported once, with the exit status.
+- Each exit is reported once, with the exit status.
 - A child is started with SIGINT blocked; it unblocks the signal once it ignores it.
 """
 
@@ -19,11 +19,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
-from tundish.shm.pool.bound_function import PlacedFunction
+from tundish.shm.pool.bound_function import SendableFunction
 from tundish.shm.pool.worker import ParentLink, serve
 
 __all__ = [
-    "Death",
+    "WorkerExit",
     "SpawnedWorkers",
     "WorkerProcesses",
     "WorkersLostError",
@@ -32,14 +32,14 @@ __all__ = [
 
 
 class WorkersLostError(Exception):
-    """Nothing is left that could start workers or report their deaths."""
+    """Workers can neither be started nor watched any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Death:
-    """The end of a worker's process; `status` as in `multiprocessing`: minus the signal, or the exit code.
+class WorkerExit:
+    """The exit of a worker's process. `status` is the exit code, or minus the number of the signal that killed it.
 
-    `pid` is 0 if no process could be started; `status` is the system's error number then.
+    If no process could be started, `pid` is 0 and `status` is the error number of the system.
     """
 
     worker: int
@@ -59,11 +59,11 @@ class Death:
 
 
 class WorkerProcesses:
-    """Child processes of this process, by the numbers of workers."""
+    """The worker processes that this process has started, by number."""
 
     def __init__(self) -> None:
         self._processes: dict[int, BaseProcess] = {}
-        # A pidfd, since descendants of a worker may hold its sentinel open beyond its death.
+        # A pidfd, since descendants of a dead worker may keep its sentinel open.
         self._pidfds: dict[int, int] = {}
 
     def add(self, worker: int, process: BaseProcess) -> None:
@@ -72,16 +72,16 @@ class WorkerProcesses:
         self._pidfds[worker] = os.pidfd_open(process.pid)  # type: ignore[arg-type]  # it was started
 
     def descriptors(self) -> Collection[int]:
-        """Return the descriptors that become readable when `deaths` has something to report."""
+        """Return descriptors that are readable when `exits` has something to report."""
         return self._pidfds.values()
 
-    def deaths(self) -> list[Death]:
-        """Return the deaths since the last call."""
+    def exits(self) -> list[WorkerExit]:
+        """Return the exits since the last call."""
         found = []
         for worker, process in list(self._processes.items()):
             status = process.exitcode
             if status is not None and process.pid is not None:
-                found.append(Death(worker=worker, pid=process.pid, status=status))
+                found.append(WorkerExit(worker=worker, pid=process.pid, status=status))
                 self._remove(worker)
         return found
 
@@ -95,7 +95,7 @@ class WorkerProcesses:
             self._remove(worker)
 
     def forget(self) -> None:
-        """Hold nothing in a child made by `fork`, whose processes these are not."""
+        """Drop everything in a child made by `fork`: the processes are not its own."""
         self._processes.clear()
         for number in self._pidfds.values():
             os.close(number)
@@ -110,11 +110,11 @@ class WorkerProcesses:
 class SpawnedWorkers(WorkerProcesses):
     """Workers by `spawn` or `forkserver`."""
 
-    def __init__(self, context: BaseContext, function: PlacedFunction, link: ParentLink) -> None:
+    def __init__(self, context: BaseContext, function: SendableFunction, link: ParentLink) -> None:
         super().__init__()
         self._context = context
-        # None once it is closed, so that the segments of the arguments are freed.
-        self._function: PlacedFunction | None = function
+        # None after `close`, so that the memory of the arguments is freed.
+        self._function: SendableFunction | None = function
         self._link = link
 
     def start(self, worker: int) -> None:
@@ -126,7 +126,7 @@ class SpawnedWorkers(WorkerProcesses):
             name=f"tundish-worker-{worker}",
             daemon=False,
         )
-        # Starting a process would start it too, and unblock the signal.
+        # Else `start` would do it, and unblock the signal.
         resource_tracker.ensure_running()
         start_with_interrupt_blocked(process)
         self.add(worker, process)
@@ -136,7 +136,7 @@ class SpawnedWorkers(WorkerProcesses):
         self._function = None
 
 
-def _run(worker: int, parent: int, queue: Connection, control: Connection, function: PlacedFunction) -> None:
+def _run(worker: int, parent: int, queue: Connection, control: Connection, function: SendableFunction) -> None:
     link = ParentLink(queue=queue.fileno(), control=control.fileno(), parent=parent)
     serve(link, worker, function.load)
 
@@ -146,7 +146,7 @@ def start_with_interrupt_blocked(process: BaseProcess) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with warnings.catch_warnings():
-            # Of a fork beside threads: the child touches nothing that they may hold.
+            # Python warns of a fork beside threads. The child uses no lock that they may hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
     finally:

@@ -21,12 +21,12 @@ from tundish.shm.pool.arguments import (
     checked_shared,
     checked_workers,
 )
-from tundish.shm.pool.bound_function import PlacedFunction, bind_inherited
+from tundish.shm.pool.bound_function import SendableFunction, bind_inherited
 from tundish.shm.pool.control_socket import ControlSocket
 from tundish.shm.pool.dispatcher import Dispatcher, TaskFuture
 from tundish.shm.pool.fork_server import ForkServer
 from tundish.shm.pool.messages import SINGLE, SLOT_BYTES, SLOTS, MessagePacker
-from tundish.shm.pool.parallel_map import Pacing, ParallelMap
+from tundish.shm.pool.parallel_map import FlowControl, ParallelMap
 from tundish.shm.pool.processes import SpawnedWorkers
 from tundish.shm.pool.supervisor import STUCK_TIMEOUT_SECONDS, Supervisor
 from tundish.shm.pool.worker import ParentLink, serve
@@ -37,10 +37,34 @@ __all__ = ["SharedPool"]
 class SharedPool:
     """A pool of processes bound to one function and its shared arguments.
 
-    A task is one call `fn(item, **shared)` in a worker. The shared arguments are bound once. Numpy arrays and CPU
-    tensors among them exist once in memory, for any number of workers; arrays are read-only. Other values are pickled
-    once a worker. Large arrays in results and items travel through shared memory.
+    A task is one call `fn(item, **shared)` in a worker. Numpy arrays and CPU tensors among the shared arguments exist
+    once in memory, for any number of workers; arrays are read-only. Other values are pickled once for each worker.
+    Large arrays in items and results travel through shared memory.
 
+    Under fork, all workers are forked from one process that is forked when the pool is made. They see `fn` and `shared`
+    as they are at that moment, without a copy. Threads that start later do no harm.
+
+    If a worker dies, its task raises `WorkerDiedError` and is not tried again; another worker takes its place. The pool
+    breaks when the start of a worker fails three times in a row. When the process that made the pool ends, even by
+    SIGKILL, the workers end within a second. Workers ignore Ctrl-C. If Ctrl-C ends the `with` block, the workers end at
+    once.
+
+    Many threads may use a pool, several pools may run side by side, and a task may make a pool. Only the process that
+    made a pool can use it.
+
+    Args:
+        fn: called in workers as `fn(item, **shared)`. Under spawn and forkserver workers must be able to import it.
+        shared: shared arguments by name. Arrays keep their dtype and order.
+        max_workers: number of processes; None for the number of processors that this process may use.
+        mp_context: "fork" (the default), "forkserver", "spawn", or such a context of `multiprocessing`.
+
+    Raises:
+        InvalidInputError, InvalidTypeError: an argument is invalid, or `fn` does not take these shared arguments.
+        NotPicklableError: under spawn or forkserver, `fn` or a shared argument cannot be pickled.
+        OutOfMemoryError: the shared arrays do not fit in memory.
+        PoolError: this process may have no children, or it is a worker that imports a main module without a guard.
+
+    Example:
         >>> import numpy as np
         >>> import tundish as td
         >>> def total(start, numbers):
@@ -48,31 +72,6 @@ class SharedPool:
         >>> with td.shm.SharedPool(total, {"numbers": np.arange(12)}, max_workers=2) as pool:
         ...     list(pool.map([0, 3, 6, 9]))
         [3, 12, 21, 30]
-
-    Under fork the workers come from one process that is forked when the pool is made. They see `fn` and `shared` as
-    they are at that moment, without a copy. The process that makes the pool is not forked again, so its later threads
-    do no harm.
-
-    If a worker dies, the task that it was running raises `WorkerDiedError` and is not tried again. Another worker takes
-    its place. The pool is broken when a worker dies three times in a row before it can work. When the process that made
-    the pool ends, even by SIGKILL, the workers end within a second. Ctrl-C reaches this process alone; leaving the
-    `with` block by it ends the workers at once.
-
-    Many threads may use a pool at once, several pools may run side by side, and a task may use a pool of its own. A
-    pool belongs to the process that made it.
-
-    Args:
-        fn: called in workers as `fn(item, **shared)`. Under spawn and forkserver it has to be importable.
-        shared: shared arguments by name. Arrays keep their dtype and order.
-        max_workers: number of processes; None for the number of processors that this process may use.
-        mp_context: "fork" (the default), "forkserver", "spawn", or such a context of `multiprocessing`.
-
-    Raises:
-        InvalidInputError, InvalidTypeError: an argument cannot be used, or `fn` does not take these shared arguments.
-        NotPicklableError: under spawn or forkserver, `fn` or a shared value cannot be sent.
-        OutOfMemoryError: there is no room for the arrays.
-        PoolError: the main module makes the pool while a worker imports it (no main guard), or this process may have
-            no children.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class SharedPool:
                 workers = ForkServer(lambda worker: serve(link, worker, lambda: bind_inherited(fn, shared)))
                 hint = ""
             else:
-                workers = SpawnedWorkers(context, PlacedFunction(fn, shared), link)
+                workers = SpawnedWorkers(context, SendableFunction(fn, shared), link)
                 hint = MAIN_GUARD
             undo.callback(workers.close)
             self._dispatcher = Dispatcher(queue, control.open_buffer)
@@ -119,13 +118,17 @@ class SharedPool:
     def submit(self, item: Any) -> TaskFuture:
         """Run `fn(item, **shared)` in a worker.
 
-        Tasks that find no room on the queue wait in this process, without a limit; `map` is for endless streams.
+        Any number of tasks can wait in this process for a worker. Use `map` for endless streams.
+
+        Args:
+            item: any value that can be pickled.
 
         Returns:
-            A `concurrent.futures.Future`. `cancel()` succeeds until a worker takes the task.
+            A `concurrent.futures.Future` of the result. `cancel()` succeeds until a worker takes the task.
 
         Raises:
-            NotPicklableError: the item cannot be sent.
+            NotPicklableError: the item cannot be pickled.
+            OutOfMemoryError: a large item does not fit in memory.
             PoolError: the pool is shut down or broken, or another process made it.
         """
         self._dispatcher.check_open()
@@ -139,27 +142,27 @@ class SharedPool:
     ) -> Generator[Any, None, None]:
         """Yield the results of `fn(item, **shared)` for every item.
 
-        The map takes items as results are consumed, never far ahead: iterators may be endless, and a slow consumer
-        holds the workers up. This call takes the first items.
+        The map takes items while results are consumed, and only a few ahead. So the iterator may be endless, and a slow
+        consumer slows the workers down. The call itself takes the first items.
 
         Args:
             items: any iterable; it is read on the thread that consumes the results.
-            ordered: whether results come in the order of the items, or as they are ready.
-            chunksize: number of items that a worker gets at once. "auto" begins with one and grows to about a
-                millisecond of work, or a full message. A worker that dies fails its chunk.
+            ordered: True for results in the order of the items, False for results as they come.
+            chunksize: number of items that a worker takes at once. "auto" starts with one and grows to about a
+                millisecond of work. If a worker dies, its whole chunk fails.
 
         Returns:
-            A generator. An exception of a task is raised in place of its result, and ends the map. An error of `items`
-            is raised behind the results of the items before it. When the map ends, is closed or dropped, items that no
-            worker has begun are taken back.
+            A generator of results. An exception of a task is raised in place of its result, and ends the map. An error
+            of `items` is raised after the results of the items before it. When the generator ends, is closed or is
+            dropped, items that no worker has begun are taken back.
 
         Raises:
-            InvalidInputError, InvalidTypeError: an argument cannot be used.
+            InvalidInputError, InvalidTypeError: an argument is invalid.
             PoolError: the pool is shut down or broken, or another process made it.
         """
         self._dispatcher.check_open()
         if chunksize != "auto":
-            chunksize = checked_count(chunksize, "chunksize", least=1)
+            chunksize = checked_count(chunksize, "chunksize", minimum=1)
         try:
             iterator = iter(items)
         except TypeError as error:
@@ -171,7 +174,7 @@ class SharedPool:
             self._dispatcher,
             self._packer,
             iterator,
-            Pacing(self._workers, size),
+            FlowControl(self._workers, size),
             is_ordered=ordered,
             is_chunked=size != 1,
             pool=self,
@@ -183,15 +186,18 @@ class SharedPool:
     def shutdown(
         self, wait: bool = True, cancel: bool = False, timeout: float | None = STUCK_TIMEOUT_SECONDS
     ) -> None:
-        """Take no more tasks, finish the submitted ones, and end the workers. A second call changes nothing.
+        """Refuse new tasks, finish the submitted ones, and end the workers. Further calls do nothing.
 
-        A call in a done-callback does not wait. In a child process of the one that made the pool it does nothing.
+        A call in a done-callback does not wait. A call in a child of the process that made the pool does nothing.
 
         Args:
-            wait: whether to return when all workers have ended, or at once.
+            wait: True to return when all workers have ended, False to return at once.
             cancel: whether to cancel tasks that no worker has begun.
-            timeout: seconds without a finished task after which the workers are killed. The futures of running tasks
-                then raise `WorkerDiedError`, those of tasks that were never begun `PoolError`. None: no limit.
+            timeout: seconds without a finished task after which the workers are killed; None for no limit. Then the
+                futures of running tasks raise `WorkerDiedError`, and those of waiting tasks `PoolError`.
+
+        Raises:
+            InvalidInputError, InvalidTypeError: `timeout` is invalid.
         """
         stuck_timeout = None if timeout is None else checked_seconds(timeout)
         if os.getpid() != self._dispatcher.pid:
@@ -206,7 +212,7 @@ class SharedPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down after all tasks; after an exception, cancel those that are not begun; after Ctrl-C, at once."""
+        """Shut down after all tasks. After an exception cancel those that are not begun; after Ctrl-C kill the workers."""
         if os.getpid() != self._dispatcher.pid:
             return
         if isinstance(error, KeyboardInterrupt | SystemExit):

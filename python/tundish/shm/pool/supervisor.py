@@ -1,12 +1,12 @@
 """Starts, watches, replaces and ends the workers of a pool.
 
-`Supervisor` owns the two threads of a pool: one runs the dispatcher, and ends the pool when that returns; the other
-watches the workers. Together they hold all that the pool consists of, and let go of it when the pool is over.
+A supervisor has two threads. One runs the dispatcher, and ends the pool when that returns. The other watches the
+workers. The threads keep the resources of the pool, and release them when the pool ends.
 
 Invariants:
 
-- A dead worker is reaped on the queue before anything else: its task fails, and nothing waits for it.
-- When the thread that watches ends, no worker lives.
+- A dead worker is reaped on the queue first, so that its task fails and no thread waits for it.
+- When the watching thread ends, no worker lives.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tundish.errors import WorkerDiedError
 from tundish.shm.pool.control_socket import FAILED, READY, ControlSocket
 from tundish.shm.pool.dispatcher import Dispatcher
 from tundish.shm.pool.fork_server import ForkServer
-from tundish.shm.pool.processes import Death, SpawnedWorkers, WorkersLostError
+from tundish.shm.pool.processes import SpawnedWorkers, WorkerExit, WorkersLostError
 
 __all__ = ["STUCK_TIMEOUT_SECONDS", "Supervisor"]
 
 STUCK_TIMEOUT_SECONDS: Final = 30.0
 
-# A start that fails costs 10 points, one that is killed 1: that may pass. Of 30 in a row the pool breaks.
+# The pool breaks at 30 points in a row: 10 for a start that fails, 1 for one that is killed, which may not recur.
 _FAILED_START: Final = 10
 _KILLED_START: Final = 1
-_MOST_POINTS: Final = 30
+_MAX_POINTS: Final = 30
 _ENDING_SECONDS: Final = 30.0
 
 
@@ -65,18 +65,18 @@ class Supervisor:
         self._killed: set[int] = set()
         self._failed_starts: Counter[int] = Counter()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Time at which the workers that are left are killed; None as long as the pool runs.
+        # The time at which the remaining workers are killed; None while the pool runs.
         self._deadline: float | None = None
         self._is_forced = False
-        # Taken by the call of `_run` that does the work.
+        # The first call of `_run` takes it; further calls do nothing.
         self._claim = threading.Lock()
         self._runner = threading.Thread(target=self._run, name="tundish-pool-results", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="tundish-pool-workers", daemon=True)
-        # Before `multiprocessing` waits for its children at the end of the interpreter, or of a worker.
+        # Runs before `multiprocessing` waits for its children at the end of the interpreter, or of a worker.
         self._at_exit = util.Finalize(None, _end_at_exit, (weakref.ref(self),), exitpriority=100)
 
     def start(self) -> None:
-        """Start the threads, and by them the workers.
+        """Start the threads, which start the workers.
 
         Raises:
             RuntimeError: the system has no thread left.
@@ -88,25 +88,25 @@ class Supervisor:
             raise
 
     def join(self) -> None:
-        """Wait until the pool is over. A callback, which a thread of the pool runs, does not wait."""
+        """Wait until the pool has ended. A call on a thread of the pool, as in a callback, returns at once."""
         if threading.current_thread() not in (self._runner, self._watcher):
             try:
                 self._runner.join()
             except BaseException:
-                # Ctrl-C: the rest of the tasks is not wanted any more.
+                # Ctrl-C: the remaining tasks are not wanted any more.
                 self.end()
                 raise
 
     def end(self) -> None:
-        """End the pool by force and at once, and wait for that."""
+        """End the pool by force, and wait until it has ended."""
         self._dispatcher.close(cancel=True, stuck_timeout=0, is_forced=True)
         self._force()
         if threading.current_thread() not in (self._runner, self._watcher):
-            # If the thread was not started.
+            # Does the work if the thread was not started.
             self._run()
             if self._runner.ident is not None:
-                # Ctrl-C may have left the lock of a standard future held, for which that thread then waits forever. It
-                # is a daemon, and the workers end with this process.
+                # Ctrl-C may have left the lock of a future held, and the thread then waits for ever. It is a daemon, and
+                # the workers end with this process.
                 self._runner.join(_ENDING_SECONDS)
 
     # ---- The thread that runs the dispatcher ----
@@ -118,7 +118,7 @@ class Supervisor:
         try:
             self._watcher.start()
             is_over = self._dispatcher.run()
-        except BaseException as error:  # noqa: BLE001 (raised in everybody who waits for the pool)
+        except BaseException as error:  # noqa: BLE001 (raised in all threads that wait for the pool)
             self._dispatcher.break_down(f"the pool is broken: {error!r}")
         self._queue.stop()
         if is_over:
@@ -153,18 +153,17 @@ class Supervisor:
                 self._start(worker)
             while self._starting or self._ready or self._deadline is None:
                 if self._deadline is not None:
-                    # Workers that are not ready have no task, and may import for seconds. One that has a task has said
-                    # before that it is ready.
+                    # A worker that is not ready has no task, and may import for seconds.
                     self._read_messages()
                     self._kill(self._starting)
                 self._wait()
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self._kill(self._starting | self._ready)
         except WorkersLostError as error:
-            # Nothing is left to kill workers: they end when this is closed.
+            # Workers cannot be killed any more; they end when the socket is closed.
             self._control.close()
             self._break_down(str(error))
-        except Exception as error:  # noqa: BLE001 (raised in everybody who waits for a task)
+        except Exception as error:  # noqa: BLE001 (raised in all threads that wait for a task)
             self._break_down(f"its workers cannot be watched any more: {error!r}")
         finally:
             self._workers.close()
@@ -182,17 +181,17 @@ class Supervisor:
             self._killed.add(worker)
 
     def _wait(self) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for a message, an exit or the deadline, and handle it."""
         poll = select.poll()
         for number in (self._control.fileno(), self._wake, *self._workers.descriptors()):
             poll.register(number, select.POLLIN)
         poll.poll(None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) * 1000 + 1)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        # A worker's messages come before its death.
+        # A worker's messages before its exit.
         self._read_messages()
-        for death in self._workers.deaths():
-            self._reap(death)
+        for exited in self._workers.exits():
+            self._reap(exited)
 
     def _read_messages(self) -> None:
         for message in self._control.messages():
@@ -203,30 +202,30 @@ class Supervisor:
                 self._ready.add(message.worker)
                 del self._failed_starts[message.worker]
 
-    def _reap(self, death: Death) -> None:
-        was_ready = death.worker in self._ready
-        self._ready.discard(death.worker)
-        self._starting.discard(death.worker)
-        lost = self._queue.reap(death.worker)
-        self._dispatcher.lose(lost, lambda task: self._error(task, death))
-        self._control.forget(death.pid)
+    def _reap(self, exited: WorkerExit) -> None:
+        was_ready = exited.worker in self._ready
+        self._ready.discard(exited.worker)
+        self._starting.discard(exited.worker)
+        lost = self._queue.reap(exited.worker)
+        self._dispatcher.lose(lost, lambda task: self._error(task, exited))
+        self._control.forget(exited.pid)
         if self._deadline is not None:
             return
         if not was_ready:
-            is_killed = death.pid != 0 and death.status == -signal.SIGKILL
-            self._failed_starts[death.worker] += _KILLED_START if is_killed else _FAILED_START
-        if self._failed_starts[death.worker] >= _MOST_POINTS:
-            self._break_down(f"workers do not start: the last one {death}. {self._reason}".rstrip())
+            is_killed = exited.pid != 0 and exited.status == -signal.SIGKILL
+            self._failed_starts[exited.worker] += _KILLED_START if is_killed else _FAILED_START
+        if self._failed_starts[exited.worker] >= _MAX_POINTS:
+            self._break_down(f"workers do not start: the last one {exited}. {self._reason}".rstrip())
         else:
-            self._start(death.worker)
+            self._start(exited.worker)
 
-    def _error(self, task: str, death: Death) -> Exception:
+    def _error(self, task: str, exited: WorkerExit) -> Exception:
         if self._is_forced:
-            reason = f"the pool was ended while worker process {death.pid} ran it"
+            reason = f"the pool was ended while worker process {exited.pid} ran it"
         else:
-            reason = f"while it ran, its worker, process {death.pid}, {death}"
+            reason = f"while it ran, its worker, process {exited.pid}, {exited}"
         return WorkerDiedError(
-            f"{task} has no result: {reason}; it is not tried again", death.pid, death.status
+            f"{task} has no result: {reason}; it is not tried again", exited.pid, exited.status
         )
 
     def _break_down(self, reason: str) -> None:
@@ -243,7 +242,7 @@ class Supervisor:
 
 
 def _end_at_exit(known: weakref.ref[Supervisor]) -> None:
-    # Its threads keep it as long as there is anything to end.
+    # The threads of a supervisor keep it alive while its pool runs.
     supervisor = known()
     if supervisor is not None:
         supervisor.end_at_exit()

@@ -3,10 +3,9 @@
 Invariants:
 
 - Every task that is taken is answered, whatever it returns or raises, unless the process dies.
-- The process ends when its pool's parent does, even in the middle of a task: a thread of the compiled module watches,
-  which needs no GIL.
-- Workers ignore Ctrl-C: it is for the parent.
-- While it waits for a task, a worker keeps nothing of the one before.
+- The process ends when the parent does, even in the middle of a task. A native thread, which needs no GIL, watches.
+- Workers ignore Ctrl-C, which the parent handles.
+- While a worker waits for a task, it keeps nothing of the task before.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Call = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ParentLink:
-    """A worker's link to its parent: descriptors of queue and control socket, and the parent's process id."""
+    """The descriptors of a worker's queue and control socket, and the process id of its parent."""
 
     queue: int
     control: int
@@ -38,22 +37,22 @@ class ParentLink:
 
 
 def serve(link: ParentLink, worker: int, load: Callable[[], Call]) -> None:
-    """Be worker number `worker` until the parent ends the pool; `load` returns the function."""
+    """Run tasks as worker number `worker` until the pool ends; `load` returns the function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _native.exit_with_parent(link.control, link.parent)
     try:
         call = load()
     except Exception as error:  # noqa: BLE001 (sent to the parent)
-        _, summary, text = messages.describe_error(error)
+        _, summary, text = messages.packed_error(error)
         send_to_parent(link.control, FAILED, worker, f"{summary}\n{text}")
         raise SystemExit(1) from None
     queue = _native.TaskQueue.open(link.queue)
 
-    def announce(buffer: _native.SendBuffer) -> None:
+    def send_descriptor(buffer: _native.SendBuffer) -> None:
         send_to_parent(link.control, MEMORY, worker, descriptors=[buffer.descriptor])
 
-    packer = MessagePacker(announce)
+    packer = MessagePacker(send_descriptor)
     send_to_parent(link.control, READY, worker)
     while (task := queue.take(worker, None)) is not None:
         _run(call, queue, packer, *task)
@@ -61,7 +60,7 @@ def serve(link: ParentLink, worker: int, load: Callable[[], Call]) -> None:
 
 
 def _run(
-    call: Call, queue: _native.TaskQueue, packer: MessagePacker, ticket: int, kind: int, payload: Any
+    call: Call, queue: _native.TaskQueue, packer: MessagePacker, task_id: int, kind: int, payload: Any
 ) -> None:
     try:
         item = payload
@@ -73,30 +72,30 @@ def _run(
             flag, content, lease = _run_chunk(call, item, packer)
         else:
             result = call(item)
-            # Most results if there are many: plain values take one call.
-            if queue.finish_plain(ticket, SINGLE, result):
+            # A plain value takes one call.
+            if queue.finish_plain(task_id, SINGLE, result):
                 return
             flag, content, lease = packer.pack(result)
-    except BaseException as error:  # noqa: BLE001 (the task's)
+    except BaseException as error:  # noqa: BLE001 (sent to the parent)
         flag, content, lease = messages.pack_error(error, packer)
-    queue.finish(ticket, kind & CHUNK | flag, content)
+    queue.finish(task_id, kind & CHUNK | flag, content)
     if lease is not None:
-        # The memory is used again when the parent has let go of it.
+        # The memory is used again when the parent has opened and dropped it.
         lease.buffer.release()
 
 
 def _run_chunk(
     call: Call, items: list[Any], packer: MessagePacker
 ) -> tuple[int, Any, _native.BufferLease | None]:
-    """The packed seconds, results before the first error, and that error or None."""
+    """Pack three values: seconds, results before the first error, and that error or None."""
     results: list[Any] = []
     failure: PackedError | None = None
     began = time.perf_counter()
     try:
         for item in items:
             results.append(call(item))  # noqa: PERF401 (those before an error are results)
-    except BaseException as error:  # noqa: BLE001 (the task's)
-        failure = messages.describe_error(error)
+    except BaseException as error:  # noqa: BLE001 (sent to the parent)
+        failure = messages.packed_error(error)
     seconds = time.perf_counter() - began
     try:
         return packer.pack((seconds, results, failure))
@@ -105,5 +104,5 @@ def _run_chunk(
             try:
                 messages.check_picklable(result)
             except NotPicklableError as error:
-                return packer.pack((seconds, results[:place], messages.describe_error(error)))
+                return packer.pack((seconds, results[:place], messages.packed_error(error)))
         raise
