@@ -51,7 +51,7 @@ def test_an_array_is_passed_to_a_child_as_its_argument(context: Any) -> None:
         Child(context, shared, shared.handle, shared) as child,
     ):
         shared.array[:] = NUMBERS
-        total, writable = child.ask("look_at_given")
+        total, writable = child.ask("sum_of_given")
         assert total == SUM
         # A child that inherits the owner by fork may write too.
         assert writable == (context.get_start_method() == "fork")
@@ -70,7 +70,7 @@ def test_a_spawned_child_cannot_attach_after_the_owner_closed() -> None:
             # No process has a lease: the memory is used again, and the child gets an error.
             with pytest.raises(td.errors.SegmentGoneError, match="its owner has given it back"):
                 child.ask("attach_given")
-            child.ask("let_go")
+            child.ask("close_all")
             assert child.ask("segments")[0] == 0
         with SharedArray.from_array(NUMBERS) as again:
             assert inode(again) == first
@@ -83,7 +83,7 @@ def test_a_descriptor_that_was_used_is_closed_once(tmp_path: Path) -> None:
         with Child(multiprocessing.get_context(method), shared, shared.handle, shared) as child:
             opened = child.ask("open_files", tmp_path / "file", 20)
             assert child.ask("attach_given", 1)[0] == SUM
-            child.ask("let_go")
+            child.ask("close_all")
             assert child.ask("are_open", opened)
         shared.close()
 
@@ -92,7 +92,7 @@ def test_many_arrays_are_passed_at_once() -> None:
     arrays = [SharedArray.from_array(np.full(10, number)) for number in range(200)]
     for method in ("spawn", "forkserver"):
         with Child(multiprocessing.get_context(method), *arrays, *arrays) as child:
-            assert child.ask("look_at_given") == (0, False)
+            assert child.ask("sum_of_given") == (0, False)
     for shared in arrays:
         shared.close()
 
@@ -129,7 +129,7 @@ def test_memory_is_used_again_only_when_no_process_has_a_view(context: Any) -> N
         with SharedArray.from_array(-NUMBERS) as other:
             assert inode(other) != first
         assert child.ask("sums") == [SUM]
-        child.ask("let_go")
+        child.ask("close_all")
         assert td.shm.stats()["escaped"] == 0
         with SharedArray.from_array(-NUMBERS) as one, SharedArray.from_array(-NUMBERS) as another:
             assert first in (inode(one), inode(another))
@@ -175,7 +175,7 @@ def test_a_child_neither_recycles_nor_frees_inherited_segments() -> None:
         assert child.ask("segments") == (1, 1)
         handle = child.ask("share", 50_000, 3)
         assert SharedArray.attach(handle).array.sum() == 150_000
-        child.ask("let_go")
+        child.ask("close_all")
         assert kept.array.sum() == SUM
         with SharedArray.from_array(NUMBERS) as again:
             assert inode(again) == first

@@ -1,8 +1,8 @@
 """The measurements of pools: contestants, repeats, and required ratios.
 
-Owns the targets. What always holds: in each round every pool runs in a process of its own, one after the other, so that
-a drift of the machine meets all alike; a row takes the least of all rounds on both sides, of memory the most; results
-are checked in the process that asked for them, and a wrong one ends the bench.
+In each round every pool runs in a process of its own, one after the other, so that a drift of the machine affects all of
+them. A row has the minimum time of all rounds on both sides, and the maximum memory. The process that submits a task
+checks its result; a wrong result ends the bench.
 """
 
 from __future__ import annotations

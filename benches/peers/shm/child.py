@@ -2,8 +2,8 @@
 
     python benches/peers/shm/child.py REQUEST
 
-Owns nothing but its reply: takes a JSON request (made in `cases`) and prints one line of JSON. Workers that are spawned
-import this again and are weighed, so it imports nothing that they do not need.
+Takes a JSON request from `cases` and prints one line of JSON. Spawned workers import this module and their memory is
+measured, so it imports only what they need.
 """
 
 from __future__ import annotations

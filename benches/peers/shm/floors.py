@@ -1,7 +1,4 @@
-"""Lower bounds of any pool, measured in the same run: copies, tasks without a pool, a byte there and back.
-
-Owns its segments and processes, which are gone when a function returns.
-"""
+"""Lower bounds for every pool, measured in the same run: copies, tasks without a pool, a byte to a process and back."""
 
 from __future__ import annotations
 

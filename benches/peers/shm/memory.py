@@ -1,8 +1,7 @@
 """The memory of workers that read one array.
 
-Owns the scales: the proportional set size (PSS, `/proc/<pid>/smaps_rollup`), in which a page counts once however many
-processes have it. What always holds: every worker has read the whole array and is still there when it is weighed, and
-so is everything else the pool has started.
+Measures the proportional set size (PSS, `/proc/<pid>/smaps_rollup`), in which a shared page counts once. Every worker
+has read all of the array and is alive when its memory is measured, and so are all other processes of the pool.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from measure import OutputsDiffer, family
 from shm import tasks
 from shm.contestants import CONTESTANTS
 
-__all__ = ["bare_workers", "family_weight", "readers"]
+__all__ = ["bare_workers", "family_pss", "readers"]
 
 _ROUNDS = 50
 
 
-def family_weight() -> int:
+def family_pss() -> int:
     """PSS in bytes of this process and all below it."""
-    return sum(map(_weight, family(os.getpid())))
+    return sum(map(_pss, family(os.getpid())))
 
 
-def _weight(process: int) -> int:
+def _pss(process: int) -> int:
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -40,7 +39,7 @@ def readers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[int]]:
     """Bytes that a pool holds, beyond those of its parent before, once all its workers have read the array."""
     open_pool = CONTESTANTS[request["contestant"]].load()
     total = int(array.sum())
-    before = family_weight()
+    before = family_pss()
     pool = open_pool(tasks.reading, array, request["workers"], request["method"])
     workers: set[int] = set()
     for _ in range(_ROUNDS):
@@ -52,7 +51,7 @@ def readers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[int]]:
             break
     if len(workers) != request["workers"] or not workers <= set(family(os.getpid())[1:]):
         raise RuntimeError(f"{request['workers']} workers were asked for, and {sorted(workers)} answer")
-    held = family_weight() - before
+    held = family_pss() - before
     pool.close()
     return {"held": [held]}
 
@@ -60,7 +59,7 @@ def readers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[int]]:
 def bare_workers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[int]]:
     """Bytes of as many processes that are spawned and import numpy."""
     context = multiprocessing.get_context("spawn")
-    before = family_weight()
+    before = family_pss()
     started = []
     for _ in range(request["workers"]):
         connection, theirs = context.Pipe()
@@ -70,7 +69,7 @@ def bare_workers(request: dict[str, Any], array: np.ndarray) -> dict[str, list[i
         started.append((process, connection))
     for _, connection in started:
         connection.recv()
-    held = family_weight() - before
+    held = family_pss() - before
     for process, connection in started:
         connection.close()
         process.join()

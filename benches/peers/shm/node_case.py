@@ -1,7 +1,7 @@
 """One array for all ranks of a node: how long it takes, and how often it lies in memory.
 
-Owns the targets. What always holds: in each round the ranks are new processes, which share once through each form; a
-time is that of the slowest rank, the memory what all ranks hold together.
+In each round the ranks are new processes, which share the array once through each contestant. The time is that of the
+slowest rank; the memory is the sum over all ranks.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     python benches/peers/shm/node_child.py REQUEST
 
-Owns nothing but its reply: takes a JSON request (made in `node_case`) and prints one line of JSON. What always holds:
-the first rank has the array, the others nothing; every rank reads the whole of what it got; the ranks are weighed while
-all of them have it.
+Takes a JSON request from `node_case` and prints one line of JSON. Only the first rank has the array before it is
+shared. Every rank reads all of the shared array. Memory is measured while all ranks have the array.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from measure import OutputsDiffer
 
 import tundish as td
 from shm.floors import copy_to_fresh_pages
-from shm.memory import family_weight
+from shm.memory import family_pss
 
 _COPIES = 2
 
@@ -75,7 +74,7 @@ def share(
     form: Callable[[np.ndarray | None, Path], np.ndarray], source: np.ndarray | None, place: Path, total: int
 ) -> dict[str, float]:
     """Seconds until this rank has the array, and the bytes it then holds above what it held before."""
-    before = family_weight()
+    before = family_pss()
     dist.barrier()
     begin = time.perf_counter()
     array = form(source, place)
@@ -86,7 +85,7 @@ def share(
     if found != total:
         raise OutputsDiffer(f"a rank's array sums to {found} and not to {total}")
     dist.barrier()
-    held = family_weight() - before
+    held = family_pss() - before
     dist.barrier()
     return {"seconds": seconds, "held": held}
 

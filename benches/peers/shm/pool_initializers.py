@@ -1,7 +1,7 @@
-"""The task and array of a worker of the standard pools, put there by the pool's initializer.
+"""Initializers that bind a worker of a standard pool to its task and array, and the calls that use them.
 
-Each form of a peer has its way in and its way out. What always holds: an array that came through shared memory stays
-attached for as long as the worker lives.
+Each contestant has its own way for the array and for results. An array in shared memory stays attached as long as the
+worker lives.
 """
 
 from __future__ import annotations

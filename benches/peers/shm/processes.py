@@ -1,7 +1,6 @@
 """The processes of one run: a pool's parent, or the ranks of a job.
 
-Owns them and what they start, from the start to the end. What always holds: when a run is over, or has failed, or has
-taken too long, nothing of its process groups is left.
+When a run ends, fails or takes too long, all processes of its groups are killed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tasks for workers.
 
-Owns the tasks and how a result says who made it. What always holds: a task takes its item and the bound array; its
-result carries the item and the worker's process id, and is known beforehand but for that id. Imports nothing but
-numpy, because workers that are spawned import this and are weighed.
+A task takes its item and the bound array. Its result carries the item and the worker's process id; all else in it is
+known in advance. The module imports only numpy, since spawned workers import it and their memory is measured.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.shm.actors import Actor, Refused
+from support.shm.script_process import ScriptProcess, ScriptError
 from support.shm.private_shm import private_shm
 
 from tundish.errors import StorageError
@@ -55,14 +55,14 @@ def test_an_array_that_does_not_fit_is_refused_with_the_size_asked_and_the_size_
 
 
 def test_the_room_of_a_dead_segment_is_free_for_the_next(small: Path) -> None:
-    with Actor() as actor:
-        actor.does("held = SharedArray.create(6 << 20, np.uint8, name='large')")
-        actor.kill()
+    with ScriptProcess() as script:
+        script.run("held = SharedArray.create(6 << 20, np.uint8, name='large')")
+        script.kill()
     with SharedArray.create(6 << 20, np.uint8, name="large") as large:
         large.array[:] = 1
-    with Actor() as actor:
-        actor.does("held = SharedArray.create(6 << 20, np.uint8, name='large')")
-        actor.kill()
+    with ScriptProcess() as script:
+        script.run("held = SharedArray.create(6 << 20, np.uint8, name='large')")
+        script.kill()
     assert len(sweep().removed) == 1
 
 
@@ -80,20 +80,20 @@ while answer is None:
 
 def test_processes_that_fill_it_together_get_errors_and_no_signal(small: Path) -> None:
     for _ in range(5):
-        actors = [Actor() for _ in range(3)]
-        for number, actor in enumerate(actors):
-            actor.tell(FILL.format(size=(100 << 10) * (number + 1)))
-        for actor in actors:
-            with actor:
-                assert actor.hear() == errno.ENOSPC
-                assert actor.does("answer = all(int(one.array.min()) == 7 for one in kept)")
-                assert actor.leave() == 0
+        scripts = [ScriptProcess() for _ in range(3)]
+        for number, script in enumerate(scripts):
+            script.start(FILL.format(size=(100 << 10) * (number + 1)))
+        for script in scripts:
+            with script:
+                assert script.result() == errno.ENOSPC
+                assert script.run("answer = all(int(one.array.min()) == 7 for one in kept)")
+                assert script.finish() == 0
         assert list(small.iterdir()) == []
 
 
 def test_an_address_space_without_room_is_out_of_memory_and_nothing_is_kept() -> None:
-    with Actor() as actor:
-        actor.does("""
+    with ScriptProcess() as script:
+        script.run("""
 import gc, resource
 from tundish.shm import stats
 kept = SharedArray.from_array(np.full(1000, 7))
@@ -105,8 +105,8 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), -1))
             "SharedArray.create(1 << 28, np.uint8)",
             "SharedArray.create((1 << 28,), np.uint8, name='wide')",
         ):
-            with pytest.raises(Refused, match="Cannot allocate memory") as refused:
-                actor.does(make)
+            with pytest.raises(ScriptError, match="Cannot allocate memory") as refused:
+                script.run(make)
             assert refused.value.kind == "OutOfMemoryError"
-        assert actor.does("answer = [stats()['mapped'] - before, int(kept.array.sum())]") == [0, 7000]
-        assert actor.leave() == 0
+        assert script.run("answer = [stats()['mapped'] - before, int(kept.array.sum())]") == [0, 7000]
+        assert script.finish() == 0

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.shm.actors import Actor, Refused
+from support.shm.script_process import ScriptProcess, ScriptError
 
 from tundish.shm import sweep
 
@@ -23,10 +23,10 @@ def names(segments: tuple[object, ...]) -> list[str]:
 
 def killed(name: str, value: int = 1) -> int:
     """The pid of a process that was killed while it had a segment."""
-    with Actor() as actor:
-        actor.does(CREATE.format(name=name, value=value))
-        actor.kill()
-        return actor.pid
+    with ScriptProcess() as script:
+        script.run(CREATE.format(name=name, value=value))
+        script.kill()
+        return script.pid
 
 
 def test_the_segment_of_a_killed_creator_is_found_and_swept(folder: Path) -> None:
@@ -42,76 +42,76 @@ def test_the_segment_of_a_killed_creator_is_found_and_swept(folder: Path) -> Non
 
 def test_the_first_segment_of_the_next_run_sweeps(folder: Path) -> None:
     killed("old")
-    with Actor() as actor:
-        actor.does(CREATE.format(name="new", value=2))
+    with ScriptProcess() as script:
+        script.run(CREATE.format(name="new", value=2))
         assert [path.name for path in folder.iterdir()] == [f"tundish-{os.getuid()}-new"]
-        assert actor.leave() == 0
+        assert script.finish() == 0
 
 
 def test_the_name_of_a_dead_segment_is_free(folder: Path) -> None:
     killed("tokens", 1)
-    with Actor() as reader, Actor() as creator:
-        with pytest.raises(Refused) as missing:
-            reader.does(ATTACH.format(name="tokens"))
+    with ScriptProcess() as reader, ScriptProcess() as creator:
+        with pytest.raises(ScriptError) as missing:
+            reader.run(ATTACH.format(name="tokens"))
         assert missing.value.kind == "NotFoundError"
-        creator.does(CREATE.format(name="tokens", value=2))
-        reader.does(ATTACH.format(name="tokens"))
-        assert reader.does("answer = int(read.array.sum())") == 2000
-        assert creator.leave() == 0
-        assert reader.leave() == 0
+        creator.run(CREATE.format(name="tokens", value=2))
+        reader.run(ATTACH.format(name="tokens"))
+        assert reader.run("answer = int(read.array.sum())") == 2000
+        assert creator.finish() == 0
+        assert reader.finish() == 0
 
 
 def test_a_creator_killed_while_others_map_it_takes_nothing_from_them(folder: Path) -> None:
-    with Actor() as creator, Actor() as reader, Actor() as second:
-        creator.does(CREATE.format(name="tokens", value=3))
-        reader.does(ATTACH.format(name="tokens"))
+    with ScriptProcess() as creator, ScriptProcess() as reader, ScriptProcess() as second:
+        creator.run(CREATE.format(name="tokens", value=3))
+        reader.run(ATTACH.format(name="tokens"))
         creator.kill()
         report = sweep()
         assert (report.removed, names(report.live)) == ((), ["tokens"])
         # It is still to be had by its name.
-        second.does(ATTACH.format(name="tokens"))
-        assert reader.does("answer = int(read.array.sum())") == 3000
-        with pytest.raises(Refused, match="or by processes that are attached to it"):
-            second.does(CREATE.format(name="tokens", value=4))
-        reader.does("read.close(); del read")
-        assert second.does("answer = int(read.array.sum())") == 3000
+        second.run(ATTACH.format(name="tokens"))
+        assert reader.run("answer = int(read.array.sum())") == 3000
+        with pytest.raises(ScriptError, match="or by processes that are attached to it"):
+            second.run(CREATE.format(name="tokens", value=4))
+        reader.run("read.close(); del read")
+        assert second.run("answer = int(read.array.sum())") == 3000
         # The last one takes the name along.
-        assert second.leave() == 0
+        assert second.finish() == 0
 
 
 def test_one_sweep_removes_the_segments_of_all_killed_processes(folder: Path) -> None:
-    actors = [Actor() for _ in range(4)]
-    for number, actor in enumerate(actors):
-        actor.does(CREATE.format(name=f"of{number}", value=number))
-    for number, actor in enumerate(actors):
-        actor.does(ATTACH.format(name=f"of{(number + 1) % 4}"))
-    for actor in actors:
-        actor.process.send_signal(signal.SIGKILL)
-    for actor in actors:
-        with actor:
-            actor.process.wait()
+    scripts = [ScriptProcess() for _ in range(4)]
+    for number, script in enumerate(scripts):
+        script.run(CREATE.format(name=f"of{number}", value=number))
+    for number, script in enumerate(scripts):
+        script.run(ATTACH.format(name=f"of{(number + 1) % 4}"))
+    for script in scripts:
+        script.process.send_signal(signal.SIGKILL)
+    for script in scripts:
+        with script:
+            script.process.wait()
     assert names(sweep().removed) == ["of0", "of1", "of2", "of3"]
 
 
 def test_a_creator_killed_before_it_is_done_leaves_nothing(folder: Path) -> None:
     before = os.statvfs(folder).f_bfree
-    with Actor() as actor:
-        actor.tell(
+    with ScriptProcess() as script:
+        script.start(
             "from tundish.shm import shared_array as array\n"
             "array._copy = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
             "SharedArray.from_array(np.arange(100000)[::2], name='half')"
         )
-        assert actor.process.wait(timeout=30) == -signal.SIGKILL
+        assert script.process.wait(timeout=30) == -signal.SIGKILL
     assert list(folder.iterdir()) == []
     assert os.statvfs(folder).f_bfree == before
 
 
 def test_a_child_made_by_fork_holds_inherited_segments(folder: Path) -> None:
-    with Actor() as actor:
-        actor.does(CREATE.format(name="tokens", value=5))
+    with ScriptProcess() as script:
+        script.run(CREATE.format(name="tokens", value=5))
         # It lives as long as its parent's pipe, and says nothing into it.
-        child = actor.does("answer = os.fork()\nif answer == 0:\n    signal.pause()\n    os._exit(0)")
-        actor.kill()
+        child = script.run("answer = os.fork()\nif answer == 0:\n    signal.pause()\n    os._exit(0)")
+        script.kill()
         try:
             assert names(sweep().live) == ["tokens"]
         finally:
@@ -125,37 +125,37 @@ def test_a_child_made_by_fork_holds_inherited_segments(folder: Path) -> None:
 
 
 def test_a_script_that_never_closes_leaves_nothing(folder: Path) -> None:
-    with Actor() as actor:
-        actor.does(CREATE.format(name="tokens", value=5))
-        actor.does("view = held.array[10:]")
-        assert actor.leave() == 0
+    with ScriptProcess() as script:
+        script.run(CREATE.format(name="tokens", value=5))
+        script.run("view = held.array[10:]")
+        assert script.finish() == 0
     assert list(folder.iterdir()) == []
 
 
 def test_files_of_another_user_are_never_touched(folder: Path) -> None:
-    with Actor() as other:
-        other.does("import shutil; os.setuid(65534)")
-        other.does(CREATE.format(name="theirs", value=1))
+    with ScriptProcess() as other:
+        other.run("import shutil; os.setuid(65534)")
+        other.run(CREATE.format(name="theirs", value=1))
         theirs = folder / "tundish-65534-theirs"
         assert theirs.exists()
         # Under a name as of this user's, which anybody may choose in a folder for all.
         posing = folder / f"tundish-{os.getuid()}-posing"
-        other.does(f"shutil.copyfile({str(theirs)!r}, {str(posing)!r}); os.chmod({str(posing)!r}, 0o666)")
+        other.run(f"shutil.copyfile({str(theirs)!r}, {str(posing)!r}); os.chmod({str(posing)!r}, 0o666)")
         assert posing.stat().st_uid == 65534
         other.kill()
         report = sweep()
         assert (report.removed, report.live, report.failed) == ((), (), ())
         assert theirs.exists()
         assert posing.exists()
-    with Actor() as creator:
-        with pytest.raises(Refused, match="another user or program"):
-            creator.does(CREATE.format(name="posing", value=1))
-        with pytest.raises(Refused, match="there is no segment"):
-            creator.does(ATTACH.format(name="posing"))
+    with ScriptProcess() as creator:
+        with pytest.raises(ScriptError, match="another user or program"):
+            creator.run(CREATE.format(name="posing", value=1))
+        with pytest.raises(ScriptError, match="there is no segment"):
+            creator.run(ATTACH.format(name="posing"))
         # And they sweep theirs, not ours.
         killed("ours")
-        creator.does("os.setuid(65534)")
-        assert creator.does("answer = [one.name for one in sweep().removed]") == ["theirs"]
+        creator.run("os.setuid(65534)")
+        assert creator.run("answer = [one.name for one in sweep().removed]") == ["theirs"]
         posing.unlink()
     assert names(sweep().removed) == ["ours"]
 
@@ -174,26 +174,26 @@ def test_files_of_another_program_are_never_touched(folder: Path) -> None:
 
 
 def test_two_runs_side_by_side_do_not_see_each_other(folder: Path) -> None:
-    with Actor() as one, Actor() as two:
-        one.does(CREATE.format(name="one", value=1))
-        two.does(CREATE.format(name="two", value=2))
-        assert one.does("answer = [x.name for x in sweep().removed]") == []
-        with pytest.raises(Refused, match=f"held by process {one.pid}") as taken:
-            two.does("SharedArray.create(10, np.int64, name='one')")
+    with ScriptProcess() as one, ScriptProcess() as two:
+        one.run(CREATE.format(name="one", value=1))
+        two.run(CREATE.format(name="two", value=2))
+        assert one.run("answer = [x.name for x in sweep().removed]") == []
+        with pytest.raises(ScriptError, match=f"held by process {one.pid}") as taken:
+            two.run("SharedArray.create(10, np.int64, name='one')")
         assert taken.value.kind == "AlreadyExistsError"
         one.kill()
-        assert two.does("answer = [x.name for x in sweep().removed]") == ["one"]
-        assert two.does("answer = int(held.array.sum())") == 2000
-        assert two.leave() == 0
+        assert two.run("answer = [x.name for x in sweep().removed]") == ["one"]
+        assert two.run("answer = int(held.array.sum())") == 2000
+        assert two.finish() == 0
 
 
 def test_the_command_lists_and_sweeps(folder: Path) -> None:
     killed("dead")
-    with Actor() as actor:
+    with ScriptProcess() as script:
         # Not the first segment of the process, so that it does not sweep.
-        actor.does("sweeping = SharedArray.create(1, np.int8, name='first')")
+        script.run("sweeping = SharedArray.create(1, np.int8, name='first')")
         killed("left")
-        actor.does(CREATE.format(name="living", value=1))
+        script.run(CREATE.format(name="living", value=1))
         listed = subprocess.run(
             [sys.executable, "-m", "tundish", "shm", "ls"], capture_output=True, text=True, check=True
         ).stdout.splitlines()
@@ -202,8 +202,8 @@ def test_the_command_lists_and_sweeps(folder: Path) -> None:
             ("left", "dead"),
             ("living", "held"),
         ]
-        assert f"made by {actor.pid} " in listed[2]
-        assert actor.leave() == 0
+        assert f"made by {script.pid} " in listed[2]
+        assert script.finish() == 0
     swept = subprocess.run(
         [sys.executable, "-m", "tundish", "shm", "sweep"], capture_output=True, text=True, check=True
     )

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.shm.actors import PROLOGUE, Actor
 from support.soak import IS_SOAK
+from support.shm.script_process import PROLOGUE, ScriptProcess
 
 from tundish.shm import sweep
 
@@ -62,27 +62,27 @@ def test_random_kills_lose_no_living_segment_and_leave_no_dead_one(folder: Path)
     draw = random.Random(20261121)
     before = os.statvfs(folder).f_bfree
     left = 0
-    actors = [Actor() for _ in range(ACTORS)]
-    for actor in actors:
-        actor.tell(WORK.format(seed=draw.random()))
+    scripts = [ScriptProcess() for _ in range(ACTORS)]
+    for script in scripts:
+        script.start(WORK.format(seed=draw.random()))
     try:
         for _ in range(KILLS):
             time.sleep(draw.uniform(0, 0.2))
             victim = draw.randrange(ACTORS)
-            assert actors[victim].process.poll() is None
-            actors[victim].kill()
-            with actors[victim]:
+            assert scripts[victim].process.poll() is None
+            scripts[victim].kill()
+            with scripts[victim]:
                 left += len(sweep(dry_run=True).removed)
-            actors[victim] = Actor()
-            actors[victim].tell(WORK.format(seed=draw.random()))
-        for actor in actors:
+            scripts[victim] = ScriptProcess()
+            scripts[victim].start(WORK.format(seed=draw.random()))
+        for script in scripts:
             # Stops at the next line, having met nothing unforeseen.
-            actor.tell("pass")
-            actor.hear()
+            script.start("pass")
+            script.result()
     finally:
-        for actor in actors:
-            with actor:
-                actor.kill()
+        for script in scripts:
+            with script:
+                script.kill()
     assert sweep().failed == ()
     assert list(folder.iterdir()) == []
     assert os.statvfs(folder).f_bfree == before

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.shm.actors import PROLOGUE, Actor, Refused
 from support.soak import IS_SOAK
+from support.shm.script_process import PROLOGUE, ScriptProcess, ScriptError
 
 import tundish as td
 from tundish.shm import SharedArray
@@ -43,7 +43,7 @@ def reads(handle: Any, value: int) -> str:
 @pytest.mark.timeout(120 + 2 * KILLS)
 def test_readers_are_killed_while_memory_is_used_again() -> None:
     draw = random.Random(20261121)
-    readers = [Actor(READ) for _ in range(READERS)]
+    readers = [ScriptProcess(READ) for _ in range(READERS)]
     try:
         kills = value = 0
         while kills < KILLS:
@@ -51,21 +51,21 @@ def test_readers_are_killed_while_memory_is_used_again() -> None:
             shared = SharedArray.from_array(np.full(draw.choice([3000, 50_000]), value))
             reader = draw.randrange(READERS)
             if draw.random() < 0.5:
-                readers[reader].does(reads(shared.handle, value))
+                readers[reader].run(reads(shared.handle, value))
                 shared.close()
             else:
                 # Killed on the way to the array, or anywhere behind.
-                readers[reader].tell(reads(shared.handle, value))
+                readers[reader].start(reads(shared.handle, value))
                 time.sleep(draw.choice([0, draw.uniform(0, 0.002)]))
                 readers[reader].kill()
                 kills += 1
                 shared.close()
                 readers[reader].__exit__(None, None, None)
-                readers[reader] = Actor(READ)
+                readers[reader] = ScriptProcess(READ)
             if draw.random() < 0.3:
-                readers[draw.randrange(READERS)].does("look(); held.clear()")
+                readers[draw.randrange(READERS)].run("look(); held.clear()")
         for one in readers:
-            one.does("look()")
+            one.run("look()")
     finally:
         for one in readers:
             one.__exit__(None, None, None)
@@ -74,38 +74,38 @@ def test_readers_are_killed_while_memory_is_used_again() -> None:
 
 @pytest.mark.parametrize("everybody", [False, True], ids=["owner", "all at once"])
 def test_the_owner_is_killed_while_others_map(everybody: bool) -> None:
-    with Actor(READ) as owner, Actor(READ) as reader, Actor(READ) as late:
-        handle = owner.does(
+    with ScriptProcess(READ) as owner, ScriptProcess(READ) as reader, ScriptProcess(READ) as late:
+        handle = owner.run(
             "shared = SharedArray.from_array(np.full(100_000, 7)); answer = repr(shared.handle)"
         )
         read = f"held[7] = SharedArray.attach({handle}).array; look()"
-        reader.does(read)
+        reader.run(read)
         owner.kill()
         if everybody:
             reader.kill()
             late.kill()
             return
-        reader.does("look()")
-        with pytest.raises(Refused) as caught:
-            late.does(read)
+        reader.run("look()")
+        with pytest.raises(ScriptError) as caught:
+            late.run(read)
         assert caught.value.kind == "SegmentGoneError"
         assert "its owner has to live and to keep it open. Tried: " in caught.value.message
 
 
 def test_memory_of_the_killed_is_free_at_once() -> None:
-    with Actor(READ) as owner, Actor(READ) as reader:
-        handle, descriptor = owner.does(
+    with ScriptProcess(READ) as owner, ScriptProcess(READ) as reader:
+        handle, descriptor = owner.run(
             "shared = SharedArray.from_array(np.full(1 << 20, 1))\n"
             "answer = [repr(shared.handle), shared.handle.descriptor]"
         )
         file = os.stat(f"/proc/{owner.pid}/fd/{descriptor}")
-        reader.does(f"held[1] = SharedArray.attach({handle}).array; look()")
+        reader.run(f"held[1] = SharedArray.attach({handle}).array; look()")
         assert holders(file) == {owner.pid, reader.pid}
         owner.kill()
         end = time.monotonic() + 1
         while holders(file) != {reader.pid}:
             assert time.monotonic() < end, f"{holders(file)} have it a second after its owner's death"
-        reader.does("look()")
+        reader.run("look()")
         reader.kill()
         end = time.monotonic() + 1
         while holders(file):

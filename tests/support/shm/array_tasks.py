@@ -30,7 +30,7 @@ class Child:
         theirs.close()
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """Call method `what` of `Kept` in the child; returns its result."""
+        """Call method `what` of `AttachedArrays` in the child; returns its result."""
         self.line.send((what, arguments))
         assert self.line.poll(60), "the child does not answer"
         answer, error = self.line.recv()
@@ -63,18 +63,18 @@ class Child:
 
 
 def serve(line: Connection, *arrays: Any) -> None:
-    kept = Kept(arrays)
-    while (told := line.recv()) is not None:
-        what, arguments = told
+    attached = AttachedArrays(arrays)
+    while (request := line.recv()) is not None:
+        what, arguments = request
         try:
-            line.send((getattr(kept, what)(*arguments), None))
+            line.send((getattr(attached, what)(*arguments), None))
         except Exception as error:
             error.add_note(traceback.format_exc())
             line.send((None, error))
 
 
-class Kept:
-    """The arrays of the child."""
+class AttachedArrays:
+    """The arrays of a child, and the methods that `Child.ask` calls."""
 
     def __init__(self, given: tuple[Any, ...]) -> None:
         self.given = list(given)
@@ -104,7 +104,7 @@ class Kept:
             os.close(number)
         return True
 
-    def look_at_given(self) -> tuple[int, bool]:
+    def sum_of_given(self) -> tuple[int, bool]:
         """The sum of a SharedArray that came as an argument, and whether it can be written."""
         self.arrays.append(self.given[0].array)
         return int(self.arrays[-1].sum()), self.arrays[-1].flags.writeable
@@ -132,7 +132,7 @@ class Kept:
         """A handle of the last attached array, through this process."""
         return self.shared[-1].handle
 
-    def let_go(self) -> None:
+    def close_all(self) -> None:
         for shared in self.shared:
             shared.close()
         self.shared.clear()

@@ -1,7 +1,7 @@
 """Checks that a test leaves no names in /dev/shm, descriptors or children.
 
-What always holds: only names of this user that begin with `PREFIX` are looked at, since others may share memory at the
-same time; what the interpreter and the library start once a process is there before the first look.
+It checks only names of this user that begin with `PREFIX`, since other programs may share memory at the same time. What
+the interpreter and the library start once in a process is started before the first check.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Program:
             os.killpg(self.group, signal.SIGKILL)
         self.process.communicate()
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

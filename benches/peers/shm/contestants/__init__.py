@@ -1,8 +1,8 @@
 """Pools of processes that work on one array, each as its own users run it.
 
-A pool is opened for one task and one array. What always holds: `one` gives the result of one task; `each` sends every
-task on its own and gives the results in order; `chunked` may send many at once, and so does what the pool itself
-thinks best; results are numpy arrays where the task makes them.
+A pool is opened for one task and one array. `one` returns the result of one task. `each` sends every task on its own and
+returns the results in order. `chunked` may send many tasks at once, as the pool does by default. Array results are numpy
+arrays.
 """
 
 from __future__ import annotations

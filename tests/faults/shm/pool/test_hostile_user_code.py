@@ -155,7 +155,7 @@ say("right")
 
 def test_a_child_by_fork_has_nothing_of_its_parents_pool(tmp_path: Path) -> None:
     with Program(CHILD, tmp_path) as program:
-        assert program.hear() == "right"
+        assert program.read_line() == "right"
 
 
 def leave_a_thread(_item: Any) -> int:

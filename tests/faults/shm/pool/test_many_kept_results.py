@@ -83,5 +83,5 @@ say("right")
 
 def test_torch_works_in_workers_though_its_threads_worked_in_the_parent(tmp_path: Path) -> None:
     with Program(FORKED_BESIDE_TORCH, tmp_path) as program:
-        assert program.hear() == "right"
+        assert program.read_line() == "right"
         assert program.process.wait(timeout=20) == 0

@@ -57,7 +57,7 @@ say(begun)
 def test_a_beginning_that_is_interrupted_anywhere_leaves_nothing(tmp_path: Path) -> None:
     with Program(INTERRUPTED, tmp_path) as program:
         # Some came too late, but not all.
-        assert int(program.hear()) < 55
+        assert int(program.read_line()) < 55
         program.process.wait(timeout=10)
         program.expect_nobody(1)
 
@@ -115,5 +115,5 @@ say(*sorted(seen))
 
 def test_a_pool_that_finds_no_descriptors_says_so_and_leaves_none(tmp_path: Path) -> None:
     with Program(EXHAUSTED, tmp_path) as program:
-        assert program.hear() == "broken refused works"
+        assert program.read_line() == "broken refused works"
         assert program.process.wait(timeout=10) == 0

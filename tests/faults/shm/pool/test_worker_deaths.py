@@ -217,7 +217,7 @@ pool.shutdown()
 """
     began = time.monotonic()
     with Program(script, tmp_path) as program:
-        said = program.hear()
+        said = program.read_line()
         assert "workers do not start" in said and '`if __name__ == "__main__":`' in said
         _, errors = program.process.communicate(timeout=30)
         assert errors.count("Traceback") <= 6
@@ -236,7 +236,7 @@ if __name__ == "__main__":
         say(pool.submit(1).exception(60))
 """
     with Program(script, tmp_path) as program:
-        said = program.hear()
+        said = program.read_line()
         assert "workers do not start" in said and "Can't get attribute 'here'" in said
         assert (
             "the function is not found by workers that are not forked" in said and 'mp_context="fork"' in said
@@ -307,8 +307,8 @@ if __name__ == "__main__":
 @each_method
 def test_the_death_of_the_parent_ends_every_worker_within_a_second(method: str, tmp_path: Path) -> None:
     with Program(BUSY.format(method=method, then="time.sleep(600)"), tmp_path) as program:
-        program.hear()
-        assert program.hear() == "busy"
+        program.read_line()
+        assert program.read_line() == "busy"
         assert len(program.members()) >= 4
         os.kill(program.process.pid, signal.SIGKILL)
         program.expect_nobody(1)
@@ -319,8 +319,8 @@ def test_the_death_of_the_parent_ends_every_worker_within_a_second(method: str, 
 def test_all_killed_at_once_leave_nothing(method: str, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     with Program(BUSY.format(method=method, then="time.sleep(600)"), tmp_path) as program:
-        program.hear()
-        assert program.hear() == "busy"
+        program.read_line()
+        assert program.read_line() == "busy"
         os.killpg(program.group, signal.SIGKILL)
         program.expect_nobody(1)
     assert {name for name in set(os.listdir("/dev/shm")) - before if str(program.group) in name} == set()
@@ -340,8 +340,8 @@ WAITS = {
 )
 def test_ctrl_c_ends_everything_with_one_traceback(method: str, wait: str, tmp_path: Path) -> None:
     with Program(BUSY.format(method=method, then=WAITS[wait]), tmp_path) as program:
-        program.hear()
-        assert program.hear() == "busy"
+        program.read_line()
+        assert program.read_line() == "busy"
         time.sleep(0.05)
         os.killpg(program.group, signal.SIGINT)
         began = time.monotonic()
@@ -363,7 +363,7 @@ say("busy")
 futures[0].result()
 """
     with Program(script, tmp_path) as program:
-        assert program.hear() == "busy"
+        assert program.read_line() == "busy"
         time.sleep(0.05)
         os.killpg(program.group, signal.SIGINT)
         _, errors = program.process.communicate(timeout=10)
@@ -396,14 +396,14 @@ say("end")
 """
     draw = random.Random(3)
     with Program(script, tmp_path) as program:
-        assert program.hear() == "begin"
+        assert program.read_line() == "begin"
         for _ in range(20):
-            assert program.hear() == "waits"
+            assert program.read_line() == "waits"
             # Within the wait: an interrupt in the middle of a lock of the standard library can leave it held.
             time.sleep(draw.uniform(0.02, 0.12))
             os.kill(program.process.pid, signal.SIGINT)
-            assert program.hear() == "caught"
-        assert program.hear() == "end"
+            assert program.read_line() == "caught"
+        assert program.read_line() == "end"
         _, errors = program.process.communicate(timeout=20)
         assert (errors, program.process.returncode) == ("", 0)
         program.expect_nobody(1)

@@ -32,8 +32,8 @@ from tundish.shm import SharedArray, sweep
 """
 
 
-class Refused(Exception):
-    """An actor met an exception."""
+class ScriptError(Exception):
+    """A script raised an exception."""
 
     def __init__(self, reply: dict[str, Any]) -> None:
         super().__init__(f"{reply['kind']}: {reply['message']}")
@@ -42,52 +42,52 @@ class Refused(Exception):
         self.message: str = reply["message"]
 
 
-class Actor:
+class ScriptProcess:
     """A Python process that runs the lines it is given, with this library imported unless `prologue` says otherwise."""
 
     def __init__(self, prologue: str = PROLOGUE) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", STAGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.does(prologue)
+        self.run(prologue)
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def tell(self, script: str) -> None:
+    def start(self, script: str) -> None:
         """Have `script` run, and do not wait."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(script) + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> Any:
-        """Wait for the end of the script; returns its `answer`. Raises `Refused` with its exception."""
+    def result(self) -> Any:
+        """Wait for the end of the script; returns its `answer`. Raises `ScriptError` with its exception."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise AssertionError(f"the actor ended with {self.process.wait()}")
+            raise AssertionError(f"the script ended with {self.process.wait()}")
         reply = json.loads(line)
         if "kind" in reply:
-            raise Refused(reply)
+            raise ScriptError(reply)
         return reply["answer"]
 
-    def does(self, script: str) -> Any:
+    def run(self, script: str) -> Any:
         """Run `script`; returns its `answer`."""
-        self.tell(script)
-        return self.hear()
+        self.start(script)
+        return self.result()
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def leave(self) -> int:
+    def finish(self) -> int:
         """Let it come to its end as a script does; its exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(timeout=30)
 
-    def __enter__(self) -> Actor:
+    def __enter__(self) -> ScriptProcess:
         return self
 
     def __exit__(
