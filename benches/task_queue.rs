@@ -9,7 +9,7 @@ use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TimeLimit, WaiterRole, W
 const PAYLOAD: [u8; 32] = [7; 32];
 const BATCH: usize = 64;
 
-/// A process that does `life`, until it is dropped.
+/// A process that runs `life`, and is killed when this is dropped.
 struct Child(libc::pid_t);
 
 impl Child {

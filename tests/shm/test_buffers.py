@@ -42,11 +42,11 @@ def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
     reference = first.reference()
     first.release()
     first.release()
-    # Sent and not received: it may not be overwritten.
+    # Sent but not received: it must not be overwritten.
     second = packed(arena, b"2" * 1000)
     assert second.reference()[2] != reference[2]
     view = buffers.open(reference)
-    # Received: it may not be overwritten.
+    # Received: it must not be overwritten.
     third = packed(arena, b"3" * 1000)
     assert third.reference()[2] not in (reference[2], second.reference()[2])
     assert bytes(view) == b"1" * 1000
@@ -140,7 +140,7 @@ def test_a_receiver_drops_segments_that_their_sender_dropped() -> None:
         buffers.open(buffer.reference())
         buffer.release()
         arena.stats()
-    # One that was let go of since the last one came.
+    # One that was dropped after the last one was received.
     assert len(descriptors()) - before <= 1
 
 
@@ -249,7 +249,7 @@ def test_a_child_made_by_fork_uses_its_own() -> None:
         os._exit(0 if refused == 3 and bytes(BufferReceiver().open(reference)) == b"x" else 1)
     assert os.waitpid(pid, 0)[1] == 0
     buffer.release()
-    # The child's receipt counts.
+    # The child has acknowledged it.
     assert arena.stats()["in_use"] == 0
 
 
@@ -262,7 +262,7 @@ def test_buffers_of_a_dead_sender_can_be_opened() -> None:
         sent.append(os.dup(buffer.descriptor))
         buffer.release()
         del buffer
-    # Its sender is through, and takes nothing along.
+    # Its sender has ended, and the memory stays.
     del arena
     for descriptor in sent:
         buffers.adopt(descriptor, os.getpid())

@@ -71,7 +71,7 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
     publish = file_backed_array._publish
 
     def late(array: np.ndarray, layout: Any, target: Path) -> None:
-        # As by another job.
+        # As another job would.
         publish(*as_numpy(np.arange(5)), target)
         publish(array, layout, target)
 
@@ -92,7 +92,7 @@ def test_arrays_of_many_pieces(
     if not is_c_contiguous:
         array = array[:, ::2]
     assert np.array_equal(td.shm.node_shared(array, path=tmp_path), array)
-    # However it is cut, and however it lies, it has the same name.
+    # The chunk size and the strides do not change the name.
     before = files(tmp_path)
     td.shm.node_shared(array.copy(), path=tmp_path)
     assert files(tmp_path) == before
@@ -119,7 +119,7 @@ def headed(descr: str, shape: str, data: int = 40) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        # Its bytes would be taken for addresses of objects.
+        # Its bytes would be used as addresses of objects.
         (lambda path: path.write_bytes(headed("'|O'", "(5,)")), "Python objects"),
         (lambda path: path.write_bytes(headed("[('a', '|O')]", "(5,)")), "Python objects"),
         (lambda path: path.write_bytes(headed("'<i8'", "(-1, -5)")), "is damaged"),
@@ -210,7 +210,7 @@ def test_ranks_share_a_file(tmp_path: Path) -> None:
         heard = job.hear_all()
         assert [calls for calls, _ in heard] == [3, 0, 0]
         assert [len(inodes) for _, inodes in heard] == [2] * 3
-        # The builder's path counts.
+        # The builder's path is used.
         assert [kind for kind, _, _ in job.hear_all()] == [""] * 3
         assert not (folder / "of rank 1").exists()
         job.expect_end()

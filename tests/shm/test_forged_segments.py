@@ -1,4 +1,4 @@
-"""Files that claim to be segments are refused, whatever they say."""
+"""Files with forged headers of segments are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tundish.shm.array_layout import ArrayLayout
 
 
 def forge(header: bytes, size: int, *, seal: bool = True) -> tuple[int, Handle]:
-    """A file that claims to be a segment."""
+    """A file with a forged header."""
     import fcntl
 
     descriptor = os.memfd_create("forged", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Arrays that have a name: attached to by it, there as long as a process has them, and never half-done."""
+"""Named arrays: processes attach by name while a process has the array, and never see a half-written one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_arrays_with_a_name_are_counted_as_mapped(folder: Path) -> None:
     peak = td.shm.stats()["peak"]
     assert td.shm.stats()["mapped"] - before == (1 << 20) + 4096
     assert peak >= (1 << 20) + 4096
-    # Looked at by the owner it is mapped twice, and there once.
+    # The owner has mapped it twice, and it takes its memory once.
     view = shared.array
     assert td.shm.stats()["mapped"] - before == (1 << 20) + 4096
     child = os.fork()
@@ -138,7 +138,7 @@ def test_a_handle_leads_by_the_name_too(folder: Path) -> None:
         )
         ran = subprocess.run([sys.executable, "-c", code], input=handle, capture_output=True, check=True)
         assert ran.stdout == b"499500 tokens\n"
-    # Another one under the name is not the one that is meant.
+    # Another segment of this name is not attached to.
     other = SharedArray.from_array(np.zeros(1000), name="tokens")
     with other, pytest.raises(td.errors.SegmentGoneError, match="another segment has taken its place"):
         SharedArray.attach(pickle.loads(handle))

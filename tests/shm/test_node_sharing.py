@@ -55,7 +55,7 @@ def share_one(rank: int, line: Line) -> None:
     line.say(
         is_refused(lambda: array.__setitem__(0, 1)), is_refused(lambda: make_writable(array)), pages_of(array)
     )
-    # All keep the pages until all have looked.
+    # All ranks keep the pages until all have measured them.
     line.hear()
 
 
@@ -79,7 +79,7 @@ def total_memory(rank: int, line: Line) -> None:
     import torch.distributed as distributed
 
     nbytes = int(line.hear())
-    # Modules, threads and connections come with the first call, whatever it shares.
+    # The first call loads modules and makes threads and connections.
     td.shm.node_shared(lambda: np.ones(1, np.uint8))
     gc.collect()
     before = memory_of_this_process()
@@ -226,7 +226,7 @@ def test_a_pickled_array_is_small_and_has_the_same_pages() -> None:
     again = pickle.loads(message)
     assert pages_of(again)["inode"] == pages_of(array)["inode"]
     assert pickle.loads(pickle.dumps(again)).sum() == array.sum()
-    # Parts and results are arrays like any other.
+    # Slices and results are plain arrays.
     assert type(pickle.loads(pickle.dumps(array[3:5]))) is np.ndarray
     assert pickle.loads(pickle.dumps(array[3:5])).tolist() == [3, 4]
     assert type(array + 1) is np.ndarray
@@ -234,7 +234,7 @@ def test_a_pickled_array_is_small_and_has_the_same_pages() -> None:
     assert (array[:3] + 1).tolist() == [1, 2, 3]
 
 
-# numpy would rather have a view made, and still does it.
+# Numpy deprecates this in favour of a view.
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
 def test_an_array_with_another_shape_is_pickled_by_value() -> None:
     array = td.shm.node_shared(np.arange(12))

@@ -113,7 +113,7 @@ def test_large_arrays_are_copied_whole() -> None:
     array = np.arange(9_000_001, dtype=np.int64)
     for source in (array, array[::-1], np.asfortranarray(array[:9_000_000].reshape(3000, 3000)), array[5:]):
         for _ in range(2):
-            # The second time into kept memory.
+            # The second time, the memory is used again.
             with SharedArray.from_array(source) as shared:
                 assert np.array_equal(shared.array, source)
 
@@ -151,7 +151,7 @@ def test_arrays_that_cannot_be_shared_are_refused(given: Any, kind: type[Excepti
         (((2,), "no dtype"), TypeError),
         (((1 << 40, 1 << 40), "i8"), ValueError),
         (((2,), object), TypeError),
-        # Of no bytes, and no array of numpy all the same.
+        # It would have no bytes, but numpy has no such array.
         (((0, 1 << 62), "f8"), ValueError),
         (((1,) * 65, "i1"), ValueError),
     ],
@@ -353,7 +353,7 @@ import numpy as np
 import tundish as td
 
 array = np.zeros(1 << 29, np.uint8)
-# Of an interrupted copy the memory is kept for the next one, as far as that is allowed.
+# The memory of an interrupted copy is kept for the next one, within the limit.
 td.shm.set_cache_limit(0)
 interrupted = 0
 for wait in (0.0, 0.02, 0.05):

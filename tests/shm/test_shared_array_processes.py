@@ -98,7 +98,7 @@ def test_many_arrays_are_passed_at_once() -> None:
 
 
 class Measured:
-    """Notes how large the pickle of a handle is while a process is being spawned."""
+    """Records the size of a handle's pickle while a process is spawned."""
 
     sizes: list[int] = []  # noqa: RUF012 - noted by the class itself
 
@@ -171,7 +171,7 @@ def test_a_child_neither_recycles_nor_frees_inherited_segments() -> None:
     idle.close()
     with Child(multiprocessing.get_context("fork"), kept) as child:
         assert child.ask("stats") == {"mapped": 0, "cached": 0, "escaped": 0, "peak": 0}
-        # The idle one is gone from the child, which would keep its memory alive.
+        # The child drops the idle segment, whose memory it would keep alive.
         assert child.ask("segments") == (1, 1)
         handle = child.ask("share", 50_000, 3)
         assert SharedArray.attach(handle).array.sum() == 150_000
@@ -270,7 +270,7 @@ def test_private_pages_are_taken_only_where_a_tensor_is_written() -> None:
 
 
 def private_kibibytes() -> int:
-    """Of segments, this process's own copies."""
+    """Return the bytes of private copies in mappings of segments."""
     total, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ")[0]:

@@ -29,7 +29,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave(name: str) -> None:
-    """Have a process killed that has a segment."""
+    """Kill a process that has a segment."""
     ran = subprocess.run([sys.executable, "-c", LEAVE, name], check=False)
     assert ran.returncode == -signal.SIGKILL
 

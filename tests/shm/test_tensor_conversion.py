@@ -12,7 +12,7 @@ import tundish as td
 from tundish.errors import InvalidTypeError
 from tundish.shm import SharedArray
 
-# Without those that torch itself warns of.
+# Dtypes for which torch warns are left out.
 DTYPES = {
     dtype
     for dtype in vars(torch).values()

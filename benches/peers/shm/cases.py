@@ -1,7 +1,7 @@
 """The measurements of pools: contestants, repeats, and required ratios.
 
-In each round every pool runs in a process of its own, one after the other, so that a drift of the machine affects all of
-them. A row has the minimum time of all rounds on both sides, and the maximum memory. The process that submits a task
+In each round every pool runs in a process of its own, one after the other, so that a drift of the machine affects all
+of them. A row has the minimum time of all rounds on both sides, and the maximum memory. The process that submits a task
 checks its result; a wrong result ends the bench.
 """
 
@@ -23,30 +23,30 @@ OURS, QUEUES, EXECUTOR = "ours", "queues", "executor"
 FLOORS, BARE = "floors", "bare workers"
 _METHODS = ("fork", "spawn")
 
-# Of a task's time: the least ratio of a peer to tundish.
+# Required ratios of a peer's time for a task to tundish's.
 _EACH_OVER = {QUEUES: 8.0}
 _ONE_OVER = {QUEUES: 1.3, EXECUTOR: 2.0}
 _RESULT_OVER = {QUEUES: 4.0}
 _CHUNKED_RATE = 2e6
-# The pool of two queues has to be so much faster than ProcessPoolExecutor to be worth a comparison.
+# The pool of two queues must be so much faster than ProcessPoolExecutor, or the comparison is of no use.
 _QUEUES_OVER_EXECUTOR = 2.0
 _FORK_SECONDS = 0.020
 _SPAWN_COPIES = 1.5
 _ARRAY_SHARE = 1.03
 _WORKER_BYTES = 25 << 20
-# Each task of these carries the array: a result through them says nothing about results.
+# Their tasks carry the array, so they do not measure results.
 _NO_RESULTS = ("executor each",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How much is run: the full bench, or a smoke test of it."""
+    """The size of a run: the full bench or a smoke test."""
 
     array_bytes: int = 256 << 20
     workers: int = 2
     readers: tuple[int, ...] = (2, 8)
     rounds: int = 3
-    # Of binding there is one in a process.
+    # A process binds once.
     binding_rounds: int = 5
     reading_rounds: int = 2
     repeats: int = 2
@@ -64,14 +64,14 @@ Found = dict[str, list[float]]
 
 
 def measure(name: str, plan: Plan) -> list[Section]:
-    """Run one measure, and judge it."""
+    """Run one measurement, and compare it with the required ratios."""
     return [{"tasks": _tasks, "results": _results, "binding": _binding, "readers": _readers}[name](plan)]
 
 
 def _gather(
     plan: Plan, measure: str, contestants: Sequence[str], rounds: int, **more: Any
 ) -> dict[tuple[str, str], Found]:
-    """The values of each contestant in all rounds, by contestant and start method; the floors among them."""
+    """Return the values of all rounds by contestant and start method, lower bounds included."""
     found: dict[tuple[str, str], Found] = {}
     methods = more.pop("methods", ("fork",))
     for _ in range(rounds):
@@ -97,13 +97,13 @@ def _gather(
 
 
 def _methods_of(contestant: str, methods: Iterable[str]) -> list[str]:
-    """Those it has; one with a start method of its own runs it once."""
+    """Return the start methods that a contestant supports, or its own one."""
     own = CONTESTANTS[contestant].methods
     return [method for method in methods if method in own] or list(own)
 
 
 def _least(found: Mapping[tuple[str, str], Found], name: str, method: str = "fork") -> dict[str, float]:
-    """The least of each contestant, in the order of the contestants."""
+    """Return the minimum of each contestant, in the order of the contestants."""
     return {
         contestant: min(values[name])
         for (contestant, own), values in found.items()

@@ -22,7 +22,7 @@ _COPIES = 2.0
 # One copy, and the memory that ranks take for any work.
 _ARRAY_SHARE = 1.03
 _FORMS = {"ours": "td.shm.node_shared", "file": "np.save to memory, barrier, np.load(mmap_mode)"}
-# Where a file takes no disk.
+# A folder in memory.
 _MEMORY = Path("/dev/shm")
 
 

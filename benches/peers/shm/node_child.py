@@ -35,7 +35,7 @@ def through_tundish(source: np.ndarray | None, place: Path) -> np.ndarray:
 
 
 def through_a_file(source: np.ndarray | None, place: Path) -> np.ndarray:
-    """The usual way: one rank writes a file in memory, and all map it."""
+    """The usual way: one rank writes a file to memory, and all ranks map it."""
     if source is not None:
         np.save(place, source)
     dist.barrier()
@@ -55,7 +55,7 @@ def main() -> None:
     source = np.arange(length, dtype=np.int64) if os.environ["LOCAL_RANK"] == "0" else None
     reply: dict[str, Any] = {}
     if source is not None:
-        # The first one has the machine find memory that it can take for the next.
+        # The first call makes the machine find free memory for the next ones.
         reply["copy"] = min(copy_to_fresh_pages(source) for _ in range(_COPIES))
     for form in request["forms"]:
         place = Path(request["folder"]) / f"{form}.npy"
@@ -73,7 +73,7 @@ def main() -> None:
 def share(
     form: Callable[[np.ndarray | None, Path], np.ndarray], source: np.ndarray | None, place: Path, total: int
 ) -> dict[str, float]:
-    """Seconds until this rank has the array, and the bytes it then holds above what it held before."""
+    """Return the seconds until this rank has the array, and the bytes that its memory grew by."""
     before = family_pss()
     dist.barrier()
     begin = time.perf_counter()

@@ -35,7 +35,7 @@ _block: SharedMemory
 
 
 def bind(task: Task, array: np.ndarray) -> None:
-    """The array as it was inherited, or came out of a pickle."""
+    """Bind the array as it was inherited or unpickled."""
     global _bound
     _bound = task, array
 
@@ -76,7 +76,7 @@ def call_placing(item: int) -> Any:
 
 
 def take(placed: Placed) -> np.ndarray:
-    """A copy of the array in a block, which is removed: the end of a view of it could not be seen."""
+    """Return a copy of the array in a block, and remove the block: nothing would tell when a view of it ends."""
     name, shape, dtype = placed
     block = SharedMemory(name)
     array = np.ndarray(shape, dtype, block.buf).copy()
@@ -89,7 +89,7 @@ def bind_tensor(task: Task, tensor: Any) -> None:
     """The array in a tensor of torch's shared memory."""
     import torch
 
-    # As in the workers of torch's loaders: the threads of the parent are not there after a fork.
+    # As in the workers of torch's loaders: the threads of the parent do not exist after a fork.
     torch.set_num_threads(1)
     bind(task, tensor.numpy())
 

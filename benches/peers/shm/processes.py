@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["rank_environments", "run_pool", "run_program", "run_ranks"]
 
 _HERE = Path(__file__).parent
-# A longer run hangs.
+# A run that takes longer has hung.
 _LONGEST_SECONDS = 300.0
 
 
@@ -78,7 +78,7 @@ def run_program(
                 stdin=subprocess.DEVNULL,
                 stdout=reply,
                 stderr=said,
-                # Its children are of its process group.
+                # Its children are in its process group.
                 start_new_session=True,
                 env={**os.environ, **environment},
             )
@@ -102,7 +102,7 @@ def run_program(
 
 
 def _wait(children: list[subprocess.Popen[bytes]]) -> None:
-    """Until all are over, one has failed, or the time is."""
+    """Wait until all have ended, one has failed, or the time is over."""
     until = time.monotonic() + _LONGEST_SECONDS
     while any(child.poll() is None for child in children):
         if any(child.poll() for child in children) or time.monotonic() > until:

@@ -26,14 +26,14 @@ __all__ = [
     "worker_of",
 ]
 
-# Linux gives no process id that takes more.
+# Process ids of Linux have at most so many bits.
 _PROCESS_BITS = 22
 # Bytes of a result.
 LARGE = 16 << 20
 SMALL = 400 << 10
-# Where the parts of two items lie apart, in elements: no result is the one before it.
+# Elements between the parts of two items, so that no result equals the one before.
 _STRIDE = 4097
-# So long does a worker that has read the array keep the next task from itself, for the others to get theirs.
+# A worker that has read the array pauses so long, so that the other workers get their tasks.
 _PAUSE_SECONDS = 0.2
 
 
@@ -56,7 +56,7 @@ def empty(item: int, array: np.ndarray) -> int:
 
 
 def ends(item: int, array: np.ndarray) -> tuple[int, int, int]:
-    """A look at the first element and the last."""
+    """Return the first and the last element."""
     return _stamp(item), int(array[0]), int(array[-1])
 
 
@@ -89,6 +89,6 @@ def small(item: int, array: np.ndarray) -> np.ndarray:
 
 
 def hold(connection: Connection) -> None:
-    """Be a process that has numpy and nothing else, until the other end is closed."""
+    """Run a process that has imported numpy only, until the other end is closed."""
     connection.send(os.getpid())
     connection.poll(None)

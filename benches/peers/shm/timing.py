@@ -21,16 +21,16 @@ from shm.contestants import CONTESTANTS, Pool
 __all__ = ["binding", "empty_tasks", "results"]
 
 Request = dict[str, Any]
-# Tasks in a clock, so that lists of results stay in memory.
+# The most tasks in one measurement, so that lists of results fit in memory.
 _MOST_TASKS = 1_000_000
-# Each with twice as many tasks, until every worker has had one.
+# Tries, each with twice as many tasks, until every worker has had one.
 _ATTEMPTS = 16
 _PAGE = 4096
 _RESULTS = {"large": (tasks.large, tasks.LARGE), "small": (tasks.small, tasks.SMALL)}
 
 
 def empty_tasks(request: Request, array: np.ndarray) -> dict[str, list[float]]:
-    """Seconds a task: each on its own, in chunks, and one after the other."""
+    """Return the seconds for a task: sent singly, in chunks, and one after the other."""
     pool = CONTESTANTS[request["contestant"]].load()(
         tasks.empty, array, request["workers"], request["method"]
     )
@@ -61,7 +61,7 @@ def _warm(pool: Pool, workers: int) -> set[int]:
 
 
 def _count(run: Callable[[Sequence[int]], Iterable[Any]], seconds: float) -> int:
-    """How many tasks take about so long."""
+    """Return the number of tasks that take about so long."""
     count = 4
     while True:
         begin = time.perf_counter()
@@ -86,7 +86,7 @@ def _timed_tasks(run: Callable[[Sequence[int]], Iterable[Any]], count: int, work
 
 
 def results(request: Request, array: np.ndarray) -> dict[str, list[float]]:
-    """Seconds a result of 16 MiB and of 400 KiB, many in a row, each let go of when the next one is there."""
+    """Return the seconds for results of 16 MiB and 400 KiB; each result is dropped when the next one has come."""
     found = {}
     for name, (task, size) in _RESULTS.items():
         count = request["results"][name]
@@ -112,7 +112,7 @@ def _timed_results(pool: Pool, array: np.ndarray, size: int, count: int) -> floa
 
 
 def _compare(pool: Pool, array: np.ndarray, size: int, count: int) -> None:
-    """Every element of as many results; the workers are warm after it."""
+    """Read every element of so many results; the workers are warm afterwards."""
     own = set(family(os.getpid())) - {os.getpid()}
     for item, result in enumerate(pool.each(range(count))):
         start = tasks.begin_of(item, array, size)

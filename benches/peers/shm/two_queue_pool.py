@@ -1,4 +1,4 @@
-"""A pool of two queues, as a project writes it that has outgrown ProcessPoolExecutor.
+"""A pool of two queues, as projects write it once ProcessPoolExecutor is too slow.
 
 Tundish's pool is measured against it. It is not a pool to use: a worker's death goes unnoticed, and nothing is bounded.
 The function is bound once; an array lies in multiprocessing.shared_memory and workers attach it by name; a queue takes

@@ -13,7 +13,7 @@ const CAPACITY: usize = 256;
 enum Step {
     Put(Vec<usize>),
     Take(u16),
-    /// Of the tasks that are taken, the one of this number from the oldest on.
+    /// The taken task of this number, counted from the oldest.
     Finish(usize, usize),
     Revoke(usize),
     Reap(u16),

@@ -50,7 +50,7 @@ impl Drop for Child {
     }
 }
 
-/// Numbers that are the same in each run (Marsaglia's xorshift).
+/// Pseudo-random numbers, the same in each run (Marsaglia's xorshift).
 struct Random(u64);
 
 impl Random {
@@ -74,7 +74,7 @@ fn worker(queue: &ParentQueue, number: u16) -> Child {
     })
 }
 
-/// As long as the question, so that a result which was half written is seen.
+/// As long as the question, so that a half-written result is detected.
 fn answer(question: &[u8]) -> Vec<u8> {
     question.iter().rev().map(|byte| byte ^ 0x5a).collect()
 }

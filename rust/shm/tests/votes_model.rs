@@ -45,7 +45,7 @@ impl VoteWords for Memory {
     fn wake_all(&self) {}
 }
 
-/// What each member came to in each round; it does this in it.
+/// The outcome of each member in each round, and its actions in the round.
 type Does = fn(&Memory, usize, u64) -> VoteState;
 
 fn run(plans: [[Does; 2]; 2], check: fn([[VoteState; 2]; 2])) {

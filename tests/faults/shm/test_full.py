@@ -48,7 +48,7 @@ def test_an_array_that_does_not_fit_is_refused_with_the_size_asked_and_the_size_
             assert numbers == [(6 << 20) + PAGE, left]
             assert free(small) == left, "nothing of it is kept"
         first.array[:] = 1
-        # The free space can be used to the last page.
+        # All of the free space can be used.
         with SharedArray.create(left - PAGE, np.uint8, name="second") as second:
             assert free(small) == 0
             second.array[:] = 2

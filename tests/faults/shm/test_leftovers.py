@@ -68,14 +68,14 @@ def test_a_creator_killed_while_others_map_it_takes_nothing_from_them(folder: Pa
         creator.kill()
         report = sweep()
         assert (report.removed, names(report.live)) == ((), ["tokens"])
-        # It is still to be had by its name.
+        # Others can still attach by its name.
         second.run(ATTACH.format(name="tokens"))
         assert reader.run("answer = int(read.array.sum())") == 3000
         with pytest.raises(ScriptError, match="or by processes that are attached to it"):
             second.run(CREATE.format(name="tokens", value=4))
         reader.run("read.close(); del read")
         assert second.run("answer = int(read.array.sum())") == 3000
-        # The last one takes the name along.
+        # The last process removes the name.
         assert second.finish() == 0
 
 
@@ -109,14 +109,14 @@ def test_a_creator_killed_before_it_is_done_leaves_nothing(folder: Path) -> None
 def test_a_child_made_by_fork_holds_inherited_segments(folder: Path) -> None:
     with ScriptProcess() as script:
         script.run(CREATE.format(name="tokens", value=5))
-        # It lives as long as its parent's pipe, and says nothing into it.
+        # It lives until the pipe of its parent is closed, and writes nothing to it.
         child = script.run("answer = os.fork()\nif answer == 0:\n    signal.pause()\n    os._exit(0)")
         script.kill()
         try:
             assert names(sweep().live) == ["tokens"]
         finally:
             os.kill(child, signal.SIGKILL)
-        # Not this process's child: its end is seen in the locks only.
+        # It is no child of this process: only the locks show its end.
         for _ in range(1000):
             if sweep().removed:
                 break
@@ -138,7 +138,7 @@ def test_files_of_another_user_are_never_touched(folder: Path) -> None:
         other.run(CREATE.format(name="theirs", value=1))
         theirs = folder / "tundish-65534-theirs"
         assert theirs.exists()
-        # Under a name as of this user's, which anybody may choose in a folder for all.
+        # In a shared folder, any user can choose a name like those of this user.
         posing = folder / f"tundish-{os.getuid()}-posing"
         other.run(f"shutil.copyfile({str(theirs)!r}, {str(posing)!r}); os.chmod({str(posing)!r}, 0o666)")
         assert posing.stat().st_uid == 65534
@@ -152,7 +152,7 @@ def test_files_of_another_user_are_never_touched(folder: Path) -> None:
             creator.run(CREATE.format(name="posing", value=1))
         with pytest.raises(ScriptError, match="there is no segment"):
             creator.run(ATTACH.format(name="posing"))
-        # And they sweep theirs, not ours.
+        # The other user sweeps its own segments only.
         killed("ours")
         creator.run("os.setuid(65534)")
         assert creator.run("answer = [one.name for one in sweep().removed]") == ["theirs"]

@@ -57,7 +57,7 @@ def test_a_failing_builder_fails_all_ranks_within_a_second(tmp_path: Path) -> No
             assert (kind, named) == ("PeerFailedError", 0)
             assert "OSError: the disk is gone" in text
             assert at - failed < NOTICED
-        # The other builder hears of it when it comes back.
+        # The other builder gets the error after its build.
         job.tell(2)
         assert job.hear(2)[0] == "PeerFailedError"
         job.expect_end()
@@ -88,7 +88,7 @@ def test_ctrl_c_in_the_builder_is_raised_on_all_ranks(tmp_path: Path) -> None:
 def shared_many_times(rank: int, line: Line) -> None:
     """Arrays in memory and in files, until an error ends it."""
     folder = Path(line.hear())
-    # From here on ranks watch one another.
+    # From here on ranks notice killed ranks.
     td.distributed.vote(what="all are here")
     line.say("begins")
 
@@ -102,7 +102,7 @@ def shared_many_times(rank: int, line: Line) -> None:
     line.say(*outcome(share), time.monotonic())
 
 
-# Moments spread over several turns of the loop above: in the build, the copies, the writes, the votes.
+# Moments over several turns of the loop above: in the build, the copies, the writes and the votes.
 @pytest.mark.parametrize("moment", [0.01 * 1.4**step for step in range(12)])
 def test_a_builder_killed_at_any_moment_is_noticed_within_a_second(moment: float, tmp_path: Path) -> None:
     folder = tmp_path / "arrays"

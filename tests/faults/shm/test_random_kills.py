@@ -20,7 +20,7 @@ from tundish.shm import sweep
 KILLS = 200 if IS_SOAK else 40
 ACTORS = 3
 
-# Works until it is stopped. Every segment holds one number, over and over; any other content is a fault.
+# Runs until it is stopped. Every element of a segment is the same number; any other content is an error.
 WORK = (
     PROLOGUE
     + """
@@ -76,7 +76,7 @@ def test_random_kills_lose_no_living_segment_and_leave_no_dead_one(folder: Path)
             scripts[victim] = ScriptProcess()
             scripts[victim].start(WORK.format(seed=draw.random()))
         for script in scripts:
-            # Stops at the next line, having met nothing unforeseen.
+            # It stops at its next line, without an unexpected error.
             script.start("pass")
             script.result()
     finally:

@@ -16,7 +16,7 @@ from support.shm.leftovers import PREFIX, descriptors
 import tundish as td
 
 NOBODY = 65534
-# All that it needs is imported before: files that root installed may not be for others to read.
+# It imports everything before it changes its user, who may not read the installed files.
 AS_NOBODY = (
     PROLOGUE + f"from tundish.shm import Handle\nos.setgroups([])\nos.setgid({NOBODY})\nos.setuid({NOBODY})\n"
 )
@@ -65,7 +65,7 @@ def test_a_named_segment_is_found_read_changed_and_removed_by_its_user_alone(str
             "found = sweep(); answer = [one.name for one in (*found.removed, *found.live)]"
         )
         assert NAME not in report and path.exists()
-        # Names are apart, so that one user takes none from another.
+        # Names of different users differ, so no user can take a name from another.
         stranger.run(f"mine = SharedArray.create((10,), np.int8, name={NAME!r})")
         assert (shared.array == 7).all()
         stranger.run("mine.close(); del mine")

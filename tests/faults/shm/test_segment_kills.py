@@ -54,7 +54,7 @@ def test_readers_are_killed_while_memory_is_used_again() -> None:
                 readers[reader].run(reads(shared.handle, value))
                 shared.close()
             else:
-                # Killed on the way to the array, or anywhere behind.
+                # The kill came before the array was there, or later.
                 readers[reader].start(reads(shared.handle, value))
                 time.sleep(draw.choice([0, draw.uniform(0, 0.002)]))
                 readers[reader].kill()
@@ -113,12 +113,12 @@ def test_memory_of_the_killed_is_free_at_once() -> None:
 
 
 def holders(file: os.stat_result) -> set[int]:
-    """The processes that have the file open or mapped: without any the kernel keeps no memory for it."""
+    """Return the processes that have the file open or mapped. Without any, the kernel frees its memory."""
     return {int(process.name) for process in Path("/proc").glob("[0-9]*") if holds(process, file)}
 
 
 def holds(process: Path, file: os.stat_result) -> bool:
-    # Processes that end meanwhile, or are another user's, hold nothing.
+    # Skip processes that end meanwhile or belong to another user.
     with contextlib.suppress(OSError):
         for mapped in (process / "maps").read_text().splitlines():
             _, _, _, device, inode, *_ = mapped.split()
@@ -132,5 +132,5 @@ def holds(process: Path, file: os.stat_result) -> bool:
 
 
 def device_of(file: os.stat_result) -> str:
-    """As the kernel lists it with mappings."""
+    """Return the device as the kernel lists it in maps."""
     return f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"

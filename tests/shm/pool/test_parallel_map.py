@@ -1,4 +1,4 @@
-"""`SharedPool.map`: how far ahead it runs, in which pieces, and how it ends."""
+"""`SharedPool.map`: how far ahead it runs, the size of its tasks, and how it ends."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_map_that_ends_early_takes_back_items_that_are_not_begun(method: str, 
         busy.result(20)
         pool.submit((str(tmp_path / "after"), 0.01)).result(20)
         begun = {path.name for path in tmp_path.iterdir()}
-    # Eight were out when the map was left, and two were done.
+    # Eight tasks were sent when the map was closed, and two were finished.
     assert "after" in begun and "dropped" not in begun and len(begun) <= 2 + 5
 
 

@@ -50,7 +50,7 @@ def test_arrays_are_placed_once_and_read_only_and_all_else_is_as_it_was(method: 
         for name, array in arrays.items()
     }
     with td.shm.SharedPool(tasks.describe, shared, 2, method) as pool:
-        # Written after they were bound: no worker sees it.
+        # No worker sees what is written after the pool was made.
         for array in arrays.values():
             array[...] = np.zeros((), array.dtype)
         seen = list(pool.map([None] * 20, chunksize=1))
@@ -79,7 +79,7 @@ def test_under_fork_a_function_need_not_be_importable_and_sees_the_moment_of_bin
     with td.shm.SharedPool(lambda item: item + here["value"], max_workers=1) as pool:
         here["value"] = 100
         assert list(pool.map([1, 2])) == [2, 3]
-        # Also the worker that replaces one.
+        # The replacing worker is the same.
         with pytest.raises(td.errors.WorkerDiedError):
             pool.submit(_Killer()).result(20)
         assert pool.submit(5).result(20) == 6
@@ -187,7 +187,7 @@ def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
         until(slow.running)
         assert not slow.done() and not slow.cancel()
         assert concurrent.futures.wait([slow], timeout=0.01).not_done == {slow}
-        # It has no callback, and no thread collects as a caller.
+        # It has no callback, and no caller waits.
         assert concurrent.futures.wait([slow], timeout=5).done == {slow}
         assert slow.result() == 0.3 and not slow.running()
         assert "returned float" in repr(slow)
@@ -196,12 +196,12 @@ def test_futures_work_with_all_of_concurrent_futures(tmp_path: Path) -> None:
 def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) -> None:
     with td.shm.SharedPool(tasks.echo, max_workers=1) as pool:
         future = pool.submit(5)
-        # The pool makes these itself, when they are first used.
+        # The pool makes them at their first use.
         for name, value in vars(concurrent.futures.Future()).items():
             mine = getattr(future, name)
             assert isinstance(mine, type(value)) or name in ("_condition", "_state", "_result"), name
         assert future.result() == 5
-        # In a row, asked for by several threads while they come in.
+        # Several threads wait for the results of one thread's tasks.
         futures = [pool.submit(item) for item in range(3000)]
         told: list[Any] = []
         for future in futures[::2]:
@@ -223,7 +223,7 @@ def test_a_future_has_all_that_the_standard_library_looks_for(tmp_path: Path) ->
 def test_a_task_can_be_cancelled_until_a_worker_takes_it(method: str, tmp_path: Path) -> None:
     names = ["first", *map(str, range(700))]
     with td.shm.SharedPool(tasks.touch_and_wait, max_workers=1, mp_context=method) as pool:
-        # More than the queue has room for, so that some wait before it.
+        # More tasks than the queue has room for, so some are in the backlog.
         futures = [pool.submit((str(tmp_path / name), 0)) for name in names]
         until((tmp_path / "first").exists)
         told: list[Any] = []
@@ -269,7 +269,7 @@ def test_every_failure_of_a_task_is_an_error_on_its_future(method: str) -> None:
             for chunksize in (1, 3):
                 results = pool.map(["a", "b", item, "c"], chunksize=chunksize)
                 if item != "unloadable" or chunksize == 1:
-                    # A chunk is unpickled as one.
+                    # A chunk is unpickled as a whole.
                     assert [next(results), next(results)] == ["a", "b"]
                 with pytest.raises(kind, match=text):
                     next(results)
@@ -321,7 +321,7 @@ def test_large_items_arrive_whole_and_are_the_workers_own(method: str) -> None:
         assert pool.submit([items[1], items[2]]).result() == ([20_000, 40_000], [True, True])
 
 
-# ---- Around it ----
+# ---- Other uses ----
 
 
 @each_method
@@ -404,5 +404,5 @@ def test_a_caller_does_not_sleep_through_an_answer_that_the_background_thread_co
             began = time.perf_counter()
             assert pool.submit(item).result(20) == item
             longest = max(longest, time.perf_counter() - began)
-    # Such a sleep lasts a second.
+    # A missed wake-up would cost a second.
     assert longest < 0.9

@@ -16,7 +16,7 @@ import pytest
 from tundish._native import TaskQueue, is_plain
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
-# Answers each task with its payload turned around; kind 9 never ends.
+# Answers each task with its payload reversed; a task of kind 9 never ends.
 WORKER = """
 import sys, time
 from tundish._native import TaskQueue
@@ -316,5 +316,5 @@ def test_a_worker_that_looks_in_does_not_wait():
     begin = time.monotonic()
     with pytest.raises(TimedOutError):
         mine.take(0, 0.0)
-    # A second is long for a look, and short for a wait.
+    # A second is long for a check of signals, and short for a wait.
     assert time.monotonic() - begin < 1

@@ -44,7 +44,7 @@ def descriptors() -> dict[int, str]:
     """The open descriptors of this process."""
     found = {}
     for entry in os.listdir("/proc/self/fd"):
-        # That of the listing itself is closed by now.
+        # The descriptor of the listing itself is closed by now.
         with contextlib.suppress(FileNotFoundError):
             found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
     return found
@@ -55,7 +55,7 @@ def children() -> set[int]:
     multiprocessing.active_children()
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        # A thread that ends meanwhile leaves its children to another.
+        # When a thread ends, another thread gets its children.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found.update(map(int, (task / "children").read_text().split()))
     return found
@@ -75,7 +75,7 @@ def watched() -> Iterator[None]:
         pickle.dumps(first.handle)
     # Memory of earlier tests is kept for a minute, and would be freed in the middle of this test.
     td.rtensor.clear_node()
-    # Present objects are not of this test, and collecting them again and again takes minutes.
+    # Existing objects are not of this test, and collecting them again and again would take minutes.
     gc.collect()
     gc.freeze()
     before = _settled()
@@ -107,7 +107,7 @@ def _settled() -> _State:
 
 
 def _state() -> _State:
-    # A child that was waited for lets go of its descriptors.
+    # This closes the descriptors of children that have ended.
     multiprocessing.active_children()
     gc.collect()
     set_cache_limit(0)

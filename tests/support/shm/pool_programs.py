@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[2]
 
 
 class Program:
-    """A script that uses a pool; each of its lines that says something is `say(...)`."""
+    """A script that uses a pool and prints lines with `say(...)`."""
 
     def __init__(self, script: str, folder: Path) -> None:
         path = folder / "program.py"
@@ -66,7 +66,7 @@ class Program:
         return found
 
     def expect_nobody(self, seconds: float) -> None:
-        """All processes of the group are gone in time."""
+        """Check that all processes of the group end in time."""
         deadline = time.monotonic() + seconds
         while left := self.members():
             assert time.monotonic() < deadline, left

@@ -21,7 +21,7 @@ def squared(item: int) -> tuple[int, int]:
 
 
 def touch_and_wait(item: tuple[str, float]) -> int:
-    """Say that the task has begun, then take a while; 0 seconds: until the file `go` is there."""
+    """Create the file `path`, then sleep; with 0 seconds wait for the file `go`."""
     path, seconds = item
     Path(path).touch()
     if seconds:
@@ -49,7 +49,7 @@ def describe(_item: Any, **shared: Any) -> dict[str, Any]:
 
 
 class LateElsewhere:
-    """Takes a minute to be unpickled, but where that is done first."""
+    """Takes a minute to be unpickled, except the first time."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class LateElsewhere:
 
 
 class Counted:
-    """Leaves a file at every unpickling."""
+    """Creates a file each time it is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -105,7 +105,7 @@ def _refuse() -> None:
 
 
 def misbehave(item: str) -> Any:
-    """Whatever can go wrong short of a death."""
+    """Fail in the way that `item` names, without ending the process."""
     if item == "raise":
         raise LookupError("asked for")
     if item == "odd error":
@@ -124,7 +124,7 @@ def misbehave(item: str) -> Any:
 
 
 def die(item: Any) -> Any:
-    """End this process in the way that is asked for."""
+    """End this process in the way that `item` names."""
     if item == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if item == "exit":
@@ -145,7 +145,7 @@ def die(item: Any) -> Any:
 
 
 class DyingResult:
-    """Its worker dies while it is being sent."""
+    """Kills its worker while it is pickled."""
 
     def __reduce__(self) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +158,7 @@ def large(item: tuple[int, int]) -> np.ndarray[Any, Any]:
 
 
 def total(item: Any) -> Any:
-    """Of an array or several, in a dict with the pid; says whether they can be written to."""
+    """Return the sums of one or several arrays, and whether they are writable."""
     arrays = item if isinstance(item, list) else [item]
     return [int(array.sum()) for array in arrays], [array.flags.writeable for array in arrays]
 

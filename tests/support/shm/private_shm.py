@@ -31,7 +31,7 @@ def private_shm(size: int) -> Iterator[Path]:
     """A tmpfs of `size` bytes on `/dev/shm`, for this thread and the processes that it starts meanwhile."""
     if os.geteuid() != 0:
         pytest.skip("only root may have mounts of its own")
-    # One that began in here would stay with these mounts, and all that later tests start from it.
+    # A fork server that started in here would keep these mounts, and so would all processes that it forks.
     multiprocessing.forkserver.ensure_running()
     folder = os.getcwd()
     before = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)

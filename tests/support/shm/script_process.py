@@ -56,7 +56,7 @@ class ScriptProcess:
         return self.process.pid
 
     def start(self, script: str) -> None:
-        """Have `script` run, and do not wait."""
+        """Start `script` in the process, without waiting."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(script) + "\n")
         self.process.stdin.flush()
@@ -82,7 +82,7 @@ class ScriptProcess:
         self.process.wait()
 
     def finish(self) -> int:
-        """Let it come to its end as a script does; its exit status."""
+        """Close its input, so that it ends as a script does; returns its exit status."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(timeout=30)

@@ -1,8 +1,8 @@
 """Pools of processes that work on one array, each as its own users run it.
 
-A pool is opened for one task and one array. `one` returns the result of one task. `each` sends every task on its own and
-returns the results in order. `chunked` may send many tasks at once, as the pool does by default. Array results are numpy
-arrays.
+A pool is opened for one task and one array. `one` returns the result of one task. `each` sends every task on its own
+and returns the results in order. `chunked` may send many tasks at once, as the pool does by default. Array results are
+numpy arrays.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 __all__ = ["CONTESTANTS", "LOKY", "PACKAGES", "Contestant", "Pool", "Task"]
 
 Task = Callable[[int, np.ndarray], Any]
-# How loky starts its workers, always.
+# The start method of loky.
 LOKY = "loky"
 # The folder from which other processes import.
 PACKAGES = ("joblib", "loky", "torch")
 
 
 class Pool(Protocol):
-    """A pool that is open, its task and array bound."""
+    """An open pool, bound to its task and array."""
 
     def one(self, item: int) -> Any: ...
     def each(self, items: Sequence[int]) -> Iterable[Any]: ...

@@ -13,7 +13,7 @@ from shm.contestants import LOKY, Task
 
 
 class Memmapping:
-    """One `Parallel` for tasks on their own and one for batches as it likes them, on the same workers."""
+    """One `Parallel` for single tasks and one for batches of its own choice, on the same workers."""
 
     def __init__(self, task: Task, array: np.ndarray, workers: int, method: str) -> None:
         assert method == LOKY

@@ -47,14 +47,14 @@ fn put(parent: &ParentProtocol<View>, payload: u8) -> Option<TaskId> {
     task_id
 }
 
-/// Take and finish until told to stop.
+/// Take and finish tasks until the queue is stopped.
 fn work(worker: &WorkerProtocol<View>, number: u16) {
     while let TakeOutcome::Task(task_id) = worker.take(number, &mut TimeLimit::new(None, None, &mut || true)) {
         finish(worker, task_id);
     }
 }
 
-/// Take and finish until no task is queued.
+/// Take and finish tasks until none is queued.
 fn do_all(worker: &WorkerProtocol<View>, number: u16) {
     while let Some(task_id) = worker.try_take(number) {
         finish(worker, task_id);
@@ -70,7 +70,7 @@ fn finish(worker: &WorkerProtocol<View>, task_id: TaskId) {
     worker.finish(task_id, 2, &[payload + 100]);
 }
 
-/// Wait as a caller until so many results have come in all.
+/// Wait as a caller until so many results have come in total.
 fn collect(parent: &ParentProtocol<View>, expected: usize, results: &mut Vec<(TaskId, u8)>) {
     while results.len() < expected {
         parent.wait(WaiterRole::Caller, &mut TimeLimit::new(None, None, &mut || true));
@@ -196,7 +196,7 @@ fn no_task_is_left_to_a_worker_that_is_busy() {
     });
 }
 
-/// A caller that gives up leaves no result behind that the background thread does not hear of.
+/// When a caller gives up, the background thread is woken for the results that are left.
 #[test]
 fn a_caller_that_leaves_passes_the_results_on() {
     check(3, || {
@@ -263,8 +263,8 @@ fn a_death_costs_one_task_at_most() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, of a worker that owes the parent a result or a wake-up. A thread that notices the death reaps the worker
-/// and then pokes, as a pool does.
+/// As above, for a worker that dies before it has sent the parent a result or a wake-up. A thread that notices the death
+/// reaps the worker and ends all waits, as a pool does.
 #[test]
 fn a_parent_does_not_wait_for_the_dead() {
     let steps = live_and_die(2, |steps| {
@@ -298,7 +298,7 @@ fn a_parent_does_not_wait_for_the_dead() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, of a worker to which a task was left while another slept, or that died while it woke the other.
+/// As above, for a worker that was to take a task while another slept, or that died while it woke the other.
 #[test]
 fn a_worker_does_not_sleep_for_the_dead() {
     // Three threads with one preemption take minutes.
@@ -344,7 +344,7 @@ fn a_worker_does_not_sleep_for_the_dead() {
     assert!(steps > 20, "a life of {steps} steps");
 }
 
-/// The searching worker dies before the task is put that is left to it, and is reaped afterwards.
+/// The searching worker dies before a task is put that it was to take, and is reaped afterwards.
 #[test]
 fn reaping_wakes_threads_that_sleep_beside_a_task() {
     let steps = live_and_die(1, |steps| {
@@ -381,8 +381,8 @@ fn is_soak() -> bool {
     std::env::var_os("TUNDISH_SOAK").is_some_and(|value| value != "0")
 }
 
-/// Model lives that end before their first step, their second and so on, until one is survived in all orders; how many
-/// steps that took. `model` says whether the life was survived.
+/// Models workers that die before their first step, their second and so on, until one survives in all orders. Returns
+/// how many steps that took. `model` returns whether the worker survived.
 fn live_and_die(preemptions: usize, model: impl Fn(usize) -> bool + Copy + Send + Sync + 'static) -> usize {
     for steps in 0.. {
         let has_died = Arc::new(AtomicBool::new(false));

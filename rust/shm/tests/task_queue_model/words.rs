@@ -1,4 +1,4 @@
-//! The words of a queue as the model checker has them, and threads that die at a step of their own.
+//! The words of a queue for the model checker, and threads that die before a given step.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -50,7 +50,7 @@ impl Memory {
     }
 }
 
-/// One process's view. Every use of a word is a step; a mortal one is killed before the step that it does not live to.
+/// The view of one process. Every use of a word is a step; a mortal process is killed before a given step.
 #[derive(Clone)]
 pub(crate) struct View {
     memory: Arc<Memory>,
@@ -88,7 +88,7 @@ impl View {
     }
 }
 
-/// Whether `life` was lived to its end.
+/// Whether `life` ran to its end.
 pub(crate) fn survives(life: impl FnOnce()) -> bool {
     match catch_unwind(AssertUnwindSafe(life)) {
         Ok(()) => true,

@@ -45,7 +45,7 @@ class SilentError(Exception):
 
 
 class ClosedError(Exception):
-    """Refuses to set attributes."""
+    """An exception whose attributes cannot be set."""
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(name)
@@ -76,7 +76,7 @@ EXPECTED: dict[str, tuple[type[BaseException], str]] = {
 
 def test_a_result_that_cannot_be_pickled_or_unpickled_is_an_error_on_its_future() -> None:
     with td.shm.SharedPool(misbehave, max_workers=1) as pool:
-        # The pool's own thread unpickles for `as_completed`.
+        # For `as_completed`, the thread of the pool unpickles.
         futures = {pool.submit(item): item for item in EXPECTED}
         for future in as_completed(futures, timeout=20):
             kind, says = EXPECTED[futures[future]]

@@ -42,7 +42,7 @@ def test_results_that_are_kept_take_bounded_descriptors_and_mappings(way: str) -
             results = list(pool.map(items, chunksize=1 if way == "map" else 5))
         assert len(descriptors()) - before < 320
         assert len(mapped()) < 600
-        # Warm memory again, and no fault from then on.
+        # The memory was used before, so there are no page faults from here on.
         assert np.array_equal(pool.submit((7, COUNT)).result(60), np.full(COUNT, 7))
     assert all(np.array_equal(result, np.full(COUNT, number)) for number, result in enumerate(results))
     assert all(result.flags.writeable for result in results)
@@ -51,9 +51,9 @@ def test_results_that_are_kept_take_bounded_descriptors_and_mappings(way: str) -
 def test_results_that_no_descriptor_is_left_for_are_errors_and_the_pool_goes_on() -> None:
     with td.shm.SharedPool(tasks.large, max_workers=2) as pool:
         assert pool.submit((1, COUNT)).result(20).sum() == COUNT
-        # Sizes of their own, so that none lies in memory that is open already.
+        # Each has another size, so none lies in memory that is open already.
         items = [(1, COUNT << shift) for shift in range(1, 7)]
-        # The lowest that is free: below it none is, so none can be opened.
+        # The lowest free descriptor becomes the limit, so none can be opened.
         lowest = os.dup(0)
         os.close(lowest)
         with at_most(lowest):

@@ -11,7 +11,7 @@ import pytest
 from tundish._native import exit_with_parent
 from tundish.errors import InvalidInputError
 
-# `sum` holds the GIL and looks for nothing.
+# `sum` holds the GIL and checks no signals.
 WATCHED = """
 import os, sys
 from tundish._native import exit_with_parent

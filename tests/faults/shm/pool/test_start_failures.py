@@ -6,7 +6,7 @@ from pathlib import Path
 
 from support.shm.pool_programs import Program
 
-# A thread sends a signal some time after each beginning; its handler raises in the main thread, as that of Ctrl-C does.
+# A thread sends a signal some time after each start. The handler raises in the main thread, like that of Ctrl-C.
 INTERRUPTED = """
 import random, threading
 class Interrupt(BaseException):
@@ -27,7 +27,7 @@ took = 0.0
 for _ in range(3):
     begin = time.monotonic()
     with td.shm.SharedPool(tasks.echo, max_workers=2) as pool:
-        # Of the last one, which finds everything warm.
+        # The time of the last start, when all caches are warm.
         took = time.monotonic() - begin
         pool.submit(1).result()
 begun = 0
@@ -37,7 +37,7 @@ for _ in range(60):
         begin = time.monotonic()
         go.release()
         kept.append(td.shm.SharedPool(tasks.echo, max_workers=2))
-        # On a machine with much to do one takes several times as long as another.
+        # On a busy machine some starts take several times as long as others.
         took = time.monotonic() - begin
         sent.acquire()
         time.sleep(1)
@@ -56,7 +56,7 @@ say(begun)
 
 def test_a_beginning_that_is_interrupted_anywhere_leaves_nothing(tmp_path: Path) -> None:
     with Program(INTERRUPTED, tmp_path) as program:
-        # Some came too late, but not all.
+        # Some signals came too late, but not all.
         assert int(program.read_line()) < 55
         program.process.wait(timeout=10)
         program.expect_nobody(1)

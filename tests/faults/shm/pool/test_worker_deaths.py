@@ -139,11 +139,11 @@ def test_under_random_kills_every_task_is_answered_once(method: str, tmp_path: P
 
     def kill_now_and_then(pool: td.shm.SharedPool) -> None:
         nonlocal killed
-        # On a machine that does much else, a few kills may all meet workers between two tasks.
+        # On a busy machine, all of a few kills may come between two tasks.
         while (killed < kills or lost == 0) and not over.is_set():
             time.sleep(draw.uniform(0, 0.03))
             at_work = {int(path.name.partition("-")[2]) for path in tmp_path.iterdir()}
-            # Mostly such as have begun to work: the others take long to start, and would all die young.
+            # Mostly ready workers: the others take long to start, and would never become ready.
             pids = [pid for pid in pids_of(pool) if pid in at_work or draw.random() < 0.02]
             if pids:
                 kill(draw.choice(pids))
@@ -187,7 +187,7 @@ def traced(item: tuple[int, int], folder: str) -> np.ndarray[Any, Any]:
 
 
 def pids_of(pool: td.shm.SharedPool) -> list[int]:
-    """The processes of the one pool that there is."""
+    """Return the processes of the only pool."""
     children = {child.name: child.pid for child in multiprocessing.active_children()}
     workers = [pid for name, pid in children.items() if name.startswith("tundish-worker") and pid is not None]
     server = children.get("tundish-fork-server")
