@@ -23,7 +23,7 @@ use crate::enter::enter;
 use crate::error::BindingError;
 use crate::with_gil::is_over;
 
-/// Copying fewer bytes takes less time than releasing the GIL.
+/// Copying fewer bytes takes less time than releasing the GIL does.
 const MIN_BYTES_WITHOUT_GIL: usize = 128 << 10;
 
 /// A buffer's reference as Python has it: process, descriptor, identity, generation, bytes.

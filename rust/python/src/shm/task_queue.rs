@@ -18,7 +18,7 @@ use super::message_content::{self, MessageContent};
 use crate::enter::enter;
 use crate::error::BindingError;
 
-/// The time between two looks at signals. A signal ends a sleep, but not if it comes a few instructions before.
+/// The time between two checks of signals. A signal ends a sleep, but not if it comes a few instructions before.
 const CALLER_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// The same for workers, which a watcher ends and which may sleep for hours.
 const WORKER_CHECK_INTERVAL: Duration = Duration::from_secs(1);

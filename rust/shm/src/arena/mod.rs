@@ -3,10 +3,10 @@
 //!
 //! Invariants:
 //!
-//! 1. A segment is used again only when its last reader came, or none is to come, and no view of it lives in any
+//! 1. A segment is used again only when no reader is expected any more, and no view of it lives in any
 //!    process.
-//! 2. Segments that are kept, idle or with a view alive somewhere, are bounded in bytes and in number; the oldest goes
-//!    first. A segment whose reader is still to come is never dropped.
+//! 2. Kept segments, idle or with a living view, are bounded in bytes and in number; the oldest is dropped
+//!    first. A segment that waits for its reader is never dropped.
 //! 3. The process that made an arena uses it. A child made by `fork` drops what it inherited, and changes none of it.
 //! 4. The lock is never held while memory is reserved or freed, which takes milliseconds a gigabyte.
 
@@ -23,16 +23,16 @@ use crate::segment::Segment;
 /// Segments that are kept at most: each takes a descriptor, of which many systems allow a process 1024.
 const MAX_KEPT: usize = 128;
 
-/// A kept slab serves a request that is smaller by up to one part in so many.
+/// A kept slab serves a request that is smaller by at most one part in so many.
 const SLACK_OF_SLABS: usize = 4;
 
 /// An arena keeps this part of the memory by default.
 const PART_OF_MEMORY: u64 = 16;
 
-/// Sizes of messages are rounded up to one of so many between two powers of two.
+/// Sizes of messages are rounded up to one of so many sizes between two powers of two.
 const CLASSES: usize = 8;
 
-/// No message takes less, so that small ones of any sizes find each other's segments.
+/// The smallest segment of a message, so that small messages use each other's segments.
 const SMALLEST_MESSAGE: usize = 64 << 10;
 
 static ARRAYS: PerProcess<Arena> = PerProcess::new(|| Arena::new(ArenaUse::Arrays, default_limit()));
@@ -56,11 +56,11 @@ pub enum ArenaUse {
 /// Bytes of an arena's segments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ArenaStats {
-    /// In use, or sent to a reader that is still to come.
+    /// In use, or sent to a reader that has not opened them.
     pub in_use: usize,
     /// Given back, and kept for the next use.
     pub cached: usize,
-    /// Given back while a view of them lived somewhere, and kept until that ends.
+    /// Given back while a view of them lived, and kept until the view ends.
     pub escaped: usize,
     /// The most that all of them ever were together.
     pub peak: usize,
@@ -74,7 +74,7 @@ pub struct Arena {
     state: Mutex<State>,
 }
 
-/// Bytes in use by arrays of this process that the arena has not, as those with a name; counted as long as it lives.
+/// Bytes of a named array, which is not in the arena; they count as in use as long as this lives.
 #[derive(Debug)]
 pub struct CountedBytes {
     process: u32,
@@ -82,7 +82,7 @@ pub struct CountedBytes {
 }
 
 impl CountedBytes {
-    /// Counts `bytes` among those of the arena of arrays.
+    /// Adds `bytes` to the statistics of the arena of arrays.
     pub fn new(bytes: usize) -> Self {
         let mut state = Arena::of_arrays().lock();
         state.stats.in_use += bytes;
@@ -103,13 +103,13 @@ impl Drop for CountedBytes {
 #[derive(Debug, Default)]
 struct State {
     limit: usize,
-    /// Whether escaped segments are let go of if too many are kept, or memory is missing for a new one.
+    /// Whether escaped segments are dropped if too many are kept, or memory is missing for a new one.
     forgets_escaped: bool,
     /// Nobody uses them; the one that was used last is at the end.
     idle: VecDeque<Segment>,
-    /// Given back by their owner, with a reader to come.
+    /// Given back by their owner before their reader has opened them.
     sent: VecDeque<Segment>,
-    /// Given back, with a view alive somewhere.
+    /// Given back while a view of them lives.
     escaped: VecDeque<Segment>,
     stats: ArenaStats,
 }
@@ -128,14 +128,14 @@ impl Arena {
         ARRAYS.get()
     }
 
-    /// In a child made by `fork`: lets go of the segments that the parent's arena of arrays kept.
+    /// In a child made by `fork`: drops the segments that the parent's arena of arrays kept.
     pub fn forget_inherited() {
         if let Some(inherited) = ARRAYS.inherited() {
             inherited.forget();
         }
     }
 
-    /// In a child made by `fork`: lets go of the segments that the parent's arena kept.
+    /// In a child made by `fork`: drops the segments that the parent's arena kept.
     pub fn forget(&self) {
         // If a thread of the parent held the lock, the state may be half-changed.
         if self.process != process::id()
@@ -186,7 +186,7 @@ impl Arena {
         };
         let made = Segment::create(capacity, writers, go_on);
         let mut segment = match made {
-            // Kept segments may take the memory or descriptors that are missing.
+            // Kept segments may have the memory or descriptors that are missing.
             Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.drop_kept() > 0 => {
                 Segment::create(capacity, writers, go_on)?
             }
@@ -241,7 +241,7 @@ impl Arena {
         drop(released);
     }
 
-    /// Lets go of idle segments, the oldest first, until they have at most `most` bytes.
+    /// Drops idle segments, the oldest first, until they have at most `most` bytes.
     pub fn trim(&self, most: usize) {
         let mut released = Vec::new();
         let mut state = self.lock();
@@ -255,7 +255,7 @@ impl Arena {
         drop(released);
     }
 
-    /// Lets go of all idle segments, and of escaped ones if they may be forgotten. Returns their number.
+    /// Drops all idle segments, and escaped ones if they may be forgotten. Returns their number.
     fn drop_kept(&self) -> usize {
         let mut state = self.lock();
         let mut released = std::mem::take(&mut state.idle);
@@ -268,12 +268,12 @@ impl Arena {
         released.len()
     }
 
-    /// Returns the bytes as of the last look: views of some escaped segments may have ended since.
+    /// Returns the bytes at the last update: views of some escaped segments may have ended since.
     pub fn last_stats(&self) -> ArenaStats {
         self.lock().stats
     }
 
-    /// Returns the bytes, after looking which views have ended.
+    /// Returns the bytes, after checking which views have ended.
     pub fn stats(&self) -> ArenaStats {
         let mut state = self.lock();
         state.settle();
@@ -312,7 +312,7 @@ impl State {
         Some(segment)
     }
 
-    /// Looks which receivers have come, and which views have ended.
+    /// Checks which receivers have opened their segments, and which views have ended.
     fn settle(&mut self) {
         for segment in std::mem::take(&mut self.sent) {
             if segment.is_acknowledged() {

@@ -40,7 +40,7 @@ fn take(arena: &Arena, len: usize) -> Segment {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Whatever is taken, given back and leased in whatever order: no segment is used by two, none that has a lease is
+    /// In any order of taking, giving back and leasing: no segment has two users, none that has a lease is
     /// used again, each use has a generation of its own, and no more is kept than may be.
     #[test]
     fn segments_are_used_by_one_at_a_time_and_kept_within_the_limit(

@@ -23,7 +23,7 @@ use crate::segment::lease::Lease;
 /// Mappings that are kept at most: each takes a descriptor.
 const MAX_KEPT: usize = 128;
 
-/// A segment of another process that buffers come in.
+/// A segment of another process in which buffers come.
 #[derive(Debug)]
 struct MappedSegment {
     map: Mapping,
@@ -31,7 +31,7 @@ struct MappedSegment {
     file: OwnedFd,
     identity: u64,
     sender: u32,
-    /// Whether a buffer in it was opened. Until then it is kept, however large: its sender may be gone by then, and no
+    /// Whether a buffer in it was opened. Until then it is kept, however large: its sender may have ended, and no
     /// other process has it.
     is_opened: AtomicBool,
 }
@@ -135,7 +135,7 @@ impl BufferReceiver {
         Ok(())
     }
 
-    /// Lets go of the segments of `sender`, which is dead. Buffers that are open stay.
+    /// Drops the segments of `sender`, which is dead. Open buffers stay.
     pub fn forget(&self, sender: u32) {
         let mut kept = self.lock();
         let (forgotten, still): (Vec<_>, Vec<_>) =
@@ -157,7 +157,7 @@ impl BufferReceiver {
         let known = Arc::new(known);
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
-        // No more buffers come in a segment that its sender has let go of.
+        // No more buffers come in a segment that its sender has dropped.
         let (released, mut still): (Vec<_>, Vec<_>) =
             before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == known.identity);
         still.push(Arc::clone(&known));
@@ -209,7 +209,7 @@ impl ReceivedBuffer {
         self.known.map.start().wrapping_add(DATA_START)
     }
 
-    /// Its bytes.
+    /// The number of its bytes.
     #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
     pub fn len(&self) -> usize {
         self.len
@@ -335,7 +335,7 @@ mod tests {
             prop_assert_eq!(arena.stats().escaped, 0);
         }
 
-        /// Whatever a file says of itself, it is refused or lies within its bytes.
+        /// Any file is refused, or the buffer lies within its bytes.
         #[test]
         fn any_bytes_are_no_buffer_or_one_within_its_file(
             words in prop::collection::vec(any::<u64>(), 0..20), magic: bool, pages in 0usize..4,

@@ -1,7 +1,7 @@
 //! A buffer that one process writes in an arena's segment, and one other process receives without a copy.
 //!
 //! Invariants: until the reference is taken, the sender alone writes to it; from then on its receiver may. The memory
-//! is used again when the receiver came and dropped it, or when the sender revoked it and no view of it lives.
+//! is used again when the receiver has opened and dropped it, or when the sender revoked it and no view of it lives.
 
 use std::sync::Arc;
 
@@ -15,11 +15,11 @@ use crate::segment::{Segment, SegmentAddress};
 pub struct BufferReference {
     /// Its segment.
     pub address: SegmentAddress,
-    /// Its bytes.
+    /// The number of its bytes.
     pub len: usize,
 }
 
-/// Bytes to be sent.
+/// A buffer to be sent.
 #[derive(Debug)]
 pub struct SendBuffer {
     /// Until it is given back.
@@ -39,7 +39,7 @@ impl SendBuffer {
         Ok(SendBuffer { segment: Some(segment), arena: Arc::clone(arena), len, is_sent: false })
     }
 
-    /// Its bytes.
+    /// The number of its bytes.
     #[expect(clippy::len_without_is_empty, reason = "nobody asks")]
     pub fn len(&self) -> usize {
         self.len

@@ -43,7 +43,7 @@ pub(crate) fn total() -> Option<u64> {
     groups(root).iter().filter_map(|group| group.limit).chain(machine).min()
 }
 
-/// The least that is left, by the files under `root`; `None` where they say nothing.
+/// Returns the least memory that is left, by the files under `root`; `None` if they do not tell.
 fn headroom(root: &Path) -> Option<Headroom> {
     let machine =
         meminfo(root, "MemAvailable:").map(|available| Headroom { available, bound: "on this machine".to_owned() });
@@ -69,7 +69,7 @@ struct ControlGroup {
     reclaimable: u64,
 }
 
-/// The names that the two versions give the same things.
+/// The names of the same files and fields in one version of control groups.
 struct CgroupVersion {
     system: &'static str,
     limit: &'static str,
@@ -93,7 +93,7 @@ const VERSIONS: [CgroupVersion; 2] = [
     },
 ];
 
-/// The groups that this process is in, with those above them.
+/// The control groups of this process, and their ancestors.
 fn groups(root: &Path) -> Vec<ControlGroup> {
     let read = |path: &str| read_to_string(root.join(path)).unwrap_or_default();
     let (own, mounts) = (read("proc/self/cgroup"), read("proc/self/mountinfo"));

@@ -72,7 +72,7 @@ impl NameClaim {
         Segment::in_file(file, size, on_huge_pages)
     }
 
-    /// A file of `size` bytes, every page of it there; and how many bytes of it lie on huge ones. Its descriptor
+    /// Returns a file of `size` reserved bytes, and how many of them lie on huge pages. Its descriptor
     /// carries the hold, and so do the maps that are made of it.
     fn make_file(&self, size: usize, go_on: GoOn<'_>) -> Result<(OwnedFd, usize), ShmError> {
         let full = |free| ShmError::NoSpace { path: self.folder.path_of(&self.name), asked: size as u64, free };
@@ -139,7 +139,7 @@ pub fn attach(folder: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) ->
     Ok(NamedFile { file, hold: NameHold { folder, name, file: identity } })
 }
 
-/// Removes a segment's name when its last holder lets go.
+/// Removes a segment's name when its last holder drops it.
 ///
 /// Drop it after the descriptors and maps that carry the hold in this process. Otherwise the name is left to a sweep.
 #[derive(Debug)]
@@ -173,7 +173,7 @@ impl Drop for NameHold {
     }
 }
 
-/// Removes a dead segment of this name; refuses the name if anything else has it.
+/// Removes a dead segment of this name.
 fn clear(folder: &SegmentFolder, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
     let holder = match Probe::take(folder, name, go_on)? {
         None if folder.status(name)?.is_none() => return Ok(()),

@@ -1,6 +1,6 @@
 //! Tells whether any process holds a named segment.
 //!
-//! Two locks lie on its file. Both belong to an open file description, so the kernel drops them with its last
+//! Its file has two locks. Both belong to an open file description, so the kernel drops them with its last
 //! descriptor and mapping, however a process ends:
 //!
 //! - `flock(LOCK_SH)` is the *hold*. A process has it from before the segment got its name, or from the attaching on.
@@ -41,7 +41,7 @@ pub(crate) struct Probe<'a> {
 
 impl<'a> Probe<'a> {
     /// Waits for the probe lock of the segment that has this name. `None` where that is no segment of this user:
-    /// nothing is locked then. A segment is one from the moment it gets its name.
+    /// nothing is locked then. A file is a segment from the moment it gets its name.
     ///
     /// # Errors
     /// If another process keeps the lock for longer than [`LOCK_TIMEOUT`], and the error of `go_on`.

@@ -17,7 +17,7 @@ use crate::error::ShmError;
 /// Where `shm_open` of Linux puts its names.
 const STANDARD: &str = "/dev/shm";
 
-/// The longest name of a segment, in bytes. With what stands before it, it fits every file system.
+/// The longest name of a segment, in bytes. With its prefix it fits every file system.
 const MAX_NAME_BYTES: usize = 200;
 
 /// The identity of a file, independent of its name.
@@ -97,7 +97,7 @@ impl SegmentFolder {
         &self.path
     }
 
-    /// Where a segment of this name lies, or would.
+    /// The path for this name, whether or not there is a segment.
     pub fn path_of(&self, name: &SegmentName) -> PathBuf {
         self.path.join(name.file_name())
     }
@@ -120,9 +120,9 @@ impl SegmentFolder {
         Ok(names)
     }
 
-    /// A file of this user, opened; `None` where there is none: nothing, or another user's, or no file.
+    /// Opens a file of this user; `None` if there is none, or it is another user's, or no plain file.
     pub(crate) fn open(&self, name: &SegmentName, access: OFlags) -> Result<Option<(OwnedFd, Stat)>, ShmError> {
-        // Nothing is opened that could do more than be opened: a device, a pipe.
+        // Opening a device or a pipe could have effects.
         if !self.status(name)?.is_some_and(|stat| is_own_file(&stat)) {
             return Ok(None);
         }
@@ -164,7 +164,7 @@ impl SegmentFolder {
         Ok((stats.f_blocks > 0).then(|| stats.f_bavail.saturating_mul(stats.f_frsize)))
     }
 
-    /// Gives an open file that has no name this one; `false` where the name is taken.
+    /// Gives a name to an open file without one; `false` if the name is taken.
     pub(crate) fn link(&self, file: BorrowedFd<'_>, name: &SegmentName) -> Result<bool, ShmError> {
         // Without a privilege, a descriptor is linked through its name in /proc only: open(2).
         let source = format!("/proc/self/fd/{}", file.as_raw_fd());
@@ -175,13 +175,13 @@ impl SegmentFolder {
         }
     }
 
-    /// A new file of this user alone, without a name: it is gone with its last descriptor and map.
+    /// Creates a file without a name that only this user may open. It is freed with its last descriptor and mapping.
     pub(crate) fn make(&self) -> Result<OwnedFd, ShmError> {
         let flags = OFlags::RDWR | OFlags::TMPFILE | OFlags::CLOEXEC;
         let mode = Mode::RUSR | Mode::WUSR;
         let failed = |errno| ShmError::io("make a segment in", self.path.display().to_string(), errno);
         let file = retry_on_intr(|| openat(&self.descriptor, ".", flags, mode)).map_err(failed)?;
-        // A mask of the process may have taken more away.
+        // The umask of the process may have removed permissions.
         rustix::fs::fchmod(&file, mode).map_err(failed)?;
         Ok(file)
     }

@@ -1,4 +1,4 @@
-//! Finds the named segments of this user, and removes those that no process has any more.
+//! Finds the named segments of this user, and removes those that no process holds.
 //!
 //! Invariants: the sweep looks only at a file of this user, under a name of this library, with its header. It removes
 //! the file only if no process holds the segment (`probe.rs`). Any number of processes may sweep at once, and create
@@ -32,7 +32,7 @@ pub struct SweepReport {
     pub dead: Vec<NamedSegment>,
     /// Segments that a process holds.
     pub live: Vec<NamedSegment>,
-    /// Why a segment could not be looked at or removed. The next sweep tries again.
+    /// Errors of segments that could not be examined or removed. The next sweep tries again.
     pub failed: Vec<ShmError>,
 }
 

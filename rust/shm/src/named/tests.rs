@@ -1,4 +1,4 @@
-//! The life of a named segment, and the races between processes that create, attach, let go and sweep.
+//! The life of a named segment, and the races between processes that create, attach, drop and sweep.
 #![expect(clippy::disallowed_methods, reason = "the tests put in the folder what others would")]
 
 use std::os::fd::AsFd;
@@ -15,7 +15,7 @@ use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::DATA_START;
 use crate::segment::header::SegmentHeader;
 
-/// Long enough for a thread to come to where it waits.
+/// Long enough for a thread to reach its wait.
 const A_WHILE: Duration = Duration::from_millis(50);
 
 const BYTES: usize = DATA_START + 100;
@@ -58,7 +58,7 @@ impl Yard {
         (file, NameClaim { name: named("tokens"), ..claim })
     }
 
-    /// As a creator that was killed leaves it: the kernel has dropped what it held.
+    /// The state that a killed creator leaves: the kernel has dropped its locks.
     fn leave(&self, name: &str) -> u64 {
         let NamedFile { file, hold } = self.create(name).unwrap();
         let identity = identity_of(&file);

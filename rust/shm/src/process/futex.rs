@@ -1,6 +1,6 @@
 //! Sleeps on a word of memory that several processes map.
 //!
-//! A sleep may end for no visible reason, so the caller looks again; errors mean no more than that.
+//! A sleep may end without a reason, also by an error, so the caller checks the word again.
 
 use core::sync::atomic::AtomicU32;
 use std::time::Duration;

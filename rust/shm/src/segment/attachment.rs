@@ -28,7 +28,7 @@ use crate::segment::{Segment, SegmentAddress};
 
 static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
 
-/// Entries from which on those that lead to nothing are looked for when one is added.
+/// From so many entries on, dead ones are removed when one is added.
 const CROWDED: usize = 64;
 
 pub(crate) const GIVEN_BACK: &str = "its owner has given it back; keep the owner open as long as handles are in use";
@@ -41,7 +41,7 @@ pub struct Attachment {
     file: OwnedFd,
     header: SegmentHeader,
     is_own: bool,
-    /// Let go of last.
+    /// Dropped last.
     keeper: Option<Keeper>,
 }
 
@@ -150,7 +150,7 @@ pub fn attach_unregistered(address: &SegmentAddress) -> Result<Attachment, ShmEr
         match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
             Ok(attached) => return Ok(attached),
             Err(AttachError::GivenBack(error)) => return Err(error),
-            // Says nothing about the segment, and no other way is open then.
+            // The segment may be there, but no other attempt can succeed now.
             Err(AttachError::Other(error)) if error.is_shortage() => return Err(error),
             Err(AttachError::Other(error)) => tried.push(error.to_string()),
         }
@@ -187,7 +187,7 @@ fn lease(file: BorrowedFd<'_>, expected: Option<&SegmentAddress>, name: &str) ->
         |reason: &str| AttachError::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
     let size = usize::try_from(memory_file::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);
     let read = || SegmentHeader::read(file, size, name).map_err(AttachError::Other);
-    // Before the lock is asked for: the lock of another segment says nothing about this one.
+    // Read before the lock is taken, since the lock of another segment tells nothing about this one.
     let identity = read()?.identity;
     if expected.is_some_and(|expected| expected.identity != identity) {
         let reason = "another segment has taken its place".to_owned();
@@ -234,7 +234,7 @@ pub fn attached_bytes() -> usize {
 
 fn find(address: &SegmentAddress) -> Result<Option<Arc<Attachment>>, ShmError> {
     let Some(attachment) = lock().get(&address.identity).and_then(Weak::upgrade) else { return Ok(None) };
-    // As long as it lives the segment is not used again, so one of another generation never was, or is to come.
+    // The segment is not used again while the attachment lives, so a handle of another generation is invalid.
     if attachment.header.generation == address.generation {
         return Ok(Some(attachment));
     }

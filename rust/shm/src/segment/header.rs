@@ -16,7 +16,7 @@ use crate::memory::memory_file::DATA_START;
 /// Begins every segment; the last byte is the version of this layout.
 const MAGIC: u64 = u64::from_le_bytes(*b"tundish\x01");
 
-// Where each word lies.
+// The offset of each word.
 const AT_MAGIC: usize = 0;
 const AT_IDENTITY: usize = 8;
 const AT_GENERATION: usize = 16;
@@ -27,7 +27,7 @@ const AT_MAKER: usize = 48;
 const AT_LAYOUT_LEN: usize = 80;
 const AT_LAYOUT: usize = 1024;
 
-/// Bytes that the description of the data may take.
+/// The most bytes of the description of the data.
 pub const LAYOUT_ROOM: usize = DATA_START - AT_LAYOUT;
 
 /// The contents of a header.
@@ -51,7 +51,7 @@ pub struct SegmentHeader {
 /// [`ShmError::Io`] if the system gives none.
 pub(crate) fn random_identity(what: &str) -> Result<u64, ShmError> {
     let mut bytes = [0u8; 8];
-    // Eight bytes come whole or not at all.
+    // So few bytes are never read in part.
     rustix::io::retry_on_intr(|| getrandom(&mut bytes, GetRandomFlags::empty()))
         .map_err(|errno| ShmError::io("get a random number for", what, errno))?;
     Ok(u64::from_ne_bytes(bytes))
@@ -145,12 +145,12 @@ pub(crate) fn acknowledge(map: &Mapping, generation: u64) {
     map.word(AT_ACKNOWLEDGED).fetch_max(generation, Ordering::AcqRel);
 }
 
-/// Retires the segment: its owner sends nothing in it after generation `last`; 0 if all receivers have come.
+/// Retires the segment: its owner sends nothing in it after generation `last`; 0 if all buffers were received.
 pub(crate) fn retire(map: &Mapping, last: u64) {
     map.word(AT_RETIRED).store(last + 1, Ordering::Release);
 }
 
-/// Returns whether the segment is retired and the receiver of its last generation has come.
+/// Returns whether the segment is retired and its last buffer was received.
 pub(crate) fn is_retired(map: &Mapping) -> bool {
     let retired = map.word(AT_RETIRED).load(Ordering::Acquire);
     retired != 0 && acknowledged(map) >= retired - 1

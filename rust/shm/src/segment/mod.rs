@@ -24,7 +24,7 @@ use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, DATA_START, GoOn, Writers};
 use crate::memory::memory_limits;
 
-/// Bytes that are copied between two looks at whether to go on: some milliseconds.
+/// Bytes that are copied between two calls of `go_on`: some milliseconds.
 const STRIDE: usize = 32 << 20;
 
 /// The address of a segment, for other processes.
@@ -237,7 +237,7 @@ impl Segment {
     /// When the segment has no room for them.
     pub fn clear(&mut self, len: usize, go_on: GoOn<'_>) -> Result<(), ShmError> {
         assert!(len <= self.capacity(), "{len} bytes of a segment of {}", self.capacity());
-        // An earlier use may have ended before it was published, with something written.
+        // An earlier use may have written to it and ended before it was published.
         if self.generation == 1 {
             return Ok(());
         }
@@ -296,7 +296,7 @@ impl Segment {
     /// # Errors
     /// [`ShmError::Io`] where the process may open or map no more.
     pub fn lease(&self) -> Result<Lease, ShmError> {
-        // The owner alone takes the other lock, and does not while it has the segment.
+        // Only the owner takes the exclusive lock, and not while the segment is in use.
         Lease::take(self.file.as_fd())?.ok_or_else(|| ShmError::Gone {
             segment: "a segment".to_owned(),
             reason: "another process has taken its lock".to_owned(),
@@ -318,12 +318,12 @@ impl Segment {
         self.is_sent = true;
     }
 
-    /// Returns whether the receiver of this generation has come.
+    /// Returns whether the buffer of this generation was received.
     pub(crate) fn is_acknowledged(&self) -> bool {
         header::acknowledged(&self.map) >= self.generation
     }
 
-    /// Invalidates all handles of the segment; `false` if a view of it lives in some process.
+    /// Invalidates all handles of the segment; `false` if a view of it lives in any process.
     pub(crate) fn reclaim(&mut self) -> bool {
         self.invalidate_handles() && memory_file::unlock(self.file.as_fd()).is_ok()
     }
@@ -364,7 +364,7 @@ impl Drop for Segment {
     fn drop(&mut self) {
         if self.is_own() {
             let is_sent = self.is_sent;
-            // First: a receiver that gives its lease up before the lock is asked for then lets go of the segment.
+            // First, so that a receiver that drops its lease before the lock is taken drops the segment too.
             header::retire(&self.map, if is_sent { self.generation } else { 0 });
             // No process has a lease or can get one any more, so none sees that the segment is emptied.
             if self.writers == Writers::All && !is_sent && self.invalidate_handles() {

@@ -35,7 +35,7 @@ fn mappings_with_room_for_a_huge_page_are_aligned_to_one() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Wherever pieces begin and end, on huge pages or behind them: what was filled last is there, and zeros elsewhere.
+    /// For any ranges, on huge pages or behind them: the bytes that were filled last are there, and zeros elsewhere.
     #[test]
     fn filled_bytes_are_there(
         pieces in prop::collection::vec((0..3 * HUGE_PAGE, 1..HUGE_PAGE, any::<u8>()), 1..6), seal in any::<bool>(),

@@ -30,7 +30,7 @@ impl QueueMemory {
     /// Creates a queue and its memory, all zero except the words that `open` reads.
     pub(crate) fn create(layout: QueueLayout) -> Result<(Self, OwnedFd), ShmError> {
         let memory = memory_file::create()?;
-        // Pages come when they are first used: most slots of most queues never are.
+        // Pages are allocated at their first use: most slots of most queues are never used.
         rustix::fs::ftruncate(&memory, layout.size as u64)
             .map_err(|errno| ShmError::io("size", format!("a task queue of {} bytes", layout.size), errno))?;
         memory_file::seal(memory.as_fd(), Writers::All)?;

@@ -1,4 +1,4 @@
-//! Shared votes: processes of one node agree in some microseconds, as long as all of them are well.
+//! Shared votes: processes of one node agree within microseconds, as long as none of them fails.
 //!
 //! A [`SharedVotes`] is sealed memory without a name that all members map. In each round every member casts a vote. The
 //! round succeeds once all votes are there and equal. It is deferred if a member gives up waiting or casts another
@@ -270,7 +270,7 @@ mod tests {
         let members = joined_by(2);
         assert_eq!(members[0].cast(0, 0, VOTE), VoteState::Open);
         assert_eq!(members[1].cast(1, 0, VOTE), VoteState::Succeeded);
-        // The other one goes on alone, and the first has not looked since.
+        // The second member goes on alone, and the first has not checked since.
         for number in 1..5 {
             assert_eq!(members[1].cast(1, number, VOTE), VoteState::Open);
             assert_eq!(members[1].wait(number, Duration::from_millis(1)), VoteState::Open);

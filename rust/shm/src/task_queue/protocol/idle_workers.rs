@@ -58,7 +58,7 @@ pub(super) fn wake_needed(words: &impl QueueWords) {
         let word = words.idle_workers(number);
         let mut seen = word.load(Relaxed);
         while seen as u32 != 0 {
-            // The queue is looked at only if a worker sleeps.
+            // The queue is read only if a worker sleeps.
             let wanted = wanted.get_or_insert_with(|| ring::backlog(words).saturating_sub(count_searching(words)));
             if *wanted == 0 {
                 return;

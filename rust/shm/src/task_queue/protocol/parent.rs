@@ -28,7 +28,7 @@ struct ParentState {
     /// The last one freed is used first: its pages are warm.
     free: Vec<u32>,
     tail: u64,
-    /// A head of the past: looking at the head itself costs a cache line that all workers write.
+    /// A copy of the head, maybe an old one: reading the head costs a cache line that all workers write.
     head: u64,
     /// Kept for its memory.
     collected: Vec<CollectedSlot>,
@@ -124,7 +124,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             results::take_marks(&self.words, |slot| {
                 let state = self.words.state(slot).load(Acquire);
                 if state::is_done(state) {
-                    // So that `reap` does not take it for one that waits to be collected.
+                    // Else `reap` would mark it again.
                     self.words.state(slot).store(FREE, Relaxed);
                     collected.push(CollectedSlot { slot, state });
                 }

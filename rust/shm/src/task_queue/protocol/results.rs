@@ -4,7 +4,7 @@
 //! word up, so each sleep costs one wake-up at most.
 //!
 //! Invariants: a result wakes the callers if there are any, else the background thread. A caller that leaves first
-//! stops counting as one and then looks again, so a result that was left to it is seen by it or wakes another.
+//! stops counting as one and then checks for results again, so a result for it is seen by it or wakes another thread.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
 use super::{WaiterRole, QueueWords};
@@ -69,7 +69,7 @@ fn wake_if_armed(words: &impl QueueWords, role: WaiterRole) {
     }
 }
 
-/// Announces a sleep in this role; returns the value to sleep on. The caller looks again before it sleeps.
+/// Announces a sleep in this role; returns the value to sleep on. The caller checks for results again before it sleeps.
 pub(super) fn arm(words: &impl QueueWords, role: WaiterRole) -> u32 {
     let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
     fence(SeqCst);
