@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tundish import _native
-
 __all__ = ["Handle"]
 
 
@@ -38,8 +36,3 @@ class Handle:
     identity: int
     generation: int
     name: str | None = None
-
-    def attach(self) -> _native.SharedSegment:
-        """Attach this process to the segment. It is mapped once, however often this is called."""
-        address = self.process, self.descriptor, self.identity, self.generation
-        return _native.SharedSegment.attach(address, name=self.name)

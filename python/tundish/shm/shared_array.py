@@ -150,7 +150,8 @@ class SharedArray:
         if isinstance(handle, str):
             segment = _native.SharedSegment.attach_named(_checked(handle))
         elif isinstance(handle, Handle):
-            segment = handle.attach()
+            address = handle.process, handle.descriptor, handle.identity, handle.generation
+            segment = _native.SharedSegment.attach(address, name=handle.name)
         else:
             raise InvalidTypeError(
                 f"cannot attach to {type(handle).__name__}: give the handle of a SharedArray, or its name"

@@ -27,7 +27,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::fs::OFlags;
 
 use probe::Probe;
-pub use segment_folder::{FileIdentity, SegmentFolder, SegmentName};
+use segment_folder::FileIdentity;
+pub use segment_folder::{SegmentFolder, SegmentName};
 
 use crate::error::ShmError;
 use crate::memory::memory_file::{self, GoOn, Writers};
@@ -147,18 +148,6 @@ pub struct NameHold {
     folder: Arc<SegmentFolder>,
     name: SegmentName,
     file: FileIdentity,
-}
-
-impl NameHold {
-    /// The segment's name.
-    pub fn name(&self) -> &SegmentName {
-        &self.name
-    }
-
-    /// The file behind the name.
-    pub fn identity(&self) -> FileIdentity {
-        self.file
-    }
 }
 
 impl Drop for NameHold {

@@ -22,11 +22,11 @@ const MAX_NAME_BYTES: usize = 200;
 
 /// The identity of a file, independent of its name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FileIdentity {
+pub(crate) struct FileIdentity {
     /// The file system's number.
-    pub device: u64,
+    device: u64,
     /// The file's number on it.
-    pub inode: u64,
+    inode: u64,
 }
 
 impl FileIdentity {

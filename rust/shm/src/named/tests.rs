@@ -20,16 +20,16 @@ const A_WHILE: Duration = Duration::from_millis(50);
 
 const BYTES: usize = DATA_START + 100;
 
-struct Yard {
-    _folder: tempfile::TempDir,
+struct TestFolder {
+    _temporary: tempfile::TempDir,
     folder: Arc<SegmentFolder>,
 }
 
-impl Yard {
+impl TestFolder {
     fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let folder = Arc::new(SegmentFolder::at(folder.path()).unwrap());
-        Self { _folder: folder, folder }
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Arc::new(SegmentFolder::at(temporary.path()).unwrap());
+        Self { _temporary: temporary, folder }
     }
 
     fn draft(&self, name: &str) -> Result<(OwnedFd, NameClaim), ShmError> {
@@ -97,95 +97,95 @@ fn is_missing<T>(outcome: Result<T, ShmError>) -> bool {
 
 #[test]
 fn a_segment_is_there_until_the_last_holder_lets_go() {
-    let yard = Yard::new();
-    assert!(is_missing(yard.attach("tokens")));
-    let creator = yard.create("tokens").unwrap();
-    let reader = yard.attach("tokens").unwrap();
-    assert_eq!(reader.hold.identity(), creator.hold.identity());
-    assert!(matches!(yard.create("tokens"), Err(ShmError::Exists { holder, .. }) if holder.contains("process")));
+    let test = TestFolder::new();
+    assert!(is_missing(test.attach("tokens")));
+    let creator = test.create("tokens").unwrap();
+    let reader = test.attach("tokens").unwrap();
+    assert_eq!(reader.hold.file, creator.hold.file);
+    assert!(matches!(test.create("tokens"), Err(ShmError::Exists { holder, .. }) if holder.contains("process")));
     drop(creator);
-    let second = yard.attach("tokens").unwrap();
+    let second = test.attach("tokens").unwrap();
     drop(reader);
-    assert!(yard.path_of("tokens").exists());
+    assert!(test.path_of("tokens").exists());
     drop(second);
-    assert!(!yard.path_of("tokens").exists());
+    assert!(!test.path_of("tokens").exists());
 }
 
 #[test]
 fn a_map_holds_without_a_descriptor() {
-    let yard = Yard::new();
-    let NamedFile { file, hold } = yard.create("tokens").unwrap();
+    let test = TestFolder::new();
+    let NamedFile { file, hold } = test.create("tokens").unwrap();
     let map = Mapping::new(&file, DATA_START, Access::Write).unwrap();
     drop(file);
     drop(hold);
-    assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
+    assert_eq!(test.sweep(), (vec![], vec!["tokens".to_owned()]));
     drop(map);
-    assert_eq!(yard.sweep(), (vec!["tokens".to_owned()], vec![]));
-    assert!(!yard.path_of("tokens").exists());
+    assert_eq!(test.sweep(), (vec!["tokens".to_owned()], vec![]));
+    assert!(!test.path_of("tokens").exists());
 }
 
 #[test]
 fn a_reader_gets_no_map_to_write() {
-    let yard = Yard::new();
-    let _held = yard.create("tokens").unwrap();
-    let reader = yard.attach("tokens").unwrap();
+    let test = TestFolder::new();
+    let _held = test.create("tokens").unwrap();
+    let reader = test.attach("tokens").unwrap();
     assert!(Mapping::new(&reader.file, DATA_START, Access::Write).is_err());
-    let mode = std::os::unix::fs::MetadataExt::mode(&yard.path_of("tokens").metadata().unwrap());
+    let mode = std::os::unix::fs::MetadataExt::mode(&test.path_of("tokens").metadata().unwrap());
     assert_eq!(mode & 0o777, 0o600);
 }
 
 #[test]
 fn a_draft_has_no_name_and_leaves_nothing() {
-    let yard = Yard::new();
-    let (file, claim) = yard.draft("tokens").unwrap();
-    assert_eq!(std::fs::read_dir(yard.folder.path()).unwrap().count(), 0);
-    assert!(is_missing(yard.attach("tokens")));
+    let test = TestFolder::new();
+    let (file, claim) = test.draft("tokens").unwrap();
+    assert_eq!(std::fs::read_dir(test.folder.path()).unwrap().count(), 0);
+    assert!(is_missing(test.attach("tokens")));
     // Meanwhile another may be faster.
-    let _other = yard.create("tokens").unwrap();
+    let _other = test.create("tokens").unwrap();
     assert!(matches!(claim.publish(file.as_fd(), &mut || Ok(())), Err(ShmError::Exists { .. })));
-    yard.attach("tokens").unwrap();
+    test.attach("tokens").unwrap();
 }
 
 #[test]
 fn a_dead_segment_is_not_found_and_makes_room_for_the_next() {
-    let yard = Yard::new();
-    let dead = yard.leave("tokens");
-    assert!(is_missing(yard.attach("tokens")));
-    assert_ne!(identity_of(&yard.create("tokens").unwrap().file), dead);
+    let test = TestFolder::new();
+    let dead = test.leave("tokens");
+    assert!(is_missing(test.attach("tokens")));
+    assert_ne!(identity_of(&test.create("tokens").unwrap().file), dead);
 }
 
 #[test]
 fn a_sweep_removes_dead_segments_and_a_dry_run_lists_them() {
-    let yard = Yard::new();
+    let test = TestFolder::new();
     for name in ["b", "a", "c"] {
-        yard.leave(name);
+        test.leave(name);
     }
-    let _held = yard.create("living").unwrap();
-    let seen = sweep(&yard.folder, true, &mut || Ok(())).unwrap();
+    let _held = test.create("living").unwrap();
+    let seen = sweep(&test.folder, true, &mut || Ok(())).unwrap();
     assert_eq!(names(&seen.dead), ["a", "b", "c"]);
     assert_eq!((seen.dead[0].bytes, seen.dead[0].maker), (BYTES, std::process::id()));
     let dead = ["a", "b", "c"].map(str::to_owned).to_vec();
-    assert_eq!(yard.sweep(), (dead, vec!["living".to_owned()]));
-    assert_eq!(yard.sweep(), (vec![], vec!["living".to_owned()]));
+    assert_eq!(test.sweep(), (dead, vec!["living".to_owned()]));
+    assert_eq!(test.sweep(), (vec![], vec!["living".to_owned()]));
 }
 
 #[test]
 fn foreign_files_are_neither_locked_nor_removed_nor_attached_to() {
-    let yard = Yard::new();
+    let test = TestFolder::new();
     let theirs = [b"short".to_vec(), Vec::new(), vec![b'x'; 2 * DATA_START]];
     for (number, content) in theirs.iter().enumerate() {
-        std::fs::write(yard.path_of(&format!("file{number}")), content).unwrap();
+        std::fs::write(test.path_of(&format!("file{number}")), content).unwrap();
     }
-    std::fs::create_dir(yard.path_of("folder")).unwrap();
-    yard.leave("dead");
-    symlink(yard.path_of("dead"), yard.path_of("link")).unwrap();
-    let elsewhere = yard.folder.path().join("tundish-other-dead");
-    std::fs::copy(yard.path_of("dead"), &elsewhere).unwrap();
-    assert_eq!(yard.sweep(), (vec!["dead".to_owned()], vec![]));
+    std::fs::create_dir(test.path_of("folder")).unwrap();
+    test.leave("dead");
+    symlink(test.path_of("dead"), test.path_of("link")).unwrap();
+    let elsewhere = test.folder.path().join("tundish-other-dead");
+    std::fs::copy(test.path_of("dead"), &elsewhere).unwrap();
+    assert_eq!(test.sweep(), (vec!["dead".to_owned()], vec![]));
     for name in ["file0", "file1", "file2", "folder", "link"] {
-        assert!(yard.path_of(name).symlink_metadata().is_ok(), "{name}");
-        assert!(is_missing(yard.attach(name)), "{name}");
-        assert!(matches!(yard.create(name), Err(ShmError::Exists { .. })), "{name}");
+        assert!(test.path_of(name).symlink_metadata().is_ok(), "{name}");
+        assert!(is_missing(test.attach(name)), "{name}");
+        assert!(matches!(test.create(name), Err(ShmError::Exists { .. })), "{name}");
     }
     assert!(elsewhere.exists());
 }
@@ -195,40 +195,40 @@ fn names_that_could_lead_elsewhere_are_refused() {
     for name in ["", "a/b", "../a", "ä", "a b", "a\0", &"a".repeat(201)] {
         assert!(matches!(SegmentName::new(name), Err(ShmError::Invalid(_))), "{name:?}");
     }
-    let yard = Yard::new();
+    let test = TestFolder::new();
     for name in [".", "..", "-", &"a".repeat(200)] {
-        yard.create(name).unwrap();
+        test.create(name).unwrap();
     }
 }
 
 #[test]
 fn a_probe_that_is_over_locks_nothing_even_where_a_child_inherited_it() {
-    let yard = Yard::new();
-    let _held = yard.create("tokens").unwrap();
+    let test = TestFolder::new();
+    let _held = test.create("tokens").unwrap();
     let name = named("tokens");
-    let probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
+    let probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
     // As fork leaves it to a child: another descriptor of the same description.
     let inherited = probe.descriptor().try_clone_to_owned().unwrap();
     drop(probe);
-    yard.attach("tokens").unwrap();
+    test.attach("tokens").unwrap();
     drop(inherited);
 }
 
 #[test]
 fn a_wait_for_a_probe_can_be_interrupted() {
-    let yard = Yard::new();
-    let _held = yard.create("tokens").unwrap();
+    let test = TestFolder::new();
+    let _held = test.create("tokens").unwrap();
     let name = named("tokens");
-    let _probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
+    let _probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
     let stop = || Err(ShmError::Invalid("stop".to_owned()));
-    let outcome = attach(yard.folder.clone(), named("tokens"), &mut { stop }).map(|_| ());
+    let outcome = attach(test.folder.clone(), named("tokens"), &mut { stop }).map(|_| ());
     assert!(matches!(outcome, Err(ShmError::Invalid(_))));
 }
 
 /// Runs `work` on a thread while a probe of the name is held, which `then` ends.
-fn meanwhile<T: Send>(yard: &Yard, work: impl FnOnce() -> T + Send, then: impl FnOnce(Probe<'_>)) -> T {
+fn meanwhile<T: Send>(test: &TestFolder, work: impl FnOnce() -> T + Send, then: impl FnOnce(Probe<'_>)) -> T {
     let name = named("tokens");
-    let probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
+    let probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
     thread::scope(|scope| {
         let (sender, receiver) = mpsc::channel();
         let waiting = scope.spawn(move || {
@@ -245,24 +245,24 @@ fn meanwhile<T: Send>(yard: &Yard, work: impl FnOnce() -> T + Send, then: impl F
 
 #[test]
 fn a_create_during_the_sweep_of_a_dead_segment_gets_the_name() {
-    let yard = Yard::new();
-    let dead = yard.leave("tokens");
-    let created = meanwhile(&yard, || yard.create("tokens"), |sweeper| sweeper.remove().unwrap());
+    let test = TestFolder::new();
+    let dead = test.leave("tokens");
+    let created = meanwhile(&test, || test.create("tokens"), |sweeper| sweeper.remove().unwrap());
     let created = created.unwrap();
     assert_ne!(identity_of(&created.file), dead);
     drop(created);
-    assert!(!yard.path_of("tokens").exists(), "it let go");
+    assert!(!test.path_of("tokens").exists(), "it let go");
 }
 
 #[test]
 fn a_sweep_leaves_a_segment_that_replaced_the_dead_one_meanwhile() {
-    let yard = Yard::new();
-    yard.leave("tokens");
-    let (file, claim) = yard.draft_of_tokens();
+    let test = TestFolder::new();
+    test.leave("tokens");
+    let (file, claim) = test.draft_of_tokens();
     let mut kept = None;
     let swept = meanwhile(
-        &yard,
-        || yard.sweep(),
+        &test,
+        || test.sweep(),
         |other| {
             other.remove().unwrap();
             kept = Some(claim.publish(file.as_fd(), &mut || Ok(())).unwrap());
@@ -270,55 +270,55 @@ fn a_sweep_leaves_a_segment_that_replaced_the_dead_one_meanwhile() {
     );
     // Between the removal and the new one there is none for an instant, which is found on a busy machine.
     assert!(swept.0.is_empty() && swept.1.len() <= 1, "{swept:?}");
-    assert_eq!(yard.sweep(), (vec![], vec!["tokens".to_owned()]));
-    assert!(yard.folder.leads_to(&named("tokens"), kept.unwrap().identity()).unwrap());
+    assert_eq!(test.sweep(), (vec![], vec!["tokens".to_owned()]));
+    assert!(test.folder.leads_to(&named("tokens"), kept.unwrap().file).unwrap());
 }
 
 #[test]
 fn an_attach_during_a_replacement_gets_the_new_segment() {
-    let yard = Yard::new();
-    yard.leave("tokens");
-    let (file, claim) = yard.draft_of_tokens();
+    let test = TestFolder::new();
+    test.leave("tokens");
+    let (file, claim) = test.draft_of_tokens();
     let mut kept = None;
     let attached = meanwhile(
-        &yard,
+        &test,
         // Between the removal and the new one there is none for an instant, which is found on a busy machine.
-        || (0..10_000).map(|_| yard.attach("tokens")).find(|found| !matches!(found, Err(ShmError::Missing { .. }))),
+        || (0..10_000).map(|_| test.attach("tokens")).find(|found| !matches!(found, Err(ShmError::Missing { .. }))),
         |other| {
             other.remove().unwrap();
             kept = Some(claim.publish(file.as_fd(), &mut || Ok(())).unwrap());
         },
     );
-    assert_eq!(attached.unwrap().unwrap().hold.identity(), kept.unwrap().identity());
+    assert_eq!(attached.unwrap().unwrap().hold.file, kept.unwrap().file);
 }
 
 #[test]
 fn an_attach_while_the_last_holder_lets_go_gets_all_or_nothing() {
-    let yard = Yard::new();
-    let NamedFile { file, hold } = yard.create("tokens").unwrap();
+    let test = TestFolder::new();
+    let NamedFile { file, hold } = test.create("tokens").unwrap();
     // The holder has unmapped and waits for the probe lock to take the name away; the reader has the lock.
     let reader = {
         let name = named("tokens");
-        let probe = Probe::take(&yard.folder, &name, &mut || Ok(())).unwrap().unwrap();
+        let probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
         assert!(probe.is_held().unwrap());
-        let (reading, _) = yard.folder.open(&name, OFlags::RDONLY).unwrap().unwrap();
+        let (reading, _) = test.folder.open(&name, OFlags::RDONLY).unwrap().unwrap();
         drop(file);
         memory_file::lock_shared(reading.as_fd()).unwrap();
         reading
     };
     drop(hold);
-    assert!(yard.path_of("tokens").exists(), "a reader holds it");
+    assert!(test.path_of("tokens").exists(), "a reader holds it");
     drop(reader);
-    assert_eq!(yard.sweep().0, ["tokens"]);
+    assert_eq!(test.sweep().0, ["tokens"]);
 }
 
 #[test]
 fn in_any_order_a_held_name_leads_to_the_held_segment() {
-    let yard = Yard::new();
-    let held = |hold: &NameHold| assert!(yard.folder.leads_to(hold.name(), hold.identity()).unwrap());
+    let test = TestFolder::new();
+    let held = |hold: &NameHold| assert!(test.folder.leads_to(&hold.name, hold.file).unwrap());
     thread::scope(|scope| {
         for seed in 1..=6_u32 {
-            let (yard, held) = (&yard, &held);
+            let (test, held) = (&test, &held);
             scope.spawn(move || {
                 let mut random = seed.wrapping_mul(0x9e37_79b9);
                 for _ in 0..400 {
@@ -328,7 +328,7 @@ fn in_any_order_a_held_name_leads_to_the_held_segment() {
                     random ^= random << 5;
                     let name = ["a", "b"][(random >> 8) as usize % 2];
                     match random % 5 {
-                        0 | 1 => match yard.create(name) {
+                        0 | 1 => match test.create(name) {
                             Ok(NamedFile { file, hold }) => {
                                 held(&hold);
                                 thread::yield_now();
@@ -340,7 +340,7 @@ fn in_any_order_a_held_name_leads_to_the_held_segment() {
                             Err(ShmError::Exists { .. }) => {}
                             Err(error) => panic!("{error}"),
                         },
-                        2 | 3 => match yard.attach(name) {
+                        2 | 3 => match test.attach(name) {
                             Ok(reader) => {
                                 held(&reader.hold);
                                 thread::yield_now();
@@ -350,13 +350,13 @@ fn in_any_order_a_held_name_leads_to_the_held_segment() {
                             Err(error) => panic!("{error}"),
                         },
                         _ => {
-                            yard.sweep();
+                            test.sweep();
                         }
                     }
                 }
             });
         }
     });
-    yard.sweep();
-    assert_eq!(std::fs::read_dir(yard.folder.path()).unwrap().count(), 0);
+    test.sweep();
+    assert_eq!(std::fs::read_dir(test.folder.path()).unwrap().count(), 0);
 }
