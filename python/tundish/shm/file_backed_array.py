@@ -57,9 +57,7 @@ class FileBackedArray:
                 self.path,
             ) from error
         if inode != self.inode:
-            raise StorageError(
-                errno.ESTALE, "was replaced after the array was shared from it", self.path
-            )
+            raise StorageError(errno.ESTALE, "was replaced after the array was shared from it", self.path)
         return array
 
 

@@ -104,7 +104,9 @@ def node_shared(
             return NodeArray.backed_by(_from_json(json.loads(address)))
         except SegmentGoneError as error:
             # The builder keeps the array until all ranks have it, so the builder has ended.
-            raise PeerFailedError(f"{what}: rank {builder}, which built it, has ended: {error}", builder) from error
+            raise PeerFailedError(
+                f"{what}: rank {builder}, which built it, has ended: {error}", builder
+            ) from error
 
 
 def _argument_error(key: Any, path: Any) -> Exception | None:
@@ -149,6 +151,6 @@ def _to_json(backing: SharedArray | FileBackedArray) -> dict[str, Any]:
 
 
 def _from_json(address: dict[str, Any]) -> SharedArray | FileBackedArray:
-    if "path" in place:
+    if "path" in address:
         return FileBackedArray(**address)
     return SharedArray.attach(Handle(**address))

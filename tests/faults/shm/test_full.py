@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.shm.script_process import ScriptProcess, ScriptError
 from support.shm.private_shm import private_shm
+from support.shm.script_process import ScriptError, ScriptProcess
 
 from tundish.errors import StorageError
 from tundish.shm import SharedArray, sweep

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.shm.script_process import ScriptProcess, ScriptError
+from support.shm.script_process import ScriptError, ScriptProcess
 
 from tundish.shm import sweep
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.soak import IS_SOAK
 from support.shm.script_process import PROLOGUE, ScriptProcess
+from support.soak import IS_SOAK
 
 from tundish.shm import sweep
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support.shm.pool_tasks as tasks
-from support.shm.script_process import PROLOGUE, ScriptProcess, ScriptError
 from support.shm.leftovers import PREFIX, descriptors
+from support.shm.script_process import PROLOGUE, ScriptError, ScriptProcess
 
 import tundish as td
 
@@ -61,9 +61,7 @@ def test_a_named_segment_is_found_read_changed_and_removed_by_its_user_alone(str
             with pytest.raises(ScriptError, match=r"Permission denied|Operation not permitted"):
                 stranger.run(attempt)
         # Its own sweep neither sees nor removes it.
-        report = stranger.run(
-            "found = sweep(); answer = [one.name for one in (*found.removed, *found.live)]"
-        )
+        report = stranger.run("found = sweep(); answer = [one.name for one in (*found.removed, *found.live)]")
         assert NAME not in report and path.exists()
         # Names of different users differ, so no user can take a name from another.
         stranger.run(f"mine = SharedArray.create((10,), np.int8, name={NAME!r})")

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.shm.script_process import PROLOGUE, ScriptError, ScriptProcess
 from support.soak import IS_SOAK
-from support.shm.script_process import PROLOGUE, ScriptProcess, ScriptError
 
 import tundish as td
 from tundish.shm import SharedArray

@@ -330,7 +330,9 @@ class Dispatcher:
         while self._abandoned:
             handler = self._abandoned.popleft()
             with self._lock:
-                for task_id in [task_id for task_id, entry in self._outstanding.items() if entry[0] is handler]:
+                for task_id in [
+                    task_id for task_id, entry in self._outstanding.items() if entry[0] is handler
+                ]:
                     self._revoke(task_id)
 
     # ---- The end ----

@@ -23,8 +23,8 @@ from tundish.shm.pool.bound_function import SendableFunction
 from tundish.shm.pool.worker import ParentLink, serve
 
 __all__ = [
-    "WorkerExit",
     "SpawnedWorkers",
+    "WorkerExit",
     "WorkerProcesses",
     "WorkersLostError",
     "start_with_interrupt_blocked",
@@ -136,7 +136,9 @@ class SpawnedWorkers(WorkerProcesses):
         self._function = None
 
 
-def _run(worker: int, parent: int, queue: Connection, control: Connection, function: SendableFunction) -> None:
+def _run(
+    worker: int, parent: int, queue: Connection, control: Connection, function: SendableFunction
+) -> None:
     link = ParentLink(queue=queue.fileno(), control=control.fileno(), parent=parent)
     serve(link, worker, function.load)
 

@@ -212,7 +212,7 @@ class SharedPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Shut down after all tasks. After an exception cancel those that are not begun; after Ctrl-C kill the workers."""
+        """Shut down after all tasks. After an exception cancel waiting tasks; after Ctrl-C kill the workers."""
         if os.getpid() != self._dispatcher.pid:
             return
         if isinstance(error, KeyboardInterrupt | SystemExit):

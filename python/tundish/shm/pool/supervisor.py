@@ -105,8 +105,8 @@ class Supervisor:
             # Does the work if the thread was not started.
             self._run()
             if self._runner.ident is not None:
-                # Ctrl-C may have left the lock of a future held, and the thread then waits for ever. It is a daemon, and
-                # the workers end with this process.
+                # Ctrl-C may have left the lock of a future held, and the thread then waits for ever. It is a daemon,
+                # and the workers end with this process.
                 self._runner.join(_ENDING_SECONDS)
 
     # ---- The thread that runs the dispatcher ----

@@ -52,7 +52,8 @@ impl SegmentArena {
     /// Returns a writable buffer of `nbytes`, whose contents are not defined.
     fn take(&self, py: Python<'_>, nbytes: usize) -> PyResult<SendBuffer> {
         let arena = &*self.arena;
-        let buffer = enter(py, None, move |signals| Ok(shm::SendBuffer::take(arena, nbytes, &mut || check_signals(signals))?))?;
+        let buffer =
+            enter(py, None, move |signals| Ok(shm::SendBuffer::take(arena, nbytes, &mut || check_signals(signals))?))?;
         let state = State { buffer: Some(DropWithoutGil::new(buffer)), exports: 0, end: None };
         Ok(SendBuffer { state: Mutex::new(state), copier: Arc::clone(&self.copier) })
     }

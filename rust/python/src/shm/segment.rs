@@ -286,8 +286,9 @@ fn find_named(
     expected: Option<&SegmentAddress>,
 ) -> PyResult<Result<Arc<Attachment>, ShmError>> {
     let found = enter(py, None, |signals| {
-        let mut find =
-            || named::attach(Arc::new(SegmentFolder::standard()?), SegmentName::new(name)?, &mut || check_signals(signals));
+        let mut find = || {
+            named::attach(Arc::new(SegmentFolder::standard()?), SegmentName::new(name)?, &mut || check_signals(signals))
+        };
         match find() {
             Err(ShmError::Interrupted) => Err(ShmError::Interrupted.into()),
             outcome => Ok(outcome),

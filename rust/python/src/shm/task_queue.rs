@@ -131,10 +131,12 @@ impl TaskQueue {
         let role = if caller { WaiterRole::Caller } else { WaiterRole::Background };
         // A caller may be the main thread, the only one that handles signals.
         let check_every = caller.then_some(CALLER_CHECK_INTERVAL);
-        enter(py, None, |signals| match queue.wait(role, &mut TimeLimit::new(timeout, check_every, &mut || signals.look())) {
-            WaitOutcome::Ready => Ok(true),
-            WaitOutcome::Nothing => Ok(false),
-            WaitOutcome::Interrupted => Err(ShmError::Interrupted.into()),
+        enter(py, None, |signals| {
+            match queue.wait(role, &mut TimeLimit::new(timeout, check_every, &mut || signals.look())) {
+                WaitOutcome::Ready => Ok(true),
+                WaitOutcome::Nothing => Ok(false),
+                WaitOutcome::Interrupted => Err(ShmError::Interrupted.into()),
+            }
         })
     }
 
@@ -180,7 +182,8 @@ impl TaskQueue {
         }
         let timeout = timeout.map(seconds).transpose()?.flatten();
         let task_id = enter(py, None, |signals| {
-            let taken = queue.take(worker, &mut TimeLimit::new(timeout, Some(WORKER_CHECK_INTERVAL), &mut || signals.look()));
+            let taken =
+                queue.take(worker, &mut TimeLimit::new(timeout, Some(WORKER_CHECK_INTERVAL), &mut || signals.look()));
             match taken? {
                 TakeOutcome::Task(task_id) => Ok(Some(task_id)),
                 TakeOutcome::Stop => Ok(None),
@@ -188,7 +191,8 @@ impl TaskQueue {
                 TakeOutcome::Interrupted => Err(ShmError::Interrupted.into()),
             }
         })?;
-        let task = task_id.map(|task_id| queue.read(task_id, |task_id, kind, payload| message(py, task_id, kind, payload)));
+        let task =
+            task_id.map(|task_id| queue.read(task_id, |task_id, kind, payload| message(py, task_id, kind, payload)));
         Ok(task.transpose().map_err(BindingError::from)?)
     }
 

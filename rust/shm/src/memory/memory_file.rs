@@ -115,7 +115,12 @@ fn reserve_part(file: BorrowedFd<'_>, start: usize, len: usize, whole: usize) ->
 /// Reserves as much, from the first byte on, as the kernel puts on huge pages (since Linux 6.1). The kernel collapses a
 /// range in which one page is there already. `budget` is the time that is left for slow huge pages, and its maximum, in
 /// microseconds.
-fn reserve_huge(file: BorrowedFd<'_>, len: usize, budget: (&AtomicI64, i64), go_on: GoOn<'_>) -> Result<usize, ShmError> {
+fn reserve_huge(
+    file: BorrowedFd<'_>,
+    len: usize,
+    budget: (&AtomicI64, i64),
+    go_on: GoOn<'_>,
+) -> Result<usize, ShmError> {
     // A kernel with larger huge pages makes none of a part, and may report success all the same.
     if len < HUGE_PAGE || huge_page_of(rustix::param::page_size()) != HUGE_PAGE {
         return Ok(0);

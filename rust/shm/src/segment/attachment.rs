@@ -182,7 +182,11 @@ pub fn attach_named(found: NamedFile, expected: Option<&SegmentAddress>) -> Resu
 }
 
 /// Takes the lock that is a lease; returns the header, read under the lock, and the bytes of the file.
-fn lease(file: BorrowedFd<'_>, expected: Option<&SegmentAddress>, name: &str) -> Result<(SegmentHeader, usize), AttachError> {
+fn lease(
+    file: BorrowedFd<'_>,
+    expected: Option<&SegmentAddress>,
+    name: &str,
+) -> Result<(SegmentHeader, usize), AttachError> {
     let gone =
         |reason: &str| AttachError::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
     let size = usize::try_from(memory_file::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::layout::{self, QueueLayout};
-use super::protocol::{WaiterRole, QueueWords};
+use super::protocol::{QueueWords, WaiterRole};
 use crate::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, Writers};

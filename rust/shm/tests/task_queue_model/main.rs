@@ -26,7 +26,7 @@ use protocol::parent::{ParentProtocol, WaitOutcome};
 use protocol::slot_state::TaskId;
 use protocol::time_limit::TimeLimit;
 use protocol::worker::{TakeOutcome, WorkerProtocol};
-use protocol::{WaiterRole, QueueWords};
+use protocol::{QueueWords, WaiterRole};
 use words::{Memory, View, survives};
 
 /// Explore with at most `preemptions` of threads that could have gone on.

@@ -9,7 +9,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64};
 use loom::sync::{Condvar, Mutex};
 
-use crate::protocol::{WaiterRole, QueueWords};
+use crate::protocol::{QueueWords, WaiterRole};
 
 const WORKERS: u16 = 2;
 /// Words on which threads may sleep: the listeners' and the workers'.

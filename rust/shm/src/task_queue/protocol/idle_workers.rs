@@ -34,7 +34,9 @@ pub(super) fn end_search(words: &impl QueueWords, worker: u16) {
 
 /// Returns the number of workers that search.
 pub(super) fn count_searching(words: &impl QueueWords) -> u64 {
-    word_numbers(words).map(|number| u64::from((words.idle_workers(number).load(Relaxed) >> WORKERS).count_ones())).sum()
+    word_numbers(words)
+        .map(|number| u64::from((words.idle_workers(number).load(Relaxed) >> WORKERS).count_ones()))
+        .sum()
 }
 
 /// Sleeps, unless there is something to do. Returns whether the worker was woken. It searches before and after.

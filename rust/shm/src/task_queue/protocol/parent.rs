@@ -10,7 +10,7 @@ use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
 use super::slot_state::{self as state, FREE, TaskId};
 use super::spin::SpinHistory;
 use super::time_limit::TimeLimit;
-use super::{WaiterRole, QueueWords, idle_workers, results, ring};
+use super::{QueueWords, WaiterRole, idle_workers, results, ring};
 
 /// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

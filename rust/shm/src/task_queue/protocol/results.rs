@@ -7,7 +7,7 @@
 //! stops counting as one and then checks for results again, so a result for it is seen by it or wakes another thread.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
-use super::{WaiterRole, QueueWords};
+use super::{QueueWords, WaiterRole};
 
 /// A thread sleeps on the word, or is about to.
 const ARMED: u32 = 1;

@@ -52,7 +52,8 @@ pub(super) fn take(words: &impl QueueWords, worker: u16) -> Option<TaskId> {
 /// Take a task back that no worker has: its slot is the parent's again. Its entry stays until the head passes it.
 pub(super) fn revoke(words: &impl QueueWords, task_id: TaskId) -> bool {
     let queued = state::queued(task_id.position());
-    task_id.slot() < words.slots() && words.state(task_id.slot()).compare_exchange(queued, FREE, AcqRel, Relaxed).is_ok()
+    task_id.slot() < words.slots()
+        && words.state(task_id.slot()).compare_exchange(queued, FREE, AcqRel, Relaxed).is_ok()
 }
 
 /// Move the head over revoked tasks.
