@@ -141,7 +141,7 @@ def test_tensors_that_lie_elsewhere_are_refused(tensor: Any, says: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions:UserWarning")
 def test_a_quantized_tensor_is_refused() -> None:
     tensor = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.qint8)
-    with pytest.raises(InvalidTypeError, match=r"share one's int_repr\(\)"):
+    with pytest.raises(InvalidTypeError, match=r"share tensor.int_repr\(\)"):
         SharedArray.from_array(tensor)
 
 

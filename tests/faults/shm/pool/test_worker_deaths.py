@@ -249,7 +249,7 @@ def test_a_pool_whose_fork_server_is_killed_says_so_and_ends() -> None:
         pid = pool.submit("pid").result(20)
         asleep = pool.submit("sleep")
         kill(parent_of(pid))
-        with pytest.raises(PoolError, match="the process that forks workers is gone"):
+        with pytest.raises(PoolError, match="the process that forks workers has ended"):
             asleep.result(20)
         with pytest.raises(PoolError, match="broken"):
             pool.submit(1)
