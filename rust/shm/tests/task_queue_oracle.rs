@@ -64,7 +64,7 @@ fn message(seed: usize, length: usize) -> Vec<u8> {
 
 proptest! {
     #[test]
-    fn a_board_does_what_lists_do(slots in 1usize..6, steps in steps()) {
+    fn a_queue_does_what_lists_do(slots in 1usize..6, steps in steps()) {
         let queue = ParentQueue::create(slots, CAPACITY + 16).unwrap();
         let worker = WorkerQueue::open(queue.descriptor()).unwrap();
         prop_assert_eq!((queue.capacity(), worker.capacity()), (CAPACITY, CAPACITY));

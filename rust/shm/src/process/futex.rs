@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sleep_ends_when_the_word_is_rung_has_changed_or_time_is_over() {
+    fn a_sleep_ends_when_the_word_is_woken_has_changed_or_time_is_over() {
         let word = Arc::new(AtomicU32::new(1));
         let begin = Instant::now();
         sleep(&word, 0, None);
