@@ -28,12 +28,12 @@ def ours() -> Scatter:
     """A tundish scatter from rank 0."""
     with Voter() as voter:
         kind = ScatterReceiver if voter.rank else ScatterSource
-        session = kind(voter, participants_of(None, 0), timeout=timedelta(minutes=1))
+        scatter_rank = kind(voter, participants_of(None, 0), timeout=timedelta(minutes=1))
 
     def scatter(batches: list[Any] | None) -> Any:
-        if isinstance(session, ScatterSource):
-            return session.send(batches)()
-        received = session.receive()
+        if isinstance(scatter_rank, ScatterSource):
+            return scatter_rank.send(batches)()
+        received = scatter_rank.receive()
         assert isinstance(received, ReceivedBatch)
         return received.build(None)
 

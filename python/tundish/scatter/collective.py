@@ -23,18 +23,18 @@ from tundish.scatter.participants import (
 )
 from tundish.scatter.received_batch import ReceivedBatch
 from tundish.scatter.receiver import ScatterReceiver
-from tundish.scatter.session import ScatterStats
+from tundish.scatter.scatter_rank import ScatterStats
 from tundish.scatter.source import ScatterSource
 from tundish.scatter.target_device import resolve_device
 from tundish.scatter.transport.device import device_backend
 
 __all__ = ["scatter_batch", "stats"]
 
-_Session = ScatterSource | ScatterReceiver
+_Scatter = ScatterSource | ScatterReceiver
 # The source's rank in the group, and the name of the group of ranks that get the same batch.
 _Key = tuple[int, "str | None"]
-_sessions: weakref.WeakKeyDictionary[Any, dict[_Key, _Session]] = weakref.WeakKeyDictionary()
-_NONE: dict[_Key, _Session] = {}
+_scatters: weakref.WeakKeyDictionary[Any, dict[_Key, _Scatter]] = weakref.WeakKeyDictionary()
+_NONE: dict[_Key, _Scatter] = {}
 _lock = threading.Lock()
 
 
@@ -75,16 +75,16 @@ def scatter_batch(
         >>> td.scatter_batch([{"input_ids": torch.arange(3)}])
         {'input_ids': tensor([0, 1, 2])}
     """
-    session = _session_of(group, src, replicate)
+    scatter = _scatter_of(group, src, replicate)
     try:
         target = resolve_device(device)
-        if batches is not None and isinstance(session, ScatterReceiver):
+        if batches is not None and isinstance(scatter, ScatterReceiver):
             raise InvalidInputError("only the source gives batches: pass None on all other ranks")
     except Exception as error:  # noqa: BLE001 (`fail` raises it: the call is a step all the same)
-        session.fail(error)
-    if isinstance(session, ScatterSource):
-        return session.send(batches, target)()
-    received = session.receive(target)
+        scatter.fail(error)
+    if isinstance(scatter, ScatterSource):
+        return scatter.send(batches, target)()
+    received = scatter.receive(target)
     return received.build(target) if isinstance(received, ReceivedBatch) else None
 
 
@@ -107,48 +107,48 @@ def stats(group: Any = None) -> list[ScatterStats]:
     if key is None and distributed.is_initialized():
         key = distributed.group.WORLD
     with _lock:
-        found = list(_sessions.get(key, _NONE).values()) if key is not None else []
-    return [session.stats() for session in found]
+        found = list(_scatters.get(key, _NONE).values()) if key is not None else []
+    return [scatter.stats() for scatter in found]
 
 
-def _session_of(group: Any, src: Any, replicate: Any) -> _Session:
+def _scatter_of(group: Any, src: Any, replicate: Any) -> _Scatter:
     """The scatter that a call is a step of. The first call opens it."""
     distributed = torch_distributed()
-    known: dict[_Key, _Session] | None = None
+    known: dict[_Key, _Scatter] | None = None
     try:
         group = process_group(group)
         is_group = isinstance(group, distributed.ProcessGroup)
         key = distributed.group.WORLD if group is None and distributed.is_initialized() else group
-        if not (is_group and group in _sessions):
+        if not (is_group and group in _scatters):
             group_info(group)
-        known = _sessions.get(key, _NONE) if isinstance(key, distributed.ProcessGroup) else _NONE
+        known = _scatters.get(key, _NONE) if isinstance(key, distributed.ProcessGroup) else _NONE
         replicate = process_group(replicate, "replicate")
         name = None if replicate is None else str(getattr(replicate, "group_name", replicate))
         if known:
-            session = known.get((source_index(src), name))
-            if session is not None:
-                return session
+            scatter = known.get((source_index(src), name))
+            if scatter is not None:
+                return scatter
             participants_of(group, src)
     except Exception:
         _close(known)
         raise
     with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
         kind = ScatterSource if participants.rank == participants.source else ScatterReceiver
-        session = kind(voter, participants, timeout=timeout, device_backend=device_backend(group))
+        scatter = kind(voter, participants, timeout=timeout, device_backend=device_backend(group))
     if key is None:
-        return session
+        return scatter
     with _lock:
-        _sessions.setdefault(key, {})[source_index(src), name] = session
-    weakref.finalize(key, session.close).atexit = False
-    return session
+        _scatters.setdefault(key, {})[source_index(src), name] = scatter
+    weakref.finalize(key, scatter.close).atexit = False
+    return scatter
 
 
-def _close(known: dict[_Key, _Session] | None) -> None:
+def _close(known: dict[_Key, _Scatter] | None) -> None:
     """Close the scatters that a refused call may be a step of; None: all."""
     with _lock:
-        all_sessions = [session for of_group in _sessions.values() for session in of_group.values()]
-    for session in all_sessions if known is None else list(known.values()):
-        session.end(
+        all_scatters = [scatter for of_group in _scatters.values() for scatter in of_group.values()]
+    for scatter in all_scatters if known is None else list(known.values()):
+        scatter.end(
             "made a call that was refused for its group, src or replicate, which may have been a step of this "
             "scatter: make a new group on all ranks for the steps that follow"
         )

@@ -34,13 +34,13 @@ from tundish.scatter.loader.epoch import Epoch, Step
 from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
 from tundish.scatter.loader.epoch_receiver import EpochReceiver
 from tundish.scatter.loader.epoch_source import EpochSource
-from tundish.scatter.loader.loader_queries import length_of, refuse_sharded, set_epoch
 from tundish.scatter.loader.loader_state import LoaderState, as_count
 from tundish.scatter.loader.prefetch import InlineSteps, PrefetchedSteps
+from tundish.scatter.loader.wrapped_loader import length_of, refuse_sharded, set_epoch
 from tundish.scatter.participants import agree_on_participants, process_group
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.rendezvous import memory_limit
-from tundish.scatter.session import ScatterStats
+from tundish.scatter.scatter_rank import ScatterStats
 from tundish.scatter.source import ScatterSource
 from tundish.scatter.target_device import resolve_device
 
@@ -184,7 +184,7 @@ class DispatchLoader(Generic[T_co]):
             )
             self._length, name = json.loads(text)
             kind = ScatterSource if is_source else ScatterReceiver
-            self._session = kind(voter, participants, timeout=timeout, in_loop=True)
+            self._scatter = kind(voter, participants, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
         self._early_exits = None if job.store is None else EarlyExits(job.store, name, participants.rank)
         self._is_closed = False
@@ -198,7 +198,7 @@ class DispatchLoader(Generic[T_co]):
         try:
             self._end_iteration()
             self._iterations += 1
-            self._session.skip_to(self._iterations << _STEP_BITS)
+            self._scatter.skip_to(self._iterations << _STEP_BITS)
             steps = self._steps = self._begin_epoch(self._iterations)
             iterator = EpochIterator[T_co](steps, functools.partial(self._hand_out, steps.epoch))
             self._iterator = weakref.ref(iterator)
@@ -216,7 +216,7 @@ class DispatchLoader(Generic[T_co]):
         Raises:
             InvalidTypeError: the source's loader has no length.
         """
-        batches = length_of(self._loader) if self._session.is_source else self._length
+        batches = length_of(self._loader) if self._scatter.is_source else self._length
         if batches is None:
             raise InvalidTypeError("the number of batches is not known: the source's loader has no len()")
         return self._step_count(batches)
@@ -247,7 +247,7 @@ class DispatchLoader(Generic[T_co]):
         epoch = as_count(epoch, "epoch")
         self._leave_loop("set_epoch was called since")
         self._state.set_epoch(epoch)
-        if self._session.is_source:
+        if self._scatter.is_source:
             set_epoch(self._loader, epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class DispatchLoader(Generic[T_co]):
         """
         self._state.load_state_dict(state)
         self._leave_loop("load_state_dict was called since")
-        if self._session.is_source and self._state.requested_epoch is not None:
+        if self._scatter.is_source and self._state.requested_epoch is not None:
             set_epoch(self._loader, self._state.requested_epoch)
 
     def stats(self) -> LoaderStats:
@@ -282,7 +282,7 @@ class DispatchLoader(Generic[T_co]):
         steps, ready_bytes = (0, 0) if self._steps is None else self._steps.ready
         reading = 0.0 if self._steps is None else self._steps.epoch.reading_seconds
         return LoaderStats(
-            **{**self._session.stats(), "steps": self._handed_out},  # type: ignore[typeddict-item]
+            **{**self._scatter.stats(), "steps": self._handed_out},  # type: ignore[typeddict-item]
             reading_seconds=self._reading_seconds + reading,
             next_seconds=self._next_seconds,
             ready_steps=steps,
@@ -303,7 +303,7 @@ class DispatchLoader(Generic[T_co]):
             if self._steps is not None:
                 self._steps.join(_JOIN_SECONDS)
         finally:
-            self._session.close()
+            self._scatter.close()
 
     def __enter__(self) -> Self:
         return self
@@ -318,12 +318,12 @@ class DispatchLoader(Generic[T_co]):
             return
         self._is_closed = True
         if self._steps is None:
-            self._session.close()
+            self._scatter.close()
         else:
             # Not through the iterator, which may be garbage as well. The thread tells the other ranks before it closes.
             self._steps.leave()
-            session = self._session
-            self._steps.over.add_done_callback(lambda _: session.close())
+            scatter = self._scatter
+            self._steps.over.add_done_callback(lambda _: scatter.close())
 
     def __reduce__(self) -> NoReturn:
         # `copy.copy` would close the original's channels with the copy.
@@ -361,20 +361,20 @@ class DispatchLoader(Generic[T_co]):
             raise InvalidInputError("this DispatchLoader is closed")
 
     def _step_count(self, batches: int) -> int:
-        return step_count(max(0, batches), self._session.participants.batch_count, self._tail)
+        return step_count(max(0, batches), self._scatter.participants.batch_count, self._tail)
 
     def _begin_epoch(self, iteration: int) -> InlineSteps:
         """The steps of a new iteration."""
-        session, early_exits, state = self._session, self._early_exits, self._state
-        if isinstance(session, ScatterReceiver):
+        scatter, early_exits, state = self._scatter, self._early_exits, self._state
+        if isinstance(scatter, ScatterReceiver):
             if early_exits is None:
                 raise InvalidInputError("torch.distributed was taken down since this loader was made")
-            epoch: Epoch = EpochReceiver(session, early_exits, iteration, self._device)
+            epoch: Epoch = EpochReceiver(scatter, early_exits, iteration, self._device)
             state.begin()
             max_steps, timeout = self._prefetch + _EXTRA_STEPS, self._timeout
         else:
             source = EpochSource(
-                session,
+                scatter,
                 early_exits,
                 iteration,
                 self._device,
@@ -412,7 +412,7 @@ class DispatchLoader(Generic[T_co]):
         """The batch of a step; called with None at the end."""
         self._next_seconds += waited
         state, start = self._state, epoch.start
-        if start is not None and not self._session.is_source:
+        if start is not None and not self._scatter.is_source:
             if state.loaded not in (None, (start.epoch, start.done)):
                 raise StateMismatchError(
                     f"this rank loaded a state of epoch {state.epoch} after {state.done} batches, and the source "

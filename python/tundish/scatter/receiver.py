@@ -9,7 +9,7 @@ import torch
 from tundish._native import BufferLease
 from tundish.errors import OutOfMemoryError, PeerFailedError, StorageError
 from tundish.scatter.received_batch import ReceivedBatch
-from tundish.scatter.session import GONE, Session
+from tundish.scatter.scatter_rank import GONE, ScatterRank
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import GlooReceiver
 from tundish.scatter.transport.message_header import DEVICE, MessageKind
@@ -24,8 +24,8 @@ class ControlMessage(NamedTuple):
     text: str
 
 
-class ScatterReceiver(Session):
-    """The session of a receiver. `receive` as often as the source sends."""
+class ScatterReceiver(ScatterRank):
+    """A scatter on a receiver. `receive` as often as the source sends."""
 
     def receive(self, device: torch.device | None = None) -> ReceivedBatch | ControlMessage | None:
         """The next step: returns the batch or the control message that the source sent; None if this rank gets nothing.

@@ -86,7 +86,7 @@ def connect(
     timeout: timedelta,
     device_backend: tuple[str, str] | None,
 ) -> Channels:
-    """Collective over the members of `voter`: the channels of this rank. The arguments are those of `Session`.
+    """Collective over the members of `voter`: the channels of this rank. The arguments are those of `ScatterRank`.
 
     Raises the errors of `Voter.vote`.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from tundish._native import BufferLease
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
-from tundish.scatter.session import GONE, Session
+from tundish.scatter.scatter_rank import GONE, ScatterRank
 from tundish.scatter.target_device import unflatten_to_device
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import (
@@ -32,7 +32,7 @@ from tundish.scatter.transport.gloo import (
     copy_to_arena,
     is_done,
 )
-from tundish.scatter.transport.message_header import DEVICE, Header, MessageKind
+from tundish.scatter.transport.message_header import DEVICE, MessageHeader, MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemorySender
 from tundish.tree import flatten_with_addresses
 
@@ -47,8 +47,8 @@ _Content = OutgoingBatch | tuple[MessageKind, str]
 _Senders = dict[int, "SharedMemorySender | GlooSender"]
 
 
-class ScatterSource(Session):
-    """The session of the source. `send` as often as the receivers receive.
+class ScatterSource(ScatterRank):
+    """A scatter on the source. `send` as often as the receivers receive.
 
     Attributes:
         largest_batch: bytes of the largest batch of the last step.
@@ -218,7 +218,7 @@ class ScatterSource(Session):
                 content = contents[sender.rank]
                 if isinstance(content, tuple):
                     kind, text = content
-                    header, encoded = Header(self._step, kind, flags), text.encode(errors="replace")
+                    header, encoded = MessageHeader(self._step, kind, flags), text.encode(errors="replace")
                 else:
                     if id(content) not in payloads and not is_on_device:
                         if copied_bytes and copied_bytes + content.size > channels.arena_limit:
@@ -227,7 +227,7 @@ class ScatterSource(Session):
                             self._wait_until_sent()
                         copied_bytes += content.size
                         payloads[id(content)] = copy_to_arena(content, channels.arena)
-                    header = Header(self._step, MessageKind.BATCH, flags, size=content.size)
+                    header = MessageHeader(self._step, MessageKind.BATCH, flags, size=content.size)
                     encoded = content.encoded_schema
                 # Before it has them: a rank that may have them hears of an error in the next step.
                 del waiting[sender.rank]
@@ -280,7 +280,7 @@ class ScatterSource(Session):
             # A rank that has its batch of this step hears of it in the next.
             step = self._step + (sender.rank not in waiting)
             if isinstance(sender, GlooSender):
-                outgoing.post(sender, Header(step, kind), text.encode(errors="replace"))
+                outgoing.post(sender, MessageHeader(step, kind), text.encode(errors="replace"))
                 tells_other_nodes = True
                 continue
             try:

@@ -9,7 +9,7 @@
     >>> td.tree.unflatten(schema, tensors)["task"]
     'caption'
 
-`flattening` and `parts_by_type` traverse an object. `container_rules`, `tensor_rules` and `array_rules` say what the
+`flattening` and `map_and_find` traverse an object. `container_rules`, `tensor_rules` and `array_rules` say what the
 parts of an object of each type are, and how to build it again. `memory_regions` and `buffer_layout` choose the tensors
 that travel; `schema` holds the rest; `unflattening` rebuilds the object.
 
@@ -27,9 +27,9 @@ from tundish.tree.array_rules import NUMPY_DTYPES
 from tundish.tree.buffer_layout import DLPACK_DTYPES, BufferLayout
 from tundish.tree.container_rules import register
 from tundish.tree.flattening import flatten, flatten_with_addresses
+from tundish.tree.map_and_find import find_all, map_only
 from tundish.tree.memory_regions import DLPACK_EXCHANGE
 from tundish.tree.node_spec import Refusal
-from tundish.tree.parts_by_type import find_all, map_only
 from tundish.tree.schema import Schema
 from tundish.tree.unflattening import unflatten, unflatten_unchecked
 

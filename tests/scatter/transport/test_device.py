@@ -155,7 +155,7 @@ def open_between_devices(rank: int) -> Any:
 def one_call_fails(rank: int, line: Line) -> None:
     """One call fails in a step from device to device: at its beginning, or at its end if it is `post`."""
     failing = line.hear()
-    session = open_between_devices(rank)
+    scatter = open_between_devices(rank)
 
     post = OutgoingMessages.post
 
@@ -168,9 +168,9 @@ def one_call_fails(rank: int, line: Line) -> None:
 
     def go_through(number: int, given: list[Any]) -> None:
         if rank == 0:
-            session.send(given, host)
+            scatter.send(given, host)
             return
-        received = session.receive()
+        received = scatter.receive()
         assert isinstance(received, ReceivedBatch)
         check(received.build(host), number, "cpu")
 
@@ -209,7 +209,7 @@ def test_tensors_of_a_failed_step_are_not_taken_for_the_next_ones(failing: str, 
 def from_device_to_device(rank: int, line: Line) -> None:
     """Batches from device to device, with the CPU as the device."""
     world = dist.get_world_size()
-    session = open_between_devices(rank)
+    scatter = open_between_devices(rank)
     host = torch.device("cpu")
     for number in range(6):
         # Steps in which a rank has no batch, one without bytes, and one with another structure.
@@ -221,9 +221,9 @@ def from_device_to_device(rank: int, line: Line) -> None:
         # In one step the tensors travel over gloo.
         device = None if number == 2 else host
         if rank == 0:
-            session.send(given, device)
+            scatter.send(given, device)
             continue
-        received = session.receive()
+        received = scatter.receive()
         if given[rank] is None:
             assert received is None
             continue
@@ -237,11 +237,11 @@ def from_device_to_device(rank: int, line: Line) -> None:
             mine["pixels"].zero_()
     # The receivers hear of an error on the source.
     kind, text, _ = outcome(
-        lambda: session.send([1, threading.Lock(), 3], host) if rank == 0 else session.receive()
+        lambda: scatter.send([1, threading.Lock(), 3], host) if rank == 0 else scatter.receive()
     )
     assert kind == ("NotPicklableError" if rank == 0 else "PeerFailedError") and "rank 1's batch" in text
-    assert session.stats()["transports"] == {"gloo, from device to device": [1, 2] if rank == 0 else [0]}
-    session.close()
+    assert scatter.stats()["transports"] == {"gloo, from device to device": [1, 2] if rank == 0 else [0]}
+    scatter.close()
 
 
 def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_batches_go_from_device_to_device_between_nodes(tmp_path: Path) -> None:
 
 def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
     """As above, with a receiver that names the second GPU in its call and nowhere else."""
-    session = open_between_devices(rank)
+    scatter = open_between_devices(rank)
     host, devices = torch.device("cpu"), []
     empty, zeros = torch.empty, torch.zeros
 
@@ -265,21 +265,21 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            assert session._channels is not None and session._channels.device is not None
-            patch.setattr(session._channels.device, "kind", "cuda")
+            assert scatter._channels is not None and scatter._channels.device is not None
+            patch.setattr(scatter._channels.device, "kind", "cuda")
             patch.setattr(torch.cuda, "current_device", lambda: 0)
             patch.setattr(torch, "empty", recorded(empty))
             patch.setattr(torch, "zeros", recorded(zeros))
         # The channel keeps its first device, because another would need a new communicator.
         for number, wanted in enumerate(["cuda:1", "cuda:1", None, "cuda:0"]):
             if rank == 0:
-                session.send([None, make(number)], host)
+                scatter.send([None, make(number)], host)
                 continue
-            received = session.receive(None if wanted is None else torch.device(wanted))
+            received = scatter.receive(None if wanted is None else torch.device(wanted))
             assert isinstance(received, ReceivedBatch)
             check(received.build(None), number, "cpu")
     assert rank == 0 or (len(devices) > 4 and set(devices) == {torch.device("cuda", 1)}), devices
-    session.close()
+    scatter.close()
 
 
 def test_a_batch_from_device_to_device_goes_to_the_device_of_the_call(tmp_path: Path) -> None:

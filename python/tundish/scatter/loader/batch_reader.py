@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.loader_queries import is_stateful
+from tundish.scatter.loader.wrapped_loader import is_stateful
 
 __all__ = ["BatchReader", "StepBatches", "Tail", "step_count"]
 

@@ -15,7 +15,7 @@ import torch
 
 from tundish.errors import PeerStoppedError
 from tundish.scatter.loader.early_exit import EarlyExits
-from tundish.scatter.session import Session
+from tundish.scatter.scatter_rank import ScatterRank
 
 __all__ = ["ControlKind", "Epoch", "EpochStart", "Step", "early_exit_error"]
 
@@ -71,22 +71,26 @@ class Epoch:
     """One iteration over an epoch, on the source or on a receiver. One thread at a time calls it.
 
     Args:
-        session: sends or receives the batches.
+        scatter: sends or receives the batches.
         early_exits: the early exits of this loader; None in a process that is alone.
         iteration: the number of the iteration.
         device: where this rank's batches go.
 
     Attributes:
-        session: as given.
+        scatter: as given.
         start: where the iteration begins; None as long as a receiver does not know.
         reading_seconds: seconds spent in the source's loader.
         last_heard: when another rank was last heard of, as `time.monotonic` has it.
     """
 
     def __init__(
-        self, session: Session, early_exits: EarlyExits | None, iteration: int, device: torch.device | None
+        self,
+        scatter: ScatterRank,
+        early_exits: EarlyExits | None,
+        iteration: int,
+        device: torch.device | None,
     ) -> None:
-        self.session = session
+        self.scatter = scatter
         self.start: EpochStart | None = None
         self.reading_seconds = 0.0
         self.last_heard = time.monotonic()
@@ -118,7 +122,7 @@ class Epoch:
 
     def steps_before_error(self, error: BaseException) -> int | None:
         """How many steps the caller may still get, in all, before this error; None for all that are there."""
-        return 0 if error is self.session.end_error else self._ends_after
+        return 0 if error is self.scatter.end_error else self._ends_after
 
 
 def early_exit_error(rank: int) -> PeerStoppedError:

@@ -20,7 +20,7 @@ _MAX_ERRORS = 8
 class EpochReceiver(Epoch):
     """An `Epoch` on a receiver."""
 
-    session: ScatterReceiver
+    scatter: ScatterReceiver
     # How many batches of the last step are new; None before the source has said so.
     _new: int | None = None
 
@@ -32,7 +32,7 @@ class EpochReceiver(Epoch):
             received = self._receive()
         if received is None:
             return Step(lambda: None, False, self._done, None, 0)
-        participants, device = self.session.participants, self._device
+        participants, device = self.scatter.participants, self._device
         is_padding = self._new is not None and participants.batch_number(participants.rank) >= self._new
         size = received.schema.layout.total
         if device is None:
@@ -59,15 +59,15 @@ class EpochReceiver(Epoch):
     def _receive(self) -> ReceivedBatch | ControlMessage | None:
         """The next message. Handles control messages."""
         try:
-            received = self.session.receive()
+            received = self.scatter.receive()
             self.last_heard = time.monotonic()
             if isinstance(received, ControlMessage):
                 self._handle_control(*json.loads(received.text))
             else:
-                self._done += self.session.participants.batch_count if self._new is None else self._new
+                self._done += self.scatter.participants.batch_count if self._new is None else self._new
                 self._steps += 1
         except PeerFailedError as error:
-            self._ends_after = 0 if error is self.session.end_error else self._steps
+            self._ends_after = 0 if error is self.scatter.end_error else self._steps
             raise
         return received
 

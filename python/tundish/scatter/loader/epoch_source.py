@@ -14,7 +14,7 @@ from tundish.progress import ProgressLine
 from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail, step_count
 from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
-from tundish.scatter.loader.loader_queries import length_of
+from tundish.scatter.loader.wrapped_loader import length_of
 from tundish.scatter.source import ScatterSource
 from tundish.tree import flatten_with_addresses
 
@@ -28,18 +28,18 @@ class EpochSource(Epoch):
     """An `Epoch` on the source. Call `begin` first, on the caller's thread.
 
     Args:
-        session, early_exits, iteration, device: as for `Epoch`.
+        scatter, early_exits, iteration, device: as for `Epoch`.
         loader: the source's loader.
         tail: how the last step is completed.
         progress: whether standard error shows how many batches are left out.
         counts_bytes: whether steps have the size of this rank's batch, if no batch is sent.
     """
 
-    session: ScatterSource
+    scatter: ScatterSource
 
     def __init__(
         self,
-        session: ScatterSource,
+        scatter: ScatterSource,
         early_exits: EarlyExits | None,
         iteration: int,
         device: torch.device | None,
@@ -49,7 +49,7 @@ class EpochSource(Epoch):
         progress: bool | None,
         counts_bytes: bool,
     ) -> None:
-        super().__init__(session, early_exits, iteration, device)
+        super().__init__(scatter, early_exits, iteration, device)
         self._loader = loader
         self._tail = tail
         self._progress = progress
@@ -67,7 +67,7 @@ class EpochSource(Epoch):
             skip: how many of its batches are left out.
             state: the loader's state that stands for them, or None.
         """
-        width = self.session.participants.batch_count
+        width = self.scatter.participants.batch_count
         with self._ended_by_errors():
             with self._reported_reading():
                 self.start = EpochStart(epoch, skip, length_of(self._loader))
@@ -126,20 +126,20 @@ class EpochSource(Epoch):
             if self._is_complete_after(steps):
                 self._send_control(ControlKind.END)
             else:
-                self._send_control(ControlKind.STOPPED, self.session.participants.rank, steps)
+                self._send_control(ControlKind.STOPPED, self.scatter.participants.rank, steps)
 
     def check_peers(self) -> None:
         with self._ended_by_errors():
-            self.session.check_peers()
+            self.scatter.check_peers()
 
     def _send(self, drawn: StepBatches) -> Step:
-        session = self.session
+        scatter = self.scatter
         if drawn.new < len(drawn.batches):
             self._send_control(ControlKind.TAIL, drawn.new)
-        make = session.send(drawn.batches, self._device)
+        make = scatter.send(drawn.batches, self._device)
         self._done += drawn.new
         self._steps += 1
-        number, size = session.participants.batch_number(session.participants.rank), session.largest_batch
+        number, size = scatter.participants.batch_number(scatter.participants.rank), scatter.largest_batch
         if not size and self._counts_bytes:
             # A batch that stays here need not be of types that can be sent.
             with contextlib.suppress(Exception):
@@ -163,8 +163,8 @@ class EpochSource(Epoch):
         try:
             yield
         except BaseException as error:
-            if self.session.end_error is None:
-                self.session.fail(error)
+            if self.scatter.end_error is None:
+                self.scatter.fail(error)
             raise
         finally:
             self.reading_seconds += time.monotonic() - begin
@@ -176,7 +176,7 @@ class EpochSource(Epoch):
             yield
         except BaseException as error:
             if self._ends_after is None:
-                self._set_end(0 if error is self.session.end_error else self._steps)
+                self._set_end(0 if error is self.scatter.end_error else self._steps)
             raise
 
     def _set_end(self, ends_after: int) -> None:
@@ -186,4 +186,4 @@ class EpochSource(Epoch):
         return steps == self._steps == self._expected_steps
 
     def _send_control(self, kind: ControlKind, *values: Any) -> None:
-        self.session.send_control(json.dumps((kind, *values)))
+        self.scatter.send_control(json.dumps((kind, *values)))

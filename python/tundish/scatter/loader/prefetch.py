@@ -114,7 +114,7 @@ class PrefetchedSteps(InlineSteps):
             waited = time.monotonic() - max(begin, self.epoch.last_heard)
             if self._timeout is not None and waited > self._timeout + _GRACE_SECONDS:
                 raise TimedOutError(
-                    f"the source, rank {self.epoch.session.participants.source}, gave nothing within "
+                    f"the source, rank {self.epoch.scatter.participants.source}, gave nothing within "
                     f"{self._timeout:.4g} s: hung, stopped, reading, or elsewhere in the program"
                 )
         with self._changed:

@@ -32,7 +32,7 @@ from tundish import _native
 from tundish.errors import NotPicklableError
 from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.received_batch import ReceivedBatch, bytes_of
-from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, Header, MessageKind
+from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, MessageHeader, MessageKind
 from tundish.scatter.transport.shared_memory import MAX_LEASES, ReceivedMessage
 from tundish.tree import Schema
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class GlooWaitThread:
-    """A thread that runs calls in order, and waits in gloo for its session.
+    """A thread that runs calls in order, and waits in gloo for its scatter.
 
     It ends with this object, or when it is closed.
     """
@@ -136,7 +136,9 @@ class OutgoingMessages:
         self.sent_bytes = 0
         self._posted: deque[tuple[int, list[Any], list[Tensor]]] = deque()
 
-    def post(self, sender: GlooSender, header: Header, text: bytes, payload: Tensor | None = None) -> None:
+    def post(
+        self, sender: GlooSender, header: MessageHeader, text: bytes, payload: Tensor | None = None
+    ) -> None:
         """Begin to send one receiver a text, or a batch with its schema as the text.
 
         `payload`: the bytes of the batch, shape (size,), uint8; None where they travel from device to device.
@@ -212,7 +214,7 @@ class GlooReceiver:
 
     def _receive(self) -> ReceivedMessage:
         first = self._receive_into(np.empty(_FIRST_BYTES, np.uint8))
-        header = Header.unpack(first[:HEADER_BYTES].tobytes())
+        header = MessageHeader.unpack(first[:HEADER_BYTES].tobytes())
         text = first[HEADER_BYTES : HEADER_BYTES + header.text_bytes]
         if len(text) < header.text_bytes:
             text = self._receive_into(np.empty(header.text_bytes, np.uint8))

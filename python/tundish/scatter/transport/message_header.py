@@ -16,8 +16,8 @@ __all__ = [
     "NEW_MEMORY",
     "NO_MEMORY",
     "SHARED",
-    "Header",
     "MemoryReference",
+    "MessageHeader",
     "MessageKind",
 ]
 
@@ -52,7 +52,7 @@ MemoryReference = tuple[int, int, int, int, int]
 NO_MEMORY: Final[MemoryReference] = (0, 0, 0, 0, 0)
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """The header of a message.
 
     Attributes:
@@ -76,7 +76,7 @@ class Header(NamedTuple):
         return _HEADER.pack(*self[:-1], *self.memory)
 
     @classmethod
-    def unpack(cls, message: bytes | bytearray) -> Header:
+    def unpack(cls, message: bytes | bytearray) -> MessageHeader:
         """The header at the beginning of `message`."""
         step, kind, flags, text_bytes, size, *memory = _HEADER.unpack_from(message)
         return cls(step, MessageKind(kind), flags, text_bytes, size, tuple(memory))

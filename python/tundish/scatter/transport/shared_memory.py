@@ -31,7 +31,7 @@ from tundish.scatter.transport.message_header import (
     HEADER_BYTES,
     NEW_MEMORY,
     SHARED,
-    Header,
+    MessageHeader,
     MessageKind,
 )
 from tundish.tree import Schema
@@ -73,7 +73,7 @@ class ReceivedMessage(NamedTuple):
         buffer: the shared memory of the batch, if this rank passes it on to others.
     """
 
-    header: Header
+    header: MessageHeader
     content: ReceivedBatch | str | NotPicklableError
     buffer: _native.SendBuffer | None = None
 
@@ -123,7 +123,9 @@ class SharedMemorySender:
         Raises `ConnectionError` where the receiver has closed its socket.
         """
         self._wait_for_room(wait, size=size)
-        header = Header(step, MessageKind.BATCH, SHARED * is_shared, schema_bytes, size, lease.reference)
+        header = MessageHeader(
+            step, MessageKind.BATCH, SHARED * is_shared, schema_bytes, size, lease.reference
+        )
         identity = lease.reference[2]
         if identity not in self._known_segments:
             if len(self._known_segments) >= _MAX_KNOWN_SEGMENTS:
@@ -139,7 +141,7 @@ class SharedMemorySender:
         encoded = text.encode(errors="replace")[:room].decode(errors="ignore").encode()
         is_error = kind in (MessageKind.FAILED, MessageKind.CLOSED)
         self._wait_for_room(wait, messages=_MAX_MESSAGES + _ERROR_MESSAGES * is_error)
-        self._put(Header(step, kind, text_bytes=len(encoded)).pack() + encoded, 0, None)
+        self._put(MessageHeader(step, kind, text_bytes=len(encoded)).pack() + encoded, 0, None)
 
     def stats(self) -> ArenaStats:
         """Bytes of the shared memory for this receiver."""
@@ -218,7 +220,7 @@ class SharedMemoryReceiver:
             raise RuntimeError("read() was called before wait() found a message")
         (ticket, _, message), self._message = self._message, None
         try:
-            header, text = Header.unpack(message), message[HEADER_BYTES:]
+            header, text = MessageHeader.unpack(message), message[HEADER_BYTES:]
             if header.kind != MessageKind.BATCH:
                 return ReceivedMessage(header, text.decode(errors="replace"))
             return ReceivedMessage(header, self._batch(header))
@@ -229,7 +231,7 @@ class SharedMemoryReceiver:
         """Close the socket. Batches stay."""
         self._connection.close()
 
-    def _batch(self, header: Header) -> ReceivedBatch:
+    def _batch(self, header: MessageHeader) -> ReceivedBatch:
         if header.flags & NEW_MEMORY:
             self._memory.adopt(self._receive_descriptor(), self._sender_process)
         memory: NDArray[np.uint8] = bytes_of(self._memory.open(header.memory))

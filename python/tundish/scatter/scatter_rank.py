@@ -3,7 +3,7 @@
 Invariants:
 - Every call is the next step on its rank, also after a failed one. All messages carry their step.
 - A lost rank ends the scatter on all ranks, with an error that names it.
-- One thread at a time calls a session. It may be a background thread, as no step is a collective of the job's groups.
+- One thread at a time calls a scatter. It may be a background thread, as no step is a collective of the job's groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tundish.scatter.participants import Participants
     from tundish.scatter.transport.channels import Channels
 
-__all__ = ["GONE", "ScatterStats", "Session"]
+__all__ = ["GONE", "ScatterRank", "ScatterStats"]
 
 # Of a rank whose connection was closed, in messages.
 GONE: Final = "was killed, has ended, or has left the scatter"
@@ -61,7 +61,7 @@ class ScatterStats(TypedDict):
     receivers hold."""
 
 
-class Session:
+class ScatterRank:
     """One rank's part in a scatter. Collective over the members of `voter`.
 
     Args:
@@ -200,7 +200,7 @@ class Session:
         Args:
             is_ready: waits for so many seconds, and returns whether the event came.
             rank: the rank, or a function that returns it once it is known.
-            seconds: for how long, in place of the session's timeout.
+            seconds: for how long, in place of the scatter's timeout.
         """
         if is_ready(0.0):
             return

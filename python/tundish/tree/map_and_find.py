@@ -56,15 +56,15 @@ def map_only(
         >>> td.tree.map_only(torch.Tensor, lambda tensor: tuple(tensor.shape), {"a": [torch.zeros(2, 3), 1]})
         {'a': [(2, 3), 1]}
     """
-    mapping = _Mapping(kinds if isinstance(kinds, tuple) else (kinds,), function, enter)
+    run = _MapOnly(kinds if isinstance(kinds, tuple) else (kinds,), function, enter)
     try:
-        return mapping.map(obj)
+        return run.map(obj)
     except Refusal as refusal:
-        path = name + "".join(reversed(mapping.path))
+        path = name + "".join(reversed(run.path))
         raise refusal.kind(f"{path} {refusal.reason}") from refusal.__cause__
 
 
-class _Mapping:
+class _MapOnly:
     def __init__(
         self,
         kinds: tuple[type, ...],
