@@ -43,7 +43,7 @@ class OutgoingBatch:
         """Write the tensors to the first `size` bytes of a buffer in shared memory."""
         layout = self.schema.layout
         if self.is_contiguous:
-            buffer.fill(self._addresses, layout.size_bytes, layout.offset_bytes, 0, self._threads)
+            buffer.fill(self._addresses, layout.size_bytes, layout.offset_bytes, self._threads)
             return
         places = layout.tensors_in(torch.frombuffer(buffer, dtype=torch.uint8, count=self.size))
         for place, tensor in zip(places, self.tensors, strict=True):

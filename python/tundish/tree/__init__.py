@@ -29,7 +29,7 @@ from tundish.tree.container_rules import register
 from tundish.tree.flattening import flatten, flatten_with_addresses
 from tundish.tree.map_and_find import find_all, map_only
 from tundish.tree.memory_regions import DLPACK_EXCHANGE
-from tundish.tree.node_spec import Refusal
+from tundish.tree.object_parts import Refusal
 from tundish.tree.schema import Schema
 from tundish.tree.unflattening import unflatten, unflatten_unchecked
 

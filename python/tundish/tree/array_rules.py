@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tundish.tree.node_spec import NodeSpec, Token
+from tundish.tree.object_parts import ObjectParts, Token
 
 __all__ = ["ARRAY_BUILDERS", "NUMPY_DTYPES", "array_rule_of"]
 
@@ -39,15 +39,15 @@ _TORCH_CODES = frozenset("?bhBHefdFD").union(
 def array_rule_of(kind: type) -> Any:
     """The rule for arrays of the class `kind`; None where they are pickled, as a `MaskedArray` is."""
     if kind is np.ndarray:
-        return _array_spec
+        return _array_parts
     pickles_as_array = all(
         getattr(kind, name) is getattr(np.ndarray, name)
         for name in ("__reduce__", "__reduce_ex__", "__setstate__")
     )
-    return _array_subclass_spec if pickles_as_array else None
+    return _array_subclass_parts if pickles_as_array else None
 
 
-def _array_spec(array: NDArray[Any]) -> NodeSpec | None:
+def _array_parts(array: NDArray[Any]) -> ObjectParts | None:
     dtype = array.dtype
     # Objects and numpy's StringDType are references, not values.
     if dtype.hasobject or dtype.itemsize == 0 or dtype.kind not in "biufcmMSUV":
@@ -60,14 +60,14 @@ def _array_spec(array: NDArray[Any]) -> NodeSpec | None:
         if any(stride % dtype.itemsize for stride in array.strides):
             # As in a column of records.
             array = array.copy()
-        return NodeSpec(("array", None, writable), (torch.from_numpy(array),), ("",))
+        return ObjectParts(("array", None, writable), (torch.from_numpy(array),), ("",))
     values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     tensor = torch.from_numpy(values).view(*array.shape, dtype.itemsize)
-    return NodeSpec(("array", dtype, writable), (tensor,), ("",))
+    return ObjectParts(("array", dtype, writable), (tensor,), ("",))
 
 
-def _array_subclass_spec(array: NDArray[Any]) -> NodeSpec:
-    return NodeSpec(("array subclass", type(array)), (array.view(np.ndarray),), ("",))
+def _array_subclass_parts(array: NDArray[Any]) -> ObjectParts:
+    return ObjectParts(("array subclass", type(array)), (array.view(np.ndarray),), ("",))
 
 
 def _build_array(token: Token, parts: list[Any]) -> NDArray[Any]:

@@ -26,12 +26,12 @@ from torch.utils import _pytree
 
 from tundish.errors import InvalidTypeError
 from tundish.tree.array_rules import ARRAY_BUILDERS, array_rule_of
-from tundish.tree.node_spec import NodeSpec, Token, format_key
-from tundish.tree.tensor_rules import TENSOR_BUILDERS, tensor_subclass_spec
+from tundish.tree.object_parts import ObjectParts, Token, format_key
+from tundish.tree.tensor_rules import TENSOR_BUILDERS, tensor_subclass_parts
 
-__all__ = ["PLAIN_TUPLES", "Rule", "build", "register", "rule_of", "spec_of"]
+__all__ = ["PLAIN_TUPLES", "Rule", "build", "parts_of", "register", "rule_of"]
 
-Rule = Callable[[Any], NodeSpec | None]
+Rule = Callable[[Any], ObjectParts | None]
 
 # Types of plain tuples that objects were flattened of: the compiled traversal asks no rule for them.
 PLAIN_TUPLES: set[type] = set()
@@ -96,31 +96,31 @@ def register(
 def rule_of(kind: type) -> Rule:
     """The rule for objects of the type `kind`. A rule returns None for an object to pickle."""
     if kind in _registered:
-        return _registered_spec
+        return _registered_parts
     if issubclass(kind, torch.Tensor):
-        return tensor_subclass_spec
+        return tensor_subclass_parts
     if issubclass(kind, np.ndarray):
-        return array_rule_of(kind) or _no_spec
+        return array_rule_of(kind) or _no_parts
     if kind in _CONSTANTS:
-        return _constant_spec
+        return _constant_parts
     if kind is _Attributes:
-        return _attributes_spec
+        return _attributes_parts
     if _is_plain_tuple(kind):
-        return _tuple_spec
+        return _tuple_parts
     if _is_pytree_node(kind) and not issubclass(kind, (dict, tuple, list, deque)):
-        return _registered_spec
+        return _registered_parts
     if issubclass(kind, _CONTAINERS) or dataclasses.is_dataclass(kind):
-        return _reduced_spec
-    return _no_spec
+        return _reduced_parts
+    return _no_parts
 
 
-def spec_of(value: Any) -> NodeSpec | None:
+def parts_of(value: Any) -> ObjectParts | None:
     """The parts of any object; None for an object to pickle."""
     kind: Any = type(value)
     if kind is dict and _KEY_TYPES.issuperset(map(type, value)):
-        return NodeSpec(("dict", tuple(value)), list(value.values()))
+        return ObjectParts(("dict", tuple(value)), list(value.values()))
     if kind is list or kind is tuple:
-        return NodeSpec((kind.__name__,), value)
+        return ObjectParts((kind.__name__,), value)
     return rule_of(kind)(value)
 
 
@@ -146,15 +146,15 @@ def _is_pytree_node(kind: type) -> bool:
     return kind in _pytree.SUPPORTED_NODES and kind not in getattr(_pytree, "CONSTANT_NODES", ())
 
 
-def _no_spec(_: Any) -> None:
+def _no_parts(_: Any) -> None:
     return None
 
 
-def _constant_spec(value: Any) -> NodeSpec:
-    return NodeSpec(("constant", value), ())
+def _constant_parts(value: Any) -> ObjectParts:
+    return ObjectParts(("constant", value), ())
 
 
-def _registered_spec(value: Any) -> NodeSpec:
+def _registered_parts(value: Any) -> ObjectParts:
     kind = type(value)
     if kind in _registered:
         name, flatten = "register", _registered[kind][0]
@@ -163,7 +163,7 @@ def _registered_spec(value: Any) -> NodeSpec:
     children, context = flatten(value)
     parts = [*children, context]
     labels = [f" (part {number} of the {kind.__name__})" for number in range(len(parts) - 1)]
-    return NodeSpec((name, kind), parts, [*labels, f" (context of the {kind.__name__})"])
+    return ObjectParts((name, kind), parts, [*labels, f" (context of the {kind.__name__})"])
 
 
 def _build_registered(token: Token, parts: list[Any]) -> Any:
@@ -180,23 +180,23 @@ def _build_registered(token: Token, parts: list[Any]) -> Any:
     )
 
 
-def _tuple_spec(value: Any) -> NodeSpec:
+def _tuple_parts(value: Any) -> ObjectParts:
     fields = getattr(type(value), "_fields", None)
     labels = None if fields is None else [f".{name}" for name in fields]
     # The class may show its items otherwise than it holds them.
-    return NodeSpec(("tuple subclass", type(value)), tuple(tuple.__iter__(value)), labels)
+    return ObjectParts(("tuple subclass", type(value)), tuple(tuple.__iter__(value)), labels)
 
 
 class _Attributes(dict[str, Any]):
     """The attributes of an object. Messages name them so; otherwise they are a dict."""
 
 
-def _attributes_spec(value: dict[str, Any]) -> NodeSpec:
+def _attributes_parts(value: dict[str, Any]) -> ObjectParts:
     names = tuple(value)
-    return NodeSpec(("dict", names), list(value.values()), lambda number: f".{names[number]}")
+    return ObjectParts(("dict", names), list(value.values()), lambda number: f".{names[number]}")
 
 
-def _reduced_spec(value: Any) -> NodeSpec | None:
+def _reduced_parts(value: Any) -> ObjectParts | None:
     """Take `value` apart as pickle does: a function and its arguments, a state, and items to add."""
     if isinstance(value, UserDict):
         # transformers' batches pickle some of their attributes only.
@@ -216,7 +216,7 @@ def _reduced_spec(value: Any) -> NodeSpec | None:
     # Other keys may be anything, tensors too.
     fixed_keys = keys if _KEY_TYPES.issuperset(map(type, keys)) else None
     counts = len(arguments), _ITSELF if state is value else len(states), len(item_list), len(keys)
-    return NodeSpec(
+    return ObjectParts(
         ("reduced", function, fixed, counts, fixed_keys),
         [
             *arguments,

@@ -18,10 +18,10 @@ from tundish import _native
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.container_rules import PLAIN_TUPLES, rule_of
 from tundish.tree.memory_regions import layout_as_is, tensors_to_send
-from tundish.tree.node_spec import NodeSpec, Refusal, part_label
+from tundish.tree.object_parts import ObjectParts, Refusal, part_label
 from tundish.tree.pickled_values import ValuePickler
 from tundish.tree.schema import Schema, Structure, encode_values, structure_of
-from tundish.tree.tensor_rules import tensor_spec
+from tundish.tree.tensor_rules import tensor_parts
 
 __all__ = ["flatten", "flatten_with_addresses"]
 
@@ -95,7 +95,7 @@ class Traversal:
         self.leaves: list[Tensor] = []
         self._careful = careful
         # The number or the parts of each tensor and array that a rule was asked for, by identity.
-        self._found: dict[int, int | NodeSpec | None] = {}
+        self._found: dict[int, int | ObjectParts | None] = {}
         # Freed tensors would leave their identities to others.
         self._alive: list[Any] = []
         self._pickler: ValuePickler | None = None
@@ -117,31 +117,33 @@ class Traversal:
             raise NotPicklableError(f"{name} cannot be sent between processes: {error}") from error
         self.pickles = b"" if self._pickler is None else self._pickler.getvalue()
 
-    def _rule(self, value: Any) -> int | NodeSpec | None:
+    def _rule(self, value: Any) -> int | ObjectParts | None:
         """The number of a leaf, the parts of an object, or None after pickling it."""
-        found = self._leaf_or_spec(value) if isinstance(value, (Tensor, np.ndarray)) else self._spec(value)
+        found = (
+            self._leaf_or_parts(value) if isinstance(value, (Tensor, np.ndarray)) else self._parts_of(value)
+        )
         if found is None:
             self._pickle(value)
         return found
 
-    def _spec(self, value: Any) -> NodeSpec | None:
+    def _parts_of(self, value: Any) -> ObjectParts | None:
         kind: Any = type(value)
-        spec = rule_of(kind)(value)
-        if spec is not None:
+        parts = rule_of(kind)(value)
+        if parts is not None:
             _check_importable(value if kind is type else kind)
-            if spec.token[0] == "tuple subclass" and len(PLAIN_TUPLES) < _MAX_KNOWN_TYPES:
+            if parts.token[0] == "tuple subclass" and len(PLAIN_TUPLES) < _MAX_KNOWN_TYPES:
                 PLAIN_TUPLES.add(kind)
-        return spec
+        return parts
 
-    def _leaf_or_spec(self, value: Any) -> int | NodeSpec | None:
+    def _leaf_or_parts(self, value: Any) -> int | ObjectParts | None:
         """The number of a plain tensor, the parts of other tensors and arrays; None for an array to pickle."""
         identity = id(value)
         if identity not in self._found:
             self._alive.append(value)
             if type(value) is not Tensor:
-                found: int | NodeSpec | None = self._spec(value)
+                found: int | ObjectParts | None = self._parts_of(value)
             else:
-                found = tensor_spec(value) if self._careful else None
+                found = tensor_parts(value) if self._careful else None
             if found is None and isinstance(value, Tensor):
                 found = len(self.leaves)
                 self.leaves.append(value)
@@ -150,7 +152,7 @@ class Traversal:
 
     def _pickle(self, value: Any) -> None:
         if self._pickler is None:
-            self._pickler = ValuePickler(self._leaf_or_spec)
+            self._pickler = ValuePickler(self._leaf_or_parts)
         try:
             self._pickler.dump(value)
         except Refusal as refusal:
@@ -162,7 +164,7 @@ class Traversal:
 
 
 def _format_path(name: str, entries: list[tuple[Any, Any]]) -> str:
-    return name + "".join(part_label(spec, key) for spec, key in entries)
+    return name + "".join(part_label(parts, key) for parts, key in entries)
 
 
 @lru_cache(_MAX_KNOWN_TYPES)

@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from tundish.errors import InvalidInputError
-from tundish.tree.container_rules import build, spec_of
-from tundish.tree.node_spec import NodeSpec, Refusal, part_label
+from tundish.tree.container_rules import build, parts_of
+from tundish.tree.object_parts import ObjectParts, Refusal, part_label
 
 __all__ = ["find_all", "map_only"]
 
@@ -105,22 +105,22 @@ class _MapOnly:
         return made
 
     def _map_container(self, value: Any) -> Any:
-        spec = spec_of(value)
-        if spec is None:
+        parts = parts_of(value)
+        if parts is None:
             return value
-        self._alive.append((value, spec.parts))
-        made = self._map_parts(spec)
-        return value if all(map(operator.is_, made, spec.parts)) else build(spec.token, made)
+        self._alive.append((value, parts.children))
+        made = self._map_parts(parts)
+        return value if all(map(operator.is_, made, parts.children)) else build(parts.token, made)
 
-    def _map_parts(self, spec: NodeSpec) -> list[Any]:
+    def _map_parts(self, parts: ObjectParts) -> list[Any]:
         made: list[Any] = []
         # Where all are to be replaced, no other check is needed.
-        each = self._function if self._exact.issuperset(map(type, spec.parts)) else self.map
+        each = self._function if self._exact.issuperset(map(type, parts.children)) else self.map
         try:
-            for part in spec.parts:
+            for part in parts.children:
                 made.append(each(part))  # noqa: PERF401 (their number tells which part was refused)
         except Refusal:
-            self.path.append(part_label(spec, len(made)))
+            self.path.append(part_label(parts, len(made)))
             raise
         return made
 

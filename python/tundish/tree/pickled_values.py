@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from tundish.errors import NotPicklableError, TundishError
-from tundish.tree.node_spec import NodeSpec, Token
+from tundish.tree.object_parts import ObjectParts, Token
 
 __all__ = ["Builder", "ValuePickler", "load_pickles"]
 
@@ -36,24 +36,24 @@ class ValuePickler(pickle.Pickler):
     """Pickles one object after the other; those that several of them share are pickled once.
 
     Args:
-        leaf_or_spec: returns the number of a tensor among the leaves, the parts of an array or of a tensor that is
+        leaf_or_parts: returns the number of a tensor among the leaves, the parts of an array or of a tensor that is
             more than a leaf, or None for an array to pickle.
     """
 
-    def __init__(self, leaf_or_spec: Callable[[Any], int | NodeSpec | None]) -> None:
+    def __init__(self, leaf_or_parts: Callable[[Any], int | ObjectParts | None]) -> None:
         self._file = io.BytesIO()
         super().__init__(self._file, 5)
-        self._leaf_or_spec = leaf_or_spec
+        self._leaf_or_parts = leaf_or_parts
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, (np.ndarray, Tensor)):
             return NotImplemented
-        found = self._leaf_or_spec(value)
+        found = self._leaf_or_parts(value)
         if found is None:
             return NotImplemented
         if isinstance(found, int):
             return _leaf, (found,)
-        return _build, (found.token, list(found.parts))
+        return _build, (found.token, list(found.children))
 
     def getvalue(self) -> bytes:
         """The pickles of all objects."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from tundish._native import TreeProgram
+from tundish._native import RebuildProgram
 from tundish.errors import InvalidInputError, NotPicklableError
 from tundish.tree.buffer_layout import BufferLayout, decode_layout
 
@@ -40,9 +40,9 @@ class Structure:
         self.encoded = encoded
 
     @cached_property
-    def program(self) -> TreeProgram:
+    def program(self) -> RebuildProgram:
         """Builds the object."""
-        return TreeProgram(self.words, self.tokens)
+        return RebuildProgram(self.words, self.tokens)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Structure):

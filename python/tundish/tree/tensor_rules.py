@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish.errors import InvalidTypeError
-from tundish.tree.node_spec import NodeSpec, Refusal
+from tundish.tree.object_parts import ObjectParts, Refusal
 
-__all__ = ["TENSOR_BUILDERS", "tensor_spec", "tensor_subclass_spec"]
+__all__ = ["TENSOR_BUILDERS", "tensor_parts", "tensor_subclass_parts"]
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -27,7 +27,7 @@ _COMPRESSED = {
 }
 
 
-def tensor_spec(tensor: Tensor) -> NodeSpec | None:
+def tensor_parts(tensor: Tensor) -> ObjectParts | None:
     """The parts of a tensor of exactly the type `torch.Tensor`; None: it is plain. Raises `Refusal`."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         raise Refusal(
@@ -40,23 +40,23 @@ def tensor_spec(tensor: Tensor) -> NodeSpec | None:
     if tensor.is_quantized:
         raise Refusal(InvalidTypeError, "is a quantized tensor: carry its int_repr(), scales and zero points")
     if tensor.requires_grad:
-        return NodeSpec(("grad",), (tensor.detach(),), ("",))
+        return ObjectParts(("grad",), (tensor.detach(),), ("",))
     if tensor.device.type == "meta":
-        return NodeSpec(("meta", tensor.dtype), (tuple(tensor.shape), _strides(tensor)))
+        return ObjectParts(("meta", tensor.dtype), (tuple(tensor.shape), _strides(tensor)))
     layout = tensor.layout
     if layout is torch.sparse_coo:
         coo = tensor._indices(), tensor._values(), tuple(tensor.shape)
-        return NodeSpec(("coo", tensor.is_coalesced()), coo, ("._indices()", "._values()", ".shape"))
+        return ObjectParts(("coo", tensor.is_coalesced()), coo, ("._indices()", "._values()", ".shape"))
     if layout in _COMPRESSED:
         compressed, plain = (get(tensor) for get in _COMPRESSED[layout])
         parts = compressed, plain, tensor.values(), tuple(tensor.shape)
-        return NodeSpec(("compressed", layout), parts, (*[" (indices)"] * 2, ".values()", ".shape"))
+        return ObjectParts(("compressed", layout), parts, (*[" (indices)"] * 2, ".values()", ".shape"))
     if layout is not torch.strided:
         raise Refusal(InvalidTypeError, f"is a tensor of {layout}: make it dense first")
     if tensor.is_conj():
-        return NodeSpec(("conj",), (tensor.conj(),), ("",))
+        return ObjectParts(("conj",), (tensor.conj(),), ("",))
     if tensor.is_neg():
-        return NodeSpec(("neg",), (torch._neg_view(tensor),), ("",))
+        return ObjectParts(("neg",), (torch._neg_view(tensor),), ("",))
     if tensor.numel() and not tensor.data_ptr():
         raise Refusal(
             InvalidTypeError, "has no memory: it was given back, or is not on a device that has any"
@@ -68,7 +68,7 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(map(int, tensor.stride()))
 
 
-def tensor_subclass_spec(tensor: Tensor) -> NodeSpec:
+def tensor_subclass_parts(tensor: Tensor) -> ObjectParts:
     """The parts of a tensor of a subclass. Raises `Refusal`."""
     kind = type(tensor)
     if kind.__name__ == "DTensor":
@@ -83,29 +83,31 @@ def tensor_subclass_spec(tensor: Tensor) -> NodeSpec:
         # Shape and strides of a nested one are no numbers.
         geometry = () if is_nested else (tuple(tensor.shape), _strides(tensor))
     if is_nested:
-        return _jagged_spec(tensor)
+        return _jagged_parts(tensor)
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, context = wrapper.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
         labels = *[f".{name}" for name in names], " (context)", ".shape", ".stride()"
-        return NodeSpec(("wrapper", kind, tuple(names), requires_grad), (*inner, context, *geometry), labels)
+        return ObjectParts(
+            ("wrapper", kind, tuple(names), requires_grad), (*inner, context, *geometry), labels
+        )
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise Refusal(InvalidTypeError, f"is a {kind.__qualname__}, whose parts no __tensor_flatten__ names")
     with torch._C.DisableTorchFunctionSubclass():
         values = tensor.detach().as_subclass(Tensor)
-    return NodeSpec(
+    return ObjectParts(
         ("subclass", kind, requires_grad), (values, object.__getstate__(tensor)), ("", ".__dict__")
     )
 
 
-def _jagged_spec(tensor: Any) -> NodeSpec:
+def _jagged_parts(tensor: Any) -> ObjectParts:
     values, offsets, lengths = tensor.values(), tensor.offsets(), tensor.lengths()
     # The extremes of the lengths that torch knows by now; asking for others would compute them.
     known = tensor._maybe_min_seqlen, tensor._maybe_max_seqlen
     labels = ".values()", ".offsets()", ".lengths()", " (shortest)", " (longest)"
     token = "jagged", tensor._ragged_idx, tensor.requires_grad
-    return NodeSpec(token, (values.detach(), offsets, lengths, *known), labels)
+    return ObjectParts(token, (values.detach(), offsets, lengths, *known), labels)
 
 
 def _build_meta(token: Any, parts: list[Any]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tundish.errors import InvalidInputError, InvalidTypeError, format_count
 from tundish.tree.array_rules import ARRAY_BUILDERS
 from tundish.tree.container_rules import build
-from tundish.tree.node_spec import Token
+from tundish.tree.object_parts import Token
 from tundish.tree.pickled_values import Builder, load_pickles
 from tundish.tree.schema import Schema, decode_values
 from tundish.tree.tensor_rules import TENSOR_BUILDERS

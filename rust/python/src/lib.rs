@@ -94,7 +94,7 @@ mod _native {
     #[pymodule_export]
     use super::tree::overlap::are_apart;
     #[pymodule_export]
-    use super::tree::program::TreeProgram;
+    use super::tree::rebuild_program::RebuildProgram;
     #[pymodule_export]
     use super::tree::tensor_builder::TensorBuilder;
     #[pymodule_export]

@@ -157,16 +157,9 @@ impl SendBuffer {
     }
 
     /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to offset
-    /// `offsets[i] + shift`, all of them native 64-bit integers. Places are in order and do not overlap. The caller keeps
-    /// the memory at the addresses until this returns.
-    fn fill(
-        slf: &Bound<'_, Self>,
-        addresses: &[u8],
-        sizes: &[u8],
-        offsets: &[u8],
-        shift: isize,
-        threads: usize,
-    ) -> PyResult<()> {
+    /// `offsets[i]`, all of them native 64-bit integers. Places are in order and do not overlap. The caller keeps the
+    /// memory at the addresses until this returns.
+    fn fill(slf: &Bound<'_, Self>, addresses: &[u8], sizes: &[u8], offsets: &[u8], threads: usize) -> PyResult<()> {
         // An export, so that the buffer is not given back meanwhile.
         let target = PyBuffer::<u8>::get(slf.as_any())?;
         let (addresses, sizes, offsets) = (words(addresses), words(sizes), words(offsets));
@@ -177,13 +170,10 @@ impl SendBuffer {
         let mut copies = Vec::with_capacity(sizes.len());
         let (mut end, mut total) = (0, 0);
         for ((address, length), offset) in addresses.zip(sizes).zip(offsets).filter(|((_, size), _)| *size > 0) {
-            let place = offset.checked_add_signed(shift).filter(|&place| place >= end);
-            let next = place.and_then(|place| place.checked_add(length)).filter(|&next| next <= target.len_bytes());
+            let next = offset.checked_add(length).filter(|&next| offset >= end && next <= target.len_bytes());
             end = next.ok_or_else(|| {
                 let room = target.len_bytes();
-                BindingError::Value(format!(
-                    "{length} bytes at {offset}, moved by {shift}, after {end}, do not fit into {room}"
-                ))
+                BindingError::Value(format!("{length} bytes at {offset}, after {end}, do not fit into {room}"))
             })?;
             total += length;
             let source = std::ptr::with_exposed_provenance(address);

@@ -3,6 +3,6 @@
 pub(crate) mod dlpack;
 pub(crate) mod dlpack_exchange;
 pub(crate) mod overlap;
-pub(crate) mod program;
+pub(crate) mod rebuild_program;
 pub(crate) mod tensor_builder;
 pub(crate) mod traversal;

@@ -54,10 +54,10 @@ type Found<'py> = (Bound<'py, PyBytes>, Bound<'py, PyTuple>, Bound<'py, PyList>)
 ///
 /// Exact dicts, lists, tuples, values and the classes in `plain_tuples` are traversed here, and so is each object of
 /// exactly the type `tensor`, which is a leaf; unless `careful`, when tensors go to `rule` like all other objects.
-/// `rule` returns the number of a leaf, a `NodeSpec`, or None if it pickled the object.
+/// `rule` returns the number of a leaf, a `ObjectParts`, or None if it pickled the object.
 ///
 /// Returns None for a container that contains itself. In that case, and after an error, `path` has an entry for each
-/// container that the traversal is in: a key or index, after the class of a plain tuple or the `NodeSpec` of a node.
+/// container that the traversal is in: a key or index, after the class of a plain tuple or the `ObjectParts` of a node.
 #[pyfunction]
 pub(crate) fn traverse<'py>(
     root: &Bound<'py, PyAny>,

@@ -2,7 +2,7 @@
 //!
 //! Invariants:
 //!
-//! 1. A program is checked once, when it is compiled: each step finds the parts that it takes on the stack.
+//! 1. A program is checked once, when it is compiled: each instruction finds the parts that it takes on the stack.
 //! 2. Python code may run while an object is built. A container is complete before such code can see it.
 
 use std::collections::HashSet;
@@ -16,13 +16,13 @@ use pyo3::{PyTraverseError, PyVisit};
 use super::traversal::{AGAIN, DICT, LEAF, LIST, NODE, NONE, NUMBER_SHIFT, PICKLED, TUPLE, TUPLE_OF, VALUE, WHOLE};
 use crate::error::BindingError;
 
-/// Tokens of builders that bring a leaf to host memory; see `tundish.tree.arrays`.
+/// Tokens of builders that bring a leaf to host memory; see `tundish.tree.array_rules`.
 const HOST_BUILDERS: [&str; 1] = ["array"];
 
 /// The compiled words and tokens of an object.
 #[pyclass(frozen)]
-pub(crate) struct TreeProgram {
-    steps: Box<[Step]>,
+pub(crate) struct RebuildProgram {
+    instructions: Box<[Instruction]>,
     leaves: usize,
     values: usize,
     pickles: usize,
@@ -30,7 +30,7 @@ pub(crate) struct TreeProgram {
     has_references: bool,
 }
 
-enum Step {
+enum Instruction {
     Leaf(usize),
     None,
     Value,
@@ -53,7 +53,7 @@ enum Builder {
 }
 
 #[pymethods]
-impl TreeProgram {
+impl RebuildProgram {
     /// Compile the words and tokens that `traverse` returned. Raises `ValueError` where they are damaged.
     #[new]
     fn new(words: &[u8], tokens: &Bound<'_, PyTuple>) -> PyResult<Self> {
@@ -61,7 +61,7 @@ impl TreeProgram {
         if !rest.is_empty() {
             return Err(damaged("it ends within a word"));
         }
-        let mut compiler = Compiler { tokens, steps: Vec::new(), height: 0, built: 0, has_references: false };
+        let mut compiler = Compiler { tokens, instructions: Vec::new(), height: 0, built: 0, has_references: false };
         let mut words = words.iter().map(|word| u32::from_ne_bytes(*word));
         while let Some(word) = words.next() {
             compiler.add(word, &mut words).map_err(|error| {
@@ -71,19 +71,20 @@ impl TreeProgram {
         if compiler.height != 1 {
             return Err(damaged("it does not end with one object"));
         }
-        let steps: Box<[Step]> = compiler.steps.into();
-        let count = |kind: fn(&Step) -> bool| steps.iter().filter(|step| kind(step)).count();
-        Ok(TreeProgram {
-            leaves: steps
+        let instructions: Box<[Instruction]> = compiler.instructions.into();
+        let count =
+            |kind: fn(&Instruction) -> bool| instructions.iter().filter(|instruction| kind(instruction)).count();
+        Ok(RebuildProgram {
+            leaves: instructions
                 .iter()
-                .map(|step| if let Step::Leaf(number) = step { number + 1 } else { 0 })
+                .map(|instruction| if let Instruction::Leaf(number) = instruction { number + 1 } else { 0 })
                 .max()
                 .unwrap_or(0),
-            values: count(|step| matches!(step, Step::Value | Step::Whole)),
-            pickles: count(|step| matches!(step, Step::Pickled)),
-            host_only: host_only(&steps, tokens.py())?,
+            values: count(|instruction| matches!(instruction, Instruction::Value | Instruction::Whole)),
+            pickles: count(|instruction| matches!(instruction, Instruction::Pickled)),
+            host_only: host_only(&instructions, tokens.py())?,
             has_references: compiler.has_references,
-            steps,
+            instructions,
         })
     }
 
@@ -101,9 +102,9 @@ impl TreeProgram {
 
     /// A class may hold the program that builds its instances.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        self.steps.iter().try_for_each(|step| match step {
-            Step::Build(_, Builder::TupleOf(_, class)) => visit.call(class),
-            Step::Build(_, Builder::Dict(tuple) | Builder::Node(tuple)) => visit.call(tuple),
+        self.instructions.iter().try_for_each(|instruction| match instruction {
+            Instruction::Build(_, Builder::TupleOf(_, class)) => visit.call(class),
+            Instruction::Build(_, Builder::Dict(tuple) | Builder::Node(tuple)) => visit.call(tuple),
             _ => Ok(()),
         })
     }
@@ -126,19 +127,19 @@ impl TreeProgram {
         let missing = || damaged("values vanished");
         let mut stack: Vec<Bound<'py, PyAny>> = Vec::with_capacity(self.leaves + self.values + 1);
         let mut built: Vec<Bound<'py, PyAny>> = Vec::new();
-        for step in &self.steps {
-            let object = match step {
-                Step::Leaf(number) => leaves.get_item(*number)?,
-                Step::None => py.None().into_bound(py),
-                Step::Value | Step::Whole => values.next().ok_or_else(missing)?,
-                Step::Pickled => pickled.next().ok_or_else(missing)?,
-                Step::Again(number) => built[*number].clone(),
-                Step::Build(count, kind) => {
+        for instruction in &self.instructions {
+            let object = match instruction {
+                Instruction::Leaf(number) => leaves.get_item(*number)?,
+                Instruction::None => py.None().into_bound(py),
+                Instruction::Value | Instruction::Whole => values.next().ok_or_else(missing)?,
+                Instruction::Pickled => pickled.next().ok_or_else(missing)?,
+                Instruction::Again(number) => built[*number].clone(),
+                Instruction::Build(count, kind) => {
                     let first = stack.len() - count;
                     kind.build(py, stack.drain(first..), builder)?
                 }
             };
-            if self.has_references && matches!(step, Step::Whole | Step::Build(..)) {
+            if self.has_references && matches!(instruction, Instruction::Whole | Instruction::Build(..)) {
                 built.push(object.clone());
             }
             stack.push(object);
@@ -172,7 +173,7 @@ impl Builder {
 
 struct Compiler<'a, 'py> {
     tokens: &'a Bound<'py, PyTuple>,
-    steps: Vec<Step>,
+    instructions: Vec<Instruction>,
     /// The number of objects on the stack, and of containers that are built.
     height: usize,
     built: usize,
@@ -180,58 +181,59 @@ struct Compiler<'a, 'py> {
 }
 
 impl Compiler<'_, '_> {
-    /// Add the step of a word; `more` are the words after it.
+    /// Add the instruction of a word; `more` are the words after it.
     fn add(&mut self, word: u32, more: &mut impl Iterator<Item = u32>) -> PyResult<()> {
         let number = (word >> NUMBER_SHIFT) as usize;
         let mut index = || more.next().map(|index| index as usize).ok_or_else(|| damaged("it ends within a container"));
-        let step = match word & ((1 << NUMBER_SHIFT) - 1) {
-            LEAF => Step::Leaf(number),
-            VALUE => Step::Value,
-            NONE => Step::None,
-            WHOLE => Step::Whole,
-            PICKLED => Step::Pickled,
+        let instruction = match word & ((1 << NUMBER_SHIFT) - 1) {
+            LEAF => Instruction::Leaf(number),
+            VALUE => Instruction::Value,
+            NONE => Instruction::None,
+            WHOLE => Instruction::Whole,
+            PICKLED => Instruction::Pickled,
             AGAIN if number < self.built => {
                 self.has_references = true;
-                Step::Again(number)
+                Instruction::Again(number)
             }
-            LIST => Step::Build(number, Builder::List),
-            TUPLE => Step::Build(number, Builder::Tuple),
+            LIST => Instruction::Build(number, Builder::List),
+            TUPLE => Instruction::Build(number, Builder::Tuple),
             DICT => {
                 let first = index()?;
                 let keys = self.tokens.get_slice(first, first.saturating_add(number));
                 if keys.len() != number {
                     return Err(damaged("a dict has other keys than parts"));
                 }
-                Step::Build(number, Builder::Dict(keys.unbind()))
+                Instruction::Build(number, Builder::Dict(keys.unbind()))
             }
             TUPLE_OF => {
                 let class = self.tokens.get_item(index()?)?.cast_into::<PyType>()?.unbind();
-                Step::Build(number, Builder::TupleOf(self.tokens.get_type().getattr("__new__")?.unbind(), class))
+                Instruction::Build(number, Builder::TupleOf(self.tokens.get_type().getattr("__new__")?.unbind(), class))
             }
-            NODE => {
-                Step::Build(number, Builder::Node(self.tokens.get_item(index()?)?.cast_into::<PyTuple>()?.unbind()))
-            }
+            NODE => Instruction::Build(
+                number,
+                Builder::Node(self.tokens.get_item(index()?)?.cast_into::<PyTuple>()?.unbind()),
+            ),
             _ => return Err(damaged("a word is unknown")),
         };
-        if let Step::Build(count, _) = step {
+        if let Instruction::Build(count, _) = instruction {
             self.height = self.height.checked_sub(count).ok_or_else(|| damaged("a container lacks parts"))?;
         }
-        if let Step::Build(..) | Step::Whole = step {
+        if let Instruction::Build(..) | Instruction::Whole = instruction {
             self.built += 1;
         }
         self.height += 1;
-        self.steps.push(step);
+        self.instructions.push(instruction);
         Ok(())
     }
 }
 
 /// The leaves that only builders of host memory take.
-fn host_only(steps: &[Step], py: Python<'_>) -> PyResult<HashSet<usize>> {
+fn host_only(instructions: &[Instruction], py: Python<'_>) -> PyResult<HashSet<usize>> {
     let (mut on_host, mut others) = (HashSet::new(), HashSet::new());
-    for (at, step) in steps.iter().enumerate() {
-        let Step::Leaf(number) = step else { continue };
-        let is_host = match steps.get(at + 1) {
-            Some(Step::Build(1, Builder::Node(token))) => {
+    for (at, instruction) in instructions.iter().enumerate() {
+        let Instruction::Leaf(number) = instruction else { continue };
+        let is_host = match instructions.get(at + 1) {
+            Some(Instruction::Build(1, Builder::Node(token))) => {
                 let name = token.bind(py).get_item(0)?;
                 name.cast::<PyString>().is_ok_and(|name| HOST_BUILDERS.iter().any(|host| name == host))
             }

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from support.tree.structures import BUILTIN_STRUCTURES, with_tensors
 
 import tundish as td
-from tundish._native import TreeProgram
+from tundish._native import RebuildProgram
 
 # The words of rust/python/src/tree/traversal.rs.
 LEAF, VALUE, NONE, WHOLE, PICKLED, AGAIN, LIST, TUPLE, DICT, TUPLE_OF, NODE = range(11)
@@ -68,11 +68,11 @@ def mutable_ids(obj: Any) -> set[int]:
 )
 def test_a_damaged_program_is_refused_before_anything_is_built(program: bytes, tokens: Any) -> None:
     with pytest.raises(ValueError, match="program of a schema is damaged"):
-        TreeProgram(program, tokens)
+        RebuildProgram(program, tokens)
 
 
 def test_a_program_refuses_too_few_leaves_and_values() -> None:
-    program = TreeProgram(words((LEAF, 4), (VALUE, 0), (LEAF, 1), (TUPLE, 3)), ())
+    program = RebuildProgram(words((LEAF, 4), (VALUE, 0), (LEAF, 1), (TUPLE, 3)), ())
     assert program.build([*range(5)], ["x"], [], no_builder) == (4, "x", 1)
     for leaves, values in (([*range(4)], ["x"]), ([*range(5)], [])):
         with pytest.raises(ValueError, match="takes 5 leaves and 1 values"):
@@ -83,7 +83,7 @@ def test_a_class_that_holds_its_own_program_is_collected() -> None:
     class Local(tuple[Any, ...]):
         program: Any
 
-    Local.program = TreeProgram(words((LEAF, 0), (TUPLE_OF, 1), 0, (DICT, 1), 1), (Local, 5))
+    Local.program = RebuildProgram(words((LEAF, 0), (TUPLE_OF, 1), 0, (DICT, 1), 1), (Local, 5))
     assert Local.program.build([1], [], [], no_builder) == {5: Local((1,))}
     local = weakref.ref(Local)
     del Local

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["NodeSpec", "Refusal", "Token", "format_key", "part_label"]
+__all__ = ["ObjectParts", "Refusal", "Token", "format_key", "part_label"]
 
 # The name of the builder, and its arguments.
 Token = tuple[Any, ...]
 
 
-class NodeSpec(NamedTuple):
+class ObjectParts(NamedTuple):
     """The parts of an object, and the token of its builder.
 
     The label of a part follows the object's own path in messages. `labels` contains it, or returns it for the part's
@@ -25,7 +25,7 @@ class NodeSpec(NamedTuple):
     """
 
     token: Token
-    parts: Sequence[Any]
+    children: Sequence[Any]
     labels: Sequence[str] | Callable[[int], str] | None = None
 
 
@@ -38,14 +38,14 @@ class Refusal(Exception):
         self.reason = reason
 
 
-def part_label(spec: NodeSpec | type | None, key: Any) -> str:
+def part_label(parts: ObjectParts | type | None, key: Any) -> str:
     """The label of a part: of a node by its number, of a namedtuple's class by its index, else by its key or index."""
-    if isinstance(spec, NodeSpec) and spec.labels is not None:
-        return spec.labels(key) if callable(spec.labels) else spec.labels[key]
-    if isinstance(spec, NodeSpec) and spec.token[0] == "dict":
-        key = spec.token[1][key]
-    elif isinstance(spec, type) and hasattr(spec, "_fields"):
-        return f".{spec._fields[key]}"
+    if isinstance(parts, ObjectParts) and parts.labels is not None:
+        return parts.labels(key) if callable(parts.labels) else parts.labels[key]
+    if isinstance(parts, ObjectParts) and parts.token[0] == "dict":
+        key = parts.token[1][key]
+    elif isinstance(parts, type) and hasattr(parts, "_fields"):
+        return f".{parts._fields[key]}"
     return f"[{format_key(key)}]"
 
 
