@@ -108,10 +108,10 @@ fn a_large_file_is_written_in_any_order_of_offsets() {
     let folder = AtomicFolder::create(&target).unwrap();
     let mut file = folder.create_file("large").unwrap();
     let block: Vec<u8> = (0..20u32 << 20).map(|i| (i ^ (i >> 8)) as u8).collect();
-    // Over several windows of early writeback, forwards, in one piece and in many, then backwards.
+    // Over several windows of early writeback, forwards, in one chunk and in many, then backwards.
     file.append(&block).unwrap();
-    for piece in block.chunks(1_000_003) {
-        file.append(piece).unwrap();
+    for chunk in block.chunks(1_000_003) {
+        file.append(chunk).unwrap();
     }
     for start in (0..block.len()).step_by(3 << 20).rev() {
         let end = block.len().min(start + (3 << 20));

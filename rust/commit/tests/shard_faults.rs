@@ -22,7 +22,7 @@ const EINVAL: i32 = 22;
 const ENOSPC: i32 = 28;
 const EOPNOTSUPP: i32 = 95;
 
-/// Pieces of both kinds, an unaligned end, an empty file and one in a folder.
+/// Chunks of both kinds, an unaligned end, an empty file and one in a folder.
 const FILES: [(&str, u64); 4] = [("a", (9 << 20) + 5), ("b/c", 4096), ("empty", 0), ("odd", 777)];
 
 /// The files that a writer of that role writes: all, or one in a single direct write.

@@ -21,7 +21,7 @@ use tundish_commit::{CommitError, FileMetadata, write_small_file};
 
 const ENOSPC: i32 = 28;
 const MIB: usize = 1 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn options() -> WriterOptions {
     WriterOptions { checksum: true, writers_per_node: 1 }
@@ -32,7 +32,7 @@ fn writer(folder: &Path, files: &[(&str, u64)]) -> Result<ShardWriter, CommitErr
 }
 
 fn finish(writer: &ShardWriter) -> Vec<FileMetadata> {
-    writer.finish(PATIENCE).unwrap().expect("a minute is enough")
+    writer.finish(TIMEOUT).unwrap().expect("a minute is enough")
 }
 
 /// Bytes that differ from page to page and from file to file.
@@ -227,10 +227,10 @@ fn invalid_writes_are_refused_and_harm_nothing() {
     refused("file", 0, 0, 10_000);
     // Nothing is no overlap, wherever it lies.
     writer.write("file", 3000, &image, 0, 0).unwrap();
-    let gap = writer.finish(PATIENCE).unwrap_err();
+    let gap = writer.finish(TIMEOUT).unwrap_err();
     assert!(gap.to_string().contains("its bytes from 0 on were not submitted"), "{gap}");
     writer.write("file", 0, &image, 0, 2000).unwrap();
-    let gap = writer.finish(PATIENCE).unwrap_err();
+    let gap = writer.finish(TIMEOUT).unwrap_err();
     assert!(gap.to_string().contains("its bytes from 5000 on were not submitted"), "{gap}");
     writer.write("file", 5000, &image, 5000, 5000).unwrap();
     let facts = finish(&writer);
@@ -327,7 +327,7 @@ fn nothing_is_held_after_an_abort_or_a_drop() {
         if abort {
             writer.abort();
             assert_eq!(Arc::strong_count(&image), 1);
-            let error = writer.finish(PATIENCE).unwrap_err();
+            let error = writer.finish(TIMEOUT).unwrap_err();
             assert!(error.to_string().contains("aborted"), "{error}");
             assert!(writer.write(&name, 0, &image, 0, 1).is_err());
         } else {
@@ -340,7 +340,7 @@ fn nothing_is_held_after_an_abort_or_a_drop() {
         // A thread that was joined is listed until the kernel has put it away.
         let begin = Instant::now();
         while writing_threads() > 0 {
-            assert!(begin.elapsed() < PATIENCE, "a thread goes on");
+            assert!(begin.elapsed() < TIMEOUT, "a thread goes on");
             thread::yield_now();
         }
     }

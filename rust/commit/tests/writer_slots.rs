@@ -22,7 +22,7 @@ use tundish_commit::disk::{Disk, RealDisk};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use watched_disk::WatchedDisk;
 
-/// More than a piece.
+/// More than a chunk.
 const SIZE: usize = 12 << 20;
 
 /// Far longer than a step without a wait takes, and less than the time after which a slot counts as stalled.

@@ -18,7 +18,7 @@ use crate::enter::enter;
 use crate::error::BindingError;
 
 /// Bytes that are written between two looks at signals.
-const PIECE: usize = 8 << 20;
+const CHUNK: usize = 8 << 20;
 
 /// Write `contents` as the file `target`, whole and durable, in the place of what was there.
 #[pyfunction]
@@ -26,7 +26,7 @@ pub(crate) fn replace_file(py: Python<'_>, target: PathBuf, contents: &[u8]) -> 
     enter(py, None, |_| Ok(tundish_commit::replace_file(&target, contents)?))
 }
 
-/// A folder that is written in pieces and appears as `target`, whole and durable, when it is published.
+/// A folder that is written in chunks and appears as `target`, whole and durable, when it is published.
 ///
 /// A folder that is abandoned, dropped, or left by a killed process never appears.
 #[pyclass(frozen)]
@@ -64,11 +64,11 @@ impl NewFolder {
                 Entry::Occupied(entry) => entry.into_mut(),
                 Entry::Vacant(entry) => entry.insert(folder.create_file(name)?),
             };
-            for start in (0..bytes.len).step_by(PIECE) {
+            for start in (0..bytes.len).step_by(CHUNK) {
                 // SAFETY: `contents` keeps the memory for the whole call, and nothing here reads it but the system,
                 // in `pwrite`.
-                let piece = unsafe { std::slice::from_raw_parts(bytes.data.add(start), PIECE.min(bytes.len - start)) };
-                file.append(piece)?;
+                let chunk = unsafe { std::slice::from_raw_parts(bytes.data.add(start), CHUNK.min(bytes.len - start)) };
+                file.append(chunk)?;
                 signals.tick("write", start as u64, bytes.len as u64)?;
             }
             Ok(())

@@ -29,7 +29,7 @@ pub struct FileStat {
     /// The number of its file system.
     pub device: u64,
     /// Its inode number; together with `device` it identifies a file among all that exist.
-    pub number: u64,
+    pub inode: u64,
     /// Bytes, for a file.
     pub size: u64,
     /// The id of the user that owns it.
@@ -39,7 +39,7 @@ pub struct FileStat {
 impl FileStat {
     /// Whether both belong to the same file or folder.
     pub fn is_same(&self, other: &FileStat) -> bool {
-        (self.device, self.number) == (other.device, other.number)
+        (self.device, self.inode) == (other.device, other.inode)
     }
 }
 
@@ -211,14 +211,14 @@ pub(crate) fn leads_to<D: Disk>(
     Ok(named.is_same(&disk.folder_stat(folder, path)?))
 }
 
-/// Writes all of `bytes` at `offset`, in pieces of at most `piece` bytes; calls `wrote` with each range.
+/// Writes all of `bytes` at `offset`, in chunks of at most `chunk` bytes; calls `wrote` with each range.
 pub(crate) fn write_all<D: Disk>(
     disk: &D,
     file: &D::File,
     offset: u64,
     bytes: &[u8],
     path: &Path,
-    piece: usize,
+    chunk: usize,
     mut wrote: impl FnMut(Range<u64>) -> Result<(), CommitError>,
 ) -> Result<(), CommitError> {
     let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= i64::MAX as u64);
@@ -227,7 +227,7 @@ pub(crate) fn write_all<D: Disk>(
     }
     let (mut offset, mut bytes) = (offset, bytes);
     while !bytes.is_empty() {
-        let written = disk.write_at(file, offset, &bytes[..bytes.len().min(piece)], path)?;
+        let written = disk.write_at(file, offset, &bytes[..bytes.len().min(chunk)], path)?;
         if written == 0 {
             // A retry might never write a byte.
             return Err(CommitError::io("write", path, Errno::IO));

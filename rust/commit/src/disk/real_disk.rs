@@ -1,6 +1,6 @@
 //! The disk of this machine.
 //!
-//! Each call that changes the disk goes through [`call`]. It names the path in the error and, in test builds, passes a
+//! Each call that changes the disk goes through [`change`]. It names the path in the error and, in test builds, passes a
 //! failpoint before and after the system call.
 
 use std::ffi::{OsStr, OsString};
@@ -26,7 +26,7 @@ pub struct RealDisk;
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
-fn call<T>(
+fn change<T>(
     operation: &'static str,
     path: &Path,
     system_call: impl FnOnce() -> rustix::io::Result<T>,
@@ -39,7 +39,7 @@ fn call<T>(
 }
 
 /// A system call that changes nothing.
-fn ask<T>(
+fn query<T>(
     operation: &'static str,
     path: &Path,
     system_call: impl FnMut() -> rustix::io::Result<T>,
@@ -61,17 +61,17 @@ impl Disk for RealDisk {
     }
 
     fn open_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<OwnedFd, CommitError> {
-        ask("open folder", path, || rustix::fs::openat(parent, name, FOLDER, Mode::empty()))
+        query("open folder", path, || rustix::fs::openat(parent, name, FOLDER, Mode::empty()))
     }
 
     fn open_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        ask("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
+        query("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
     }
 
     fn open_file_for_writing(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
         let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        ask("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
+        query("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
     }
 
     #[cfg(target_os = "linux")]
@@ -82,7 +82,7 @@ impl Disk for RealDisk {
         path: &Path,
     ) -> Result<Option<File>, CommitError> {
         let flags = OFlags::WRONLY | OFlags::DIRECT | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        match ask("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())) {
+        match query("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())) {
             Err(error) if error.is(Errno::INVAL) || error.is(Errno::OPNOTSUPP) => Ok(None),
             outcome => Ok(Some(outcome?.into())),
         }
@@ -102,7 +102,7 @@ impl Disk for RealDisk {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         // Users outside the group must not be able to lock it.
         let open = || rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o660));
-        call("open or create file", path, || retry_on_intr(open)).map(File::from)
+        change("open or create file", path, || retry_on_intr(open)).map(File::from)
     }
 
     fn list(&self, folder: &OwnedFd, path: &Path) -> Result<Vec<OsString>, CommitError> {
@@ -122,7 +122,7 @@ impl Disk for RealDisk {
         match rustix::fs::statat(folder, name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => Ok(None),
             Err(errno) => Err(CommitError::io("look at", path, errno)),
-            Ok(stat) => Ok(Some(status(&stat))),
+            Ok(stat) => Ok(Some(file_stat_of(&stat))),
         }
     }
 
@@ -151,16 +151,16 @@ impl Disk for RealDisk {
     }
 
     fn read_at(&self, file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Result<usize, CommitError> {
-        ask("read", path, || rustix::io::pread(file, &mut *buffer, offset))
+        query("read", path, || rustix::io::pread(file, &mut *buffer, offset))
     }
 
     fn free_space(&self, folder: &OwnedFd, path: &Path) -> Result<Option<u64>, CommitError> {
-        let space = ask("ask for the free space of", path, || rustix::fs::fstatvfs(folder))?;
+        let space = query("ask for the free space of", path, || rustix::fs::fstatvfs(folder))?;
         Ok((space.f_blocks > 0).then(|| space.f_bavail.saturating_mul(space.f_frsize)))
     }
 
     fn read_link(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<OsString, CommitError> {
-        let target = ask("read the link", path, || rustix::fs::readlinkat(folder, name, Vec::new()))?;
+        let target = query("read the link", path, || rustix::fs::readlinkat(folder, name, Vec::new()))?;
         Ok(OsString::from_vec(target.into_bytes()))
     }
 
@@ -205,38 +205,38 @@ impl Disk for RealDisk {
     }
 
     fn create_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-        call("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777))))
+        change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777))))
     }
 
     fn create_private_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
         let mode = Mode::from_raw_mode(if umask().is_some() { 0o700 } else { 0o777 });
-        call("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
+        change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
     }
 
     fn open_to_readers(&self, folder: &OwnedFd, path: &Path) -> Result<(), CommitError> {
         let Some(umask) = umask() else { return Ok(()) };
-        let special = ask("look at", path, || rustix::fs::fstat(folder))?.st_mode & 0o7000;
+        let special = query("look at", path, || rustix::fs::fstat(folder))?.st_mode & 0o7000;
         let mode = Mode::from_raw_mode(special | (0o777 & !umask));
-        call("change the mode of", path, || retry_on_intr(|| rustix::fs::fchmod(folder, mode)))
+        change("change the mode of", path, || retry_on_intr(|| rustix::fs::fchmod(folder, mode)))
     }
 
     fn create_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o666));
-        call("create file", path, || retry_on_intr(open)).map(File::from)
+        change("create file", path, || retry_on_intr(open)).map(File::from)
     }
 
     fn create_link(&self, folder: &OwnedFd, name: &OsStr, target: &OsStr, path: &Path) -> Result<(), CommitError> {
-        call("create link", path, || retry_on_intr(|| rustix::fs::symlinkat(target, folder, name)))
+        change("create link", path, || retry_on_intr(|| rustix::fs::symlinkat(target, folder, name)))
     }
 
     fn allocate(&self, file: &File, length: u64, path: &Path) -> Result<(), CommitError> {
         let allocate = || rustix::fs::fallocate(file, FallocateFlags::empty(), 0, length);
-        call("allocate", path, || retry_on_intr(allocate))
+        change("allocate", path, || retry_on_intr(allocate))
     }
 
     fn write_at(&self, file: &File, offset: u64, bytes: &[u8], path: &Path) -> Result<usize, CommitError> {
-        let write = |bytes: &[u8]| call("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)));
+        let write = |bytes: &[u8]| change("write", path, || retry_on_intr(|| rustix::io::pwrite(file, bytes, offset)));
         #[cfg(feature = "failpoints")]
         let write = |bytes: &[u8]| {
             let (bytes, most) = super::failpoints::shortened(bytes, path);
@@ -246,16 +246,16 @@ impl Disk for RealDisk {
     }
 
     fn truncate(&self, file: &File, length: u64, path: &Path) -> Result<(), CommitError> {
-        call("truncate", path, || retry_on_intr(|| rustix::fs::ftruncate(file, length)))
+        change("truncate", path, || retry_on_intr(|| rustix::fs::ftruncate(file, length)))
     }
 
     fn start_writeback(&self, file: &File, range: &Range<u64>, path: &Path) -> Result<(), CommitError> {
-        call("start writeback of", path, || retry_on_intr(|| sync_file_range(file, range, WRITE)))
+        change("start writeback of", path, || retry_on_intr(|| sync_file_range(file, range, WRITE)))
     }
 
     fn wait_for_writeback(&self, file: &File, range: &Range<u64>, path: &Path) -> Result<(), CommitError> {
         let flags = WAIT_BEFORE | WRITE | WAIT_AFTER;
-        call("wait for writeback of", path, || retry_on_intr(|| sync_file_range(file, range, flags)))
+        change("wait for writeback of", path, || retry_on_intr(|| sync_file_range(file, range, flags)))
     }
 
     #[cfg(target_os = "linux")]
@@ -267,11 +267,11 @@ impl Disk for RealDisk {
     fn evict(&self, _file: &File) {}
 
     fn fsync(&self, file: &File, path: &Path) -> Result<(), CommitError> {
-        call("fsync", path, || rustix::fs::fsync(file))
+        change("fsync", path, || rustix::fs::fsync(file))
     }
 
     fn fsync_folder(&self, folder: &OwnedFd, path: &Path) -> Result<(), CommitError> {
-        call("fsync", path, || rustix::fs::fsync(folder))
+        change("fsync", path, || rustix::fs::fsync(folder))
     }
 
     fn rename(
@@ -281,7 +281,7 @@ impl Disk for RealDisk {
         path: &Path,
     ) -> Result<(), CommitError> {
         let rename = || rustix::fs::renameat(from_folder, from, to_folder, to);
-        call("rename what is finished to", path, || retry_on_intr(rename))
+        change("rename what is finished to", path, || retry_on_intr(rename))
     }
 
     fn rename_new(
@@ -291,7 +291,7 @@ impl Disk for RealDisk {
         path: &Path,
     ) -> Result<(), CommitError> {
         let rename = || renameat_with(from_folder, from, to_folder, to, RenameFlags::NOREPLACE);
-        call("rename to the new name", path, || unsupported_is_invalid(retry_on_intr(rename)))
+        change("rename to the new name", path, || unsupported_is_invalid(retry_on_intr(rename)))
     }
 
     fn exchange(
@@ -301,31 +301,31 @@ impl Disk for RealDisk {
         path: &Path,
     ) -> Result<(), CommitError> {
         let exchange = || renameat_with(one_folder, one, other_folder, other, RenameFlags::EXCHANGE);
-        call("exchange what is finished with", path, || unsupported_is_invalid(retry_on_intr(exchange)))
+        change("exchange what is finished with", path, || unsupported_is_invalid(retry_on_intr(exchange)))
     }
 
     fn remove_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-        call("remove file", path, || retry_on_intr(|| rustix::fs::unlinkat(folder, name, AtFlags::empty())))
+        change("remove file", path, || retry_on_intr(|| rustix::fs::unlinkat(folder, name, AtFlags::empty())))
     }
 
     fn remove_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-        call("remove folder", path, || retry_on_intr(|| rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR)))
+        change("remove folder", path, || retry_on_intr(|| rustix::fs::unlinkat(parent, name, AtFlags::REMOVEDIR)))
     }
 }
 
 #[allow(clippy::unnecessary_cast, reason = "the fields are of other types on other systems")]
-fn status(stat: &Stat) -> FileStat {
+fn file_stat_of(stat: &Stat) -> FileStat {
     let kind = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile => EntryKind::File,
         FileType::Directory => EntryKind::Folder,
         FileType::Symlink => EntryKind::Link,
         _ => EntryKind::Other,
     };
-    FileStat { kind, device: stat.st_dev as u64, number: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
+    FileStat { kind, device: stat.st_dev as u64, inode: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
 }
 
 fn open_stat(descriptor: impl AsFd, path: &Path) -> Result<FileStat, CommitError> {
-    ask("look at", path, || rustix::fs::fstat(&descriptor)).map(|stat| status(&stat))
+    query("look at", path, || rustix::fs::fstat(&descriptor)).map(|stat| file_stat_of(&stat))
 }
 
 fn flock(descriptor: impl AsFd, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError> {

@@ -16,7 +16,7 @@ use crate::error::CommitError;
 use crate::files::file_progress::FileProgress;
 
 /// Bytes of a file that one thread reads at a time.
-const PIECE: u64 = 8 << 20;
+const CHUNK: u64 = 8 << 20;
 
 /// Bytes of one read: few enough to be summed in the processor's cache.
 const BUFFER: usize = 1 << 20;
@@ -27,10 +27,10 @@ const MOST_THREADS: usize = 8;
 /// Between two calls of `go_on`.
 const INTERVAL: Duration = Duration::from_millis(20);
 
-/// A file to read, of `size` bytes: the name `leaf` in an open folder.
+/// A file to read, of `size` bytes: the name `base_name` in an open folder.
 pub(crate) struct FileToSum<'a, D: Disk> {
     pub(crate) folder: &'a D::Folder,
-    pub(crate) leaf: &'a OsStr,
+    pub(crate) base_name: &'a OsStr,
     pub(crate) path: &'a Path,
     pub(crate) size: u64,
 }
@@ -43,7 +43,7 @@ pub(crate) enum ChecksumFailure {
     Failed(CommitError),
 }
 
-struct FilePiece {
+struct FileChunk {
     source: usize,
     offset: u64,
     length: u64,
@@ -57,18 +57,18 @@ pub(crate) fn checksums<D: Disk>(
     path: &Path,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Result<Checksum, ChecksumFailure>>, CommitError> {
-    let pieces: Vec<(usize, u64)> = sources
+    let chunks: Vec<(usize, u64)> = sources
         .iter()
         .enumerate()
         .flat_map(|(source, FileToSum { size, .. })| {
-            (0..size.div_ceil(PIECE)).map(move |piece| (source, piece * PIECE))
+            (0..size.div_ceil(CHUNK)).map(move |chunk| (source, chunk * CHUNK))
         })
         .collect();
-    let work = Work { disk, sources, pieces, next: AtomicUsize::new(0), stopped: AtomicBool::new(false) };
+    let work = Work { disk, sources, chunks, next: AtomicUsize::new(0), stopped: AtomicBool::new(false) };
     thread::scope(|scope| {
         let (send, receive) = mpsc::channel();
         let available = thread::available_parallelism().map_or(1, usize::from);
-        for number in 0..available.min(MOST_THREADS).min(work.pieces.len()) {
+        for number in 0..available.min(MOST_THREADS).min(work.chunks.len()) {
             let (work, send) = (&work, send.clone());
             let thread = thread::Builder::new().name(format!("tundish-read-{number}"));
             if let Err(source) = thread.spawn_scoped(scope, move || work.run(&send))
@@ -87,30 +87,30 @@ struct Work<'a, D: Disk> {
     disk: &'a D,
     sources: &'a [FileToSum<'a, D>],
     /// Source and offset of each.
-    pieces: Vec<(usize, u64)>,
+    chunks: Vec<(usize, u64)>,
     next: AtomicUsize,
     stopped: AtomicBool,
 }
 
 impl<D: Disk> Work<'_, D> {
     /// Runs one thread.
-    fn run(&self, send: &Sender<FilePiece>) {
+    fn run(&self, send: &Sender<FileChunk>) {
         let mut buffer = vec![0; BUFFER];
         while !self.stopped.load(Ordering::Relaxed)
-            && let Some(&(source, offset)) = self.pieces.get(self.next.fetch_add(1, Ordering::Relaxed))
+            && let Some(&(source, offset)) = self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed))
         {
-            let length = PIECE.min(self.sources[source].size - offset);
+            let length = CHUNK.min(self.sources[source].size - offset);
             let outcome = self.read(source, offset, length, &mut buffer);
-            if send.send(FilePiece { source, offset, length, outcome }).is_err() {
+            if send.send(FileChunk { source, offset, length, outcome }).is_err() {
                 return;
             }
         }
     }
 
     fn read(&self, source: usize, offset: u64, length: u64, buffer: &mut [u8]) -> Result<Checksum, ChecksumFailure> {
-        let FileToSum { folder, leaf, path, .. } = &self.sources[source];
-        // Opened for each piece: there may be more files than descriptors.
-        let file = self.disk.open_file(folder, leaf, path).map_err(ChecksumFailure::Failed)?;
+        let FileToSum { folder, base_name, path, .. } = &self.sources[source];
+        // Opened for each chunk: there may be more files than descriptors.
+        let file = self.disk.open_file(folder, base_name, path).map_err(ChecksumFailure::Failed)?;
         let mut checksum = Checksum::EMPTY;
         let mut done = 0;
         while done < length && !self.stopped.load(Ordering::Relaxed) {
@@ -130,7 +130,7 @@ impl<D: Disk> Work<'_, D> {
 
     fn gather(
         &self,
-        receive: &mpsc::Receiver<FilePiece>,
+        receive: &mpsc::Receiver<FileChunk>,
         path: &Path,
         go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<Vec<Result<Checksum, ChecksumFailure>>, CommitError> {
@@ -140,11 +140,11 @@ impl<D: Disk> Work<'_, D> {
         let mut read = 0;
         loop {
             match receive.recv_timeout(INTERVAL) {
-                Ok(FilePiece { source, offset, length, outcome }) => {
+                Ok(FileChunk { source, offset, length, outcome }) => {
                     read += length;
                     match (&mut files[source], outcome) {
                         (Ok(progress), Ok(checksum)) => progress.sum(offset, length, checksum),
-                        (file @ Ok(_), Err(unread)) => *file = Err(unread),
+                        (file @ Ok(_), Err(failure)) => *file = Err(failure),
                         (Err(_), _) => {}
                     }
                 }

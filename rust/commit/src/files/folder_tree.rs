@@ -32,7 +32,7 @@ pub(crate) struct TreeFile {
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     folder: usize,
-    leaf: OsString,
+    base_name: OsString,
 }
 
 impl<D: Disk> FolderTree<D> {
@@ -44,9 +44,9 @@ impl<D: Disk> FolderTree<D> {
     ) -> Result<(Self, Vec<TreeFile>), CommitError> {
         manifest::check_names(names.clone())
             .map_err(|reason| CommitError::InvalidWrite { path: folder.to_path_buf(), reason })?;
-        let (parent_path, leaf) = path_names::split(folder)?;
+        let (parent_path, base_name) = path_names::split(folder)?;
         let parent = disk.open_path(&parent_path)?;
-        let opened = disk.open_folder(&parent, &leaf, folder).map_err(|error| match error {
+        let opened = disk.open_folder(&parent, &base_name, folder).map_err(|error| match error {
             error if error.is(Errno::NOENT) => CommitError::ParentMissing { path: folder.to_path_buf() },
             // It may be a symbolic link that somebody put in the place of the folder.
             error if error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => {
@@ -62,11 +62,11 @@ impl<D: Disk> FolderTree<D> {
             return Err(CommitError::ParentMissing { path: folder.to_path_buf() });
         }
         let mut tree = FolderTree { parent, folders: vec![first] };
-        let places = names.map(|name| tree.place(disk, name)).collect::<Result<_, _>>()?;
-        Ok((tree, places))
+        let tree_files = names.map(|name| tree.add_file(disk, name)).collect::<Result<_, _>>()?;
+        Ok((tree, tree_files))
     }
 
-    fn place(&mut self, disk: &D, name: &str) -> Result<TreeFile, CommitError> {
+    fn add_file(&mut self, disk: &D, name: &str) -> Result<TreeFile, CommitError> {
         let mut folder = 0;
         for (end, _) in name.match_indices('/') {
             folder = match self.folders.iter().position(|open| open.name == name[..end]) {
@@ -74,19 +74,19 @@ impl<D: Disk> FolderTree<D> {
                 None => self.make_folder(disk, folder, &name[..end])?,
             };
         }
-        let leaf = OsString::from(name.rsplit('/').next().unwrap_or(name));
-        Ok(TreeFile { name: name.to_owned(), path: self.folders[0].path.join(name), folder, leaf })
+        let base_name = OsString::from(name.rsplit('/').next().unwrap_or(name));
+        Ok(TreeFile { name: name.to_owned(), path: self.folders[0].path.join(name), folder, base_name })
     }
 
     fn make_folder(&mut self, disk: &D, parent: usize, name: &str) -> Result<usize, CommitError> {
         let path = self.folders[0].path.join(name);
-        let leaf = OsStr::new(name.rsplit('/').next().unwrap_or(name));
+        let base_name = OsStr::new(name.rsplit('/').next().unwrap_or(name));
         let parent = &self.folders[parent].folder;
-        match disk.create_folder(parent, leaf, &path) {
+        match disk.create_folder(parent, base_name, &path) {
             Err(error) if !error.is(Errno::EXIST) => return Err(error),
             _ => {}
         }
-        let folder = disk.open_folder(parent, leaf, &path)?;
+        let folder = disk.open_folder(parent, base_name, &path)?;
         self.folders.push(Open { name: name.to_owned(), path, folder });
         Ok(self.folders.len() - 1)
     }
@@ -107,19 +107,19 @@ impl<D: Disk> FolderTree<D> {
     }
 
     /// Creates the file, which must not exist.
-    pub(crate) fn create(&self, disk: &D, place: &TreeFile) -> Result<D::File, CommitError> {
-        match disk.create_file(self.folder_of(place), &place.leaf, &place.path) {
-            Err(error) if error.is(Errno::EXIST) => Err(CommitError::FileExists { path: place.path.clone() }),
+    pub(crate) fn create(&self, disk: &D, tree_file: &TreeFile) -> Result<D::File, CommitError> {
+        match disk.create_file(self.folder_of(tree_file), &tree_file.base_name, &tree_file.path) {
+            Err(error) if error.is(Errno::EXIST) => Err(CommitError::FileExists { path: tree_file.path.clone() }),
             outcome => outcome,
         }
     }
 
-    pub(crate) fn open_for_writing(&self, disk: &D, place: &TreeFile) -> Result<D::File, CommitError> {
-        disk.open_file_for_writing(self.folder_of(place), &place.leaf, &place.path)
+    pub(crate) fn open_for_writing(&self, disk: &D, tree_file: &TreeFile) -> Result<D::File, CommitError> {
+        disk.open_file_for_writing(self.folder_of(tree_file), &tree_file.base_name, &tree_file.path)
     }
 
-    pub(crate) fn open_for_direct_writing(&self, disk: &D, place: &TreeFile) -> Result<Option<D::File>, CommitError> {
-        disk.open_file_for_direct_writing(self.folder_of(place), &place.leaf, &place.path)
+    pub(crate) fn open_for_direct_writing(&self, disk: &D, tree_file: &TreeFile) -> Result<Option<D::File>, CommitError> {
+        disk.open_file_for_direct_writing(self.folder_of(tree_file), &tree_file.base_name, &tree_file.path)
     }
 
     /// Makes the names of all files and folders durable, the innermost first.
@@ -127,7 +127,7 @@ impl<D: Disk> FolderTree<D> {
         self.folders.iter().rev().try_for_each(|open| disk.fsync_folder(&open.folder, &open.path))
     }
 
-    fn folder_of(&self, place: &TreeFile) -> &D::Folder {
-        &self.folders[place.folder].folder
+    fn folder_of(&self, tree_file: &TreeFile) -> &D::Folder {
+        &self.folders[tree_file.folder].folder
     }
 }

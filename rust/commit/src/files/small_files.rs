@@ -23,11 +23,11 @@ use crate::path_names;
 /// [`CommitError::ParentMissing`] and [`CommitError::Io`].
 pub fn write_small_file(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
-    let (tree, places) = FolderTree::make(&disk, folder.as_ref(), std::iter::once(name))?;
-    for place in &places {
-        let file = tree.create(&disk, place)?;
-        disk::write_all(&disk, &file, 0, bytes, &place.path, WINDOW as usize, |_| Ok(()))?;
-        disk.fsync(&file, &place.path)?;
+    let (tree, tree_files) = FolderTree::make(&disk, folder.as_ref(), std::iter::once(name))?;
+    for tree_file in &tree_files {
+        let file = tree.create(&disk, tree_file)?;
+        disk::write_all(&disk, &file, 0, bytes, &tree_file.path, WINDOW as usize, |_| Ok(()))?;
+        disk.fsync(&file, &tree_file.path)?;
     }
     tree.fsync(&disk)?;
     Ok(FileMetadata { name: name.to_owned(), size: bytes.len() as u64, checksum: Some(Checksum::of(bytes)) })
@@ -45,26 +45,26 @@ pub fn checksum_file(
 ) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
     let path = path.as_ref();
-    let (parent_path, leaf) = path_names::split(path)?;
-    let Some(name) = leaf.to_str() else {
+    let (parent_path, base_name) = path_names::split(path)?;
+    let Some(name) = base_name.to_str() else {
         let reason = "its name is not UTF-8";
         return Err(CommitError::InvalidName { path: path.to_path_buf(), reason });
     };
     let parent = disk.open_path(&parent_path)?;
-    let file = disk.open_file(&parent, &leaf, path)?;
-    let status = disk.file_stat(&file, path)?;
-    if status.kind != EntryKind::File {
+    let file = disk.open_file(&parent, &base_name, path)?;
+    let stat = disk.file_stat(&file, path)?;
+    if stat.kind != EntryKind::File {
         return Err(CommitError::io("read as a file of a checkpoint", path, Errno::INVAL));
     }
     disk.fsync(&file, path)?;
     disk.fsync_folder(&parent, &parent_path)?;
-    let sources = [FileToSum { folder: &parent, leaf: &leaf, path, size: status.size }];
+    let sources = [FileToSum { folder: &parent, base_name: &base_name, path, size: stat.size }];
     let mut checksum = Checksum::EMPTY;
     for outcome in file_checksums::checksums(&disk, &sources, path, go_on)? {
-        checksum = outcome.map_err(|unread| match unread {
+        checksum = outcome.map_err(|failure| match failure {
             ChecksumFailure::Short => CommitError::io("read to its end", path, Errno::STALE),
             ChecksumFailure::Failed(error) => error,
         })?;
     }
-    Ok(FileMetadata { name: name.to_owned(), size: status.size, checksum: Some(checksum) })
+    Ok(FileMetadata { name: name.to_owned(), size: stat.size, checksum: Some(checksum) })
 }

@@ -103,7 +103,7 @@ impl AtomicFolder {
         path_names::check_file_name(&self.unfinished.path, name)?;
         self.write_status.check()?;
         let path = self.unfinished.path.join(name);
-        let file = match RealDisk.create_file(&self.unfinished.directory, OsStr::new(name), &path) {
+        let file = match RealDisk.create_file(&self.unfinished.folder, OsStr::new(name), &path) {
             Err(error) if error.is(Errno::EXIST) => return Err(CommitError::FileExists { path }),
             outcome => self.write_status.record(outcome)?,
         };
@@ -130,9 +130,9 @@ impl AtomicFolder {
     ///   sure of it, remove it and publish again.
     pub fn publish(mut self) -> Result<(), CommitError> {
         self.write_status.check_complete()?;
-        RealDisk.open_to_readers(&self.unfinished.directory, &self.unfinished.path)?;
-        RealDisk.fsync_folder(&self.unfinished.directory, &self.unfinished.path)?;
-        let moved = RealDisk.folder_stat(&self.unfinished.directory, &self.unfinished.path)?;
+        RealDisk.open_to_readers(&self.unfinished.folder, &self.unfinished.path)?;
+        RealDisk.fsync_folder(&self.unfinished.folder, &self.unfinished.path)?;
+        let moved = RealDisk.folder_stat(&self.unfinished.folder, &self.unfinished.path)?;
         let renamed =
             RealDisk.rename((&self.parent, &self.unfinished.name), (&self.parent, &self.target_name), &self.target);
         self.confirm(renamed, &moved)?;
@@ -199,10 +199,10 @@ pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), Commit
     let mut file = folder.create_file(name)?;
     file.append(bytes)?;
     let file = file.finish_open()?;
-    RealDisk.fsync_folder(&folder.unfinished.directory, &folder.unfinished.path)?;
+    RealDisk.fsync_folder(&folder.unfinished.folder, &folder.unfinished.path)?;
     let moved = RealDisk.file_stat(&file, &folder.target)?;
     let renamed = RealDisk.rename(
-        (&folder.unfinished.directory, OsStr::new(name)),
+        (&folder.unfinished.folder, OsStr::new(name)),
         (&folder.parent, &folder.target_name),
         &folder.target,
     );
@@ -218,7 +218,7 @@ impl Drop for AtomicFolder {
             let _ = sweep::remove_locked(
                 &self.parent,
                 &self.unfinished.name,
-                &self.unfinished.directory,
+                &self.unfinished.folder,
                 &self.unfinished.path,
             );
         }
@@ -227,7 +227,7 @@ impl Drop for AtomicFolder {
 
 fn check_target_is_no_folder(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
     match RealDisk.look_at(parent, name, path)? {
-        Some(status) if status.kind == EntryKind::Folder => {
+        Some(stat) if stat.kind == EntryKind::Folder => {
             Err(CommitError::io("put a file in the place of", path, Errno::ISDIR))
         }
         _ => Ok(()),
@@ -236,20 +236,20 @@ fn check_target_is_no_folder(parent: &OwnedFd, name: &OsStr, path: &Path) -> Res
 
 fn check_target_is_free(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
     let taken = || CommitError::TargetExists { path: path.to_path_buf() };
-    let Some(status) = RealDisk.look_at(parent, name, path)? else {
+    let Some(stat) = RealDisk.look_at(parent, name, path)? else {
         return Ok(());
     };
-    if status.kind != EntryKind::Folder {
+    if stat.kind != EntryKind::Folder {
         return Err(taken());
     }
-    let directory = match RealDisk.open_folder(parent, name, path) {
+    let folder = match RealDisk.open_folder(parent, name, path) {
         Err(error) if error.is(Errno::NOENT) => return Ok(()),
         outcome => outcome?,
     };
-    if !RealDisk.list(&directory, path)?.is_empty() {
+    if !RealDisk.list(&folder, path)?.is_empty() {
         return Err(taken());
     }
-    if status.device != RealDisk.folder_stat(parent, path)?.device {
+    if stat.device != RealDisk.folder_stat(parent, path)?.device {
         return Err(CommitError::io("rename over the mounted file system at", path, Errno::BUSY));
     }
     Ok(())

@@ -12,7 +12,7 @@ use crate::folders::write_status::WriteStatus;
 /// A file of an [`AtomicFolder`](crate::AtomicFolder), made by
 /// [`AtomicFolder::create_file`](crate::AtomicFolder::create_file).
 ///
-/// Each call writes without a buffer: append pieces of some kilobytes or more. The file counts as part of the folder only
+/// Each call writes without a buffer: append chunks of some kilobytes or more. The file counts as part of the folder only
 /// after [`finish`](FolderFile::finish); dropping it before keeps the folder from being published. Several threads may
 /// write files of one folder.
 #[derive(Debug)]

@@ -37,9 +37,9 @@ pub struct SweepReport {
 /// When `parent` cannot be opened or listed. A folder that cannot be removed is listed in the report.
 pub fn sweep(parent: impl AsRef<Path>) -> Result<SweepReport, CommitError> {
     let parent = parent.as_ref();
-    let directory = RealDisk.open_path(parent)?;
+    let folder = RealDisk.open_path(parent)?;
     let mut report = SweepReport::default();
-    sweep_into(&directory, parent, &mut report)?;
+    sweep_into(&folder, parent, &mut report)?;
     Ok(report)
 }
 
@@ -49,53 +49,53 @@ pub(crate) fn sweep_into(parent: &OwnedFd, path: &Path, report: &mut SweepReport
         let Some(tag) = path_names::tag_of(&name) else {
             continue;
         };
-        let folder = path.join(&name);
-        match sweep_one(parent, &name, tag, &folder) {
-            Ok(Fate::Removed) => report.removed.push(folder),
-            Ok(Fate::Live) => report.live.push(folder),
-            Ok(Fate::NotOurs) => {}
+        let inner = path.join(&name);
+        match sweep_one(parent, &name, tag, &inner) {
+            Ok(SweepOutcome::Removed) => report.removed.push(inner),
+            Ok(SweepOutcome::Live) => report.live.push(inner),
+            Ok(SweepOutcome::NotOurs) => {}
             Err(error) => report.failed.push(error),
         }
     }
     Ok(())
 }
 
-enum Fate {
+enum SweepOutcome {
     Removed,
     Live,
     /// Not an unfinished folder of this user, or gone meanwhile.
     NotOurs,
 }
 
-fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Fate, CommitError> {
-    let directory = match RealDisk.open_folder(parent, name, path) {
+fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<SweepOutcome, CommitError> {
+    let folder = match RealDisk.open_folder(parent, name, path) {
         // Gone, a file, or a symbolic link (which Linux answers with either of the last two).
         Err(error) if error.is(Errno::NOENT) || error.is(Errno::NOTDIR) || error.is(Errno::LOOP) => {
-            return Ok(Fate::NotOurs);
+            return Ok(SweepOutcome::NotOurs);
         }
         // Another user's folder may be closed to this one; this user's own should not be.
-        Err(error) if error.is(Errno::ACCESS) && !is_own(parent, name) => return Ok(Fate::NotOurs),
+        Err(error) if error.is(Errno::ACCESS) && !is_own(parent, name) => return Ok(SweepOutcome::NotOurs),
         outcome => outcome?,
     };
-    let status = RealDisk.folder_stat(&directory, path)?;
-    let is_mount_point = status.device != RealDisk.folder_stat(parent, path)?.device;
-    if status.user != geteuid().as_raw() || is_mount_point {
-        return Ok(Fate::NotOurs);
+    let stat = RealDisk.folder_stat(&folder, path)?;
+    let is_mount_point = stat.device != RealDisk.folder_stat(parent, path)?.device;
+    if stat.user != geteuid().as_raw() || is_mount_point {
+        return Ok(SweepOutcome::NotOurs);
     }
     // Before the lock is taken: it must not be withheld from a writer of another machine even for an instant.
-    if !RealDisk.is_local(&directory) && Some(tag) != unfinished_folder::local_tag(parent, path)? {
-        return Ok(Fate::Live);
+    if !RealDisk.is_local(&folder) && Some(tag) != unfinished_folder::local_tag(parent, path)? {
+        return Ok(SweepOutcome::Live);
     }
-    match RealDisk.lock_folder(&directory, LockMode::Exclusive, path) {
+    match RealDisk.lock_folder(&folder, LockMode::Exclusive, path) {
         Ok(LockOutcome::Taken) => {}
-        Ok(LockOutcome::HeldByAnother | LockOutcome::Unknown) | Err(_) => return Ok(Fate::Live),
+        Ok(LockOutcome::HeldByAnother | LockOutcome::Unknown) | Err(_) => return Ok(SweepOutcome::Live),
     }
-    if remove_locked(parent, name, &directory, path)? { Ok(Fate::Removed) } else { Ok(Fate::NotOurs) }
+    if remove_locked(parent, name, &folder, path)? { Ok(SweepOutcome::Removed) } else { Ok(SweepOutcome::NotOurs) }
 }
 
 fn is_own(parent: &OwnedFd, name: &OsStr) -> bool {
-    let status = RealDisk.look_at(parent, name, Path::new(name));
-    matches!(status, Ok(Some(status)) if status.user == geteuid().as_raw())
+    let stat = RealDisk.look_at(parent, name, Path::new(name));
+    matches!(stat, Ok(Some(stat)) if stat.user == geteuid().as_raw())
 }
 
 /// Removes a hidden folder whose lock the caller holds. Returns `false`, and removes nothing, when the hidden name no
@@ -103,13 +103,13 @@ fn is_own(parent: &OwnedFd, name: &OsStr) -> bool {
 pub(crate) fn remove_locked(
     parent: &OwnedFd,
     name: &OsStr,
-    directory: &OwnedFd,
+    folder: &OwnedFd,
     path: &Path,
 ) -> Result<bool, CommitError> {
-    if !leads_to(&RealDisk, parent, name, directory, path)? {
+    if !leads_to(&RealDisk, parent, name, folder, path)? {
         return Ok(false);
     }
-    remove_contents(&RealDisk, directory, path)?;
+    remove_contents(&RealDisk, folder, path)?;
     absent_is_fine(RealDisk.remove_folder(parent, name, path))?;
     Ok(true)
 }
@@ -126,16 +126,16 @@ mod tests {
         std::fs::create_dir(&path).unwrap();
         std::fs::write(path.join("file"), b"keep").unwrap();
         let name = path.file_name().unwrap();
-        let parent_directory = RealDisk.open_path(parent.path()).unwrap();
-        let directory = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
+        let parent_folder = RealDisk.open_path(parent.path()).unwrap();
+        let folder = RealDisk.open_folder(&parent_folder, name, &path).unwrap();
         // Its writer publishes it and ends, between the sweeper's open and its lock.
         let target = parent.path().join("plan");
         std::fs::rename(&path, &target).unwrap();
-        assert_eq!(RealDisk.lock_folder(&directory, LockMode::Exclusive, &path).unwrap(), LockOutcome::Taken);
-        assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
+        assert_eq!(RealDisk.lock_folder(&folder, LockMode::Exclusive, &path).unwrap(), LockOutcome::Taken);
+        assert!(!remove_locked(&parent_folder, name, &folder, &path).unwrap());
         // Another folder under the old name is not the one that is locked either.
         std::fs::create_dir(&path).unwrap();
-        assert!(!remove_locked(&parent_directory, name, &directory, &path).unwrap());
+        assert!(!remove_locked(&parent_folder, name, &folder, &path).unwrap());
         assert!(path.exists());
         assert_eq!(std::fs::read(target.join("file")).unwrap(), b"keep");
     }

@@ -32,7 +32,7 @@ const TRIES: usize = 256;
 /// A hidden folder and the lock on it.
 #[derive(Debug)]
 pub(crate) struct UnfinishedFolder {
-    pub(crate) directory: OwnedFd,
+    pub(crate) folder: OwnedFd,
     pub(crate) name: OsString,
     pub(crate) path: PathBuf,
 }
@@ -55,8 +55,8 @@ impl UnfinishedFolder {
                 Ok(()) => {}
             }
             match Self::lock_new(parent, &name, &path) {
-                Ok(Some(directory)) => {
-                    return Ok(UnfinishedFolder { directory, name, path });
+                Ok(Some(folder)) => {
+                    return Ok(UnfinishedFolder { folder, name, path });
                 }
                 Ok(None) => continue,
                 Err(error) => {
@@ -70,19 +70,19 @@ impl UnfinishedFolder {
 
     /// `None` when a sweep took the folder first.
     fn lock_new(parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<Option<OwnedFd>, CommitError> {
-        let directory = match RealDisk.open_folder(parent, name, path) {
+        let folder = match RealDisk.open_folder(parent, name, path) {
             Err(error) if error.is(Errno::NOENT) => return Ok(None),
             outcome => outcome?,
         };
-        Ok(is_kept(parent, name, &directory, path)?.then_some(directory))
+        Ok(is_kept(parent, name, &folder, path)?.then_some(folder))
     }
 }
 
 /// Locks a new folder; `false` when a sweep was faster.
-fn is_kept(parent: &OwnedFd, name: &OsStr, directory: &OwnedFd, path: &Path) -> Result<bool, CommitError> {
-    match RealDisk.lock_folder(directory, LockMode::Exclusive, path)? {
+fn is_kept(parent: &OwnedFd, name: &OsStr, folder: &OwnedFd, path: &Path) -> Result<bool, CommitError> {
+    match RealDisk.lock_folder(folder, LockMode::Exclusive, path)? {
         LockOutcome::HeldByAnother => Ok(false),
-        LockOutcome::Taken | LockOutcome::Unknown => leads_to(&RealDisk, parent, name, directory, path),
+        LockOutcome::Taken | LockOutcome::Unknown => leads_to(&RealDisk, parent, name, folder, path),
     }
 }
 
@@ -104,8 +104,8 @@ fn random(path: &Path) -> Result<u32, CommitError> {
 ///
 /// It combines the random boot id with the device number: two mounts of one network export do not share locks even on
 /// one machine.
-pub(crate) fn local_tag(directory: &OwnedFd, path: &Path) -> Result<Option<u32>, CommitError> {
-    let device = RealDisk.folder_stat(directory, path)?.device as u32;
+pub(crate) fn local_tag(folder: &OwnedFd, path: &Path) -> Result<Option<u32>, CommitError> {
+    let device = RealDisk.folder_stat(folder, path)?.device as u32;
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let boot = boot.get(..8).and_then(|digits| u32::from_str_radix(digits, 16).ok());
     // An odd factor near 2^32 over the golden ratio spreads small device numbers over all bits.
@@ -117,8 +117,8 @@ pub(crate) fn local_tag(directory: &OwnedFd, path: &Path) -> Result<Option<u32>,
 mod tests {
     use super::*;
 
-    fn lock(directory: &OwnedFd, path: &Path) -> LockOutcome {
-        RealDisk.lock_folder(directory, LockMode::Exclusive, path).unwrap()
+    fn lock(folder: &OwnedFd, path: &Path) -> LockOutcome {
+        RealDisk.lock_folder(folder, LockMode::Exclusive, path).unwrap()
     }
 
     /// A new folder between `mkdir` and `flock`.
@@ -126,37 +126,37 @@ mod tests {
         let parent = tempfile::tempdir().unwrap();
         let path = parent.path().join(".plan.0000000000000001.incomplete");
         std::fs::create_dir(&path).unwrap();
-        let parent_directory = RealDisk.open_path(parent.path()).unwrap();
-        let directory = RealDisk.open_folder(&parent_directory, path.file_name().unwrap(), &path).unwrap();
-        (parent, parent_directory, path, directory)
+        let parent_folder = RealDisk.open_path(parent.path()).unwrap();
+        let folder = RealDisk.open_folder(&parent_folder, path.file_name().unwrap(), &path).unwrap();
+        (parent, parent_folder, path, folder)
     }
 
     #[test]
     fn a_new_folder_is_kept_without_a_sweep() {
-        let (_parent, parent_directory, path, directory) = new_folder();
+        let (_parent, parent_folder, path, folder) = new_folder();
         let name = path.file_name().unwrap();
-        assert!(is_kept(&parent_directory, name, &directory, &path).unwrap());
-        let again = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
+        assert!(is_kept(&parent_folder, name, &folder, &path).unwrap());
+        let again = RealDisk.open_folder(&parent_folder, name, &path).unwrap();
         assert_eq!(lock(&again, &path), LockOutcome::HeldByAnother);
     }
 
     #[test]
     fn a_new_folder_that_a_sweep_is_removing_is_given_up() {
-        let (_parent, parent_directory, path, directory) = new_folder();
+        let (_parent, parent_folder, path, folder) = new_folder();
         let name = path.file_name().unwrap();
-        let sweeper = RealDisk.open_folder(&parent_directory, name, &path).unwrap();
+        let sweeper = RealDisk.open_folder(&parent_folder, name, &path).unwrap();
         assert_eq!(lock(&sweeper, &path), LockOutcome::Taken);
-        assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
+        assert!(!is_kept(&parent_folder, name, &folder, &path).unwrap());
     }
 
     #[test]
     fn a_new_folder_that_a_sweep_removed_is_given_up() {
-        let (_parent, parent_directory, path, directory) = new_folder();
+        let (_parent, parent_folder, path, folder) = new_folder();
         let name = path.file_name().unwrap();
         std::fs::remove_dir(&path).unwrap();
-        assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
+        assert!(!is_kept(&parent_folder, name, &folder, &path).unwrap());
         // Another folder of that name is not mistaken for it.
         std::fs::create_dir(&path).unwrap();
-        assert!(!is_kept(&parent_directory, name, &directory, &path).unwrap());
+        assert!(!is_kept(&parent_folder, name, &folder, &path).unwrap());
     }
 }

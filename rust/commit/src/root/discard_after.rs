@@ -15,7 +15,7 @@ use std::ffi::OsStr;
 use std::path::PathBuf;
 
 use super::checkpoint_root::Root;
-use super::contents::root_names::Entry;
+use super::contents::root_names::RootEntry;
 use super::contents::{CheckpointKey, Checkpoints, OpenFolder, registry_file, root_names};
 use super::reading::exclude_readers;
 use crate::disk::{Disk, EntryKind, absent_is_fine};
@@ -31,7 +31,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// nothing was changed.
     pub fn discard_after(&self, step: u64) -> Result<Vec<PathBuf>, CommitError> {
         let _publish_lock = self.publish_lock()?;
-        let _beginnings = self.begin_lock()?;
+        let _begin_lock = self.begin_lock()?;
         self.check_owned()?;
         self.forget_missing()?;
         let mut state = self.state()?;
@@ -69,7 +69,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
 
 /// Whether `name` is a marker: a plain file.
 pub(crate) fn is_discard_marker<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<bool, CommitError> {
-    Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File))
+    Ok(root.look_at(name)?.is_some_and(|stat| stat.kind == EntryKind::File))
 }
 
 /// The checkpoints above a step, the newest first, so that the remaining ones never have a gap.
@@ -77,7 +77,7 @@ fn above<D: Disk + Clone>(root: &OpenFolder<D>, step: u64) -> Result<Vec<Checkpo
     let mut newer = Vec::new();
     for name in root.list()? {
         match root_names::classify(&name) {
-            Entry::Checkpoint(kind, found) if found > step && is_folder(root, &name)? => newer.push((kind, found)),
+            RootEntry::Checkpoint(kind, found) if found > step && is_folder(root, &name)? => newer.push((kind, found)),
             _ => {}
         }
     }
@@ -86,7 +86,7 @@ fn above<D: Disk + Clone>(root: &OpenFolder<D>, step: u64) -> Result<Vec<Checkpo
 }
 
 fn is_folder<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<bool, CommitError> {
-    Ok(root.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
+    Ok(root.look_at(name)?.is_some_and(|stat| stat.kind == EntryKind::Folder))
 }
 
 /// Completes at a start what a marker says, from wherever it stopped.

@@ -62,7 +62,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         }
         let now =
             OpenFolder::open(&self.root.disk, &self.root.path).map_err(|_| self.lost("it was moved or removed"))?;
-        if !now.status()?.is_same(&self.root.status()?) {
+        if !now.stat()?.is_same(&self.root.stat()?) {
             return Err(self.lost("another folder has taken its place"));
         }
         Ok(())

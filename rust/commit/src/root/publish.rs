@@ -25,11 +25,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
         if step > root_names::MAX_STEP {
             return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
         }
-        let _beginnings = self.begin_lock()?;
+        let _begin_lock = self.begin_lock()?;
         self.check_owned()?;
         self.check_step_is_new((kind, step))?;
         self.has_target((kind, step), overwrite)?;
-        self.clear_leftover((kind, step))?;
+        self.hide_leftover((kind, step))?;
         let folder = self.root.create_private_folder(&root_names::unfinished(kind, step))?;
         // The lock shows other processes that a writer is alive, where such locks exist.
         self.root.disk.lock_folder(&folder.folder, LockMode::Shared, &folder.path)?;
@@ -62,10 +62,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
     fn has_target(&self, (kind, step): CheckpointKey, overwrite: bool) -> Result<bool, CommitError> {
         let name = root_names::checkpoint(kind, step);
         let path = self.root.path.join(&name);
-        let Some(status) = self.root.look_at(&name)? else {
+        let Some(stat) = self.root.look_at(&name)? else {
             return Ok(false);
         };
-        if status.kind != EntryKind::Folder {
+        if stat.kind != EntryKind::Folder {
             return Err(CommitError::NameTaken { path, needed_for: "the checkpoint" });
         }
         if !overwrite {
@@ -90,28 +90,28 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Moves what an earlier attempt at a step left out of the way.
-    fn clear_leftover(&self, key: CheckpointKey) -> Result<(), CommitError> {
+    fn hide_leftover(&self, key: CheckpointKey) -> Result<(), CommitError> {
         let name = root_names::unfinished(key.0, key.1);
-        let Some(status) = self.root.look_at(&name)? else {
+        let Some(stat) = self.root.look_at(&name)? else {
             return Ok(());
         };
-        if status.kind != EntryKind::Folder {
+        if stat.kind != EntryKind::Folder {
             return self.root.remove(&name);
         }
-        let aside = self.move_unfinished_aside(key)?;
-        if matches!(self.root.has_live_writer(&aside), Ok(false)) {
+        let hidden = self.hide_unfinished(key)?;
+        if matches!(self.root.has_live_writer(&hidden), Ok(false)) {
             // The next start removes what cannot be removed now.
-            let _ = self.root.remove(&aside);
+            let _ = self.root.remove(&hidden);
         }
         Ok(())
     }
 
     /// Renames an unfinished folder to a name for removal and returns that. A process that still writes into it cannot
     /// affect the next attempt.
-    fn move_unfinished_aside(&self, (kind, step): CheckpointKey) -> Result<OsString, CommitError> {
-        let aside = self.root.free_name(|number| root_names::removed(kind, step, number))?;
-        self.root.rename_new(&root_names::unfinished(kind, step), &aside)?;
-        Ok(aside)
+    fn hide_unfinished(&self, (kind, step): CheckpointKey) -> Result<OsString, CommitError> {
+        let hidden = self.root.free_name(|number| root_names::removed(kind, step, number))?;
+        self.root.rename_new(&root_names::unfinished(kind, step), &hidden)?;
+        Ok(hidden)
     }
 
     /// Publishes a checkpoint whose files are all written and durable, and returns its path.
@@ -149,8 +149,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let recorded = self.record(key, &published);
         // Even if recording failed: it is durable, and the next start writes the records again.
         self.state()?.published.insert(key, published);
-        let aside = match &replaced {
-            Some(_) if recorded.is_ok() => self.move_unfinished_aside(key).ok(),
+        let hidden = match &replaced {
+            Some(_) if recorded.is_ok() => self.hide_unfinished(key).ok(),
             // What it replaced keeps the hidden name until the step is begun again, or until the next start.
             _ => None,
         };
@@ -158,9 +158,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.state()?.in_progress.remove(&key);
         drop(publish_lock);
         recorded?;
-        if let Some(aside) = aside {
+        if let Some(hidden) = hidden {
             // The checkpoint is published. The next start removes what cannot be removed of the old one now.
-            let _ = self.root.remove(&aside);
+            let _ = self.root.remove(&hidden);
         }
         // Readers stay locked out of the old one until it is gone.
         drop(replaced);
@@ -272,11 +272,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
         if !self.root.has(&root_names::unfinished(kind, step), &unfinished.folder)? {
             return Ok(());
         }
-        let aside = self.move_unfinished_aside((kind, step))?;
+        let hidden = self.hide_unfinished((kind, step))?;
         // Emptying it takes time, and needs no lock.
         drop(begin_lock);
         drop(publish_lock);
-        self.root.remove(&aside)
+        self.root.remove(&hidden)
     }
 }
 

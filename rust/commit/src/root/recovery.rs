@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::contents::checkpoint::{NotWhole, examine};
-use super::contents::root_names::Entry;
+use super::contents::checkpoint::{ExamineFailure, examine};
+use super::contents::root_names::RootEntry;
 use super::contents::{Checkpoints, OpenFolder, registry_file, root_names};
 use super::discard_after;
 use crate::disk::Disk;
@@ -34,7 +34,7 @@ pub struct Recovery {
     pub failed: Vec<String>,
 }
 
-struct Found {
+struct ScannedRoot {
     published: Checkpoints,
     leftovers: Vec<OsString>,
     discard_markers: Vec<u64>,
@@ -46,7 +46,7 @@ pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoi
     // The last owner may have died between a rename and this fsync.
     root.sync()?;
     let mut recovery = Recovery::default();
-    let Found { mut published, leftovers, mut discard_markers } = scan(root, &mut recovery)?;
+    let ScannedRoot { mut published, leftovers, mut discard_markers } = scan(root, &mut recovery)?;
     // Before anything is written: they may fill the disk.
     for name in leftovers {
         remove_leftover(root, &name, &mut recovery);
@@ -66,27 +66,27 @@ fn file_name(path: &str) -> &OsStr {
     OsStr::new(path.rsplit('/').next().unwrap_or(path))
 }
 
-fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut Recovery) -> Result<Found, CommitError> {
-    let mut found = Found { published: Checkpoints::new(), leftovers: Vec::new(), discard_markers: Vec::new() };
+fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut Recovery) -> Result<ScannedRoot, CommitError> {
+    let mut found = ScannedRoot { published: Checkpoints::new(), leftovers: Vec::new(), discard_markers: Vec::new() };
     let mut names = root.list()?;
     names.sort_unstable();
     for name in names {
         match root_names::classify(&name) {
-            Entry::Checkpoint(kind, step) => match examine(root, kind, step) {
+            RootEntry::Checkpoint(kind, step) => match examine(root, kind, step) {
                 Ok(whole) => {
                     found.published.insert((kind, step), Arc::new(whole));
                 }
-                Err(NotWhole::Because(reason)) => {
-                    recovery.ignored.insert(shown(root, &name), reason);
+                Err(ExamineFailure::NotWhole(reason)) => {
+                    recovery.ignored.insert(display_path(root, &name), reason);
                 }
                 // A root is not rebuilt from folders that could not be read.
-                Err(NotWhole::Unreadable(error)) => return Err(error),
+                Err(ExamineFailure::Unreadable(error)) => return Err(error),
             },
-            Entry::Leftover => found.leftovers.push(name),
-            Entry::DiscardMarker(step) if discard_after::is_discard_marker(root, &name)? => {
+            RootEntry::Leftover => found.leftovers.push(name),
+            RootEntry::DiscardMarker(step) if discard_after::is_discard_marker(root, &name)? => {
                 found.discard_markers.push(step)
             }
-            Entry::DiscardMarker(_) | Entry::Other => {}
+            RootEntry::DiscardMarker(_) | RootEntry::Other => {}
         }
     }
     Ok(found)
@@ -98,16 +98,16 @@ fn repair<D: Disk + Clone>(
     recovery: &mut Recovery,
 ) -> Result<(), CommitError> {
     let registry = registry_file::repair_registry(root, published);
-    note_repair(root, OsStr::new(root_names::REGISTRY), registry, recovery)?;
+    record_repair(root, OsStr::new(root_names::REGISTRY), registry, recovery)?;
     for kind in CheckpointKind::ALL {
         let link = registry_file::update_latest_link(root, published, kind);
-        note_repair(root, &root_names::latest_link(kind), link, recovery)?;
+        record_repair(root, &root_names::latest_link(kind), link, recovery)?;
     }
     Ok(())
 }
 
 /// Where the disk is full, the file stays as it was: a root must be open before it can be pruned.
-fn note_repair<D: Disk + Clone>(
+fn record_repair<D: Disk + Clone>(
     root: &OpenFolder<D>,
     name: &OsStr,
     repaired: Result<bool, CommitError>,
@@ -115,7 +115,7 @@ fn note_repair<D: Disk + Clone>(
 ) -> Result<(), CommitError> {
     match repaired {
         Err(error) if error.is_out_of_space() => recovery.failed.push(error.to_string()),
-        Ok(true) => recovery.repaired.push(shown(root, name)),
+        Ok(true) => recovery.repaired.push(display_path(root, name)),
         outcome => return outcome.map(drop),
     }
     Ok(())
@@ -124,12 +124,12 @@ fn note_repair<D: Disk + Clone>(
 /// Removes a leftover. A failure must not keep the root from being opened.
 fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery: &mut Recovery) {
     match root.has_live_writer(name) {
-        Ok(true) => return recovery.live.push(shown(root, name)),
+        Ok(true) => return recovery.live.push(display_path(root, name)),
         Ok(false) => {}
         Err(error) => return recovery.failed.push(error.to_string()),
     }
     match root.remove(name) {
-        Ok(()) => recovery.removed.push(shown(root, name)),
+        Ok(()) => recovery.removed.push(display_path(root, name)),
         Err(error) => recovery.failed.push(error.to_string()),
     }
 }

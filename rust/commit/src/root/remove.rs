@@ -18,7 +18,7 @@ use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
 
 /// A checkpoint under a hidden name.
-struct Hidden {
+struct HiddenCheckpoint {
     name: OsString,
     /// The registry still lists it.
     is_registered: bool,
@@ -94,13 +94,13 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// Writes the registry without the checkpoint, where there is room for that, and hides the folder.
-    fn hide(&self, (kind, step): CheckpointKey) -> Result<Hidden, CommitError> {
+    fn hide(&self, (kind, step): CheckpointKey) -> Result<HiddenCheckpoint, CommitError> {
         let name = self.root.free_name(|number| root_names::removed(kind, step, number))?;
         let is_registered = match registry_file::write_registry(&self.root, &self.published()?) {
             Err(error) if error.is_out_of_space() => true,
             outcome => outcome.map(|()| false)?,
         };
         self.root.rename_new(&root_names::checkpoint(kind, step), &name)?;
-        Ok(Hidden { name, is_registered })
+        Ok(HiddenCheckpoint { name, is_registered })
     }
 }

@@ -19,7 +19,7 @@
 //!
 //! Bytes bypass the page cache where the file system has direct I/O and the image is laid out like the file. Otherwise
 //! few pages are dirty at a time, and written pages are dropped from the cache. Each thread computes the checksum of a
-//! piece after it has written it: a disk reads faster from memory than from a processor's caches.
+//! chunk after it has written it: a disk reads faster from memory than from a processor's caches.
 
 mod output_file;
 mod pending_write;

@@ -2,7 +2,7 @@
 //!
 //! It has two descriptors: one that uses the page cache and, where the file system has direct I/O, one that bypasses it.
 //! Invariants: the two never write to the same page. Only whole pages bypass the cache; the bytes at either end of a
-//! piece go through it. No write is repeated that may have lost bytes.
+//! chunk go through it. No write is repeated that may have lost bytes.
 
 use std::ops::Range;
 use std::path::Path;
@@ -66,14 +66,14 @@ impl<D: Disk> OutputFile<D> {
     pub(super) fn open(
         disk: &D,
         tree: &FolderTree<D>,
-        place: &TreeFile,
+        tree_file: &TreeFile,
         direct_io: &DirectIo,
     ) -> Result<Self, CommitError> {
         let direct = match direct_io.is_refused() {
             true => None,
-            false => tree.open_for_direct_writing(disk, place)?,
+            false => tree.open_for_direct_writing(disk, tree_file)?,
         };
-        let cached = tree.open_for_writing(disk, place)?;
+        let cached = tree.open_for_writing(disk, tree_file)?;
         let in_cache = Mutex::new(InCache { writeback: Writeback::new(), bytes: 0 });
         Ok(OutputFile { cached, direct, in_cache })
     }

@@ -15,15 +15,15 @@ pub(super) struct PendingWrite {
 }
 
 impl PendingWrite {
-    /// Cuts off the first piece, which one thread writes at a time: up to the next multiple of [`WINDOW`] in the file.
-    pub(super) fn cut_piece(&mut self) -> PendingWrite {
+    /// Cuts off the first chunk, which one thread writes at a time: up to the next multiple of [`WINDOW`] in the file.
+    pub(super) fn cut_chunk(&mut self) -> PendingWrite {
         let room = WINDOW - self.offset % WINDOW;
         let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
         let image = Arc::clone(&self.image);
-        let piece = PendingWrite { file: self.file, offset: self.offset, image, start: self.start, length };
+        let chunk = PendingWrite { file: self.file, offset: self.offset, image, start: self.start, length };
         self.offset += length as u64;
         self.start += length;
         self.length -= length;
-        piece
+        chunk
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 
 use super::pending_write::PendingWrite;
-use super::writer_threads::WriterShared;
+use super::writer_threads::SharedWriterState;
 use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
 use crate::files::folder_tree::{FolderTree, TreeFile};
@@ -37,7 +37,7 @@ pub struct WriterOptions {
 /// Its methods may be called from several threads. Dropping it before [`finish`](ShardWriter::finish) has answered aborts
 /// it. The files then stay as they are; the owner of their folder removes them.
 pub struct ShardWriter<D: Disk + 'static = RealDisk> {
-    shared: Arc<WriterShared<D>>,
+    shared: Arc<SharedWriterState<D>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     process: u32,
 }
@@ -84,13 +84,13 @@ impl<D: Disk> ShardWriter<D> {
         if total.is_none_or(|total| total > i64::MAX as u64) {
             return refuse(folder, "its files are larger together than a file can be");
         }
-        let (tree, places) = FolderTree::make(&disk, folder, files.iter().map(|(name, _)| *name))?;
-        preallocate(&disk, &tree, &places, files, go_on)?;
+        let (tree, tree_files) = FolderTree::make(&disk, folder, files.iter().map(|(name, _)| *name))?;
+        preallocate(&disk, &tree, &tree_files, files, go_on)?;
         let root = *tree.parent();
         let sizes = files.iter().map(|(_, size)| *size);
-        let shared = Arc::new(WriterShared::new(disk, tree, places.into_iter().zip(sizes), options, &root));
+        let shared = Arc::new(SharedWriterState::new(disk, tree, tree_files.into_iter().zip(sizes), options, &root));
         let writer = ShardWriter { shared, threads: Mutex::default(), process: process::id() };
-        // No more threads than pieces.
+        // No more threads than chunks.
         let writes: u64 = files.iter().map(|(_, size)| size.div_ceil(WINDOW).max(1)).sum();
         writer.start_threads(usize::try_from(writes).map_or(THREADS, |writes| writes.clamp(1, THREADS)))?;
         Ok(writer)
@@ -142,17 +142,17 @@ impl<D: Disk> ShardWriter<D> {
         self.shared.progress()
     }
 
-    /// Waits up to `patience` until every file and its folders are durable; `None` when they are not by then. Returns the
+    /// Waits up to `timeout` until every file and its folders are durable; `None` when they are not by then. Returns the
     /// metadata of the files in the order in which they were named.
     ///
     /// # Errors
     /// [`CommitError::InvalidWrite`] when bytes of a file were not submitted; submit them and call `finish` again. The
     /// first failure of a thread; later calls return [`CommitError::Poisoned`] for it. After such an error no thread
     /// writes.
-    pub fn finish(&self, patience: Duration) -> Result<Option<Vec<FileMetadata>>, CommitError> {
+    pub fn finish(&self, timeout: Duration) -> Result<Option<Vec<FileMetadata>>, CommitError> {
         self.check_process()?;
-        let until = Instant::now() + patience;
-        let outcome = self.shared.finish(until);
+        let deadline = Instant::now() + timeout;
+        let outcome = self.shared.finish(deadline);
         if !matches!(outcome, Ok(None) | Err(CommitError::InvalidWrite { .. })) {
             self.join();
         }
@@ -161,7 +161,7 @@ impl<D: Disk> ShardWriter<D> {
 
     /// Stops: drops what is not written yet. When this returns, no thread runs and no image is held.
     ///
-    /// It waits for the pieces that are being written, at most 8 MiB a thread.
+    /// It waits for the chunks that are being written, at most 8 MiB a thread.
     pub fn abort(&self) {
         if self.process == process::id() {
             self.shared.stop();
@@ -201,17 +201,17 @@ impl<D: Disk> Drop for ShardWriter<D> {
 fn preallocate<D: Disk>(
     disk: &D,
     tree: &FolderTree<D>,
-    places: &[TreeFile],
+    tree_files: &[TreeFile],
     files: &[(&str, u64)],
     go_on: &mut dyn FnMut() -> ControlFlow<()>,
 ) -> Result<(), CommitError> {
     let sizes = files.iter().map(|(_, size)| *size);
     let mut left: u64 = sizes.clone().sum();
     let mut can_allocate = true;
-    for (place, size) in places.iter().zip(sizes) {
-        let file = tree.create(disk, place)?;
+    for (tree_file, size) in tree_files.iter().zip(sizes) {
+        let file = tree.create(disk, tree_file)?;
         if size > 0 && can_allocate {
-            match disk.allocate(&file, size, &place.path) {
+            match disk.allocate(&file, size, &tree_file.path) {
                 Err(error) if error.is(Errno::OPNOTSUPP) || error.is(Errno::NOSYS) => {
                     can_allocate = false;
                     check_free_space(disk, tree, left)?;
@@ -221,11 +221,11 @@ fn preallocate<D: Disk>(
         }
         if size > 0 && !can_allocate {
             // This reserves no room, but finds a limit on file sizes.
-            disk.truncate(&file, size, &place.path)?;
+            disk.truncate(&file, size, &tree_file.path)?;
         }
         left -= size;
         if go_on().is_break() {
-            return Err(CommitError::Interrupted { path: place.path.clone() });
+            return Err(CommitError::Interrupted { path: tree_file.path.clone() });
         }
     }
     Ok(())

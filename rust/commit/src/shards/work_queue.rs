@@ -17,8 +17,8 @@ use crate::files::file_progress::FileProgress;
 const MOST_UNSYNCED: usize = 64;
 
 /// The next step of one thread.
-pub(super) enum Task {
-    /// Write one piece, and compute its checksum.
+pub(super) enum WorkItem {
+    /// Write one chunk, and compute its checksum.
     Write(PendingWrite),
     /// Make a written file durable.
     Finish(usize),
@@ -26,8 +26,8 @@ pub(super) enum Task {
     FinishFolders,
 }
 
-/// The result of a task.
-pub(super) enum Done {
+/// The result of an item.
+pub(super) enum WorkResult {
     Wrote { write: PendingWrite, checksum: Option<Checksum> },
     Finished,
     FinishedFolders,
@@ -38,7 +38,7 @@ pub(super) enum WritePermission {
     None,
     /// One thread waits for a slot.
     Seeking,
-    Held(WriterSlot),
+    Granted(WriterSlot),
 }
 
 #[derive(PartialEq)]
@@ -105,35 +105,35 @@ impl WorkQueue {
         !self.queue.is_empty()
     }
 
-    /// Begins a task; a write only while a slot is held. [`done`](WorkQueue::done) or [`fail`](WorkQueue::fail) ends
+    /// Begins an item; a write only while a slot is held. [`done`](WorkQueue::done) or [`fail`](WorkQueue::fail) ends
     /// it.
-    pub(super) fn next_task(&mut self) -> Option<Task> {
+    pub(super) fn next_item(&mut self) -> Option<WorkItem> {
         if self.written.len() < MOST_UNSYNCED
-            && matches!(self.slot, WritePermission::Held(_))
+            && matches!(self.slot, WritePermission::Granted(_))
             && let Some(write) = self.queue.front_mut()
         {
-            let piece = write.cut_piece();
+            let chunk = write.cut_chunk();
             if write.length == 0 {
                 self.queue.pop_front();
             }
             self.writing += 1;
-            return Some(Task::Write(piece));
+            return Some(WorkItem::Write(chunk));
         }
         if let Some(file) = self.written.pop_front() {
-            return Some(Task::Finish(file));
+            return Some(WorkItem::Finish(file));
         }
         if self.closed && self.unfinished == 0 && self.folders == Folders::Waiting {
             self.folders = Folders::Taken;
-            return Some(Task::FinishFolders);
+            return Some(WorkItem::FinishFolders);
         }
         None
     }
 
-    /// Ends a task. Gives the slot back after the last submitted write: other ranks may write while this one makes its
+    /// Ends an item. Gives the slot back after the last submitted write: other ranks may write while this one makes its
     /// files durable, or waits for more bytes.
-    pub(super) fn done(&mut self, done: Done) {
+    pub(super) fn done(&mut self, done: WorkResult) {
         match done {
-            Done::Wrote { write, checksum } => {
+            WorkResult::Wrote { write, checksum } => {
                 self.writing -= 1;
                 let length = write.length as u64;
                 if let Some(checksum) = checksum {
@@ -143,8 +143,8 @@ impl WorkQueue {
                     self.written.push_back(write.file);
                 }
             }
-            Done::Finished => self.unfinished -= 1,
-            Done::FinishedFolders => self.folders = Folders::Durable,
+            WorkResult::Finished => self.unfinished -= 1,
+            WorkResult::FinishedFolders => self.folders = Folders::Durable,
         }
         if self.writing == 0 && self.queue.is_empty() {
             self.slot = WritePermission::None;
@@ -200,87 +200,87 @@ mod tests {
     use crate::files::writeback::WINDOW;
     use crate::staging::FileImage;
 
-    /// A queue of files of one piece each, all submitted.
+    /// A queue of files of one chunk each, all submitted.
     fn queue_of(files: usize) -> WorkQueue {
         let mut queue = WorkQueue::new(&vec![WINDOW; files]);
         for file in 0..files {
             assert!(queue.files[file].submit(0..WINDOW));
-            queue.push(piece(file));
+            queue.push(chunk(file));
         }
         queue
     }
 
-    fn piece(file: usize) -> PendingWrite {
+    fn chunk(file: usize) -> PendingWrite {
         let image = Arc::new(FileImage::new(0).unwrap());
         PendingWrite { file, offset: 0, image, start: 0, length: WINDOW as usize }
     }
 
     fn begin_write(queue: &mut WorkQueue) -> usize {
-        match queue.next_task() {
-            Some(Task::Write(write)) => write.file,
+        match queue.next_item() {
+            Some(WorkItem::Write(write)) => write.file,
             _ => panic!("there is something to write"),
         }
     }
 
     fn wrote(queue: &mut WorkQueue, file: usize) {
-        queue.done(Done::Wrote { write: piece(file), checksum: None });
+        queue.done(WorkResult::Wrote { write: chunk(file), checksum: None });
     }
 
     fn is_held(queue: &WorkQueue) -> bool {
-        matches!(queue.slot, WritePermission::Held(_))
+        matches!(queue.slot, WritePermission::Granted(_))
     }
 
     #[test]
     fn nothing_is_written_without_a_slot() {
         let mut queue = queue_of(1);
-        assert!(queue.next_task().is_none() && queue.has_writes());
+        assert!(queue.next_item().is_none() && queue.has_writes());
         queue.slot = WritePermission::Seeking;
-        assert!(queue.next_task().is_none());
-        queue.slot = WritePermission::Held(WriterSlot::without_lock());
+        assert!(queue.next_item().is_none());
+        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
         assert_eq!(begin_write(&mut queue), 0);
     }
 
     #[test]
     fn the_slot_is_held_until_the_last_thread_has_written() {
         let mut queue = queue_of(2);
-        queue.slot = WritePermission::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
         let (one, other) = (begin_write(&mut queue), begin_write(&mut queue));
         wrote(&mut queue, one);
         assert!(is_held(&queue));
-        assert!(matches!(queue.next_task(), Some(Task::Finish(file)) if file == one));
-        queue.done(Done::Finished);
+        assert!(matches!(queue.next_item(), Some(WorkItem::Finish(file)) if file == one));
+        queue.done(WorkResult::Finished);
         assert!(is_held(&queue));
         wrote(&mut queue, other);
         assert!(!is_held(&queue));
-        assert!(matches!(queue.next_task(), Some(Task::Finish(file)) if file == other));
+        assert!(matches!(queue.next_item(), Some(WorkItem::Finish(file)) if file == other));
     }
 
     #[test]
     fn names_are_made_durable_after_all_files_and_only_once_closed() {
         let mut queue = WorkQueue::new(&[0]);
-        assert!(matches!(queue.next_task(), Some(Task::Finish(0))));
-        assert!(queue.next_task().is_none());
-        queue.done(Done::Finished);
-        assert!(queue.next_task().is_none());
+        assert!(matches!(queue.next_item(), Some(WorkItem::Finish(0))));
+        assert!(queue.next_item().is_none());
+        queue.done(WorkResult::Finished);
+        assert!(queue.next_item().is_none());
         queue.closed = true;
-        assert!(matches!(queue.next_task(), Some(Task::FinishFolders)));
-        assert!(queue.next_task().is_none() && !queue.is_done());
-        queue.done(Done::FinishedFolders);
+        assert!(matches!(queue.next_item(), Some(WorkItem::FinishFolders)));
+        assert!(queue.next_item().is_none() && !queue.is_done());
+        queue.done(WorkResult::FinishedFolders);
         assert!(queue.is_done() && queue.is_over());
     }
 
     #[test]
     fn few_files_wait_for_their_fsync_at_once() {
         let mut queue = queue_of(2 * MOST_UNSYNCED);
-        queue.slot = WritePermission::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
         for _ in 0..MOST_UNSYNCED {
             let file = begin_write(&mut queue);
             wrote(&mut queue, file);
         }
         // The oldest first: the first fsync of a batch commits the others.
         for oldest in 0..3 {
-            assert!(matches!(queue.next_task(), Some(Task::Finish(file)) if file == oldest));
-            queue.done(Done::Finished);
+            assert!(matches!(queue.next_item(), Some(WorkItem::Finish(file)) if file == oldest));
+            queue.done(WorkResult::Finished);
             let file = begin_write(&mut queue);
             wrote(&mut queue, file);
         }
@@ -289,14 +289,14 @@ mod tests {
     #[test]
     fn the_first_failure_is_kept_and_the_rest_is_given_up() {
         let mut queue = queue_of(2);
-        queue.slot = WritePermission::Held(WriterSlot::without_lock());
+        queue.slot = WritePermission::Granted(WriterSlot::without_lock());
         let file = begin_write(&mut queue);
         let path = std::path::Path::new("/somewhere");
         queue.fail(CommitError::io("write", path, Errno::NOSPC));
         queue.fail(CommitError::io("fsync", path, Errno::IO));
-        assert!(queue.is_over() && queue.next_task().is_none());
+        assert!(queue.is_over() && queue.next_item().is_none());
         wrote(&mut queue, file);
-        assert!(queue.next_task().is_none() && !is_held(&queue));
+        assert!(queue.next_item().is_none() && !is_held(&queue));
         assert!(matches!(queue.take_failure(), Some(CommitError::Io { operation: "write", .. })));
         assert!(matches!(queue.take_failure(), Some(CommitError::Poisoned { operation: "write", .. })));
         assert!(matches!(queue.check(), Err(CommitError::Poisoned { .. })));

@@ -7,7 +7,7 @@
 //!
 //! 1. A lock counts only while its name leads to the locked file. A holder removes the name before it unlocks, and a
 //!    sweep removes it under the lock. So two writers never hold one slot, except in cases 2 and 3.
-//! 2. Nobody waits without bound. A holder touches its file after each piece. A file that was not touched for
+//! 2. Nobody waits without bound. A holder touches its file after each chunk. A file that was not touched for
 //!    [`STALLED`] belongs to a stopped process, or to a child that inherited it from a dead one; a waiter then removes
 //!    its name. The limit spares the disk, but a save matters more.
 //! 3. Where locks are not available, nobody waits and no file remains.
@@ -24,7 +24,7 @@ use rustix::fs::{AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, Tim
 use rustix::io::{Errno, retry_on_intr};
 use rustix::process::geteuid;
 
-/// A holder that wrote no piece (of 8 MiB) for this long is no longer waited for.
+/// A holder that wrote no chunk (of 8 MiB) for this long is no longer waited for.
 const STALLED: Duration = Duration::from_secs(15);
 
 /// The beginning of the names of all slots.
@@ -52,7 +52,7 @@ pub(super) struct SlotWaiter<'a> {
 #[derive(Debug)]
 pub(super) struct WriterSlot {
     /// `None` where locks are not available.
-    held: Option<(OwnedFd, PathBuf)>,
+    lock: Option<(OwnedFd, PathBuf)>,
 }
 
 /// Inode number and modification time of a file.
@@ -119,7 +119,7 @@ fn sweep_one(path: &Path, dry_run: bool) -> Result<bool, Errno> {
 
 /// Device and inode number of a folder.
 fn identity_of(root: &Path) -> Option<(u64, u64)> {
-    rustix::fs::stat(root).ok().map(|status| (status.st_dev, status.st_ino))
+    rustix::fs::stat(root).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
 
 fn slot_folder() -> PathBuf {
@@ -152,8 +152,8 @@ impl SlotWaiter<'_> {
     /// Takes a slot if one is free now.
     pub(super) fn try_take(&mut self) -> Option<WriterSlot> {
         for (name, seen) in self.slots.names.iter().zip(&mut self.seen) {
-            match try_one(name) {
-                Ok(SlotAttempt::Taken(file)) => return Some(WriterSlot { held: Some((file, name.clone())) }),
+            match try_lock_slot(name) {
+                Ok(SlotAttempt::Taken(file)) => return Some(WriterSlot { lock: Some((file, name.clone())) }),
                 Ok(SlotAttempt::Gone) => *seen = None,
                 Ok(SlotAttempt::Busy(holder)) => match seen {
                     Some((before, since)) if *before == stamp_of(&holder) => {
@@ -163,7 +163,7 @@ impl SlotWaiter<'_> {
                     }
                     _ => *seen = Some((stamp_of(&holder), Instant::now())),
                 },
-                Err(_) => return Some(WriterSlot { held: None }),
+                Err(_) => return Some(WriterSlot { lock: None }),
             }
         }
         None
@@ -174,12 +174,12 @@ impl WriterSlot {
     /// A slot without a lock.
     #[cfg(test)]
     pub(super) fn without_lock() -> Self {
-        WriterSlot { held: None }
+        WriterSlot { lock: None }
     }
 
     /// Shows waiters that the holder is alive.
     pub(super) fn touch(&self) {
-        if let Some((file, _)) = &self.held {
+        if let Some((file, _)) = &self.lock {
             let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
             let _ = rustix::fs::futimens(file, &Timestamps { last_access: now, last_modification: now });
         }
@@ -188,7 +188,7 @@ impl WriterSlot {
 
 impl Drop for WriterSlot {
     fn drop(&mut self) {
-        if let Some((file, name)) = &self.held {
+        if let Some((file, name)) = &self.lock {
             if let Ok(own) = rustix::fs::fstat(file) {
                 remove_name(name, &own);
             }
@@ -198,7 +198,7 @@ impl Drop for WriterSlot {
     }
 }
 
-fn try_one(name: &Path) -> Result<SlotAttempt, Errno> {
+fn try_lock_slot(name: &Path) -> Result<SlotAttempt, Errno> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = retry_on_intr(|| rustix::fs::openat(CWD, name, flags, Mode::RUSR | Mode::WUSR))?;
     let open = rustix::fs::fstat(&file)?;
@@ -259,7 +259,7 @@ mod tests {
         let slots = slots(&folder, 2);
         let first = slots.wait().try_take().unwrap();
         let second = slots.wait().try_take().unwrap();
-        assert!(first.held.is_some() && second.held.is_some());
+        assert!(first.lock.is_some() && second.lock.is_some());
         let mut waiting = slots.wait();
         assert!(waiting.try_take().is_none());
         drop(first);
@@ -274,7 +274,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let _held = slots(&folder, 1).wait().try_take().unwrap();
         let other = WriterSlots::in_folder(folder.path(), 1, (7, 12), FOREVER);
-        assert!(other.wait().try_take().is_some_and(|slot| slot.held.is_some()));
+        assert!(other.wait().try_take().is_some_and(|slot| slot.lock.is_some()));
     }
 
     #[test]
@@ -283,7 +283,7 @@ mod tests {
         let slots = slots(&folder, 1);
         // A killed writer leaves an unlocked file.
         std::fs::File::create(&slots.names[0]).unwrap();
-        assert!(slots.wait().try_take().is_some_and(|slot| slot.held.is_some()));
+        assert!(slots.wait().try_take().is_some_and(|slot| slot.lock.is_some()));
         assert_eq!(files(&folder), 0);
     }
 
@@ -306,7 +306,7 @@ mod tests {
             taken = waiting.try_take();
         }
         assert!(since.elapsed() >= Duration::from_millis(190), "{:?}", since.elapsed());
-        assert!(taken.as_ref().is_some_and(|slot| slot.held.is_some()), "others wait for the new holder");
+        assert!(taken.as_ref().is_some_and(|slot| slot.lock.is_some()), "others wait for the new holder");
         assert!(slots.wait().try_take().is_none());
         // The old holder frees nothing of the new one.
         drop(held);
@@ -342,13 +342,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let slots = WriterSlots::in_folder(&folder.path().join("missing"), 1, ROOT, FOREVER);
         let first = slots.wait().try_take().unwrap();
-        assert!(first.held.is_none());
+        assert!(first.lock.is_none());
         first.touch();
         assert!(slots.wait().try_take().is_some());
         // A symbolic link is not followed.
         let slots = self::slots(&folder, 1);
         std::os::unix::fs::symlink("elsewhere", &slots.names[0]).unwrap();
-        assert!(slots.wait().try_take().is_some_and(|slot| slot.held.is_none()));
+        assert!(slots.wait().try_take().is_some_and(|slot| slot.lock.is_none()));
         assert_eq!(files(&folder), 1);
     }
 }

@@ -12,7 +12,7 @@ use super::WriterOptions;
 use super::output_file::{DirectIo, OutputFile};
 use super::pending_write::PendingWrite;
 use super::thread_priority;
-use super::work_queue::{Done, Task, WorkQueue, WritePermission};
+use super::work_queue::{WorkResult, WorkItem, WorkQueue, WritePermission};
 use super::writer_slots::{WriterSlot, WriterSlots};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, FileStat};
@@ -26,7 +26,7 @@ const MOST_SLOT_INTERVAL: Duration = Duration::from_millis(5);
 const PART_OF_WAIT: u32 = 64;
 
 /// The state that the threads of a writer share.
-pub(super) struct WriterShared<D: Disk> {
+pub(super) struct SharedWriterState<D: Disk> {
     disk: D,
     tree: FolderTree<D>,
     files: Vec<SharedFile<D>>,
@@ -43,13 +43,13 @@ pub(super) struct WriterShared<D: Disk> {
 }
 
 struct SharedFile<D: Disk> {
-    place: TreeFile,
+    tree_file: TreeFile,
     size: u64,
-    /// Open from the first piece until the file is durable: there may be more files than descriptors.
+    /// Open from the first chunk until the file is durable: there may be more files than descriptors.
     output: Mutex<Option<Arc<OutputFile<D>>>>,
 }
 
-impl<D: Disk> WriterShared<D> {
+impl<D: Disk> SharedWriterState<D> {
     pub(super) fn new(
         disk: D,
         tree: FolderTree<D>,
@@ -57,15 +57,15 @@ impl<D: Disk> WriterShared<D> {
         options: WriterOptions,
         root: &FileStat,
     ) -> Self {
-        let files: Vec<_> = files.map(|(place, size)| SharedFile { place, size, output: Mutex::new(None) }).collect();
+        let files: Vec<_> = files.map(|(tree_file, size)| SharedFile { tree_file, size, output: Mutex::new(None) }).collect();
         let sizes: Vec<_> = files.iter().map(|file| file.size).collect();
-        WriterShared {
+        SharedWriterState {
             disk,
             tree,
-            by_name: files.iter().enumerate().map(|(number, file)| (file.place.name.clone(), number)).collect(),
+            by_name: files.iter().enumerate().map(|(number, file)| (file.tree_file.name.clone(), number)).collect(),
             files,
             direct_io: DirectIo::default(),
-            slots: WriterSlots::new(options.writers_per_node, (root.device, root.number)),
+            slots: WriterSlots::new(options.writers_per_node, (root.device, root.inode)),
             checksum: options.checksum,
             total: sizes.iter().sum(),
             written: AtomicU64::new(0),
@@ -111,7 +111,7 @@ impl<D: Disk> WriterShared<D> {
         Ok(())
     }
 
-    pub(super) fn finish(&self, until: Instant) -> Result<Option<Vec<FileMetadata>>, CommitError> {
+    pub(super) fn finish(&self, deadline: Instant) -> Result<Option<Vec<FileMetadata>>, CommitError> {
         let mut state = self.lock();
         if !state.is_over() && !state.closed {
             self.check_complete(&state)?;
@@ -119,7 +119,7 @@ impl<D: Disk> WriterShared<D> {
             self.changed.notify_all();
         }
         while !(state.is_over() && state.running == 0) {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
@@ -139,7 +139,7 @@ impl<D: Disk> WriterShared<D> {
         for (file, progress) in self.files.iter().zip(&state.files) {
             if let Some(gap) = progress.first_gap() {
                 let reason = format!("its bytes from {gap} on were not submitted");
-                return Err(CommitError::InvalidWrite { path: file.place.path.clone(), reason });
+                return Err(CommitError::InvalidWrite { path: file.tree_file.path.clone(), reason });
             }
         }
         Ok(())
@@ -148,7 +148,7 @@ impl<D: Disk> WriterShared<D> {
     fn file_metadata(&self, state: &WorkQueue) -> Vec<FileMetadata> {
         let files = self.files.iter().zip(&state.files);
         let metadata = files.map(|(file, progress)| FileMetadata {
-            name: file.place.name.clone(),
+            name: file.tree_file.name.clone(),
             size: file.size,
             checksum: self.checksum.then(|| progress.checksum()),
         });
@@ -187,7 +187,7 @@ impl<D: Disk> WriterShared<D> {
     fn work(&self, at: &mut PathBuf) {
         let mut state = self.lock();
         while !state.is_over() {
-            let Some(task) = state.next_task() else {
+            let Some(item) = state.next_item() else {
                 state = if state.has_writes() && matches!(state.slot, WritePermission::None) {
                     self.seek_slot(state)
                 } else {
@@ -196,14 +196,14 @@ impl<D: Disk> WriterShared<D> {
                 continue;
             };
             drop(state);
-            let outcome = self.perform(task, at);
+            let outcome = self.perform(item, at);
             state = self.lock();
-            if let WritePermission::Held(slot) = &state.slot {
+            if let WritePermission::Granted(slot) = &state.slot {
                 slot.touch();
             }
             match outcome {
                 Ok(done) => {
-                    if let Done::Wrote { write, .. } = &done {
+                    if let WorkResult::Wrote { write, .. } = &done {
                         self.written.fetch_add(write.length as u64, Ordering::Relaxed);
                     }
                     state.done(done);
@@ -220,7 +220,7 @@ impl<D: Disk> WriterShared<D> {
         drop(state);
         let taken = self.wait_for_slot();
         let mut state = self.lock();
-        state.slot = taken.map_or(WritePermission::None, WritePermission::Held);
+        state.slot = taken.map_or(WritePermission::None, WritePermission::Granted);
         self.changed.notify_all();
         state
     }
@@ -241,34 +241,34 @@ impl<D: Disk> WriterShared<D> {
         }
     }
 
-    fn perform(&self, task: Task, at: &mut PathBuf) -> Result<Done, CommitError> {
-        match task {
-            Task::Write(write) => {
-                at.clone_from(&self.files[write.file].place.path);
+    fn perform(&self, item: WorkItem, at: &mut PathBuf) -> Result<WorkResult, CommitError> {
+        match item {
+            WorkItem::Write(write) => {
+                at.clone_from(&self.files[write.file].tree_file.path);
                 self.write(write)
             }
-            Task::Finish(file) => {
-                at.clone_from(&self.files[file].place.path);
+            WorkItem::Finish(file) => {
+                at.clone_from(&self.files[file].tree_file.path);
                 let file = &self.files[file];
-                self.output(file)?.finish(&self.disk, &file.place.path)?;
+                self.output(file)?.finish(&self.disk, &file.tree_file.path)?;
                 *file.output.lock().unwrap_or_else(PoisonError::into_inner) = None;
-                Ok(Done::Finished)
+                Ok(WorkResult::Finished)
             }
-            Task::FinishFolders => {
+            WorkItem::FinishFolders => {
                 at.clone_from(&self.path().to_path_buf());
                 self.tree.fsync(&self.disk)?;
-                Ok(Done::FinishedFolders)
+                Ok(WorkResult::FinishedFolders)
             }
         }
     }
 
-    fn write(&self, write: PendingWrite) -> Result<Done, CommitError> {
+    fn write(&self, write: PendingWrite) -> Result<WorkResult, CommitError> {
         let file = &self.files[write.file];
         let bytes = write.image.bytes(write.start, write.length);
         let output = self.output(file)?;
-        output.write(&self.disk, write.offset, bytes, &file.place.path, &self.direct_io)?;
+        output.write(&self.disk, write.offset, bytes, &file.tree_file.path, &self.direct_io)?;
         let checksum = self.checksum.then(|| Checksum::of(bytes));
-        Ok(Done::Wrote { write, checksum })
+        Ok(WorkResult::Wrote { write, checksum })
     }
 
     fn output(&self, file: &SharedFile<D>) -> Result<Arc<OutputFile<D>>, CommitError> {
@@ -276,7 +276,7 @@ impl<D: Disk> WriterShared<D> {
         if let Some(output) = output.as_ref() {
             return Ok(Arc::clone(output));
         }
-        let opened = Arc::new(OutputFile::open(&self.disk, &self.tree, &file.place, &self.direct_io)?);
+        let opened = Arc::new(OutputFile::open(&self.disk, &self.tree, &file.tree_file, &self.direct_io)?);
         Ok(Arc::clone(output.insert(opened)))
     }
 

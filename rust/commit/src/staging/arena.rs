@@ -57,16 +57,16 @@ pub(super) struct Arena {
 #[derive(Debug, Default)]
 struct State {
     /// By address: start and length of each.
-    free: BTreeMap<usize, (Range, usize)>,
+    free: BTreeMap<usize, (RangeStart, usize)>,
     stats: StagingStats,
 }
 
 /// The start of a free range.
 #[derive(Clone, Copy, Debug)]
-struct Range(NonNull<u8>);
+struct RangeStart(NonNull<u8>);
 
 // SAFETY: only the holder of a range uses it, on any thread.
-unsafe impl Send for Range {}
+unsafe impl Send for RangeStart {}
 
 static ARENA: AtomicPtr<Arena> = AtomicPtr::new(ptr::null_mut());
 
@@ -140,7 +140,7 @@ impl Arena {
 }
 
 /// Returns ranges to the operating system, without the lock, since it takes milliseconds a gigabyte.
-fn unmap(ranges: &[(Range, usize)]) {
+fn unmap(ranges: &[(RangeStart, usize)]) {
     for &(range, length) in ranges {
         // SAFETY: the range was free and is no longer listed.
         unsafe { mapped_memory::unmap(range.0, length) };
@@ -156,7 +156,7 @@ impl State {
         if length > capacity {
             // SAFETY: within the range.
             let rest = unsafe { range.0.add(capacity) };
-            self.free.insert(address + capacity, (Range(rest), length - capacity));
+            self.free.insert(address + capacity, (RangeStart(rest), length - capacity));
         }
         self.stats.cached -= capacity;
         self.stats.in_use += capacity;
@@ -164,7 +164,7 @@ impl State {
     }
 
     /// Counts a fresh image, and takes ranges off the list to keep invariant 1. [`took`](State::took) follows.
-    fn make_room(&mut self, capacity: usize) -> Option<Vec<(Range, usize)>> {
+    fn make_room(&mut self, capacity: usize) -> Option<Vec<(RangeStart, usize)>> {
         self.stats.in_use = self.stats.in_use.checked_add(capacity)?;
         let most = self.stats.peak.max(self.stats.in_use);
         Some(self.release_down_to(most - self.stats.in_use))
@@ -181,7 +181,7 @@ impl State {
     fn give_back(&mut self, start: NonNull<u8>, capacity: usize) {
         self.stats.in_use -= capacity;
         self.stats.cached += capacity;
-        let mut kept = (Range(start), capacity);
+        let mut kept = (RangeStart(start), capacity);
         let address = start.addr().get();
         if let Some((_, (_, length))) = self.free.remove_entry(&(address + capacity)) {
             kept.1 += length;
@@ -197,7 +197,7 @@ impl State {
     }
 
     /// Takes free ranges off the list, the smallest first, until at most `bytes` are cached.
-    fn release_down_to(&mut self, bytes: usize) -> Vec<(Range, usize)> {
+    fn release_down_to(&mut self, bytes: usize) -> Vec<(RangeStart, usize)> {
         let mut released = Vec::new();
         while self.stats.cached > bytes {
             let smallest = self.free.iter().min_by_key(|(_, (_, length))| *length);

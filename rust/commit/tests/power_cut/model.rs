@@ -125,13 +125,13 @@ impl World {
         self.names(folder).get(name).copied().ok_or(Errno::NOENT)
     }
 
-    fn status(&self, number: Number) -> FileStat {
+    fn stat(&self, number: Number) -> FileStat {
         let (kind, size) = match &*self.nodes[number] {
             Node::File(bytes) => (EntryKind::File, bytes.len() as u64),
             Node::Folder(_) => (EntryKind::Folder, 0),
             Node::Link(target) => (EntryKind::Link, target.len() as u64),
         };
-        FileStat { kind, device: 1, number: number as u64, size, user: 0 }
+        FileStat { kind, device: 1, inode: number as u64, size, user: 0 }
     }
 }
 
@@ -254,15 +254,15 @@ impl Disk for ModelDisk {
     }
 
     fn look_at(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<Option<FileStat>, CommitError> {
-        self.call(path, |world| Ok(world.find(*folder, name).ok().map(|number| world.status(number))))
+        self.call(path, |world| Ok(world.find(*folder, name).ok().map(|number| world.stat(number))))
     }
 
     fn folder_stat(&self, folder: &Number, path: &Path) -> Result<FileStat, CommitError> {
-        self.call(path, |world| Ok(world.status(*folder)))
+        self.call(path, |world| Ok(world.stat(*folder)))
     }
 
     fn file_stat(&self, file: &Number, path: &Path) -> Result<FileStat, CommitError> {
-        self.call(path, |world| Ok(world.status(*file)))
+        self.call(path, |world| Ok(world.stat(*file)))
     }
 
     fn read(&self, file: &Number, path: &Path) -> Result<Vec<u8>, CommitError> {

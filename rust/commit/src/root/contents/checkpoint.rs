@@ -83,33 +83,33 @@ pub(crate) struct ReadManifest {
     pub(crate) manifest: Manifest,
     pub(crate) checksum: Checksum,
     /// Of the file.
-    pub(crate) status: FileStat,
+    pub(crate) stat: FileStat,
 }
 
 /// Why a folder does not count as a whole checkpoint.
 #[derive(Debug)]
-pub(crate) enum NotWhole {
+pub(crate) enum ExamineFailure {
     /// It is not one, for this reason.
-    Because(String),
+    NotWhole(String),
     /// Unknown: this process lacks what it takes to read it.
     Unreadable(CommitError),
 }
 
-impl From<CommitError> for NotWhole {
+impl From<CommitError> for ExamineFailure {
     fn from(error: CommitError) -> Self {
-        if error.is_shortage() { NotWhole::Unreadable(error) } else { NotWhole::Because(error.to_string()) }
+        if error.is_shortage() { ExamineFailure::Unreadable(error) } else { ExamineFailure::NotWhole(error.to_string()) }
     }
 }
 
-impl NotWhole {
+impl ExamineFailure {
     /// The error of a caller that reads the manifest of the checkpoint in `folder`.
     pub(crate) fn into_error<D: Disk>(self, folder: &OpenFolder<D>) -> CommitError {
         match self {
-            NotWhole::Because(reason) => {
+            ExamineFailure::NotWhole(reason) => {
                 let files = vec![manifest::FILE_NAME.to_owned()];
                 CommitError::Corrupt { path: folder.path.clone(), reason, files }
             }
-            NotWhole::Unreadable(error) => error,
+            ExamineFailure::Unreadable(error) => error,
         }
     }
 }
@@ -119,37 +119,37 @@ pub(crate) fn examine<D: Disk + Clone>(
     root: &OpenFolder<D>,
     kind: CheckpointKind,
     step: u64,
-) -> Result<PublishedCheckpoint, NotWhole> {
+) -> Result<PublishedCheckpoint, ExamineFailure> {
     let folder = root.open_folder(&root_names::checkpoint(kind, step))?;
-    let ReadManifest { manifest, status: file, .. } = read_manifest(&folder)?;
+    let ReadManifest { manifest, stat: file, .. } = read_manifest(&folder)?;
     if (manifest.kind, manifest.step) != (kind, step) {
         let (kind, step) = (manifest.kind, manifest.step);
-        return Err(NotWhole::Because(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME)));
+        return Err(ExamineFailure::NotWhole(format!("{} says that this is {kind}-{step}", manifest::FILE_NAME)));
     }
     if let Some(damage) = compare_sizes(&folder, &manifest.files)?.first() {
-        return Err(NotWhole::Because(damage.to_string()));
+        return Err(ExamineFailure::NotWhole(damage.to_string()));
     }
     Ok(PublishedCheckpoint { checkpoint: CheckpointInfo::new(folder.path, manifest), manifest: file })
 }
 
 /// Reads the manifest in a folder.
-pub(crate) fn read_manifest<D: Disk + Clone>(folder: &OpenFolder<D>) -> Result<ReadManifest, NotWhole> {
+pub(crate) fn read_manifest<D: Disk + Clone>(folder: &OpenFolder<D>) -> Result<ReadManifest, ExamineFailure> {
     let name = OsStr::new(manifest::FILE_NAME);
-    let refuse = |reason: String| Err(NotWhole::Because(reason));
-    let status = match folder.look_at(name)? {
+    let refuse = |reason: String| Err(ExamineFailure::NotWhole(reason));
+    let stat = match folder.look_at(name)? {
         None => return refuse(format!("it has no {}", manifest::FILE_NAME)),
-        Some(status) if status.kind != EntryKind::File || status.size > LARGEST_MANIFEST => {
+        Some(stat) if stat.kind != EntryKind::File || stat.size > LARGEST_MANIFEST => {
             return refuse(format!("its {} is no manifest", manifest::FILE_NAME));
         }
-        Some(status) => status,
+        Some(stat) => stat,
     };
     let bytes = folder.disk.read(&folder.open_file(name)?, &folder.path.join(name))?;
     if !manifest::has_valid_checksum(&bytes) {
         return refuse(format!("its {} is not as it was written", manifest::FILE_NAME));
     }
     let manifest = Manifest::parse(&bytes)
-        .map_err(|reason| NotWhole::Because(format!("its {}: {reason}", manifest::FILE_NAME)))?;
-    Ok(ReadManifest { manifest, checksum: Checksum::of(&bytes), status })
+        .map_err(|reason| ExamineFailure::NotWhole(format!("its {}: {reason}", manifest::FILE_NAME)))?;
+    Ok(ReadManifest { manifest, checksum: Checksum::of(&bytes), stat })
 }
 
 /// A file that differs from the manifest.
@@ -206,14 +206,14 @@ pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
     let folders = open_inner_folders(folder, files.iter().copied())?;
     let mut damaged = Vec::new();
     for file in files {
-        let (parent, leaf) = parent_and_name(&file.name);
-        let directory = if parent.is_empty() { Some(folder) } else { folders[parent].as_ref() };
-        let status = directory.map(|directory| directory.look_at(OsStr::new(leaf))).transpose()?.flatten();
-        let problem = match status {
+        let (parent, base_name) = parent_and_name(&file.name);
+        let parent = if parent.is_empty() { Some(folder) } else { folders[parent].as_ref() };
+        let stat = parent.map(|parent| parent.look_at(OsStr::new(base_name))).transpose()?.flatten();
+        let problem = match stat {
             None => "is missing".to_owned(),
-            Some(status) if status.kind != EntryKind::File => "is no plain file".to_owned(),
-            Some(status) if status.size != file.size => {
-                format!("has {} bytes in the place of {}", status.size, file.size)
+            Some(stat) if stat.kind != EntryKind::File => "is no plain file".to_owned(),
+            Some(stat) if stat.size != file.size => {
+                format!("has {} bytes in the place of {}", stat.size, file.size)
             }
             Some(_) => continue,
         };
@@ -234,10 +234,10 @@ pub(crate) fn open_inner_folders<'a, D: Disk + Clone>(
             if folders.contains_key(name) {
                 continue;
             }
-            let (parent, leaf) = parent_and_name(name);
+            let (parent, base_name) = parent_and_name(name);
             let parent = if parent.is_empty() { Some(top) } else { folders[parent].as_ref() };
             let opened = match parent {
-                Some(parent) if parent.has_folder(OsStr::new(leaf))? => Some(parent.open_folder(OsStr::new(leaf))?),
+                Some(parent) if parent.has_folder(OsStr::new(base_name))? => Some(parent.open_folder(OsStr::new(base_name))?),
                 _ => None,
             };
             folders.insert(name, opened);
@@ -258,11 +258,11 @@ pub(crate) fn unlisted_files<D: Disk + Clone>(
     known: &dyn Fn(&str) -> bool,
 ) -> Result<Vec<Damage>, CommitError> {
     let mut found = Vec::new();
-    for leaf in folder.list()? {
-        let name = format!("{prefix}{}", leaf.to_string_lossy());
-        if folder.has_folder(&leaf)? {
-            found.extend(unlisted_files(&folder.open_folder(&leaf)?, &format!("{name}/"), known)?);
-        } else if leaf.to_str().is_none() || !known(&name) {
+    for base_name in folder.list()? {
+        let name = format!("{prefix}{}", base_name.to_string_lossy());
+        if folder.has_folder(&base_name)? {
+            found.extend(unlisted_files(&folder.open_folder(&base_name)?, &format!("{name}/"), known)?);
+        } else if base_name.to_str().is_none() || !known(&name) {
             found.push(Damage::unlisted(name));
         }
     }

@@ -14,7 +14,7 @@ use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, absent
 use crate::error::CommitError;
 
 /// The largest single write.
-const PIECE: usize = 8 << 20;
+const LARGEST_WRITE: usize = 8 << 20;
 
 pub(crate) struct OpenFolder<D: Disk> {
     pub(crate) disk: D,
@@ -66,7 +66,7 @@ impl<D: Disk + Clone> OpenFolder<D> {
 
     /// Whether the folder `name` is in it.
     pub(crate) fn has_folder(&self, name: &OsStr) -> Result<bool, CommitError> {
-        Ok(self.look_at(name)?.is_some_and(|status| status.kind == EntryKind::Folder))
+        Ok(self.look_at(name)?.is_some_and(|stat| stat.kind == EntryKind::Folder))
     }
 
     /// Whether a process holds the lock that writers take on the folder `name`.
@@ -79,7 +79,7 @@ impl<D: Disk + Clone> OpenFolder<D> {
         Ok(self.disk.lock_folder(&folder.folder, LockMode::Exclusive, &folder.path)? == LockOutcome::HeldByAnother)
     }
 
-    pub(crate) fn status(&self) -> Result<FileStat, CommitError> {
+    pub(crate) fn stat(&self) -> Result<FileStat, CommitError> {
         self.disk.folder_stat(&self.folder, &self.path)
     }
 
@@ -118,7 +118,7 @@ impl<D: Disk + Clone> OpenFolder<D> {
     pub(crate) fn create_file(&self, name: &OsStr, bytes: &[u8]) -> Result<FileStat, CommitError> {
         let path = self.path.join(name);
         let file = self.disk.create_file(&self.folder, name, &path)?;
-        disk::write_all(&self.disk, &file, 0, bytes, &path, PIECE, |_| Ok(()))?;
+        disk::write_all(&self.disk, &file, 0, bytes, &path, LARGEST_WRITE, |_| Ok(()))?;
         self.disk.fsync(&file, &path)?;
         self.disk.file_stat(&file, &path)
     }
@@ -217,14 +217,14 @@ impl<D: Disk + Clone> OpenFolder<D> {
 
     /// Removes the file or folder `name` with its contents.
     pub(crate) fn remove(&self, name: &OsStr) -> Result<(), CommitError> {
-        let Some(status) = self.look_at(name)? else {
+        let Some(stat) = self.look_at(name)? else {
             return Ok(());
         };
-        if status.kind != EntryKind::Folder {
+        if stat.kind != EntryKind::Folder {
             return absent_is_fine(self.remove_file(name));
         }
         let path = self.path.join(name);
-        if status.device != self.status()?.device {
+        if stat.device != self.stat()?.device {
             return Err(CommitError::io("remove the mounted file system at", &path, Errno::BUSY));
         }
         let inner = self.open_folder(name)?;

@@ -41,7 +41,7 @@ fn refuse_folder<D: Disk + Clone>(
     needed_for: &'static str,
 ) -> Result<(), CommitError> {
     match root.look_at(name)? {
-        Some(status) if !matches!(status.kind, EntryKind::File | EntryKind::Link) => {
+        Some(stat) if !matches!(stat.kind, EntryKind::File | EntryKind::Link) => {
             Err(CommitError::NameTaken { path: root.path.join(name), needed_for })
         }
         _ => Ok(()),
@@ -50,7 +50,7 @@ fn refuse_folder<D: Disk + Clone>(
 
 fn check_latest_link<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> Result<(), CommitError> {
     match root.look_at(name)? {
-        Some(status) if status.kind != EntryKind::Link => {
+        Some(stat) if stat.kind != EntryKind::Link => {
             Err(CommitError::NameTaken { path: root.path.join(name), needed_for: "the link to the newest checkpoint" })
         }
         _ => Ok(()),
@@ -75,7 +75,7 @@ pub(crate) fn repair_registry<D: Disk + Clone>(
     // The size is compared first: the file may be anything.
     let is_right = match root.look_at(name)? {
         None => published.is_empty(),
-        Some(status) if status.kind == EntryKind::File && status.size == bytes.len() as u64 => {
+        Some(stat) if stat.kind == EntryKind::File && stat.size == bytes.len() as u64 => {
             root.disk.read(&root.open_file(name)?, &root.path.join(name)).is_ok_and(|found| found == bytes)
         }
         Some(_) => false,

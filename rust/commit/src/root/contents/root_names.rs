@@ -26,7 +26,7 @@ pub(crate) const WRITER_LOCK: &str = ".owner";
 
 /// The meaning of a name in a root.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Entry {
+pub(crate) enum RootEntry {
     Checkpoint(CheckpointKind, u64),
     /// Left by a dead owner.
     Leftover,
@@ -71,17 +71,17 @@ pub(crate) fn temporary(name: &OsStr) -> OsString {
     temporary
 }
 
-pub(crate) fn classify(name: &OsStr) -> Entry {
+pub(crate) fn classify(name: &OsStr) -> RootEntry {
     let Some(text) = name.to_str() else {
-        return Entry::Other;
+        return RootEntry::Other;
     };
     if let Some((kind, step)) = kind_and_step(text) {
-        return Entry::Checkpoint(kind, step);
+        return RootEntry::Checkpoint(kind, step);
     }
     if let Some(step) = text.strip_prefix(".discard-after-").and_then(number) {
-        return Entry::DiscardMarker(step);
+        return RootEntry::DiscardMarker(step);
     }
-    if is_leftover(text) { Entry::Leftover } else { Entry::Other }
+    if is_leftover(text) { RootEntry::Leftover } else { RootEntry::Other }
 }
 
 fn is_leftover(text: &str) -> bool {
@@ -112,7 +112,7 @@ fn number(text: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn classified(name: &str) -> Entry {
+    fn classified(name: &str) -> RootEntry {
         classify(OsStr::new(name))
     }
 
@@ -120,17 +120,17 @@ mod tests {
     fn own_names_are_recognised() {
         for step in [0, 7, MAX_STEP] {
             for kind in CheckpointKind::ALL {
-                assert_eq!(classify(&checkpoint(kind, step)), Entry::Checkpoint(kind, step));
-                assert_eq!(classify(&unfinished(kind, step)), Entry::Leftover);
-                assert_eq!(classify(&removed(kind, step, 3)), Entry::Leftover);
-                assert_eq!(classify(&set_aside(kind, step, 0)), Entry::Other);
-                assert_eq!(classify(&set_aside(kind, step, 1)), Entry::Other);
-                assert_eq!(classify(&latest_link(kind)), Entry::Other);
-                assert_eq!(classify(&temporary(&latest_link(kind))), Entry::Leftover);
+                assert_eq!(classify(&checkpoint(kind, step)), RootEntry::Checkpoint(kind, step));
+                assert_eq!(classify(&unfinished(kind, step)), RootEntry::Leftover);
+                assert_eq!(classify(&removed(kind, step, 3)), RootEntry::Leftover);
+                assert_eq!(classify(&set_aside(kind, step, 0)), RootEntry::Other);
+                assert_eq!(classify(&set_aside(kind, step, 1)), RootEntry::Other);
+                assert_eq!(classify(&latest_link(kind)), RootEntry::Other);
+                assert_eq!(classify(&temporary(&latest_link(kind))), RootEntry::Leftover);
             }
-            assert_eq!(classify(&discard_marker(step)), Entry::DiscardMarker(step));
+            assert_eq!(classify(&discard_marker(step)), RootEntry::DiscardMarker(step));
         }
-        assert_eq!(classified(".checkpoints.json.incomplete"), Entry::Leftover);
+        assert_eq!(classified(".checkpoints.json.incomplete"), RootEntry::Leftover);
         assert_eq!(set_aside(CheckpointKind::Hf, 5, 1), "discarded-hf-5-2");
     }
 
@@ -159,7 +159,7 @@ mod tests {
             "checkpoints.json",
             "",
         ] {
-            assert_eq!(classified(name), Entry::Other, "{name}");
+            assert_eq!(classified(name), RootEntry::Other, "{name}");
         }
     }
 }

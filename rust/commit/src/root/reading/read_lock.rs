@@ -181,7 +181,7 @@ fn lock_opened<D: Disk + Clone>(
     let until = Instant::now() + REPLACEMENT;
     loop {
         let folder = open()?;
-        let is_file = folder.look_at(name)?.is_some_and(|status| status.kind == EntryKind::File);
+        let is_file = folder.look_at(name)?.is_some_and(|stat| stat.kind == EntryKind::File);
         let manifest = match is_file.then(|| folder.open_file(name)).transpose() {
             Err(error) if error.is(Errno::NOENT) => None,
             outcome => outcome?,
@@ -200,7 +200,7 @@ fn lock_opened<D: Disk + Clone>(
         }
         let manifest = manifest.map(|file| LockedManifest::new(&folder.disk, file));
         // It may have been replaced before it was locked.
-        if open()?.status()?.is_same(&folder.status()?) {
+        if open()?.stat()?.is_same(&folder.stat()?) {
             return Ok(ReadLock { folder, manifest, is_locked: lock == LockOutcome::Taken, contents: OnceLock::new() });
         }
     }
@@ -218,7 +218,7 @@ pub(crate) fn exclude_readers<D: Disk + Clone>(
 ) -> Result<ReaderExclusion<D>, CommitError> {
     let folder = root.open_folder(name)?;
     let manifest = OsStr::new(manifest::FILE_NAME);
-    if folder.look_at(manifest)?.is_none_or(|status| status.kind != EntryKind::File) {
+    if folder.look_at(manifest)?.is_none_or(|stat| stat.kind != EntryKind::File) {
         // Without a manifest no reader can hold a lock.
         return Ok(ReaderExclusion { _manifest: None });
     }
@@ -249,7 +249,7 @@ pub(crate) fn lock_checkpoint<D: Disk + Clone>(
     let name = root_names::checkpoint(kind, step);
     let gone = || CommitError::NoSuchCheckpoint { path: root.path.join(&name) };
     let open = || match root.look_at(&name)? {
-        Some(status) if status.kind == EntryKind::Folder => root.open_folder(&name).map_err(|error| match error {
+        Some(stat) if stat.kind == EntryKind::Folder => root.open_folder(&name).map_err(|error| match error {
             error if error.is(Errno::NOENT) => gone(),
             error => error,
         }),

@@ -9,7 +9,7 @@ use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
 use crate::path_names::absolute;
-use crate::root::contents::checkpoint::{self, NotWhole, PublishedCheckpoint};
+use crate::root::contents::checkpoint::{self, ExamineFailure, PublishedCheckpoint};
 use crate::root::contents::{CheckpointInfo, CheckpointKey, OpenFolder, root_names};
 
 /// How long to look again for the successor of checkpoints that disappeared. A network file system may list removed
@@ -48,19 +48,19 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     /// # Errors
     /// As [`list`](ReadonlyRoot::list).
     pub fn survey(&self) -> Result<RootListing, CommitError> {
-        let mut survey = RootListing::default();
+        let mut listing = RootListing::default();
         for key in self.keys()? {
             match self.examine(key)? {
                 None => {}
-                Some(Ok(published)) => survey.whole.push(published.checkpoint),
+                Some(Ok(published)) => listing.whole.push(published.checkpoint),
                 Some(Err(reason)) => {
                     let (kind, step) = key;
                     let path = self.root.path.join(root_names::checkpoint(kind, step));
-                    survey.damaged.push(DamagedCheckpoint { kind, step, path, reason });
+                    listing.damaged.push(DamagedCheckpoint { kind, step, path, reason });
                 }
             }
         }
-        Ok(survey)
+        Ok(listing)
     }
 
     /// The newest whole checkpoint of a kind.
@@ -108,8 +108,8 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
             let before = self.root.look_at(&name)?;
             let reason = match checkpoint::examine(&self.root, kind, step) {
                 Ok(published) => return Ok(Some(Ok(published))),
-                Err(NotWhole::Because(reason)) => reason,
-                Err(NotWhole::Unreadable(error)) => return Err(error),
+                Err(ExamineFailure::NotWhole(reason)) => reason,
+                Err(ExamineFailure::Unreadable(error)) => return Err(error),
             };
             // A checkpoint that was removed or replaced meanwhile is not damaged.
             match (before, self.root.look_at(&name)?) {
@@ -145,7 +145,7 @@ pub struct DamagedCheckpoint {
 
 fn key_of(name: &OsStr) -> Option<CheckpointKey> {
     match root_names::classify(name) {
-        root_names::Entry::Checkpoint(kind, step) => Some((kind, step)),
+        root_names::RootEntry::Checkpoint(kind, step) => Some((kind, step)),
         _ => None,
     }
 }

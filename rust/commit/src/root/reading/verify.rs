@@ -65,8 +65,8 @@ pub(super) fn read_file<D: Disk + Clone>(
     let file = ManifestFile { name: name.to_owned(), size, checksum: checksum.map(str::to_owned) };
     refuse_damaged(folder, compare_sizes(folder, [&file])?)?;
     let folders = open_inner_folders(folder, std::iter::once(&file))?;
-    let (parent, leaf) = parent_and_name(name);
-    let opened = folders.get(parent).and_then(Option::as_ref).unwrap_or(folder).open_file(OsStr::new(leaf))?;
+    let (parent, base_name) = parent_and_name(name);
+    let opened = folders.get(parent).and_then(Option::as_ref).unwrap_or(folder).open_file(OsStr::new(base_name))?;
     let bytes = folder.disk.read(&opened, &folder.path.join(name))?;
     let found = Checksum::of(&bytes);
     let problem = match checksum.map(str::parse::<Checksum>) {
@@ -121,9 +121,9 @@ fn compare_bytes<'a, D: Disk + Clone>(
         .iter()
         .zip(&paths)
         .map(|((file, _), path)| {
-            let (parent, leaf) = parent_and_name(&file.name);
+            let (parent, base_name) = parent_and_name(&file.name);
             let folder = folders.get(parent).and_then(Option::as_ref).unwrap_or(top);
-            FileToSum { folder: &folder.folder, leaf: OsStr::new(leaf), path, size: file.size }
+            FileToSum { folder: &folder.folder, base_name: OsStr::new(base_name), path, size: file.size }
         })
         .collect();
     let outcomes = file_checksums::checksums(&top.disk, &sources, &top.path, go_on)?;
@@ -131,15 +131,15 @@ fn compare_bytes<'a, D: Disk + Clone>(
         damaged.push(match outcome {
             Ok(found) if found == *expected => continue,
             Ok(found) => changed(file, other_checksum(found, *expected)),
-            Err(unread) => unreadable(file, unread)?,
+            Err(failure) => unreadable(file, failure)?,
         });
     }
     Ok(damaged)
 }
 
 /// The damage of a file that could not be read to its end; an error where this process lacks what it takes to read it.
-fn unreadable(file: &ManifestFile, unread: ChecksumFailure) -> Result<Damage, CommitError> {
-    let problem = match unread {
+fn unreadable(file: &ManifestFile, failure: ChecksumFailure) -> Result<Damage, CommitError> {
+    let problem = match failure {
         ChecksumFailure::Short => "became shorter while it was read".to_owned(),
         ChecksumFailure::Failed(error) if error.is_shortage() => return Err(error),
         ChecksumFailure::Failed(error) => format!("cannot be read: {error}"),

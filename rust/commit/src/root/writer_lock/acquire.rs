@@ -43,7 +43,7 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
         let mut history = RecordHistory::new();
         loop {
             on_wait()?;
-            let (found, is_decided) = match LockState::make(root, &identity, &mut history, timing)? {
+            let (found, is_decided) = match LockState::try_lock(root, &identity, &mut history, timing)? {
                 LockState::Free(file) => match take(root, file, identity.clone(), timing)? {
                     Ok(lock_file) => {
                         let lock_file = Arc::new(lock_file);
@@ -109,7 +109,7 @@ enum LockState<F> {
 }
 
 impl<F> LockState<F> {
-    fn make<D: Disk<File = F> + Clone>(
+    fn try_lock<D: Disk<File = F> + Clone>(
         root: &OpenFolder<D>,
         identity: &ProcessIdentity,
         history: &mut RecordHistory,
@@ -117,7 +117,7 @@ impl<F> LockState<F> {
     ) -> Result<Self, CommitError> {
         let name = OsStr::new(root_names::WRITER_LOCK);
         let path = root.path.join(name);
-        if root.look_at(name)?.is_some_and(|status| status.kind != EntryKind::File) {
+        if root.look_at(name)?.is_some_and(|stat| stat.kind != EntryKind::File) {
             return Err(CommitError::NameTaken { path, needed_for: "the writer lock of the root" });
         }
         let file = root.disk.open_or_create_file(&root.folder, name, &path)?;
@@ -131,7 +131,7 @@ impl<F> LockState<F> {
             None => ProcessState::Unknown,
         };
         // How long the record must be unchanged to count as free.
-        let still = match (lock, state) {
+        let required = match (lock, state) {
             (LockOutcome::HeldByAnother, _) | (_, ProcessState::Alive) => None,
             (_, ProcessState::Dead) => Some(Duration::ZERO),
             (LockOutcome::Taken, ProcessState::Unknown) if root.disk.is_local(&root.folder) => match &record {
@@ -140,9 +140,9 @@ impl<F> LockState<F> {
             },
             (_, ProcessState::Unknown) => Some(timing.stale),
         };
-        let stood = history.unchanged_for(bytes);
-        match still {
-            Some(still) if stood >= still => return Ok(LockState::Free(file)),
+        let unchanged = history.unchanged_for(bytes);
+        match required {
+            Some(required) if unchanged >= required => return Ok(LockState::Free(file)),
             Some(_) => return Ok(LockState::Undecided(record)),
             None => {}
         }

@@ -95,7 +95,7 @@ impl Disk for NetworkDisk {
         }
         let mut found = RealDisk.look_at(folder, name, path)?;
         if let Some(found) = found.as_mut().filter(|_| RENUMBERS.get() && name.to_string_lossy().starts_with("hf-")) {
-            found.number += 1 << 40;
+            found.inode += 1 << 40;
         }
         Ok(found)
     }
