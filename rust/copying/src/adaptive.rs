@@ -10,8 +10,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::copying;
-use crate::pieces::Copy;
+use crate::background_copy;
+use crate::copy_queue::CopyRange;
 
 /// Bytes that no cache keeps until they are read.
 const LARGE: usize = 8 << 20;
@@ -37,26 +37,26 @@ pub struct AdaptiveCopy {
 }
 
 impl AdaptiveCopy {
-    /// Copies as [`copying::copy`]. Only large copies use several threads and call `go_on`.
+    /// Copies as [`background_copy::copy`]. Only large copies use several threads and call `go_on`.
     ///
     /// # Safety
-    /// As for [`copying::copy`].
+    /// As for [`background_copy::copy`].
     pub unsafe fn copy<E>(
         &self,
-        copies: &[Copy],
+        copies: &[CopyRange],
         threads: usize,
         go_on: impl FnMut(usize) -> Result<(), E>,
     ) -> Result<(), E> {
         let total: usize = copies.iter().map(|copy| copy.length).sum();
         if total >= LARGE {
             // SAFETY: the caller's promise.
-            return unsafe { copying::copy(copies, threads, go_on) };
+            return unsafe { background_copy::copy(copies, threads, go_on) };
         }
         let is_past = self.is_past();
         let begin = Instant::now();
         if is_past {
             // SAFETY: the caller's promise.
-            unsafe { copying::copy(copies, 1, go_on) }?;
+            unsafe { background_copy::copy(copies, 1, go_on) }?;
         } else {
             for copy in copies {
                 // SAFETY: the caller's promise.
@@ -145,7 +145,7 @@ mod tests {
         let adaptive = AdaptiveCopy::default();
         for _ in 0..3 {
             let mut target = vec![0u8; source.len()];
-            let copies = [Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
+            let copies = [CopyRange { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
             // SAFETY: both are vectors that nobody else accesses.
             let copied: Result<(), ()> = unsafe { adaptive.copy(&copies, 1, |_| Ok(())) };
             assert_eq!(copied, Ok(()));

@@ -6,11 +6,11 @@
 #![deny(unsafe_code)]
 
 mod adaptive;
-mod copying;
-mod pieces;
+mod background_copy;
+mod copy_queue;
 #[cfg(target_arch = "x86_64")]
 mod streaming;
 
 pub use adaptive::AdaptiveCopy;
-pub use copying::{Copying, WORTH_A_THREAD, copy};
-pub use pieces::Copy;
+pub use background_copy::{BackgroundCopy, WORTH_A_THREAD, copy};
+pub use copy_queue::CopyRange;

@@ -10,10 +10,10 @@
 use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
 use std::ops::Range;
 
-use crate::pieces::{Copy, Pieces};
+use crate::copy_queue::{CopyQueue, CopyRange};
 
 /// Copies of fewer bytes may stay in a cache.
-const LEAST: usize = 4096;
+const SHORTEST_STREAMED: usize = 4096;
 
 /// Bytes of one store.
 const STORE: usize = 32;
@@ -27,11 +27,11 @@ const WORTH_STREAMS: usize = STREAMS << 15;
 /// # Safety
 /// As for [`copy`](crate::copy); the processor has AVX.
 #[target_feature(enable = "avx")]
-pub(crate) unsafe fn copy(pieces: &Pieces, bytes: Range<usize>) {
+pub(crate) unsafe fn copy(queue: &CopyQueue, bytes: Range<usize>) {
     let each = if bytes.len() < WORTH_STREAMS { bytes.len() } else { bytes.len().div_ceil(STREAMS) };
     let mut streams = [0, 1, 2, 3].map(|number| {
         let [start, end] = [number, number + 1].map(|edge| bytes.end.min(bytes.start + edge * each));
-        Stream::over(pieces.parts(start..end))
+        Stream::over(queue.parts(start..end))
     });
     // SAFETY: every stream has as many bytes left as are stored.
     unsafe {
@@ -57,12 +57,12 @@ pub(crate) unsafe fn copy(pieces: &Pieces, bytes: Range<usize>) {
 struct Stream<I> {
     copies: I,
     /// The rest of the copy that was begun; its target is at a multiple of `STORE`.
-    left: Copy,
+    left: CopyRange,
 }
 
-impl<I: Iterator<Item = Copy>> Stream<I> {
+impl<I: Iterator<Item = CopyRange>> Stream<I> {
     fn over(copies: I) -> Self {
-        Stream { copies, left: Copy { source: std::ptr::null(), target: std::ptr::null_mut(), length: 0 } }
+        Stream { copies, left: CopyRange { source: std::ptr::null(), target: std::ptr::null_mut(), length: 0 } }
     }
 
     /// Copies the bytes that are not streamed, up to those that are. Returns the number of those, in whole blocks; 0 at
@@ -76,7 +76,7 @@ impl<I: Iterator<Item = Copy>> Stream<I> {
             unsafe { copy_plainly(self.left) };
             self.left.length = 0;
             let Some(next) = self.copies.next() else { break };
-            let lead = if next.length < LEAST { next.length } else { next.target.align_offset(STORE).min(next.length) };
+            let lead = if next.length < SHORTEST_STREAMED { next.length } else { next.target.align_offset(STORE).min(next.length) };
             // SAFETY: the caller's promise.
             unsafe { copy_plainly(next.before(lead)) };
             self.left = next.after(lead);
@@ -85,7 +85,7 @@ impl<I: Iterator<Item = Copy>> Stream<I> {
     }
 
     /// Takes the next `length` bytes off this stream.
-    fn take(&mut self, length: usize) -> Copy {
+    fn take(&mut self, length: usize) -> CopyRange {
         let taken = self.left.before(length);
         self.left = self.left.after(length);
         taken
@@ -102,7 +102,7 @@ unsafe fn copy_plainly(copy: Copy) {
 /// # Safety
 /// As for [`copy`](crate::copy); the processor has AVX.
 #[target_feature(enable = "avx")]
-unsafe fn store<const N: usize>(copies: [Copy; N], length: usize) {
+unsafe fn store<const N: usize>(copies: [CopyRange; N], length: usize) {
     for at in (0..length).step_by(BLOCK) {
         for copy in copies {
             // SAFETY: every block lies within; stores are aligned, loads need not be.

@@ -9,7 +9,7 @@
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
 use crate::hard::{self, PackRequest};
-use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, STEP, SampleLengths, SampleOrder};
+use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, WINDOW, SampleLengths, SampleOrder};
 use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
 
@@ -114,14 +114,14 @@ fn check_fingerprint(
 /// Compare the order with the samples of the packs; without lengths, no empty sample is left out between them.
 fn check_pieces(plan: &PlanView<'_>, order: &Integers<'_>, progress: &mut dyn Progress) -> Result<(), PackError> {
     let indices = plan.column(Field::Indices);
-    let mut scratch = [(); 2].map(|()| vec![0u64; STEP]);
-    let mut packs = Packs::new(plan);
+    let mut scratch = [(); 2].map(|()| vec![0u64; WINDOW]);
+    let mut packs = PackStarts::new(plan);
     let (mut position, mut since) = (0usize, 0usize);
-    while let Some(Pack { offset, begin, end }) = packs.next(progress)? {
+    while let Some(PackStart { offset, begin, end }) = packs.next(progress)? {
         // A pack that starts inside a sample goes on with the one before it.
         let mut piece = begin + usize::from(offset > 0);
         while piece < end {
-            let count = (end - piece).min(STEP).min(order.len() - position);
+            let count = (end - piece).min(WINDOW).min(order.len() - position);
             if count == 0 {
                 return Err(PackError::Mismatch(format!(
                     "the order has {} entries, and the plan takes more samples: pass the order that pack was given",
@@ -141,7 +141,7 @@ fn check_pieces(plan: &PlanView<'_>, order: &Integers<'_>, progress: &mut dyn Pr
                 )));
             }
             (piece, position, since) = (piece + count, position + count, since + count);
-            if since >= STEP {
+            if since >= WINDOW {
                 progress.tick(PHASE, piece as u64, indices.len() as u64)?;
                 since = 0;
             }
@@ -151,14 +151,14 @@ fn check_pieces(plan: &PlanView<'_>, order: &Integers<'_>, progress: &mut dyn Pr
 }
 
 /// Where a pack begins: the first token it takes of its first sample, and its pieces.
-struct Pack {
+struct PackStart {
     offset: u64,
     begin: usize,
     end: usize,
 }
 
 /// The packs of a plan in turn, read a window at a time.
-struct Packs<'a> {
+struct PackStarts<'a> {
     plan: &'a PlanView<'a>,
     /// Packs that were read.
     read: usize,
@@ -170,12 +170,12 @@ struct Packs<'a> {
     pieces: usize,
 }
 
-impl<'a> Packs<'a> {
+impl<'a> PackStarts<'a> {
     fn new(plan: &'a PlanView<'a>) -> Self {
         Self { plan, read: 0, offsets: Vec::new(), ends: Vec::new(), next: 0, pieces: 0 }
     }
 
-    fn next(&mut self, progress: &mut dyn Progress) -> Result<Option<Pack>, PackError> {
+    fn next(&mut self, progress: &mut dyn Progress) -> Result<Option<PackStart>, PackError> {
         if self.next == self.ends.len() {
             self.fill(progress)?;
         }
@@ -188,13 +188,13 @@ impl<'a> Packs<'a> {
             return Err(damaged(format!("indices_cu_len goes from {begin} to {end} of {available} pieces")));
         };
         (self.pieces, self.next) = (end, self.next + 1);
-        Ok(Some(Pack { offset, begin, end }))
+        Ok(Some(PackStart { offset, begin, end }))
     }
 
     fn fill(&mut self, progress: &mut dyn Progress) -> Result<(), PackError> {
         let total = self.plan.packs();
         progress.tick(PHASE, self.read as u64, total as u64)?;
-        let count = (total - self.read).min(STEP);
+        let count = (total - self.read).min(WINDOW);
         for (field, values) in [(Field::StartOffset, &mut self.offsets), (Field::IndicesCuLen, &mut self.ends)] {
             values.resize(count, 0);
             if self.plan.column(field).read(self.read, values) >> 63 != 0 {
@@ -243,9 +243,9 @@ impl<'a> Rows<'a> {
     }
 
     /// What the next row begins with: the offset in its sample, and the pieces before it.
-    fn next(&self, packs: &mut Packs<'_>, progress: &mut dyn Progress) -> Result<Option<(u64, u64)>, PackError> {
+    fn next(&self, packs: &mut PackStarts<'_>, progress: &mut dyn Progress) -> Result<Option<(u64, u64)>, PackError> {
         Ok(match packs.next(progress)? {
-            Some(Pack { offset, begin, .. }) => Some((offset, begin as u64)),
+            Some(PackStart { offset, begin, .. }) => Some((offset, begin as u64)),
             None if self.filled_rows() < self.total => Some((self.metadata.tail_start[0], packs.pieces as u64)),
             None => None,
         })
@@ -258,7 +258,7 @@ impl<'a> Rows<'a> {
     /// Every sample up to a pack is a piece of one before it, so positions are pieces less the continuations.
     fn fill_from_columns(&mut self, progress: &mut dyn Progress) -> Result<(), PackError> {
         let samples: u64 = self.metadata.samples.iter().sum();
-        let mut packs = Packs::new(self.plan);
+        let mut packs = PackStarts::new(self.plan);
         let mut continued = 0u64;
         while let Some((offset, pieces)) = self.next(&mut packs, progress)? {
             continued += u64::from(offset > 0);
@@ -293,7 +293,7 @@ impl<'a> Rows<'a> {
             return Err(needs("the order: pass order="));
         }
         let mut samples = OrderedSamples::new(PHASE, &stream, order);
-        let mut packs = Packs::new(self.plan);
+        let mut packs = PackStarts::new(self.plan);
         let (mut seen, mut begin, mut end) = (0u64, 0u64, 0u64);
         while let Some((offset, _)) = self.next(&mut packs, progress)? {
             let row = self.filled_rows() as u64;

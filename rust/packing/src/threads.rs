@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 /// A call starts this many threads even on a machine with fewer processors.
-const FEW: usize = 8;
+const ALWAYS_ALLOWED: usize = 8;
 
 /// The calling thread alone, or a pool of threads.
 pub(crate) struct Threads {
@@ -20,8 +20,8 @@ impl Threads {
     /// Start up to `threads` threads: no more than the machine has processors, except for a few. A machine that starts
     /// none leaves the calling thread to do the work.
     pub(crate) fn new(threads: usize) -> Self {
-        let processors = thread::available_parallelism().map_or(FEW, usize::from);
-        let threads = threads.min(processors.max(FEW));
+        let processors = thread::available_parallelism().map_or(ALWAYS_ALLOWED, usize::from);
+        let threads = threads.min(processors.max(ALWAYS_ALLOWED));
         if threads <= 1 {
             return Self { pool: None };
         }
@@ -71,8 +71,8 @@ mod tests {
 
     #[test]
     fn a_call_never_starts_many_more_threads_than_processors() {
-        let most = thread::available_parallelism().map_or(FEW, usize::from).max(FEW);
-        for threads in [1, 2, FEW, FEW + 1, 512, usize::MAX] {
+        let most = thread::available_parallelism().map_or(ALWAYS_ALLOWED, usize::from).max(ALWAYS_ALLOWED);
+        for threads in [1, 2, ALWAYS_ALLOWED, ALWAYS_ALLOWED + 1, 512, usize::MAX] {
             assert_eq!(Threads::new(threads).count(), threads.min(most));
         }
     }

@@ -11,7 +11,7 @@ use crate::error::PackError;
 use crate::folder::METADATA_FILE;
 use crate::hard::{self, PackRequest};
 use crate::inputs::{
-    IntegerKind, Integers, OrderedSamples, RandomState, STEP, SampleLengths, SampleOrder, check_order,
+    IntegerKind, Integers, OrderedSamples, RandomState, WINDOW, SampleLengths, SampleOrder, check_order,
 };
 use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
@@ -43,7 +43,7 @@ pub fn verify(
     let fingerprint = hard::fingerprint(request, progress)?.to_string();
     let streams = SampleLengths::streams(lengths, metadata.global_pack);
     let mut random = metadata.seed.map(RandomState::new);
-    let mut walk = Walk { plan, metadata, pack: 0, piece: 0, tokens: 0, packed: 0, empty_on_boundary: 0 };
+    let mut walk = PlanWalk { plan, metadata, pack: 0, piece: 0, tokens: 0, packed: 0, empty_on_boundary: 0 };
     for (stream, &tail_start) in streams.iter().zip(&metadata.tail_start) {
         let drawn = random.as_mut().map(|random| Column::shuffled(random, stream.len(), progress)).transpose()?;
         let order = match source {
@@ -113,10 +113,10 @@ fn check_widths(plan: &PlanView<'_>, progress: &mut dyn Progress) -> Result<(), 
 }
 
 fn fits_32_bits(column: &Integers<'_>, progress: &mut dyn Progress) -> Result<bool, PackError> {
-    let mut values = vec![0u64; column.len().min(STEP)];
-    for start in (0..column.len()).step_by(STEP) {
+    let mut values = vec![0u64; column.len().min(WINDOW)];
+    for start in (0..column.len()).step_by(WINDOW) {
         progress.tick("verifying", start as u64, column.len() as u64)?;
-        let values = &mut values[..(column.len() - start).min(STEP)];
+        let values = &mut values[..(column.len() - start).min(WINDOW)];
         column.read(start, values);
         if values.iter().any(|&value| value > i32::MAX as u64) {
             return Ok(false);
@@ -149,7 +149,7 @@ fn order_source<'a>(metadata: &PlanMetadata, order: Option<Integers<'a>>) -> Res
 
 /// A sample that a pack takes from, or that the next one goes on with.
 #[derive(Clone, Copy)]
-struct Open {
+struct OpenSample {
     sample: u64,
     length: u64,
     /// First token that no pack has taken yet.
@@ -157,7 +157,7 @@ struct Open {
 }
 
 /// How far the check is.
-struct Walk<'a> {
+struct PlanWalk<'a> {
     plan: &'a PlanView<'a>,
     metadata: &'a PlanMetadata,
     pack: usize,
@@ -167,7 +167,7 @@ struct Walk<'a> {
     empty_on_boundary: u64,
 }
 
-impl Walk<'_> {
+impl PlanWalk<'_> {
     fn wrong<T>(&self, reason: impl core::fmt::Display) -> Result<T, PackError> {
         Err(PackError::Mismatch(format!("pack {}: {reason}", self.pack)))
     }
@@ -221,7 +221,7 @@ impl Walk<'_> {
     fn left_out(
         &mut self,
         mut samples: OrderedSamples<'_>,
-        open: Option<Open>,
+        open: Option<OpenSample>,
         on_boundary: bool,
         progress: &mut dyn Progress,
     ) -> Result<u64, PackError> {
@@ -237,7 +237,7 @@ impl Walk<'_> {
     fn one_pack(
         &mut self,
         samples: &mut OrderedSamples<'_>,
-        open: &mut Option<Open>,
+        open: &mut Option<OpenSample>,
         progress: &mut dyn Progress,
     ) -> Result<u64, PackError> {
         let indices = self.plan.column(Field::Indices);
@@ -250,7 +250,7 @@ impl Walk<'_> {
         let first = self.piece;
         let (mut tokens, mut longest) = (0u64, 0u64);
         for piece in first..end_piece {
-            if piece.is_multiple_of(STEP as u64) {
+            if piece.is_multiple_of(WINDOW as u64) {
                 progress.tick("verifying", piece, indices.len() as u64)?;
             }
             let sample = indices.get(piece as usize);
@@ -278,7 +278,7 @@ impl Walk<'_> {
             }
             tokens = tokens.saturating_add(stops - begins);
             longest = longest.max(stops - begins);
-            *open = (stops < expected.length).then_some(Open { at: stops, ..expected });
+            *open = (stops < expected.length).then_some(OpenSample { at: stops, ..expected });
         }
         if recorded != longest {
             return self.wrong(format!("its longest piece has {longest} tokens, not {recorded}"));
@@ -291,16 +291,16 @@ impl Walk<'_> {
     fn expected(
         &mut self,
         samples: &mut OrderedSamples<'_>,
-        open: Option<Open>,
+        open: Option<OpenSample>,
         on_boundary: bool,
         progress: &mut dyn Progress,
-    ) -> Result<Option<Open>, PackError> {
+    ) -> Result<Option<OpenSample>, PackError> {
         if open.is_some() {
             return Ok(open);
         }
         while let Some((sample, length)) = samples.next(progress)? {
             if !(on_boundary && length == 0) {
-                return Ok(Some(Open { sample, length, at: 0 }));
+                return Ok(Some(OpenSample { sample, length, at: 0 }));
             }
             // An empty sample on a boundary belongs to no pack.
             self.empty_on_boundary += 1;

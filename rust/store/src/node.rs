@@ -267,7 +267,7 @@ impl Node {
         mut time_limit: Option<&mut TimeLimit<'_>>,
     ) -> Result<(), StoreError> {
         let copies: Vec<_> = members
-            .map(|(source, offset)| copying::Copy {
+            .map(|(source, offset)| copying::CopyRange {
                 source: source.start,
                 target: segment.data().wrapping_add(offset as usize),
                 length: source.meta.nbytes() as usize,

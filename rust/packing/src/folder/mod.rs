@@ -18,7 +18,7 @@ pub const METADATA_FILE: &str = "plan.json";
 /// The largest `plan.json` that is read: a million datasets fit.
 const LARGEST_METADATA: u64 = 64 << 20;
 /// Bytes that are written or checked between two ticks.
-const STEP_BYTES: usize = 1 << 20;
+const BUFFER_BYTES: usize = 1 << 20;
 
 /// The name of a field's file.
 #[must_use]

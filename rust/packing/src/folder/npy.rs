@@ -76,11 +76,11 @@ pub(super) fn read_header(file: &mut impl Read, path: &Path) -> Result<NpyHeader
             return Ok(header);
         }
     }
-    Err(wrong(format!("{}; make the plan again", complaint(&bytes, &text))))
+    Err(wrong(format!("{}; make the plan again", describe_difference(&bytes, &text))))
 }
 
 /// Describe what is wrong with a header.
-fn complaint(bytes: &[u8; HEADER_BYTES], text: &str) -> String {
+fn describe_difference(bytes: &[u8; HEADER_BYTES], text: &str) -> String {
     let until = |text: &str, end: char| text.split(end).next().unwrap_or_default().trim().to_owned();
     if bytes[6..8] != VERSION {
         return format!("has the .npy version {}.{}; a plan's arrays have 1.0", bytes[6], bytes[7]);

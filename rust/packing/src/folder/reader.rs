@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use super::mapped_column::MappedColumn;
 use super::npy::{self, HEADER_BYTES, NpyHeader};
-use super::{LARGEST_METADATA, METADATA_FILE, STEP_BYTES, file_name};
+use super::{LARGEST_METADATA, METADATA_FILE, BUFFER_BYTES, file_name};
 use crate::error::PackError;
 use crate::plan::{FORMAT_VERSION, Field, PlanMetadata};
 use crate::progress::Progress;
@@ -160,12 +160,12 @@ impl ColumnFile {
         let wrong = |reason: String| PackError::Format { path: self.path.clone(), reason };
         let NpyHeader { len, .. } = self.header;
         let width = self.header.width();
-        let mut buffer = vec![0u8; STEP_BYTES];
+        let mut buffer = vec![0u8; BUFFER_BYTES];
         let mut before = 0i64;
         let mut done = 0u64;
         while done < len {
             progress.tick("checking the plan", done, len)?;
-            let count = (len - done).min((STEP_BYTES / width) as u64) as usize;
+            let count = (len - done).min((BUFFER_BYTES / width) as u64) as usize;
             let bytes = &mut buffer[..count * width];
             self.file
                 .read_exact_at(bytes, HEADER_BYTES as u64 + done * width as u64)

@@ -9,7 +9,7 @@ use std::thread;
 use tundish_commit::{AtomicFolder, FolderFile};
 
 use super::npy::{HEADER_BYTES, NpyHeader};
-use super::{LARGEST_METADATA, METADATA_FILE, STEP_BYTES, disk_space, file_name};
+use super::{LARGEST_METADATA, METADATA_FILE, BUFFER_BYTES, disk_space, file_name};
 use crate::error::PackError;
 use crate::inputs::IntegerKind;
 use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView};
@@ -94,7 +94,7 @@ impl FolderWriter {
     ) -> Result<(), PackError> {
         let column = &mut self.columns[field as usize];
         column.append(values);
-        if column.buffer.len() >= STEP_BYTES {
+        if column.buffer.len() >= BUFFER_BYTES {
             column.flush()?;
             // The write may have waited for the disk.
             progress.tick("writing", 0, 0)?;
@@ -195,12 +195,12 @@ pub fn save(
 }
 
 fn append_all(writer: &mut FolderWriter, plan: &PlanView<'_>, progress: &mut dyn Progress) -> Result<(), PackError> {
-    let mut values = vec![0i64; STEP_BYTES / 8];
+    let mut values = vec![0i64; BUFFER_BYTES / 8];
     for field in Field::ALL {
         let column = plan.column(field);
         for start in (0..column.len()).step_by(values.len()) {
             progress.tick("saving", start as u64, column.len() as u64)?;
-            let values = &mut values[..(column.len() - start).min(STEP_BYTES / 8)];
+            let values = &mut values[..(column.len() - start).min(BUFFER_BYTES / 8)];
             column.read(start, values);
             writer.append(field, values, progress)?;
         }

@@ -34,7 +34,7 @@ impl<P> IndexSource<'_, P> {
 
 /// Why a chunk of samples cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum ReadFailure {
     /// An index is out of range, or was seen before.
     BadOrder,
     /// A length is longer than the first pass found.
@@ -73,7 +73,7 @@ impl<P: PlanInteger> SampleReader<'_, P> {
         start: usize,
         count: usize,
         samples: &mut Samples<P>,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), ReadFailure> {
         samples.indices.resize(count, P::default());
         samples.lengths.resize(count, P::default());
         let (indices, lengths) = (&mut samples.indices[..], &mut samples.lengths[..]);
@@ -91,25 +91,25 @@ impl<P: PlanInteger> SampleReader<'_, P> {
                 let seen = order.read(start, indices);
                 let largest = vectorized(|| indices.iter().copied().max());
                 if seen > P::LARGEST || largest.is_some_and(|index| index.widen() >= self.lengths.len() as u64) {
-                    return Err(Fault::BadOrder);
+                    return Err(ReadFailure::BadOrder);
                 }
                 samples.order_leaf = fingerprint::leaf(indices);
                 self.gather_and_mark(thread, indices, lengths)?
             }
         };
         if seen > P::LARGEST {
-            return Err(Fault::InputChanged);
+            return Err(ReadFailure::InputChanged);
         }
         samples.tokens = P::sum(lengths);
         Ok(())
     }
 
-    fn gather_and_mark(&self, thread: usize, indices: &[P], lengths: &mut [P]) -> Result<u64, Fault> {
+    fn gather_and_mark(&self, thread: usize, indices: &[P], lengths: &mut [P]) -> Result<u64, ReadFailure> {
         let Some(used) = &self.used else { return Ok(self.lengths.gather(indices, lengths)) };
         let bitmap = used.bitmap(thread);
         let mut repeated = 0;
-        let announce = |sample| bitmap.prefetch(sample);
-        let seen = self.lengths.gather_with(indices, lengths, announce, |sample| repeated |= bitmap.mark(sample));
-        if repeated == 0 { Ok(seen) } else { Err(Fault::BadOrder) }
+        let prefetch = |sample| bitmap.prefetch(sample);
+        let seen = self.lengths.gather_with(indices, lengths, prefetch, |sample| repeated |= bitmap.mark(sample));
+        if repeated == 0 { Ok(seen) } else { Err(ReadFailure::BadOrder) }
     }
 }

@@ -6,7 +6,7 @@
 
 use super::cutter::{Cutter, OpenPack};
 use super::output::PlanOutput;
-use super::samples::{CHUNK, Fault, IndexSource, SampleReader, Samples};
+use super::samples::{CHUNK, IndexSource, ReadFailure, SampleReader, Samples};
 use super::scan::Scan;
 use super::used_samples::UsedSamples;
 use crate::error::PackError;
@@ -37,7 +37,7 @@ pub(super) struct Totals {
 struct Chunk<P> {
     start: usize,
     samples: Samples<P>,
-    fault: Option<Fault>,
+    failure: Option<ReadFailure>,
     cutter: Cutter<P>,
     /// Whether all of it is cut.
     is_cut: bool,
@@ -139,7 +139,7 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
             threads.for_each(chunks, |thread, chunk| chunk.read(reader, thread));
             let mut filled = stream.open.filled.widen();
             for chunk in &mut *chunks {
-                if chunk.fault.is_some() {
+                if chunk.failure.is_some() {
                     return Err(PackError::InputChanged);
                 }
                 if matches!(reader.indices, IndexSource::Given(_)) {
@@ -236,12 +236,12 @@ fn bad_order(order: &Integers<'_>, lengths: &SampleLengths<'_>, progress: &mut d
 
 impl<P: PlanInteger> Chunk<P> {
     fn new(max_length: P) -> Self {
-        Self { start: 0, samples: Samples::default(), fault: None, cutter: Cutter::new(max_length), is_cut: false }
+        Self { start: 0, samples: Samples::default(), failure: None, cutter: Cutter::new(max_length), is_cut: false }
     }
 
     fn read(&mut self, reader: &SampleReader<'_, P>, thread: usize) {
         let count = CHUNK.min(reader.indices.len() - self.start);
-        self.fault = reader.read(thread, self.start, count, &mut self.samples).err();
+        self.failure = reader.read(thread, self.start, count, &mut self.samples).err();
     }
 
     fn cut(&mut self) {

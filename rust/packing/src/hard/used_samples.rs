@@ -21,7 +21,7 @@ pub(super) struct UsedSamples {
 
 /// Word and bit of a sample.
 #[inline(always)]
-fn place(sample: u64) -> (usize, u64) {
+fn word_and_bit(sample: u64) -> (usize, u64) {
     ((sample >> 6) as usize, 1 << (sample & 63))
 }
 
@@ -36,13 +36,13 @@ impl Bitmap<'_> {
     /// Prefetch the bit of a sample.
     #[inline(always)]
     pub(super) fn prefetch(self, sample: u64) {
-        memory::prefetch(self.words, place(sample).0);
+        memory::prefetch(self.words, word_and_bit(sample).0);
     }
 
     /// Mark a sample, which is in range; not zero if it was marked before.
     #[inline(always)]
     pub(super) fn mark(self, sample: u64) -> u64 {
-        let (word, bit) = place(sample);
+        let (word, bit) = word_and_bit(sample);
         let word = &self.words[word];
         if self.is_shared {
             return word.fetch_or(bit, Ordering::Relaxed) & bit;

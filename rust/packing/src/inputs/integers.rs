@@ -256,7 +256,7 @@ impl<'a> Integers<'a> {
         self.gather_with(indices, out, |_| (), |_| ())
     }
 
-    /// As `gather`, and call `visit` with every index, and `announce` with the index some reads before that: work that
+    /// As `gather`, and call `visit` with every index, and `prefetch` with the index some reads before that: work that
     /// costs little beside the latency of the memory.
     ///
     /// # Panics
@@ -265,15 +265,15 @@ impl<'a> Integers<'a> {
         &self,
         indices: &[I],
         out: &mut [W],
-        announce: impl FnMut(u64),
+        prefetch: impl FnMut(u64),
         visit: impl FnMut(u64),
     ) -> u64 {
         assert_eq!(indices.len(), out.len(), "one slot an index");
         with_type!(self.kind, T => {
             if self.stride == size_of::<T>() as isize {
-                vectorized(|| self.gather_typed::<T, I, W, true>(indices, out, announce, visit))
+                vectorized(|| self.gather_typed::<T, I, W, true>(indices, out, prefetch, visit))
             } else {
-                vectorized(|| self.gather_typed::<T, I, W, false>(indices, out, announce, visit))
+                vectorized(|| self.gather_typed::<T, I, W, false>(indices, out, prefetch, visit))
             }
         })
     }
@@ -283,7 +283,7 @@ impl<'a> Integers<'a> {
         &self,
         indices: &[I],
         out: &mut [W],
-        mut announce: impl FnMut(u64),
+        mut prefetch: impl FnMut(u64),
         mut visit: impl FnMut(u64),
     ) -> u64 {
         // Checked in a loop of its own, which is vectorised: cheaper than one more test among the loads.
@@ -294,7 +294,7 @@ impl<'a> Integers<'a> {
             // A random order misses the caches; the prefetch hides that latency.
             if let Some(ahead) = indices.get(position + GATHER_AHEAD) {
                 self.prefetch(ahead.widen() as usize);
-                announce(ahead.widen());
+                prefetch(ahead.widen());
             }
             visit(index.widen());
             let index = index.widen() as usize;

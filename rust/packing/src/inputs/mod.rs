@@ -9,6 +9,6 @@ mod shuffle;
 pub use integers::{ColumnWord, IntegerKind, Integers};
 pub use order::SampleOrder;
 pub(crate) use order::check_order;
-pub(crate) use ordered_samples::{OrderedSamples, STEP};
+pub(crate) use ordered_samples::{OrderedSamples, WINDOW};
 pub(crate) use sample_lengths::SampleLengths;
 pub use shuffle::{Index, RandomState};

@@ -1,7 +1,7 @@
 //! Where the order of the samples comes from, and the exact check of an order that the caller gives.
 
 use super::integers::Integers;
-use super::ordered_samples::STEP;
+use super::ordered_samples::WINDOW;
 use crate::error::PackError;
 use crate::memory;
 use crate::progress::Progress;
@@ -23,10 +23,10 @@ pub enum SampleOrder<'a> {
 /// `OrderOutOfRange` or `OrderRepeated` with the first wrong entry; an interrupt.
 pub(crate) fn check_order(order: &Integers<'_>, samples: usize, progress: &mut dyn Progress) -> Result<(), PackError> {
     let mut used = memory::zeroed::<u64>(samples.div_ceil(64))?;
-    let mut entries = vec![0u64; order.len().min(STEP)];
-    for start in (0..order.len()).step_by(STEP) {
+    let mut entries = vec![0u64; order.len().min(WINDOW)];
+    for start in (0..order.len()).step_by(WINDOW) {
         progress.tick("checking the order", start as u64, order.len() as u64)?;
-        let entries = &mut entries[..(order.len() - start).min(STEP)];
+        let entries = &mut entries[..(order.len() - start).min(WINDOW)];
         order.read(start, entries);
         for (position, &sample) in (start..).zip(&*entries) {
             if sample >= samples as u64 {

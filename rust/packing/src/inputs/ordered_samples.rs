@@ -8,9 +8,9 @@ use super::sample_lengths::SampleLengths;
 use crate::error::PackError;
 use crate::progress::Progress;
 
-/// Samples or pieces between two ticks: microseconds in memory, and below 100 ms where each of them waits for a page
+/// Samples, pieces or packs that are read between two ticks: microseconds in memory, and below 100 ms where each of them waits for a page
 /// from a disk.
-pub(crate) const STEP: usize = 1024;
+pub(crate) const WINDOW: usize = 1024;
 
 /// The samples of a stream in their order, each with its length, read a window at a time.
 pub(crate) struct OrderedSamples<'a> {
@@ -46,7 +46,7 @@ impl<'a> OrderedSamples<'a> {
 
     fn fill(&mut self, progress: &mut dyn Progress) -> Result<(), PackError> {
         progress.tick(self.phase, self.read as u64, self.len as u64)?;
-        let count = (self.len - self.read).min(STEP);
+        let count = (self.len - self.read).min(WINDOW);
         self.samples.resize(count, 0);
         self.lengths.resize(count, 0);
         let seen = match self.order {

@@ -74,11 +74,11 @@ impl<'a> SampleLengths<'a> {
         &self,
         indices: &[W],
         out: &mut [W],
-        announce: impl FnMut(u64),
+        prefetch: impl FnMut(u64),
         mut visit: impl FnMut(u64),
     ) -> u64 {
         if let [only] = &self.parts[..] {
-            return only.gather_with(indices, out, announce, visit);
+            return only.gather_with(indices, out, prefetch, visit);
         }
         let mut seen = 0u64;
         for (&index, slot) in indices.iter().zip(out) {

@@ -1,22 +1,18 @@
 //! Looks packs up by number: reads their pieces from the columns of a plan.
 //!
 //! Invariants: columns may lie in mapped files with any content, so every offset is checked before it is used. There is
-//! a tick every `STEP` packs and pieces.
+//! a tick every `WINDOW` packs and pieces.
 
 use std::ops::Range;
 
 use super::{Field, PlanView};
 use crate::error::PackError;
-use crate::inputs::Integers;
+use crate::inputs::{Integers, WINDOW};
 use crate::memory;
 use crate::progress::Progress;
 
 /// In `PackBatch::stop`: to the sample's end, which only the lengths tell.
 pub const TO_THE_END: i64 = -1;
-
-/// Packs or pieces between two ticks: microseconds in memory, and below 100 ms where each of them
-/// waits for a page from a disk.
-const STEP: usize = 1024;
 
 /// Several packs, as columns.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -126,10 +122,10 @@ pub fn locate(
         piece_cu: memory::zeroed(packs.len() + 1)?,
     };
     let mut pieces = 0u64;
-    let mut scratch = [(); 2].map(|()| vec![0u64; packs.len().min(STEP)]);
-    for start in (0..packs.len()).step_by(STEP) {
+    let mut scratch = [(); 2].map(|()| vec![0u64; packs.len().min(WINDOW)]);
+    for start in (0..packs.len()).step_by(WINDOW) {
         progress.tick("finding packs", start as u64, packs.len() as u64)?;
-        let window = start..(start + STEP).min(packs.len());
+        let window = start..(start + WINDOW).min(packs.len());
         let numbers = &mut located.numbers[window.clone()];
         let begins = &mut located.begins[window.clone()];
         let [before, ends] = scratch.each_mut().map(|column| &mut column[..window.len()]);
@@ -178,7 +174,7 @@ impl LocatedPacks {
 
     /// Read the packs.
     ///
-    /// Columns are read one after the other, for up to `STEP` packs or pieces at a time, so that their cache misses
+    /// Columns are read one after the other, for up to `WINDOW` packs or pieces at a time, so that their cache misses
     /// overlap.
     ///
     /// # Errors
@@ -192,11 +188,11 @@ impl LocatedPacks {
         let packs = self.numbers.len();
         let (mut dataset_id, mut starts) = (memory::zeroed::<i64>(packs)?, memory::zeroed::<i64>(self.pieces())?);
         let indices = plan.column(Field::Indices);
-        let mut pieces = Pieces::new(&self, lengths)?;
-        let mut scratch = [(); 3].map(|()| vec![0u64; packs.min(STEP)]);
-        for start in (0..packs).step_by(STEP) {
+        let mut pieces = PieceReader::new(&self, lengths)?;
+        let mut scratch = [(); 3].map(|()| vec![0u64; packs.min(WINDOW)]);
+        for start in (0..packs).step_by(WINDOW) {
             progress.tick("reading packs", start as u64, packs as u64)?;
-            let window = start..(start + STEP).min(packs);
+            let window = start..(start + WINDOW).min(packs);
             let (numbers, begins) = (&self.numbers[window.clone()], &self.begins[window.clone()]);
             for &begin in begins {
                 indices.prefetch(begin as usize);
@@ -210,7 +206,7 @@ impl LocatedPacks {
                 let count = self.piece_cu[pack + 1] - self.piece_cu[pack];
                 pieces.read(&indices, begin as usize, count as usize, dataset, progress)?;
             }
-            pieces.finish_batch()?;
+            pieces.finish_window()?;
             for (pack, (&first, &last)) in window.zip(first.iter().zip(&*last)) {
                 starts[self.piece_cu[pack] as usize] = first as i64;
                 pieces.stop[self.piece_cu[pack + 1] as usize - 1] = last;
@@ -223,22 +219,22 @@ impl LocatedPacks {
     }
 }
 
-/// The pieces of all the packs, as far as they are read. Lengths are read for a batch of them: up to `STEP`, all of
+/// The pieces of all the packs, as far as they are read. Lengths are read for a window of them: up to `WINDOW`, all of
 /// one dataset.
-struct Pieces<'a, C> {
+struct PieceReader<'a, C> {
     located: &'a LocatedPacks,
     lengths: Option<&'a AttachedLengths<C>>,
     sample: Vec<u64>,
     stop: Vec<u64>,
-    batch: Range<usize>,
-    /// Of the batch.
+    window: Range<usize>,
+    /// Of the window.
     dataset: u64,
 }
 
-impl<'a, C: AsIntegers> Pieces<'a, C> {
+impl<'a, C: AsIntegers> PieceReader<'a, C> {
     fn new(located: &'a LocatedPacks, lengths: Option<&'a AttachedLengths<C>>) -> Result<Self, PackError> {
         let (sample, stop) = (memory::zeroed(located.pieces())?, memory::zeroed(located.pieces())?);
-        Ok(Self { located, lengths, sample, stop, batch: 0..0, dataset: 0 })
+        Ok(Self { located, lengths, sample, stop, window: 0..0, dataset: 0 })
     }
 
     /// Read the next `count` pieces, which `indices` has from `begin` on.
@@ -251,37 +247,37 @@ impl<'a, C: AsIntegers> Pieces<'a, C> {
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
         if dataset != self.dataset {
-            self.finish_batch()?;
+            self.finish_window()?;
             self.dataset = dataset;
         }
         while count > 0 {
-            let take = count.min(STEP - self.batch.len());
-            let slots = self.batch.end..self.batch.end + take;
+            let take = count.min(WINDOW - self.window.len());
+            let slots = self.window.end..self.window.end + take;
             if indices.read(begin, &mut self.sample[slots.clone()]) >> 63 != 0 {
                 return Err(PackError::Mismatch("indices has negative values; the plan is damaged".into()));
             }
-            self.batch.end = slots.end;
+            self.window.end = slots.end;
             (begin, count) = (begin + take, count - take);
-            if self.batch.len() == STEP {
-                self.finish_batch()?;
+            if self.window.len() == WINDOW {
+                self.finish_window()?;
                 progress.tick("reading pieces", slots.end as u64, self.sample.len() as u64)?;
             }
         }
         Ok(())
     }
 
-    /// Give the pieces of the batch the ends of their samples, and begin another one.
-    fn finish_batch(&mut self) -> Result<(), PackError> {
-        let batch = self.batch.clone();
-        let stops = &mut self.stop[batch.clone()];
+    /// Give the pieces of the window the ends of their samples, and begin another one.
+    fn finish_window(&mut self) -> Result<(), PackError> {
+        let window = self.window.clone();
+        let stops = &mut self.stop[window.clone()];
         match self.lengths {
             None => stops.fill(TO_THE_END as u64),
-            Some(_) if batch.is_empty() => {}
+            Some(_) if window.is_empty() => {}
             Some(lengths) => lengths
-                .read(self.dataset, &self.sample[batch.clone()], stops)
-                .map_err(|position| self.no_such_sample(batch.start + position))?,
+                .read(self.dataset, &self.sample[window.clone()], stops)
+                .map_err(|position| self.no_such_sample(window.start + position))?,
         }
-        self.batch = batch.end..batch.end;
+        self.window = window.end..window.end;
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PySequence, PyTuple};
 use tundish_commit::staging;
-use tundish_copying::{self as copying, Copying};
+use tundish_copying::{self as copying, BackgroundCopy};
 use tundish_packing::Progress;
 
 use crate::enter::enter;
@@ -26,7 +26,7 @@ pub(crate) struct TensorCopy {
 }
 
 struct Running {
-    copying: Copying,
+    copying: BackgroundCopy,
     // The target and the sources: dropped after the copying.
     _image: Arc<staging::FileImage>,
     _tensors: Py<PySequence>,
@@ -67,7 +67,7 @@ impl TensorCopy {
         let (copies, left) = find_copies(image, places, tensors, inspector)?;
         // SAFETY: the result holds the image and the tensors as long as anything is copied. Places are disjoint. Freeing the
         // memory of a tensor meanwhile would break torch's own copy too.
-        let copying = unsafe { Copying::start(copies, threads) };
+        let copying = unsafe { BackgroundCopy::start(copies, threads) };
         let running = Running { copying, _image: Arc::clone(image), _tensors: tensors.clone().unbind() };
         Ok(TensorCopy { left, running: Mutex::new(Some(running)) })
     }
@@ -91,7 +91,7 @@ fn find_copies(
     places: &Bound<'_, PySequence>,
     tensors: &Bound<'_, PySequence>,
     inspector: Option<&TensorInspector>,
-) -> PyResult<(Vec<copying::Copy>, Vec<usize>)> {
+) -> PyResult<(Vec<copying::CopyRange>, Vec<usize>)> {
     let count = tensors.len()?;
     if places.len()? != count {
         return Err(PyValueError::new_err(format!("there are {} places for {count} tensors", places.len()?)));
@@ -118,7 +118,7 @@ fn find_copies(
         if length != stop - start {
             return Err(PyValueError::new_err(format!("place {number} is not as large as its tensor")));
         }
-        copies.push(copying::Copy {
+        copies.push(copying::CopyRange {
             source: ptr::with_exposed_provenance(address),
             target: image.as_ptr().wrapping_add(start),
             length,

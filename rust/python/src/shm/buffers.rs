@@ -177,7 +177,7 @@ impl SendBuffer {
             })?;
             total += length;
             let source = std::ptr::with_exposed_provenance(address);
-            copies.push(copying::Copy { source, target: to.wrapping_add(end - length), length });
+            copies.push(copying::CopyRange { source, target: to.wrapping_add(end - length), length });
         }
         if total < MIN_BYTES_WITHOUT_GIL {
             for copy in copies {

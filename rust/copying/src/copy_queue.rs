@@ -1,4 +1,4 @@
-//! Copies that are cut into pieces, which threads take in turn.
+//! Copies that are cut into chunks, which threads take in turn.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicUsize;
 
 /// `length` bytes from `source` to `target`.
 #[derive(Clone, Copy, Debug)]
-pub struct Copy {
+pub struct CopyRange {
     /// The first byte to read.
     pub source: *const u8,
     /// The first byte to write.
@@ -16,14 +16,14 @@ pub struct Copy {
 }
 
 // SAFETY: only addresses; the caller of `copy` answers for the memory there.
-unsafe impl Send for Copy {}
+unsafe impl Send for CopyRange {}
 // SAFETY: as above.
-unsafe impl Sync for Copy {}
+unsafe impl Sync for CopyRange {}
 
-/// Copies as one run of bytes, from which threads take pieces.
+/// Copies as one run of bytes, from which threads take chunks.
 #[derive(Debug)]
-pub(crate) struct Pieces {
-    copies: Vec<Copy>,
+pub(crate) struct CopyQueue {
+    copies: Vec<CopyRange>,
     /// The end of each copy in the run.
     ends: Vec<usize>,
     pub(crate) total: usize,
@@ -31,19 +31,19 @@ pub(crate) struct Pieces {
     pub(crate) next: AtomicUsize,
 }
 
-impl Pieces {
-    pub(crate) fn new(copies: Vec<Copy>) -> Self {
+impl CopyQueue {
+    pub(crate) fn new(copies: Vec<CopyRange>) -> Self {
         let mut total = 0;
-        let end_of = |copy: &Copy| {
+        let end_of = |copy: &CopyRange| {
             total += copy.length;
             total
         };
         let ends = copies.iter().map(end_of).collect();
-        Pieces { copies, ends, total, next: AtomicUsize::new(0) }
+        CopyQueue { copies, ends, total, next: AtomicUsize::new(0) }
     }
 
     /// The parts of the copies that lie in `bytes` of the run, in order.
-    pub(crate) fn parts(&self, bytes: Range<usize>) -> impl Iterator<Item = Copy> {
+    pub(crate) fn parts(&self, bytes: Range<usize>) -> impl Iterator<Item = CopyRange> {
         let first = self.ends.partition_point(|&end| end <= bytes.start);
         self.copies[first..].iter().zip(&self.ends[first..]).map_while(move |(copy, end)| {
             let begin = end - copy.length;
@@ -53,16 +53,16 @@ impl Pieces {
     }
 }
 
-impl Copy {
+impl CopyRange {
     /// All but its first `bytes`.
     pub(crate) fn after(self, bytes: usize) -> Self {
         // Nothing is read or written here.
         let (source, target) = (self.source.wrapping_add(bytes), self.target.wrapping_add(bytes));
-        Copy { source, target, length: self.length - bytes }
+        CopyRange { source, target, length: self.length - bytes }
     }
 
     /// Its first `bytes` alone.
     pub(crate) fn before(self, bytes: usize) -> Self {
-        Copy { length: bytes, ..self }
+        CopyRange { length: bytes, ..self }
     }
 }

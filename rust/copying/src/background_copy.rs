@@ -4,7 +4,7 @@
 //! Ordinary stores would first read each line of the target, and push the training's data out of the caches. Streaming
 //! stores do neither: two transfers instead of three take two thirds of the time where memory is the limit.
 //!
-//! Invariants: every byte is copied once, by one thread. When [`copy`] or [`Copying::finish`] returns, or a [`Copying`]
+//! Invariants: every byte is copied once, by one thread. When [`copy`] or [`BackgroundCopy::finish`] returns, or a [`BackgroundCopy`]
 //! is dropped, no other thread runs for it.
 #![allow(unsafe_code)]
 
@@ -14,16 +14,16 @@ use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::{mem, panic, process};
 
-use crate::pieces::{Copy, Pieces};
+use crate::copy_queue::{CopyQueue, CopyRange};
 
 /// Bytes that are worth a thread of their own, which takes some 50 µs to start.
 pub const WORTH_A_THREAD: usize = 8 << 20;
 
 /// Bytes that a thread takes at a time. With fixed shares, all threads would wait for the one whose processor is busy.
-const PIECE: usize = 1 << 20;
+const CHUNK: usize = 1 << 20;
 
-/// Pieces between two calls of `go_on`: some milliseconds, ten times that if memory is fresh.
-const PIECES_PER_CHECK: usize = 32;
+/// Chunks between two calls of `go_on`: some milliseconds, ten times that if memory is fresh.
+const CHUNKS_PER_CALL: usize = 32;
 
 /// Copies all of `copies` on up to `threads` threads, including the caller's. The caller's thread calls `go_on` now and
 /// then with the number of bytes that were begun. If that fails, no more is begun, and its error is returned.
@@ -31,38 +31,38 @@ const PIECES_PER_CHECK: usize = 32;
 /// # Safety
 /// All sources can be read and all targets written until this returns. No target overlaps another target or a source,
 /// and nobody else accesses a target. If a source changes meanwhile, its copy mixes old and new bytes.
-pub unsafe fn copy<E>(copies: &[Copy], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+pub unsafe fn copy<E>(copies: &[CopyRange], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
     // SAFETY: the caller's promise.
-    unsafe { Copying::start(copies.to_vec(), threads) }.finish(go_on)
+    unsafe { BackgroundCopy::start(copies.to_vec(), threads) }.finish(go_on)
 }
 
 /// Copies that other threads make while the caller does other work. [`finish`](Self::finish) takes part; dropping this
 /// begins no more of them.
 #[derive(Debug)]
-pub struct Copying {
-    pieces: Arc<Pieces>,
+pub struct BackgroundCopy {
+    queue: Arc<CopyQueue>,
     helpers: Vec<JoinHandle<()>>,
     process: u32,
 }
 
-impl Copying {
+impl BackgroundCopy {
     /// Begins with `copies` on as many other threads as they are worth, at most `threads` - 1.
     ///
     /// # Safety
     /// As for [`copy`](fn@copy), until this is finished or dropped.
     #[must_use]
-    pub unsafe fn start(copies: Vec<Copy>, threads: usize) -> Self {
-        let pieces = Arc::new(Pieces::new(copies));
+    pub unsafe fn start(copies: Vec<CopyRange>, threads: usize) -> Self {
+        let queue = Arc::new(CopyQueue::new(copies));
         let mut helpers = Vec::new();
-        while helpers.len() < (pieces.total / WORTH_A_THREAD).min(threads.saturating_sub(1)) {
-            let shared = Arc::clone(&pieces);
+        while helpers.len() < (queue.total / WORTH_A_THREAD).min(threads.saturating_sub(1)) {
+            let shared = Arc::clone(&queue);
             let Ok(helper) = thread::Builder::new().spawn(move || while shared.copy_next().is_some() {}) else {
                 // The caller's thread copies what this one would.
                 break;
             };
             helpers.push(helper);
         }
-        Copying { pieces, helpers, process: process::id() }
+        BackgroundCopy { queue, helpers, process: process::id() }
     }
 
     /// Copies everything that no other thread has begun, and waits for the others. Calls `go_on` as [`copy`](fn@copy).
@@ -72,14 +72,14 @@ impl Copying {
     pub fn finish<E>(mut self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
         let (mut copied, mut own) = (Ok(()), 0);
         while copied.is_ok()
-            && let Some(begun) = self.pieces.copy_next()
+            && let Some(begun) = self.queue.copy_next()
         {
             own += 1;
-            if own % PIECES_PER_CHECK == 0 {
+            if own % CHUNKS_PER_CALL == 0 {
                 copied = go_on(begun);
             }
         }
-        self.pieces.stop();
+        self.queue.stop();
         // One after the other: if one panicked, `drop` waits for the rest.
         while let Some(helper) = self.helpers.pop() {
             helper.join().unwrap_or_else(|panic| panic::resume_unwind(panic));
@@ -88,30 +88,30 @@ impl Copying {
     }
 }
 
-impl Drop for Copying {
+impl Drop for BackgroundCopy {
     fn drop(&mut self) {
         if self.process != process::id() {
             // A child made by `fork` has none of the threads.
             mem::forget(mem::take(&mut self.helpers));
             return;
         }
-        self.pieces.stop();
+        self.queue.stop();
         for helper in self.helpers.drain(..) {
             drop(helper.join());
         }
     }
 }
 
-impl Pieces {
-    /// Copies the next piece and returns where it ends; `None` if all are taken.
+impl CopyQueue {
+    /// Copies the next chunk and returns where it ends; `None` if all are taken.
     fn copy_next(&self) -> Option<usize> {
-        let start = self.next.fetch_add(PIECE, Ordering::Relaxed);
-        let end = (start < self.total).then(|| self.total.min(start + PIECE))?;
+        let start = self.next.fetch_add(CHUNK, Ordering::Relaxed);
+        let end = (start < self.total).then(|| self.total.min(start + CHUNK))?;
         self.copy_bytes(start..end);
         Some(end)
     }
 
-    /// Begins no more pieces.
+    /// Begins no more chunks.
     fn stop(&self) {
         self.next.store(self.total, Ordering::Relaxed);
     }
@@ -165,13 +165,13 @@ mod tests {
                 expected[at..at + length].copy_from_slice(&source[*lead..]);
                 // SAFETY: within both.
                 let (source, target) = unsafe { (source.as_ptr().add(*lead), target.as_mut_ptr().add(at)) };
-                copies.push(Copy { source, target, length: *length });
+                copies.push(CopyRange { source, target, length: *length });
                 at += length + gap;
             }
-            let pieces = Pieces::new(copies);
-            let each = pieces.total.div_ceil(shares).max(1);
-            for start in (0..pieces.total).step_by(each) {
-                pieces.copy_bytes(start..(start + each).min(pieces.total));
+            let queue = CopyQueue::new(copies);
+            let each = queue.total.div_ceil(shares).max(1);
+            for start in (0..queue.total).step_by(each) {
+                queue.copy_bytes(start..(start + each).min(queue.total));
             }
             prop_assert!(target == expected);
         }
@@ -183,7 +183,7 @@ mod tests {
         for threads in [0, 1, 2, 3, 64] {
             let mut target = vec![0u8; source.len()];
             let half = source.len() / 2 + 5;
-            let copies = [(0, half), (half, source.len())].map(|(start, stop)| Copy {
+            let copies = [(0, half), (half, source.len())].map(|(start, stop)| CopyRange {
                 source: source[start..].as_ptr(),
                 target: target[start..].as_mut_ptr(),
                 length: stop - start,
@@ -204,10 +204,10 @@ mod tests {
 
     #[test]
     fn nothing_is_begun_after_an_error() {
-        let source = vec![1u8; 4 * PIECES_PER_CHECK * PIECE];
+        let source = vec![1u8; 4 * CHUNKS_PER_CALL * CHUNK];
         for threads in [1, 2] {
             let mut target = vec![0u8; source.len()];
-            let copies = [Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
+            let copies = [CopyRange { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }];
             let mut asked = 0;
             // SAFETY: both are vectors that nobody else accesses.
             let copied = unsafe {
@@ -218,12 +218,12 @@ mod tests {
             };
             // Another thread may have taken so much that this one did not ask.
             assert!(copied.is_err() == (asked == 1) && (threads > 1 || asked == 1));
-            assert!(threads > 1 || target.iter().filter(|&&byte| byte == 1).count() == PIECES_PER_CHECK * PIECE);
+            assert!(threads > 1 || target.iter().filter(|&&byte| byte == 1).count() == CHUNKS_PER_CALL * CHUNK);
         }
     }
 
-    fn whole(source: &[u8], target: &mut [u8]) -> Vec<Copy> {
-        vec![Copy { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }]
+    fn whole(source: &[u8], target: &mut [u8]) -> Vec<CopyRange> {
+        vec![CopyRange { source: source.as_ptr(), target: target.as_mut_ptr(), length: source.len() }]
     }
 
     #[test]
@@ -231,9 +231,9 @@ mod tests {
         let source: Vec<u8> = (0..4 * WORTH_A_THREAD + 17).map(|at| (at % 251) as u8).collect();
         let mut target = vec![0u8; source.len()];
         // SAFETY: both are vectors that nobody else accesses.
-        let copying = unsafe { Copying::start(whole(&source, &mut target), 2) };
+        let copying = unsafe { BackgroundCopy::start(whole(&source, &mut target), 2) };
         let deadline = Instant::now() + Duration::from_secs(60);
-        while copying.pieces.next.load(Ordering::Relaxed) < source.len() {
+        while copying.queue.next.load(Ordering::Relaxed) < source.len() {
             assert!(Instant::now() < deadline);
             thread::yield_now();
         }
@@ -253,7 +253,7 @@ mod tests {
             let source = vec![1u8; length];
             let mut target = vec![0u8; source.len()];
             // SAFETY: both are vectors that nobody else accesses.
-            let copying = unsafe { Copying::start(whole(&source, &mut target), threads) };
+            let copying = unsafe { BackgroundCopy::start(whole(&source, &mut target), threads) };
             assert_eq!(copying.helpers.len(), helpers);
         }
     }
@@ -264,10 +264,10 @@ mod tests {
         for threads in [1, 3] {
             let mut target = vec![0u8; source.len()];
             // SAFETY: both are vectors that nobody else accesses.
-            let copying = unsafe { Copying::start(whole(&source, &mut target), threads) };
-            let pieces = Arc::downgrade(&copying.pieces);
+            let copying = unsafe { BackgroundCopy::start(whole(&source, &mut target), threads) };
+            let queue = Arc::downgrade(&copying.queue);
             drop(copying);
-            assert!(pieces.upgrade().is_none());
+            assert!(queue.upgrade().is_none());
         }
     }
 
