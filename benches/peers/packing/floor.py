@@ -1,8 +1,8 @@
 """The least that a plan in a given order does, as a compiled loop: lengths are read in it, arrays written.
 
 Not a cut, and no check but that every sample exists: of what is written only the order means anything. The lengths are
-copied to two bytes each first, of which caches hold more, and where caches do not hold them all, the memory is asked
-for each well before it is read: with both the loop takes less than half the time that it takes on what it is given.
+copied to two bytes each first, of which caches hold more, and where caches do not hold them all, each is
+prefetched well before it is read: with both the loop takes less than half the time that it takes on what it is given.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Narrow = npt.NDArray[np.uint16]
 # Of one entry a pack; one more, of zeros, is not written either by who makes a plan of one dataset.
 _PACK_COLUMNS = 4
 # Of fewer lengths the caches hold most, and asking takes time.
-_ASK_FROM_SAMPLES = 1 << 21
+_PREFETCH_FROM_SAMPLES = 1 << 21
 # Samples between the asking and the reading.
-_AHEAD = 128
+_PREFETCH_DISTANCE = 128
 
 
 def read_and_write(
@@ -56,7 +56,7 @@ def read_and_write(
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba leaves it so
-def _ask(_context: Any, lengths: Any, _index: Any) -> tuple[Any, Any]:
+def _prefetch(_context: Any, lengths: Any, _index: Any) -> tuple[Any, Any]:
     """Have the entry at the index brought to the second-level cache."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -76,15 +76,15 @@ def _ask(_context: Any, lengths: Any, _index: Any) -> tuple[Any, Any]:
 def _loop(lengths: Narrow, order: Order, written: Column, columns: Columns) -> int:
     """The tokens; less than none where a sample does not exist."""
     tokens = 0
-    asked = order.size if lengths.size >= _ASK_FROM_SAMPLES else 0
-    for place in range(order.size):
-        if place + _AHEAD < asked:
-            _ask(lengths, order[place + _AHEAD])
-        sample = order[place]
+    prefetched = order.size if lengths.size >= _PREFETCH_FROM_SAMPLES else 0
+    for position in range(order.size):
+        if position + _PREFETCH_DISTANCE < prefetched:
+            _prefetch(lengths, order[position + _PREFETCH_DISTANCE])
+        sample = order[position]
         if not 0 <= sample < lengths.size:
             return -1
         tokens += lengths[sample]
-        written[place] = sample
+        written[position] = sample
     written[order.size :] = 0
     columns[:] = 0
     return tokens

@@ -1,7 +1,7 @@
 """Time and memory from 10⁵ to 10⁸ samples, and the bound on working memory.
 
-Owns the input files of these runs and the processes they run in. Always holds: one process packs one way,
-so that its peak belongs to that way; files are removed when a size is done.
+Owns the input files of these runs and the processes they run in. Always holds: one process packs one configuration,
+so that its peak belongs to that configuration; files are removed when a size is done.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from packing.floor import read_and_write
 MEMORY_LIMIT = 64 * 2**20
 MEMORY_JUDGED_SAMPLES = 10**8
 SPREAD = 2.0
-# Name of a way, threads, whether the order is given, whether it is published.
-WAYS = (
+# Name of a configuration, threads, whether the order is given, whether it is published.
+CONFIGURATIONS = (
     ("in memory", 1, True, False),
     ("in memory", 2, True, False),
     ("to files", 1, True, True),
@@ -36,7 +36,7 @@ def curve(scale: Scale) -> tuple[Section, Section]:
     """The curve, and the memory bound read from the same runs."""
     times = Section(
         title="Curve of time and memory",
-        note="Each way in a process of its own. In memory, lengths and order are loaded; to files, they "
+        note="Each configuration in a process of its own. In memory, lengths and order are loaded; to files, they "
         "are mapped and the plan is published with fsync, which sets a floor that small plans feel. "
         "Working memory is the peak resident memory that no file stands behind, above what the "
         "process held before, less what the plan's arrays hold where they stand in memory. The "
@@ -51,18 +51,18 @@ def curve(scale: Scale) -> tuple[Section, Section]:
         "that no file stands behind, above what the process held before the call. With a seed it includes "
         "one index a sample.",
     )
-    by_way: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    by_configuration: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     loops: dict[tuple[str, int], list[float]] = defaultdict(list)
     for distribution in DISTRIBUTIONS:
         for samples in scale.curve_samples:
             replies, loop_seconds = _packed(scale, samples, distribution)
             for threads, seconds in loop_seconds.items():
                 loops[distribution.name, threads].append(seconds / samples * 1e9)
-            for (way, threads, given, to_files), reply in replies:
+            for (configuration, threads, given, to_files), reply in replies:
                 nanoseconds = reply["seconds"] / samples * 1e9
                 beyond = max(0, reply["peak"] - (0 if to_files else reply["held"]))
-                case = f"{distribution.name}, {way}, {threads} thread{'s' if threads > 1 else ''}"
-                by_way[case, way, threads].append(nanoseconds)
+                case = f"{distribution.name}, {configuration}, {threads} thread{'s' if threads > 1 else ''}"
+                by_configuration[case, configuration, threads].append(nanoseconds)
                 times.rows.append(
                     Row(
                         case=f"{case}, {count(samples)}",
@@ -86,10 +86,10 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                         )
                     )
     complete = max(scale.curve_samples) > JUDGED_SAMPLES
-    for (case, way, threads), nanoseconds_each in by_way.items():
+    for (case, configuration, threads), nanoseconds_each in by_configuration.items():
         spread = max(nanoseconds_each) / min(nanoseconds_each)
-        # fsync costs the same for a plan of any size, so only the ways in memory can be flat.
-        judged = complete and way == "in memory"
+        # fsync costs the same for a plan of any size, so only the configurations in memory can be flat.
+        judged = complete and configuration == "in memory"
         loop = loops[case.partition(",")[0], threads]
         times.rows.append(
             Row(
@@ -120,12 +120,12 @@ def curve(scale: Scale) -> tuple[Section, Section]:
 def _packed(
     scale: Scale, samples: int, distribution: Distribution
 ) -> tuple[list[tuple[tuple[str, int, bool, bool], Any]], dict[int, float]]:
-    """The replies of all ways, and by the number of threads the seconds of the least that a plan does."""
+    """The replies of all configurations, and by the number of threads the seconds of the least that a plan does."""
     lengths, order = scale.folder / "lengths.npy", scale.folder / "order.npy"
     write_lengths(lengths, samples, distribution)
     np.save(order, draw_order(samples))
     replies = []
-    for way, threads, given, to_files in WAYS:
+    for configuration, threads, given, to_files in CONFIGURATIONS:
         request = {
             "lengths": str(lengths),
             "order": str(order) if given else None,
@@ -137,7 +137,7 @@ def _packed(
         }
         reply = run_child(request)
         reply["input_bytes"] = _bytes(lengths) + (_bytes(order) if given else 0)
-        replies.append(((way, threads, given, to_files), reply))
+        replies.append(((configuration, threads, given, to_files), reply))
     loaded = np.load(lengths), np.load(order)
     packs = int(loaded[0].sum(dtype=np.int64)) // MAX_LENGTH
 

@@ -25,7 +25,7 @@ BUILD = """
 import sys, numpy as np, tundish as td
 lengths = np.load({lengths!r}, mmap_mode="r")
 print("ready", flush=True)
-plan = td.pack(lengths, 512, seed=1, {place})
+plan = td.pack(lengths, 512, seed=1, {destination})
 print(plan.fingerprint, flush=True)
 """
 
@@ -37,8 +37,8 @@ def lengths_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def start(lengths: Path, place: str) -> subprocess.Popen[str]:
-    code = BUILD.format(lengths=str(lengths), place=place)
+def start(lengths: Path, destination: str) -> subprocess.Popen[str]:
+    code = BUILD.format(lengths=str(lengths), destination=destination)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -113,20 +113,20 @@ def wait_after_interrupt(delay: float, call: Callable[[], object]) -> float:
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_ctrl_c_ends_the_work_within_100_ms(lengths_file: Path, tmp_path: Path, where: str) -> None:
     lengths = np.tile(np.load(lengths_file), 5)
-    place = {} if where == "memory" else {"out": tmp_path / "plan"}
+    destination = {} if where == "memory" else {"out": tmp_path / "plan"}
     waits = []
     for delay in (0.05, 0.1, 0.15, 0.2):
-        waits.append(wait_after_interrupt(delay, lambda: td.pack(lengths, 512, seed=0, **place)))
+        waits.append(wait_after_interrupt(delay, lambda: td.pack(lengths, 512, seed=0, **destination)))
         assert list(tmp_path.iterdir()) == []
     assert sorted(waits)[len(waits) // 2] < 0.1, waits
 
 
 def test_ctrl_c_does_not_wait_for_the_room_of_large_files(tmp_path: Path) -> None:
     """They are removed when the call ends; to give their room back takes the kernel longer than that."""
-    place = tmp_path / "plan"
+    destination = tmp_path / "plan"
     waits = []
     for _ in range(3):
-        waits.append(wait_after_interrupt(0.4, lambda: td.pack([10**8], 1, out=place)))
+        waits.append(wait_after_interrupt(0.4, lambda: td.pack([10**8], 1, out=destination)))
         assert list(tmp_path.iterdir()) == []
     assert sorted(waits)[1] < 0.1, waits
 
@@ -309,9 +309,9 @@ def test_a_plan_that_is_there_is_saved_again_without_room(tmp_path: Path) -> Non
 
 
 def test_a_plan_that_the_disk_has_no_room_for_is_refused_before_any_work(tmp_path: Path) -> None:
-    for place in ({"out": tmp_path / "plan"}, {"cache_dir": tmp_path}):
+    for destination in ({"out": tmp_path / "plan"}, {"cache_dir": tmp_path}):
         with pytest.raises(StorageError, match=r"takes \d+ bytes or more .* has \d+ bytes free") as caught:
-            td.pack([2**50], 1, **place)
+            td.pack([2**50], 1, **destination)
         assert caught.value.errno == 28
         assert list(tmp_path.iterdir()) == []
 

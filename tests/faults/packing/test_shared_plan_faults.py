@@ -87,10 +87,10 @@ def removed_before_it_is_mapped(rank: int, line: Line) -> None:
     from tundish.packing.build import cache
 
     folder = Path(line.hear())
-    mapping, mapped = cache.found_plan, folder / "mapped"
+    mapping, mapped = cache.map_existing_plan, folder / "mapped"
     calls: list[Path] = []
 
-    def found_plan(target: Path) -> td.PackPlan:
+    def map_existing_plan(target: Path) -> td.PackPlan:
         calls.append(target)
         if rank == 1 and len(calls) == 1:
             while not mapped.exists():
@@ -102,7 +102,7 @@ def removed_before_it_is_mapped(rank: int, line: Line) -> None:
             mapped.touch()
         return plan
 
-    cache.found_plan = found_plan
+    cache.map_existing_plan = map_existing_plan
     line.say(*outcome(lambda: share(folder).verify()))
 
 
@@ -198,13 +198,13 @@ def on_node(rank: int, size: int) -> None:
     voter_module.node_identity = lambda: f"node {rank // size}"
 
 
-def share_in(line: Line, place: dict[str, Any]) -> None:
+def share_in(line: Line, destination: dict[str, Any]) -> None:
     lengths = np.tile(LENGTHS, 100)
-    line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **place)), time.monotonic())
+    line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **destination)), time.monotonic())
 
 
 def long_build(rank: int, line: Line) -> None:
-    size, place = line.hear()
+    size, destination = line.hear()
     on_node(rank, size)
     pack, write, until = _native.hard_pack, _native.hard_pack_to_folder, time.monotonic() + 20
 
@@ -216,16 +216,16 @@ def long_build(rank: int, line: Line) -> None:
             built = pack(job, tick, expected)
             # One that takes less time than passes between two looks does not look at all.
             tick("pack", 0, 1)
-        return write(job, *arguments) if place else built
+        return write(job, *arguments) if destination else built
 
     if rank == 0:
         # In this process alone.
-        _native.hard_pack, _native.hard_pack_to_folder = (pack, build) if place else (build, write)
-    share_in(line, place)
+        _native.hard_pack, _native.hard_pack_to_folder = (pack, build) if destination else (build, write)
+    share_in(line, destination)
 
 
 def long_copy(rank: int, line: Line) -> None:
-    size, place = line.hear()
+    size, destination = line.hear()
     on_node(rank, size)
     as_block = building.as_block
 
@@ -235,8 +235,8 @@ def long_copy(rank: int, line: Line) -> None:
 
     if rank == 0:
         # As it is for a plan that is so much larger: a byte at a time.
-        building.as_block, shared_block.PIECE = copy, 1
-    share_in(line, place)
+        building.as_block, shared_block.CHUNK_BYTES = copy, 1
+    share_in(line, destination)
 
 
 @pytest.mark.parametrize("where", ["in files", "in memory", "as it is copied"])
@@ -256,8 +256,8 @@ def test_a_builder_ends_soon_after_another_rank_of_its_node(
     (tmp_path / "plans").mkdir()
     with Job(long_copy if where == "as it is copied" else long_build, nodes * size, tmp_path) as job:
         for rank in range(nodes * size):
-            place = {"out": tmp_path / "plans" / f"plan-{rank // size}"} if where == "in files" else {}
-            job.tell(rank, (size, place))
+            destination = {"out": tmp_path / "plans" / f"plan-{rank // size}"} if where == "in files" else {}
+            job.tell(rank, (size, destination))
         assert job.hear(0) == ("building",)
         # The others wait for it.
         time.sleep(0.5)
@@ -278,8 +278,8 @@ def test_a_builder_ends_soon_after_another_rank_of_its_node(
 def two_plans(rank: int, line: Line) -> None:
     folder, is_group, places = line.hear()
     group = dist.new_group([0, 1, 2]) if is_group else None
-    for seed, place in enumerate(places):
-        if place == "files":
+    for seed, destination in enumerate(places):
+        if destination == "files":
             options: dict[str, Any] = {"cache_dir": Path(folder) / "cache"}
         else:
             options = {"cache_dir": None}

@@ -39,15 +39,15 @@ def before_mapping(
 ) -> list[Path]:
     """Let something happen to a plan between being found and being mapped, the first so many times."""
     met: list[Path] = []
-    mapping = cache.found_plan
+    mapping = cache.map_existing_plan
 
-    def found_plan(target: Path) -> td.PackPlan:
+    def map_existing_plan(target: Path) -> td.PackPlan:
         if len(met) < times:
             met.append(target)
             happens(target)
         return mapping(target)
 
-    monkeypatch.setattr(cache, "found_plan", found_plan)
+    monkeypatch.setattr(cache, "map_existing_plan", map_existing_plan)
     return met
 
 
@@ -159,9 +159,9 @@ def test_a_cache_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.M
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    for place in ({"cache_dir": "cache"}, {"out": "plan"}):
+    for destination in ({"cache_dir": "cache"}, {"out": "plan"}):
         with pytest.raises(NotFoundError, match="current folder"):
-            td.pack([8], 8, **place)
+            td.pack([8], 8, **destination)
     # What does not depend on it works as ever.
     cached(tmp_path / "cache").verify()
     td.pack([8], 8, out=tmp_path / "plan").verify()
@@ -169,16 +169,16 @@ def test_a_cache_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("changes", ["lengths", "order"])
 @pytest.mark.parametrize(
-    ("place", "share"), [("cache_dir", False), ("cache_dir", True), ("out", True), (None, True)]
+    ("destination", "share"), [("cache_dir", False), ("cache_dir", True), ("out", True), (None, True)]
 )
 def test_inputs_that_change_once_they_were_hashed_make_no_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | None, share: bool, changes: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destination: str | None, share: bool, changes: str
 ) -> None:
     """It would lie under the fingerprint of another one, in the way of every good call."""
     changed = LENGTHS.copy() if changes == "lengths" else np.arange(len(LENGTHS))
     inputs: dict[str, Any] = {"lengths": LENGTHS, changes: changed}
     where: dict[str, Any] = (
-        {} if place is None else {place: tmp_path if place == "cache_dir" else tmp_path / "plan"}
+        {} if destination is None else {destination: tmp_path if destination == "cache_dir" else tmp_path / "plan"}
     )
     hashing = _native.hard_plan_fingerprint
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tundish.errors import AlreadyExistsError, NotFoundError, PlanFormatError, StorageError
 from tundish.packing.plan.pack_plan import FIELDS, PackPlan
 
-__all__ = ["cached_plan", "found_plan", "is_there"]
+__all__ = ["cached_plan", "map_existing_plan", "path_exists"]
 
 # Attempts to map a plan that somebody keeps removing.
 ATTEMPTS = 3
@@ -23,7 +23,7 @@ REMOVAL = 1.0
 FILES = {"plan.json", *(f"{field}.npy" for field in FIELDS)}
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Whether anything lies at `path`.
 
     Raises:
@@ -35,7 +35,7 @@ def is_there(path: Path) -> bool:
         raise StorageError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
 
 
-def found_plan(target: Path) -> PackPlan:
+def map_existing_plan(target: Path) -> PackPlan:
     """Map the plan that lies at `target`.
 
     Raises:
@@ -65,13 +65,13 @@ def cached_plan(target: Path, publish: Callable[[], object]) -> PackPlan:
         TundishError: As `publish` raises.
     """
     for _ in range(ATTEMPTS):
-        missing = not is_there(target / "plan.json")
+        missing = not path_exists(target / "plan.json")
         if missing:
             _make_folder(target.parent)
         try:
             if missing:
                 publish()
-            return found_plan(target)
+            return map_existing_plan(target)
         except AlreadyExistsError as error:
             if not _is_being_removed(target):
                 reason = "is no whole plan, though it is named like one of this cache; remove it, and the plan is made"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tundish import _native
 from tundish.errors import AlreadyExistsError
-from tundish.packing.build.cache import cached_plan, found_plan, is_there
+from tundish.packing.build.cache import cached_plan, map_existing_plan, path_exists
 from tundish.packing.build.destination import PlanDestination
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.progress import ProgressLine
@@ -45,12 +45,12 @@ def publish_plan(request: _native.PackRequest, target: Path, tick: Tick | None, 
         expected: The fingerprint that the inputs gave before. Inputs that give another one now publish nothing.
     """
     # An existing plan needs no room on the disk, so this comes first.
-    if not is_there(target / "plan.json"):
+    if not path_exists(target / "plan.json"):
         try:
             metadata = _native.hard_pack_to_folder(request, target, tick, expected)
             return str(json.loads(metadata)["fingerprint"])
         except AlreadyExistsError:
-            if not is_there(target / "plan.json"):
+            if not path_exists(target / "plan.json"):
                 raise
     return expected or _native.hard_plan_fingerprint(request, tick)
 
@@ -67,7 +67,7 @@ def map_plan(
     if destination.cache_dir is not None:
         plan = cached_plan(target, lambda: publish_plan(request, target, tick, expected))
     else:
-        plan = found_plan(target)
+        plan = map_existing_plan(target)
     if plan.fingerprint != expected:
         raise AlreadyExistsError(
             errno.EEXIST,

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from tundish import _native
 from tundish.errors import PlanMismatchError
-from tundish.packing.build.cache import cached_plan, is_there
+from tundish.packing.build.cache import cached_plan, path_exists
 from tundish.packing.build.destination import PlanDestination
 from tundish.packing.build.local import Tick, map_plan, publish_plan
 from tundish.packing.plan.pack_plan import PackPlan, plan_in_block
@@ -20,7 +20,7 @@ from tundish.progress import ProgressLine
 __all__ = ["build_shared_plan"]
 
 # Seconds that ranks wait for one another to hash or map: far more than 10^9 samples take.
-PATIENCE = 3600.0
+TIMEOUT = 3600.0
 
 
 def build_shared_plan(request: Callable[[], _native.PackRequest], destination: PlanDestination) -> PackPlan:
@@ -28,12 +28,12 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
     from tundish.distributed import Voter, voter_of
 
     # This voter stays for the next call, which then notices a rank that is gone.
-    lasting = voter_of(destination.group)
-    lasting.vote(what="meeting to share a plan")
+    group_voter = voter_of(destination.group)
+    group_voter.vote(what="meeting to share a plan")
     # From here on ranks watch one another, so this comes before work in which a rank may be killed.
-    with ExitStack() as lines, Voter(destination.group) as voter:
-        with voter.agreed("checking what to pack", timeout=PATIENCE):
-            line = lines.enter_context(ProgressLine("pack", destination.progress))
+    with ExitStack() as progress_lines, Voter(destination.group) as voter:
+        with voter.agreed("checking what to pack", timeout=TIMEOUT):
+            line = progress_lines.enter_context(ProgressLine("pack", destination.progress))
             destination.check()
             checked = request()
             expected = _native.hard_plan_fingerprint(checked, line.callback)
@@ -56,7 +56,7 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
                 raise
             except BaseException:
                 # The other ranks wait in votes of node_shared, which the group's voter holds.
-                lasting.close("was interrupted and is closed: make the process group anew")
+                group_voter.close("was interrupted and is closed: make the process group anew")
                 raise
         target = destination.folder(expected)
 
@@ -67,8 +67,8 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
                 cached_plan(target, lambda: publish_plan(checked, target, tick, expected))
 
         voter.build_once_per_node(build, what="building the plan")
-        with voter.agreed("mapping the plan", timeout=PATIENCE):
-            if not is_there(target):
+        with voter.agreed("mapping the plan", timeout=TIMEOUT):
+            if not path_exists(target):
                 raise PlanMismatchError(
                     f"{target} is not there after one rank of this node built its plan: with share=True all ranks "
                     "must pass the same arguments and share one file system on a node, and nobody may remove the plan "

@@ -144,9 +144,9 @@ def _check_tensors(item: Mapping[str, Any], number: int) -> None:
         elif tensor.ndim != 1:
             wrong = f"of shape {tuple(tensor.shape)}: items are collated one by one, and have one dimension"
         else:
-            place = tensor.device if is_dense else str(tensor.layout).removeprefix("torch.")
+            where = tensor.device if is_dense else str(tensor.layout).removeprefix("torch.")
             wrong = (
-                f"on {place}: batches are made of dense tensors on the CPU, and sent to a device afterwards"
+                f"on {where}: batches are made of dense tensors on the CPU, and sent to a device afterwards"
             )
         raise InvalidTypeError(f"item {number} of the batch has {key} {wrong}")
     shape = item["input_ids"].shape

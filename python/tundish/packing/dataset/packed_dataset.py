@@ -233,7 +233,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         actual = [len(sample.tokens) for sample in found]
         if actual == planned:
             return
-        wrong = next(place for place, length in enumerate(actual) if length != planned[place])
+        wrong = next(position for position, length in enumerate(actual) if length != planned[position])
         piece = pieces.keys.index(self._offsets[number] + wanted[wrong])
         raise PlanMismatchError(
             f"sample {wanted[wrong]} of dataset {number} has {actual[wrong]} tokens, the plan was made "

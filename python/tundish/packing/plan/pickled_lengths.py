@@ -24,16 +24,16 @@ class _MappedFile:
 
 
 def pickled_lengths(lengths: list[IntegerArray] | None) -> list[Any] | None:
-    """The lengths as they are pickled: an array that is mapped whole from a file is pickled as its place.
+    """The lengths as they are pickled: an array that is mapped whole from a file is pickled as its file and offset.
 
     A worker process then maps the same file instead of getting a copy.
     """
     if lengths is None:
         return None
-    return [_packed(column) for column in lengths]
+    return [_as_picklable(column) for column in lengths]
 
 
-def _packed(column: Any) -> Any:
+def _as_picklable(column: Any) -> Any:
     # A view of a map keeps the map's offset, whatever part it shows. Only the map itself says where it lies.
     if is_memory_map(column) and column.filename is not None and column.mode == "r":
         return _MappedFile(str(column.filename), column.dtype.str, column.offset, len(column))

@@ -22,7 +22,7 @@ __all__ = ["as_block", "columns_in"]
 ALIGNMENT = 64
 LENGTH = np.dtype("<u8")
 # Bytes that are copied between two ticks.
-PIECE = 32 << 20
+CHUNK_BYTES = 32 << 20
 
 
 def as_block(
@@ -51,10 +51,10 @@ def as_block(
     target[LENGTH.itemsize : LENGTH.itemsize + len(index)] = np.frombuffer(index, np.uint8)
     for start in starts:
         source = columns.pop(0).view(np.uint8)
-        for offset in range(0, len(source), PIECE):
+        for offset in range(0, len(source), CHUNK_BYTES):
             tick("copying the plan", start + offset, end)
-            piece = source[offset : offset + PIECE]
-            target[start + offset : start + offset + len(piece)] = piece
+            chunk = source[offset : offset + CHUNK_BYTES]
+            target[start + offset : start + offset + len(chunk)] = chunk
     return block
 
 

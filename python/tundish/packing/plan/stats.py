@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tundish.packing.plan.readable_plan import ReadablePlan
 
 # Packs that are counted together: some megabytes of temporaries.
-STEP = 1 << 18
+PACKS_AT_ONCE = 1 << 18
 
 
 def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
@@ -23,7 +23,7 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     longest = 0
     piece_before = 0
     was_inside = False
-    for start, stop in _steps(len(plan)):
+    for start, stop in _slices(len(plan)):
         cu = plan.indices_cu_len[start:stop].astype(np.int64)
         counts = np.diff(cu, prepend=piece_before)
         continues = plan.start_offset[start:stop] > 0
@@ -55,9 +55,9 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     }
 
 
-def _steps(total: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, STEP):
-        yield start, min(start + STEP, total)
+def _slices(total: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, total, PACKS_AT_ONCE):
+        yield start, min(start + PACKS_AT_ONCE, total)
 
 
 def _cut_by_tails(plan: ReadablePlan, tail_starts: list[int]) -> int:
