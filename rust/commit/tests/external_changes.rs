@@ -87,7 +87,7 @@ fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
             // Not the newest any more.
             let (folder, root) = made();
             done(&folder.path().join("hf-6"));
-            assert_eq!(root.latest(CheckpointKind::Hf).unwrap(), Some(folder.path().join("hf-5")), "{context}");
+            assert_eq!(of_hf(names(&root)), hf(&[1, 2, 3, 4, 5]), "{context}");
             // In the way of no lower step.
             let (folder, root) = made();
             done(&folder.path().join("hf-6"));

@@ -21,7 +21,7 @@ use network_disk::{
     RENUMBERS,
 };
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root};
+use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root, read_lock_at};
 use tundish_commit::{CheckpointKind, CommitError};
 
 const BEAT: Duration = Duration::from_millis(100);
@@ -202,7 +202,7 @@ fn without_locks_a_reader_is_told_that_it_holds_none() {
     let root = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 1, false).unwrap();
     save(&root, 2, false).unwrap();
-    let lock = root.read_lock(CheckpointKind::Hf, 1).unwrap();
+    let lock = read_lock_at(&LOCKLESS, &folder.path().join("hf-1")).unwrap();
     assert!(!lock.is_locked());
     assert_eq!(lock.describe().unwrap().0.step, 1);
     root.remove(CheckpointKind::Hf, 1).unwrap();
@@ -338,7 +338,6 @@ fn a_checkpoint_with_a_new_inode_number_is_still_there() {
 
     RENUMBERS.set(true);
     assert_eq!(steps(), [1, 2]);
-    assert_eq!(root.latest(CheckpointKind::Hf).unwrap(), Some(path("hf-2")));
     assert!(matches!(root.begin(CheckpointKind::Hf, 1, false), Err(CommitError::StepOrder { newest: 2, .. })));
     save(&root, 3, false).unwrap();
     assert_eq!(steps(), [1, 2, 3]);

@@ -4,20 +4,28 @@
 
 #[path = "support/common/mod.rs"]
 mod common;
+#[macro_use]
+#[path = "support/forwarding/mod.rs"]
+mod forwarding;
+#[path = "support/watched_disk/mod.rs"]
+mod watched_disk;
 
 use std::fs;
 use std::ops::ControlFlow;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use common::{Mount, crc64, image};
 use proptest::prelude::*;
+use tundish_commit::disk::{Disk, RealDisk};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::staging::FileImage;
 use tundish_commit::{CommitError, FileMetadata, write_small_file};
+use watched_disk::WatchedDisk;
 
 const ENOSPC: i32 = 28;
 const MIB: usize = 1 << 20;
@@ -364,4 +372,50 @@ fn a_writer_without_files_finishes_at_once() {
     assert_eq!(finish(&writer(folder.path(), &[]).unwrap()), []);
     let empty = FileImage::new(0).unwrap();
     assert_eq!(empty.size(), 0);
+}
+
+/// More than a chunk.
+const SIZE: usize = 12 << 20;
+
+/// Far longer than a step without a wait takes, and less than the time after which a slot counts as stalled.
+const LONG: Duration = Duration::from_secs(10);
+
+/// A disk whose first fsync reports that it began, and waits for a message.
+fn standing_disk() -> (WatchedDisk, Receiver<()>, Sender<()>) {
+    let (begins, begun) = channel();
+    let (go, gone) = channel();
+    let once = Mutex::new(Some((begins, gone)));
+    let disk = WatchedDisk::new(move |call, _| {
+        if call == "fsync" {
+            let first = once.lock().unwrap().take();
+            if let Some((begins, gone)) = first {
+                begins.send(()).unwrap();
+                // With a limit, in case the test fails.
+                let _ = gone.recv_timeout(2 * LONG);
+            }
+        }
+    });
+    (disk, begun, go)
+}
+
+/// A writer of one file whose bytes are submitted; in memory they begin `lead` bytes after a page boundary.
+fn submitted_writer<D: Disk>(disk: D, folder: &Path, lead: usize) -> ShardWriter<D> {
+    fs::create_dir(folder).unwrap();
+    let files = [("a", SIZE as u64)];
+    let writer = ShardWriter::on_disk(disk, folder, &files, options(), &mut || ControlFlow::Continue(())).unwrap();
+    writer.write("a", 0, &image(&vec![7; lead + SIZE]), lead, SIZE).unwrap();
+    writer
+}
+
+#[test]
+fn another_writer_writes_during_an_fsync() {
+    let root = tempfile::tempdir().unwrap();
+    let (disk, begun, go) = standing_disk();
+    let first = submitted_writer(disk, &root.path().join("first"), 0);
+    begun.recv_timeout(LONG).unwrap();
+    let second = submitted_writer(RealDisk, &root.path().join("second"), 0);
+    assert!(second.finish(LONG).unwrap().is_some());
+    assert!(first.finish(Duration::ZERO).unwrap().is_none());
+    go.send(()).unwrap();
+    assert!(first.finish(LONG).unwrap().is_some());
 }

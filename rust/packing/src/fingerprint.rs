@@ -8,7 +8,7 @@
 use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
 
 use crate::inputs::ColumnWord;
-use crate::memory;
+use crate::memory::{self, PlainInteger};
 
 /// Values a leaf; part of the format: another number gives other fingerprints.
 pub const LEAF: usize = 8192;
@@ -23,55 +23,21 @@ impl core::fmt::Display for Fingerprint {
     }
 }
 
-/// The hash of up to `LEAF` values. A leaf whose values all fit 32 bits is hashed as 32-bit words,
-/// whatever type it came in.
-pub fn leaf<W: HashWord>(values: &[W]) -> u128 {
-    W::digest(values)
-}
+const NARROW_SEED: u64 = 32;
+const WIDE_SEED: u64 = 64;
 
-/// Words that leaves are read into.
-pub trait HashWord: ColumnWord {
-    /// The hash of a leaf.
-    fn digest(values: &[Self]) -> u128;
+/// The hash of up to `LEAF` values. A leaf whose values all fit 32 bits is hashed as 32-bit words, whatever type it came
+/// in.
+pub(crate) fn leaf<W: ColumnWord + PlainInteger>(values: &[W]) -> u128 {
+    if size_of::<W>() == size_of::<u32>() {
+        return xxh3_128_with_seed(memory::as_bytes(values), NARROW_SEED);
+    }
+    if values.iter().fold(0, |seen, value| seen | value.widen()) > u64::from(u32::MAX) {
+        return xxh3_128_with_seed(memory::as_bytes(values), WIDE_SEED);
+    }
+    let narrow: Vec<u32> = values.iter().map(|value| value.widen() as u32).collect();
+    xxh3_128_with_seed(memory::as_bytes(&narrow), NARROW_SEED)
 }
-
-const SEED_NARROW: u64 = 32;
-const SEED_WIDE: u64 = 64;
-
-/// The hash of values that all fit 32 bits.
-fn digest_narrow<W: ColumnWord>(values: &[W]) -> u128 {
-    let narrow: Vec<u32> = values.iter().map(|&value| (value.widen() as u32).to_le()).collect();
-    xxh3_128_with_seed(memory::as_bytes(&narrow), SEED_NARROW)
-}
-
-macro_rules! leaf_of_32_bits {
-    ($($word:ty),*) => {$(
-        impl HashWord for $word {
-            fn digest(values: &[Self]) -> u128 {
-                match cfg!(target_endian = "little") {
-                    true => xxh3_128_with_seed(memory::as_bytes(values), SEED_NARROW),
-                    false => digest_narrow(values),
-                }
-            }
-        }
-    )*};
-}
-leaf_of_32_bits!(i32, u32);
-
-macro_rules! leaf_of_64_bits {
-    ($($word:ty),*) => {$(
-        impl HashWord for $word {
-            fn digest(values: &[Self]) -> u128 {
-                if values.iter().fold(0, |seen, value| seen | value.widen()) <= u64::from(u32::MAX) {
-                    return digest_narrow(values);
-                }
-                let little: Vec<u64> = values.iter().map(|value| value.widen().to_le()).collect();
-                xxh3_128_with_seed(memory::as_bytes(&little), SEED_WIDE)
-            }
-        }
-    )*};
-}
-leaf_of_64_bits!(i64, u64);
 
 /// The hash of a column: its leaves in order, and how many values it has.
 #[derive(Default)]

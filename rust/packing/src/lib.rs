@@ -5,12 +5,15 @@
 //! crate knows neither Python nor torch.
 //!
 //! Invariants:
-//! 1. The same inputs give the same plan, for any number of threads and on any platform.
+//! 1. The same inputs give the same plan, for any number of threads and on any processor.
 //! 2. Inputs may change during a call, because another thread writes to the array. The result is then an error or a
 //!    wrong plan, never an access out of bounds.
 //! 3. Working memory beyond inputs and outputs is bounded: a constant, a constant for each thread, one bit a sample
 //!    while an order is checked, and one index a sample for an order that is drawn from a seed.
 #![deny(unsafe_code)]
+
+// Columns are mapped from files and hashed as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"), "plan files and fingerprints are little-endian");
 
 pub mod error;
 pub mod fingerprint;

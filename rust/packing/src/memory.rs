@@ -54,7 +54,6 @@ fn out_of_memory<T>(len: usize) -> PackError {
 }
 
 /// Ask the kernel to back whole pages of this memory with huge pages, where it is large.
-#[cfg(target_os = "linux")]
 fn advise_huge_pages(start: *const u8, bytes: usize) {
     if bytes < HUGE_FROM_BYTES {
         return;
@@ -68,20 +67,10 @@ fn advise_huge_pages(start: *const u8, bytes: usize) {
     let _ = unsafe { rustix::mm::madvise(pages, end - begin, rustix::mm::Advice::LinuxHugepage) };
 }
 
-#[cfg(not(target_os = "linux"))]
-fn advise_huge_pages(_start: *const u8, _bytes: usize) {}
-
-/// Physical memory of this machine in bytes, where the system tells.
-#[cfg(target_os = "linux")]
-pub(crate) fn physical_bytes() -> Option<u64> {
+/// Physical memory of this machine in bytes.
+pub(crate) fn physical_bytes() -> u64 {
     let info = rustix::system::sysinfo();
-    Some(info.totalram as u64 * u64::from(info.mem_unit))
-}
-
-/// Physical memory of this machine in bytes, where the system tells.
-#[cfg(not(target_os = "linux"))]
-pub(crate) fn physical_bytes() -> Option<u64> {
-    None
+    info.totalram as u64 * u64::from(info.mem_unit)
 }
 
 /// Prefetch `array[index]`. Any index is fine.

@@ -211,14 +211,32 @@ pub(crate) fn leads_to<D: Disk>(
     Ok(named.is_same(&disk.folder_stat(folder, path)?))
 }
 
-/// Writes all of `bytes` at `offset`, in chunks of at most `chunk` bytes; calls `wrote` with each range.
+/// Accepts a failed rename if `name` leads to what was `moved`: network file systems may report failure for a rename that
+/// the server carried out.
+pub(crate) fn confirm_rename<D: Disk>(
+    disk: &D,
+    (folder, name): (&D::Folder, &OsStr),
+    path: &Path,
+    moved: Option<FileStat>,
+    renamed: Result<(), CommitError>,
+) -> Result<(), CommitError> {
+    let Err(error) = renamed else {
+        return Ok(());
+    };
+    match (disk.look_at(folder, name, path)?, moved) {
+        (Some(found), Some(moved)) if found.is_same(&moved) => Ok(()),
+        _ => Err(error),
+    }
+}
+
+/// Writes all of `bytes` at `offset`, at most `largest_write` of them at once; calls `wrote` with each range.
 pub(crate) fn write_all<D: Disk>(
     disk: &D,
     file: &D::File,
     offset: u64,
     bytes: &[u8],
     path: &Path,
-    chunk: usize,
+    largest_write: usize,
     mut wrote: impl FnMut(Range<u64>) -> Result<(), CommitError>,
 ) -> Result<(), CommitError> {
     let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= i64::MAX as u64);
@@ -227,7 +245,7 @@ pub(crate) fn write_all<D: Disk>(
     }
     let (mut offset, mut bytes) = (offset, bytes);
     while !bytes.is_empty() {
-        let written = disk.write_at(file, offset, &bytes[..bytes.len().min(chunk)], path)?;
+        let written = disk.write_at(file, offset, &bytes[..bytes.len().min(largest_write)], path)?;
         if written == 0 {
             // A retry might never write a byte.
             return Err(CommitError::io("write", path, Errno::IO));

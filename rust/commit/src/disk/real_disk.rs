@@ -6,12 +6,14 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::ops::Range;
-#[cfg(target_os = "linux")]
-use std::os::fd::AsRawFd;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
+use libc::{
+    SYNC_FILE_RANGE_WAIT_AFTER as WAIT_AFTER, SYNC_FILE_RANGE_WAIT_BEFORE as WAIT_BEFORE,
+    SYNC_FILE_RANGE_WRITE as WRITE,
+};
 use rustix::fs::{
     AtFlags, CWD, Dir, FallocateFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat, renameat_with,
 };
@@ -74,7 +76,6 @@ impl Disk for RealDisk {
         query("open", path, || rustix::fs::openat(folder, name, flags, Mode::empty())).map(File::from)
     }
 
-    #[cfg(target_os = "linux")]
     fn open_file_for_direct_writing(
         &self,
         folder: &OwnedFd,
@@ -86,16 +87,6 @@ impl Disk for RealDisk {
             Err(error) if error.is(Errno::INVAL) || error.is(Errno::OPNOTSUPP) => Ok(None),
             outcome => Ok(Some(outcome?.into())),
         }
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn open_file_for_direct_writing(
-        &self,
-        _folder: &OwnedFd,
-        _name: &OsStr,
-        _path: &Path,
-    ) -> Result<Option<File>, CommitError> {
-        Ok(None)
     }
 
     fn open_or_create_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
@@ -164,7 +155,6 @@ impl Disk for RealDisk {
         Ok(OsString::from_vec(target.into_bytes()))
     }
 
-    #[cfg(target_os = "linux")]
     fn is_local(&self, folder: &OwnedFd) -> bool {
         // Magic numbers of linux/magic.h: ext2 to ext4, xfs, btrfs, tmpfs, ramfs, overlayfs, f2fs, zfs, bcachefs.
         const LOCAL: [u32; 9] = [
@@ -179,11 +169,6 @@ impl Disk for RealDisk {
             0xca45_1a4e,
         ];
         rustix::fs::fstatfs(folder).is_ok_and(|status| LOCAL.contains(&(status.f_type as u32)))
-    }
-
-    #[cfg(not(target_os = "linux"))]
-    fn is_local(&self, _folder: &OwnedFd) -> bool {
-        true
     }
 
     fn lock_folder(&self, folder: &OwnedFd, sharing: LockMode, path: &Path) -> Result<LockOutcome, CommitError> {
@@ -258,13 +243,9 @@ impl Disk for RealDisk {
         change("wait for writeback of", path, || retry_on_intr(|| sync_file_range(file, range, flags)))
     }
 
-    #[cfg(target_os = "linux")]
     fn evict(&self, file: &File) {
         let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed);
     }
-
-    #[cfg(not(target_os = "linux"))]
-    fn evict(&self, _file: &File) {}
 
     fn fsync(&self, file: &File, path: &Path) -> Result<(), CommitError> {
         change("fsync", path, || rustix::fs::fsync(file))
@@ -363,14 +344,7 @@ fn unsupported_is_invalid(outcome: rustix::io::Result<()>) -> rustix::io::Result
     }
 }
 
-#[cfg(target_os = "linux")]
-use libc::{
-    SYNC_FILE_RANGE_WAIT_AFTER as WAIT_AFTER, SYNC_FILE_RANGE_WAIT_BEFORE as WAIT_BEFORE,
-    SYNC_FILE_RANGE_WRITE as WRITE,
-};
-
 /// rustix has no `sync_file_range`.
-#[cfg(target_os = "linux")]
 #[allow(unsafe_code)]
 fn sync_file_range(file: &File, range: &Range<u64>, flags: u32) -> rustix::io::Result<()> {
     let offset = libc::off64_t::try_from(range.start).map_err(|_| Errno::OVERFLOW)?;
@@ -382,16 +356,4 @@ fn sync_file_range(file: &File, range: &Range<u64>, flags: u32) -> rustix::io::R
     }
     let error = std::io::Error::last_os_error();
     Err(Errno::from_io_error(&error).unwrap_or(Errno::IO))
-}
-
-#[cfg(not(target_os = "linux"))]
-const WRITE: u32 = 0;
-#[cfg(not(target_os = "linux"))]
-const WAIT_BEFORE: u32 = 0;
-#[cfg(not(target_os = "linux"))]
-const WAIT_AFTER: u32 = 0;
-
-#[cfg(not(target_os = "linux"))]
-fn sync_file_range(_file: &File, _range: &Range<u64>, _flags: u32) -> rustix::io::Result<()> {
-    Err(Errno::NOSYS)
 }

@@ -11,7 +11,7 @@ use super::folder_file::FolderFile;
 use super::sweep::{self, SweepReport};
 use super::unfinished_folder::UnfinishedFolder;
 use super::write_status::WriteStatus;
-use crate::disk::{Disk, EntryKind, FileStat, RealDisk};
+use crate::disk::{Disk, EntryKind, FileStat, RealDisk, confirm_rename};
 use crate::error::CommitError;
 use crate::path_names;
 
@@ -135,21 +135,15 @@ impl AtomicFolder {
         let moved = RealDisk.folder_stat(&self.unfinished.folder, &self.unfinished.path)?;
         let renamed =
             RealDisk.rename((&self.parent, &self.unfinished.name), (&self.parent, &self.target_name), &self.target);
-        self.confirm(renamed, &moved)?;
+        self.confirm(renamed, moved)?;
         self.remover = None;
         self.make_name_durable()
     }
 
-    /// Accepts a failed rename if the target is what was `moved`: network file systems may report failure for a rename
-    /// that the server carried out.
-    fn confirm(&self, renamed: Result<(), CommitError>, moved: &FileStat) -> Result<(), CommitError> {
-        let Err(error) = renamed else {
-            return Ok(());
-        };
-        match RealDisk.look_at(&self.parent, &self.target_name, &self.target)? {
-            Some(found) if found.is_same(moved) => Ok(()),
-            _ => Err(self.explain_rename(error)),
-        }
+    fn confirm(&self, renamed: Result<(), CommitError>, moved: FileStat) -> Result<(), CommitError> {
+        let target = (&self.parent, self.target_name.as_os_str());
+        confirm_rename(&RealDisk, target, &self.target, Some(moved), renamed)
+            .map_err(|error| self.explain_rename(error))
     }
 
     fn make_name_durable(&self) -> Result<(), CommitError> {
@@ -206,7 +200,7 @@ pub fn replace_file(target: impl AsRef<Path>, bytes: &[u8]) -> Result<(), Commit
         (&folder.parent, &folder.target_name),
         &folder.target,
     );
-    folder.confirm(renamed, &moved)?;
+    folder.confirm(renamed, moved)?;
     // Dropping the folder removes the empty hidden folder.
     folder.make_name_durable()
 }

@@ -19,6 +19,7 @@ use crate::folders::write_status::WriteStatus;
 pub struct FolderFile {
     file: File,
     path: PathBuf,
+    /// The end of the last byte written.
     length: u64,
     writeback: Writeback,
     write_status: Arc<WriteStatus>,
@@ -28,21 +29,6 @@ impl FolderFile {
     pub(crate) fn new(file: File, path: PathBuf, write_status: Arc<WriteStatus>) -> Self {
         write_status.begin(&path);
         FolderFile { file, path, length: 0, writeback: Writeback::new(), write_status }
-    }
-
-    /// The path of the file until its folder is published.
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Bytes from the start to the end of the last byte written.
-    pub fn len(&self) -> u64 {
-        self.length
-    }
-
-    /// Whether nothing was written yet.
-    pub fn is_empty(&self) -> bool {
-        self.length == 0
     }
 
     /// Writes all of `bytes` at the end.

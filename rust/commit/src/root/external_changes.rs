@@ -4,7 +4,6 @@
 //! its name does not lead to its manifest.
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -24,14 +23,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
     pub fn list(&self) -> Result<Vec<CheckpointInfo>, CommitError> {
         self.forget_missing()?;
         Ok(self.published()?.into_values().map(|published| published.checkpoint.clone()).collect())
-    }
-
-    /// The newest published checkpoint of a kind.
-    ///
-    /// # Errors
-    /// As [`list`](Root::list).
-    pub fn latest(&self, kind: CheckpointKind) -> Result<Option<PathBuf>, CommitError> {
-        Ok(self.newest_present(kind)?.map(|step| self.checkpoint_path((kind, step))))
     }
 
     /// A copy of what is known, for use without the lock.

@@ -3,16 +3,14 @@
 //! Both settings apply to the calling thread only. Where the system refuses them, the thread goes on without.
 #![allow(unsafe_code)]
 
+use rustix::process::{getpriority_process, setpriority_process};
+
 /// How much nicer a writer's thread is than the thread that made it. On a processor that both want, it gets a tenth of
 /// the other's time. Nicer still would delay checksums so much that a save holds its memory for seconds longer.
-#[cfg(target_os = "linux")]
 const NICER: i32 = 10;
 
 /// Lowers the processor and disk priorities of the calling thread.
-#[cfg(target_os = "linux")]
 pub(super) fn lower() {
-    use rustix::process::{getpriority_process, setpriority_process};
-
     // On Linux a nice value belongs to a thread.
     let thread = Some(rustix::thread::gettid());
     if let Ok(nice) = getpriority_process(thread) {
@@ -26,6 +24,3 @@ pub(super) fn lower() {
     // SAFETY: three integers are passed, and no memory.
     let _ = unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, THIS_THREAD, BEST_EFFORT_LOWEST) };
 }
-
-#[cfg(not(target_os = "linux"))]
-pub(super) fn lower() {}

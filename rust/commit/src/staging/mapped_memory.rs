@@ -33,7 +33,6 @@ pub(super) fn map(length: usize) -> Option<NonNull<u8>> {
 }
 
 /// Where the kernel does not know an advice, pages are small, or shared with children until either writes to them.
-#[cfg(target_os = "linux")]
 fn advise(start: NonNull<u8>, length: usize) {
     for advice in [Advice::LinuxHugepage, Advice::LinuxWipeOnFork] {
         // SAFETY: the range was just mapped and nothing of it is in use.
@@ -41,16 +40,10 @@ fn advise(start: NonNull<u8>, length: usize) {
     }
 }
 
-#[cfg(not(target_os = "linux"))]
-fn advise(_start: NonNull<u8>, _length: usize) {}
-
 /// Allocates the pages of a range without a fault each; changes no byte. Does nothing before Linux 5.14.
 pub(super) fn populate(start: NonNull<u8>, length: usize) {
-    #[cfg(target_os = "linux")]
     // SAFETY: it changes no byte, wherever it is.
     let _ = unsafe { madvise(start.as_ptr().cast(), length, Advice::LinuxPopulateWrite) };
-    #[cfg(not(target_os = "linux"))]
-    let _ = (start, length);
 }
 
 /// Returns a range to the operating system.

@@ -28,9 +28,6 @@ use crate::progress::Progress;
 /// # Errors
 /// `Missing` or `Format` with the file at fault.
 pub fn open(folder: &Path, progress: &mut dyn Progress) -> Result<(PlanMetadata, [MappedColumn; 6]), PackError> {
-    if cfg!(target_endian = "big") {
-        return Err(PackError::Invalid("plan files are little-endian and cannot be mapped on this machine".into()));
-    }
     let folder = PlanFolder::open(folder)?;
     let metadata = folder.metadata()?;
     let files = all(Field::ALL.map(|field| folder.column(field, &metadata)))?;
@@ -53,11 +50,7 @@ impl PlanFolder {
     fn open(path: &Path) -> Result<Self, PackError> {
         let missing = |reason: &str| PackError::Missing { path: path.to_path_buf(), reason: reason.into() };
         // Opening files in a folder takes no permission to list it.
-        #[cfg(target_os = "linux")]
-        let access = OFlags::PATH;
-        #[cfg(not(target_os = "linux"))]
-        let access = OFlags::RDONLY;
-        let flags = access | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
             Errno::NOENT => missing("does not exist; a plan folder was expected"),
             Errno::NOTDIR => missing("is not a plan folder"),

@@ -186,7 +186,8 @@ impl<'a> HardPacker<'a> {
         let (packs, pieces) = self.most();
         let is_narrow = self.is_narrow();
         let bytes = (u128::from(packs) * 5 + u128::from(pieces)) * if is_narrow { 4 } else { 8 };
-        if let Some(available) = memory::physical_bytes().filter(|&available| bytes > u128::from(available)) {
+        let available = memory::physical_bytes();
+        if bytes > u128::from(available) {
             return Err(PackError::TooLarge { bytes, packs, pieces, available });
         }
         let computed = if is_narrow {

@@ -1,8 +1,7 @@
 //! The columns of a plan, and the integers that they are computed in.
 
 use crate::error::PackError;
-use crate::fingerprint::HashWord;
-use crate::inputs::{Index, Integers, RandomState};
+use crate::inputs::{ColumnWord, Index, Integers, RandomState};
 use crate::memory::{self, PlainInteger};
 use crate::progress::Progress;
 use crate::simd::vectorized;
@@ -149,7 +148,7 @@ impl Column {
 }
 
 /// The integers that a plan is computed in: `i32` while every bound fits, else `i64`. No value is negative.
-pub(crate) trait PlanInteger: HashWord + Index + PlainInteger + Into<i64> {
+pub(crate) trait PlanInteger: ColumnWord + Index + PlainInteger + Into<i64> {
     /// The largest value.
     const LARGEST: u64;
     fn plus(self, other: Self) -> Self;

@@ -11,7 +11,6 @@ use tundish_commit::root::{OpenOptions, Recovery, Root};
 use tundish_packing::Progress;
 
 use super::descriptions::{checkpoint_dicts, parse_kind};
-use super::read_lock::CheckpointReadLock;
 use crate::enter::enter;
 use crate::error::BindingError;
 
@@ -87,12 +86,6 @@ impl CheckpointRoot {
         checkpoint_dicts(py, &enter(py, None, |_| Ok(self.root.list()?))?)
     }
 
-    /// The newest published checkpoint of a kind.
-    fn latest(&self, py: Python<'_>, kind: &str) -> PyResult<Option<PathBuf>> {
-        let kind = parse_kind(kind)?;
-        enter(py, None, |_| Ok(self.root.latest(kind)?))
-    }
-
     /// Keep the checkpoints of a step from being removed as long as the root is open. Returns at once.
     fn protect(&self, py: Python<'_>, step: u64) -> PyResult<()> {
         enter(py, None, |_| Ok(self.root.protect(step)?))
@@ -107,12 +100,6 @@ impl CheckpointRoot {
     /// Set the checkpoints above a step aside; returns their new paths.
     fn discard_after(&self, py: Python<'_>, step: u64) -> PyResult<Vec<PathBuf>> {
         enter(py, None, |_| Ok(self.root.discard_after(step)?))
-    }
-
-    /// Keep a checkpoint from being removed or replaced until the lock is closed.
-    fn read_lock(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<CheckpointReadLock> {
-        let kind = parse_kind(kind)?;
-        enter(py, None, |_| Ok(CheckpointReadLock::new_held(self.root.read_lock(kind, step)?)))
     }
 
     /// Release the root.

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::root_names;
 use crate::disk::remove_contents::remove_contents;
-use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, absent_is_fine, leads_to};
+use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, absent_is_fine, confirm_rename, leads_to};
 use crate::error::CommitError;
 
 /// The largest single write.
@@ -165,9 +165,9 @@ impl<D: Disk + Clone> OpenFolder<D> {
                     return Err(CommitError::io("rename to the new name", &path, Errno::EXIST));
                 }
                 let renamed = self.disk.rename(ends.0, ends.1, &path);
-                self.confirm(renamed, to, moved)
+                confirm_rename(&self.disk, ends.1, &path, moved, renamed)
             }
-            outcome => self.confirm(outcome, to, moved),
+            outcome => confirm_rename(&self.disk, ends.1, &path, moved, outcome),
         }
     }
 
@@ -176,27 +176,10 @@ impl<D: Disk + Clone> OpenFolder<D> {
         let path = self.path.join(to);
         let moved = self.look_at(from)?;
         let exchanged = self.disk.exchange((&self.folder, from), (&self.folder, to), &path);
-        self.confirm(exchanged, to, moved).map_err(|error| match error {
+        confirm_rename(&self.disk, (&self.folder, to), &path, moved, exchanged).map_err(|error| match error {
             error if error.is(Errno::INVAL) => CommitError::ExchangeUnsupported { path },
             error => error,
         })
-    }
-
-    /// Accepts a failed rename if `to` leads to what was `moved`: network file systems may report failure for a rename
-    /// that the server carried out.
-    fn confirm(
-        &self,
-        renamed: Result<(), CommitError>,
-        to: &OsStr,
-        moved: Option<FileStat>,
-    ) -> Result<(), CommitError> {
-        let Err(error) = renamed else {
-            return Ok(());
-        };
-        match (self.look_at(to)?, moved) {
-            (Some(found), Some(moved)) if found.is_same(&moved) => Ok(()),
-            _ => Err(error),
-        }
     }
 
     /// The first unused name of a sequence.

@@ -27,7 +27,6 @@ use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, LockMode, LockOutcome, RealDisk};
 use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind, ManifestFile};
-use crate::root::checkpoint_root::Root;
 use crate::root::contents::checkpoint::{self, ReadManifest};
 use crate::root::contents::{CheckpointInfo, Damage, OpenFolder, root_names};
 
@@ -158,10 +157,11 @@ pub fn verify_checkpoint(
     verify::verify(&lock_at(&RealDisk, folder.as_ref())?.folder, go_on)
 }
 
-/// As [`Root::read_lock`], of the checkpoint in `folder`, wherever it lies.
+/// Keeps the checkpoint in `folder` from being removed or replaced as long as the lock lives, by any process. Gives an
+/// object without a lock where the file system has none.
 ///
 /// # Errors
-/// As there.
+/// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`].
 pub fn read_lock_at<D: Disk + Clone>(disk: &D, folder: &Path) -> Result<ReadLock<D>, CommitError> {
     lock_at(disk, folder)?.with_manifest()
 }
@@ -256,15 +256,4 @@ pub(crate) fn lock_checkpoint<D: Disk + Clone>(
         _ => Err(gone()),
     };
     lock_opened(&open)?.with_manifest()
-}
-
-impl<D: Disk + Clone + 'static> Root<D> {
-    /// Keeps a checkpoint from being removed or replaced as long as the lock lives, by any process. Gives an object
-    /// without a lock where the file system has none.
-    ///
-    /// # Errors
-    /// [`CommitError::NoSuchCheckpoint`]; [`CommitError::CheckpointLocked`]; [`CommitError::Io`].
-    pub fn read_lock(&self, kind: CheckpointKind, step: u64) -> Result<ReadLock<D>, CommitError> {
-        lock_checkpoint(&self.root, kind, step)
-    }
 }

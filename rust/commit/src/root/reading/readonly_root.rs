@@ -86,7 +86,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
         }
     }
 
-    /// As [`Root::read_lock`](crate::root::Root::read_lock).
+    /// As [`read_lock_at`](super::read_lock_at), of the checkpoint of this kind and step.
     ///
     /// # Errors
     /// As there.
