@@ -1,7 +1,7 @@
 //! [`NewFolder`] and [`replace_file`]: durable folders and files.
 //!
-//! Invariant: only the system reads the bytes of a buffer, within the call that passes them. Somebody who writes to them
-//! meanwhile spoils the file and nothing else.
+//! Invariant: only the system reads the bytes of a buffer, within the call that passes them. Another thread that writes
+//! to them meanwhile changes the file and nothing else.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use tundish_packing::Progress;
 use crate::enter::enter;
 use crate::error::BindingError;
 
-/// Bytes that are written between two looks at signals.
+/// Bytes that are written between two checks of signals.
 const CHUNK: usize = 8 << 20;
 
 /// Write `contents` as the file `target`, whole and durable, in the place of what was there.
@@ -26,7 +26,7 @@ pub(crate) fn replace_file(py: Python<'_>, target: PathBuf, contents: &[u8]) -> 
     enter(py, None, |_| Ok(tundish_commit::replace_file(&target, contents)?))
 }
 
-/// A folder that is written in chunks and appears as `target`, whole and durable, when it is published.
+/// A folder that is written file by file and appears as `target`, whole and durable, when it is published.
 ///
 /// A folder that is abandoned, dropped, or left by a killed process never appears.
 #[pyclass(frozen)]

@@ -1,4 +1,4 @@
-//! Progress callbacks that also look at signals.
+//! A progress callback for `tundish-commit`, which also checks signals.
 
 use std::ops::ControlFlow;
 
@@ -6,7 +6,7 @@ use tundish_packing::Progress;
 
 use crate::enter::SignalCheck;
 
-/// Reports progress and looks at signals; breaks on Ctrl-C.
-pub(crate) fn look(signals: &mut SignalCheck, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {
+/// Reports progress and checks signals; breaks on Ctrl-C.
+pub(crate) fn tick(signals: &mut SignalCheck, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {
     if signals.tick(phase, done, total).is_ok() { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
 }

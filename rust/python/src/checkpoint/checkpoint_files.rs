@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use tundish_commit::Checksum;
 use tundish_commit::shards;
 
-use super::callbacks::look;
+use super::callbacks::tick;
 use crate::enter::enter;
 use crate::error::BindingError;
 
@@ -64,7 +64,7 @@ pub(crate) fn write_small_file(
 #[pyfunction]
 pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetadata> {
     enter(py, None, move |signals| {
-        let mut go_on = |read, total| look(signals, "checksum", read, total);
+        let mut go_on = |read, total| tick(signals, "checksum", read, total);
         Ok(FileMetadata { metadata: tundish_commit::checksum_file(path, &mut go_on)? })
     })
 }
@@ -76,7 +76,7 @@ pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetad
 #[pyo3(signature = (folder, *, progress=None))]
 pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
     enter(py, progress, move |signals| {
-        let mut go_on = |read, total| look(signals, "verify", read, total);
+        let mut go_on = |read, total| tick(signals, "verify", read, total);
         Ok(tundish_commit::root::verify_checkpoint(folder, &mut go_on)?)
     })
 }

@@ -9,7 +9,7 @@ use pyo3::types::{PyBytes, PyDict};
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{ReadLock, read_lock_at};
 
-use super::callbacks::look;
+use super::callbacks::tick;
 use super::descriptions::{FileDamage, checkpoint_dict, file_damage};
 use crate::enter::enter;
 use crate::error::BindingError;
@@ -27,11 +27,11 @@ pub(crate) struct CheckpointReadLock {
 type RecordedFile = (String, u64, Option<String>);
 
 impl CheckpointReadLock {
-    pub(crate) fn new_held(lock: ReadLock<RealDisk>) -> Self {
+    pub(crate) fn from_lock(lock: ReadLock<RealDisk>) -> Self {
         Self { path: lock.path().to_path_buf(), is_locked: lock.is_locked(), lock: Mutex::new(Some(Arc::new(lock))) }
     }
 
-    fn held(&self) -> Result<Arc<ReadLock<RealDisk>>, BindingError> {
+    fn open_lock(&self) -> Result<Arc<ReadLock<RealDisk>>, BindingError> {
         let lock = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         lock.clone().ok_or_else(|| BindingError::Value("the lock is closed".to_owned()))
     }
@@ -41,7 +41,7 @@ impl CheckpointReadLock {
 impl CheckpointReadLock {
     #[new]
     fn new(py: Python<'_>, folder: PathBuf) -> PyResult<Self> {
-        enter(py, None, |_| Ok(Self::new_held(read_lock_at(&RealDisk, &folder)?)))
+        enter(py, None, |_| Ok(Self::from_lock(read_lock_at(&RealDisk, &folder)?)))
     }
 
     /// The checkpoint's folder.
@@ -60,7 +60,7 @@ impl CheckpointReadLock {
     ///
     /// Raises `CorruptCheckpointError`.
     fn describe<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyDict>, Vec<RecordedFile>, String)> {
-        let (checkpoint, files, checksum) = enter(py, None, |_| Ok(self.held()?.describe()?))?;
+        let (checkpoint, files, checksum) = enter(py, None, |_| Ok(self.open_lock()?.describe()?))?;
         let files = files.into_iter().map(|file| (file.name, file.size, file.checksum)).collect();
         Ok((checkpoint_dict(py, &checkpoint)?, files, checksum.to_string()))
     }
@@ -70,15 +70,15 @@ impl CheckpointReadLock {
     #[pyo3(signature = (names, *, every_byte))]
     fn verify_files(&self, py: Python<'_>, names: BTreeSet<String>, every_byte: bool) -> PyResult<Vec<FileDamage>> {
         let damaged = enter(py, None, |signals| {
-            let mut go_on = |read, total| look(signals, "verify", read, total);
-            Ok(self.held()?.verify_files(&names, every_byte, &mut go_on)?)
+            let mut go_on = |read, total| tick(signals, "verify", read, total);
+            Ok(self.open_lock()?.verify_files(&names, every_byte, &mut go_on)?)
         })?;
         Ok(damaged.into_iter().map(file_damage).collect())
     }
 
     /// The files that the manifest does not list.
     fn foreign_files(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        enter(py, None, |_| Ok(self.held()?.foreign_files()?))
+        enter(py, None, |_| Ok(self.open_lock()?.foreign_files()?))
     }
 
     /// The bytes of a small file.
@@ -91,7 +91,7 @@ impl CheckpointReadLock {
         size: u64,
         checksum: Option<String>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = enter(py, None, |_| Ok(self.held()?.read_file(&name, size, checksum.as_deref())?))?;
+        let bytes = enter(py, None, |_| Ok(self.open_lock()?.read_file(&name, size, checksum.as_deref())?))?;
         Ok(PyBytes::new(py, &bytes))
     }
 

@@ -54,7 +54,7 @@ impl ReadonlyCheckpointRoot {
     /// Keep a checkpoint from being removed or replaced until the lock is closed.
     fn read_lock(&self, py: Python<'_>, kind: &str, step: u64) -> PyResult<CheckpointReadLock> {
         let kind = parse_kind(kind)?;
-        enter(py, None, |_| Ok(CheckpointReadLock::new_held(self.root.read_lock(kind, step)?)))
+        enter(py, None, |_| Ok(CheckpointReadLock::from_lock(self.root.read_lock(kind, step)?)))
     }
 }
 

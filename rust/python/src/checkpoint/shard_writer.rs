@@ -9,13 +9,13 @@ use pyo3::prelude::*;
 use tundish_commit::shards::{self, WriterOptions};
 use tundish_packing::Progress;
 
-use super::callbacks::look;
+use super::callbacks::tick;
 use super::checkpoint_files::FileMetadata;
 use super::file_image::FileImage;
 use crate::enter::enter;
 use crate::error::BindingError;
 
-/// Between two looks at signals while a writer works.
+/// Between two checks of signals while a writer works.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(30);
 
 /// Writes the files of one rank with threads of its own.
@@ -42,7 +42,7 @@ impl ShardWriter {
         enter(py, None, move |signals| {
             let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
             let options = WriterOptions { checksum, writers_per_node };
-            let mut go_on = || look(signals, "preallocate", 0, 0);
+            let mut go_on = || tick(signals, "preallocate", 0, 0);
             Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut go_on)? })
         })
     }

@@ -145,8 +145,8 @@ fn plain(tensor: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<Option
     let itemsize: usize = tensor.getattr(intern!(py, "itemsize"))?.extract()?;
     let offset: usize = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
     let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-    let held: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-    if offset.saturating_mul(itemsize).saturating_add(size) > held {
+    let storage_bytes: usize = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+    if offset.saturating_mul(itemsize).saturating_add(size) > storage_bytes {
         return Ok(None);
     }
     // Torch may keep no memory for zeros.
