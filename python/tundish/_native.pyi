@@ -7,13 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "AtomicFolder",
     "BufferLease",
     "BufferReceiver",
     "CheckpointReadLock",
     "CheckpointRoot",
     "FileImage",
     "FileMetadata",
-    "NewFolder",
     "PlanReader",
     "RTensor",
     "ReadonlyCheckpointRoot",
@@ -109,8 +109,8 @@ def plan_sample_index(
 def replace_file(target: _Path, contents: bytes) -> None: ...
 
 @final
-class NewFolder:
-    def __new__(cls, target: _Path) -> NewFolder: ...
+class AtomicFolder:
+    def __new__(cls, target: _Path) -> AtomicFolder: ...
     def append(self, name: str, contents: bytes | NDArray[np.uint8]) -> None: ...
     def publish(self) -> None: ...
     def abandon(self) -> None: ...
@@ -153,7 +153,7 @@ class TensorCopy:
     @property
     def left(self) -> list[int]: ...
     def finish(self) -> None: ...
-    def give_up(self) -> None: ...
+    def abort(self) -> None: ...
 
 @type_check_only
 class StagingStats(TypedDict):

@@ -149,7 +149,7 @@ def _chunks(array: NDArray[Any], layout: ArrayLayout) -> Iterator[bytes]:
 
 
 def _publish(array: NDArray[Any], layout: ArrayLayout, target: Path) -> None:
-    writing = _native.NewFolder(target)
+    writing = _native.AtomicFolder(target)
     try:
         writing.append(FILE, _header(layout))
         for chunk in _chunks(array, layout):

@@ -1,14 +1,14 @@
 //! The compiled module `tundish._native`: bindings only.
 //!
-//! Each file here binds one core crate; `enter` is the one way from Python into long work, `error` the
-//! one mapping of errors. No threads outlive the call that started them, so none is inherited over `fork`, but for those
-//! that write and copy in `checkpoint`, which belong to a save.
+//! Each folder here binds one core crate. Long work enters through `enter`, and `error` maps the errors of all crates.
+//! No thread outlives the call that started it, so none is inherited over `fork`. The exceptions are the threads that
+//! write and copy in `checkpoint`: they belong to a save.
 #![deny(unsafe_code)]
 
+mod atomic_folder;
 mod checkpoint;
 mod enter;
 mod error;
-mod new_folder;
 mod packing;
 mod shm;
 mod store;
@@ -22,9 +22,8 @@ use pyo3::prelude::*;
 mod _native {
     use pyo3::prelude::*;
 
-    /// What numpy's bindings look up at their first use, they look up here, where Ctrl-C waits until it is done: it
-    /// would be a panic. What is to happen in every child made by `fork` is registered here, whichever part the parent
-    /// used.
+    /// Loads numpy's C interface while Ctrl-C is blocked, because an interrupt of its first use would be a panic.
+    /// Registers what every child made by `fork` has to do, whichever part its parent used.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
@@ -55,7 +54,7 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint::tensor_copy::TensorCopy;
     #[pymodule_export]
-    use super::new_folder::{NewFolder, replace_file};
+    use super::atomic_folder::{AtomicFolder, replace_file};
     #[pymodule_export]
     use super::packing::{
         PlanReader, hard_pack, hard_pack_to_folder, hard_plan_fingerprint, open_plan, plan_sample_index, save_plan,

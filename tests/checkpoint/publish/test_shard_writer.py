@@ -134,21 +134,21 @@ def test_an_image_is_filled_with_tensors_that_lie_in_memory_as_in_the_file(
     assert copy.left == [4, 5]
     copy.finish()
     assert memory.equal(expected)
-    with pytest.raises(ValueError, match="finished or given up before"):
+    with pytest.raises(ValueError, match="finished or aborted before"):
         copy.finish()
 
 
-@pytest.mark.parametrize("how", ["given up", "dropped"])
+@pytest.mark.parametrize("how", ["aborted", "dropped"])
 def test_an_abandoned_copy_ends(how: str) -> None:
     tensors = [torch.ones(64 * MIB, dtype=torch.uint8)] * 8
     places = [(number * 64 * MIB, (number + 1) * 64 * MIB, torch.uint8) for number in range(8)]
     image = FileImage(512 * MIB)
     memory = torch.frombuffer(image, dtype=torch.uint8).zero_()
     copy = image.begin_copy(places, tensors, 2, INSPECTOR)
-    if how == "given up":
-        copy.give_up()
-        copy.give_up()
-        with pytest.raises(ValueError, match="finished or given up before"):
+    if how == "aborted":
+        copy.abort()
+        copy.abort()
+        with pytest.raises(ValueError, match="finished or aborted before"):
             copy.finish()
     del copy
     memory.zero_()

@@ -15,7 +15,7 @@ import torch
 from support.checkpoint.checkpoint_roots import Root, manifest
 from support.other_user import as_nobody
 
-from tundish._native import NewFolder
+from tundish._native import AtomicFolder
 from tundish.checkpoint import Checkpointer, open_readonly
 
 
@@ -95,7 +95,7 @@ def test_another_user_cannot_hold_up_writers_with_their_slot_files(shared_folder
 def test_another_user_cannot_lock_a_folder_that_is_being_written(shared_folder: Path) -> None:
     root = Root(shared_folder / "root", wait_seconds=0)
     unfinished = root.begin("hf", 1, overwrite=False)
-    plan = NewFolder(shared_folder / "plan")
+    plan = AtomicFolder(shared_folder / "plan")
     plan.append("file", b"bytes")
     (unfinished_plan,) = shared_folder.glob(".plan.*")
 

@@ -169,7 +169,7 @@ class EagerCopy:
     def release(self) -> None:
         """Stop copying, and block until no copy runs."""
         if self._host_copy is not None:
-            self._host_copy.give_up()
+            self._host_copy.abort()
         self.wait(None)
 
     def _queued(self) -> Iterator[tuple[torch.device, torch.cuda.Event]]:

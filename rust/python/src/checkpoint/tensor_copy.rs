@@ -21,7 +21,7 @@ use crate::tensor_inspector::{KnownDtypes, TensorInspector};
 #[pyclass(frozen)]
 pub(crate) struct TensorCopy {
     left: Vec<usize>,
-    /// `None` after `finish` or `give_up`.
+    /// `None` after `finish` or `abort`.
     running: Mutex<Option<Running>>,
 }
 
@@ -43,13 +43,13 @@ impl TensorCopy {
     /// Block until all is copied. Call it once.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         let Some(running) = self.take_running() else {
-            return Err(PyValueError::new_err("it was finished or given up before"));
+            return Err(PyValueError::new_err("it was finished or aborted before"));
         };
         enter(py, None, |signals| running.copying.finish(|begun| Ok(signals.tick("stage", begun as u64, 0)?)))
     }
 
     /// Stop. When this returns, nothing is copied, unless another thread is in `finish`.
-    fn give_up(&self, py: Python<'_>) {
+    fn abort(&self, py: Python<'_>) {
         if let Some(running) = self.take_running() {
             py.detach(|| drop(running.copying));
         }
@@ -80,7 +80,7 @@ impl TensorCopy {
 impl Drop for TensorCopy {
     fn drop(&mut self) {
         // Wait for the threads without the GIL.
-        Python::try_attach(|py| self.give_up(py));
+        Python::try_attach(|py| self.abort(py));
     }
 }
 

@@ -1,4 +1,4 @@
-//! [`NewFolder`] and [`replace_file`]: durable folders and files.
+//! [`AtomicFolder`] and [`replace_file`]: durable folders and files.
 //!
 //! Invariant: only the system reads the bytes of a buffer, within the call that passes them. Another thread that writes
 //! to them meanwhile changes the file and nothing else.
@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use tundish_commit::{AtomicFolder, FolderFile};
+use tundish_commit::FolderFile;
 use tundish_packing::Progress;
 
 use crate::enter::enter;
@@ -30,22 +30,22 @@ pub(crate) fn replace_file(py: Python<'_>, target: PathBuf, contents: &[u8]) -> 
 ///
 /// A folder that is abandoned, dropped, or left by a killed process never appears.
 #[pyclass(frozen)]
-pub(crate) struct NewFolder {
+pub(crate) struct AtomicFolder {
     writing: Mutex<Option<Writing>>,
 }
 
 struct Writing {
     // Before the folder, which removes what it wrote when it is dropped.
     files: HashMap<String, FolderFile>,
-    folder: AtomicFolder,
+    folder: tundish_commit::AtomicFolder,
 }
 
 #[pymethods]
-impl NewFolder {
+impl AtomicFolder {
     #[new]
     fn new(py: Python<'_>, target: PathBuf) -> PyResult<Self> {
         enter(py, None, |_| {
-            let writing = Writing { files: HashMap::new(), folder: AtomicFolder::create(&target)? };
+            let writing = Writing { files: HashMap::new(), folder: tundish_commit::AtomicFolder::create(&target)? };
             Ok(Self { writing: Mutex::new(Some(writing)) })
         })
     }
@@ -95,7 +95,7 @@ impl NewFolder {
     }
 }
 
-impl NewFolder {
+impl AtomicFolder {
     fn take(&self) -> Option<Writing> {
         self.writing.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
