@@ -27,8 +27,8 @@ const CALLS: [Call; 10] = [
     ("publish dcp-3 again", |root| publish(root, CheckpointKind::Dcp, 3)),
     ("remove hf-2", |root| root.remove(CheckpointKind::Hf, 2)),
     ("remove dcp-1", |root| root.remove(CheckpointKind::Dcp, 1)),
-    ("give up hf-5", |root| root.abandon(CheckpointKind::Hf, 5)),
-    ("give up dcp-3", |root| root.abandon(CheckpointKind::Dcp, 3)),
+    ("abandon hf-5", |root| root.abandon(CheckpointKind::Hf, 5)),
+    ("abandon dcp-3", |root| root.abandon(CheckpointKind::Dcp, 3)),
     ("begin hf-6", |root| root.begin(CheckpointKind::Hf, 6, false).map(drop)),
     ("begin hf-5", |root| root.begin(CheckpointKind::Hf, 5, true).map(drop)),
     ("go back to 2", |root| {
@@ -40,52 +40,52 @@ const CALLS: [Call; 10] = [
     ("list", |root| root.list().map(drop)),
 ];
 
-/// How long the second call is given to be over before the first goes on; it may be one that waits for that.
+/// How long the second call may take before the first goes on; it may wait for the first.
 const MOMENT: Duration = Duration::from_millis(4);
 
 fn publish(root: &Root<WatchedDisk>, kind: CheckpointKind, step: u64) -> Outcome {
     root.publish(kind, step, &manifest(kind, step, "new"), true).map(drop)
 }
 
-/// Holds one thread up before one of its changes.
+/// Blocks one thread before one of its changes.
 #[derive(Default)]
 struct Gate {
-    state: Mutex<Passing>,
+    state: Mutex<GateState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Passing {
-    /// Who is to stand, and how many changes come before that.
-    who: Option<(ThreadId, usize)>,
-    stands: bool,
+struct GateState {
+    /// The thread to block, and how many changes it may make before.
+    thread: Option<(ThreadId, usize)>,
+    is_blocked: bool,
     is_over: bool,
 }
 
 impl Gate {
     fn pass(&self) {
         let mut state = self.state.lock().unwrap();
-        match &mut state.who {
-            Some((who, 0)) if *who == std::thread::current().id() => {
-                state.who = None;
-                state.stands = true;
+        match &mut state.thread {
+            Some((thread, 0)) if *thread == std::thread::current().id() => {
+                state.thread = None;
+                state.is_blocked = true;
                 self.changed.notify_all();
-                drop(self.changed.wait_while(state, |state| state.stands).unwrap());
+                drop(self.changed.wait_while(state, |state| state.is_blocked).unwrap());
             }
-            Some((who, before)) if *who == std::thread::current().id() => *before -= 1,
+            Some((thread, before)) if *thread == std::thread::current().id() => *before -= 1,
             _ => {}
         }
     }
 
-    fn change(&self, change: impl FnOnce(&mut Passing)) {
+    fn change(&self, change: impl FnOnce(&mut GateState)) {
         change(&mut self.state.lock().unwrap());
         self.changed.notify_all();
     }
 
-    /// Whether the first stands; if not, it is over.
-    fn stands(&self) -> bool {
+    /// Waits until the first call is blocked or over. Returns whether it is blocked.
+    fn wait_until_blocked(&self) -> bool {
         let state = self.state.lock().unwrap();
-        self.changed.wait_while(state, |state| !state.stands && !state.is_over).unwrap().stands
+        self.changed.wait_while(state, |state| !state.is_blocked && !state.is_over).unwrap().is_blocked
     }
 }
 
@@ -103,51 +103,51 @@ fn any_two_calls_leave_a_root_in_order() {
         save(&published, kind, step, "old");
     }
     drop(published);
-    let mut meetings = 0;
+    let mut pairs = 0;
     for (one, first) in CALLS {
         for (other, second) in CALLS {
             for number in 0.. {
                 let gate = Arc::new(Gate::default());
-                let passing = Arc::clone(&gate);
+                let blocking = Arc::clone(&gate);
                 let disk = WatchedDisk::new(move |call, _| {
                     if CHANGING.contains(&call) {
-                        passing.pass();
+                        blocking.pass();
                     }
                 });
                 let folder = new_folder();
-                // To save them each time takes ten times longer.
+                // Saving them each time would take ten times longer.
                 copy(before.path(), folder.path());
                 let root = open(&disk, folder.path());
                 write(&root.begin(CheckpointKind::Hf, 5, false).unwrap());
                 write(&root.begin(CheckpointKind::Dcp, 3, true).unwrap());
-                let (stood, outcomes) = std::thread::scope(|scope| {
+                let (was_blocked, outcomes) = std::thread::scope(|scope| {
                     let worker = scope.spawn(|| {
-                        gate.change(|state| state.who = Some((std::thread::current().id(), number)));
+                        gate.change(|state| state.thread = Some((std::thread::current().id(), number)));
                         let outcome = first(&root);
                         gate.change(|state| state.is_over = true);
                         outcome
                     });
-                    let stood = gate.stands();
-                    let meeting = scope.spawn(|| second(&root));
-                    if stood {
+                    let was_blocked = gate.wait_until_blocked();
+                    let second_call = scope.spawn(|| second(&root));
+                    if was_blocked {
                         std::thread::sleep(MOMENT);
                     }
-                    gate.change(|state| state.stands = false);
-                    (stood, [worker.join().unwrap(), meeting.join().unwrap()])
+                    gate.change(|state| state.is_blocked = false);
+                    (was_blocked, [worker.join().unwrap(), second_call.join().unwrap()])
                 });
                 let context = format!("{other} before change {number} of {one}: {outcomes:?}");
                 let refused = outcomes.iter().filter_map(|outcome| outcome.as_ref().err());
                 refused.for_each(|error| assert!(is_refusal(error), "{context}"));
                 check(root, folder.path(), &context);
-                if !stood {
+                if !was_blocked {
                     break;
                 }
-                meetings += 1;
+                pairs += 1;
             }
         }
     }
-    println!("{meetings} meetings");
-    assert!(meetings > 500);
+    println!("{pairs} pairs");
+    assert!(pairs > 500);
 }
 
 /// In memory where it can be: what is durable when is no matter here, and each fsync would wait for a disk.
@@ -170,7 +170,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Whether somebody else was first.
+/// Whether the other call was first.
 fn is_refusal(error: &CommitError) -> bool {
     matches!(
         error,

@@ -20,9 +20,9 @@ use tundish_commit::{CheckpointKind, CommitError};
 use watched_disk::{WatchedDisk, names, open, put, registered, save};
 
 /// Changes that people make to `hf-<step>`.
-type Deed = (&'static str, fn(&Path));
+type Change = (&'static str, fn(&Path));
 
-const DEEDS: [Deed; 6] = [
+const CHANGES: [Change; 6] = [
     ("removed", |path| fs::remove_dir_all(path).unwrap()),
     ("renamed", |path| fs::rename(path, aside(path)).unwrap()),
     ("replaced by another", |path| {
@@ -66,11 +66,10 @@ fn root_in(folder: &Path, disk: &WatchedDisk) -> Root<WatchedDisk> {
     root
 }
 
-/// Every call, the first after the deed, knows of it.
-fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
+/// The first call after a change notices it, whichever call it is.
+fn check_changes(scratch: &dyn Fn() -> tempfile::TempDir) {
     {
-        for (deed, done) in DEEDS {
-            let context = deed;
+        for (context, change) in CHANGES {
             let made = || {
                 let folder = scratch();
                 let root = root_in(folder.path(), &WatchedDisk::new(|_, _| {}));
@@ -79,30 +78,30 @@ fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
             // Listed no more.
             let (folder, root) = made();
             for step in [2, 3] {
-                done(&folder.path().join(format!("hf-{step}")));
+                change(&folder.path().join(format!("hf-{step}")));
                 // The one of the other kind is gone after the first time.
                 let _ = fs::create_dir(folder.path().join("dcp-1"));
             }
             assert_eq!(of_hf(names(&root)), hf(&[1, 4, 5, 6]), "{context}");
             // Not the newest any more.
             let (folder, root) = made();
-            done(&folder.path().join("hf-6"));
+            change(&folder.path().join("hf-6"));
             assert_eq!(of_hf(names(&root)), hf(&[1, 2, 3, 4, 5]), "{context}");
             // In the way of no lower step.
             let (folder, root) = made();
-            done(&folder.path().join("hf-6"));
+            change(&folder.path().join("hf-6"));
             let lower = root.begin(CheckpointKind::Hf, 4, false).unwrap_err();
             assert!(matches!(lower, CommitError::StepOrder { newest: 5, .. }), "{context}: {lower}");
             root.begin(CheckpointKind::Hf, 5, true).unwrap_or_else(|error| panic!("{context}: {error}"));
             // Not recorded.
             let (folder, root) = made();
-            done(&folder.path().join("hf-3"));
+            change(&folder.path().join("hf-3"));
             save(&root, CheckpointKind::Hf, 7, "new");
             assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6, 7]), "{context}");
             // Not removed, whatever lies there now; and no longer recorded.
             let (folder, root) = made();
             let path = folder.path().join("hf-3");
-            done(&path);
+            change(&path);
             let before = fs::symlink_metadata(&path).is_ok();
             let error = root.remove(CheckpointKind::Hf, 3).unwrap_err();
             assert!(matches!(error, CommitError::NoSuchCheckpoint { .. }), "{context}: {error}");
@@ -110,7 +109,7 @@ fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
             assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6]), "{context}");
             // The newest checkpoint that remains stays.
             let (folder, root) = made();
-            done(&folder.path().join("hf-6"));
+            change(&folder.path().join("hf-6"));
             let error = root.remove(CheckpointKind::Hf, 5).unwrap_err();
             assert!(matches!(error, CommitError::CheckpointInUse { .. }), "{context}: {error}");
         }
@@ -119,19 +118,19 @@ fn check_deeds(scratch: &dyn Fn() -> tempfile::TempDir) {
 
 #[test]
 fn the_next_call_notices_external_changes() {
-    check_deeds(&|| tempfile::tempdir().unwrap());
+    check_changes(&|| tempfile::tempdir().unwrap());
 }
 
 #[test]
 fn external_changes_are_noticed_on_tmpfs_and_overlayfs() {
     if let Some(mount) = Mount::new("tmpfs", "size=64m") {
-        check_deeds(&|| tempfile::tempdir_in(&mount.path).unwrap());
+        check_changes(&|| tempfile::tempdir_in(&mount.path).unwrap());
         // Numbers of folders on overlayfs are not what a look tells.
         let layers = ["lower", "upper", "work"].map(|name| mount.path.join(name));
         layers.iter().for_each(|layer| fs::create_dir(layer).unwrap());
         let [lower, upper, work] = layers.map(|layer| layer.display().to_string());
         if let Some(overlay) = Mount::new("overlay", &format!("lowerdir={lower},upperdir={upper},workdir={work}")) {
-            check_deeds(&|| tempfile::tempdir_in(&overlay.path).unwrap());
+            check_changes(&|| tempfile::tempdir_in(&overlay.path).unwrap());
         }
     }
 }

@@ -62,7 +62,7 @@ fn publish(target: &Path, mark: u8) -> Result<(), CommitError> {
     folder.publish()
 }
 
-/// A program that looks at no error but the last.
+/// A program that ignores every error but the last.
 fn publish_stubbornly(target: &Path, mark: u8) -> Result<(), CommitError> {
     let folder = AtomicFolder::create(target)?;
     for (name, bytes) in contents(mark) {
@@ -270,7 +270,7 @@ fn a_failing_call_fails_the_publication() {
                 format!("error {errno}")
             };
             assert_eq!(run.outcome(), expected, "{context}");
-            // Another's leftover does not fail this publication, but the failure is told.
+            // A leftover that cannot be removed does not fail this publication, but is reported.
             let unswept = sweeping.then(|| errno.to_string());
             assert_eq!(run.printed("unswept"), unswept, "{context}");
             let visible = !expected.starts_with("error");

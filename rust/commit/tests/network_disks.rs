@@ -17,7 +17,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use network_disk::{
-    AFTER_LISTING, DEAF, ETIMEDOUT, IS_CUT_OFF, LOCKLESS, LOSES_ANSWER, NetworkDisk, Outcome, PLAIN, REMEMBERED,
+    AFTER_LISTING, LOCAL_LOCKS, ETIMEDOUT, IS_CUT_OFF, NO_LOCKS, LOSES_ANSWER, NetworkDisk, Outcome, NO_NEW_RENAMES, REMEMBERED,
     RENUMBERS,
 };
 use tundish_commit::disk::RealDisk;
@@ -64,11 +64,11 @@ fn assert_in_use(outcome: Outcome<Root<NetworkDisk>>, by: &str) {
 
 #[test]
 fn a_heartbeat_shows_an_owner_on_another_machine() {
-    for disk in [DEAF, LOCKLESS] {
+    for disk in [LOCAL_LOCKS, NO_LOCKS] {
         let folder = tempfile::tempdir().unwrap();
         let one = open(disk, folder.path(), on("one", Duration::ZERO)).unwrap();
         assert_in_use(open(disk, folder.path(), on("other", Duration::ZERO)), "one");
-        // Longer than a dead heart is waited for.
+        // The wait is longer than a record without heartbeats counts as live.
         assert_in_use(open(disk, folder.path(), on("other", 2 * STALE)), "one");
         save(&one, 1, false).unwrap();
         // A released root is taken over after one heartbeat, which shows the first of two owners.
@@ -84,12 +84,12 @@ fn a_heartbeat_shows_an_owner_on_another_machine() {
 fn an_owner_without_heartbeat_is_replaced_and_notices() {
     let folder = tempfile::tempdir().unwrap();
     let mut stopped = on("one", Duration::ZERO);
-    // As if the process were stopped: its heart does not beat while the other looks.
+    // As if the process were stopped: it writes no heartbeat while the other one waits.
     stopped.timing.beat = Duration::from_secs(3);
-    let one = open(DEAF, folder.path(), stopped).unwrap();
+    let one = open(LOCAL_LOCKS, folder.path(), stopped).unwrap();
     save(&one, 1, false).unwrap();
     one.begin(CheckpointKind::Hf, 2, false).unwrap();
-    let other = open(DEAF, folder.path(), on("other", Duration::from_secs(60))).unwrap();
+    let other = open(LOCAL_LOCKS, folder.path(), on("other", Duration::from_secs(60))).unwrap();
     save(&other, 2, false).unwrap();
 
     let lost = |outcome: Outcome<()>| match outcome {
@@ -101,16 +101,16 @@ fn an_owner_without_heartbeat_is_replaced_and_notices() {
     lost(one.abandon(CheckpointKind::Hf, 2));
     lost(one.remove(CheckpointKind::Hf, 1));
     lost(one.discard_after(0).map(drop));
-    // Neither does its heart write over the other's record, nor does letting go.
+    // Neither its heartbeat nor its release overwrites the other's record.
     std::thread::sleep(Duration::from_secs(4));
     drop(one);
     save(&other, 3, false).unwrap();
-    assert_in_use(open(DEAF, folder.path(), on("third", Duration::ZERO)), "other");
+    assert_in_use(open(LOCAL_LOCKS, folder.path(), on("third", Duration::ZERO)), "other");
 }
 
 #[test]
 fn one_of_two_machines_that_start_at_once_owns_the_root() {
-    for disk in [DEAF, LOCKLESS] {
+    for disk in [LOCAL_LOCKS, NO_LOCKS] {
         for _ in 0..10 {
             let folder = tempfile::tempdir().unwrap();
             let start = Barrier::new(2);
@@ -137,10 +137,10 @@ fn one_of_two_machines_that_start_at_once_owns_the_root() {
 #[test]
 fn without_a_wait_a_live_owner_elsewhere_is_still_detected() {
     let folder = tempfile::tempdir().unwrap();
-    for disk in [DEAF, LOCKLESS] {
+    for disk in [LOCAL_LOCKS, NO_LOCKS] {
         let owner = open(disk, folder.path(), on("one", Duration::ZERO)).unwrap();
         assert_in_use(open(disk, folder.path(), on("two", Duration::ZERO)), "one");
-        // Killed: it lets go of nothing, and its heart stands still.
+        // As if it were killed: it releases nothing and writes no heartbeat.
         let record = fs::read(folder.path().join(".owner")).unwrap();
         drop(owner);
         fs::write(folder.path().join(".owner"), record).unwrap();
@@ -156,7 +156,7 @@ fn after_a_reboot_nobody_waits_on_a_local_disk() {
     let path = folder.path().to_path_buf();
     let opening = |host| on(host, Duration::ZERO);
     let before = Root::open(RealDisk, &path, opening("one before"), &mut || Ok(())).unwrap();
-    // It has not let go. Its lock is gone with the machine; here it is this process's, whom it keeps from nothing.
+    // It did not release the root. After a reboot its lock is gone; here this process still holds it and may take it again.
     std::mem::forget(before);
     let begun = Instant::now();
     Root::open(RealDisk, &path, opening("one after"), &mut || Ok(())).unwrap();
@@ -166,13 +166,13 @@ fn after_a_reboot_nobody_waits_on_a_local_disk() {
 #[test]
 fn the_callback_ends_the_wait() {
     let folder = tempfile::tempdir().unwrap();
-    let _one = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
-    let mut looks = 0;
-    let mut patience = || {
-        looks += 1;
-        if looks < 3 { Ok(()) } else { Err(CommitError::Interrupted { path: folder.path().to_path_buf() }) }
+    let _one = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let mut calls = 0;
+    let mut on_wait = || {
+        calls += 1;
+        if calls < 3 { Ok(()) } else { Err(CommitError::Interrupted { path: folder.path().to_path_buf() }) }
     };
-    let outcome = Root::open(DEAF, folder.path(), on("other", Duration::from_secs(60)), &mut patience);
+    let outcome = Root::open(LOCAL_LOCKS, folder.path(), on("other", Duration::from_secs(60)), &mut on_wait);
     assert!(matches!(outcome, Err(CommitError::Interrupted { .. })));
 }
 
@@ -199,24 +199,24 @@ fn an_owner_loses_a_root_whose_lock_file_is_removed_or_overwritten() {
 #[test]
 fn without_locks_a_reader_is_told_that_it_holds_none() {
     let folder = tempfile::tempdir().unwrap();
-    let root = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let root = open(NO_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 1, false).unwrap();
     save(&root, 2, false).unwrap();
-    let lock = read_lock_at(&LOCKLESS, &folder.path().join("hf-1")).unwrap();
+    let lock = read_lock_at(&NO_LOCKS, &folder.path().join("hf-1")).unwrap();
     assert!(!lock.is_locked());
     assert_eq!(lock.describe().unwrap().0.step, 1);
     root.remove(CheckpointKind::Hf, 1).unwrap();
     root.begin(CheckpointKind::Hf, 3, false).unwrap();
     drop(root);
-    // Nor is a dead attempt kept for a writer that nobody can tell.
-    let again = open(LOCKLESS, folder.path(), on("one", Duration::ZERO)).unwrap();
+    // Without locks the folder of a dead attempt is removed: no lock can show a live writer.
+    let again = open(NO_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
     assert_eq!(again.recovered().removed.len(), 1);
 }
 
 #[test]
 fn without_renameat2_checkpoints_are_published_but_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
-    let root = open(PLAIN, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let root = open(NO_NEW_RENAMES, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 1, false).unwrap();
     let error = save(&root, 1, true).unwrap_err();
     assert!(matches!(&error, CommitError::ExchangeUnsupported { path } if path.ends_with("hf-1")), "{error}");
@@ -237,16 +237,16 @@ fn without_renameat2_checkpoints_are_published_but_not_overwritten() {
     drop(root);
     let names: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(!names.iter().any(|name| name.to_string_lossy().contains("incomplete")), "{names:?}");
-    let watched = ReadonlyRoot::open(PLAIN, folder.path()).unwrap();
+    let watched = ReadonlyRoot::open(NO_NEW_RENAMES, folder.path()).unwrap();
     assert!(watched.list().unwrap().is_empty());
 }
 
 #[test]
 fn latest_finds_a_checkpoint_that_replaced_the_newest() {
     let folder = tempfile::tempdir().unwrap();
-    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let root = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 1, false).unwrap();
-    let watcher = ReadonlyRoot::open(DEAF, folder.path()).unwrap();
+    let watcher = ReadonlyRoot::open(LOCAL_LOCKS, folder.path()).unwrap();
     AFTER_LISTING.set(Some(Box::new(move || {
         save(&root, 2, false).unwrap();
         root.remove(CheckpointKind::Hf, 1).unwrap();
@@ -260,20 +260,20 @@ fn latest_does_not_wait_for_a_stale_listing() {
     let path = folder.path().to_path_buf();
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
-        let watcher = ReadonlyRoot::open(DEAF, &path).unwrap();
+        let watcher = ReadonlyRoot::open(LOCAL_LOCKS, &path).unwrap();
         REMEMBERED.set(vec!["hf-1".into(), "hf-2".into()]);
         sender.send(watcher.latest(CheckpointKind::Hf).unwrap()).unwrap();
     });
     assert_eq!(receiver.recv_timeout(Duration::from_secs(10)), Ok(None));
 }
 
-/// It may have been made, and nobody knows whether it is durable: so neither is what it replaced removed, nor is anything
-/// begun in its place, before the root was opened again.
+/// The rename may have happened, and may not be durable. So the replaced checkpoint is not removed, and the step is not
+/// begun again, before the root was opened again.
 #[test]
 fn a_publication_with_an_unknown_rename_is_not_repeated() {
     for is_replacing in [true, false] {
         let folder = tempfile::tempdir().unwrap();
-        let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+        let root = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
         if is_replacing {
             save(&root, 2, false).unwrap();
         }
@@ -298,7 +298,7 @@ fn a_publication_with_an_unknown_rename_is_not_repeated() {
             assert!(fs::read(folder.path().join(".hf-2.incomplete/weights")).unwrap() == [2; 9]);
         }
         drop(root);
-        let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+        let root = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
         assert_eq!(root.list().unwrap().len(), 1);
         assert!(fs::read(folder.path().join("hf-2/weights")).unwrap() == [7; 9]);
         save(&root, 2, true).unwrap();
@@ -309,11 +309,11 @@ fn a_publication_with_an_unknown_rename_is_not_repeated() {
 #[test]
 fn a_publication_without_a_rename_can_be_repeated() {
     let folder = tempfile::tempdir().unwrap();
-    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let root = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
     let attempt = root.begin(CheckpointKind::Hf, 2, false).unwrap();
     fs::write(attempt.join("weights"), [7; 9]).unwrap();
     let path = folder.path().to_path_buf();
-    // After the folder is listed for the second time nobody looks at the name again before the rename.
+    // After the second listing the name is not checked again before the rename.
     let appear = move || fs::create_dir(path.join("hf-2")).unwrap();
     AFTER_LISTING.set(Some(Box::new(|| AFTER_LISTING.set(Some(Box::new(appear))))));
     let manifest = r#"{"format_version": 1, "kind": "hf", "step": 2, "files": [{"name": "weights", "size": 9}]}"#;
@@ -328,11 +328,11 @@ fn a_publication_without_a_rename_can_be_repeated() {
 fn a_checkpoint_with_a_new_inode_number_is_still_there() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
-    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let root = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
     // One that was found at opening, and one that was published since.
     save(&root, 1, false).unwrap();
     drop(root);
-    let root = open(DEAF, folder.path(), on("one", Duration::ZERO)).unwrap();
+    let root = open(LOCAL_LOCKS, folder.path(), on("one", Duration::ZERO)).unwrap();
     save(&root, 2, false).unwrap();
     let steps = || root.list().unwrap().iter().map(|found| found.step).collect::<Vec<_>>();
 

@@ -114,7 +114,7 @@ fn the_folder_of_a_live_writer_is_not_removed() {
     let root = open(folder.path()).unwrap();
     assert_eq!(root.recovered().live, [attempt.display().to_string()]);
     assert!(root.recovered().removed.is_empty());
-    // It keeps nobody from saving that step again, and cannot write into what is saved then.
+    // The step can be saved again, and this writer cannot write into the new save.
     write(&root.begin(CheckpointKind::Hf, 1, false).unwrap(), 1);
     assert_eq!(entries(&folder.path().join(".hf-1.removed-0")), ["weights"]);
     assert_eq!(entries(&attempt), ["inner"]);
@@ -272,7 +272,7 @@ fn foreign_manifests_of_any_size_and_kind_are_refused() {
     }
     drop(root);
     let manifest = |step: u64| folder.path().join(format!("hf-{step}/tundish.json"));
-    // A terabyte of nothing; a pipe that nobody writes to; a link to one that is whole; a link to itself.
+    // A sparse terabyte; a pipe without a writer; a link to a whole checkpoint; a link to itself.
     fs::File::options().write(true).open(manifest(4)).unwrap().set_len(1 << 40).unwrap();
     fs::remove_file(manifest(3)).unwrap();
     assert!(std::process::Command::new("mkfifo").arg(manifest(3)).status().unwrap().success());
@@ -297,7 +297,7 @@ fn a_closed_root_leaves_unfinished_checkpoints_to_the_next_owner() {
     let closed = open(folder.path()).unwrap();
     write(&closed.begin(CheckpointKind::Hf, 1, false).unwrap(), 1);
     closed.close();
-    // The closed one is still there, as where Python has not let go of it.
+    // The closed root still exists, as when Python keeps a reference to it.
     let next = open(folder.path()).unwrap();
     let left = folder.path().join(".hf-1.incomplete").display().to_string();
     assert_eq!((&next.recovered().removed, &next.recovered().live), (&vec![left], &vec![]));
@@ -317,13 +317,13 @@ fn a_survey_gives_the_reason_for_each_damaged_checkpoint() {
     fs::write(folder.path().join("hf-4"), "a file").unwrap();
     let survey = ReadonlyRoot::open(RealDisk, folder.path()).unwrap().survey().unwrap();
     assert_eq!(survey.whole.iter().map(|one| (one.kind, one.step)).collect::<Vec<_>>(), [(CheckpointKind::Dcp, 1)]);
-    let told: Vec<_> = survey
+    let damaged: Vec<_> = survey
         .damaged
         .iter()
         .map(|one| (one.kind, one.step, one.path.file_name().unwrap().to_str().unwrap()))
         .collect();
     assert_eq!(
-        told,
+        damaged,
         [(CheckpointKind::Dcp, 2, "dcp-2"), (CheckpointKind::Dcp, 3, "dcp-3"), (CheckpointKind::Hf, 4, "hf-4")]
     );
     let reasons: Vec<_> = survey.damaged.iter().map(|one| one.reason.as_str()).collect();
@@ -439,13 +439,13 @@ fn a_locked_checkpoint_is_not_reported_as_missing() {
     let root = open(folder.path()).unwrap();
     let path = save(&root, CheckpointKind::Dcp, 1).unwrap();
     let manifest = path.join("tundish.json");
-    let strangers = fs::File::open(&manifest).unwrap();
-    assert_eq!(RealDisk.lock_file(&strangers, LockMode::Exclusive, &manifest).unwrap(), LockOutcome::Taken);
+    let foreign_lock = fs::File::open(&manifest).unwrap();
+    assert_eq!(RealDisk.lock_file(&foreign_lock, LockMode::Exclusive, &manifest).unwrap(), LockOutcome::Taken);
     let error = read_lock_at(&RealDisk, &path).unwrap_err();
     assert!(matches!(&error, CommitError::CheckpointLocked { path: locked } if *locked == path), "{error}");
     let error = verify_checkpoint(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
     assert!(matches!(error, CommitError::CheckpointLocked { .. }), "{error}");
-    drop(strangers);
+    drop(foreign_lock);
     assert!(read_lock_at(&RealDisk, &path).unwrap().is_locked());
 }
 

@@ -57,7 +57,7 @@ fn write(folder: &Path, kind: CheckpointKind, step: u64, save: u8) {
 }
 
 fn open(path: &Path) -> Result<Root<RealDisk>, CommitError> {
-    // A heart that beats in between would shift the numbers of the calls.
+    // A heartbeat in between would shift the numbers of the calls.
     let timing = HeartbeatTiming { beat: Duration::from_secs(3600), stale: Duration::from_secs(3600) };
     let opening = OpenOptions { identity: ProcessIdentity::current(), timing, wait: Duration::from_secs(10) };
     Root::open(RealDisk, path, opening, &mut || Ok(()))
@@ -95,7 +95,7 @@ const STEPS: [Step; 7] = [
         |state| state.0.retain(|key, _| *key != (CheckpointKind::Hf, 1)),
     ),
     (
-        "give up",
+        "abandon",
         |root| {
             let folder = root.begin(CheckpointKind::Dcp, 4, false)?;
             write(&folder, CheckpointKind::Dcp, 4, 1);
@@ -255,7 +255,7 @@ impl Run {
         }
     }
 
-    /// Asserts what holds before anybody opens the root again, and after.
+    /// Asserts what holds before and after the root is opened again.
     fn check(&self, context: &str) {
         let allowed = self.allowed();
         check_visible(&self.path(), &allowed, self.printed("reached").is_empty(), context);

@@ -20,22 +20,22 @@ use watched_disk::{CHANGING, WatchedDisk, listed, manifest, names, open, registe
 /// Far longer than anything takes that does not wait.
 const LONG: Duration = Duration::from_secs(20);
 
-/// How long somebody is watched who is to wait.
+/// How long a call that has to wait is observed.
 const MOMENT: Duration = Duration::from_millis(80);
 
 /// Lets all fsyncs but one through.
 #[derive(Default)]
 struct Gate {
-    state: Mutex<Passing>,
+    state: Mutex<GateState>,
     changed: Condvar,
     changes: Mutex<Vec<(ThreadId, &'static str)>>,
 }
 
 #[derive(Default)]
-struct Passing {
-    /// How many more fsyncs pass before one stands; `None`: all.
+struct GateState {
+    /// How many more fsyncs pass before one is blocked; `None`: all pass.
     before: Option<usize>,
-    stands: bool,
+    is_blocked: bool,
     /// Whether there is nothing to wait for any more.
     is_over: bool,
 }
@@ -57,9 +57,9 @@ impl Gate {
         let mut state = self.state.lock().unwrap();
         match state.before {
             Some(0) => {
-                *state = Passing { stands: true, ..Passing::default() };
+                *state = GateState { is_blocked: true, ..GateState::default() };
                 self.changed.notify_all();
-                drop(self.changed.wait_while(state, |state| state.stands).unwrap());
+                drop(self.changed.wait_while(state, |state| state.is_blocked).unwrap());
             }
             Some(before) => state.before = Some(before - 1),
             None => {}
@@ -70,10 +70,10 @@ impl Gate {
         self.state.lock().unwrap().before = Some(fsyncs);
     }
 
-    /// Whether somebody stands, once that is decided.
-    fn stands(&self) -> bool {
+    /// Waits until a thread is blocked or the work is over. Returns whether one is blocked.
+    fn wait_until_blocked(&self) -> bool {
         let state = self.state.lock().unwrap();
-        self.changed.wait_while(state, |state| !state.stands && !state.is_over).unwrap().stands
+        self.changed.wait_while(state, |state| !state.is_blocked && !state.is_over).unwrap().is_blocked
     }
 
     fn end(&self) {
@@ -82,7 +82,7 @@ impl Gate {
     }
 
     fn open(&self) {
-        self.state.lock().unwrap().stands = false;
+        self.state.lock().unwrap().is_blocked = false;
         self.changed.notify_all();
     }
 
@@ -92,7 +92,7 @@ impl Gate {
             let (sender, receiver) = channel();
             scope.spawn(move || sender.send(work()));
             receiver.recv_timeout(LONG).unwrap_or_else(|error| {
-                // Else nobody would ever end.
+                // Otherwise the test would never end.
                 self.open();
                 assert_eq!(error, RecvTimeoutError::Timeout);
                 panic!("{what} waits")
@@ -101,8 +101,8 @@ impl Gate {
     }
 }
 
-/// Has `work` done of a root that `prepare` made, once for each of its fsyncs, and calls `meanwhile` while that stands.
-/// Returns how many there were.
+/// Runs `work` on a root that `prepare` made, once for each of its fsyncs, and calls `meanwhile` while that fsync is
+/// blocked. Returns the number of fsyncs.
 fn at_each_fsync(
     prepare: impl Fn(&Root<WatchedDisk>),
     work: impl Fn(&Root<WatchedDisk>) + Sync,
@@ -115,22 +115,22 @@ fn at_each_fsync(
         let root = open(&gate.disk(), folder.path());
         prepare(&root);
         gate.close_after(number);
-        let stood = std::thread::scope(|scope| {
+        let was_blocked = std::thread::scope(|scope| {
             let worker = scope.spawn(|| {
                 work(&root);
                 gate.end();
             });
-            let stands = gate.stands();
-            if stands {
+            let is_blocked = gate.wait_until_blocked();
+            if is_blocked {
                 let outcome =
                     std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| meanwhile(&root, &gate, folder.path())));
                 gate.open();
                 outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             }
             worker.join().unwrap();
-            stands
+            is_blocked
         });
-        if !stood {
+        if !was_blocked {
             return number;
         }
         afterwards(&root, folder.path());
@@ -159,7 +159,7 @@ const OLD: [&str; 3] = ["dcp-1", "dcp-2", "hf-1"];
 
 #[test]
 fn queries_and_beginnings_do_not_wait_for_a_publication() {
-    let stood = at_each_fsync(
+    let fsyncs = at_each_fsync(
         |root| {
             prepare(root);
             root.abandon(CheckpointKind::Dcp, 3).unwrap();
@@ -185,7 +185,7 @@ fn queries_and_beginnings_do_not_wait_for_a_publication() {
         },
     );
     // The manifest, two folders, the name, the registry and its name, the link and its name.
-    assert_eq!(stood, 8);
+    assert_eq!(fsyncs, 8);
 }
 
 /// A change that must not interleave with a publication, and its preparation.
@@ -194,7 +194,7 @@ type Change = (&'static str, fn(&Root<WatchedDisk>), fn(&Root<WatchedDisk>));
 const CHANGES: [Change; 5] = [
     ("publish", |_| {}, |root| publish(root, CheckpointKind::Dcp, 3)),
     ("remove", |_| {}, |root| root.remove(CheckpointKind::Dcp, 1).unwrap()),
-    ("give up", |_| {}, |root| root.abandon(CheckpointKind::Dcp, 3).unwrap()),
+    ("abandon", |_| {}, |root| root.abandon(CheckpointKind::Dcp, 3).unwrap()),
     (
         "discard",
         |root| root.abandon(CheckpointKind::Dcp, 3).unwrap(),
@@ -206,7 +206,7 @@ const CHANGES: [Change; 5] = [
 #[test]
 fn no_other_change_interleaves_with_a_publication() {
     for (what, before, change) in CHANGES {
-        let stood = at_each_fsync(
+        let fsyncs = at_each_fsync(
             |root| {
                 prepare(root);
                 before(root);
@@ -245,7 +245,7 @@ fn no_other_change_interleaves_with_a_publication() {
                 assert_eq!(found, expected, "{what}");
             },
         );
-        assert_eq!(stood, 8, "{what}");
+        assert_eq!(fsyncs, 8, "{what}");
     }
 }
 
@@ -271,7 +271,7 @@ fn a_step_under_publication_blocks_itself_and_lower_ones() {
 
 #[test]
 fn a_replacement_counts_once_it_is_durable_and_recorded() {
-    let stood = at_each_fsync(
+    let fsyncs = at_each_fsync(
         |root| {
             save(root, CheckpointKind::Hf, 1, "old");
             save(root, CheckpointKind::Hf, 2, "old");
@@ -293,12 +293,12 @@ fn a_replacement_counts_once_it_is_durable_and_recorded() {
         },
     );
     // The link stays as it is.
-    assert_eq!(stood, 6);
+    assert_eq!(fsyncs, 6);
 }
 
 #[test]
 fn queries_and_beginnings_do_not_wait_for_a_removal() {
-    let stood = at_each_fsync(
+    let fsyncs = at_each_fsync(
         |root| (1..=3).for_each(|step| drop(save(root, CheckpointKind::Hf, step, "old"))),
         |root| root.remove(CheckpointKind::Hf, 2).unwrap(),
         |root, gate, _| {
@@ -312,7 +312,7 @@ fn queries_and_beginnings_do_not_wait_for_a_removal() {
         },
     );
     // The registry, its name, and that the other is gone.
-    assert_eq!(stood, 3);
+    assert_eq!(fsyncs, 3);
 }
 
 #[test]
@@ -342,7 +342,7 @@ fn a_checkpoint_protected_before_its_removal_stays() {
         },
     );
     // Once it is on its way out it is not listed any more.
-    let stood = at_each_fsync(
+    let fsyncs = at_each_fsync(
         old,
         |root| root.remove(CheckpointKind::Hf, 2).unwrap(),
         |root, gate, _| {
@@ -351,5 +351,5 @@ fn a_checkpoint_protected_before_its_removal_stays() {
         },
         |root, _| assert_eq!(names(root), ["hf-1", "hf-3"]),
     );
-    assert_eq!(stood, 3);
+    assert_eq!(fsyncs, 3);
 }

@@ -40,7 +40,7 @@ fn child() {
         return;
     };
     match write(&role, &folder) {
-        Ok(facts) => println!("outcome=durable {}", facts.len()),
+        Ok(metadata) => println!("outcome=durable {}", metadata.len()),
         Err(error) => {
             let kind = match &error {
                 CommitError::Io { .. } => "io",
@@ -62,7 +62,7 @@ fn write(role: &str, folder: &Path) -> Result<Vec<FileMetadata>, CommitError> {
         // Refused where another write has failed already; that failure is what finish reports.
         let _ = writer.write(name, 0, &image, lead, size as usize);
     }
-    let outcome = writer.finish(Duration::from_secs(60)).map(|facts| facts.expect("a minute is enough"));
+    let outcome = writer.finish(Duration::from_secs(60)).map(|metadata| metadata.expect("a minute is enough"));
     if outcome.is_err() {
         let again = writer.finish(Duration::ZERO).unwrap_err();
         assert!(matches!(again, CommitError::Poisoned { .. } | CommitError::Panicked { .. }), "{again}");

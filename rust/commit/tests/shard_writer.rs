@@ -48,11 +48,11 @@ fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| (i ^ ((i >> 8) * 7) ^ ((i >> 16) * 13) ^ (seed * 31)) as u8).collect()
 }
 
-fn assert_file(folder: &Path, facts: &FileMetadata, expected: &[u8]) {
-    let found = fs::read(folder.join(&facts.name)).unwrap();
-    assert!(found == expected, "{} holds other bytes", facts.name);
-    assert_eq!(facts.size, expected.len() as u64);
-    let sum = facts.checksum.expect("a checksum was asked for").to_string();
+fn assert_file(folder: &Path, metadata: &FileMetadata, expected: &[u8]) {
+    let found = fs::read(folder.join(&metadata.name)).unwrap();
+    assert!(found == expected, "{} holds other bytes", metadata.name);
+    assert_eq!(metadata.size, expected.len() as u64);
+    let sum = metadata.checksum.expect("a checksum was asked for").to_string();
     assert_eq!(sum, format!("crc64nvme:{:016x}", crc64(expected)));
 }
 
@@ -67,10 +67,10 @@ fn files_of_all_sizes_equal_their_image() {
             let bytes = pattern(*size as usize, seed);
             writer.write(name, 0, &image(&bytes), 0, bytes.len()).unwrap();
         }
-        let facts = finish(&writer);
-        assert_eq!(facts.iter().map(|facts| facts.name.as_str()).collect::<Vec<_>>(), names);
-        for (seed, (facts, size)) in facts.iter().zip(sizes).enumerate() {
-            assert_file(folder.path(), facts, &pattern(size, seed));
+        let metadata = finish(&writer);
+        assert_eq!(metadata.iter().map(|metadata| metadata.name.as_str()).collect::<Vec<_>>(), names);
+        for (seed, (metadata, size)) in metadata.iter().zip(sizes).enumerate() {
+            assert_file(folder.path(), metadata, &pattern(size, seed));
         }
         let total: u64 = files.iter().map(|(_, size)| size).sum();
         assert_eq!(writer.progress(), (total, total));
@@ -94,8 +94,8 @@ fn more_files_than_descriptors_can_be_written() {
     for (number, name) in names.iter().enumerate() {
         writer.write(name, 0, &image, 5000 * number, 5000).unwrap();
     }
-    for (facts, bytes) in finish(&writer).iter().zip(bytes.chunks(5000)) {
-        assert_file(folder.path(), facts, bytes);
+    for (metadata, bytes) in finish(&writer).iter().zip(bytes.chunks(5000)) {
+        assert_file(folder.path(), metadata, bytes);
     }
 }
 
@@ -156,9 +156,9 @@ proptest! {
             staged.extend_from_slice(&bytes[part.offset..part.offset + part.length]);
             writer.write("file", part.offset as u64, &image(&staged), start, part.length).unwrap();
         }
-        let facts = finish(&writer);
-        prop_assert_eq!(facts.len(), 1);
-        assert_file(folder.path(), &facts[0], &bytes);
+        let metadata = finish(&writer);
+        prop_assert_eq!(metadata.len(), 1);
+        assert_file(folder.path(), &metadata[0], &bytes);
     }
 }
 
@@ -207,9 +207,9 @@ fn a_file_system_without_direct_io_and_preallocation_works() {
     let bytes = pattern(30 * MIB + 77, 9);
     let writer = writer(&mount.path, &[("file", bytes.len() as u64), ("none", 0)]).unwrap();
     writer.write("file", 0, &image(&bytes), 0, bytes.len()).unwrap();
-    let facts = finish(&writer);
-    assert_file(&mount.path, &facts[0], &bytes);
-    assert_file(&mount.path, &facts[1], &[]);
+    let metadata = finish(&writer);
+    assert_file(&mount.path, &metadata[0], &bytes);
+    assert_file(&mount.path, &metadata[1], &[]);
 }
 
 #[test]
@@ -241,11 +241,11 @@ fn invalid_writes_are_refused_and_harm_nothing() {
     let gap = writer.finish(TIMEOUT).unwrap_err();
     assert!(gap.to_string().contains("its bytes from 5000 on were not submitted"), "{gap}");
     writer.write("file", 5000, &image, 5000, 5000).unwrap();
-    let facts = finish(&writer);
-    assert_file(folder.path(), &facts[0], &bytes);
+    let metadata = finish(&writer);
+    assert_file(folder.path(), &metadata[0], &bytes);
     refused("file", 0, 0, 1);
     // Asked again it says the same.
-    assert_eq!(finish(&writer), facts);
+    assert_eq!(finish(&writer), metadata);
 }
 
 #[test]

@@ -29,8 +29,8 @@ fn checkpoint() -> (tempfile::TempDir, PathBuf) {
     fs::create_dir(&folder).unwrap();
     let mut entries = Vec::new();
     for (seed, (name, length)) in FILES.into_iter().enumerate() {
-        let facts = write_small_file(&folder, name, &bytes(length, seed)).unwrap();
-        let checksum = facts.checksum.unwrap().to_string();
+        let metadata = write_small_file(&folder, name, &bytes(length, seed)).unwrap();
+        let checksum = metadata.checksum.unwrap().to_string();
         assert_eq!(checksum, format!("crc64nvme:{:016x}", crc64(&bytes(length, seed))));
         entries.push(format!(r#"{{"name": "{name}", "size": {length}, "checksum": "{checksum}"}}"#));
     }
@@ -230,9 +230,9 @@ fn foreign_files_are_summed_and_made_durable() {
     for length in [0, 1, 4096, 8 << 20, (17 << 20) + 3] {
         let path = folder.path().join(format!("file-{length}"));
         fs::write(&path, bytes(length, 3)).unwrap();
-        let facts = checksum_file(&path, &mut go_on).unwrap();
-        assert_eq!((facts.name, facts.size), (format!("file-{length}"), length as u64));
-        assert_eq!(facts.checksum.unwrap().to_string(), format!("crc64nvme:{:016x}", crc64(&bytes(length, 3))));
+        let metadata = checksum_file(&path, &mut go_on).unwrap();
+        assert_eq!((metadata.name, metadata.size), (format!("file-{length}"), length as u64));
+        assert_eq!(metadata.checksum.unwrap().to_string(), format!("crc64nvme:{:016x}", crc64(&bytes(length, 3))));
     }
     std::os::unix::fs::symlink("file-1", folder.path().join("link")).unwrap();
     for other in ["missing", "link", "."] {

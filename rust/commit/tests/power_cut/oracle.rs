@@ -83,7 +83,7 @@ pub fn check_visible(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> {
     Ok(())
 }
 
-/// Checks what a program finds that looks at the root before anybody has opened it again.
+/// Checks what a reader finds in the root before it is opened again.
 pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> {
     check_visible(nodes, allowed)?;
     let names = folder(nodes, 0).unwrap();
@@ -217,9 +217,9 @@ fn differs(nodes: &Nodes, held: &BTreeMap<String, usize>, state: &State) -> Opti
         other => return Some(format!("the registry says {other:?}")),
     }
     let optional = [".owner", "checkpoints.json"];
-    let strangers: Vec<_> =
+    let unexpected: Vec<_> =
         held.keys().filter(|name| !expected.contains(*name) && !optional.contains(&name.as_str())).collect();
-    (!strangers.is_empty()).then(|| format!("there are also {strangers:?}"))
+    (!unexpected.is_empty()).then(|| format!("there are also {unexpected:?}"))
 }
 
 /// Saves once more, to see that life goes on.

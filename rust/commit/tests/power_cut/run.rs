@@ -107,8 +107,8 @@ fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, st
     for (name, bytes) in &contents {
         writer.write(name, 0, &image(bytes), 0, bytes.len()).unwrap();
     }
-    let facts = writer.finish(Duration::from_secs(60)).unwrap().expect("so little is written soon");
-    assert_eq!(facts.len(), contents.len());
+    let metadata = writer.finish(Duration::from_secs(60)).unwrap().expect("so little is written soon");
+    assert_eq!(metadata.len(), contents.len());
 }
 
 /// Writes the files by hand: all are made and given their length, then written, then synced. The folders are not: other
@@ -266,7 +266,7 @@ impl Run {
     /// The owner dies, and another opens the root.
     pub fn reopen(&mut self) {
         let first = self.disk.length();
-        // It lets go only afterwards: the new one takes over from a dead one.
+        // It is dropped only afterwards: the new owner takes over from a dead one.
         let dead = std::mem::replace(&mut self.root, open(&self.disk).unwrap());
         let end = self.disk.length();
         self.calls.push(Call {

@@ -20,19 +20,19 @@ use tundish_commit::{AtomicFolder, CommitError};
 pub const ROLE: &str = "TUNDISH_TEST_ROLE";
 pub const TARGET: &str = "TUNDISH_TEST_TARGET";
 pub const MARK: &str = "TUNDISH_TEST_MARK";
-/// The file that is told of what is skipped.
+/// The file to which skipped tests are appended.
 const SKIPS: &str = "TUNDISH_TEST_SKIPS";
 
-/// Say that this test, or a part of it, cannot run here, and why; also in the file for it, as nobody sees what a test
-/// prints that passes.
+/// Prints why this test, or a part of it, cannot run here. Appends it to the file of `SKIPS` too, because the output of
+/// passing tests is not shown.
 pub fn skip(reason: &str) {
-    // A line for each; of what programs say the first one tells.
+    // One line for each: the first line of a program's message says enough.
     let reason = reason.lines().next().unwrap_or_default();
     let line = format!("skipped: {}: {reason}\n", std::thread::current().name().unwrap_or("a test"));
     print!("{line}");
     if let Some(path) = std::env::var_os(SKIPS) {
         let mut file = fs::File::options().append(true).create(true).open(path).unwrap();
-        // In one call, for other tests write there too.
+        // In one call, because other tests write there too.
         file.write_all(line.as_bytes()).unwrap();
     }
 }
@@ -138,7 +138,7 @@ pub fn child(role: &str, target: &Path, mark: u8) -> Command {
     command
 }
 
-/// A writer that runs until it is told to go on, or is killed; killed with the test in any case.
+/// A writer that waits until the test lets it continue or kills it. Dropping this kills it.
 pub struct Waiting {
     process: Child,
     output: BufReader<ChildStdout>,
@@ -201,8 +201,8 @@ pub struct Mount {
     _turn: Turn,
 }
 
-/// Only one test of a process mounts at a time: what `mount` is started by holds, until that runs, what other tests
-/// have open, so that removed bytes still take room, and locks of the dead are held.
+/// Lets one test of a process mount at a time. A starting `mount` inherits the open files of other tests: removed files
+/// would still take room, and locks of dead writers would still be held.
 struct Turn {
     taken: Option<MutexGuard<'static, ()>>,
 }
@@ -230,7 +230,7 @@ impl Drop for Turn {
 }
 
 impl Mount {
-    /// `None`, which is said by `skip`, where this user may not mount.
+    /// `None` where this user may not mount; `skip` reports that.
     pub fn new(kind: &str, options: &str) -> Option<Self> {
         let turn = Turn::take();
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A disk that several machines share, seen by one of them: late, changed, or not at all.
+//! A network disk as one machine sees it: late, changed, or cut off.
 
 use std::cell::Cell;
 use std::ffi::{OsStr, OsString};
@@ -11,7 +11,7 @@ use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome, RealDisk};
 const EINVAL: i32 = 22;
 pub const ETIMEDOUT: i32 = 110;
 
-/// A network file system; what it has and has not.
+/// A network file system with or without locks and `renameat2`.
 #[derive(Debug, Clone, Copy)]
 pub struct NetworkDisk {
     /// The answer to every lock request.
@@ -19,22 +19,23 @@ pub struct NetworkDisk {
     has_renames: bool,
 }
 
-/// Locks are of the machine alone.
-pub const DEAF: NetworkDisk = NetworkDisk { lock: LockOutcome::Taken, has_renames: true };
-/// There are none.
-pub const LOCKLESS: NetworkDisk = NetworkDisk { lock: LockOutcome::Unknown, has_renames: true };
-pub const PLAIN: NetworkDisk = NetworkDisk { lock: LockOutcome::Taken, has_renames: false };
+/// Locks hold within one machine only.
+pub const LOCAL_LOCKS: NetworkDisk = NetworkDisk { lock: LockOutcome::Taken, has_renames: true };
+/// The file system has no locks.
+pub const NO_LOCKS: NetworkDisk = NetworkDisk { lock: LockOutcome::Unknown, has_renames: true };
+/// The file system has no `renameat2`.
+pub const NO_NEW_RENAMES: NetworkDisk = NetworkDisk { lock: LockOutcome::Taken, has_renames: false };
 
 thread_local! {
     /// A change elsewhere, right after this thread has listed a folder.
     pub static AFTER_LISTING: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
-    /// Whether the answer to this thread's next rename gets lost, and nothing is heard of the server afterwards.
+    /// Whether the answer to this thread's next rename is lost and the server stops answering.
     pub static LOSES_ANSWER: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread hears nothing of the server.
+    /// Whether the server does not answer this thread.
     pub static IS_CUT_OFF: Cell<bool> = const { Cell::new(false) };
-    /// Whether this thread finds checkpoints under other numbers than when they were opened.
+    /// Whether this thread finds checkpoints with other inode numbers than before.
     pub static RENUMBERS: Cell<bool> = const { Cell::new(false) };
-    /// Names that this thread is told of in every folder, since its machine has not heard yet that they have gone.
+    /// Removed names that this thread's cache still lists in every folder.
     pub static REMEMBERED: Cell<Vec<OsString>> = const { Cell::new(Vec::new()) };
 }
 
@@ -57,7 +58,7 @@ impl NetworkDisk {
         Err(failed("rename", path, EINVAL))
     }
 
-    /// What is heard of a rename that the server has made.
+    /// The answer to a rename that the server carried out.
     fn answer(renamed: Outcome<()>, path: &Path) -> Outcome<()> {
         if LOSES_ANSWER.take() {
             renamed.unwrap();

@@ -37,7 +37,7 @@ pub const CHANGING: [&str; 14] = [
     "remove_folder",
 ];
 
-/// Told of each call: the method, and the path.
+/// Receives the method and the path of each call.
 type Watch = dyn Fn(&'static str, &Path) + Send + Sync;
 
 #[derive(Clone)]
@@ -60,7 +60,7 @@ macro_rules! as_the_real_disk {
     };
 }
 
-/// The same of what is told no path.
+/// As `as_the_real_disk`, for methods without a path: they are not watched.
 macro_rules! unwatched {
     ($(fn $name:ident($($argument:ident: $type:ty),*) $(-> $outcome:ty)?;)*) => {
         $(fn $name(&self, $($argument: $type),*) $(-> $outcome)? { RealDisk.$name($($argument),*) })*
@@ -128,7 +128,7 @@ pub fn put(path: &Path, kind: CheckpointKind, step: u64) {
     .unwrap();
 }
 
-/// What is listed, by the names of the folders, with their tags.
+/// The folder names and tags of the listed checkpoints.
 pub fn listed(root: &Root<WatchedDisk>) -> Vec<(String, String)> {
     let shown = |found: tundish_commit::root::CheckpointInfo| {
         (format!("{}-{}", found.kind, found.step), found.tag.unwrap_or_default())
@@ -136,12 +136,12 @@ pub fn listed(root: &Root<WatchedDisk>) -> Vec<(String, String)> {
     root.list().unwrap().into_iter().map(shown).collect()
 }
 
-/// The same, without the tags.
+/// The folder names of the listed checkpoints.
 pub fn names(root: &Root<WatchedDisk>) -> Vec<String> {
     listed(root).into_iter().map(|(name, _)| name).collect()
 }
 
-/// What the registry says.
+/// The folder names in the registry.
 pub fn registered(path: &Path) -> Vec<String> {
     let bytes = fs::read(path.join("checkpoints.json")).unwrap();
     let registry: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
