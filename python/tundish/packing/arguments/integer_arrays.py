@@ -26,18 +26,25 @@ _NEEDED = "give an array or a sequence of integers, one a sample"
 
 
 def as_integer_array(values: Any, name: str) -> IntegerArray:
-    """`values` as a 1-D numpy array of integers, shape (n,).
+    """Return `values` as a one-dimensional numpy array of integers.
 
     Args:
-        values: a numpy array (strided or memory-mapped), a torch tensor, a pyarrow array, a column of a HF
+        values: A numpy array (strided or memory-mapped), a torch tensor, a pyarrow array, a column of a HF
             `Dataset`, or a sequence of Python integers. Only a chunked pyarrow array of several chunks, a tensor on a
             device, a column, a sequence and an array of foreign byte order are copied.
-        name: what the argument is called, for messages.
+        name: The name of the argument, for messages.
+
+    Returns:
+        Shape (n,), of a native integer dtype.
 
     Raises:
-        InvalidTypeError: floats, booleans, objects, nulls: anything that is no integer.
-        InvalidInputError: another number of dimensions than one.
-        StorageError: the array is mapped from a file that was truncated since.
+        InvalidTypeError: The values are floats, booleans, objects or nulls: anything but integers.
+        InvalidInputError: They have another number of dimensions than one.
+        StorageError: The array is mapped from a file that was truncated since.
+
+    Example:
+        >>> as_integer_array([3, 5], "lengths")
+        array([3, 5])
     """
     package = type(values).__module__.partition(".")[0]
     if package == "datasets" and type(values).__name__ == "Column":

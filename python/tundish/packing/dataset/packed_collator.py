@@ -35,16 +35,23 @@ class PackedCollator:
     | `cu_seq_lens_q`, `cu_seq_lens_k` | int32, (pieces + 1,) | `return_flash_attn_kwargs=True` |
     | `max_length_q`, `max_length_k` | int | `return_flash_attn_kwargs=True` |
 
-    The label of each piece's first token is -100, whatever the dataset was told: the model shifts labels by
-    one over the whole row, and would otherwise learn to predict it from another piece.
+    The label of each piece's first token is -100, whatever the dataset's `mask_first_token` is: the model shifts
+    labels by one over the whole row, and would otherwise learn to predict it from another piece.
 
     Args:
-        return_flash_attn_kwargs: give the bounds to flash attention, so that it does not work them out from
+        return_flash_attn_kwargs: Give the bounds to flash attention, so that it does not compute them from
             `position_ids` in each layer.
-        return_seq_idx: give the number of the piece that each token is in, which Mamba-like layers take.
+        return_seq_idx: Give the number of the piece that each token is in, which Mamba-like layers take.
 
     Raises:
-        InvalidTypeError: an option is not a boolean.
+        InvalidTypeError: An option is not a boolean.
+
+    Example:
+        >>> import tundish as td
+        >>> dataset = td.PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8]], td.pack([3, 5], max_length=4))
+        >>> batch = td.PackedCollator()(dataset.__getitems__([0, 1]))
+        >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+        ([[1, 2, 3, 4, 5, 6, 7, 8]], [[0, 1, 2, 0, 0, 1, 2, 3]])
     """
 
     def __init__(self, *, return_flash_attn_kwargs: bool = False, return_seq_idx: bool = False) -> None:
@@ -58,11 +65,11 @@ class PackedCollator:
         self.return_seq_idx = return_seq_idx
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Give the model's arguments for a batch of items.
+        """Return the model's arguments for a batch of items.
 
         Raises:
-            InvalidInputError: there are no items, or an item's labels, positions or bounds do not fit its tokens.
-            InvalidTypeError: an item does not come from a `PackedDataset`, or holds something else than
+            InvalidInputError: There are no items, or an item's labels, positions or bounds do not fit its tokens.
+            InvalidTypeError: An item does not come from a `PackedDataset`, or holds something else than
                 one-dimensional integers on the CPU.
         """
         _check(items)

@@ -46,9 +46,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
     without them the offsets, the pack's total and its longest piece are.
 
     Args:
-        datasets: the dataset that the plan was made for, or a list or tuple of datasets in the plan's
+        datasets: The dataset that the plan was made for, or a list or tuple of datasets in the plan's
             order. A list or tuple of samples is taken as one dataset.
-        plan: from `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. With `global_pack` sample
+        plan: The result of `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. With `global_pack` sample
             indices count through all datasets.
         mask_first_token: Set the label of each piece's first token to -100, because the token that predicts it belongs
             to another piece. `PackedCollator` does this in any case.
@@ -93,19 +93,19 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return (self[number] for number in range(len(self)))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Pack `index`; negative numbers count from the end.
+        """Return pack `index`; negative numbers count from the end.
 
         Raises:
-            NoSuchPackError: there is no such pack (an `IndexError`).
-            PlanMismatchError: a sample's length disagrees with the plan, or the plan names a sample that does not
+            NoSuchPackError: There is no such pack (an `IndexError`).
+            PlanMismatchError: A sample's length disagrees with the plan, or the plan names a sample that does not
                 exist.
-            InvalidTypeError: a sample holds something else than token ids.
-            InvalidInputError: a sample's labels are not as many as its tokens, or one of its ids is 2⁶³ or more.
+            InvalidTypeError: A sample holds something else than token ids.
+            InvalidInputError: A sample's labels are not as many as its tokens, or one of its ids is 2⁶³ or more.
         """
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several packs at once; torch's `DataLoader` calls it with the indices of a batch.
+        """Return several packs at once; torch's `DataLoader` calls it with the indices of a batch.
 
         Raises:
             TundishError: As `__getitem__`.

@@ -13,7 +13,7 @@ __all__ = ["Pack", "PackBatch", "Piece"]
 
 
 class Piece(NamedTuple):
-    """Tokens `start` … `stop` - 1 of sample `sample`; `stop` None means to the sample's end."""
+    """Tokens `start` … `stop` - 1 of sample `sample`; with `stop` None, all tokens from `start` on."""
 
     sample: int
     start: int
@@ -32,11 +32,11 @@ class PackBatch:
     """Several packs, as arrays.
 
     Attributes:
-        dataset_id: dataset of each pack, int64, (packs,).
-        piece_cu: pack `k` has the pieces `piece_cu[k]:piece_cu[k + 1]`, int64, (packs + 1,).
-        sample: sample index of each piece, int64, (pieces,).
-        start: first token taken of each piece's sample, int64, (pieces,).
-        stop: one past the last token taken, -1 for "to the sample's end", int64, (pieces,).
+        dataset_id: Dataset of each pack, int64, (packs,).
+        piece_cu: Pack `k` has the pieces `piece_cu[k]:piece_cu[k + 1]`, int64, (packs + 1,).
+        sample: Sample index of each piece, int64, (pieces,).
+        start: First token taken of each piece's sample, int64, (pieces,).
+        stop: One past the last token taken, -1 for "to the sample's end", int64, (pieces,).
     """
 
     dataset_id: NDArray[np.int64]

@@ -52,22 +52,28 @@ class PackPlan:
     many packs at once as arrays. The six columns are attributes: read-only numpy arrays of int32 or int64.
 
     Attributes:
-        dataset_id: dataset of each pack, (packs,).
-        indices: sample index of each piece, packs in order, (pieces,).
-        indices_cu_len: inclusive cumulative piece count, (packs,): pack *i* has the pieces
+        dataset_id: Dataset of each pack, (packs,).
+        indices: Sample index of each piece, packs in order, (pieces,).
+        indices_cu_len: Inclusive cumulative piece count, (packs,): pack *i* has the pieces
             `indices_cu_len[i - 1]:indices_cu_len[i]`, with 0 before the first.
-        start_offset: first token taken from each pack's first sample, (packs,).
-        end_offset: one past the last token taken from each pack's last sample, (packs,).
-        longest: tokens of each pack's longest piece, (packs,).
-        max_length: tokens a pack.
-        mode: the algorithm, "hard".
-        seed: what the order was drawn from, or None.
-        drop_last: whether the tail shorter than a pack was left out.
-        global_pack: whether all datasets were packed as one.
-        num_samples: samples of each dataset.
-        num_tokens: tokens of the ordered samples.
+        start_offset: First token taken from each pack's first sample, (packs,).
+        end_offset: One past the last token taken from each pack's last sample, (packs,).
+        longest: Tokens of each pack's longest piece, (packs,).
+        max_length: Tokens a pack.
+        mode: The algorithm, "hard".
+        seed: The seed that the order was drawn from, or None.
+        drop_last: Whether the tail shorter than a pack was left out.
+        global_pack: Whether all datasets were packed as one.
+        num_samples: Samples of each dataset.
+        num_tokens: Tokens of the ordered samples.
         fingerprint: 32 hexadecimal digits, a hash of all inputs that determine the plan.
-        path: the folder that the columns are mapped from; None for a plan in memory, shared or not.
+        path: The folder that the columns are mapped from; None for a plan in memory, shared or not.
+
+    Example:
+        >>> from tundish import pack
+        >>> plan = pack([5, 3, 9], 8)
+        >>> len(plan), plan.indices.tolist(), plan.indices_cu_len.tolist()
+        (2, [0, 1, 2], [2, 3])
     """
 
     dataset_id: IntegerArray
@@ -136,13 +142,16 @@ class PackPlan:
         return self._lengths
 
     def with_lengths(self, lengths: Any) -> PackPlan:
-        """The same plan with the samples' lengths attached, so that every `Piece.stop` is known.
+        """Return the same plan with the samples' lengths attached, so that every `Piece.stop` is known.
 
         Args:
-            lengths: as `pack` takes them; a list of arrays for several datasets.
+            lengths: As `pack` takes them; a list of arrays for several datasets.
+
+        Returns:
+            A plan that shares the columns of this one.
 
         Raises:
-            PlanMismatchError: the lengths are of another number of samples.
+            PlanMismatchError: The lengths are of another number of samples.
         """
         columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
         return PackPlan(
@@ -157,12 +166,12 @@ class PackPlan:
     @overload
     def __getitem__(self, index: slice) -> list[Pack]: ...
     def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
-        """Pack `index`; negative numbers count from the end, a slice gives a list.
+        """Return pack `index`; negative numbers count from the end, a slice gives a list.
 
         Raises:
-            NoSuchPackError: there is no such pack (an `IndexError`).
-            InvalidTypeError: the index is neither an integer nor a slice of integers.
-            InvalidInputError: the step of a slice is 0.
+            NoSuchPackError: There is no such pack (an `IndexError`).
+            InvalidTypeError: The index is neither an integer nor a slice of integers.
+            InvalidInputError: The step of a slice is 0.
         """
         if isinstance(index, slice):
             try:
@@ -199,25 +208,34 @@ class PackPlan:
         )
 
     def lookup(self, pack_ids: Any) -> PackBatch:
-        """Many packs at once, as arrays.
+        """Return many packs at once, as arrays.
 
         Args:
-            pack_ids: pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
+            pack_ids: Pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
 
         Returns:
             A `tundish.packing.PackBatch`, whose attributes are arrays, and which iterates over its `Pack`s.
 
         Raises:
-            NoSuchPackError: a number is out of range.
-            PlanMismatchError: the columns are damaged, or name a sample that the attached lengths lack.
+            NoSuchPackError: A number is out of range.
+            PlanMismatchError: The columns are damaged, or name a sample that the attached lengths lack.
+
+        Example:
+            >>> from tundish import pack
+            >>> batch = pack([5, 3, 9], 4).lookup([0, 3])
+            >>> batch.sample.tolist(), batch.start.tolist(), batch.stop.tolist()
+            ([0, 2], [0, 4], [4, 8])
         """
         return PackBatch(*self._reader.lookup(as_integer_array(pack_ids, "pack_ids")))
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
-        """The six columns as int64, by name.
+        """Copy the six columns as int64.
+
+        Returns:
+            The columns by the names in `tundish.packing.FIELDS`.
 
         Raises:
-            OutOfMemoryError: there is no room for them; the columns themselves are attributes of the plan.
+            OutOfMemoryError: There is no room for them; the columns themselves are attributes of the plan.
         """
         try:
             return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
@@ -232,13 +250,19 @@ class PackPlan:
         """Count what the plan packs, cuts and leaves out.
 
         Returns:
-            packs, pieces: how many.
-            samples: samples that the plan takes tokens of (or that lie in a pack without any).
-            samples_cut: samples that are in more than one pack, or lose their end to the dropped tail.
-            tokens, tokens_packed, tokens_dropped: of the ordered samples, in tokens.
+            packs, pieces: Their numbers.
+            samples: Samples that the plan takes tokens of (or that lie in a pack without any).
+            samples_cut: Samples that are in more than one pack, or lose their end to the dropped tail.
+            tokens, tokens_packed, tokens_dropped: Tokens of the ordered samples.
             fill: tokens_packed over packs times max_length; 1.0 for an empty plan.
-            pieces_per_pack: mean; max_pieces_per_pack: largest.
-            longest: longest piece, in tokens.
+            pieces_per_pack: Mean number of pieces; max_pieces_per_pack: the largest.
+            longest: Tokens of the longest piece.
+
+        Example:
+            >>> from tundish import pack
+            >>> stats = pack([5, 3, 9], 4).stats()
+            >>> stats["packs"], stats["samples_cut"], stats["tokens_dropped"]
+            (4, 2, 1)
         """
         from tundish.packing.plan.stats import plan_stats
 
@@ -257,7 +281,7 @@ class PackPlan:
             order: The order that was given to `pack`, if any. It is needed, and so are the lengths, if empty samples
                 lie on pack boundaries, since the plan does not hold those. It is checked: all of it if the lengths are
                 attached, else up to the dropped tail.
-            progress: show progress; by default on a terminal.
+            progress: Show progress; by default on a terminal.
 
         Returns:
             Shape (rows, 2), int32 where all values fit, else int64. Memory beyond it is constant; if empty samples lie
@@ -286,14 +310,21 @@ class PackPlan:
         If the same plan already lies there, nothing happens.
 
         Args:
-            path: the folder to make; its parent must exist.
-            progress: show progress; by default on a terminal.
+            path: The folder to make; its parent must exist.
+            progress: Show progress; by default on a terminal.
 
         Raises:
             AlreadyExistsError: Something else lies there.
             NotFoundError: The parent folder does not exist.
             StorageError: The file system refused (read-only, full). Too little room is refused before anything is
                 written.
+
+        Example:
+            >>> import tempfile, tundish as td
+            >>> plan, folder = td.pack([5, 3, 9], 8), tempfile.mkdtemp() + "/plan"
+            >>> plan.save(folder)
+            >>> td.PackPlan.load(folder).fingerprint == plan.fingerprint
+            True
         """
         from tundish.progress import ProgressLine
 
@@ -323,7 +354,10 @@ class PackPlan:
             path: A folder made by `save`, `out=` or `cache_dir=`.
             lengths: The samples' lengths to attach, as `pack` takes them (a list of arrays for several datasets).
                 Every `Piece.stop` is then known. `verify` checks them against the plan.
-            progress: show progress; by default on a terminal.
+            progress: Show progress; by default on a terminal.
+
+        Returns:
+            The plan, whose columns are mapped from the files.
 
         Raises:
             NotFoundError: The folder or one of its files is missing.
@@ -366,7 +400,7 @@ class PackPlan:
             order: The order that `pack` took as `order=`. It is needed for a plan that was made with one, and refused
                 for any other.
             threads: As in `pack`.
-            progress: show progress; by default on a terminal.
+            progress: Show progress; by default on a terminal.
 
         Raises:
             PlanMismatchError: The plan does not belong to the lengths and the order, or has no order and one is given.
@@ -397,6 +431,9 @@ class PackPlan:
 
         The plot shows the samples' lengths (each pack's longest piece if no lengths are attached), pieces a pack, how
         many samples are cut, and the tokens that are lost, beside the cost of padding.
+
+        Args:
+            path: The file to write; it appears complete and durable.
 
         Raises:
             MissingExtraError: matplotlib is not installed.

@@ -39,24 +39,32 @@ class PackedBatchSampler:
     is `batch_size` of them. `len(sampler)` is the number of steps in a whole epoch, the same on every rank.
 
     Args:
-        plan: the packs to draw from.
-        batch_size: packs a rank takes at each step.
-        rank, world_size: this process and how many there are. Each left out is taken from
-            `torch.distributed` if it is initialised, else from the variables `RANK` and `WORLD_SIZE` that
-            torchrun sets, else it is 0 of 1. A rank is taken only where `world_size` is that of the same job.
+        plan: The packs to draw from.
+        batch_size: Packs that a rank takes at each step.
+        rank: This process's number, from 0. If left out, it is taken from `torch.distributed` if that is
+            initialised, else from the variable `RANK` that torchrun sets, else it is 0. A rank is taken only where
+            `world_size` is that of the same job.
+        world_size: The number of ranks. If left out, it is taken from the same source as the rank, else it is 1.
         seed: 0 … 2³² − 1; the same on every rank.
-        epoch: the first epoch; `set_epoch` moves on.
-        shuffle: draw a new order of packs each epoch. `False` keeps the plan's order.
+        epoch: The first epoch; `set_epoch` changes it.
+        shuffle: Draw a new order of packs each epoch. `False` keeps the plan's order.
         drop_last: `False` fills the last global batch with the packs that began the epoch (again and again
             when there are fewer packs than a global batch), `True` leaves out the packs that do not fill one.
-        group_by_longest: put packs whose `longest` piece is alike into the same step. The cost of attention
+        group_by_longest: Put packs with similar `longest` pieces into the same step. The cost of attention
             grows with the square of a piece's length, and a step lasts as long as its slowest rank.
             Windows of 64 global batches of the shuffled order are sorted by `longest` and cut into global
-            batches, which are then shuffled, as are the packs within each: every step holds like
-            packs, and long and short steps still come in random order.
+            batches. These are then shuffled, and so are the packs within each. So the packs of a step are similar,
+            and long and short steps still come in random order.
 
     Raises:
-        InvalidTypeError, InvalidInputError: an argument that cannot be used.
+        InvalidTypeError: An argument is of the wrong type.
+        InvalidInputError: An argument is out of range, or contradicts another one.
+
+    Example:
+        >>> import tundish as td
+        >>> sampler = td.PackedBatchSampler(td.pack([8] * 6, 8), 2, rank=1, world_size=2, shuffle=False)
+        >>> list(sampler)
+        [[2, 3], [0, 1]]
     """
 
     def __init__(
@@ -158,14 +166,21 @@ class PackedBatchSampler:
 
     @property
     def start_step(self) -> int:
-        """The step that the next iteration starts at: 0, but for the first one after `load_state_dict`."""
+        """The step that the next iteration starts at: 0, except for the first one after `load_state_dict`."""
         return self._first_step
 
     def set_epoch(self, epoch: int) -> None:
         """Go to `epoch`: call it on every rank before iterating, as with torch's `DistributedSampler`.
 
-        Another epoch starts at its first step. The epoch that the sampler is at already changes nothing, so
-        that a loop may call this right after `load_state_dict`.
+        Another epoch starts at its first step. Naming the current epoch changes nothing, so that a loop may call
+        this right after `load_state_dict`.
+
+        Args:
+            epoch: 0 … 2³² − 1.
+
+        Raises:
+            InvalidTypeError: It is not an integer.
+            InvalidInputError: It is out of range.
         """
         epoch = as_integer(epoch, "epoch", 0, LARGEST_SEED)
         if epoch != self._epoch:
@@ -179,7 +194,7 @@ class PackedBatchSampler:
         """Iterate over this rank's steps: a list of `batch_size` pack indices each.
 
         After `load_state_dict` the first iteration starts at the step that was loaded; every other one
-        starts at the epoch's first step. `state_dict` tells of the newest iterator.
+        starts at the epoch's first step. `state_dict` reports the position of the newest iterator.
         """
         self._newest = None
         return _Steps(self)
@@ -191,12 +206,15 @@ class PackedBatchSampler:
         trained on.
 
         Args:
-            steps_done: steps of this epoch that are done, counted from the epoch's start, also after a
-                resume. Left out, it is the number handed out, which is right without workers, and
+            steps_done: Steps of this epoch that are done, counted from the epoch's start, also after a
+                resume. The default is the number handed out, which is right without workers, and
                 with loaders that take this state at each draw, as torchdata's `StatefulDataLoader` does.
 
+        Returns:
+            The position, and everything that determines the order of global batches.
+
         Raises:
-            InvalidInputError: `steps_done` lies outside of what this iteration has handed out.
+            InvalidInputError: This iteration did not hand out so many steps, or began after them.
         """
         first, step = self._first_step, self._first_step
         if self._newest is not None:
@@ -213,15 +231,18 @@ class PackedBatchSampler:
         return self._identity() | {"epoch": self._epoch, "step": step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the epoch and step that `state` tells of; the next iteration starts there.
+        """Go to the epoch and step of `state`; the next iteration starts there.
 
         The rank, and how the global batch is split into `batch_size` and `world_size`, may differ from when
-        the state was saved. The state of an epoch that is through makes the next iteration an empty one,
-        unless the sampler already is at the epoch after it: that one then starts at its first step. A
+        the state was saved. The state of a finished epoch makes the next iteration an empty one,
+        unless the sampler is at the epoch after it already: that one then starts at its first step. A
         refused state changes nothing.
 
+        Args:
+            state: A result of `state_dict`.
+
         Raises:
-            StateMismatchError: the state is not one of this class and version, is damaged, or was saved with
+            StateMismatchError: The state is not one of this class and version, is damaged, or was saved with
                 another plan, global batch, seed or option.
         """
         if not isinstance(state, Mapping):
