@@ -30,8 +30,8 @@ fn hard_pack(criterion: &mut Criterion) {
                 let name = format!("{distribution:?}/{threads} threads");
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
                     bencher.iter(|| {
-                        let prepared = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
-                        prepared.pack(&mut NoProgress).expect("a good order")
+                        let packer = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
+                        packer.pack(&mut NoProgress).expect("a good order")
                     });
                 });
             }
@@ -60,7 +60,7 @@ fn published(criterion: &mut Criterion) {
             || tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for a plan"),
             |folder| {
                 let target = folder.path().join("plan");
-                let prepared = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
+                let packer = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
                 prepared.write(&target, &mut NoProgress).expect("a disk with room");
                 tundish_packing::folder::open(&target, &mut NoProgress).expect("a whole plan");
                 // The plan goes with it, once the clock stands.

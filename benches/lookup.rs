@@ -21,7 +21,7 @@ fn look_up(criterion: &mut Criterion) {
         threads: 1,
     };
     let plan =
-        HardPacker::new(request, &mut NoProgress).and_then(|prepared| prepared.pack(&mut NoProgress)).expect("a plan");
+        HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).expect("a plan");
     let packs = RandomState::new(3)
         .shuffled::<i64>(plan.metadata.packs as usize, &mut NoProgress)
         .expect("memory for an order");

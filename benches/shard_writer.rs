@@ -16,7 +16,7 @@ use criterion::{Criterion, SamplingMode, Throughput, criterion_group, criterion_
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::staging::FileImage;
 
-const PLACE: &str = env!("CARGO_TARGET_TMPDIR");
+const PARENT: &str = env!("CARGO_TARGET_TMPDIR");
 
 /// Bytes that no disk can compress.
 fn image(size: usize) -> Arc<FileImage> {
@@ -69,7 +69,7 @@ fn bench(criterion: &mut Criterion, title: &str, size: usize, files: usize) {
             bencher.iter_custom(|rounds| {
                 let mut spent = Duration::ZERO;
                 for _ in 0..rounds {
-                    let folder = tempfile::tempdir_in(PLACE).expect("a folder");
+                    let folder = tempfile::tempdir_in(PARENT).expect("a folder");
                     rustix::fs::sync();
                     let start = Instant::now();
                     save(folder.path());

@@ -1,8 +1,7 @@
-"""The measures: what is run against what, how the outputs are compared, which ratio is asked for.
+"""The rows of the packing section: the contestants, the comparison of their outputs, and the targets.
 
-Owns the targets. Always holds: contestants of one row take the same inputs; their outputs are read through
-and compared in full before a row is written; targets are judged at 10⁷ samples (10⁸ for memory), the text
-distribution where the row compares with the Python loop over packs.
+Invariants: contestants of one row take the same inputs. Their outputs are compared in full before a row is written.
+Targets apply at 10⁷ samples (10⁸ for memory), and to text alone where the peer is the Python loop over packs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the outputs of packing are compared: in full, and in each round by their sums."""
+"""Compares the outputs of packing: in full, and in each round by their sums."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from packing import numpy_forms
 
 
 def assert_equal(what: str, ours: Any, theirs: Any) -> None:
-    """Raises OutputsDiffer where two arrays do."""
+    """Raises OutputsDiffer if two arrays differ."""
     if not np.array_equal(ours, theirs):
         raise OutputsDiffer(f"{what}: tundish and its peer disagree")
 
 
 def assert_all_equal(case: str, ours: numpy_forms.Arrays, theirs: numpy_forms.Arrays) -> None:
-    """Raises OutputsDiffer where one of the six arrays of two plans differs."""
+    """Raises OutputsDiffer if one of the six arrays of two plans differs."""
     for field in numpy_forms.FIELDS:
         assert_equal(f"{case}, {field}", ours[field], theirs[field])
 

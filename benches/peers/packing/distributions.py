@@ -1,8 +1,6 @@
 """The inputs of the bench: token lengths and orders.
 
-Owns the two length distributions that every measure uses and the way they are written to disk. Always
-holds: the same distribution and count give the same lengths, in memory and on disk; a length lies in
-1…32768.
+Invariants: the same distribution and count give the same lengths, in memory and on disk. A length lies in 1…32768.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The least that a plan in a given order does, as a compiled loop: lengths are read in it, arrays written.
+"""The lower bound of a plan in a given order: a compiled loop that reads the lengths in that order and writes arrays.
 
-Not a cut, and no check but that every sample exists: of what is written only the order means anything. The lengths are
-copied to two bytes each first, of which caches hold more, and where caches do not hold them all, each is
-prefetched well before it is read: with both the loop takes less than half the time that it takes on what it is given.
+It cuts nothing, and checks only that every sample exists. The lengths are first copied to two bytes each, so that caches
+hold more of them. If caches do not hold them all, each is prefetched before it is read. Both together halve its time.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ Columns = npt.NDArray[np.int32]
 Order = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.uint16]
 
-# Of one entry a pack; one more, of zeros, is not written either by who makes a plan of one dataset.
+# Columns with one entry a pack. The dataset ids of a plan of one dataset are zeros, which are not written.
 _PACK_COLUMNS = 4
-# Of fewer lengths the caches hold most, and asking takes time.
+# Caches hold most of fewer lengths, and prefetching takes time.
 _PREFETCH_FROM_SAMPLES = 1 << 21
-# Samples between the asking and the reading.
+# Samples between the prefetch and the read.
 _PREFETCH_DISTANCE = 128
 
 
 def read_and_write(
     lengths: Column, order: Order, pieces: int, packs: int, threads: int
 ) -> tuple[int, Column, Columns]:
-    """The tokens of all samples, `order` and zeros behind it, and columns of zeros, in four bytes an entry.
+    """Return the tokens of all samples, `order` padded with zeros, and columns of zeros, in four bytes an entry.
 
-    As many entries as the plan's arrays have, in fresh memory as theirs is. Each of the threads, one or two, takes an
-    equal part of all. No length is beyond two bytes. Raises `ValueError` for an order that names what does not exist.
+    The arrays have as many entries as those of the plan, in fresh memory. Each of the threads, one or two, takes an
+    equal part. Lengths fit two bytes. Raises `ValueError` if the order names a sample that does not exist.
     """
     narrow = np.empty(lengths.size, np.uint16)
     written = np.empty(pieces, np.int32)
@@ -51,13 +50,13 @@ def read_and_write(
         _copies(lengths, narrow, threads)
         tokens = _loops(narrow, order, written, columns, threads)
     if tokens < 0:
-        raise ValueError("no order: a sample that does not exist")
+        raise ValueError("the order names a sample that does not exist")
     return tokens, written, columns
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba leaves it so
 def _prefetch(_context: Any, lengths: Any, _index: Any) -> tuple[Any, Any]:
-    """Have the entry at the index brought to the second-level cache."""
+    """Prefetch the entry at the index into the second-level cache."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -74,7 +73,7 @@ def _prefetch(_context: Any, lengths: Any, _index: Any) -> tuple[Any, Any]:
 
 @numba.njit(cache=False)  # type: ignore[untyped-decorator]  # as above
 def _loop(lengths: Narrow, order: Order, written: Column, columns: Columns) -> int:
-    """The tokens; less than none where a sample does not exist."""
+    """The tokens; -1 if a sample does not exist."""
     tokens = 0
     prefetched = order.size if lengths.size >= _PREFETCH_FROM_SAMPLES else 0
     for position in range(order.size):

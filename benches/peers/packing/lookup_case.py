@@ -1,7 +1,7 @@
 """Look-up of packs from a mapped plan.
 
-Owns the comparison of `plan.lookup` and of `plan[i]` with indexing the mapped arrays by hand. Always holds:
-all contestants look up the same packs, and what they find is the same.
+Compares `plan.lookup` and `plan[i]` with indexing the mapped arrays by hand. Invariant: all contestants look up the
+same packs and find the same pieces.
 """
 
 from __future__ import annotations

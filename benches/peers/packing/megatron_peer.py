@@ -1,7 +1,6 @@
 """The index builder of megatron-core, run as its GPT dataset runs it.
 
-Owns the import of the peer and the layout of its arguments. Always holds: a missing or different
-megatron-core is an error at import, never a skipped row.
+Invariant: a missing or different megatron-core is an error at import, never a skipped row.
 """
 
 from __future__ import annotations

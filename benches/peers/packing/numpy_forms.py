@@ -1,12 +1,11 @@
 """Hard packing, publication, shuffle and look-up as people write them with numpy.
 
-Owns the reference forms that tundish is measured against and compared with. Nothing here imports tundish.
-Always holds: `chunked` and `vectorised` return the same six int64 arrays for the same inputs.
+The peers of tundish, and the oracle of its outputs. Invariants: `chunked` and `vectorised` return the same six int64
+arrays for the same inputs. Nothing here imports tundish.
 
-Source of the method: `chunked` follows the way of XTuner's HardPackDataset (a batched search over chunks of
-10,000 packs on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk,
-then a merge), run in one process; `publish` and `map_again` follow the way that class keeps its arrays on
-disk.
+Source of the method: `chunked` is XTuner's HardPackDataset in one process: a batched search over chunks of 10,000 packs
+on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk, then a merge. `publish` and
+`map_again` keep the arrays on disk as that class does.
 """
 
 from __future__ import annotations

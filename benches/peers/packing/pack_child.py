@@ -1,8 +1,7 @@
-"""One way of packing in a process of its own, so that its memory can be watched from outside.
+"""Packs in a process of its own, so that its memory can be watched from outside.
 
-Owns nothing but its reply. Takes a JSON request as its argument (made in `size_curve_case`), packs
-something small to have everything loaded, says "ready", waits for a line on stdin, packs `rounds` times,
-and prints one line of JSON.
+Takes a JSON request of `size_curve_case` as its argument. It packs a small plan first, so that everything is loaded,
+and prints "ready". After a line on stdin it packs `rounds` times and prints one line of JSON.
 """
 
 from __future__ import annotations

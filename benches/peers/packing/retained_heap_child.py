@@ -1,4 +1,4 @@
-"""What tundish and the two numpy forms take in a process that gives no memory back.
+"""Times tundish and the two numpy forms in a process whose allocator returns no memory to the system.
 
 Takes the samples, the rounds and the tokens a pack as arguments, compares the plans in full, and prints one line of
 JSON: the least seconds of each.

@@ -1,7 +1,7 @@
 """Time and memory from 10⁵ to 10⁸ samples, and the bound on working memory.
 
-Owns the input files of these runs and the processes they run in. Always holds: one process packs one configuration,
-so that its peak belongs to that configuration; files are removed when a size is done.
+Invariants: one process packs one configuration, so that its peak belongs to that configuration. Input files are removed
+when a size is done.
 """
 
 from __future__ import annotations
