@@ -61,7 +61,7 @@ fn published(criterion: &mut Criterion) {
             |folder| {
                 let target = folder.path().join("plan");
                 let packer = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
-                prepared.write(&target, &mut NoProgress).expect("a disk with room");
+                packer.write(&target, &mut NoProgress).expect("a disk with room");
                 tundish_packing::folder::open(&target, &mut NoProgress).expect("a whole plan");
                 // The plan goes with it, once the clock stands.
                 folder

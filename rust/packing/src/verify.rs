@@ -20,7 +20,7 @@ use crate::progress::Progress;
 ///
 /// # Errors
 /// `Mismatch` with the first pack that does not fit, and why. `Invalid` where the plan was made with an order
-/// that is not given here; `OrderOutOfRange` and `OrderRepeated` for one that is none; as `Prepared::new` for lengths.
+/// that is not given here; `OrderOutOfRange` and `OrderRepeated` for one that is none; as `HardPacker::new` for lengths.
 pub fn verify(
     plan: &PlanView<'_>,
     metadata: &PlanMetadata,

@@ -64,11 +64,11 @@ fn the_first_wrong_entry_is_named_and_nothing_is_left_behind() {
             for threads in 1..5 {
                 let order = SampleOrder::Given(Integers::from(order));
                 let target = parent.path().join("plan");
-                let prepared = HardPacker::new(request(lengths, order, threads), &mut NoProgress).unwrap();
+                let packer = HardPacker::new(request(lengths, order, threads), &mut NoProgress).unwrap();
                 for is_written in [false, true] {
                     let error = match is_written {
-                        true => prepared.write(&target, &mut NoProgress).map(|_| ()).unwrap_err(),
-                        false => prepared.pack(&mut NoProgress).map(|_| ()).unwrap_err(),
+                        true => packer.write(&target, &mut NoProgress).map(|_| ()).unwrap_err(),
+                        false => packer.pack(&mut NoProgress).map(|_| ()).unwrap_err(),
                     };
                     assert_eq!(named(&error), expected, "{faults:?}, written: {is_written}, {threads} threads");
                 }
@@ -105,9 +105,9 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
     order[wrong] = order[before];
     for threads in [1, 3] {
         let request = request(&lengths, SampleOrder::Given(Integers::from(&order[..])), threads);
-        let prepared = HardPacker::new(request, &mut NoProgress).unwrap();
-        assert_eq!(named(&prepared.pack(&mut NoProgress).unwrap_err()), (wrong, false));
-        let to_files = prepared.write(&parent.path().join("plan"), &mut NoProgress).unwrap_err();
+        let packer = HardPacker::new(request, &mut NoProgress).unwrap();
+        assert_eq!(named(&packer.pack(&mut NoProgress).unwrap_err()), (wrong, false));
+        let to_files = packer.write(&parent.path().join("plan"), &mut NoProgress).unwrap_err();
         assert_eq!(named(&to_files), (wrong, false));
     }
 }
@@ -138,9 +138,9 @@ fn a_plan_that_is_computed_again_is_the_same() {
         let expected = HardPacker::new(natural, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
         for threads in [1, 2] {
             let request = request(&lengths, SampleOrder::Given(Integers::from(&order[..])), threads);
-            let prepared = HardPacker::new(request, &mut NoProgress).unwrap();
+            let packer = HardPacker::new(request, &mut NoProgress).unwrap();
             for time in ["first", "second"] {
-                let found = prepared.pack(&mut NoProgress).unwrap();
+                let found = packer.pack(&mut NoProgress).unwrap();
                 assert_is_that_of(&expected, &found, &order, &format!("{time}, {longest}, {threads} threads"));
             }
         }
@@ -161,8 +161,8 @@ fn no_plan_is_made_in_the_place_of_the_one_that_is_expected() {
         let parent = tempfile::tempdir().unwrap();
         let target = parent.path().join("plan");
         let in_memory =
-            expecting(&changed).and_then(|prepared| prepared.pack(&mut NoProgress).map(|plan| plan.metadata));
-        let to_files = expecting(&changed).and_then(|prepared| prepared.write(&target, &mut NoProgress));
+            expecting(&changed).and_then(|packer| packer.pack(&mut NoProgress).map(|plan| plan.metadata));
+        let to_files = expecting(&changed).and_then(|packer| packer.write(&target, &mut NoProgress));
         assert!(matches!(in_memory, Err(PackError::InputChanged)));
         assert!(matches!(to_files, Err(PackError::InputChanged)));
         assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);

@@ -29,7 +29,7 @@ impl Case {
         let request =
             PackRequest { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, threads: 1 };
         let plan =
-            HardPacker::new(request, &mut NoProgress).and_then(|prepared| prepared.pack(&mut NoProgress)).unwrap();
+            HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
         let order = match order {
             SampleOrder::Given(order) => Some(order),
             _ => None,
@@ -114,7 +114,7 @@ fn columns_that_need_64_bits_are_fine() {
         global_pack: false,
         threads: 1,
     };
-    let plan = HardPacker::new(request, &mut NoProgress).and_then(|prepared| prepared.pack(&mut NoProgress)).unwrap();
+    let plan = HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
     assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
     let lengths = [Integers::from(&lengths[..])];
     verify::verify(&plan.view(), &plan.metadata, &lengths, None, 1, &mut NoProgress).unwrap();

@@ -29,8 +29,8 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
 
     # This voter stays for the next call, which then notices a rank that is gone.
     group_voter = voter_of(destination.group)
-    group_voter.vote(what="meeting to share a plan")
-    # From here on ranks watch one another, so this comes before work in which a rank may be killed.
+    group_voter.vote(what="starting to share a plan")
+    # From here on ranks notice when another one is lost, so this comes before work in which a rank may be killed.
     with ExitStack() as progress_lines, Voter(destination.group) as voter:
         with voter.agreed("checking what to pack", timeout=TIMEOUT):
             line = progress_lines.enter_context(ProgressLine("pack", destination.progress))
@@ -39,13 +39,13 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
             expected = _native.hard_plan_fingerprint(checked, line.callback)
         # If two plans were both in the cache, each rank would find its own.
         voter.vote(
-            what="comparing the fingerprints of the plans asked for, and whether they are to lie in memory, which are "
-            "equal where all ranks pass the same arguments, as share=True needs",
+            what="comparing the plans that the ranks ask for (share=True needs the same arguments on all ranks), by "
+            "fingerprint and destination",
             same=f"{expected} in {'memory' if destination.is_memory else 'files'}",
         )
 
         def tick(phase: str, done: int, total: int) -> None:
-            # The builder takes part in no vote meanwhile; this stops it when a rank that waits for it is gone.
+            # The builder takes part in no vote meanwhile. This stops it when a waiting rank is lost.
             voter.raise_if_peer_lost()
             line.update(phase, done, total)
 
@@ -70,9 +70,9 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
         with voter.agreed("mapping the plan", timeout=TIMEOUT):
             if not path_exists(target):
                 raise PlanMismatchError(
-                    f"{target} is not there after one rank of this node built its plan: with share=True all ranks "
-                    "must pass the same arguments and share one file system on a node, and nobody may remove the plan "
-                    "meanwhile"
+                    f"{target} is missing after one rank of this node built its plan: with share=True all ranks "
+                    "must pass the same arguments and share one file system on a node, and no process may remove the "
+                    "plan meanwhile"
                 )
             return map_plan(checked, destination, expected, line.callback)
 
