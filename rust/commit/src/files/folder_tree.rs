@@ -37,7 +37,7 @@ pub(crate) struct TreeFile {
 
 impl<D: Disk> FolderTree<D> {
     /// Opens `folder` and creates the missing inner folders of the files `names`.
-    pub(crate) fn make<'a>(
+    pub(crate) fn open<'a>(
         disk: &D,
         folder: &Path,
         names: impl Iterator<Item = &'a str> + Clone,

@@ -23,7 +23,7 @@ use crate::path_names;
 /// [`CommitError::ParentMissing`] and [`CommitError::Io`].
 pub fn write_small_file(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
-    let (tree, tree_files) = FolderTree::make(&disk, folder.as_ref(), std::iter::once(name))?;
+    let (tree, tree_files) = FolderTree::open(&disk, folder.as_ref(), std::iter::once(name))?;
     for tree_file in &tree_files {
         let file = tree.create(&disk, tree_file)?;
         disk::write_all(&disk, &file, 0, bytes, &tree_file.path, WINDOW as usize, |_| Ok(()))?;

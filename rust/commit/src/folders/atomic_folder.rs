@@ -65,7 +65,7 @@ impl AtomicFolder {
         if let Err(error) = sweep::sweep_into(&parent, &parent_path, &mut swept) {
             swept.failed.push(error);
         }
-        let unfinished = UnfinishedFolder::make(&parent, &parent_path, &target_name)?;
+        let unfinished = UnfinishedFolder::create(&parent, &parent_path, &target_name)?;
         Ok(AtomicFolder {
             parent,
             parent_path,

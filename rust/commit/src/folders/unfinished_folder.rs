@@ -39,7 +39,7 @@ pub(crate) struct UnfinishedFolder {
 
 impl UnfinishedFolder {
     /// Makes a new hidden folder for `target_name` in `parent`, and locks it.
-    pub(crate) fn make(parent: &OwnedFd, parent_path: &Path, target_name: &OsStr) -> Result<Self, CommitError> {
+    pub(crate) fn create(parent: &OwnedFd, parent_path: &Path, target_name: &OsStr) -> Result<Self, CommitError> {
         // The tag 0 belongs to no machine.
         let tag = local_tag(parent, parent_path)?.unwrap_or(0);
         for _ in 0..TRIES {

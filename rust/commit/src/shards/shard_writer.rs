@@ -84,7 +84,7 @@ impl<D: Disk> ShardWriter<D> {
         if total.is_none_or(|total| total > i64::MAX as u64) {
             return refuse(folder, "its files are larger together than a file can be");
         }
-        let (tree, tree_files) = FolderTree::make(&disk, folder, files.iter().map(|(name, _)| *name))?;
+        let (tree, tree_files) = FolderTree::open(&disk, folder, files.iter().map(|(name, _)| *name))?;
         preallocate(&disk, &tree, &tree_files, files, go_on)?;
         let root = *tree.parent();
         let sizes = files.iter().map(|(_, size)| *size);

@@ -44,7 +44,7 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
         loop {
             on_wait()?;
             let (found, is_decided) = match LockState::try_lock(root, &identity, &mut history, timing)? {
-                LockState::Free(file) => match take(root, file, identity.clone(), timing)? {
+                LockState::Free(file) => match take_ownership(root, file, identity.clone(), timing)? {
                     Ok(lock_file) => {
                         let lock_file = Arc::new(lock_file);
                         let heartbeat =
@@ -157,7 +157,7 @@ impl<F> LockState<F> {
 
 /// Writes this process's record into a free file. Returns the record of another process that did so first, where
 /// the file could not be locked.
-fn take<D: Disk + Clone>(
+fn take_ownership<D: Disk + Clone>(
     root: &OpenFolder<D>,
     file: D::File,
     owner: ProcessIdentity,
