@@ -17,8 +17,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use network_disk::{
-    AFTER_LISTING, LOCAL_LOCKS, ETIMEDOUT, IS_CUT_OFF, NO_LOCKS, LOSES_ANSWER, NetworkDisk, Outcome, NO_NEW_RENAMES, REMEMBERED,
-    RENUMBERS,
+    AFTER_LISTING, ETIMEDOUT, IS_CUT_OFF, LOCAL_LOCKS, LOSES_ANSWER, NO_LOCKS, NO_NEW_RENAMES, NetworkDisk, Outcome,
+    REMEMBERED, RENUMBERS,
 };
 use tundish_commit::disk::RealDisk;
 use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root, read_lock_at};

@@ -31,7 +31,11 @@ const CHUNKS_PER_CALL: usize = 32;
 /// # Safety
 /// All sources can be read and all targets written until this returns. No target overlaps another target or a source,
 /// and nobody else accesses a target. If a source changes meanwhile, its copy mixes old and new bytes.
-pub unsafe fn copy<E>(copies: &[CopyRange], threads: usize, go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+pub unsafe fn copy<E>(
+    copies: &[CopyRange],
+    threads: usize,
+    go_on: impl FnMut(usize) -> Result<(), E>,
+) -> Result<(), E> {
     // SAFETY: the caller's promise.
     unsafe { BackgroundCopy::start(copies.to_vec(), threads) }.finish(go_on)
 }

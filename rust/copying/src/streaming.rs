@@ -76,7 +76,11 @@ impl<I: Iterator<Item = CopyRange>> Stream<I> {
             unsafe { copy_plainly(self.left) };
             self.left.length = 0;
             let Some(next) = self.copies.next() else { break };
-            let lead = if next.length < SHORTEST_STREAMED { next.length } else { next.target.align_offset(STORE).min(next.length) };
+            let lead = if next.length < SHORTEST_STREAMED {
+                next.length
+            } else {
+                next.target.align_offset(STORE).min(next.length)
+            };
             // SAFETY: the caller's promise.
             unsafe { copy_plainly(next.before(lead)) };
             self.left = next.after(lead);
@@ -92,7 +96,7 @@ impl<I: Iterator<Item = CopyRange>> Stream<I> {
     }
 }
 
-unsafe fn copy_plainly(copy: Copy) {
+unsafe fn copy_plainly(copy: CopyRange) {
     // SAFETY: the caller's promise.
     unsafe { copy.source.copy_to_nonoverlapping(copy.target, copy.length) };
 }

@@ -9,7 +9,7 @@
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
 use crate::hard::{self, PackRequest};
-use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, WINDOW, SampleLengths, SampleOrder};
+use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, SampleLengths, SampleOrder, WINDOW};
 use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
 

@@ -11,7 +11,7 @@ use crate::error::PackError;
 use crate::folder::METADATA_FILE;
 use crate::hard::{self, PackRequest};
 use crate::inputs::{
-    IntegerKind, Integers, OrderedSamples, RandomState, WINDOW, SampleLengths, SampleOrder, check_order,
+    IntegerKind, Integers, OrderedSamples, RandomState, SampleLengths, SampleOrder, WINDOW, check_order,
 };
 use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;

@@ -160,8 +160,7 @@ fn no_plan_is_made_in_the_place_of_the_one_that_is_expected() {
 
         let parent = tempfile::tempdir().unwrap();
         let target = parent.path().join("plan");
-        let in_memory =
-            expecting(&changed).and_then(|packer| packer.pack(&mut NoProgress).map(|plan| plan.metadata));
+        let in_memory = expecting(&changed).and_then(|packer| packer.pack(&mut NoProgress).map(|plan| plan.metadata));
         let to_files = expecting(&changed).and_then(|packer| packer.write(&target, &mut NoProgress));
         assert!(matches!(in_memory, Err(PackError::InputChanged)));
         assert!(matches!(to_files, Err(PackError::InputChanged)));

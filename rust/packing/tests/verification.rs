@@ -28,8 +28,7 @@ impl Case {
         let lengths = columns(lengths);
         let request =
             PackRequest { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, threads: 1 };
-        let plan =
-            HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
+        let plan = HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
         let order = match order {
             SampleOrder::Given(order) => Some(order),
             _ => None,

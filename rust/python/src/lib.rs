@@ -38,6 +38,8 @@ mod _native {
     }
 
     #[pymodule_export]
+    use super::atomic_folder::{AtomicFolder, replace_file};
+    #[pymodule_export]
     use super::checkpoint::checkpoint_files::{
         FileMetadata, checksum_file, sweep_writer_slots, verify_checkpoint, write_small_file,
     };
@@ -53,8 +55,6 @@ mod _native {
     use super::checkpoint::shard_writer::ShardWriter;
     #[pymodule_export]
     use super::checkpoint::tensor_copy::TensorCopy;
-    #[pymodule_export]
-    use super::atomic_folder::{AtomicFolder, replace_file};
     #[pymodule_export]
     use super::packing::{
         PlanReader, hard_pack, hard_pack_to_folder, hard_plan_fingerprint, open_plan, plan_sample_index, save_plan,

@@ -190,7 +190,9 @@ impl Disk for RealDisk {
     }
 
     fn create_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-        change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777))))
+        change("create folder", path, || {
+            retry_on_intr(|| rustix::fs::mkdirat(parent, name, Mode::from_raw_mode(0o777)))
+        })
     }
 
     fn create_private_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {

@@ -118,7 +118,11 @@ impl<D: Disk> FolderTree<D> {
         disk.open_file_for_writing(self.folder_of(tree_file), &tree_file.base_name, &tree_file.path)
     }
 
-    pub(crate) fn open_for_direct_writing(&self, disk: &D, tree_file: &TreeFile) -> Result<Option<D::File>, CommitError> {
+    pub(crate) fn open_for_direct_writing(
+        &self,
+        disk: &D,
+        tree_file: &TreeFile,
+    ) -> Result<Option<D::File>, CommitError> {
         disk.open_file_for_direct_writing(self.folder_of(tree_file), &tree_file.base_name, &tree_file.path)
     }
 

@@ -1,7 +1,7 @@
 //! A file of an [`AtomicFolder`](crate::AtomicFolder) that is being written.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::disk::{self, Disk, RealDisk};

@@ -134,6 +134,6 @@ fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery
     }
 }
 
-fn shown<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> String {
+fn display_path<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr) -> String {
     root.path.join(name).display().to_string()
 }

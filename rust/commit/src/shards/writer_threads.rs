@@ -12,7 +12,7 @@ use super::WriterOptions;
 use super::output_file::{DirectIo, OutputFile};
 use super::pending_write::PendingWrite;
 use super::thread_priority;
-use super::work_queue::{WorkResult, WorkItem, WorkQueue, WritePermission};
+use super::work_queue::{WorkItem, WorkQueue, WorkResult, WritePermission};
 use super::writer_slots::{WriterSlot, WriterSlots};
 use crate::checksum::Checksum;
 use crate::disk::{Disk, FileStat};
@@ -57,7 +57,8 @@ impl<D: Disk> SharedWriterState<D> {
         options: WriterOptions,
         root: &FileStat,
     ) -> Self {
-        let files: Vec<_> = files.map(|(tree_file, size)| SharedFile { tree_file, size, output: Mutex::new(None) }).collect();
+        let files: Vec<_> =
+            files.map(|(tree_file, size)| SharedFile { tree_file, size, output: Mutex::new(None) }).collect();
         let sizes: Vec<_> = files.iter().map(|file| file.size).collect();
         SharedWriterState {
             disk,

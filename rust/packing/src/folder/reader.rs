@@ -15,7 +15,7 @@ use serde::Deserialize;
 
 use super::mapped_column::MappedColumn;
 use super::npy::{self, HEADER_BYTES, NpyHeader};
-use super::{LARGEST_METADATA, METADATA_FILE, BUFFER_BYTES, file_name};
+use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, file_name};
 use crate::error::PackError;
 use crate::plan::{FORMAT_VERSION, Field, PlanMetadata};
 use crate::progress::Progress;

@@ -9,7 +9,7 @@ use std::thread;
 use tundish_commit::{AtomicFolder, FolderFile};
 
 use super::npy::{HEADER_BYTES, NpyHeader};
-use super::{LARGEST_METADATA, METADATA_FILE, BUFFER_BYTES, disk_space, file_name};
+use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, disk_space, file_name};
 use crate::error::PackError;
 use crate::inputs::IntegerKind;
 use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView};

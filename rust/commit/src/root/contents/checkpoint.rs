@@ -97,7 +97,11 @@ pub(crate) enum ExamineFailure {
 
 impl From<CommitError> for ExamineFailure {
     fn from(error: CommitError) -> Self {
-        if error.is_shortage() { ExamineFailure::Unreadable(error) } else { ExamineFailure::NotWhole(error.to_string()) }
+        if error.is_shortage() {
+            ExamineFailure::Unreadable(error)
+        } else {
+            ExamineFailure::NotWhole(error.to_string())
+        }
     }
 }
 
@@ -237,7 +241,9 @@ pub(crate) fn open_inner_folders<'a, D: Disk + Clone>(
             let (parent, base_name) = parent_and_name(name);
             let parent = if parent.is_empty() { Some(top) } else { folders[parent].as_ref() };
             let opened = match parent {
-                Some(parent) if parent.has_folder(OsStr::new(base_name))? => Some(parent.open_folder(OsStr::new(base_name))?),
+                Some(parent) if parent.has_folder(OsStr::new(base_name))? => {
+                    Some(parent.open_folder(OsStr::new(base_name))?)
+                }
                 _ => None,
             };
             folders.insert(name, opened);
