@@ -1,7 +1,8 @@
 """The lower bound of a plan in a given order: a compiled loop that reads the lengths in that order and writes arrays.
 
-It cuts nothing, and checks only that every sample exists. The lengths are first copied to two bytes each, so that caches
-hold more of them. If caches do not hold them all, each is prefetched before it is read. Both together halve its time.
+It cuts nothing, and checks only that every sample exists. The lengths are first copied to two bytes each, so that
+caches hold more of them. If caches do not hold them all, each is prefetched before it is read. Both together halve its
+time.
 """
 
 from __future__ import annotations

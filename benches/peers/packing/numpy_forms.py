@@ -4,8 +4,8 @@ The peers of tundish, and the oracle of its outputs. Invariants: `chunked` and `
 arrays for the same inputs. Nothing here imports tundish.
 
 Source of the method: `chunked` is XTuner's HardPackDataset in one process: a batched search over chunks of 10,000 packs
-on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk, then a merge. `publish` and
-`map_again` keep the arrays on disk as that class does.
+on the cumulative lengths of the ordered samples, a Python loop over the packs of each chunk, then a merge. `publish`
+and `map_again` keep the arrays on disk as that class does.
 """
 
 from __future__ import annotations

@@ -200,7 +200,9 @@ def on_node(rank: int, size: int) -> None:
 
 def share_in(line: Line, destination: dict[str, Any]) -> None:
     lengths = np.tile(LENGTHS, 100)
-    line.say(*outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **destination)), time.monotonic())
+    line.say(
+        *outcome(lambda: share(Path(), lengths=lengths, cache_dir=None, **destination)), time.monotonic()
+    )
 
 
 def long_build(rank: int, line: Line) -> None:

@@ -178,7 +178,9 @@ def test_inputs_that_change_once_they_were_hashed_make_no_plan(
     changed = LENGTHS.copy() if changes == "lengths" else np.arange(len(LENGTHS))
     inputs: dict[str, Any] = {"lengths": LENGTHS, changes: changed}
     where: dict[str, Any] = (
-        {} if destination is None else {destination: tmp_path if destination == "cache_dir" else tmp_path / "plan"}
+        {}
+        if destination is None
+        else {destination: tmp_path if destination == "cache_dir" else tmp_path / "plan"}
     )
     hashing = _native.hard_plan_fingerprint
 
