@@ -36,7 +36,7 @@ def test_a_buffer_arrives_and_is_its_receivers_to_write() -> None:
     assert array.tobytes() == b"jello"
 
 
-def test_memory_is_used_again_only_after_the_receiver_came_and_let_go() -> None:
+def test_memory_is_used_again_only_after_the_receiver_opened_and_dropped_it() -> None:
     arena, buffers = SegmentArena(), BufferReceiver()
     first = packed(arena, b"1" * 1000)
     reference = first.reference()

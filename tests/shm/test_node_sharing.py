@@ -296,7 +296,7 @@ def readers_workers(rank: int, line: Line) -> None:
         # The builder may drop the array before the others start workers.
         del tokens
         gc.collect()
-    td.distributed.vote(what="the builder has let go")
+    td.distributed.vote(what="the builder has dropped it")
     if rank == 1:
         loader = DataLoader(Tokens(tokens), batch_size=None, num_workers=1, multiprocessing_context="spawn")  # type: ignore[arg-type]
         line.say(list(loader) == [[index, inode] for index in range(4)])

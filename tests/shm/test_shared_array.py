@@ -325,7 +325,7 @@ def test_many_small_arrays_do_not_keep_all_their_descriptors() -> None:
     assert len(descriptors()) - before <= 128
 
 
-def test_threads_share_and_let_go_at_once() -> None:
+def test_threads_share_and_close_at_once() -> None:
     failures: list[BaseException] = []
 
     def work(seed: int) -> None:

@@ -1,7 +1,7 @@
-"""Processes that create, attach, let go and sweep under the same few names are killed at random, again and again.
+"""Processes that create, attach, close and sweep under the same few names are killed at random, again and again.
 
-With a fixed seed; 200 times under `make soak`. Whatever was killed when: who lives reads what was written, no name of a
-living one is lost, and in the end one sweep leaves nothing.
+With a fixed seed; 200 times under `make soak`. Living processes read what was written, no name of a living process is
+lost, and in the end one sweep leaves nothing.
 """
 
 from __future__ import annotations

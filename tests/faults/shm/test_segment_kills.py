@@ -1,7 +1,7 @@
 """Processes that read shared arrays are killed at random while their owner uses the memory again and again.
 
-With a fixed seed; 200 times under `make soak`. Whatever was killed when: who reads an array reads what was shared, its
-memory is used again when its last reader is dead, and in the end nothing is left.
+With a fixed seed; 200 times under `make soak`. Readers of an array read what was shared, its memory is used again when
+its last reader is dead, and in the end nothing is left.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 //! never get in each other's way. It is the POSIX object of that name: `shm_open` finds it too.
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -61,12 +60,6 @@ impl SegmentName {
     }
 }
 
-impl fmt::Display for SegmentName {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(&self.0)
-    }
-}
-
 fn prefix() -> String {
     format!("tundish-{}-", geteuid().as_raw())
 }
@@ -75,7 +68,7 @@ fn prefix() -> String {
 #[derive(Debug)]
 pub struct SegmentFolder {
     descriptor: OwnedFd,
-    path: PathBuf,
+    pub(super) path: PathBuf,
 }
 
 impl SegmentFolder {
@@ -90,11 +83,6 @@ impl SegmentFolder {
         let descriptor = retry_on_intr(|| openat(CWD, path, flags, Mode::empty()))
             .map_err(|errno| ShmError::io("open the folder of named segments", path.display().to_string(), errno))?;
         Ok(Self { descriptor, path: path.to_owned() })
-    }
-
-    /// Its path.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     /// The path for this name, whether or not there is a segment.

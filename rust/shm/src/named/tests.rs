@@ -88,7 +88,7 @@ fn named(name: &str) -> SegmentName {
 }
 
 fn names(segments: &[NamedSegment]) -> Vec<String> {
-    segments.iter().map(|segment| segment.name.to_string()).collect()
+    segments.iter().map(|segment| segment.name.as_str().to_owned()).collect()
 }
 
 fn is_missing<T>(outcome: Result<T, ShmError>) -> bool {
@@ -138,7 +138,7 @@ fn a_reader_gets_no_map_to_write() {
 fn a_draft_has_no_name_and_leaves_nothing() {
     let test = TestFolder::new();
     let (file, claim) = test.draft("tokens").unwrap();
-    assert_eq!(std::fs::read_dir(test.folder.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(&test.folder.path).unwrap().count(), 0);
     assert!(is_missing(test.attach("tokens")));
     // Meanwhile another may be faster.
     let _other = test.create("tokens").unwrap();
@@ -179,7 +179,7 @@ fn foreign_files_are_neither_locked_nor_removed_nor_attached_to() {
     std::fs::create_dir(test.path_of("folder")).unwrap();
     test.leave("dead");
     symlink(test.path_of("dead"), test.path_of("link")).unwrap();
-    let elsewhere = test.folder.path().join("tundish-other-dead");
+    let elsewhere = test.folder.path.join("tundish-other-dead");
     std::fs::copy(test.path_of("dead"), &elsewhere).unwrap();
     assert_eq!(test.sweep(), (vec!["dead".to_owned()], vec![]));
     for name in ["file0", "file1", "file2", "folder", "link"] {
@@ -251,7 +251,7 @@ fn a_create_during_the_sweep_of_a_dead_segment_gets_the_name() {
     let created = created.unwrap();
     assert_ne!(identity_of(&created.file), dead);
     drop(created);
-    assert!(!test.path_of("tokens").exists(), "it let go");
+    assert!(!test.path_of("tokens").exists(), "the last holder has ended");
 }
 
 #[test]
@@ -358,5 +358,5 @@ fn in_any_order_a_held_name_leads_to_the_held_segment() {
         }
     });
     test.sweep();
-    assert_eq!(std::fs::read_dir(test.folder.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(&test.folder.path).unwrap().count(), 0);
 }
