@@ -69,7 +69,7 @@ MUTANTS = [
         "a late insert",
         "rust/store/src/entries/fetch_buffer.rs",
         "let Some(part) = state.parts.with_token_mut(flight.token).filter(|_| is_wanted) else {",
-        "let Some(part) = Some(state.parts.unclaimed()).filter(|_| is_wanted || flight.epoch.is_some()) else {",
+        "let Some(part) = Some(state.parts.unclaimed()).filter(|_| is_wanted || flight.step.is_some()) else {",
     ),
     Mutant(
         "no retry of a request",

@@ -221,7 +221,7 @@ def test_a_limit_is_a_number_of_bytes(limit: str) -> None:
 def test_step_numbers_that_json_cannot_hold_are_refused() -> None:
     def begin(addr: str, number: int) -> int:
         connection = http.client.HTTPConnection(addr, timeout=60)
-        connection.request("POST", f"/epoch/{number}/begin")
+        connection.request("POST", f"/step/{number}/begin")
         status = connection.getresponse().status
         connection.close()
         return status
@@ -235,7 +235,7 @@ def test_step_numbers_that_json_cannot_hold_are_refused() -> None:
                 with controller.step() as step:
                     assert step.number < (1 << 53) - 1
     # And for a process alone.
-    ShardStore.begin_epoch((1 << 53) - 1, 7)
+    ShardStore.begin_step((1 << 53) - 1, 7)
     try:
         for _ in range(2):
             with td.rtensor.step() as alone:

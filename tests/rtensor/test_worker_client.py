@@ -40,7 +40,7 @@ def test_requests_share_one_connection(server: ShardServer) -> None:
     assert client.request("GET", "/health", timeout=10) == (200, b'{"status":"ok"}')
     first = client.connection_number
     status, text = client.request(
-        "POST", "/epoch/2999/claim", json.dumps({"shard_ids": []}).encode(), timeout=10
+        "POST", "/step/2999/claim", json.dumps({"shard_ids": []}).encode(), timeout=10
     )
     assert (status, json.loads(text)["claimed_count"]) == (200, 0)
     assert client.request("GET", "/nothing", timeout=10)[0] == 404

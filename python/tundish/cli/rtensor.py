@@ -123,7 +123,7 @@ def _token_hint(path: Path | None) -> str:
 def _row(addr: str, stats: dict[str, Any]) -> tuple[str, ...]:
     storage, buffer = stats["storage"], stats["buffer"]
     escaped = storage["memory"]["escaped_bytes"] + buffer["memory"]["escaped_bytes"]
-    step = stats["current_epoch"]
+    step = stats["current_step"]
     return (
         printable(addr),
         _number(storage["num_entries"]),

@@ -109,7 +109,6 @@ pub struct BufferStats {
     /// Tensors that are being fetched.
     pub in_flight: u64,
     /// The step that holds bytes for the longest time.
-    #[serde(rename = "oldest_epoch")]
     pub oldest_step: Option<Step>,
     /// Its memory.
     pub memory: Account,
@@ -119,7 +118,6 @@ pub struct BufferStats {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepLedger {
     /// The step.
-    #[serde(rename = "epoch")]
     pub step: Step,
     /// Whether it has ended.
     pub has_ended: bool,
@@ -147,9 +145,7 @@ pub struct Stats {
     /// As a consumer.
     pub buffer: BufferStats,
     /// The step that fetches belong to now.
-    #[serde(rename = "current_epoch")]
     pub current_step: Option<Step>,
     /// Every step that has begun or claimed and has not ended, and the last that have, newest last.
-    #[serde(rename = "epochs")]
     pub steps: Vec<StepLedger>,
 }

@@ -41,9 +41,9 @@ def test_another_user_can_do_nothing_without_a_token() -> None:
             ("PUT", "/data/mine", "TSHD"),
             ("DELETE", "/data/clear", names),
             ("DELETE", "/buffer/clear", ""),
-            ("POST", "/epoch/1/begin", ""),
-            ("POST", "/epoch/1/claim", names),
-            ("POST", "/epoch/1/end", ""),
+            ("POST", "/step/1/begin", ""),
+            ("POST", "/step/1/claim", names),
+            ("POST", "/step/1/end", ""),
             ("POST", "/keep", names),
             ("GET", "/stats", ""),
             ("GET", "/metrics", ""),
@@ -51,7 +51,7 @@ def test_another_user_can_do_nothing_without_a_token() -> None:
         ]
         assert as_nobody(lambda: all(status_of(server.addr, *request) == 403 for request in requests))
         assert status_of(server.addr, "GET", f"/data/{handle.shard_id}") == 200
-        assert ShardStore.current_epoch() is None
+        assert ShardStore.current_step() is None
         ShardStore.remove([handle.shard_id])
 
 

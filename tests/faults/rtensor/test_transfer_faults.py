@@ -293,7 +293,7 @@ def test_workers_that_lost_the_controllers_connection_are_drained(owner: Peer) -
 
                 def has_given_up(worker: Worker) -> bool:
                     stats = controller.stats()[worker]
-                    return isinstance(stats, dict) and stats["current_epoch"] is None
+                    return isinstance(stats, dict) and stats["current_step"] is None
 
                 for _ in range(2):
                     with controller.step(claim=handles[:2]):

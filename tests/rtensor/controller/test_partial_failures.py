@@ -181,7 +181,7 @@ def test_the_next_step_drains_what_an_interrupted_end_left(owners: list[Peer], c
 def interrupted_as_it_begins(handles: Any) -> int:
     own = rtensor.remotize(rtensor.localize(handles))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "ShardStore", Interrupted("begin_epoch"))
+        patch.setattr(step_module, "ShardStore", Interrupted("begin_step"))
         with pytest.raises(KeyboardInterrupt), rtensor.step(claim=own):
             pytest.fail("it began")
     unclaimed = int(rtensor.storage_stats()["unclaimed_entries"])

@@ -114,7 +114,7 @@ def test_a_step_drains_its_claims_and_its_fetches(
         assert tuple(controller.stats()) == controller.workers
         for stats in controller.stats().values():
             assert isinstance(stats, dict)
-            (ledger,) = [one for one in stats["epochs"] if one["epoch"] == step.number]
+            (ledger,) = [one for one in stats["steps"] if one["step"] == step.number]
             assert (
                 ledger["has_ended"]
                 and ledger["held_bytes"] == ledger["viewed_bytes"] == ledger["escaped_bytes"] == 0

@@ -112,10 +112,10 @@ def test_a_drain_function_that_does_not_end_has_failed() -> None:
                 "kept_entries": 0,
                 "kept_bytes": 0,
             },
-            {"epochs": [1]},
+            {"steps": [1]},
         ),
-        ({"num_entries": "many"}, {"epochs": [{"epoch": "x"}, {"epoch": float("inf")}]}),
-        ([1], {"epochs": 3}),
+        ({"num_entries": "many"}, {"steps": [{"step": "x"}, {"step": float("inf")}]}),
+        ([1], {"steps": 3}),
     ],
 )
 def test_nonsense_in_an_answer_stops_no_training(buffer: Any, stats: Any) -> None:

@@ -112,14 +112,14 @@ def unbalanced(number: int, gone: set[str], unclaimed: dict[str, int]) -> dict[s
 def _is_balanced(stats: Any, number: int, unclaimed: int) -> bool:
     if not isinstance(stats, dict):
         return False
-    storage, buffer, ledgers = stats["storage"], stats["buffer"], stats["epochs"]
+    storage, buffer, ledgers = stats["storage"], stats["buffer"], stats["steps"]
     return (
         storage["num_entries"] == storage["unclaimed_entries"] == unclaimed
         and storage["total_bytes"] == storage["unclaimed_bytes"]
         and (storage["total_bytes"] > 0) == (unclaimed > 0)
         and buffer["num_entries"] == buffer["total_bytes"] == buffer["in_flight"] == 0
         and buffer["memory"]["used_bytes"] == buffer["memory"]["escaped_bytes"] == 0
-        and [ledger["has_ended"] for ledger in ledgers if ledger["epoch"] == number] == [True]
+        and [ledger["has_ended"] for ledger in ledgers if ledger["step"] == number] == [True]
         and all(
             ledger["stored_bytes"] + ledger["fetched_bytes"] == ledger["freed_bytes"]
             and ledger["held_bytes"] == ledger["viewed_bytes"] == ledger["escaped_bytes"] == 0

@@ -67,7 +67,7 @@ class Backend(ABC):
         return _removed(ShardStore.clear())
 
     def stats(self) -> dict[str, Any]:
-        """`storage`, `buffer` and `epochs` of this process."""
+        """`storage`, `buffer` and `steps` of this process."""
         found: dict[str, Any] = json.loads(ShardStore.stats())
         return found
 

@@ -164,7 +164,7 @@ class Controller:
             self._connections.keep_only(by_address.keys())
             self._requests.keep_only(by_address.keys())
             if self._step is not None:
-                begin = HttpRequest("POST", f"/epoch/{self._step.number}/begin")
+                begin = HttpRequest("POST", f"/step/{self._step.number}/begin")
                 self._requests.send((one, begin) for one in self._with_server() if one.addr not in known)
 
     def clear_batches(self, *targets: Any) -> Drained:
@@ -318,8 +318,8 @@ class Controller:
         try:
             server = state().server
             if server is None or server.addr not in self._workers:
-                ShardStore.begin_epoch(number, self._claimant)
-            begin = HttpRequest("POST", f"/epoch/{number}/begin")
+                ShardStore.begin_step(number, self._claimant)
+            begin = HttpRequest("POST", f"/step/{number}/begin")
             answers = self._requests.send((worker, begin) for worker in self._with_server())
             raise_failures(f"did not begin step {number}", answers)
             claims = self._claim(number, owners)
@@ -333,7 +333,7 @@ class Controller:
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
         """Claims shards; waits a moment for owners that have not noticed the end of an earlier controller."""
         requests = [
-            (self._at(owner), HttpRequest("POST", f"/epoch/{number}/claim", ids))
+            (self._at(owner), HttpRequest("POST", f"/step/{number}/claim", ids))
             for owner, ids in owners.items()
         ]
         deadline = time.monotonic() + _NOTICE_SECONDS
@@ -359,10 +359,10 @@ class Controller:
         ids = [one for some in ending.values() for one in some]
         by_name = sorted(step.kept_by_some - {one for _, one in step.kept})
         consumers = [worker for worker in self._workers.values() if worker.addr not in ending]
-        end = HttpRequest("POST", f"/epoch/{step.number}/end")
+        end = HttpRequest("POST", f"/step/{step.number}/end")
         send = self._requests.send_until_done
         ShardStore.clear_buffer([*ids, *by_name])
-        ShardStore.end_epoch(step.number)
+        ShardStore.end_step(step.number)
         ledgers = send(WorkerRequest(worker, end, ids) for worker in consumers)
         ledgers |= send(WorkerRequest(self._at(owner), end, ids) for owner in ending)
         answers = dict(ledgers)

@@ -20,7 +20,7 @@ def warn_of_escaped(holder: str, number: int, ledger: dict[str, Any]) -> None:
     Args:
         holder: the process, for the message.
         number: the step.
-        ledger: the account of the step, as `/epoch/<number>/end` answers it.
+        ledger: the account of the step, as `/step/<number>/end` answers it.
     """
     escaped = integer_in(ledger, "escaped_bytes")
     if escaped:
@@ -52,7 +52,7 @@ def entries_left(holder: str, stats: Any, *, is_step_over: bool) -> int:
             holder,
             "1 entry" if entries == 1 else f"{entries} entries",
             size,
-            stats.get("oldest_epoch"),
+            stats.get("oldest_step"),
         )
     else:
         _log.debug("%s is drained", holder)

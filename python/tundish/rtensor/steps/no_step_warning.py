@@ -39,7 +39,7 @@ class NoStepWarning:
         self._is_done = True
         stats = json.loads(ShardStore.stats())
         # A step that fetched nothing here claimed shards only: this process is no worker of that controller.
-        if stats["current_epoch"] is None and not any(step["fetched_bytes"] for step in stats["epochs"]):
+        if stats["current_step"] is None and not any(step["fetched_bytes"] for step in stats["steps"]):
             _log.warning(
                 "this process has fetched for a minute, and no step ever began in it: %d entries (%d bytes) are in its "
                 "fetch buffer, and stay until it is full. Call serve() and name this process among the workers of "

@@ -58,7 +58,7 @@ def step(claim: Any = None) -> Iterator[Step]:
         try:
             if ids:
                 _claim(number, mine, ids)
-            ShardStore.begin_epoch(number, mine.claimant)
+            ShardStore.begin_step(number, mine.claimant)
         except BaseException:
             ShardStore.give_up(mine.claimant)
             raise
@@ -95,7 +95,7 @@ def drop_fetched(claims: list[str]) -> None:
     """Drops all that was fetched since the last step, and what was fetched of `claims` at any time."""
     mine = state()
     number = _next_number(mine)
-    ShardStore.begin_epoch(number, mine.claimant)
+    ShardStore.begin_step(number, mine.claimant)
     ShardStore.clear_buffer(claims)
     _end(number, mine)
 
@@ -117,7 +117,7 @@ def _claim(number: int, mine: State, ids: list[str]) -> None:
 
 
 def _end(number: int, mine: State) -> None:
-    warn_of_escaped(_HERE, number, json.loads(ShardStore.end_epoch(number)))
+    warn_of_escaped(_HERE, number, json.loads(ShardStore.end_step(number)))
     left = json.loads(ShardStore.stats())["buffer"]
     if not left["kept_entries"]:
         mine.kept.clear()

@@ -78,7 +78,7 @@ def fetch_buffer_stats() -> dict[str, Any]:
     Returns:
         `num_entries` and their `total_bytes`; of these `kept_entries` and `kept_bytes`, which outlive the step; the
         largest `total_bytes` so far (`high_water_bytes`); `hits` and `misses`; `late_inserts_refused` (arrived after
-        their step had ended); `in_flight`; the `oldest_epoch` that has bytes; and in `memory` the bytes of allocated
+        their step had ended); `in_flight`; the `oldest_step` that has bytes; and in `memory` the bytes of allocated
         memory, as in `storage_stats`.
     """
     found: dict[str, Any] = current_backend().stats()["buffer"]

@@ -179,20 +179,20 @@ impl ShardStore {
 
     /// Begins a step: later fetches belong to it.
     #[staticmethod]
-    fn begin_epoch(py: Python<'_>, epoch: u64, claimant: u64) -> PyResult<()> {
-        enter(py, None, move |_| Ok(Node::of_process().begin_step(epoch, claimant)?))
+    fn begin_step(py: Python<'_>, step: u64, claimant: u64) -> PyResult<()> {
+        enter(py, None, move |_| Ok(Node::of_process().begin_step(step, claimant)?))
     }
 
     /// Claims shards for a step. Returns their bytes, the missing ones, and those of other steps.
     #[staticmethod]
     fn claim(
         py: Python<'_>,
-        epoch: u64,
+        step: u64,
         claimant: u64,
         shard_ids: &Bound<'_, PyAny>,
     ) -> PyResult<(u64, Vec<String>, Vec<String>)> {
         let ids = ids_of(shard_ids)?;
-        let claimed = enter(py, None, move |_| Ok(Node::of_process().claim(epoch, claimant, &ids)?))?;
+        let claimed = enter(py, None, move |_| Ok(Node::of_process().claim(step, claimant, &ids)?))?;
         let names = |ids: &[ShardId]| ids.iter().map(ShardId::to_string).collect();
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
@@ -205,8 +205,8 @@ impl ShardStore {
 
     /// Ends a step: drops its claimed shards and fetched entries. Returns its account in JSON.
     #[staticmethod]
-    fn end_epoch(py: Python<'_>, epoch: u64) -> PyResult<String> {
-        as_json(&py.detach(|| Node::of_process().end_step(epoch)))
+    fn end_step(py: Python<'_>, step: u64) -> PyResult<String> {
+        as_json(&py.detach(|| Node::of_process().end_step(step)))
     }
 
     /// Keeps shards and fetched entries beyond their step. Returns their number.
@@ -219,7 +219,7 @@ impl ShardStore {
 
     /// The step that fetches belong to.
     #[staticmethod]
-    fn current_epoch() -> Option<u64> {
+    fn current_step() -> Option<u64> {
         Node::of_process().current_step()
     }
 

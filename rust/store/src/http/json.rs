@@ -215,11 +215,9 @@ pub(super) struct Refused {
     pub(super) removed_shard_ids: Vec<String>,
     /// The step that has ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[serde(rename = "ended_epoch")]
     pub(super) ended_step: Option<Step>,
     /// The step that is another's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[serde(rename = "taken_epoch")]
     pub(super) taken_step: Option<Step>,
 }
 

@@ -25,11 +25,11 @@ pub enum Route {
     BufferStats,
     /// `POST /keep`
     Keep,
-    /// `POST /epoch/<number>/begin`
+    /// `POST /step/<number>/begin`
     Begin(Step),
-    /// `POST /epoch/<number>/claim`
+    /// `POST /step/<number>/claim`
     Claim(Step),
-    /// `POST /epoch/<number>/end`
+    /// `POST /step/<number>/end`
     End(Step),
     /// `GET /stats`
     Stats,
@@ -55,14 +55,14 @@ impl Route {
             (["buffer", "clear"], &Method::DELETE) => Route::ClearBuffer,
             (["buffer", "stats"], &Method::GET) => Route::BufferStats,
             (["keep"], &Method::POST) => Route::Keep,
-            (["epoch", number, "begin"], &Method::POST) => Route::Begin(step_number(number)?),
-            (["epoch", number, "claim"], &Method::POST) => Route::Claim(step_number(number)?),
-            (["epoch", number, "end"], &Method::POST) => Route::End(step_number(number)?),
+            (["step", number, "begin"], &Method::POST) => Route::Begin(step_number(number)?),
+            (["step", number, "claim"], &Method::POST) => Route::Claim(step_number(number)?),
+            (["step", number, "end"], &Method::POST) => Route::End(step_number(number)?),
             (["stats"], &Method::GET) => Route::Stats,
             (["metrics"], &Method::GET) => Route::Metrics,
             (["health"], &Method::GET | &Method::HEAD) => Route::Health,
             _ => {
-                let all = "/data/<id>, /data/batch, /buffer, /keep, /epoch, /stats, /metrics and /health";
+                let all = "/data/<id>, /data/batch, /buffer, /keep, /step, /stats, /metrics and /health";
                 return Err(Refusal::new(404, format!("{method} does nothing here; there are {all}")));
             }
         })
@@ -96,9 +96,9 @@ mod tests {
             (delete, "/buffer/clear", Route::ClearBuffer),
             (post, "/keep", Route::Keep),
             (get, "/buffer/stats", Route::BufferStats),
-            (post, "/epoch/9007199254740991/end", Route::End(LAST_STEP)),
-            (post, "/epoch/0/begin", Route::Begin(0)),
-            (post, "/epoch/7/claim", Route::Claim(7)),
+            (post, "/step/9007199254740991/end", Route::End(LAST_STEP)),
+            (post, "/step/0/begin", Route::Begin(0)),
+            (post, "/step/7/claim", Route::Claim(7)),
             (get, "/stats", Route::Stats),
             (get, "/metrics", Route::Metrics),
             (get, "/health", Route::Health),
@@ -123,16 +123,16 @@ mod tests {
             (post, "/data/x", 404),
             (put, "/data/x", 404),
             (delete, "/data/x", 404),
-            (get, "/epoch/1/end", 404),
-            (post, "/epoch/1/flush", 404),
-            (post, "/epoch/-1/end", 400),
-            (post, "/epoch/+1/end", 400),
-            (post, "/epoch//end", 400),
-            (post, "/epoch/9007199254740992/end", 400),
-            (post, "/epoch/18446744073709551615/begin", 400),
-            (post, "/epoch/18446744073709551616/end", 400),
-            (post, "/epoch/1/end/2", 404),
-            (post, "/epoch/1/stop", 404),
+            (get, "/step/1/end", 404),
+            (post, "/step/1/flush", 404),
+            (post, "/step/-1/end", 400),
+            (post, "/step/+1/end", 400),
+            (post, "/step//end", 400),
+            (post, "/step/9007199254740992/end", 400),
+            (post, "/step/18446744073709551615/begin", 400),
+            (post, "/step/18446744073709551616/end", 400),
+            (post, "/step/1/end/2", 404),
+            (post, "/step/1/stop", 404),
             (delete, "/stats", 404),
         ];
         for (method, path, status) in refused {

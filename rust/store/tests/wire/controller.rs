@@ -25,10 +25,10 @@ impl Controller {
         let body = content.map_or_else(Vec::new, |content| content.to_string().into_bytes());
         let (status, answer) = self.client.request("POST", path, &body, time_limit)?;
         let answer: Value = serde_json::from_slice(&answer).unwrap();
-        if let Some(step) = answer["ended_epoch"].as_u64() {
+        if let Some(step) = answer["ended_step"].as_u64() {
             return Err(StoreError::StepEnded { step });
         }
-        if let Some(step) = answer["taken_epoch"].as_u64() {
+        if let Some(step) = answer["taken_step"].as_u64() {
             return Err(StoreError::StepTaken { step });
         }
         if status == 200 {
@@ -39,7 +39,7 @@ impl Controller {
     }
 
     pub fn begin_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        self.post(&format!("/epoch/{step}/begin"), None, time_limit).map(drop)
+        self.post(&format!("/step/{step}/begin"), None, time_limit).map(drop)
     }
 
     pub fn claim(
@@ -48,7 +48,7 @@ impl Controller {
         ids: &[ShardId],
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Claimed, StoreError> {
-        let answer = self.post(&format!("/epoch/{step}/claim"), Some(json!({"shard_ids": ids})), time_limit)?;
+        let answer = self.post(&format!("/step/{step}/claim"), Some(json!({"shard_ids": ids})), time_limit)?;
         let ids = |name: &str| serde_json::from_value(answer[name].clone()).unwrap();
         Ok(Claimed {
             claimed_count: answer["claimed_count"].as_u64().unwrap(),
@@ -66,7 +66,7 @@ impl Controller {
     }
 
     pub fn end_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<StepLedger, StoreError> {
-        let answer = self.post(&format!("/epoch/{step}/end"), None, time_limit)?;
+        let answer = self.post(&format!("/step/{step}/end"), None, time_limit)?;
         Ok(serde_json::from_value(answer).unwrap())
     }
 }

@@ -44,7 +44,7 @@ fn curl_speaks_it() {
     let clear = ["--request", "DELETE", "--data", r#"{"shard_ids": ["a:1"]}"#, &url("/data/clear")];
     assert_eq!(json_of(&clear)["cleared_count"], 1);
     assert_eq!(json_of(&["--request", "DELETE", &url("/buffer/clear")])["cleared_count"], 0);
-    assert_eq!(json_of(&["--request", "POST", &url("/epoch/5/end")])["epoch"], 5);
+    assert_eq!(json_of(&["--request", "POST", &url("/step/5/end")])["step"], 5);
     assert_eq!(json_of(&[&url("/stats")])["storage"]["num_entries"], 1);
     let head = String::from_utf8(shards(&["--head", &url("/data/b")])).unwrap();
     assert!(

@@ -37,9 +37,9 @@ fn nothing_is_done_without_the_token() {
         ("DELETE", "/data/clear"),
         ("DELETE", "/buffer/clear"),
         ("GET", "/buffer/stats"),
-        ("POST", "/epoch/1/begin"),
-        ("POST", "/epoch/1/claim"),
-        ("POST", "/epoch/1/end"),
+        ("POST", "/step/1/begin"),
+        ("POST", "/step/1/claim"),
+        ("POST", "/step/1/end"),
         ("POST", "/keep"),
         ("GET", "/stats"),
         ("GET", "/metrics"),
@@ -56,7 +56,7 @@ fn nothing_is_done_without_the_token() {
         }
     }
     let said = "Authorization: Bearer s3cret\r\n";
-    assert_eq!(owner.ask("POST", "/epoch/1/end", said, b"").status, 200);
+    assert_eq!(owner.ask("POST", "/step/1/end", said, b"").status, 200);
 }
 
 #[test]
@@ -73,7 +73,7 @@ fn an_address_that_others_reach_needs_a_token() {
 fn pages_in_a_browser_are_not_served() {
     let owner = Owner::new();
     for fields in ["Origin: http://evil.example\r\n", "Sec-Fetch-Site: cross-site\r\n"] {
-        assert_eq!(owner.ask("POST", "/epoch/1/end", fields, b"").status, 403);
+        assert_eq!(owner.ask("POST", "/step/1/end", fields, b"").status, 403);
     }
     let mut turned = owner.connect();
     turned.send(b"GET /stats HTTP/1.1\r\nHost: evil.example\r\n\r\n");
@@ -171,7 +171,7 @@ proptest! {
     fn the_server_survives_any_bytes(
         parts in proptest::collection::vec(
             prop_oneof![
-                "(GET|PUT|POST|DELETE) /(data|epoch|buffer|stats)?/?[a-z0-9]{0,5}(/end)?( HTTP/1.1)?\r\n",
+                "(GET|PUT|POST|DELETE) /(data|step|buffer|stats)?/?[a-z0-9]{0,5}(/end)?( HTTP/1.1)?\r\n",
                 "(Host: localhost|Content-Length: [0-9]{1,3}|Expect: 100-continue)\r\n",
                 "\r\n",
                 "[\\x00-\\x7f]{0,20}",

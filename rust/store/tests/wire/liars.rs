@@ -169,7 +169,7 @@ fn a_request_to_a_worker_is_sent_again_only_on_a_connection_that_was_kept() {
     let one = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\na".to_vec();
     let liar = Liar::new(vec![Does::Says(Vec::new()), Does::Says(one), Does::Says(Vec::new()), Does::Says(Vec::new())]);
     let worker = WorkerClient::new(&liar.address, None, None);
-    let ask = |time_limit: &mut TimeLimit<'_>| worker.request("POST", "/epoch/1/end", b"", time_limit);
+    let ask = |time_limit: &mut TimeLimit<'_>| worker.request("POST", "/step/1/end", b"", time_limit);
     let error = within(5.0, ask).unwrap_err();
     assert!(matches!(error, StoreError::Unanswered { .. }), "{error}");
     assert_eq!(liar.heard.lock().unwrap().len(), 1, "it may have arrived");

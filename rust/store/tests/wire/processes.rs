@@ -303,10 +303,10 @@ fn without_threads_everything_is_done_by_those_that_serve() {
     let clear = format!(r#"{{"shard_ids": ["{}"]}}"#, process.ask("id"));
     let mut raw = Raw::connect(at);
     let requests: [(_, _, &[u8], _); 5] = [
-        ("POST", "/epoch/3/claim", clear.as_bytes(), "\"claimed_count\":1"),
+        ("POST", "/step/3/claim", clear.as_bytes(), "\"claimed_count\":1"),
         ("POST", "/keep", clear.as_bytes(), "\"kept_shards\":1"),
         ("DELETE", "/data/clear", clear.as_bytes(), "\"cleared_count\":1"),
-        ("POST", "/epoch/3/end", b"", "\"held_bytes\":0"),
+        ("POST", "/step/3/end", b"", "\"held_bytes\":0"),
         ("DELETE", "/buffer/clear", b"", "\"cleared_count\":0"),
     ];
     for (method, path, body, says) in requests {
@@ -354,7 +354,7 @@ fn those_that_stop_half_way_make_room_for_others() {
         "GET /health HT",
         "POST /data/batch HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
         "GET /data/LARGE HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "POST /epoch/99/begin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
+        "POST /step/99/begin HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
     ];
     let mut process = Process::start("processes::an_owner_with_few_descriptors");
     let at: SocketAddr = process.ask("address").parse().unwrap();

@@ -236,10 +236,10 @@ fn metrics_equal_the_stats() {
             ("misses_total", 2),
             ("late_inserts_refused_total", 0),
             ("in_flight", 0),
-            ("open_epochs", 2),
+            ("open_steps", 2),
             // A shard that is claimed and one that was fetched.
-            ("open_epochs_held_bytes", 1024 + 5056),
-            ("ended_epochs_escaped_bytes", 5000),
+            ("open_steps_held_bytes", 1024 + 5056),
+            ("ended_steps_escaped_bytes", 5000),
         ] {
             assert_eq!(value(name), f64::from(expected), "{name}");
         }

@@ -49,9 +49,9 @@ fn a_step_ends_with_its_claims_and_fetches() {
 #[test]
 fn the_end_of_a_step_is_a_small_message() {
     let owner = Owner::new();
-    let ended = owner.ask("POST", "/epoch/3/end", "", b"").json();
-    assert_eq!((&ended["epoch"], &ended["has_ended"], &ended["held_bytes"]), (&json!(3), &json!(true), &json!(0)));
-    assert_eq!(owner.ask("POST", "/epoch/3/end", "", b"").status, 200);
+    let ended = owner.ask("POST", "/step/3/end", "", b"").json();
+    assert_eq!((&ended["step"], &ended["has_ended"], &ended["held_bytes"]), (&json!(3), &json!(true), &json!(0)));
+    assert_eq!(owner.ask("POST", "/step/3/end", "", b"").status, 200);
 }
 
 #[test]

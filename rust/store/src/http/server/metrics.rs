@@ -78,11 +78,11 @@ impl Metrics {
         gauge("unclaimed_bytes", "Bytes of stored shards that no step has claimed", storage.unclaimed_bytes);
         gauge("in_flight", "Tensors being fetched", buffer.in_flight);
         let open = || stats.steps.iter().filter(|ledger| !ledger.has_ended);
-        gauge("open_epochs", "Steps that have begun and not ended", open().count() as u64);
+        gauge("open_steps", "Steps that have begun and not ended", open().count() as u64);
         let held = open().map(|ledger| ledger.held_bytes).sum();
-        gauge("open_epochs_held_bytes", "Bytes that open steps hold", held);
+        gauge("open_steps_held_bytes", "Bytes that open steps hold", held);
         let escaped = stats.steps.iter().map(|ledger| ledger.escaped_bytes).sum();
-        gauge("ended_epochs_escaped_bytes", "Bytes of tensors that outlived their step", escaped);
+        gauge("ended_steps_escaped_bytes", "Bytes of tensors that outlived their step", escaped);
         let age = ConstGauge::new(storage.oldest_unclaimed_seconds);
         add(page, "oldest_unclaimed_seconds", "Age of the oldest shard that no step has claimed", age);
         let mut counter = |name, help, value: u64| add(page, name, help, ConstCounter::new(value));
