@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, FetchedTensor, Limits, Meta, Node, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
+    Dtype, FetchedTensor, Limits, Meta, ProcessStore, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
     Transport, Wanted,
 };
 
@@ -15,9 +15,9 @@ const OWNER: &str = "owner";
 /// So many entries are put or fetched in one call.
 const CHUNK: usize = 50_000;
 
-/// The bytes of a node in this process, copied as they come from a socket, or by reference.
+/// The bytes of a store in this process, copied as they come from a socket, or by reference.
 struct Between {
-    owner: Arc<Node>,
+    owner: Arc<ProcessStore>,
     by_reference: bool,
 }
 
@@ -49,26 +49,26 @@ fn patiently<T>(work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
     work(&mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on))
 }
 
-fn node() -> Arc<Node> {
-    Node::new(Limits { storage_bytes: 2 << 30, buffer_bytes: 2 << 30 })
+fn store() -> Arc<ProcessStore> {
+    ProcessStore::new(Limits { storage_bytes: 2 << 30, buffer_bytes: 2 << 30 })
 }
 
 fn meta(len: usize) -> Meta {
     Meta::new(Dtype::from_name("uint8").expect("a type"), [len as u64].as_slice()).expect("a shape")
 }
 
-fn put(owner: &Node, tensors: &[&[u8]]) -> Vec<ShardId> {
+fn put(owner: &ProcessStore, tensors: &[&[u8]]) -> Vec<ShardId> {
     let sources: Vec<_> =
         tensors.iter().map(|bytes| TensorToStore::new(meta(bytes.len()), bytes).expect("bytes")).collect();
     patiently(|time_limit| owner.put(&sources, time_limit)).expect("space")
 }
 
-fn fetch(consumer: &Node, ids: &[ShardId], len: usize, between: &Between) -> Vec<FetchedTensor> {
+fn fetch(consumer: &ProcessStore, ids: &[ShardId], len: usize, between: &Between) -> Vec<FetchedTensor> {
     try_fetch(consumer, ids, len, between).expect("it is all there")
 }
 
 fn try_fetch(
-    consumer: &Node,
+    consumer: &ProcessStore,
     ids: &[ShardId],
     len: usize,
     between: &Between,
@@ -80,7 +80,7 @@ fn try_fetch(
 }
 
 /// A consumer that has fetched so many small tensors, all of them in step `step`.
-fn filled(consumer: &Node, between: &Between, step: u64, count: usize) -> Vec<ShardId> {
+fn filled(consumer: &ProcessStore, between: &Between, step: u64, count: usize) -> Vec<ShardId> {
     consumer.begin_step(step, 0).expect("a new step");
     let mut all = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
@@ -95,7 +95,7 @@ fn filled(consumer: &Node, between: &Between, step: u64, count: usize) -> Vec<Sh
 }
 
 /// The time of `drain` or, with `is_stall`, the longest that a fetcher waited meanwhile for what is in the buffer.
-fn drained(consumer: &Arc<Node>, between: &Between, is_stall: bool, drain: impl FnOnce()) -> Duration {
+fn drained(consumer: &Arc<ProcessStore>, between: &Between, is_stall: bool, drain: impl FnOnce()) -> Duration {
     if !is_stall {
         let begin = Instant::now();
         drain();
@@ -131,8 +131,8 @@ fn drains(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("drain");
     group.sample_size(10).sampling_mode(SamplingMode::Flat);
     group.warm_up_time(Duration::from_millis(1)).measurement_time(Duration::from_millis(1));
-    let between = Between { owner: node(), by_reference: false };
-    let consumer = node();
+    let between = Between { owner: store(), by_reference: false };
+    let consumer = store();
     let mut step = 0;
     for (what, is_stall) in [("call", false), ("longest stall of a fetcher", true)] {
         for (by, count, is_by_step) in [("10^6 by their step", 1_000_000, true), ("10^5 by ids", 100_000, false)] {
@@ -172,7 +172,7 @@ fn stores(criterion: &mut Criterion) {
         group.throughput(Throughput::Bytes((count * len) as u64));
         let bytes = vec![7u8; len];
         let tensors = vec![&bytes[..]; count];
-        let owner = node();
+        let owner = store();
         group.bench_function(BenchmarkId::new("put into used memory", name), |bencher| {
             bencher.iter_custom(|rounds| {
                 let one = |_| {
@@ -192,7 +192,7 @@ fn stores(criterion: &mut Criterion) {
         drop(copy);
         for (way, by_reference) in [("copied", false), ("by reference", true)] {
             let between = Between { owner: Arc::clone(&owner), by_reference };
-            let consumer = node();
+            let consumer = store();
             let ids = put(&owner, &tensors);
             group.bench_function(BenchmarkId::new(format!("fetch and read all, {way}"), name), |bencher| {
                 bencher.iter_custom(|rounds| {

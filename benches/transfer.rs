@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Dtype, FetchedTensor, Limits, Meta, Node, ShardId, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{Dtype, FetchedTensor, Limits, Meta, ProcessStore, ShardId, TensorToStore, TimeLimit, Wanted};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -39,8 +39,8 @@ fn main() {
         println!("{name}");
         for (place, (case, _, bytes, rounds)) in CASES.into_iter().enumerate() {
             let wanted = owner.wanted(place, bytes);
-            let node = Node::new(LIMITS);
-            let mut times: Vec<_> = (0..rounds + 1).map(|_| fetch(&node, &client, &wanted)).skip(1).collect();
+            let store = ProcessStore::new(LIMITS);
+            let mut times: Vec<_> = (0..rounds + 1).map(|_| fetch(&store, &client, &wanted)).skip(1).collect();
             times.sort();
             let (shortest, middle) = (times[0], times[times.len() / 2]);
             let total = wanted.len() as f64 * bytes as f64;
@@ -57,13 +57,13 @@ fn beside(owner: &Owner) {
     let is_over = AtomicBool::new(false);
     let mut times: Vec<Duration> = std::thread::scope(|scope| {
         scope.spawn(|| {
-            let (node, client) = (Node::new(LIMITS), Client::of_sockets());
+            let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
             while !is_over.load(Ordering::Relaxed) {
-                fetch(&node, &client, &large);
+                fetch(&store, &client, &large);
             }
         });
-        let (node, client) = (Node::new(LIMITS), Client::of_sockets());
-        let times = (0..SMALL).map(|_| fetch(&node, &client, &small)).collect();
+        let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
+        let times = (0..SMALL).map(|_| fetch(&store, &client, &small)).collect();
         is_over.store(true, Ordering::Relaxed);
         times
     });
@@ -72,16 +72,16 @@ fn beside(owner: &Owner) {
     println!("64 KiB beside 256 MiB: in the middle {middle:.2?}, 99 of 100 within {late:.2?}");
 }
 
-fn fetch(node: &Arc<Node>, client: &Client, wanted: &[Wanted]) -> Duration {
+fn fetch(store: &Arc<ProcessStore>, client: &Client, wanted: &[Wanted]) -> Duration {
     let mut go_on = || Ok(());
     let begin = Instant::now();
     let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
-    let views = node.fetch(wanted, client, &mut time_limit).expect("shards");
+    let views = store.fetch(wanted, client, &mut time_limit).expect("shards");
     std::hint::black_box(views.iter().map(sum).fold(0, u64::wrapping_add));
     let spent = begin.elapsed();
     drop(views);
-    node.clear_buffer(None);
-    assert!(node.settle(Duration::from_secs(10)));
+    store.clear_buffer(None);
+    assert!(store.settle(Duration::from_secs(10)));
     spent
 }
 
@@ -133,15 +133,15 @@ fn meta(bytes: u64) -> Meta {
 
 /// Stores the shards of all cases, tells where, and serves until nobody listens.
 fn own() {
-    let node = Node::new(LIMITS);
-    let server = Server::start(node.clone(), "127.0.0.1", 0, ServerOptions::default()).expect("a server");
+    let store = ProcessStore::new(LIMITS);
+    let server = Server::start(store.clone(), "127.0.0.1", 0, ServerOptions::default()).expect("a server");
     println!("{}", server.address());
     for (_, count, bytes, _) in CASES {
         let data: Vec<u8> = (0..bytes).map(|place| (place >> 3) as u8).collect();
         let mut go_on = || Ok(());
         let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
         let sources: Vec<_> = (0..count).map(|_| TensorToStore::new(meta(bytes), &data).expect("a source")).collect();
-        let ids = node.put(&sources, &mut time_limit).expect("space");
+        let ids = store.put(&sources, &mut time_limit).expect("space");
         println!("{}", ids.iter().map(ShardId::to_string).collect::<Vec<_>>().join(" "));
     }
     let _ = std::io::stdin().read(&mut [0]);

@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     Mutant(
         "a clear_node that forgets what was fetched",
-        "rust/store/src/node.rs",
+        "rust/store/src/process_store.rs",
         "        self.clear_buffer(None);\n",
         "",
     ),

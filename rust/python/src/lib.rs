@@ -81,11 +81,11 @@ mod _native {
     #[pymodule_export]
     use super::store::handle::RTensor;
     #[pymodule_export]
-    use super::store::node::{ShardStore, shard_ids};
+    use super::store::http::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]
-    use super::store::view::{ShardView, tensors_over};
+    use super::store::shard_store::{ShardStore, shard_ids};
     #[pymodule_export]
-    use super::store::wire::{ShardServer, WorkerClient, trust_owner};
+    use super::store::shard_view::{ShardView, tensors_over};
     #[pymodule_export]
     use super::tensor_inspector::TensorInspector;
     #[pymodule_export]

@@ -1,6 +1,6 @@
 //! Tensor shards: stored by the process that owns them, fetched and buffered by those that use them.
 //!
-//! A [`Node`] is the store of one process. As an owner it holds shards that were put or sent to it; as a consumer it
+//! A [`ProcessStore`] is the store of one process. As an owner it holds shards that were put or sent to it; as a consumer it
 //! keeps the shards that it fetched in a buffer.
 //!
 //! Invariants:
@@ -23,7 +23,7 @@ pub mod handles;
 pub mod http;
 mod memory;
 mod meta;
-mod node;
+mod process_store;
 mod shard_id;
 mod stats;
 mod time_limit;
@@ -35,7 +35,7 @@ pub use fetch::Receiver;
 pub use memory::fetched_tensor::FetchedTensor;
 pub use memory::transfers::{Outgoing, TensorToStore};
 pub use meta::{Dtype, Meta, Shape};
-pub use node::Node;
+pub use process_store::ProcessStore;
 pub use shard_id::{Rows, ShardId, ShardRows};
 pub use stats::{Account, BufferStats, Claimed, Kept, Limits, Removed, Stats, StepLedger, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};

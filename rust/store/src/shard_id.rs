@@ -1,7 +1,7 @@
 //! Names of shards.
 //!
-//! A name is text that can stand in a URL and in a header. Those that a [`Node`](crate::Node) gives are made of a
-//! number drawn once a node and a counter, and are held as these two, in 24 bytes; any other text is held as it is.
+//! A name is text that can stand in a URL and in a header. Those that a [`ProcessStore`](crate::ProcessStore) gives are made of a
+//! number drawn once a process and a counter, and are held as these two, in 24 bytes; any other text is held as it is.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,10 +14,10 @@ use crate::error::StoreError;
 /// Bytes of the longest name.
 const LONGEST: usize = 128;
 
-/// Between the node's number and the shard's.
+/// Between the process's number and the shard's.
 const SEPARATOR: char = '-';
 
-/// Digits of the node's number.
+/// Digits of the process's number.
 const NONCE_DIGITS: usize = 16;
 
 /// The name of a shard: up to 128 characters out of `A-Z a-z 0-9 . _ : -`. The same text is always equal.
@@ -32,12 +32,12 @@ enum Form {
 }
 
 impl ShardId {
-    /// The name that the node with this number gives its shard `counter`.
+    /// The name that the process with this number gives its shard `counter`.
     pub fn numbered(nonce: u64, counter: u64) -> Self {
         ShardId(Form::Numbered { nonce, counter })
     }
 
-    /// The node's number and the shard's, of a name that a node gave.
+    /// The process's number and the shard's, of a name that a process gave.
     pub fn as_numbered(&self) -> Option<(u64, u64)> {
         match self.0 {
             Form::Numbered { nonce, counter } => Some((nonce, counter)),
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_of_a_node_takes_24_bytes() {
+    fn a_name_of_a_process_takes_24_bytes() {
         assert_eq!(size_of::<ShardId>(), 24);
     }
 
@@ -144,8 +144,8 @@ mod tests {
 
     #[test]
     fn text_that_only_resembles_a_nodes_name_stays_text() {
-        let node = "00000000000000ff-7";
-        assert_eq!(node.parse::<ShardId>().unwrap(), ShardId::numbered(255, 7));
+        let name = "00000000000000ff-7";
+        assert_eq!(name.parse::<ShardId>().unwrap(), ShardId::numbered(255, 7));
         let resembling = [
             "00000000000000FF-7",
             "00000000000000ff-07",

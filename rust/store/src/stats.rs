@@ -1,11 +1,11 @@
-//! Counts of a node: what it stores, has fetched and may use.
+//! Counts of a process: what it stores, has fetched and may use.
 
 use serde::{Deserialize, Serialize};
 
 use crate::Step;
 use crate::shard_id::ShardId;
 
-/// The most bytes that a node holds, on either side: whole slabs, and those that still have a view somewhere.
+/// The most bytes that a process holds, on either side: whole slabs, and those that still have a view somewhere.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// For stored shards.
@@ -64,7 +64,7 @@ pub struct Account {
     pub high_water_bytes: u64,
 }
 
-/// What a node holds as an owner.
+/// What a process holds as an owner.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StorageStats {
     /// Stored shards.
@@ -83,7 +83,7 @@ pub struct StorageStats {
     pub memory: Account,
 }
 
-/// What a node holds as a consumer.
+/// What a process holds as a consumer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct BufferStats {
     /// Tensors, or rows of them.
@@ -137,7 +137,7 @@ pub struct StepLedger {
     pub escaped_bytes: u64,
 }
 
-/// All counts of a node.
+/// All counts of a process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Stats {
     /// As an owner.

@@ -1,4 +1,4 @@
-//! `Transport`: the interface through which a node fetches.
+//! `Transport`: the interface through which a process fetches.
 
 use std::sync::Arc;
 

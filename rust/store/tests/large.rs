@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, whole, within};
-use tundish_store::{Node, ShardId, TensorToStore};
+use tundish_store::{ProcessStore, ShardId, TensorToStore};
 
 const MANY: usize = 1_000_000;
 const CHUNK: usize = 50_000;
 
-fn fill(owner: &Node, count: usize) -> Vec<ShardId> {
+fn fill(owner: &ProcessStore, count: usize) -> Vec<ShardId> {
     let bytes = [7u8; 8];
     let mut ids = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
@@ -22,7 +22,7 @@ fn fill(owner: &Node, count: usize) -> Vec<ShardId> {
     ids
 }
 
-fn fetch_all(consumer: &Node, ids: &[ShardId], between: &Between) {
+fn fetch_all(consumer: &ProcessStore, ids: &[ShardId], between: &Between) {
     for some in ids.chunks(CHUNK) {
         let wanted: Vec<_> = some.iter().map(|id| whole(OWNER, id, 8)).collect();
         drop(fetch(consumer, &wanted, between).unwrap());
@@ -37,10 +37,10 @@ fn thread_time() -> Duration {
 
 #[test]
 fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
-    let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
+    let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(Way::Bytes));
     between.add(OWNER, &owner);
     // What frees in the background starts with the first drain.
-    [&owner, &consumer].into_iter().for_each(|node| assert!(node.end_step(0).has_ended));
+    [&owner, &consumer].into_iter().for_each(|store| assert!(store.end_step(0).has_ended));
     // The lock is held within the call, so that no longer than that; a millisecond would do for the call. The machine
     // may be busy, so one quiet round is enough.
     let mut rounds = (1..=4).map(|step| {
@@ -48,19 +48,19 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
         let ids = fill(&owner, MANY);
         assert_eq!(owner.claim(step, 0, &ids).unwrap().claimed_count, MANY as u64);
         fetch_all(&consumer, &ids, &between);
-        let times = [&owner, &consumer].map(|node| {
+        let times = [&owner, &consumer].map(|store| {
             let begin = thread_time();
-            let ledger = node.end_step(step);
+            let ledger = store.end_step(step);
             let time = thread_time() - begin;
             assert_eq!((ledger.num_entries, ledger.freed_bytes, ledger.held_bytes), (MANY as u64, 64 * MANY as u64, 0));
             assert!(time <= Duration::from_millis(1), "{time:?}");
             time
         });
-        for node in [&owner, &consumer] {
-            let stats = node.stats();
+        for store in [&owner, &consumer] {
+            let stats = store.stats();
             assert_eq!((stats.storage.num_entries, stats.buffer.num_entries), (0, 0), "at once");
-            assert!(node.settle(Duration::from_secs(60)));
-            let stats = node.stats();
+            assert!(store.settle(Duration::from_secs(60)));
+            let stats = store.stats();
             assert_eq!((stats.storage.memory.used_bytes, stats.buffer.memory.used_bytes), (0, 0), "and freed soon");
         }
         times
@@ -69,7 +69,7 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
 }
 
 /// How long `work` took, and the longest that one who takes what is in the buffer waited meanwhile.
-fn longest_wait(consumer: &Node, between: &Between, id: &ShardId, work: impl FnOnce()) -> (Duration, Duration) {
+fn longest_wait(consumer: &ProcessStore, between: &Between, id: &ShardId, work: impl FnOnce()) -> (Duration, Duration) {
     let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let fetcher = scope.spawn(|| {
@@ -97,7 +97,7 @@ fn longest_wait(consumer: &Node, between: &Between, id: &ShardId, work: impl FnO
 /// The bench of the same name has the times; here the machine may be busy, so one quiet round is enough.
 #[test]
 fn a_fetch_does_not_wait_for_the_removal_of_100_000_ids() {
-    let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(Way::Bytes));
+    let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(Way::Bytes));
     between.add(OWNER, &owner);
     let kept = fill(&owner, 1);
     fetch_all(&consumer, &kept, &between);

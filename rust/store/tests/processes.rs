@@ -1,4 +1,4 @@
-//! Nodes in several processes: children made by `fork`, and consumers that read an owner's memory and are killed.
+//! Stores in several processes: children made by `fork`, and consumers that read an owner's memory and are killed.
 #![cfg(target_os = "linux")]
 #![allow(unsafe_code, reason = "it forks")]
 
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::SegmentAddress;
 use tundish_store::{
-    FetchedTensor, Node, Receiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
+    FetchedTensor, ProcessStore, Receiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
 };
 
 const LEN: usize = 300_000;
@@ -71,30 +71,30 @@ fn held() -> (usize, usize) {
 #[test]
 fn a_child_starts_empty_and_its_parent_notices_nothing() {
     let _alone = alone();
-    let node = Node::of_process();
-    assert!(Arc::ptr_eq(&node, &Node::of_process()));
-    let owner = Node::new(LIMITS);
+    let store = ProcessStore::of_process();
+    assert!(Arc::ptr_eq(&store, &ProcessStore::of_process()));
+    let owner = ProcessStore::new(LIMITS);
     let between = Between::new(Way::Bytes);
     between.add(OWNER, &owner);
     let lent = put(&owner, &[pattern(2, LEN)]).unwrap();
     let held_by_owner = held();
-    let stored = put(&node, &[pattern(1, LEN)]).unwrap();
-    node.begin_step(1, 0).unwrap();
-    let views = fetch(&node, &[whole(OWNER, &lent[0], LEN as u64)], &between).unwrap();
-    let before = node.stats();
+    let stored = put(&store, &[pattern(1, LEN)]).unwrap();
+    store.begin_step(1, 0).unwrap();
+    let views = fetch(&store, &[whole(OWNER, &lent[0], LEN as u64)], &between).unwrap();
+    let before = store.stats();
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         // Whatever lock it holds at the fork, nobody lets go of in the child.
         scope.spawn(|| {
             while !is_over.load(Ordering::SeqCst) {
-                let ids = put(&node, &[vec![3; 1000]]).unwrap();
-                node.remove(&ids);
+                let ids = put(&store, &[vec![3; 1000]]).unwrap();
+                store.remove(&ids);
             }
         });
         for _ in 0..20 {
             let child = Child::start(|| {
-                Node::forget_inherited();
-                let own = Node::of_process();
+                ProcessStore::forget_inherited();
+                let own = ProcessStore::of_process();
                 let stats = own.stats();
                 assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.current_step), (0, 0, None));
                 assert!(matches!(own.look_up(&[select(&stored[0])]), Err(StoreError::Missing { .. })));
@@ -110,21 +110,21 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
         is_over.store(true, Ordering::SeqCst);
     });
     assert_eq!(views[0].bytes(), pattern(2, LEN));
-    let after = node.stats();
+    let after = store.stats();
     assert_eq!((after.storage.num_entries, after.buffer), (before.storage.num_entries, before.buffer));
     // With nobody at the locks, a child lets go of what its parent's store has.
     let child = Child::start(|| {
         assert!(held().1 >= held_by_owner.1 + 2);
-        Node::forget_inherited();
+        ProcessStore::forget_inherited();
         // Of the process's own store one mapping is left: that of the view that was handed out.
         assert_eq!(held(), (held_by_owner.0 + 1, held_by_owner.1));
     });
     assert_eq!(child.join(), 0);
-    node.end_step(1);
+    store.end_step(1);
     drop(views);
-    node.clear_node();
-    assert_eq!(node.stats().storage.memory.used_bytes, 0);
-    wait_for_the_last_view(&node);
+    store.clear_all();
+    assert_eq!(store.stats().storage.memory.used_bytes, 0);
+    wait_for_the_last_view(&store);
 }
 
 fn select(id: &ShardId) -> ShardRows {
@@ -150,18 +150,18 @@ impl Transport for Answer {
     }
 }
 
-fn references(owner: &Node, ids: &[ShardId]) -> Answer {
+fn references(owner: &ProcessStore, ids: &[ShardId]) -> Answer {
     let outgoing = owner.look_up(&ids.iter().map(select).collect::<Vec<_>>()).unwrap();
     Answer(outgoing.iter().map(|outgoing| outgoing.reference().unwrap()).collect())
 }
 
-fn fetch_by(node: &Node, ids: &[ShardId], answer: &Answer) -> Result<Vec<FetchedTensor>, StoreError> {
+fn fetch_by(store: &ProcessStore, ids: &[ShardId], answer: &Answer) -> Result<Vec<FetchedTensor>, StoreError> {
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, LEN as u64)).collect();
-    within(20.0, |time_limit| node.fetch(&wanted, answer, time_limit))
+    within(20.0, |time_limit| store.fetch(&wanted, answer, time_limit))
 }
 
 /// Also of children that other tests have forked meanwhile.
-fn wait_for_the_last_view(owner: &Node) {
+fn wait_for_the_last_view(owner: &ProcessStore) {
     let begin = Instant::now();
     while owner.stats().storage.memory.escaped_bytes > 0 {
         assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", owner.stats().storage.memory);
@@ -172,14 +172,14 @@ fn wait_for_the_last_view(owner: &Node) {
 #[test]
 fn a_consumer_that_is_killed_holds_nothing_any_more() {
     let _alone = alone();
-    let owner = Node::new(LIMITS);
+    let owner = ProcessStore::new(LIMITS);
     let ids = put(&owner, &[pattern(1, LEN), pattern(2, LEN)]).unwrap();
     let answer = references(&owner, &ids);
     let mut pipe = [0; 2];
     // SAFETY: an array of two.
     assert_eq!(unsafe { libc::pipe(pipe.as_mut_ptr()) }, 0);
     let child = Child::start(|| {
-        let consumer = Node::new(LIMITS);
+        let consumer = ProcessStore::new(LIMITS);
         let views = fetch_by(&consumer, &ids, &answer).unwrap();
         assert_eq!((views[0].bytes(), views[1].bytes()), (&pattern(1, LEN)[..], &pattern(2, LEN)[..]));
         overwrite(&views[0], 0);
@@ -258,12 +258,12 @@ fn entries_of_a_killed_owner_can_be_dropped() {
     let (ours, theirs) = Line::new();
     let named: ShardId = "a".parse().unwrap();
     let child = Child::start(|| {
-        let owner = Node::new(LIMITS);
+        let owner = ProcessStore::new(LIMITS);
         let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
         say_where(&theirs, &references(&owner, &ids).0[0]);
         theirs.hear::<1>();
     });
-    let consumer = Node::new(LIMITS);
+    let consumer = ProcessStore::new(LIMITS);
     let answer = hear_where(&ours);
     let mappings = mappings_of(&answer.0[0]);
     let views = fetch_by(&consumer, std::slice::from_ref(&named), &answer).unwrap();
@@ -282,8 +282,8 @@ fn entries_of_a_killed_owner_can_be_dropped() {
 #[test]
 fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
     let _alone = alone();
-    let owner = Node::new(LIMITS);
-    let consumer = Node::new(LIMITS);
+    let owner = ProcessStore::new(LIMITS);
+    let consumer = ProcessStore::new(LIMITS);
     let (ours, theirs) = Line::new();
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let view = fetch_by(&consumer, &ids, &references(&owner, &ids)).unwrap().remove(0);
@@ -327,10 +327,10 @@ fn views_at_a_fork_are_good_on_both_sides_and_both_sides_hold_them() {
 #[test]
 fn a_reference_that_is_old_or_wrong_leads_to_nothing() {
     let _alone = alone();
-    let owner = Node::new(LIMITS);
+    let owner = ProcessStore::new(LIMITS);
     let ids = put(&owner, &[pattern(1, LEN)]).unwrap();
     let good = references(&owner, &ids).0[0];
-    let consumer = Node::new(LIMITS);
+    let consumer = ProcessStore::new(LIMITS);
     let refused = |reference: SegmentRange| {
         let error = fetch_by(&consumer, &ids, &Answer(vec![reference])).unwrap_err();
         assert!(matches!(error, StoreError::Memory(_) | StoreError::Corrupt { .. }), "{error}");

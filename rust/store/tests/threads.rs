@@ -1,4 +1,4 @@
-//! Several threads at one node, and transports that fail, hang or panic.
+//! Several threads at one store, and transports that fail, hang or panic.
 
 mod common;
 
@@ -7,9 +7,9 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Dtype, Limits, Meta, Node, ShardId, StoreError, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{Dtype, Limits, Meta, ProcessStore, ShardId, StoreError, TensorToStore, TimeLimit, Wanted};
 
-fn pair(tensors: &[Vec<u8>]) -> (Arc<Node>, Arc<Node>, Between, Vec<ShardId>) {
+fn pair(tensors: &[Vec<u8>]) -> (Arc<ProcessStore>, Arc<ProcessStore>, Between, Vec<ShardId>) {
     let (owner, consumer, between) = common::pair(Way::Bytes);
     let ids = put(&owner, tensors).unwrap();
     (owner, consumer, between, ids)
@@ -139,7 +139,7 @@ fn a_waiting_thread_does_not_fail_for_another_shard_of_the_batch() {
 
 /// What becomes of those who ask while somebody fetches `first`, and how many requests there were.
 fn join(first: &[Wanted], then: &[&[Wanted]], mut between: Between) -> (Vec<Result<Vec<u8>, StoreError>>, usize) {
-    let consumer = Node::new(LIMITS);
+    let consumer = ProcessStore::new(LIMITS);
     let goes_on = Arc::new(AtomicBool::new(false));
     between.before = Box::new({
         let goes_on = Arc::clone(&goes_on);
@@ -291,9 +291,9 @@ fn steps_that_have_ended_take_nothing_more() {
 
 #[test]
 fn all_owners_are_asked_at_once_and_one_that_fails_calls_the_others_off() {
-    let consumer = Node::new(LIMITS);
+    let consumer = ProcessStore::new(LIMITS);
     let mut between = Between::new(Way::Bytes);
-    let owners: Vec<_> = (0..6).map(|_| Node::new(LIMITS)).collect();
+    let owners: Vec<_> = (0..6).map(|_| ProcessStore::new(LIMITS)).collect();
     let mut wanted: Vec<Wanted> = Vec::new();
     for (number, owner) in owners.iter().enumerate() {
         let address = format!("owner{number}");
@@ -349,7 +349,7 @@ fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
 #[test]
 fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
     let limit = 1 << 20;
-    let owner = Node::new(Limits { storage_bytes: limit, ..LIMITS });
+    let owner = ProcessStore::new(Limits { storage_bytes: limit, ..LIMITS });
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -370,7 +370,7 @@ fn threads_that_ask_for_room_at_once_never_get_more_than_there_is() {
 #[test]
 fn concurrent_calls_leave_nothing_and_mix_no_bytes() {
     let limits = Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 };
-    let (owner, consumer) = (Node::new(limits), Node::new(limits));
+    let (owner, consumer) = (ProcessStore::new(limits), ProcessStore::new(limits));
     let between = Between::new(Way::Bytes);
     between.add(OWNER, &owner);
     let is_over = AtomicBool::new(false);
@@ -408,9 +408,9 @@ fn concurrent_calls_leave_nothing_and_mix_no_bytes() {
         }
         is_over.store(true, Ordering::SeqCst);
     });
-    for node in [owner, consumer] {
-        assert!(node.settle(Duration::from_secs(10)));
-        let stats = node.stats();
+    for store in [owner, consumer] {
+        assert!(store.settle(Duration::from_secs(10)));
+        let stats = store.stats();
         assert_eq!((stats.storage.num_entries, stats.buffer.num_entries, stats.buffer.in_flight), (0, 0, 0));
         for memory in [stats.storage.memory, stats.buffer.memory] {
             assert_eq!((memory.used_bytes, memory.escaped_bytes), (0, 0));

@@ -3,6 +3,6 @@
 pub(crate) mod dtypes;
 pub(crate) mod encoding;
 pub(crate) mod handle;
-pub(crate) mod node;
-pub(crate) mod view;
-pub(crate) mod wire;
+pub(crate) mod http;
+pub(crate) mod shard_store;
+pub(crate) mod shard_view;

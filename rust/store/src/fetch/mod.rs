@@ -15,7 +15,7 @@ use crate::entries::in_flight::{InFlight, Outcome};
 use crate::error::StoreError;
 use crate::memory::fetched_tensor::{FetchedTensor, views};
 use crate::memory::tensor::Tensor;
-use crate::node::Node;
+use crate::process_store::ProcessStore;
 use crate::shard_id::{Rows, ShardId};
 use crate::time_limit::TimeLimit;
 use crate::transport::{Transport, Wanted};
@@ -26,7 +26,7 @@ const MOST_AT_ONCE: usize = 64;
 /// Between two looks of the calling thread at whether to go on, while others work.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
-impl Node {
+impl ProcessStore {
     /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.
     ///
     /// Shards in the buffer are not fetched again. Each other one is asked for once, however many threads want it: in one

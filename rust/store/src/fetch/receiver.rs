@@ -13,7 +13,7 @@ use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::Pool;
 use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
-use crate::node::Node;
+use crate::process_store::ProcessStore;
 use crate::time_limit::TimeLimit;
 use crate::transport::{SegmentRange, Transport, Wanted};
 
@@ -40,8 +40,8 @@ impl<'a> RequestedShard<'a> {
 }
 
 impl<'a> Receiver<'a> {
-    pub(super) fn new(node: &'a Node) -> Self {
-        let Node { buffer, buffer_pool: pool, attachments, .. } = node;
+    pub(super) fn new(store: &'a ProcessStore) -> Self {
+        let ProcessStore { buffer, buffer_pool: pool, attachments, .. } = store;
         Receiver { buffer, pool, attachments, pieces: Vec::new() }
     }
 

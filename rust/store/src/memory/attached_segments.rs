@@ -78,14 +78,14 @@ mod tests {
     use super::*;
     use crate::memory::transfers::TensorToStore;
     use crate::meta::{Dtype, Meta};
-    use crate::node::Node;
+    use crate::process_store::ProcessStore;
     use crate::shard_id::ShardRows;
     use crate::stats::Limits;
     use crate::time_limit::TimeLimit;
 
     #[test]
     fn detached_segments_are_forgotten() {
-        let owner = Node::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
+        let owner = ProcessStore::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
         let attachments = Attachments::default();
         let (mut go_on, bytes) = (|| Ok(()), [7; 300_000]);
         let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);

@@ -1,4 +1,4 @@
-//! The slabs of one side of a node: their recycling, and their limit.
+//! The slabs of one side of a process's store: their recycling, and their limit.
 //!
 //! A [`Pool`] owns an arena, whose segments are the slabs.
 //!
@@ -33,7 +33,7 @@ const PART_IN_USE: u64 = 8;
 /// And at most this part of the limit.
 const PART_OF_LIMIT: u64 = 16;
 
-/// The slabs of one side of a node.
+/// The slabs of one side of a process's store.
 pub(crate) struct Pool {
     name: &'static str,
     process: u32,

@@ -4,7 +4,6 @@
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use crate::entries::storage::Storage;
 use crate::error::StoreError;
 use crate::memory::tensor::{Location, Tensor};
 use crate::meta::Meta;
@@ -77,5 +76,3 @@ impl Outgoing {
         }
     }
 }
-
-pub(crate) type Store = Storage<Tensor>;

@@ -1,4 +1,4 @@
-//! Nodes that fetch from each other within one process: the bytes go the way that a wire's do, or by reference.
+//! Stores that fetch from each other within one process: the bytes go the way that a wire's do, or by reference.
 #![allow(dead_code, reason = "each test uses some of it")]
 
 use std::collections::HashMap;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, FetchedTensor, Limits, Meta, Node, Receiver, Rows, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
+    Dtype, FetchedTensor, Limits, Meta, ProcessStore, Receiver, Rows, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
     Transport, Wanted,
 };
 
@@ -26,9 +26,9 @@ pub enum Way {
 /// Called with each request before it is answered, with its number from 0 on.
 pub type Before = Box<dyn Fn(usize) -> Result<(), StoreError> + Send + Sync>;
 
-/// Fetches from nodes of this process.
+/// Fetches from other stores of this process.
 pub struct Between {
-    pub owners: Mutex<HashMap<String, Arc<Node>>>,
+    pub owners: Mutex<HashMap<String, Arc<ProcessStore>>>,
     pub way: Way,
     pub requests: AtomicUsize,
     pub shards: AtomicUsize,
@@ -48,14 +48,14 @@ impl Between {
         }
     }
 
-    pub fn add(&self, address: &str, node: &Arc<Node>) {
-        self.owners.lock().unwrap().insert(address.to_owned(), Arc::clone(node));
+    pub fn add(&self, address: &str, store: &Arc<ProcessStore>) {
+        self.owners.lock().unwrap().insert(address.to_owned(), Arc::clone(store));
     }
 }
 
 /// An owner, a consumer, and the way between them.
-pub fn pair(way: Way) -> (Arc<Node>, Arc<Node>, Between) {
-    let (owner, consumer) = (Node::new(LIMITS), Node::new(LIMITS));
+pub fn pair(way: Way) -> (Arc<ProcessStore>, Arc<ProcessStore>, Between) {
+    let (owner, consumer) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS));
     let between = Between::new(way);
     between.add(OWNER, &owner);
     (owner, consumer, between)
@@ -72,8 +72,8 @@ impl Transport for Between {
         let number = self.requests.fetch_add(1, Ordering::SeqCst);
         self.shards.fetch_add(wanted.len(), Ordering::SeqCst);
         (self.before)(number)?;
-        let node = Arc::clone(&self.owners.lock().unwrap()[&**owner]);
-        let outgoing = node.look_up(wanted).map_err(|error| match error {
+        let store = Arc::clone(&self.owners.lock().unwrap()[&**owner]);
+        let outgoing = store.look_up(wanted).map_err(|error| match error {
             StoreError::Missing { shards, .. } => StoreError::Missing { owner: Some(Arc::clone(owner)), shards },
             other => other,
         })?;
@@ -104,10 +104,10 @@ pub fn bytes_meta(len: u64) -> Meta {
     Meta::new(Dtype::from_name("uint8").unwrap(), [len].as_slice()).unwrap()
 }
 
-pub fn put(node: &Node, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
+pub fn put(store: &ProcessStore, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {
     let sources: Vec<_> =
         tensors.iter().map(|bytes| TensorToStore::new(bytes_meta(bytes.len() as u64), bytes).unwrap()).collect();
-    within(0.0, |time_limit| node.put(&sources, time_limit))
+    within(0.0, |time_limit| store.put(&sources, time_limit))
 }
 
 /// All of a shard of so many bytes.
@@ -120,8 +120,8 @@ pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
     Wanted { owner: owner.into(), id: id.clone(), rows: Some(rows), meta }
 }
 
-pub fn fetch(node: &Node, wanted: &[Wanted], transport: &Between) -> Result<Vec<FetchedTensor>, StoreError> {
-    within(20.0, |time_limit| node.fetch(wanted, transport, time_limit))
+pub fn fetch(store: &ProcessStore, wanted: &[Wanted], transport: &Between) -> Result<Vec<FetchedTensor>, StoreError> {
+    within(20.0, |time_limit| store.fetch(wanted, transport, time_limit))
 }
 
 /// Some bytes that differ from shard to shard.

@@ -13,7 +13,7 @@ use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows,
 use proptest::prelude::*;
 use proptest::sample::Index;
 use side::{NEXT, Piece, Side, StepCounts};
-use tundish_store::{FetchedTensor, Kept, Node, Removed, ShardId, ShardRows, StoreError, TensorToStore};
+use tundish_store::{FetchedTensor, Kept, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore};
 
 #[derive(Clone, Debug)]
 enum Action {
@@ -54,8 +54,8 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 }
 
 struct World {
-    owner: Arc<Node>,
-    consumer: Arc<Node>,
+    owner: Arc<ProcessStore>,
+    consumer: Arc<ProcessStore>,
     between: Between,
     /// All that ever were.
     shards: Vec<(ShardId, Vec<u8>)>,
@@ -76,7 +76,7 @@ fn taken(bytes: &[u8]) -> u64 {
 
 impl World {
     fn new(way: Way) -> Self {
-        let (owner, consumer, between) = (Node::new(LIMITS), Node::new(LIMITS), Between::new(way));
+        let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(way));
         between.add(OWNER, &owner);
         let (stored, fetched) = (Side::new(), Side::new());
         let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());
@@ -128,7 +128,7 @@ impl World {
                 let ids: Vec<_> = self.stored.entries.keys().cloned().collect();
                 ids.iter().for_each(|id| assert!(self.stored.take(id).is_some()));
                 let removed = Removed { cleared_count: count, num_tensors: count, total_bytes };
-                assert_eq!(self.owner.clear_node(), removed);
+                assert_eq!(self.owner.clear_all(), removed);
             }
             Action::Claim(step, some) => {
                 let ids = self.named(&some);
@@ -216,10 +216,10 @@ impl World {
         self.stored.end(step);
         self.fetched.end(step);
         self.begun.retain(|other| *other != step);
-        for node in [&self.owner, &self.consumer] {
-            let ledger = node.end_step(step);
+        for store in [&self.owner, &self.consumer] {
+            let ledger = store.end_step(step);
             assert!(ledger.has_ended && ledger.held_bytes == 0);
-            assert_eq!(node.end_step(step), ledger, "again, it changes nothing");
+            assert_eq!(store.end_step(step), ledger, "again, it changes nothing");
         }
     }
 
@@ -303,11 +303,11 @@ impl World {
         assert_eq!((buffer.hits, buffer.misses, buffer.in_flight), (self.hits, self.misses, 0));
         assert_eq!(buffer.late_inserts_refused, 0);
         assert_eq!(self.consumer.current_step(), self.begun.last().copied());
-        for (node, all_counts, is_owner) in
+        for (store, all_counts, is_owner) in
             [(&self.owner, &self.stored.all_counts, true), (&self.consumer, &self.fetched.all_counts, false)]
         {
             for (step, step_counts) in all_counts {
-                let ledger = node.ledger(*step).unwrap();
+                let ledger = store.ledger(*step).unwrap();
                 let brought = if is_owner { ledger.stored_bytes } else { ledger.fetched_bytes };
                 let told = StepCounts { brought, held: ledger.held_bytes, has_ended: ledger.has_ended };
                 assert_eq!(told, *step_counts, "step {step}");
@@ -326,7 +326,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(192))]
 
     #[test]
-    fn a_node_behaves_as_its_model(
+    fn a_store_behaves_as_its_model(
         actions in actions(), way in prop_oneof![Just(Way::Bytes), Just(Way::SegmentRange)],
     ) {
         let mut world = World::new(way);
@@ -336,11 +336,11 @@ proptest! {
         }
         world.views.clear();
         (0..6).for_each(|step| world.end(step));
-        world.owner.clear_node();
+        world.owner.clear_all();
         world.consumer.clear_buffer(None);
-        for node in [&world.owner, &world.consumer] {
-            prop_assert!(node.settle(Duration::from_secs(10)));
-            let stats = node.stats();
+        for store in [&world.owner, &world.consumer] {
+            prop_assert!(store.settle(Duration::from_secs(10)));
+            let stats = store.stats();
             for memory in [stats.storage.memory, stats.buffer.memory] {
                 prop_assert_eq!((memory.used_bytes, memory.escaped_bytes), (0, 0));
             }

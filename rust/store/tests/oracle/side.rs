@@ -1,4 +1,4 @@
-//! The model of one node's entries: in which step each is, and what of each step was brought and is held.
+//! The model of one store's entries: in which step each is, and what of each step was brought and is held.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use tundish_store::ShardId;
 /// In place of a step, of what is fetched while there is none.
 pub(crate) const NEXT: u64 = u64::MAX;
 
-/// Of a step, on one node.
+/// Of a step, on one store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StepCounts {
     pub(crate) brought: u64,
@@ -15,7 +15,7 @@ pub(crate) struct StepCounts {
     pub(crate) has_ended: bool,
 }
 
-/// What is known of a node's entries: in which step each is.
+/// What is known of a store's entries: in which step each is.
 pub(crate) struct Side<K> {
     pub(crate) entries: BTreeMap<K, (Option<u64>, u64)>,
     pub(crate) all_counts: BTreeMap<u64, StepCounts>,

@@ -1,7 +1,7 @@
 //! Servers and clients that speak TLS.
 
 use tundish_store::http::{Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust, WorkerClient};
-use tundish_store::{Node, ShardId, StoreError};
+use tundish_store::{ProcessStore, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::raw::Owner;
@@ -16,10 +16,10 @@ fn a_certificate_that_is_none_is_refused() {
     let unfit = ServerTls::from_pem(certificate.as_bytes(), other.signing_key.serialize_pem().as_bytes());
     assert!(unfit.unwrap_err().to_string().contains("does not fit"));
     let tls = ServerTls::from_pem(certificate.as_bytes(), key.as_bytes()).unwrap();
-    let node = tundish_store::Node::new(LIMITS);
+    let store = tundish_store::ProcessStore::new(LIMITS);
     let options = ServerOptions { tls: Some(tls), ..ServerOptions::default() };
-    let server = Server::start(node.clone(), "127.0.0.1", 0, options).unwrap();
-    assert!(server.address().ip().is_loopback() && node.stats().current_step.is_none());
+    let server = Server::start(store.clone(), "127.0.0.1", 0, options).unwrap();
+    assert!(server.address().ip().is_loopback() && store.stats().current_step.is_none());
 }
 
 /// A certificate for the loopback addresses, and its key; signed by the authority, or by itself.
@@ -44,7 +44,7 @@ fn trusting(certificates: &str) -> ClientTls {
 }
 
 fn fetch(owner: &Owner, id: &ShardId, len: u64, trust: Trust) -> Result<Vec<u8>, StoreError> {
-    let (consumer, client) = (Node::new(LIMITS), Client::of_sockets());
+    let (consumer, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
     client.trust(&owner.address(), trust);
     let wanted = [whole(&owner.address(), id, len)];
     let mut views = Vec::new();
@@ -68,7 +68,7 @@ fn shards_travel_encrypted_to_clients_that_trust_the_certificate_or_its_authorit
     for (certificate, key, trusted) in [(&signed, &signed_key, authority.pem()), (&pinned, &pinned_key, pinned.clone())]
     {
         let owner = serving(certificate, key, Some("s3cret"));
-        let id = put(&owner.node, std::slice::from_ref(&bytes)).unwrap().remove(0);
+        let id = put(&owner.store, std::slice::from_ref(&bytes)).unwrap().remove(0);
         let token = Some(Token::new("s3cret").unwrap());
         let trust = Trust { token: token.clone(), tls: Some(trusting(&trusted)) };
         assert!(fetch(&owner, &id, bytes.len() as u64, trust).unwrap() == bytes);
@@ -85,7 +85,7 @@ fn shards_travel_encrypted_to_clients_that_trust_the_certificate_or_its_authorit
 fn a_client_that_trusts_another_certificate_or_speaks_no_tls_gets_nothing() {
     let ((own, key), (other, _)) = (certificate(None), certificate(None));
     let owner = serving(&own, &key, None);
-    let id = put(&owner.node, &[b"secret".to_vec()]).unwrap().remove(0);
+    let id = put(&owner.store, &[b"secret".to_vec()]).unwrap().remove(0);
     let error = fetch(&owner, &id, 6, Trust { token: None, tls: Some(trusting(&other)) }).unwrap_err();
     assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("certificate")), "{error}");
     let error = fetch(&owner, &id, 6, Trust::default()).unwrap_err();

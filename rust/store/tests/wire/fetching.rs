@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    Limits, MissingShard, Node, Receiver, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
+    Limits, MissingShard, ProcessStore, Receiver, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
@@ -18,17 +18,17 @@ fn tensors() -> Vec<Vec<u8>> {
     sizes.iter().enumerate().map(|(seed, size)| pattern(seed as u64, *size)).collect()
 }
 
-fn views(node: &Node, client: &Client, wanted: &[Wanted]) -> Result<Vec<Vec<u8>>, StoreError> {
-    let views = within(STUCK.as_secs_f64(), |time_limit| node.fetch(wanted, client, time_limit))?;
+fn views(store: &ProcessStore, client: &Client, wanted: &[Wanted]) -> Result<Vec<Vec<u8>>, StoreError> {
+    let views = within(STUCK.as_secs_f64(), |time_limit| store.fetch(wanted, client, time_limit))?;
     Ok(views.iter().map(|view| view.bytes().to_vec()).collect())
 }
 
 #[test]
 fn fetched_shards_are_private_copies() {
     for (way, client) in clients() {
-        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
         let tensors = tensors();
-        let ids = put(&owner.node, &tensors).unwrap();
+        let ids = put(&owner.store, &tensors).unwrap();
         let wanted: Vec<_> =
             ids.iter().zip(&tensors).map(|(id, bytes)| whole(&owner.address(), id, bytes.len() as u64)).collect();
         for round in 0..3 {
@@ -49,7 +49,7 @@ fn fetched_shards_are_private_copies() {
 #[test]
 fn rows_alone_travel() {
     for (way, client) in clients() {
-        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
         let bytes = pattern(1, 1 << 20);
         owner.store("a", &bytes);
         let before = sent(&owner);
@@ -70,9 +70,9 @@ fn sent(owner: &Owner) -> u64 {
 
 #[test]
 fn many_shards_come_in_one_request() {
-    let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+    let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
     let tensors: Vec<_> = (0..3000).map(|seed| pattern(seed, 100)).collect();
-    let ids = put(&owner.node, &tensors).unwrap();
+    let ids = put(&owner.store, &tensors).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(&owner.address(), id, 100)).collect();
     for (way, client) in clients() {
         assert_eq!(views(&consumer, &client, &wanted).unwrap(), tensors, "{way}");
@@ -85,7 +85,7 @@ fn many_shards_come_in_one_request() {
 #[test]
 fn connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() {
     let idle = Duration::from_millis(100);
-    let (owner, consumer) = (Owner::with(None, Timeouts { idle, ..Timeouts::default() }), Node::new(LIMITS));
+    let (owner, consumer) = (Owner::with(None, Timeouts { idle, ..Timeouts::default() }), ProcessStore::new(LIMITS));
     owner.store("a", b"abc");
     let client = Client::of_sockets();
     for pause in [0, 0, 300, 0] {
@@ -102,9 +102,9 @@ fn connections_are_kept_and_one_that_was_closed_meanwhile_is_replaced() {
 #[test]
 fn missing_shards_are_named_with_their_owner() {
     for (_, client) in clients() {
-        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
-        let [gone, here] = put(&owner.node, &[b"abc".to_vec(), b"abc".to_vec()]).unwrap().try_into().unwrap();
-        owner.node.remove(std::slice::from_ref(&gone));
+        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
+        let [gone, here] = put(&owner.store, &[b"abc".to_vec(), b"abc".to_vec()]).unwrap().try_into().unwrap();
+        owner.store.remove(std::slice::from_ref(&gone));
         let never: ShardId = "never".parse().unwrap();
         let wanted = [&gone, &here, &never].map(|id| whole(&owner.address(), id, 3));
         let error = views(&consumer, &client, &wanted).unwrap_err();
@@ -118,7 +118,7 @@ fn missing_shards_are_named_with_their_owner() {
 #[test]
 fn shards_over_http_that_differ_from_their_handle_are_refused() {
     for (_, client) in clients() {
-        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
         owner.store("a", b"abcd");
         for declared in [meta("int8", &[4]), meta("uint8", &[2, 2]), meta("float32", &[1]), meta("uint8", &[5])] {
             let wanted = Wanted { meta: declared, ..owner.wanted("a", 4) };
@@ -154,7 +154,7 @@ impl Transport for Held<'_> {
 #[test]
 fn a_wrong_handle_of_one_thread_does_not_fail_another_over_http() {
     for (way, client) in clients() {
-        let (owner, consumer) = (Owner::new(), Node::new(LIMITS));
+        let (owner, consumer) = (Owner::new(), ProcessStore::new(LIMITS));
         let bytes = pattern(1, 1000);
         owner.store("a", &bytes);
         let (address, id) = (owner.address(), "a".parse().unwrap());
@@ -190,8 +190,8 @@ fn a_wrong_handle_of_one_thread_does_not_fail_another_over_http() {
 
 #[test]
 fn the_token_is_sent_to_trusted_owners() {
-    let (owner, consumer) = (Owner::with(Some("s3cret"), Timeouts::default()), Node::new(LIMITS));
-    put(&owner.node, &[b"abc".to_vec()]).unwrap();
+    let (owner, consumer) = (Owner::with(Some("s3cret"), Timeouts::default()), ProcessStore::new(LIMITS));
+    put(&owner.store, &[b"abc".to_vec()]).unwrap();
     let client = Client::new();
     let address = owner.address();
     let error = views(&consumer, &client, &[owner.wanted("a", 3)]).unwrap_err();
@@ -210,7 +210,7 @@ fn a_large_shard_is_stored_and_removed_over_a_connection() {
     let (owner, id): (_, ShardId) = (Owner::new(), "a:1".parse().unwrap());
     let bytes = pattern(6, 20 << 20);
     owner.store("a:1", &bytes);
-    let found = owner.node.look_up(&[ShardRows { id, rows: None }]).unwrap();
+    let found = owner.store.look_up(&[ShardRows { id, rows: None }]).unwrap();
     assert!(found[0].bytes() == bytes);
     let removed = owner.ask("DELETE", "/data/clear", "", br#"{"shard_ids": ["a:1", "a:1"]}"#).json();
     assert_eq!((&removed["cleared_count"], &removed["freed_bytes"]), (&json!(1), &json!(bytes.len())));
@@ -223,14 +223,14 @@ fn a_fetch_buffer_is_cleared_over_a_connection() {
         owner.store(id, b"abc");
     }
     let wanted = ["a", "b", "c"].map(|id| owner.wanted(id, 3));
-    views(&consumer.node, &client, &wanted).unwrap();
+    views(&consumer.store, &client, &wanted).unwrap();
     for (body, cleared, left) in
         [(r#"{"shard_ids": ["a", "a", "x"]}"#, 1, 2), (r#"{"shard_ids": []}"#, 0, 2), (r#"{"shard_ids": null}"#, 2, 0)]
     {
         let answer = consumer.ask("DELETE", "/buffer/clear", "", body.as_bytes()).json();
-        assert_eq!((&answer["cleared_count"], consumer.node.stats().buffer.num_entries), (&json!(cleared), left));
+        assert_eq!((&answer["cleared_count"], consumer.store.stats().buffer.num_entries), (&json!(cleared), left));
     }
-    assert_eq!(owner.node.stats().storage.num_entries, 3);
+    assert_eq!(owner.store.stats().storage.num_entries, 3);
 }
 
 #[test]
@@ -240,25 +240,25 @@ fn small_shards_pass_a_large_one() {
     owner.store("small", &pattern(8, 64 << 10));
     let (large, small) = (owner.wanted("large", 128 << 20), owner.wanted("small", 64 << 10));
     let limits = Limits { buffer_bytes: 256 << 20, ..LIMITS };
-    let fetch = |node: &Node, client: &Client, wanted: &Wanted| {
+    let fetch = |store: &ProcessStore, client: &Client, wanted: &Wanted| {
         let begin = Instant::now();
-        within(20.0, |time_limit| node.fetch(std::slice::from_ref(wanted), client, time_limit)).unwrap();
-        node.clear_buffer(None);
+        within(20.0, |time_limit| store.fetch(std::slice::from_ref(wanted), client, time_limit)).unwrap();
+        store.clear_buffer(None);
         begin.elapsed()
     };
     let is_over = std::sync::atomic::AtomicBool::new(false);
     let (mut times, rounds) = std::thread::scope(|scope| {
         let beside = scope.spawn(|| {
-            let (node, client) = (Node::new(limits), Client::of_sockets());
+            let (store, client) = (ProcessStore::new(limits), Client::of_sockets());
             let mut rounds = 0;
             while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
-                fetch(&node, &client, &large);
+                fetch(&store, &client, &large);
                 rounds += 1;
             }
             rounds
         });
-        let (node, client) = (Node::new(limits), Client::of_sockets());
-        let times: Vec<_> = (0..200).map(|_| fetch(&node, &client, &small)).collect();
+        let (store, client) = (ProcessStore::new(limits), Client::of_sockets());
+        let times: Vec<_> = (0..200).map(|_| fetch(&store, &client, &small)).collect();
         is_over.store(true, std::sync::atomic::Ordering::Relaxed);
         (times, beside.join().unwrap())
     });

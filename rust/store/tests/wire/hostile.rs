@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use tundish_store::http::{Server, ServerOptions, Timeouts};
-use tundish_store::{Node, StoreError};
+use tundish_store::{ProcessStore, StoreError};
 
 use crate::common::{LIMITS, pattern};
 use crate::raw::{Owner, Raw, until};
@@ -23,7 +23,7 @@ fn assert_serves(owner: &Owner) {
 
 fn assert_holds_nothing(owner: &Owner) {
     until("memory that was given up is counted as such", || {
-        let storage = owner.node.stats().storage;
+        let storage = owner.store.stats().storage;
         (storage.num_entries, storage.memory.used_bytes, storage.memory.escaped_bytes) == (0, 0, 0)
     });
 }
@@ -61,7 +61,7 @@ fn nothing_is_done_without_the_token() {
 
 #[test]
 fn an_address_that_others_reach_needs_a_token() {
-    let start = |host: &str| Server::start(Node::new(LIMITS), host, 0, ServerOptions::default());
+    let start = |host: &str| Server::start(ProcessStore::new(LIMITS), host, 0, ServerOptions::default());
     for host in ["0.0.0.0", "::"] {
         let error = start(host).unwrap_err();
         assert!(matches!(&error, StoreError::Invalid(reason) if reason.contains("token")), "{error}");

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Node, ShardId, StoreError};
+use tundish_store::{ProcessStore, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::controller::Controller;
@@ -88,7 +88,7 @@ fn owning_process() {
     let owner = Owner::new();
     obey(|words| match words {
         ["address"] => owner.address().to_string(),
-        ["put", len] => put(&owner.node, &[pattern(1, len.parse().unwrap())]).unwrap()[0].to_string(),
+        ["put", len] => put(&owner.store, &[pattern(1, len.parse().unwrap())]).unwrap()[0].to_string(),
         // SAFETY: the child of a process with threads does nothing but sleep and end.
         ["fork"] => match unsafe { libc::fork() } {
             0 => {
@@ -128,7 +128,7 @@ fn an_owner_with_few_descriptors() {
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const few) }, 0);
     let owner = Owner::new();
     obey(|words| match words {
-        ["put", len] => put(&owner.node, &[pattern(1, len.parse().unwrap())]).unwrap()[0].to_string(),
+        ["put", len] => put(&owner.store, &[pattern(1, len.parse().unwrap())]).unwrap()[0].to_string(),
         _ => owner.address().to_string(),
     });
 }
@@ -140,7 +140,7 @@ fn an_owner_without_threads() {
     }
     let owner = Owner::new();
     // Not by a request: for that a thread may be started, and stay for a while.
-    let id = put(&owner.node, &[vec![7]]).unwrap().remove(0);
+    let id = put(&owner.store, &[vec![7]]).unwrap().remove(0);
     let none = libc::rlimit { rlim_cur: 1, rlim_max: 1 };
     // SAFETY: the user and a limit of this process; the limit is not for root.
     let limited = unsafe { libc::setuid(65_534) | libc::setrlimit(libc::RLIMIT_NPROC, &raw const none) };
@@ -157,10 +157,10 @@ fn shards_come_from_another_process() {
     let bytes = pattern(1, 5 << 20);
     let id = process.ask(&format!("put {}", bytes.len())).parse().unwrap();
     for (way, client) in clients() {
-        let node = Node::new(LIMITS);
+        let store = ProcessStore::new(LIMITS);
         let wanted = [whole(&address, &id, bytes.len() as u64)];
-        let views = within(20.0, |time_limit| node.fetch(&wanted, &client, time_limit)).unwrap();
-        assert_eq!(node.stats().buffer.memory.used_bytes == 0, way == "where it lies");
+        let views = within(20.0, |time_limit| store.fetch(&wanted, &client, time_limit)).unwrap();
+        assert_eq!(store.stats().buffer.memory.used_bytes == 0, way == "where it lies");
         process.kill_last_round(way);
         assert!(views[0].bytes() == bytes, "{way}: also when the owner is gone");
     }
@@ -181,11 +181,11 @@ fn the_death_of_an_owner_in_mid_transfer_is_noticed_within_a_second() {
         let address = process.ask("address");
         let len = 200 << 20;
         let id: ShardId = process.ask(&format!("put {len}")).parse().unwrap();
-        let (node, client) = (Node::new(LIMITS), Client::of_sockets());
+        let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
         let (error, spent) = std::thread::scope(|scope| {
             let fetching = scope.spawn(|| {
                 let wanted = [whole(&address, &id, len)];
-                let outcome = within(20.0, |time_limit| node.fetch(&wanted, &client, time_limit));
+                let outcome = within(20.0, |time_limit| store.fetch(&wanted, &client, time_limit));
                 (outcome.map(drop), Instant::now())
             });
             std::thread::sleep(Duration::from_millis(5 * round));
@@ -198,8 +198,8 @@ fn the_death_of_an_owner_in_mid_transfer_is_noticed_within_a_second() {
         assert!(spent < Duration::from_millis(1000), "{round}: {spent:?}");
         let StoreError::Unreachable { id: named, owner, .. } = &error else { panic!("{round}: {error}") };
         assert_eq!((named, &**owner), (&id, &*address));
-        assert!(node.settle(Duration::from_secs(5)));
-        assert_eq!(node.stats().buffer.memory.used_bytes, 0);
+        assert!(store.settle(Duration::from_secs(5)));
+        assert_eq!(store.stats().buffer.memory.used_bytes, 0);
     }
 }
 
@@ -208,10 +208,10 @@ fn a_child_keeps_no_connection_of_its_parent() {
     let mut process = Process::start(OWNING);
     let address = process.ask("address");
     let id = process.ask("put 1000").parse().unwrap();
-    let (node, client) = (Node::new(LIMITS), Client::of_sockets());
+    let (store, client) = (ProcessStore::new(LIMITS), Client::of_sockets());
     let fetch = || {
-        node.clear_buffer(None);
-        within(20.0, |time_limit| node.fetch(&[whole(&address, &id, 1000)], &client, time_limit)).map(drop)
+        store.clear_buffer(None);
+        within(20.0, |time_limit| store.fetch(&[whole(&address, &id, 1000)], &client, time_limit)).map(drop)
     };
     // A connection is open, and then the child is made.
     fetch().unwrap();
@@ -235,23 +235,23 @@ fn a_controller_that_dies_gives_up_its_claims() {
     owner.store("a", b"abc");
     let mut controller = Process::start("processes::controlling_process");
     assert_eq!(controller.ask(&format!("claim {} a", owner.address())), "1");
-    assert_eq!(owner.node.stats().storage.unclaimed_entries, 0);
+    assert_eq!(owner.store.stats().storage.unclaimed_entries, 0);
     controller.kill();
-    until("its claims are given up", || owner.node.stats().storage.unclaimed_entries == 1);
+    until("its claims are given up", || owner.store.stats().storage.unclaimed_entries == 1);
 }
 
 #[test]
 fn a_consumer_that_dies_in_mid_transfer_keeps_nothing_of_the_owners() {
     let owner = Owner::new();
-    let id = put(&owner.node, &[pattern(1, 100 << 20)]).unwrap().remove(0);
+    let id = put(&owner.store, &[pattern(1, 100 << 20)]).unwrap().remove(0);
     for _ in 0..3 {
         let mut raw = owner.connect();
         raw.request("GET", &format!("/data/{id}"), "", b"");
         std::io::Read::read_exact(&mut raw.0, &mut [0; 1000]).unwrap();
     }
-    owner.node.remove(&[id]);
+    owner.store.remove(&[id]);
     until("its memory is given up", || {
-        let memory = owner.node.stats().storage.memory;
+        let memory = owner.store.stats().storage.memory;
         (memory.used_bytes, memory.escaped_bytes) == (0, 0)
     });
 }
@@ -260,11 +260,11 @@ fn a_consumer_that_dies_in_mid_transfer_keeps_nothing_of_the_owners() {
 fn a_taken_port_is_named() {
     let owner = Owner::new();
     let port = owner.server.address().port();
-    let error = Server::start(Node::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap_err();
+    let error = Server::start(ProcessStore::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap_err();
     let StoreError::Io { object, kind, .. } = &error else { panic!("{error}") };
     assert_eq!((object, kind), (&format!("127.0.0.1:{port}"), &std::io::ErrorKind::AddrInUse));
     drop(owner);
-    Server::start(Node::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap();
+    Server::start(ProcessStore::new(LIMITS), "127.0.0.1", port, ServerOptions::default()).unwrap();
 }
 
 #[test]

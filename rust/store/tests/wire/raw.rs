@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
-use tundish_store::{Dtype, Meta, Node, TensorToStore, Wanted};
+use tundish_store::{Dtype, Meta, ProcessStore, TensorToStore, Wanted};
 
 use crate::common::{LIMITS, within};
 
@@ -17,9 +17,9 @@ pub const STUCK: Duration = Duration::from_secs(20);
 /// A field of requests.
 pub const TAKES_SHARDS: &str = "Accept: application/x-tundish-shards\r\n";
 
-/// A node that serves.
+/// A store that serves.
 pub struct Owner {
-    pub node: Arc<Node>,
+    pub store: Arc<ProcessStore>,
     pub server: Server,
 }
 
@@ -34,9 +34,9 @@ impl Owner {
     }
 
     pub fn serving(options: ServerOptions) -> Self {
-        let node = Node::new(LIMITS);
-        let server = Server::start(node.clone(), "127.0.0.1", 0, options).unwrap();
-        Owner { node, server }
+        let store = ProcessStore::new(LIMITS);
+        let server = Server::start(store.clone(), "127.0.0.1", 0, options).unwrap();
+        Owner { store, server }
     }
 
     pub fn address(&self) -> Arc<str> {
@@ -62,7 +62,7 @@ impl Owner {
     /// Stores a tensor under this name.
     pub fn put(&self, id: &str, meta: Meta, bytes: &[u8]) {
         let source = TensorToStore::new(meta, bytes).unwrap();
-        within(20.0, |time_limit| self.node.put_as(&id.parse().unwrap(), source, time_limit)).unwrap();
+        within(20.0, |time_limit| self.store.put_as(&id.parse().unwrap(), source, time_limit)).unwrap();
     }
 
     pub fn wanted(&self, id: &str, len: u64) -> Wanted {

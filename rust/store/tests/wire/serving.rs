@@ -131,14 +131,14 @@ fn expect_100_continue_is_answered_before_the_body() {
 }
 
 #[test]
-fn stats_and_metrics_agree_with_the_node() {
+fn stats_and_metrics_agree_with_the_store() {
     let owner = Owner::new();
     owner.store("a", &[7; 100]);
     let stats = owner.ask("GET", "/stats", "", b"").json();
     assert_eq!((&stats["storage"]["num_entries"], &stats["storage"]["total_bytes"]), (&json!(1), &json!(128)));
     assert_eq!(
         stats,
-        serde_json::to_value(owner.node.stats())
+        serde_json::to_value(owner.store.stats())
             .map(|mut now| {
                 now["storage"]["oldest_unclaimed_seconds"] = stats["storage"]["oldest_unclaimed_seconds"].clone();
                 now
@@ -183,14 +183,14 @@ fn metrics_equal_the_stats() {
     ["a", "b", "c"].iter().for_each(|id| owner.store(id, &[7; 1000]));
     other.store("d", &[7; 5000]);
     within(20.0, |time_limit| {
-        owner.node.begin_step(1, 1).unwrap();
+        owner.store.begin_step(1, 1).unwrap();
         let wanted = [other.wanted("d", 5000)];
-        let view = owner.node.fetch(&wanted, &client, time_limit).unwrap();
-        owner.node.end_step(1);
-        owner.node.begin_step(2, 1).unwrap();
-        owner.node.claim(3, 1, &["a".parse().unwrap()]).unwrap();
-        owner.node.fetch(&wanted, &client, time_limit).unwrap();
-        owner.node.fetch(&wanted, &client, time_limit).unwrap();
+        let view = owner.store.fetch(&wanted, &client, time_limit).unwrap();
+        owner.store.end_step(1);
+        owner.store.begin_step(2, 1).unwrap();
+        owner.store.claim(3, 1, &["a".parse().unwrap()]).unwrap();
+        owner.store.fetch(&wanted, &client, time_limit).unwrap();
+        owner.store.fetch(&wanted, &client, time_limit).unwrap();
         let page = owner.ask("GET", "/metrics", "", b"").text();
         let value = |name: &str| {
             let line = page
@@ -198,7 +198,7 @@ fn metrics_equal_the_stats() {
                 .find_map(|line| line.strip_prefix("tundish_rtensor_")?.strip_prefix(name)?.strip_prefix(' '));
             line.unwrap_or_else(|| panic!("{name} in {page}")).parse::<f64>().unwrap()
         };
-        let stats = owner.node.stats();
+        let stats = owner.store.stats();
         let sides = [
             (
                 "storage",

@@ -13,7 +13,7 @@ fn ids(names: &[&str]) -> Vec<ShardId> {
 }
 
 fn unclaimed(owner: &Owner) -> u64 {
-    owner.node.stats().storage.unclaimed_entries
+    owner.store.stats().storage.unclaimed_entries
 }
 
 #[test]
@@ -29,16 +29,16 @@ fn a_step_ends_with_its_claims_and_fetches() {
         let taken = held[0].claim(8, &ids(&["a"]), time_limit).unwrap();
         assert_eq!((taken.claimed_count, taken.taken), (0, ids(&["a"])));
         let wanted = ["a", "c"].map(|id| owner.wanted(id, 1000));
-        consumer.node.fetch(&wanted, &Client::of_sockets(), time_limit).unwrap();
-        assert_eq!(consumer.node.stats().buffer.num_entries, 2);
+        consumer.store.fetch(&wanted, &Client::of_sockets(), time_limit).unwrap();
+        assert_eq!(consumer.store.stats().buffer.num_entries, 2);
 
         let ledgers = held.each_mut().map(|held| held.end_step(7, time_limit).unwrap());
         let told =
             ledgers.map(|ledger| (ledger.stored_bytes, ledger.fetched_bytes, ledger.held_bytes, ledger.freed_bytes));
         assert_eq!(told, [(2048, 0, 0, 2048), (0, 2048, 0, 2048)]);
         assert_eq!(held[1].end_step(7, time_limit).unwrap(), ledgers[1], "again, it only tells");
-        assert_eq!(consumer.node.stats().buffer.num_entries, 0);
-        assert_eq!(owner.node.stats().storage.num_entries, 1);
+        assert_eq!(consumer.store.stats().buffer.num_entries, 0);
+        assert_eq!(owner.store.stats().storage.num_entries, 1);
         let over = held[1].begin_step(7, time_limit).unwrap_err();
         assert!(matches!(over, StoreError::StepEnded { step: 7 }), "{over}");
         let over = held[0].claim(7, &ids(&["c"]), time_limit).unwrap_err();
@@ -81,12 +81,12 @@ fn a_connection_that_breaks_takes_its_claims_with_it_and_the_next_one_has_anothe
         held.claim(1, &ids(&["a"]), time_limit).unwrap();
         let first = held.connection_number();
         let port = owner.server.address().port();
-        let Owner { node, server } = owner;
+        let Owner { store, server } = owner;
         drop(server);
-        until("claims are given up with the server", || node.stats().storage.unclaimed_entries == 1);
+        until("claims are given up with the server", || store.stats().storage.unclaimed_entries == 1);
         let error = held.end_step(1, time_limit).unwrap_err();
         assert!(matches!(&error, StoreError::Unanswered { .. }), "{error}");
-        let again = Server::start(node, "127.0.0.1", port, ServerOptions::default()).unwrap();
+        let again = Server::start(store, "127.0.0.1", port, ServerOptions::default()).unwrap();
         held.claim(2, &ids(&["a"]), time_limit).unwrap();
         assert!(held.connection_number().is_some_and(|number| Some(number) != first));
         drop(again);
@@ -104,7 +104,7 @@ fn kept_shards_outlive_their_step() {
         assert_eq!((kept.shards, kept.entries), (1, 0));
         held.end_step(1, time_limit).unwrap();
     });
-    assert_eq!((owner.node.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
+    assert_eq!((owner.store.stats().storage.num_entries, unclaimed(&owner)), (1, 1));
     // Anyone who kept it: its end is nobody's loss.
     drop(held);
     within(20.0, |time_limit| {

@@ -75,7 +75,7 @@ fn another_user_can_do_nothing_without_a_token() {
     ] {
         assert_eq!(as_nobody(owner.server.address(), method, path, "", body), "403", "{method} {path}");
     }
-    let stats = owner.node.stats();
+    let stats = owner.store.stats();
     assert_eq!((stats.storage.num_entries, stats.storage.unclaimed_entries, stats.current_step), (1, 1, None));
     assert_eq!(owner.ask("GET", "/health", "", b"").json(), json!({"status": "ok"}), "its own user is answered");
 }

@@ -7,7 +7,7 @@ use crate::http::client::Client;
 use crate::http::client::connection::{Connection, ConnectionFailure};
 use crate::http::client::request::Request;
 use crate::http::server::{Server, ServerOptions};
-use crate::node::Node;
+use crate::process_store::ProcessStore;
 use crate::stats::Limits;
 use crate::time_limit::TimeLimit;
 
@@ -23,8 +23,8 @@ fn ask(client: &Client, server: &Server) {
 }
 
 fn serve() -> Server {
-    let node = Node::new(Limits { storage_bytes: 1 << 20, buffer_bytes: 1 << 20 });
-    Server::start(node, "127.0.0.1", 0, ServerOptions::default()).unwrap()
+    let store = ProcessStore::new(Limits { storage_bytes: 1 << 20, buffer_bytes: 1 << 20 });
+    Server::start(store, "127.0.0.1", 0, ServerOptions::default()).unwrap()
 }
 
 #[test]

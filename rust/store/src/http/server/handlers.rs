@@ -22,7 +22,7 @@ use crate::http::refusal::Refusal;
 use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
 use crate::memory::transfers::Outgoing;
-use crate::node::Node;
+use crate::process_store::ProcessStore;
 use crate::shard_id::{ShardId, ShardRows};
 
 /// Bytes of the longest body: a list of as many ids as one request may name.
@@ -60,42 +60,42 @@ impl<'a> Handler<'a> {
     }
 
     pub(super) fn answer(&self) -> Result<Answer, Refusal> {
-        let node = self.node();
+        let store = self.store();
         Ok(match Route::of(&self.head.method, self.head.uri.path())? {
             Route::Read(id) => self.read(id)?,
             Route::Batch => self.batch()?,
             Route::Remove => {
-                let removed = node.remove(&self.ids()?);
+                let removed = store.remove(&self.ids()?);
                 // AReaL's clients are told what is left.
-                let left = node.stats().storage;
+                let left = store.stats().storage;
                 Answer::json(200, &RemovedAnswer::new(removed, &left))
             }
             Route::ClearBuffer => {
                 let ids = if self.body.is_empty() { None } else { json::read_ids(&self.body)? };
-                Answer::json(200, &ClearedAnswer::new(node.clear_buffer(ids.as_deref())))
+                Answer::json(200, &ClearedAnswer::new(store.clear_buffer(ids.as_deref())))
             }
             Route::Keep => {
-                let kept = node.keep(&self.ids()?);
+                let kept = store.keep(&self.ids()?);
                 Answer::json(200, &KeepAnswer { kept_count: kept.entries, kept_shards: kept.shards })
             }
-            Route::Begin(step) => match node.begin_step(step, self.claimant()) {
+            Route::Begin(step) => match store.begin_step(step, self.claimant()) {
                 Ok(()) => Answer::json(200, &OkAnswer::new()),
                 Err(error) => Answer::error(&error),
             },
-            Route::Claim(step) => match node.claim(step, self.claimant(), &self.ids()?) {
+            Route::Claim(step) => match store.claim(step, self.claimant(), &self.ids()?) {
                 Ok(claimed) => Answer::json(200, &ClaimAnswer::from(claimed)),
                 Err(error) => Answer::error(&error),
             },
-            Route::End(step) => Answer::json(200, &node.end_step(step)),
-            Route::BufferStats => Answer::json(200, &node.buffer_stats()),
-            Route::Stats => Answer::json(200, &node.stats()),
-            Route::Metrics => Answer::text(metrics::MEDIA_TYPE, self.session.common.metrics.page(&node.stats())),
+            Route::End(step) => Answer::json(200, &store.end_step(step)),
+            Route::BufferStats => Answer::json(200, &store.buffer_stats()),
+            Route::Stats => Answer::json(200, &store.stats()),
+            Route::Metrics => Answer::text(metrics::MEDIA_TYPE, self.session.common.metrics.page(&store.stats())),
             Route::Health => Answer::json(200, &OkAnswer::new()),
         })
     }
 
-    fn node(&self) -> &Node {
-        &self.session.common.node
+    fn store(&self) -> &ProcessStore {
+        &self.session.common.store
     }
 
     /// The media type of the response: JSON, unless the client names the type of shards.
@@ -106,7 +106,7 @@ impl<'a> Handler<'a> {
     }
 
     fn read(&self, id: ShardId) -> Result<Answer, Refusal> {
-        let shard = self.node().look_up(&[ShardRows { id, rows: None }])?.remove(0);
+        let shard = self.store().look_up(&[ShardRows { id, rows: None }])?.remove(0);
         let mut body = ResponseBody::default();
         match self.accepts() {
             MediaType::Shards => append(&mut body, shard),
@@ -117,7 +117,7 @@ impl<'a> Handler<'a> {
 
     fn batch(&self) -> Result<Answer, Refusal> {
         let (distinct, uses) = distinct(json::read_batch(&self.body)?);
-        let shards = match self.node().look_up(&distinct) {
+        let shards = match self.store().look_up(&distinct) {
             Err(error @ StoreError::Missing { .. }) => return Ok(Answer::error(&error)),
             shards => shards?,
         };

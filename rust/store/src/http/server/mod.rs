@@ -46,7 +46,7 @@ pub use self::tls::ServerTls;
 use crate::error::StoreError;
 use crate::http::fork_safe_sockets::Socket;
 use crate::http::token::Token;
-use crate::node::Node;
+use crate::process_store::ProcessStore;
 
 /// Threads that serve: a small request does not wait for a large one.
 const THREADS: usize = 2;
@@ -95,7 +95,7 @@ pub struct Server {
 
 /// The state that all connections share.
 struct Common {
-    node: Arc<Node>,
+    store: Arc<ProcessStore>,
     token: Option<Token>,
     tls: Option<ServerTls>,
     open_metrics: bool,
@@ -112,7 +112,7 @@ impl Server {
     /// # Errors
     /// [`StoreError::Invalid`] for an address that other machines reach, without a token; [`StoreError::Io`] where the
     /// port is taken or the system refuses.
-    pub fn start(node: Arc<Node>, host: &str, port: u16, options: ServerOptions) -> Result<Server, StoreError> {
+    pub fn start(store: Arc<ProcessStore>, host: &str, port: u16, options: ServerOptions) -> Result<Server, StoreError> {
         let object = || format!("{host}:{port}");
         let failed = |operation, error: &io::Error| StoreError::io(operation, object(), error);
         let found: Vec<SocketAddr> =
@@ -129,7 +129,7 @@ impl Server {
         let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
         let (metrics, connections) = (Arc::default(), Arc::new(Connections::new(timeouts)));
         let user = geteuid().as_raw();
-        let common = Common { node, token, tls, open_metrics, timeouts, metrics, connections, user };
+        let common = Common { store, token, tls, open_metrics, timeouts, metrics, connections, user };
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);

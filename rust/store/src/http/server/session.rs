@@ -30,7 +30,7 @@ pub(super) struct Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if let Some(claimant) = self.claimant.get() {
-            self.common.node.give_up(*claimant);
+            self.common.store.give_up(*claimant);
         }
     }
 }

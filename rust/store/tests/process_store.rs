@@ -1,4 +1,4 @@
-//! What a node promises as an owner and as a consumer, to callers that come one after the other.
+//! What a store promises as an owner and as a consumer, to callers that come one after the other.
 
 mod common;
 
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
-    Dtype, Meta, MissingShard, Node, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
+    Dtype, Meta, MissingShard, ProcessStore, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
 };
 
-fn assert_nothing_is_held(node: &Node) {
-    assert!(node.settle(Duration::from_secs(10)));
-    let stats = node.stats();
+fn assert_nothing_is_held(store: &ProcessStore) {
+    assert!(store.settle(Duration::from_secs(10)));
+    let stats = store.stats();
     assert_eq!((stats.storage.num_entries, stats.storage.total_bytes), (0, 0));
     assert_eq!((stats.buffer.num_entries, stats.buffer.total_bytes), (0, 0));
     assert_eq!((stats.storage.memory.used_bytes, stats.buffer.memory.used_bytes), (0, 0), "{stats:?}");
@@ -102,8 +102,8 @@ fn views_count_after_a_clear_and_idle_memory_is_freed() {
     let (owner, consumer, between) = pair(Way::Bytes);
     let len = 1u64 << 20;
     let ids = put(&owner, &[vec![7; len as usize]]).unwrap();
-    for node in [&owner, &consumer] {
-        node.begin_step(1, 0).unwrap();
+    for store in [&owner, &consumer] {
+        store.begin_step(1, 0).unwrap();
     }
     let view = fetch(&consumer, &[whole(OWNER, &ids[0], len)], &between).unwrap();
     assert_eq!(consumer.clear_buffer(None), 1);
@@ -112,11 +112,11 @@ fn views_count_after_a_clear_and_idle_memory_is_freed() {
     drop(view);
     assert_eq!(consumer.end_step(1).viewed_bytes, 0);
     // Kept for the next use, until that is not to come.
-    for node in [&owner, &consumer] {
-        node.remove(&ids);
-        let idle = || node.stats().storage.memory.idle_bytes + node.stats().buffer.memory.idle_bytes;
+    for store in [&owner, &consumer] {
+        store.remove(&ids);
+        let idle = || store.stats().storage.memory.idle_bytes + store.stats().buffer.memory.idle_bytes;
         assert!(idle() >= len);
-        node.clear_node();
+        store.clear_all();
         assert_eq!(idle(), 0);
     }
 }
@@ -202,7 +202,7 @@ fn a_nodes_own_shards_are_looked_up_and_buffered_nowhere() {
 }
 
 #[test]
-fn shards_that_another_node_named_are_fetched_though_it_serves_where_this_one_did() {
+fn shards_that_another_process_named_are_fetched_though_it_serves_where_this_one_did() {
     let (owner, consumer, between) = pair(Way::Bytes);
     consumer.announce(OWNER.into());
     let ids = put(&owner, &[vec![5; 100]]).unwrap();
@@ -266,7 +266,7 @@ fn shards_that_differ_from_their_handle_are_refused() {
 
 #[test]
 fn a_shard_under_a_given_name_never_changes() {
-    let owner = Node::new(LIMITS);
+    let owner = ProcessStore::new(LIMITS);
     let id: ShardId = "outside.1".parse().unwrap();
     let select = [ShardRows { id: id.clone(), rows: None }];
     let put_as = |id: &ShardId, bytes: &[u8]| {
@@ -289,7 +289,7 @@ fn a_shard_under_a_given_name_never_changes() {
 
 #[test]
 fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
-    let owner = Node::new(LIMITS);
+    let owner = ProcessStore::new(LIMITS);
     let age = || owner.stats().storage.oldest_unclaimed_seconds;
     assert_eq!(age(), 0.0);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
@@ -302,7 +302,7 @@ fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
     assert_eq!(age(), 0.0);
     owner.give_up(1);
     assert!(age() > 0.0, "it is as old as before");
-    owner.clear_node();
+    owner.clear_all();
     assert_eq!(age(), 0.0);
 }
 
@@ -334,7 +334,7 @@ fn a_removal_also_drops_fetched_entries() {
     drop(fetch(&consumer, &wanted, &between).unwrap());
     assert_eq!(consumer.remove(&ids[..1]), Default::default(), "it stores none of them");
     assert_eq!(consumer.stats().buffer.num_entries, 1);
-    assert_eq!(consumer.clear_node(), Default::default());
+    assert_eq!(consumer.clear_all(), Default::default());
     assert_nothing_is_held(&consumer);
 }
 
@@ -365,17 +365,17 @@ fn a_response_without_all_shards_is_an_error() {
 
 #[test]
 fn large_tensors_in_recycled_memory_are_whole() {
-    let (node, between) = (Node::new(LIMITS), Between::new(Way::SegmentRange));
-    between.add(OWNER, &node);
+    let (store, between) = (ProcessStore::new(LIMITS), Between::new(Way::SegmentRange));
+    between.add(OWNER, &store);
     // Past the caches, by several threads; odd lengths, so that nothing ends where a thread or a page does.
     let sizes = [(33 << 20) + 7, (40 << 20) + 4095, 70_001];
     for round in 0..3 {
         let tensors: Vec<_> = sizes.iter().zip(3 * round..).map(|(size, seed)| pattern(seed, *size)).collect();
-        let ids = put(&node, &tensors).unwrap();
+        let ids = put(&store, &tensors).unwrap();
         let wanted: Vec<_> = ids.iter().zip(sizes).map(|(id, size)| whole(OWNER, id, size as u64)).collect();
-        let views = fetch(&node, &wanted, &between).unwrap();
+        let views = fetch(&store, &wanted, &between).unwrap();
         assert!(views.iter().zip(&tensors).all(|(view, tensor)| view.bytes() == tensor), "round {round}");
         drop(views);
-        node.remove(&ids);
+        store.remove(&ids);
     }
 }

@@ -13,12 +13,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::handles::{Handle, SharedFields};
-use tundish_store::{Limits, Meta, Node, Removed, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{Limits, Meta, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Wanted};
 
 use super::dtypes::meta_of;
 use super::handle::{RTensor, name_of};
-use super::view::ShardView;
-use super::wire::transport;
+use super::shard_view::ShardView;
+use super::http::transport;
 use crate::enter::{SignalCheck, enter};
 use crate::error::BindingError;
 
@@ -45,13 +45,13 @@ impl ShardStore {
     /// Limits the memory of stored and of fetched shards, in bytes.
     #[staticmethod]
     fn set_limits(py: Python<'_>, storage_bytes: u64, buffer_bytes: u64) {
-        py.detach(|| Node::of_process().set_limits(Limits { storage_bytes, buffer_bytes }));
+        py.detach(|| ProcessStore::of_process().set_limits(Limits { storage_bytes, buffer_bytes }));
     }
 
     /// Declares `owner` an address of this process: its handles are not fetched.
     #[staticmethod]
     fn announce(owner: &str) {
-        Node::of_process().announce(owner.into());
+        ProcessStore::of_process().announce(owner.into());
     }
 
     /// Stores copies of dense tensors in host memory, all or none. Returns their handles.
@@ -82,7 +82,7 @@ impl ShardStore {
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
                 .map(|(shared, place)| unsafe { TensorToStore::from_raw(Meta::clone(&shared.meta), place.0) })
                 .collect();
-            Ok(Node::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
+            Ok(ProcessStore::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
         })?;
         let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(Handle { id, shared, rows: None }));
         PyList::new(py, handles.collect::<Vec<_>>())
@@ -107,7 +107,7 @@ impl ShardStore {
             // SAFETY: the caller holds the tensor until this returns, and it is dense.
             let source = unsafe { TensorToStore::from_raw(named, place.0) };
             let mut go_on = || look(signals);
-            Ok(Node::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
+            Ok(ProcessStore::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
         Ok(RTensor::new(Handle { id, shared, rows: None }))
@@ -118,7 +118,7 @@ impl ShardStore {
     fn handle_of(py: Python<'_>, shard_id: &Bound<'_, PyString>, owner: &str) -> PyResult<RTensor> {
         let id = name_of(shard_id)?;
         let wanted = [ShardRows { id: id.clone(), rows: None }];
-        let found = enter(py, None, move |_| Ok(Node::of_process().look_up(&wanted)?))?;
+        let found = enter(py, None, move |_| Ok(ProcessStore::of_process().look_up(&wanted)?))?;
         let meta = found.first().map(|one| one.meta().clone());
         let meta = meta.ok_or_else(|| BindingError::Value(format!("no shard {id} was found")))?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta: Arc::new(meta) });
@@ -137,9 +137,9 @@ impl ShardStore {
         let wanted = wanted_of(handles)?;
         let deadline = deadline_of(timeout)?;
         let views = enter(py, None, move |signals| {
-            let node = Node::of_process();
+            let store = ProcessStore::of_process();
             let client = transport(shared_memory);
-            Ok(node.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
+            Ok(store.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
         })?;
         let views = views.into_iter().map(|view| Bound::new(py, ShardView::new(view))).collect::<PyResult<Vec<_>>>()?;
         PyList::new(py, views)
@@ -149,20 +149,20 @@ impl ShardStore {
     #[staticmethod]
     fn remove(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<(u64, u64, u64)> {
         let ids = ids_of(shard_ids)?;
-        Ok(as_tuple(py.detach(|| Node::of_process().remove(&ids))))
+        Ok(as_tuple(py.detach(|| ProcessStore::of_process().remove(&ids))))
     }
 
     /// Removes all stored and fetched shards. Returns the counts of the storage, as `remove`.
     #[staticmethod]
     fn clear(py: Python<'_>) -> (u64, u64, u64) {
-        as_tuple(py.detach(|| Node::of_process().clear_node()))
+        as_tuple(py.detach(|| ProcessStore::of_process().clear_all()))
     }
 
     /// The names of these that have no shard here.
     #[staticmethod]
     fn absent(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<String>> {
         let wanted: Vec<_> = ids_of(shard_ids)?.into_iter().map(|id| ShardRows { id, rows: None }).collect();
-        match py.detach(|| Node::of_process().look_up(&wanted).map(drop)) {
+        match py.detach(|| ProcessStore::of_process().look_up(&wanted).map(drop)) {
             Ok(()) => Ok(Vec::new()),
             Err(StoreError::Missing { shards, .. }) => Ok(shards.iter().map(|shard| shard.id.to_string()).collect()),
             Err(error) => Err(BindingError::from(error).into()),
@@ -174,13 +174,13 @@ impl ShardStore {
     #[pyo3(signature = (shard_ids=None))]
     fn clear_buffer(py: Python<'_>, shard_ids: Option<&Bound<'_, PyAny>>) -> PyResult<u64> {
         let ids = shard_ids.map(ids_of).transpose()?;
-        Ok(py.detach(|| Node::of_process().clear_buffer(ids.as_deref())))
+        Ok(py.detach(|| ProcessStore::of_process().clear_buffer(ids.as_deref())))
     }
 
     /// Begins a step: later fetches belong to it.
     #[staticmethod]
     fn begin_step(py: Python<'_>, step: u64, claimant: u64) -> PyResult<()> {
-        enter(py, None, move |_| Ok(Node::of_process().begin_step(step, claimant)?))
+        enter(py, None, move |_| Ok(ProcessStore::of_process().begin_step(step, claimant)?))
     }
 
     /// Claims shards for a step. Returns their bytes, the missing ones, and those of other steps.
@@ -192,7 +192,7 @@ impl ShardStore {
         shard_ids: &Bound<'_, PyAny>,
     ) -> PyResult<(u64, Vec<String>, Vec<String>)> {
         let ids = ids_of(shard_ids)?;
-        let claimed = enter(py, None, move |_| Ok(Node::of_process().claim(step, claimant, &ids)?))?;
+        let claimed = enter(py, None, move |_| Ok(ProcessStore::of_process().claim(step, claimant, &ids)?))?;
         let names = |ids: &[ShardId]| ids.iter().map(ShardId::to_string).collect();
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
@@ -200,33 +200,33 @@ impl ShardStore {
     /// Gives up the steps of a claimant: unclaims its shards, and drops the entries that were fetched in its steps.
     #[staticmethod]
     fn give_up(py: Python<'_>, claimant: u64) {
-        py.detach(|| Node::of_process().give_up(claimant));
+        py.detach(|| ProcessStore::of_process().give_up(claimant));
     }
 
     /// Ends a step: drops its claimed shards and fetched entries. Returns its account in JSON.
     #[staticmethod]
     fn end_step(py: Python<'_>, step: u64) -> PyResult<String> {
-        as_json(&py.detach(|| Node::of_process().end_step(step)))
+        as_json(&py.detach(|| ProcessStore::of_process().end_step(step)))
     }
 
     /// Keeps shards and fetched entries beyond their step. Returns their number.
     #[staticmethod]
     fn keep(py: Python<'_>, shard_ids: &Bound<'_, PyAny>) -> PyResult<u64> {
         let ids = ids_of(shard_ids)?;
-        let kept = py.detach(|| Node::of_process().keep(&ids));
+        let kept = py.detach(|| ProcessStore::of_process().keep(&ids));
         Ok(kept.shards + kept.entries)
     }
 
     /// The step that fetches belong to.
     #[staticmethod]
     fn current_step() -> Option<u64> {
-        Node::of_process().current_step()
+        ProcessStore::of_process().current_step()
     }
 
     /// All counts, in JSON.
     #[staticmethod]
     fn stats(py: Python<'_>) -> PyResult<String> {
-        as_json(&py.detach(|| Node::of_process().stats()))
+        as_json(&py.detach(|| ProcessStore::of_process().stats()))
     }
 }
 

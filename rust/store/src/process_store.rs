@@ -1,4 +1,4 @@
-//! `Node`: the store of one process, with the shards that it owns and those that it fetched.
+//! `ProcessStore`: the store of one process, with the shards that it owns and those that it fetched.
 #![allow(unsafe_code)]
 
 use std::collections::HashSet;
@@ -18,20 +18,20 @@ use crate::memory::drop_thread::DropThread;
 use crate::memory::slab::allocate;
 use crate::memory::slab_pool::Pool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::memory::transfers::{Outgoing, Store, TensorToStore};
+use crate::memory::transfers::{Outgoing, TensorToStore};
 use crate::shard_id::{ShardId, ShardRows};
 use crate::stats::{BufferStats, Claimed, Kept, Limits, Removed, Stats, StepLedger, StorageStats};
 use crate::time_limit::TimeLimit;
 use crate::{Claimant, Step};
 
 /// The store of one process.
-pub struct Node {
-    pub(crate) storage: Arc<Store>,
+pub struct ProcessStore {
+    pub(crate) storage: Arc<Storage<Tensor>>,
     pub(crate) buffer: Buffer<Tensor>,
     pub(crate) storage_pool: Arc<Pool>,
     pub(crate) buffer_pool: Arc<Pool>,
     pub(crate) attachments: Attachments,
-    /// Addresses that this node's own handles name. Another process may serve at one of them by now, or did before.
+    /// Addresses that this store's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
     /// The copy of large tensors into segments.
@@ -44,23 +44,23 @@ const WORTH_A_LOOK: usize = 128 << 10;
 /// Threads of one such copy: more do not make memory faster.
 const MOST_THREADS: usize = 4;
 
-/// How long `clear_node` waits for memory that is freed in the background.
+/// How long `clear_all` waits for memory that is freed in the background.
 const SETTLING: Duration = Duration::from_secs(5);
 
-static OF_PROCESS: PerProcess<Arc<Node>> = PerProcess::new(|| Node::new(Limits::default()));
+static OF_PROCESS: PerProcess<Arc<ProcessStore>> = PerProcess::new(|| ProcessStore::new(Limits::default()));
 
-impl Node {
-    /// A store of its own, for as long as it lives. What a process uses is [`of_process`](Node::of_process).
+impl ProcessStore {
+    /// A store of its own, for as long as it lives. What a process uses is [`of_process`](ProcessStore::of_process).
     ///
     /// # Panics
     /// Where the kernel draws no random number, which is never.
-    pub fn new(limits: Limits) -> Arc<Node> {
+    pub fn new(limits: Limits) -> Arc<ProcessStore> {
         let mut nonce = [0; 8];
         // Eight bytes come whole or not at all.
         rustix::io::retry_on_intr(|| getrandom(&mut nonce, GetRandomFlags::empty())).expect("a random number");
         let storage_pool = Pool::new("storage", limits.storage_bytes);
         let buffer_pool = Pool::new("fetch buffer", limits.buffer_bytes);
-        Arc::new(Node {
+        Arc::new(ProcessStore {
             storage: Arc::new(Storage::new(u64::from_ne_bytes(nonce))),
             buffer: Buffer::new(),
             drop_thread: DropThread::new(&[&storage_pool, &buffer_pool]),
@@ -74,7 +74,7 @@ impl Node {
 
     /// The store of this process: the same one always, and in a child made by `fork` a new one, which is empty. Ask
     /// anew each time instead of keeping it.
-    pub fn of_process() -> Arc<Node> {
+    pub fn of_process() -> Arc<ProcessStore> {
         Arc::clone(OF_PROCESS.get())
     }
 
@@ -94,21 +94,21 @@ impl Node {
         self.buffer_pool.set_limit(limits.buffer_bytes);
     }
 
-    /// Handles that name this owner are this node's own: they are looked up, not fetched. But for those that another
-    /// node named, whose address this was before, or is by now.
+    /// Handles that name this owner are this store's own: they are looked up, not fetched. But for those that another
+    /// store named, whose address this was before, or is by now.
     pub fn announce(&self, owner: Arc<str>) {
         self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
-    /// Whether a shard of an owner that was announced is this node's own: looked up here, and nowhere else.
+    /// Whether a shard of an owner that was announced is this store's own: looked up here, and nowhere else.
     ///
-    /// What another node named is that one's, unless it was sent here: it served at the same address before, or does by
+    /// What another store named is that one's, unless it was sent here: it served at the same address before, or does by
     /// now.
     pub(crate) fn would_be_here(&self, id: &ShardId) -> bool {
         id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
 
-    /// The number at the beginning of the names of this node's shards.
+    /// The number at the beginning of the names of this store's shards.
     pub fn nonce(&self) -> u64 {
         self.storage.nonce()
     }
@@ -129,8 +129,8 @@ impl Node {
     /// Stores a copy of a tensor, unclaimed, under this name.
     ///
     /// # Errors
-    /// [`StoreError::Exists`] for a name that is taken, [`StoreError::Invalid`] for one of those that nodes give; as of
-    /// [`put`](Node::put).
+    /// [`StoreError::Exists`] for a name that is taken, [`StoreError::Invalid`] for one of those that stores give; as of
+    /// [`put`](ProcessStore::put).
     pub fn put_as(
         &self,
         id: &ShardId,
@@ -174,7 +174,7 @@ impl Node {
 
     /// Removes all stored and fetched shards with their claims. Shards that are being fetched will not be kept. Returns
     /// the counts of the storage.
-    pub fn clear_node(&self) -> Removed {
+    pub fn clear_all(&self) -> Removed {
         let (removed, stored) = self.storage.flush();
         self.drop_thread.drop_later(stored, removed.num_tensors);
         self.clear_buffer(None);
@@ -355,7 +355,7 @@ impl Node {
     /// Claims stored shards for a step, with which they end.
     ///
     /// # Errors
-    /// As of [`begin_step`](Node::begin_step).
+    /// As of [`begin_step`](ProcessStore::begin_step).
     pub fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         self.storage.claim(step, claimant, ids)
     }
@@ -415,15 +415,15 @@ mod tests {
 
     #[test]
     fn memory_of_either_side_that_nobody_uses_for_a_while_goes_back_to_the_system() {
-        let mut node = Node::new(Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 });
-        Arc::get_mut(&mut node).unwrap().drop_thread.quiet = Duration::from_millis(20);
-        let pools = [&node.storage_pool, &node.buffer_pool];
+        let mut store = ProcessStore::new(Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 });
+        Arc::get_mut(&mut store).unwrap().drop_thread.quiet = Duration::from_millis(20);
+        let pools = [&store.storage_pool, &store.buffer_pool];
         for pool in pools {
             let mut reserved = pool.reserve(Pool::size_for(1 << 20), None).unwrap();
             pool.give_back(reserved.take(1 << 20, None).unwrap());
             assert!(pool.account().idle_bytes > 1 << 20);
         }
-        node.drop_thread.drop_later((), 0);
+        store.drop_thread.drop_later((), 0);
         let deadline = Instant::now() + Duration::from_secs(60);
         while pools.iter().any(|pool| pool.account().idle_bytes > 0) {
             assert!(Instant::now() < deadline, "it stays");

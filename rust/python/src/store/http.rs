@@ -4,9 +4,9 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use tundish_shm::PerProcess;
 use tundish_store::http::{self, Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust};
-use tundish_store::{Node, TimeLimit, Transport};
+use tundish_store::{ProcessStore, TimeLimit, Transport};
 
-use super::node::{deadline_of, look};
+use super::shard_store::{deadline_of, look};
 
 use crate::enter::enter;
 use crate::error::BindingError;
@@ -50,7 +50,7 @@ impl ShardServer {
             ServerOptions { token, tls: tls.map_err(BindingError::from)?, open_metrics, ..Default::default() };
         // A lone surrogate becomes another character that no host name has.
         let host = host.to_string_lossy().into_owned();
-        let server = enter(py, None, move |_| Ok(Server::start(Node::of_process(), &host, port, options)?))?;
+        let server = enter(py, None, move |_| Ok(Server::start(ProcessStore::of_process(), &host, port, options)?))?;
         let port = server.address().port();
         Ok(ShardServer { server: std::sync::Mutex::new(Some(DropWithoutGil::new(server))), port })
     }
