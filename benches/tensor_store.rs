@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, FetchedTensor, Limits, Meta, ProcessStore, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
+    Dtype, FetchedTensor, Limits, TensorMeta, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
     Transport, Wanted,
 };
 
@@ -26,7 +26,7 @@ impl Transport for Between {
         &self,
         _owner: &Arc<str>,
         wanted: &[ShardRows],
-        receiver: &mut Receiver<'_>,
+        receiver: &mut FetchReceiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         for (index, outgoing) in self.owner.look_up(wanted)?.iter().enumerate() {
@@ -53,8 +53,8 @@ fn store() -> Arc<ProcessStore> {
     ProcessStore::new(Limits { storage_bytes: 2 << 30, buffer_bytes: 2 << 30 })
 }
 
-fn meta(len: usize) -> Meta {
-    Meta::new(Dtype::from_name("uint8").expect("a type"), [len as u64].as_slice()).expect("a shape")
+fn meta(len: usize) -> TensorMeta {
+    TensorMeta::new(Dtype::from_name("uint8").expect("a type"), [len as u64].as_slice()).expect("a shape")
 }
 
 fn put(owner: &ProcessStore, tensors: &[&[u8]]) -> Vec<ShardId> {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Dtype, FetchedTensor, Limits, Meta, ProcessStore, ShardId, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{Dtype, FetchedTensor, Limits, TensorMeta, ProcessStore, ShardId, TensorToStore, TimeLimit, Wanted};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
@@ -127,8 +127,8 @@ impl Drop for Owner {
     }
 }
 
-fn meta(bytes: u64) -> Meta {
-    Meta::new(Dtype::from_name("float32").expect("a type"), [bytes / 4].as_slice()).expect("a shape")
+fn meta(bytes: u64) -> TensorMeta {
+    TensorMeta::new(Dtype::from_name("float32").expect("a type"), [bytes / 4].as_slice()).expect("a shape")
 }
 
 /// Stores the shards of all cases, tells where, and serves until nobody listens.

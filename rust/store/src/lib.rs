@@ -22,7 +22,7 @@ mod fetch;
 pub mod handles;
 pub mod http;
 mod memory;
-mod meta;
+mod tensor_meta;
 mod process_store;
 mod shard_id;
 mod stats;
@@ -31,13 +31,13 @@ mod transport;
 
 pub use checksum::Checksum;
 pub use error::{MissingShard, StoreError};
-pub use fetch::Receiver;
+pub use fetch::FetchReceiver;
 pub use memory::fetched_tensor::FetchedTensor;
-pub use memory::transfers::{Outgoing, TensorToStore};
-pub use meta::{Dtype, Meta, Shape};
+pub use memory::transfers::{OutgoingShard, TensorToStore};
+pub use tensor_meta::{Dtype, TensorMeta, Shape};
 pub use process_store::ProcessStore;
 pub use shard_id::{Rows, ShardId, ShardRows};
-pub use stats::{Account, BufferStats, Claimed, Kept, Limits, Removed, Stats, StepLedger, StorageStats};
+pub use stats::{MemoryStats, BufferStats, Claimed, KeptCounts, Limits, Removed, Stats, StepStats, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};
 pub use transport::{SegmentRange, Transport, Wanted};
 

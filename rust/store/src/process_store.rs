@@ -10,27 +10,27 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use tundish_copying::{self as copying, AdaptiveCopy};
 use tundish_shm::{PerProcess, Segment, ShmError, arena};
 
-use crate::entries::fetch_buffer::Buffer;
+use crate::entries::fetch_buffer::FetchBuffer;
 use crate::entries::storage::Storage;
 use crate::error::StoreError;
-use crate::memory::attached_segments::Attachments;
+use crate::memory::attached_segments::AttachedSegments;
 use crate::memory::drop_thread::DropThread;
 use crate::memory::slab::allocate;
-use crate::memory::slab_pool::Pool;
+use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::memory::transfers::{Outgoing, TensorToStore};
+use crate::memory::transfers::{OutgoingShard, TensorToStore};
 use crate::shard_id::{ShardId, ShardRows};
-use crate::stats::{BufferStats, Claimed, Kept, Limits, Removed, Stats, StepLedger, StorageStats};
+use crate::stats::{BufferStats, Claimed, KeptCounts, Limits, Removed, Stats, StepStats, StorageStats};
 use crate::time_limit::TimeLimit;
 use crate::{Claimant, Step};
 
 /// The store of one process.
 pub struct ProcessStore {
     pub(crate) storage: Arc<Storage<Tensor>>,
-    pub(crate) buffer: Buffer<Tensor>,
-    pub(crate) storage_pool: Arc<Pool>,
-    pub(crate) buffer_pool: Arc<Pool>,
-    pub(crate) attachments: Attachments,
+    pub(crate) buffer: FetchBuffer<Tensor>,
+    pub(crate) storage_pool: Arc<SlabPool>,
+    pub(crate) buffer_pool: Arc<SlabPool>,
+    pub(crate) attached_segments: AttachedSegments,
     /// Addresses that this store's own handles name. Another process may serve at one of them by now, or did before.
     pub(crate) owners: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
@@ -58,15 +58,15 @@ impl ProcessStore {
         let mut nonce = [0; 8];
         // Eight bytes come whole or not at all.
         rustix::io::retry_on_intr(|| getrandom(&mut nonce, GetRandomFlags::empty())).expect("a random number");
-        let storage_pool = Pool::new("storage", limits.storage_bytes);
-        let buffer_pool = Pool::new("fetch buffer", limits.buffer_bytes);
+        let storage_pool = SlabPool::new("storage", limits.storage_bytes);
+        let buffer_pool = SlabPool::new("fetch buffer", limits.buffer_bytes);
         Arc::new(ProcessStore {
             storage: Arc::new(Storage::new(u64::from_ne_bytes(nonce))),
-            buffer: Buffer::new(),
+            buffer: FetchBuffer::new(),
             drop_thread: DropThread::new(&[&storage_pool, &buffer_pool]),
             storage_pool,
             buffer_pool,
-            attachments: Attachments::default(),
+            attached_segments: AttachedSegments::default(),
             owners: Mutex::default(),
             handover: AdaptiveCopy::default(),
         })
@@ -192,8 +192,8 @@ impl ProcessStore {
     }
 
     /// The account of a step; `None` where it never began here, or ended too long ago.
-    pub fn ledger(&self, step: Step) -> Option<StepLedger> {
-        let mut ledger = StepLedger { step, ..StepLedger::default() };
+    pub fn ledger(&self, step: Step) -> Option<StepStats> {
+        let mut ledger = StepStats { step, ..StepStats::default() };
         let stored = self.storage.state.lock().parts.step_status(step);
         let fetched = self.buffer.state.lock().parts.step_status(step);
         ledger.stored_bytes = stored.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
@@ -297,19 +297,19 @@ impl ProcessStore {
     }
 
     /// Carries these shards over: fetched entries and stored shards end with no step until one claims them.
-    pub fn keep(&self, ids: &[ShardId]) -> Kept {
-        Kept { shards: self.storage.keep(ids), entries: self.buffer.keep(ids) }
+    pub fn keep(&self, ids: &[ShardId]) -> KeptCounts {
+        KeptCounts { shards: self.storage.keep(ids), entries: self.buffer.keep(ids) }
     }
 
     /// The bytes of these shards, in order. The result keeps them alive.
     ///
     /// # Errors
     /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
-    pub fn look_up(&self, wanted: &[ShardRows]) -> Result<Vec<Outgoing>, StoreError> {
+    pub fn look_up(&self, wanted: &[ShardRows]) -> Result<Vec<OutgoingShard>, StoreError> {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let cut = found.into_iter().zip(wanted).map(|(tensor, selection)| {
-            tensor.cut(0, selection.rows.as_ref()).map(Outgoing).map_err(|error| match error {
+            tensor.cut(0, selection.rows.as_ref()).map(OutgoingShard).map_err(|error| match error {
                 StoreError::Invalid(reason) => StoreError::Invalid(format!("shard {}: {reason}", selection.id)),
                 other => other,
             })
@@ -361,14 +361,14 @@ impl ProcessStore {
     }
 
     /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the account.
-    pub fn end_step(&self, step: Step) -> StepLedger {
+    pub fn end_step(&self, step: Step) -> StepStats {
         let stored = self.storage.end(step);
         let fetched = self.buffer.end(step);
         let claims = stored.as_ref().map_or(0, |part| part.step_counts.num_entries);
         let fetches = fetched.as_ref().map_or(0, |part| part.step_counts.num_entries);
         self.drop_thread.drop_later(stored, claims);
         self.drop_thread.drop_later(fetched, fetches);
-        self.ledger(step).unwrap_or(StepLedger { step, has_ended: true, ..StepLedger::default() })
+        self.ledger(step).unwrap_or(StepStats { step, has_ended: true, ..StepStats::default() })
     }
 
     /// The claimant is gone: its shards are unclaimed again, and entries that were fetched in its steps are dropped.
@@ -419,7 +419,7 @@ mod tests {
         Arc::get_mut(&mut store).unwrap().drop_thread.quiet = Duration::from_millis(20);
         let pools = [&store.storage_pool, &store.buffer_pool];
         for pool in pools {
-            let mut reserved = pool.reserve(Pool::size_for(1 << 20), None).unwrap();
+            let mut reserved = pool.reserve(SlabPool::size_for(1 << 20), None).unwrap();
             pool.give_back(reserved.take(1 << 20, None).unwrap());
             assert!(pool.account().idle_bytes > 1 << 20);
         }

@@ -23,10 +23,10 @@ const NONCE_DIGITS: usize = 16;
 /// The name of a shard: up to 128 characters out of `A-Z a-z 0-9 . _ : -`. The same text is always equal.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Deserialize)]
 #[serde(try_from = "String")]
-pub struct ShardId(Form);
+pub struct ShardId(Repr);
 
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
-enum Form {
+enum Repr {
     Numbered { nonce: u64, counter: u64 },
     Text(Box<str>),
 }
@@ -34,14 +34,14 @@ enum Form {
 impl ShardId {
     /// The name that the process with this number gives its shard `counter`.
     pub fn numbered(nonce: u64, counter: u64) -> Self {
-        ShardId(Form::Numbered { nonce, counter })
+        ShardId(Repr::Numbered { nonce, counter })
     }
 
     /// The process's number and the shard's, of a name that a process gave.
     pub fn as_numbered(&self) -> Option<(u64, u64)> {
         match self.0 {
-            Form::Numbered { nonce, counter } => Some((nonce, counter)),
-            Form::Text(_) => None,
+            Repr::Numbered { nonce, counter } => Some((nonce, counter)),
+            Repr::Text(_) => None,
         }
     }
 }
@@ -65,7 +65,7 @@ impl FromStr for ShardId {
                 "a shard id is made of A-Z, a-z, 0-9, '.', '_', ':' and '-'; character {place} of {text:?} is none of these"
             )));
         }
-        Ok(ShardId(Form::Text(text.into())))
+        Ok(ShardId(Repr::Text(text.into())))
     }
 }
 
@@ -98,8 +98,8 @@ fn parse_numbered(text: &str) -> Option<ShardId> {
 impl fmt::Display for ShardId {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Form::Numbered { nonce, counter } => write!(formatter, "{nonce:016x}{SEPARATOR}{counter}"),
-            Form::Text(text) => formatter.write_str(text),
+            Repr::Numbered { nonce, counter } => write!(formatter, "{nonce:016x}{SEPARATOR}{counter}"),
+            Repr::Text(text) => formatter.write_str(text),
         }
     }
 }

@@ -42,7 +42,7 @@ pub struct Claimed {
 
 /// The counts of a request to keep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Kept {
+pub struct KeptCounts {
     /// Shards that a step had claimed.
     pub shards: u64,
     /// Entries that were fetched in a step, or for the next one.
@@ -51,7 +51,7 @@ pub struct Kept {
 
 /// Memory of one side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Account {
+pub struct MemoryStats {
     /// The limit.
     pub limit_bytes: u64,
     /// Slabs in use.
@@ -80,7 +80,7 @@ pub struct StorageStats {
     /// Seconds since the oldest of them was stored.
     pub oldest_unclaimed_seconds: f64,
     /// Its memory.
-    pub memory: Account,
+    pub memory: MemoryStats,
 }
 
 /// What a process holds as a consumer.
@@ -111,12 +111,12 @@ pub struct BufferStats {
     /// The step that holds bytes for the longest time.
     pub oldest_step: Option<Step>,
     /// Its memory.
-    pub memory: Account,
+    pub memory: MemoryStats,
 }
 
 /// The account of one step on one process. `stored + fetched = held + freed` always; after its end nothing is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StepLedger {
+pub struct StepStats {
     /// The step.
     pub step: Step,
     /// Whether it has ended.
@@ -147,5 +147,5 @@ pub struct Stats {
     /// The step that fetches belong to now.
     pub current_step: Option<Step>,
     /// Every step that has begun or claimed and has not ended, and the last that have, newest last.
-    pub steps: Vec<StepLedger>,
+    pub steps: Vec<StepStats>,
 }

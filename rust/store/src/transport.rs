@@ -5,8 +5,8 @@ use std::sync::Arc;
 use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
-use crate::fetch::Receiver;
-use crate::meta::Meta;
+use crate::fetch::FetchReceiver;
+use crate::tensor_meta::TensorMeta;
 use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::time_limit::TimeLimit;
 
@@ -14,8 +14,8 @@ use crate::time_limit::TimeLimit;
 pub trait Transport: Sync {
     /// Fetches these shards from `owner` in one request, into `receiver`.
     ///
-    /// Announces each entry of `wanted` to the receiver, by its index, with [`Receiver::space`] or [`Receiver::attach`].
-    /// A space counts after [`Receiver::complete`]. A retry may announce again all but complete entries.
+    /// Announces each entry of `wanted` to the receiver, by its index, with [`FetchReceiver::space`] or [`FetchReceiver::attach`].
+    /// A space counts after [`FetchReceiver::complete`]. A retry may announce again all but complete entries.
     ///
     /// # Errors
     /// The receiver's, [`StoreError::Missing`] with `owner`, and those of connections.
@@ -23,7 +23,7 @@ pub trait Transport: Sync {
         &self,
         owner: &Arc<str>,
         wanted: &[ShardRows],
-        receiver: &mut Receiver<'_>,
+        receiver: &mut FetchReceiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError>;
 }
@@ -49,7 +49,7 @@ pub struct Wanted {
     /// The rows; all if `None`.
     pub rows: Option<Rows>,
     /// The declared type and shape, of the rows if rows are chosen.
-    pub meta: Meta,
+    pub meta: TensorMeta,
 }
 
 impl Wanted {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
-    Dtype, Meta, MissingShard, ProcessStore, Receiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
+    Dtype, TensorMeta, MissingShard, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
 };
 
 fn assert_nothing_is_held(store: &ProcessStore) {
@@ -146,7 +146,7 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
     for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let dtype = Dtype::from_name("int32").unwrap();
-        let meta = Meta::new(dtype, [1000, 8].as_slice()).unwrap();
+        let meta = TensorMeta::new(dtype, [1000, 8].as_slice()).unwrap();
         let bytes = pattern(1, 32_000);
         let source = TensorToStore::new(meta.clone(), &bytes).unwrap();
         let id = within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0);
@@ -246,8 +246,8 @@ fn shards_that_differ_from_their_handle_are_refused() {
     for way in [Way::Bytes, Way::SegmentRange] {
         let (owner, consumer, between) = pair(way);
         let ids = put(&owner, &[vec![1; 16], vec![2; 16]]).unwrap();
-        let cast = Meta::new(Dtype::from_name("int8").unwrap(), [16].as_slice()).unwrap();
-        let reshaped = Meta::new(Dtype::from_name("uint8").unwrap(), [4, 4].as_slice()).unwrap();
+        let cast = TensorMeta::new(Dtype::from_name("int8").unwrap(), [16].as_slice()).unwrap();
+        let reshaped = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [4, 4].as_slice()).unwrap();
         for wrong in [cast, reshaped, bytes_meta(17)] {
             let wanted = [whole(OWNER, &ids[1], 16), whole(OWNER, &ids[0], 16)];
             let [good, mut bad] = wanted;
@@ -346,7 +346,7 @@ impl Transport for Nothing {
         &self,
         _: &Arc<str>,
         _: &[ShardRows],
-        _: &mut Receiver<'_>,
+        _: &mut FetchReceiver<'_>,
         _: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         Ok(())

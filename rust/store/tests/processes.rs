@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::SegmentAddress;
 use tundish_store::{
-    FetchedTensor, ProcessStore, Receiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
+    FetchedTensor, ProcessStore, FetchReceiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
 };
 
 const LEN: usize = 300_000;
@@ -139,7 +139,7 @@ impl Transport for Answer {
         &self,
         _owner: &Arc<str>,
         wanted: &[ShardRows],
-        receiver: &mut Receiver<'_>,
+        receiver: &mut FetchReceiver<'_>,
         _: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         assert_eq!(wanted.len(), self.0.len());

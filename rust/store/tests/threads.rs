@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Dtype, Limits, Meta, ProcessStore, ShardId, StoreError, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{Dtype, Limits, TensorMeta, ProcessStore, ShardId, StoreError, TensorToStore, TimeLimit, Wanted};
 
 fn pair(tensors: &[Vec<u8>]) -> (Arc<ProcessStore>, Arc<ProcessStore>, Between, Vec<ShardId>) {
     let (owner, consumer, between) = common::pair(Way::Bytes);
@@ -169,7 +169,7 @@ fn a_right_handle_does_not_fail_for_a_wrong_one() {
         let id = put(&owner, &[pattern(1, 100)]).unwrap().remove(0);
         let right = [whole(OWNER, &id, 100)];
         let [cast, long] = ["int8", "uint8"].map(|name| {
-            let meta = Meta::new(Dtype::from_name(name).unwrap(), [100 + u64::from(name == "uint8")].as_slice());
+            let meta = TensorMeta::new(Dtype::from_name(name).unwrap(), [100 + u64::from(name == "uint8")].as_slice());
             [Wanted { meta: meta.unwrap(), ..right[0].clone() }]
         });
         let (outcomes, requests) = join(&cast, &[&right, &right, &cast, &long, &cast, &right], between);
@@ -197,7 +197,7 @@ fn a_waiting_thread_does_not_fail_for_rows_that_do_not_exist() {
     // Of a batch all that it asked for fails; anyone who waits for other shards of it, or other rows, has them.
     let other = [whole(OWNER, &ids[1], 50)];
     let mut wrong = common::rows(OWNER, &ids[0], 90..100);
-    wrong.meta = Meta::new(Dtype::from_name("int8").unwrap(), [10].as_slice()).unwrap();
+    wrong.meta = TensorMeta::new(Dtype::from_name("int8").unwrap(), [10].as_slice()).unwrap();
     for batch in [[some[0].clone(), other[0].clone(), none[0].clone()], [wrong, some[0].clone(), other[0].clone()]] {
         let between = Between::new(Way::Bytes);
         between.add(OWNER, &owner);

@@ -4,23 +4,23 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
-use tundish_store::{Dtype, Meta, Shape};
+use tundish_store::{Dtype, TensorMeta, Shape};
 
 use crate::error::BindingError;
 
 /// The element types of this version of torch.
-struct Known {
+struct DtypeTable {
     /// Codes and their objects.
     objects: Vec<(u8, Py<PyAny>)>,
     /// Codes by object.
     codes: Py<PyDict>,
 }
 
-static KNOWN: PyOnceLock<Known> = PyOnceLock::new();
+static DTYPES: PyOnceLock<DtypeTable> = PyOnceLock::new();
 
 /// The first use imports torch.
-fn known(py: Python<'_>) -> PyResult<&Known> {
-    KNOWN.get_or_try_init(py, || {
+fn dtypes(py: Python<'_>) -> PyResult<&DtypeTable> {
+    DTYPES.get_or_try_init(py, || {
         let torch = py.import("torch")?;
         let codes = PyDict::new(py);
         let mut objects = Vec::new();
@@ -31,19 +31,19 @@ fn known(py: Python<'_>) -> PyResult<&Known> {
                 objects.push((dtype.code(), object.unbind()));
             }
         }
-        Ok(Known { objects, codes: codes.unbind() })
+        Ok(DtypeTable { objects, codes: codes.unbind() })
     })
 }
 
 /// The dtypes whose tensors can be stored.
 #[pyfunction]
 pub(crate) fn stored_dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
-    Ok(known(py)?.objects.iter().map(|(_, object)| object.bind(py).clone()).collect())
+    Ok(dtypes(py)?.objects.iter().map(|(_, object)| object.bind(py).clone()).collect())
 }
 
 /// The `torch.dtype` of an element type.
 pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAny>> {
-    let found = known(py)?.objects.iter().find(|(code, _)| *code == dtype.code());
+    let found = dtypes(py)?.objects.iter().find(|(code, _)| *code == dtype.code());
     found
         .map(|(_, object)| object.bind(py).clone())
         .ok_or_else(|| BindingError::Type(format!("this version of torch has no torch.{}", dtype.name())).into())
@@ -51,7 +51,7 @@ pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAn
 
 /// The element type of a `torch.dtype`.
 pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> PyResult<Dtype> {
-    let code = known(object.py())?.codes.bind(object.py()).get_item(object)?;
+    let code = dtypes(object.py())?.codes.bind(object.py()).get_item(object)?;
     let code = code.ok_or_else(|| {
         BindingError::Type(format!("tensors of {object} cannot be stored for others; convert it first"))
     })?;
@@ -59,10 +59,10 @@ pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> PyResult<Dtype> {
 }
 
 /// Element type and shape of a tensor.
-pub(super) fn meta_of(tensor: &Bound<'_, PyAny>) -> PyResult<Meta> {
+pub(super) fn meta_of(tensor: &Bound<'_, PyAny>) -> PyResult<TensorMeta> {
     let py = tensor.py();
     let dtype = dtype_of(&tensor.getattr(intern!(py, "dtype"))?)?;
     let sizes = tensor.getattr(intern!(py, "shape"))?;
     let shape = sizes.cast::<PyTuple>()?.iter().map(|size| size.extract::<u64>()).collect::<PyResult<Shape>>()?;
-    Ok(Meta::new(dtype, shape).map_err(BindingError::from)?)
+    Ok(TensorMeta::new(dtype, shape).map_err(BindingError::from)?)
 }

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use tundish_store::StoreError;
-use tundish_store::handles::{DEEPEST, Reader, Value, Writer};
+use tundish_store::handles::{DEEPEST, HandleReader, Value, HandleWriter};
 
 use super::handle::RTensor;
 use crate::error::BindingError;
@@ -16,20 +16,20 @@ use crate::error::BindingError;
 const MOST_AT_ONCE: usize = 1024;
 
 /// An error, and the path to the refused object from the inside out.
-struct Refused {
+struct ErrorAtPath {
     error: PyErr,
     path: Vec<String>,
 }
 
-impl Refused {
+impl ErrorAtPath {
     fn new(reason: String) -> Self {
-        Refused { error: BindingError::Type(reason).into(), path: Vec::new() }
+        ErrorAtPath { error: BindingError::Type(reason).into(), path: Vec::new() }
     }
 }
 
-impl<T: Into<PyErr>> From<T> for Refused {
+impl<T: Into<PyErr>> From<T> for ErrorAtPath {
     fn from(error: T) -> Self {
-        Refused { error: error.into(), path: Vec::new() }
+        ErrorAtPath { error: error.into(), path: Vec::new() }
     }
 }
 
@@ -38,7 +38,7 @@ impl<T: Into<PyErr>> From<T> for Refused {
 /// Raises `InvalidTypeError`, with the path, for anything else.
 #[pyfunction]
 pub(crate) fn dump_handles<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyBytes>> {
-    let mut writer = Writer::new();
+    let mut writer = HandleWriter::new();
     write(value, &mut writer, 0).map_err(|refused| {
         let path: String = refused.path.iter().rev().map(String::as_str).collect();
         let reason = refused.error.value(value.py()).to_string();
@@ -47,17 +47,17 @@ pub(crate) fn dump_handles<'py>(value: &Bound<'py, PyAny>) -> PyResult<Bound<'py
     Ok(PyBytes::new(value.py(), &writer.finish()))
 }
 
-fn write(value: &Bound<'_, PyAny>, writer: &mut Writer, depth: usize) -> Result<(), Refused> {
+fn write(value: &Bound<'_, PyAny>, writer: &mut HandleWriter, depth: usize) -> Result<(), ErrorAtPath> {
     if let Ok(handle) = value.cast_exact::<RTensor>() {
         if handle.get().has_reference() {
-            return Err(Refused::new(
+            return Err(ErrorAtPath::new(
                 "is a handle of Ray's object store, whose reference only Ray itself can carry: pass the handle to a \
                  remote function or actor as it is"
                     .to_owned(),
             ));
         }
         // A backend may give addresses of its own kind.
-        let or_not = |error: StoreError| Refused::new(format!("is a handle that cannot travel: {error}"));
+        let or_not = |error: StoreError| ErrorAtPath::new(format!("is a handle that cannot travel: {error}"));
         return writer.handle(&handle.get().handle).map_err(or_not);
     }
     if let Ok(text) = value.cast_exact::<PyString>() {
@@ -87,7 +87,7 @@ fn write(value: &Bound<'_, PyAny>, writer: &mut Writer, depth: usize) -> Result<
     }
     if depth == DEEPEST {
         let reason = format!("lies deeper than {DEEPEST} containers, or in a container that contains itself");
-        return Err(Refused::new(reason));
+        return Err(ErrorAtPath::new(reason));
     }
     if let Ok(items) = value.cast_exact::<PyDict>() {
         put(writer, &Value::Dict(items.len()))?;
@@ -106,7 +106,7 @@ fn write(value: &Bound<'_, PyAny>, writer: &mut Writer, depth: usize) -> Result<
         return write_all(items.iter(), writer, depth);
     }
     let kind = value.get_type().fully_qualified_name()?;
-    Err(Refused::new(format!(
+    Err(ErrorAtPath::new(format!(
         "is a {kind}: handles travel in dicts, lists and tuples, beside numbers, texts, bytes and None; remotize tensors \
          first, and make anything else one of these"
     )))
@@ -114,20 +114,20 @@ fn write(value: &Bound<'_, PyAny>, writer: &mut Writer, depth: usize) -> Result<
 
 fn write_all<'py>(
     items: impl Iterator<Item = Bound<'py, PyAny>>,
-    writer: &mut Writer,
+    writer: &mut HandleWriter,
     depth: usize,
-) -> Result<(), Refused> {
+) -> Result<(), ErrorAtPath> {
     for (place, item) in items.enumerate() {
         write(&item, writer, depth + 1).map_err(|refused| inside(refused, format!("[{place}]")))?;
     }
     Ok(())
 }
 
-fn put(writer: &mut Writer, value: &Value<'_>) -> Result<(), Refused> {
+fn put(writer: &mut HandleWriter, value: &Value<'_>) -> Result<(), ErrorAtPath> {
     Ok(writer.write(value).map_err(BindingError::from)?)
 }
 
-fn inside(mut refused: Refused, label: String) -> Refused {
+fn inside(mut refused: ErrorAtPath, label: String) -> ErrorAtPath {
     refused.path.push(label);
     refused
 }
@@ -141,7 +141,7 @@ fn label(key: &Bound<'_, PyAny>) -> String {
 /// Raises `InvalidInputError` for bytes that it did not make.
 #[pyfunction]
 pub(crate) fn load_handles<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
-    let mut reader = Reader::new(data).map_err(BindingError::from)?;
+    let mut reader = HandleReader::new(data).map_err(BindingError::from)?;
     // Many small objects are made, and the garbage collector would search them again and again.
     let gc = py.import("gc")?;
     let was_enabled: bool = gc.call_method0("isenabled")?.extract()?;
@@ -155,7 +155,7 @@ pub(crate) fn load_handles<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<
     Ok(value)
 }
 
-fn read<'py>(py: Python<'py>, reader: &mut Reader<'_>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
+fn read<'py>(py: Python<'py>, reader: &mut HandleReader<'_>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
     let value = reader.read().map_err(BindingError::from)?;
     if depth == DEEPEST && matches!(value, Value::List(_) | Value::Tuple(_) | Value::Dict(_)) {
         return Err(BindingError::Value(format!("these handles lie in more than {DEEPEST} containers")).into());
@@ -189,7 +189,7 @@ fn read<'py>(py: Python<'py>, reader: &mut Reader<'_>, depth: usize) -> PyResult
 
 fn read_all<'py>(
     py: Python<'py>,
-    reader: &mut Reader<'_>,
+    reader: &mut HandleReader<'_>,
     length: usize,
     depth: usize,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {

@@ -10,8 +10,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
-use tundish_store::handles::{Handle, SharedFields, Writer, check_owner};
-use tundish_store::{Meta, ShardId, Wanted};
+use tundish_store::handles::{ShardHandle, SharedFields, HandleWriter, check_owner};
+use tundish_store::{TensorMeta, ShardId, Wanted};
 
 use super::dtypes::{meta_of, object_of};
 use crate::error::BindingError;
@@ -27,7 +27,7 @@ type Reduced<'py> = (Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>)
 /// `shard` is its location. `data` is a meta tensor of its shape and dtype. `to_local()` fetches it.
 #[pyclass(frozen, module = "tundish.rtensor")]
 pub(crate) struct RTensor {
-    pub(super) handle: Handle,
+    pub(super) handle: ShardHandle,
     extra: Mutex<Option<Box<Extra>>>,
 }
 
@@ -41,17 +41,17 @@ struct Extra {
 }
 
 impl RTensor {
-    pub(super) fn new(handle: Handle) -> Self {
+    pub(super) fn new(handle: ShardHandle) -> Self {
         RTensor { handle, extra: Mutex::new(None) }
     }
 
     /// Element type and shape of the tensor, or of the chosen rows.
-    pub(super) fn meta(&self) -> PyResult<Meta> {
+    pub(super) fn meta(&self) -> PyResult<TensorMeta> {
         Ok(self.handle.shared.meta.cut(self.handle.rows.as_deref()).map_err(BindingError::from)?)
     }
 
     pub(super) fn wanted(&self) -> PyResult<Wanted> {
-        let Handle { id, shared, rows } = &self.handle;
+        let ShardHandle { id, shared, rows } = &self.handle;
         let rows = rows.as_deref().cloned();
         Ok(Wanted { owner: Arc::clone(&shared.owner), id: id.clone(), rows, meta: self.meta()? })
     }
@@ -68,7 +68,7 @@ impl RTensor {
         Some(self.lock().as_ref()?.local.as_ref()?.clone_ref(py))
     }
 
-    fn with(handle: Handle, reference: Option<Py<PyAny>>, local: Option<Py<PyAny>>) -> Self {
+    fn with(handle: ShardHandle, reference: Option<Py<PyAny>>, local: Option<Py<PyAny>>) -> Self {
         let is_plain = reference.is_none() && local.is_none();
         let extra = (!is_plain).then(|| Box::new(Extra { reference, local }));
         RTensor { handle, extra: Mutex::new(extra) }
@@ -129,13 +129,13 @@ impl RTensor {
         let shared = Arc::new(SharedFields { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
         let local = (!is_meta).then(|| data.clone().unbind());
-        Ok(RTensor::with(Handle { id, shared, rows: None }, reference, local))
+        Ok(RTensor::with(ShardHandle { id, shared, rows: None }, reference, local))
     }
 
     /// Its location.
     #[getter]
     fn shard<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let Handle { id, shared, .. } = &self.handle;
+        let ShardHandle { id, shared, .. } = &self.handle;
         let reference = self.reference_of(py);
         SHARD.import(py, "tundish.rtensor.handles", "TensorShardInfo")?.call1((
             id.to_string(),
@@ -246,7 +246,7 @@ impl RTensor {
         let before = this.handle.rows.as_ref().map_or(0, |rows| rows.start);
         let start = before + indices.start as u64;
         let rows = start..start + indices.slicelength as u64;
-        let handle = Handle { rows: Some(Box::new(rows)), ..this.handle.clone() };
+        let handle = ShardHandle { rows: Some(Box::new(rows)), ..this.handle.clone() };
         Ok(RTensor::with(handle, this.reference_of(slf.py()), None))
     }
 
@@ -269,7 +269,7 @@ impl RTensor {
     }
 
     fn __repr__(&self) -> String {
-        let Handle { id, shared, rows } = &self.handle;
+        let ShardHandle { id, shared, rows } = &self.handle;
         let SharedFields { owner, meta } = &**shared;
         let chosen = rows.as_ref().map_or(String::new(), |rows| format!(", rows {} to {}", rows.start, rows.end));
         let (shape, dtype) = (self.dimensions(), meta.dtype().name());
@@ -279,7 +279,7 @@ impl RTensor {
     /// Pickles the bytes of `dumps`, and the reference of the backend.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
         let py = slf.py();
-        let mut writer = Writer::new();
+        let mut writer = HandleWriter::new();
         writer.handle(&slf.get().handle).map_err(BindingError::from)?;
         let restore = py.import("tundish.rtensor.handles")?.getattr("restore")?;
         Ok((restore, (PyBytes::new(py, &writer.finish()), slf.get().reference_of(py))))

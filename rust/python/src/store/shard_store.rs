@@ -12,8 +12,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
-use tundish_store::handles::{Handle, SharedFields};
-use tundish_store::{Limits, Meta, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Wanted};
+use tundish_store::handles::{ShardHandle, SharedFields};
+use tundish_store::{Limits, TensorMeta, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Wanted};
 
 use super::dtypes::meta_of;
 use super::handle::{RTensor, name_of};
@@ -80,11 +80,11 @@ impl ShardStore {
                 .iter()
                 .zip(&places)
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
-                .map(|(shared, place)| unsafe { TensorToStore::from_raw(Meta::clone(&shared.meta), place.0) })
+                .map(|(shared, place)| unsafe { TensorToStore::from_raw(TensorMeta::clone(&shared.meta), place.0) })
                 .collect();
             Ok(ProcessStore::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
         })?;
-        let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(Handle { id, shared, rows: None }));
+        let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: None }));
         PyList::new(py, handles.collect::<Vec<_>>())
     }
 
@@ -101,7 +101,7 @@ impl ShardStore {
         let id = name_of(shard_id)?;
         let meta = Arc::new(meta_of(tensor)?);
         let place = address_of(tensor)?;
-        let (name, named) = (id.clone(), Meta::clone(&meta));
+        let (name, named) = (id.clone(), TensorMeta::clone(&meta));
         enter(py, None, move |signals| {
             let place = place;
             // SAFETY: the caller holds the tensor until this returns, and it is dense.
@@ -110,7 +110,7 @@ impl ShardStore {
             Ok(ProcessStore::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
-        Ok(RTensor::new(Handle { id, shared, rows: None }))
+        Ok(RTensor::new(ShardHandle { id, shared, rows: None }))
     }
 
     /// The handle of a shard that is stored here.
@@ -122,7 +122,7 @@ impl ShardStore {
         let meta = found.first().map(|one| one.meta().clone());
         let meta = meta.ok_or_else(|| BindingError::Value(format!("no shard {id} was found")))?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta: Arc::new(meta) });
-        Ok(RTensor::new(Handle { id, shared, rows: None }))
+        Ok(RTensor::new(ShardHandle { id, shared, rows: None }))
     }
 
     /// The shards of the handles, in order. Each is fetched once; from owners on this node through shared memory, if

@@ -32,7 +32,7 @@ pub(crate) struct FetchedShard<P> {
 }
 
 /// The entries of one shard id: several if rows were chosen, or if two owners have shards of one name.
-pub(crate) type Entries<P> = SmallVec<[FetchedShard<P>; 1]>;
+pub(crate) type ShardEntries<P> = SmallVec<[FetchedShard<P>; 1]>;
 
 /// The step under which a call began.
 #[derive(Clone, Debug)]
@@ -76,18 +76,18 @@ pub(crate) struct FetchCounts {
 }
 
 pub(crate) struct State<P> {
-    pub(crate) parts: EntriesByStep<Entries<P>>,
+    pub(crate) parts: EntriesByStep<ShardEntries<P>>,
     flights: HashMap<ShardId, SmallVec<[Arc<InFlight<P>>; 1]>>,
     current: Option<Step>,
     pub(crate) counts: FetchCounts,
 }
 
 /// The buffer of one process.
-pub(crate) struct Buffer<P> {
+pub(crate) struct FetchBuffer<P> {
     pub(crate) state: FairLock<State<P>>,
 }
 
-impl<P: Clone> Buffer<P> {
+impl<P: Clone> FetchBuffer<P> {
     pub(crate) fn new() -> Self {
         let state = State {
             parts: EntriesByStep::new(),
@@ -95,7 +95,7 @@ impl<P: Clone> Buffer<P> {
             current: None,
             counts: FetchCounts::default(),
         };
-        Buffer { state: FairLock::new(state) }
+        FetchBuffer { state: FairLock::new(state) }
     }
 
     /// Begins a step: later calls belong to it.
@@ -160,7 +160,7 @@ impl<P: Clone> Buffer<P> {
     }
 
     /// Ends a step, and returns its entries to be dropped.
-    pub(crate) fn end(&self, step: Step) -> Option<StepEntries<Entries<P>>> {
+    pub(crate) fn end(&self, step: Step) -> Option<StepEntries<ShardEntries<P>>> {
         let mut state = self.state.lock();
         let part = state.parts.end(step);
         if state.current == Some(step) {
@@ -170,7 +170,7 @@ impl<P: Clone> Buffer<P> {
     }
 
     /// Takes all entries out, to be dropped. Fetches under way will not be kept.
-    pub(crate) fn flush(&self) -> Vec<StepEntries<Entries<P>>> {
+    pub(crate) fn flush(&self) -> Vec<StepEntries<ShardEntries<P>>> {
         let mut state = self.state.lock();
         let (flushed, cancelled) = (state.parts.flush(), std::mem::take(&mut state.flights));
         drop(state);
@@ -179,7 +179,7 @@ impl<P: Clone> Buffer<P> {
     }
 
     /// Takes the entries of these shards out, to be dropped. Fetches of them that are under way will not be kept.
-    pub(crate) fn remove(&self, ids: &[ShardId]) -> Vec<Vec<Entries<P>>> {
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> Vec<Vec<ShardEntries<P>>> {
         // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
         let turns = self.state.in_turns(ids, |state, some| {
             let mut removed = Vec::with_capacity(some.len());
@@ -208,12 +208,12 @@ impl<P: Clone> Buffer<P> {
 
 impl<P: Clone> State<P> {
     /// That of the step under way, or of the next one.
-    pub(crate) fn current_part(&self) -> &StepEntries<Entries<P>> {
+    pub(crate) fn current_part(&self) -> &StepEntries<ShardEntries<P>> {
         self.parts.get(self.current).filter(|_| self.current.is_some()).unwrap_or_else(|| self.parts.next())
     }
 
     /// The part that a call's fetches go to.
-    fn part_of(&self, call_step: &CallStep) -> Result<&StepEntries<Entries<P>>, StoreError> {
+    fn part_of(&self, call_step: &CallStep) -> Result<&StepEntries<ShardEntries<P>>, StoreError> {
         self.parts.with_token(call_step.token).ok_or_else(|| self.ended(call_step.token, call_step.step))
     }
 
@@ -287,7 +287,7 @@ impl<P: Clone> State<P> {
 
     /// Moves the entries of a shard to those of no step. Returns their number.
     fn keep(&mut self, id: &ShardId) -> u64 {
-        let mut kept = Entries::new();
+        let mut kept = ShardEntries::new();
         for (_, part) in self.parts.iter_mut() {
             if part.token != UNCLAIMED {
                 kept.extend(take(part, id).into_iter().flatten());
@@ -303,7 +303,7 @@ impl<P: Clone> State<P> {
     }
 }
 
-fn take<P>(part: &mut StepEntries<Entries<P>>, id: &ShardId) -> Option<Entries<P>> {
+fn take<P>(part: &mut StepEntries<ShardEntries<P>>, id: &ShardId) -> Option<ShardEntries<P>> {
     let entries = part.entries.remove(id)?;
     entries.iter().for_each(|held| part.step_counts.free(held.bytes));
     Some(entries)

@@ -16,7 +16,7 @@ use crate::{Claimant, Step};
 
 /// A shard that is stored.
 #[derive(Debug)]
-pub(crate) struct Stored<P> {
+pub(crate) struct StoredShard<P> {
     payload: P,
     bytes: u64,
     since: Instant,
@@ -25,7 +25,7 @@ pub(crate) struct Stored<P> {
 }
 
 pub(crate) struct State<P> {
-    pub(crate) parts: EntriesByStep<Stored<P>>,
+    pub(crate) parts: EntriesByStep<StoredShard<P>>,
     next_counter: u64,
 }
 
@@ -53,7 +53,7 @@ impl<P: Clone> Storage<P> {
             for (payload, bytes) in some {
                 let id = ShardId::numbered(self.nonce, state.next_counter);
                 state.next_counter += 1;
-                state.insert(&id, Stored { payload: payload.clone(), bytes: *bytes, since, was_kept: false });
+                state.insert(&id, StoredShard { payload: payload.clone(), bytes: *bytes, since, was_kept: false });
                 ids.push(id);
             }
             state.parts.saw_peak();
@@ -77,7 +77,7 @@ impl<P: Clone> Storage<P> {
         if state.find(id).is_some() {
             return Err(StoreError::Exists { id: id.clone() });
         }
-        state.insert(id, Stored { payload, bytes, since: Instant::now(), was_kept: false });
+        state.insert(id, StoredShard { payload, bytes, since: Instant::now(), was_kept: false });
         state.parts.saw_peak();
         Ok(())
     }
@@ -113,7 +113,7 @@ impl<P: Clone> Storage<P> {
     }
 
     /// Removes shards, and returns them to be dropped.
-    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Vec<Stored<P>>>) {
+    pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Vec<StoredShard<P>>>) {
         // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
         let taken = self.state.in_turns(ids, |state, some| {
             let mut taken = Vec::with_capacity(some.len());
@@ -126,7 +126,7 @@ impl<P: Clone> Storage<P> {
     }
 
     /// Takes all shards out.
-    pub(crate) fn flush(&self) -> (Removed, Vec<StepEntries<Stored<P>>>) {
+    pub(crate) fn flush(&self) -> (Removed, Vec<StepEntries<StoredShard<P>>>) {
         let mut state = self.state.lock();
         let (total_bytes, num_tensors) = state.parts.held();
         let flushed = state.parts.flush();
@@ -152,7 +152,7 @@ impl<P: Clone> Storage<P> {
     }
 
     /// Ends a step, and returns its shards to be dropped.
-    pub(crate) fn end(&self, step: Step) -> Option<StepEntries<Stored<P>>> {
+    pub(crate) fn end(&self, step: Step) -> Option<StepEntries<StoredShard<P>>> {
         self.state.lock().parts.end(step)
     }
 
@@ -180,18 +180,18 @@ impl<P: Clone> Storage<P> {
 }
 
 impl<P> State<P> {
-    fn find(&self, id: &ShardId) -> Option<&Stored<P>> {
+    fn find(&self, id: &ShardId) -> Option<&StoredShard<P>> {
         self.parts.iter().find_map(|(_, part)| part.entries.get(id))
     }
 
     /// Among the unclaimed; there is none of this name.
-    fn insert(&mut self, id: &ShardId, stored: Stored<P>) {
+    fn insert(&mut self, id: &ShardId, stored: StoredShard<P>) {
         let unclaimed = self.parts.unclaimed();
         unclaimed.step_counts.bring(stored.bytes);
         unclaimed.entries.insert(id.clone(), stored);
     }
 
-    fn remove(&mut self, id: &ShardId) -> Option<Stored<P>> {
+    fn remove(&mut self, id: &ShardId) -> Option<StoredShard<P>> {
         self.parts.iter_mut().find_map(|(_, part)| take(part, id))
     }
 
@@ -202,7 +202,7 @@ impl<P> State<P> {
             return false;
         }
         let Some(stored) = self.remove(id) else { return false };
-        self.insert(id, Stored { was_kept: true, ..stored });
+        self.insert(id, StoredShard { was_kept: true, ..stored });
         true
     }
 
@@ -226,7 +226,7 @@ impl<P> State<P> {
     }
 }
 
-fn take<P>(part: &mut StepEntries<Stored<P>>, id: &ShardId) -> Option<Stored<P>> {
+fn take<P>(part: &mut StepEntries<StoredShard<P>>, id: &ShardId) -> Option<StoredShard<P>> {
     let stored = part.entries.remove(id)?;
     part.step_counts.free(stored.bytes);
     Some(stored)

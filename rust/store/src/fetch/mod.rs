@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-pub use self::receiver::Receiver;
+pub use self::receiver::FetchReceiver;
 use self::receiver::RequestedShard;
 use crate::entries::fair_lock::TURN;
 use crate::entries::fetch_buffer::{BufferLookup, CallStep, Found, ShardKey};
@@ -77,7 +77,7 @@ impl ProcessStore {
         transport: &dyn Transport,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
-        let mut batches: HashMap<&str, Receiver<'_>> = HashMap::new();
+        let mut batches: HashMap<&str, FetchReceiver<'_>> = HashMap::new();
         let mut own: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         for some in open.chunks(TURN) {
@@ -88,7 +88,7 @@ impl ProcessStore {
                     BufferLookup::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
                     BufferLookup::Joined(flight) => others.push((*index, flight)),
                     BufferLookup::Leads(flight) => {
-                        let batch = batches.entry(&wanted.owner).or_insert_with(|| Receiver::new(self));
+                        let batch = batches.entry(&wanted.owner).or_insert_with(|| FetchReceiver::new(self));
                         batch.pieces.push(RequestedShard::new(wanted, Arc::clone(&flight)));
                         own.push((*index, flight));
                     }
@@ -194,7 +194,7 @@ fn wait(flight: &InFlight<Tensor>, time_limit: &mut TimeLimit<'_>) -> Result<Opt
 /// Sends all requests at once. Only this thread calls the caller's function. When one request fails, the others are
 /// cancelled.
 fn send_all(
-    mut requests: Vec<Receiver<'_>>,
+    mut requests: Vec<FetchReceiver<'_>>,
     transport: &dyn Transport,
     time_limit: &mut TimeLimit<'_>,
 ) -> Result<(), StoreError> {

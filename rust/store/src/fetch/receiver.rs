@@ -1,27 +1,27 @@
-//! `Receiver`: receives the shards of one request into the fetch buffer.
+//! `FetchReceiver`: receives the shards of one request into the fetch buffer.
 //!
 //! Invariants: every shard of a request either arrives or fails, also when a thread unwinds. A shard that has arrived is
 //! not written to again.
 
 use std::sync::Arc;
 
-use crate::entries::fetch_buffer::Buffer;
+use crate::entries::fetch_buffer::FetchBuffer;
 use crate::entries::in_flight::{InFlight, Outcome};
 use crate::error::{MissingShard, StoreError};
-use crate::memory::attached_segments::Attachments;
+use crate::memory::attached_segments::AttachedSegments;
 use crate::memory::slab::{Allocation, allocate};
-use crate::memory::slab_pool::Pool;
+use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::meta::Meta;
+use crate::tensor_meta::TensorMeta;
 use crate::process_store::ProcessStore;
 use crate::time_limit::TimeLimit;
 use crate::transport::{SegmentRange, Transport, Wanted};
 
 /// Receives the shards of one request to one owner into the fetch buffer.
-pub struct Receiver<'a> {
-    buffer: &'a Buffer<Tensor>,
-    pool: &'a Arc<Pool>,
-    attachments: &'a Attachments,
+pub struct FetchReceiver<'a> {
+    buffer: &'a FetchBuffer<Tensor>,
+    pool: &'a Arc<SlabPool>,
+    attached_segments: &'a AttachedSegments,
     pub(super) pieces: Vec<RequestedShard<'a>>,
 }
 
@@ -39,10 +39,10 @@ impl<'a> RequestedShard<'a> {
     }
 }
 
-impl<'a> Receiver<'a> {
+impl<'a> FetchReceiver<'a> {
     pub(super) fn new(store: &'a ProcessStore) -> Self {
-        let ProcessStore { buffer, buffer_pool: pool, attachments, .. } = store;
-        Receiver { buffer, pool, attachments, pieces: Vec::new() }
+        let ProcessStore { buffer, buffer_pool: pool, attached_segments, .. } = store;
+        FetchReceiver { buffer, pool, attached_segments, pieces: Vec::new() }
     }
 
     /// Sends the request.
@@ -72,7 +72,7 @@ impl<'a> Receiver<'a> {
         }
     }
 
-    fn piece(&mut self, index: usize, meta: &Meta) -> Result<(), StoreError> {
+    fn piece(&mut self, index: usize, meta: &TensorMeta) -> Result<(), StoreError> {
         let piece =
             self.pieces.get(index).ok_or_else(|| StoreError::Invalid(format!("nothing was wanted at {index}")))?;
         if piece.is_over {
@@ -113,7 +113,7 @@ impl<'a> Receiver<'a> {
     pub fn space(
         &mut self,
         index: usize,
-        meta: &Meta,
+        meta: &TensorMeta,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<&mut [u8], StoreError> {
         self.piece(index, meta)?;
@@ -146,21 +146,21 @@ impl<'a> Receiver<'a> {
     /// # Errors
     /// As `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport then asks for
     /// the bytes.
-    pub fn attach(&mut self, index: usize, meta: &Meta, reference: &SegmentRange) -> Result<(), StoreError> {
+    pub fn attach(&mut self, index: usize, meta: &TensorMeta, reference: &SegmentRange) -> Result<(), StoreError> {
         self.piece(index, meta)?;
-        let location = lent(self.attachments, self.pieces[index].wanted, reference)?;
+        let location = lent(self.attached_segments, self.pieces[index].wanted, reference)?;
         self.land(index, location)
     }
 }
 
-impl Drop for Receiver<'_> {
+impl Drop for FetchReceiver<'_> {
     fn drop(&mut self) {
         self.fail(&StoreError::Interrupted);
     }
 }
 
 /// Where a reference leads to.
-fn lent(attachments: &Attachments, wanted: &Wanted, reference: &SegmentRange) -> Result<Location, StoreError> {
+fn lent(attached_segments: &AttachedSegments, wanted: &Wanted, reference: &SegmentRange) -> Result<Location, StoreError> {
     let nbytes = wanted.meta.nbytes();
     if reference.len != nbytes {
         let reason = format!("the reference to it has {} bytes instead of {nbytes}", reference.len);
@@ -169,10 +169,10 @@ fn lent(attachments: &Attachments, wanted: &Wanted, reference: &SegmentRange) ->
     if nbytes == 0 {
         return Ok(Location::Nowhere);
     }
-    Ok(Location::Attached(attachments.reach(reference)?))
+    Ok(Location::Attached(attached_segments.reach(reference)?))
 }
 
-fn check(wanted: &Wanted, meta: &Meta) -> Result<(), StoreError> {
+fn check(wanted: &Wanted, meta: &TensorMeta) -> Result<(), StoreError> {
     if *meta == wanted.meta {
         return Ok(());
     }

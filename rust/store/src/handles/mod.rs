@@ -15,10 +15,10 @@ mod writer;
 
 use std::sync::Arc;
 
-pub use self::reader::Reader;
-pub use self::writer::Writer;
+pub use self::reader::HandleReader;
+pub use self::writer::HandleWriter;
 use crate::error::StoreError;
-use crate::meta::Meta;
+use crate::tensor_meta::TensorMeta;
 use crate::shard_id::{Rows, ShardId};
 
 /// The deepest nesting of containers.
@@ -68,7 +68,7 @@ const NEXT_HANDLE: u8 = 15;
 
 /// Names a shard, or some of its rows. Takes 40 bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Handle {
+pub struct ShardHandle {
     /// The shard.
     pub id: ShardId,
     /// The fields that it shares with other handles.
@@ -83,7 +83,7 @@ pub struct SharedFields {
     /// The address that the owner of the shard serves at.
     pub owner: Arc<str>,
     /// Element type and shape of the whole shard.
-    pub meta: Arc<Meta>,
+    pub meta: Arc<TensorMeta>,
 }
 
 /// One value, or the beginning of a container.
@@ -110,7 +110,7 @@ pub enum Value<'a> {
     /// So many pairs of values follow.
     Dict(usize),
     /// A handle.
-    Handle(Handle),
+    Handle(ShardHandle),
 }
 
 #[cfg(test)]

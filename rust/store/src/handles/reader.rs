@@ -4,32 +4,32 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, ShardHandle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
     ROWS, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
-use crate::meta::{Dtype, Meta, Shape};
+use crate::tensor_meta::{Dtype, TensorMeta, Shape};
 use crate::shard_id::ShardId;
 
 /// Reads values one after the other from untrusted bytes.
-pub struct Reader<'a> {
+pub struct HandleReader<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) at: usize,
     owners: Vec<Arc<str>>,
-    metas: Vec<Arc<Meta>>,
+    metas: Vec<Arc<TensorMeta>>,
     shared: HashMap<(usize, usize), Arc<SharedFields>>,
     nonces: Vec<u64>,
     before: Option<(usize, usize, usize, u64)>,
 }
 
-impl<'a> Reader<'a> {
-    /// Reads `bytes`, which begin as [`Writer`](super::Writer)'s do.
+impl<'a> HandleReader<'a> {
+    /// Reads `bytes`, which begin as [`HandleWriter`](super::HandleWriter)'s do.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where they do not.
     pub fn new(bytes: &'a [u8]) -> Result<Self, StoreError> {
         match bytes.strip_prefix(MAGIC) {
-            Some(bytes) => Ok(Reader {
+            Some(bytes) => Ok(HandleReader {
                 bytes,
                 at: 0,
                 owners: Vec::new(),
@@ -69,7 +69,7 @@ impl<'a> Reader<'a> {
                 let tag = self.byte()?;
                 let handle = self.handle(tag)?;
                 handle.shared.meta.cut(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
-                Value::Handle(Handle { rows: Some(Box::new(rows)), ..handle })
+                Value::Handle(ShardHandle { rows: Some(Box::new(rows)), ..handle })
             }
             tag => Value::Handle(self.handle(tag)?),
         })
@@ -83,7 +83,7 @@ impl<'a> Reader<'a> {
         if self.at == self.bytes.len() { Ok(()) } else { Err(self.wrong("more than one value")) }
     }
 
-    fn handle(&mut self, tag: u8) -> Result<Handle, StoreError> {
+    fn handle(&mut self, tag: u8) -> Result<ShardHandle, StoreError> {
         if tag == NEXT_HANDLE {
             let before =
                 self.before.and_then(|(owner, meta, nonce, last)| Some((owner, meta, nonce, last.checked_add(1)?)));
@@ -107,7 +107,7 @@ impl<'a> Reader<'a> {
         }
         if tag == NAMED_HANDLE {
             let id = self.text()?.parse::<ShardId>().map_err(|error| self.wrong(&error.to_string()))?;
-            return Ok(Handle { id, shared: self.shared(owner, meta), rows: None });
+            return Ok(ShardHandle { id, shared: self.shared(owner, meta), rows: None });
         }
         let nonce = self.place(self.nonces.len())?;
         if nonce == self.nonces.len() {
@@ -120,8 +120,8 @@ impl<'a> Reader<'a> {
         Ok(self.numbered(owner, meta, nonce, counter))
     }
 
-    fn numbered(&mut self, owner: usize, meta: usize, nonce: usize, counter: u64) -> Handle {
-        Handle { id: ShardId::numbered(self.nonces[nonce], counter), shared: self.shared(owner, meta), rows: None }
+    fn numbered(&mut self, owner: usize, meta: usize, nonce: usize, counter: u64) -> ShardHandle {
+        ShardHandle { id: ShardId::numbered(self.nonces[nonce], counter), shared: self.shared(owner, meta), rows: None }
     }
 
     /// The one that handles of this owner, type and shape share.
@@ -131,7 +131,7 @@ impl<'a> Reader<'a> {
         Arc::clone(self.shared.entry((owner, meta)).or_insert_with(make))
     }
 
-    fn meta(&mut self) -> Result<Meta, StoreError> {
+    fn meta(&mut self) -> Result<TensorMeta, StoreError> {
         let code = self.byte()?;
         let dtype = Dtype::from_code(code).map_err(|error| self.wrong(&error.to_string()))?;
         let dimensions = self.count(1)?;
@@ -139,7 +139,7 @@ impl<'a> Reader<'a> {
         for _ in 0..dimensions {
             shape.push(self.unsigned()?);
         }
-        Meta::new(dtype, shape).map_err(|error| self.wrong(&error.to_string()))
+        TensorMeta::new(dtype, shape).map_err(|error| self.wrong(&error.to_string()))
     }
 
     /// A place in a table of `length` items, or the one behind its end.

@@ -4,17 +4,17 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::error::StoreError;
-use crate::meta::Dtype;
+use crate::tensor_meta::Dtype;
 
-fn handle(nonce: u64, counter: u64, name: Option<&str>, dtype: &str, shape: &[u64], rows: Option<Rows>) -> Handle {
-    let meta = Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap();
+fn handle(nonce: u64, counter: u64, name: Option<&str>, dtype: &str, shape: &[u64], rows: Option<Rows>) -> ShardHandle {
+    let meta = TensorMeta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap();
     let id = name.map_or_else(|| ShardId::numbered(nonce, counter), |name| name.parse().unwrap());
     let owner = format!("10.0.0.{}:80", nonce % 3).into();
-    Handle { id, shared: Arc::new(SharedFields { owner, meta: Arc::new(meta) }), rows: rows.map(Box::new) }
+    ShardHandle { id, shared: Arc::new(SharedFields { owner, meta: Arc::new(meta) }), rows: rows.map(Box::new) }
 }
 
 fn written(values: &[Value<'_>]) -> Vec<u8> {
-    let mut writer = Writer::new();
+    let mut writer = HandleWriter::new();
     for value in values {
         writer.write(value).unwrap();
     }
@@ -22,7 +22,7 @@ fn written(values: &[Value<'_>]) -> Vec<u8> {
 }
 
 fn read_all(bytes: &[u8]) -> Result<usize, StoreError> {
-    let mut reader = Reader::new(bytes)?;
+    let mut reader = HandleReader::new(bytes)?;
     let mut count = 0;
     while reader.at < reader.bytes.len() {
         reader.read()?;
@@ -31,7 +31,7 @@ fn read_all(bytes: &[u8]) -> Result<usize, StoreError> {
     reader.finish().map(|()| count)
 }
 
-fn handles() -> impl Strategy<Value = Handle> {
+fn handles() -> impl Strategy<Value = ShardHandle> {
     let ids = (0u64..4, prop_oneof![0u64..5, any::<u64>()], proptest::option::of("[a-z.:]{1,20}"));
     let metas =
         (prop_oneof![Just("float32"), Just("bfloat16"), Just("bool")], proptest::collection::vec(0u64..9, 0..4));
@@ -56,7 +56,7 @@ proptest! {
         values.extend(texts.iter().chain(&texts).map(|text| Value::Text(text)));
         values.push(Value::LargeInteger(&[1, 2, 3]));
         let bytes = written(&values);
-        let mut reader = Reader::new(&bytes).unwrap();
+        let mut reader = HandleReader::new(&bytes).unwrap();
         for value in &values {
             prop_assert_eq!(&reader.read().unwrap(), value);
         }
@@ -83,21 +83,21 @@ proptest! {
     fn truncated_handles_are_refused(handle in handles(), cut: prop::sample::Index) {
         let bytes = written(&[Value::Handle(handle)]);
         let length = MAGIC.len() + cut.index(bytes.len() - MAGIC.len());
-        let mut reader = Reader::new(&bytes[..length]).unwrap();
+        let mut reader = HandleReader::new(&bytes[..length]).unwrap();
         prop_assert!(reader.read().is_err());
     }
 }
 
 #[test]
 fn a_handle_takes_40_bytes() {
-    assert_eq!(size_of::<Handle>(), 40);
+    assert_eq!(size_of::<ShardHandle>(), 40);
 }
 
 #[test]
 fn every_type_is_read_as_it_was_written() {
     for dtype in Dtype::all() {
         let bytes = written(&[Value::Handle(handle(7, 1, None, dtype.name(), &[4], None))]);
-        let Value::Handle(read) = Reader::new(&bytes).unwrap().read().unwrap() else { panic!("{dtype:?}") };
+        let Value::Handle(read) = HandleReader::new(&bytes).unwrap().read().unwrap() else { panic!("{dtype:?}") };
         assert_eq!(read.shared.meta.dtype(), dtype);
     }
 }
@@ -112,7 +112,7 @@ fn a_row_of_shards_takes_a_byte_each() {
 fn lengths_beyond_the_bytes_are_refused_before_room_is_made() {
     for tag in [LIST, TUPLE, DICT, BYTES, TEXT, LARGE_INTEGER] {
         let bytes = [MAGIC, &[tag, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f][..]].concat();
-        let refused = Reader::new(&bytes).unwrap().read();
+        let refused = HandleReader::new(&bytes).unwrap().read();
         assert!(matches!(&refused, Err(StoreError::Invalid(why)) if why.contains("cut short")), "{refused:?}");
     }
 }
@@ -134,19 +134,19 @@ fn valid_addresses_are_written_and_read_and_invalid_ones_refused() {
     };
     for right in ["local", "[::1]:80", "fe80::1%eth0:1", "", &"h".repeat(300)] {
         check_owner(right).unwrap();
-        assert_eq!(Reader::new(&told(right)).unwrap().read().unwrap(), Value::Handle(of(right)));
+        assert_eq!(HandleReader::new(&told(right)).unwrap().read().unwrap(), Value::Handle(of(right)));
         let bytes = written(&[Value::Handle(of(right))]);
-        assert_eq!(Reader::new(&bytes).unwrap().read().unwrap(), Value::Handle(of(right)));
+        assert_eq!(HandleReader::new(&bytes).unwrap().read().unwrap(), Value::Handle(of(right)));
     }
     for wrong in ["h x:1", "h:1\n", "ä:1", "\u{fffd}", "h\0:1", &"h".repeat(301)] {
         let refused = [
             check_owner(wrong).unwrap_err(),
-            Writer::new().handle(&of(wrong)).unwrap_err(),
-            Reader::new(&told(wrong)).unwrap().read().unwrap_err(),
+            HandleWriter::new().handle(&of(wrong)).unwrap_err(),
+            HandleReader::new(&told(wrong)).unwrap().read().unwrap_err(),
         ];
         assert!(refused.iter().all(|why| why.to_string().contains("host:port, up to 300 ASCII")), "{refused:?}");
     }
-    let mut writer = Writer::new();
+    let mut writer = HandleWriter::new();
     writer.handle(&of("local")).unwrap();
     writer.handle(&of("h x:1")).unwrap_err();
 }
@@ -156,5 +156,5 @@ fn rows_that_a_shard_has_not_got_are_refused() {
     let mut wrong = handle(1, 1, None, "int8", &[4], None);
     wrong.rows = Some(Box::new(2..5));
     let bytes = written(&[Value::Handle(wrong)]);
-    assert!(Reader::new(&bytes).unwrap().read().is_err());
+    assert!(HandleReader::new(&bytes).unwrap().read().is_err());
 }

@@ -5,18 +5,18 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, Handle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, ShardHandle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
     ROWS, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
-use crate::meta::Meta;
+use crate::tensor_meta::TensorMeta;
 
 /// Writes values one after the other.
 #[derive(Default)]
-pub struct Writer {
+pub struct HandleWriter {
     out: Vec<u8>,
     owners: HashMap<Arc<str>, usize>,
-    metas: HashMap<Arc<Meta>, usize>,
+    metas: HashMap<Arc<TensorMeta>, usize>,
     nonces: HashMap<u64, usize>,
     before: Option<(usize, usize, usize, u64)>,
 }
@@ -28,10 +28,10 @@ fn place<T: Clone + Eq + Hash>(places: &mut HashMap<T, usize>, item: &T) -> (usi
     (place, place == next)
 }
 
-impl Writer {
+impl HandleWriter {
     /// Nothing is written yet.
     pub fn new() -> Self {
-        Writer { out: MAGIC.to_vec(), ..Writer::default() }
+        HandleWriter { out: MAGIC.to_vec(), ..HandleWriter::default() }
     }
 
     /// The bytes.
@@ -69,8 +69,8 @@ impl Writer {
     /// Writes a handle.
     ///
     /// # Errors
-    /// As [`write`](Writer::write).
-    pub fn handle(&mut self, handle: &Handle) -> Result<(), StoreError> {
+    /// As [`write`](HandleWriter::write).
+    pub fn handle(&mut self, handle: &ShardHandle) -> Result<(), StoreError> {
         let SharedFields { owner: address, meta: what } = &*handle.shared;
         check_owner(address)?;
         if let Some(rows) = &handle.rows {

@@ -14,7 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::refusal::Refusal;
 use crate::Step;
-use crate::meta::Meta;
+use crate::tensor_meta::TensorMeta;
 use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::stats::{Claimed, Removed, StorageStats};
 
@@ -35,7 +35,7 @@ pub(super) struct Base64 {
 }
 
 impl Base64 {
-    pub(super) fn of(meta: &Meta) -> Self {
+    pub(super) fn of(meta: &TensorMeta) -> Self {
         Base64 { widens: meta.dtype().name() == BFLOAT16 }
     }
 
@@ -57,7 +57,7 @@ impl Base64 {
 }
 
 /// The text before the base64 of a shard.
-pub(super) fn before(meta: &Meta) -> String {
+pub(super) fn before(meta: &TensorMeta) -> String {
     let shape: Vec<_> = meta.shape().iter().map(u64::to_string).collect();
     let (name, shape) = (meta.dtype().name(), shape.join(","));
     format!(r#"{{"type":"tensor","dtype":"{PREFIX}{name}","shape":[{shape}],"data":""#)
@@ -67,7 +67,7 @@ pub(super) fn before(meta: &Meta) -> String {
 pub(super) const BEHIND: &str = r#""}"#;
 
 #[derive(Deserialize)]
-struct Batch {
+struct BatchRequest {
     shard_ids: List<ShardId>,
     #[serde(default)]
     rows: Option<List<Option<[u64; 2]>>>,
@@ -78,7 +78,7 @@ struct Batch {
 /// # Errors
 /// A [`Refusal`] where it names none.
 pub fn read_batch(body: &[u8]) -> Result<Vec<ShardRows>, Refusal> {
-    let Batch { shard_ids: List(names), rows } = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
+    let BatchRequest { shard_ids: List(names), rows } = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
     let rows = rows.map_or_else(|| vec![None; names.len()], |List(rows)| rows);
     if rows.len() != names.len() {
         return Err(Refusal::new(400, "'rows' has one entry for each of 'shard_ids': [start, stop], or null for all"));
@@ -142,14 +142,14 @@ fn no_list(error: &serde_json::Error) -> Refusal {
 /// A body that names shards and rows of them.
 pub(super) fn batch_body(wanted: &[ShardRows]) -> Vec<u8> {
     #[derive(Serialize)]
-    struct Batch<'a> {
+    struct BatchRequest<'a> {
         shard_ids: Vec<&'a ShardId>,
         #[serde(skip_serializing_if = "Option::is_none")]
         rows: Option<Vec<Option<[u64; 2]>>>,
     }
     let rows = wanted.iter().map(|one| one.rows.as_ref().map(|rows| [rows.start, rows.end]));
     let rows = wanted.iter().any(|one| one.rows.is_some()).then(|| rows.collect());
-    let batch = Batch { shard_ids: wanted.iter().map(|one| &one.id).collect(), rows };
+    let batch = BatchRequest { shard_ids: wanted.iter().map(|one| &one.id).collect(), rows };
     serde_json::to_vec(&batch).expect("names have a form in JSON")
 }
 
@@ -202,7 +202,7 @@ impl ClearedAnswer {
 
 /// An answer that refuses.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(super) struct Refused {
+pub(super) struct ErrorAnswer {
     #[serde(default)]
     pub(super) status: String,
     #[serde(default)]
@@ -257,13 +257,13 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::meta::Dtype;
+    use crate::tensor_meta::Dtype;
 
-    fn meta(name: &str, shape: &[u64]) -> Meta {
-        Meta::new(Dtype::from_name(name).unwrap(), shape).unwrap()
+    fn meta(name: &str, shape: &[u64]) -> TensorMeta {
+        TensorMeta::new(Dtype::from_name(name).unwrap(), shape).unwrap()
     }
 
-    fn written(meta: &Meta, bytes: &[u8]) -> String {
+    fn written(meta: &TensorMeta, bytes: &[u8]) -> String {
         let (form, mut text) = (Base64::of(meta), String::new());
         bytes.chunks(STRIDE).for_each(|chunk| form.write(chunk, &mut text));
         assert_eq!(text.len() as u64, form.len(bytes.len() as u64));
@@ -308,7 +308,7 @@ mod tests {
         #[test]
         fn base64_is_that_of_all_bytes(dtype: usize, rows in 0u64..70_000) {
             let dtypes: Vec<_> = Dtype::all().collect();
-            let meta = Meta::new(dtypes[dtype % dtypes.len()], &[rows][..]).unwrap();
+            let meta = TensorMeta::new(dtypes[dtype % dtypes.len()], &[rows][..]).unwrap();
             let bytes: Vec<u8> = (0..meta.nbytes()).map(|place| ((place * place) >> 3) as u8).collect();
             let wide: Vec<u8> = if meta.dtype().name() == BFLOAT16 {
                 bytes.chunks_exact(2).flat_map(|half| [0, 0, half[0], half[1]]).collect()

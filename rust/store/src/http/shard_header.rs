@@ -18,7 +18,7 @@
 use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
-use crate::meta::{Dtype, Meta, Shape};
+use crate::tensor_meta::{Dtype, TensorMeta, Shape};
 use crate::transport::SegmentRange;
 
 const MAGIC: [u8; 4] = *b"TSHD";
@@ -36,7 +36,7 @@ pub const LONGEST: usize = FIXED + 8 * u8::MAX as usize + REFERENCE;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ShardHeader {
     /// Element type and shape.
-    pub meta: Meta,
+    pub meta: TensorMeta,
     /// The bytes or a reference.
     pub payload: Payload,
 }
@@ -87,7 +87,7 @@ impl ShardHeader {
         if bytes[..begun] != MAGIC[..begun] {
             return Err(StoreError::Invalid("it does not begin as a shard does".to_owned()));
         }
-        let mut rest = Reader(&bytes[begun..]);
+        let mut rest = ByteReader(&bytes[begun..]);
         let Some([version, dtype, dimensions, form]) = rest.take() else { return Ok(None) };
         if version != VERSION {
             let reason = format!("it is of version {version}, and this library knows version {VERSION}");
@@ -96,7 +96,7 @@ impl ShardHeader {
         let (Some(length), Some(checksum)) = (rest.word(), rest.word()) else { return Ok(None) };
         let shape: Option<Shape> = (0..dimensions).map(|_| rest.word()).collect();
         let Some(shape) = shape else { return Ok(None) };
-        let meta = Meta::new(Dtype::from_code(dtype)?, shape)?;
+        let meta = TensorMeta::new(Dtype::from_code(dtype)?, shape)?;
         if length != meta.nbytes() {
             let nbytes = meta.nbytes();
             return Err(StoreError::Invalid(format!("a {meta:?} has {nbytes} bytes, and it announces {length}")));
@@ -114,9 +114,9 @@ impl ShardHeader {
 }
 
 /// Takes words off some bytes.
-struct Reader<'a>(&'a [u8]);
+struct ByteReader<'a>(&'a [u8]);
 
-impl Reader<'_> {
+impl ByteReader<'_> {
     fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (taken, rest) = self.0.split_first_chunk()?;
         self.0 = rest;
@@ -143,7 +143,7 @@ mod tests {
 
     fn header(dtype: usize, shape: &[u64], checksum: u64, reference: Option<[u64; 4]>) -> ShardHeader {
         let dtypes: Vec<_> = Dtype::all().collect();
-        let meta = Meta::new(dtypes[dtype % dtypes.len()], shape).unwrap();
+        let meta = TensorMeta::new(dtypes[dtype % dtypes.len()], shape).unwrap();
         let payload = match reference {
             None => Payload::Bytes(checksum),
             Some([place, identity, generation, offset]) => {
@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn its_bytes_are_those_of_the_table() {
-        let meta = Meta::new(Dtype::from_name("bfloat16").unwrap(), &[3u64, 258][..]).unwrap();
+        let meta = TensorMeta::new(Dtype::from_name("bfloat16").unwrap(), &[3u64, 258][..]).unwrap();
         let bytes = written(&ShardHeader { meta, payload: Payload::Bytes(0x0102_0304_0506_0708) });
         let expected: [&[u8]; 6] = [
             b"TSHD\x01\x0f\x02\x00",

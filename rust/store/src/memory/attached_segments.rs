@@ -34,9 +34,9 @@ impl AttachedRange {
 
 /// The attached segments, by identity and generation.
 #[derive(Debug, Default)]
-pub(crate) struct Attachments(Mutex<HashMap<(u64, u64), Weak<Attachment>>>);
+pub(crate) struct AttachedSegments(Mutex<HashMap<(u64, u64), Weak<Attachment>>>);
 
-impl Attachments {
+impl AttachedSegments {
     /// The part of a segment that `reference` names.
     ///
     /// # Errors
@@ -77,7 +77,7 @@ mod tests {
 
     use super::*;
     use crate::memory::transfers::TensorToStore;
-    use crate::meta::{Dtype, Meta};
+    use crate::tensor_meta::{Dtype, TensorMeta};
     use crate::process_store::ProcessStore;
     use crate::shard_id::ShardRows;
     use crate::stats::Limits;
@@ -86,19 +86,19 @@ mod tests {
     #[test]
     fn detached_segments_are_forgotten() {
         let owner = ProcessStore::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
-        let attachments = Attachments::default();
+        let attached_segments = AttachedSegments::default();
         let (mut go_on, bytes) = (|| Ok(()), [7; 300_000]);
         let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
-        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [bytes.len() as u64].as_slice()).unwrap();
+        let meta = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [bytes.len() as u64].as_slice()).unwrap();
         // Each time it is the same memory, given out anew.
         for _ in 0..10 * CROWDED {
             let ids = owner.put(&[TensorToStore::new(meta.clone(), &bytes).unwrap()], time_limit).unwrap();
             let found = owner.look_up(&[ShardRows { id: ids[0].clone(), rows: None }]).unwrap();
-            let lent = attachments.reach(&found[0].reference().unwrap()).unwrap();
+            let lent = attached_segments.reach(&found[0].reference().unwrap()).unwrap();
             assert_eq!(lent.bytes(), bytes);
             drop((lent, found));
             owner.remove(&ids);
         }
-        assert!(attachments.0.lock().unwrap().len() <= 4 * CROWDED);
+        assert!(attached_segments.0.lock().unwrap().len() <= 4 * CROWDED);
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::memory::slab_pool::Pool;
+use crate::memory::slab_pool::SlabPool;
 
 /// Fewer entries are dropped at once, so that their memory is free for the next use.
 const FEW: u64 = 1000;
@@ -22,7 +22,7 @@ type Garbage = Box<dyn Any + Send>;
 pub(crate) struct DropThread {
     sender: Mutex<Option<Sender<Garbage>>>,
     left: Arc<Left>,
-    pools: Vec<Weak<Pool>>,
+    pools: Vec<Weak<SlabPool>>,
     /// Idle time after which slabs go back to the system.
     pub(crate) quiet: Duration,
 }
@@ -36,7 +36,7 @@ struct Left {
 
 impl DropThread {
     /// A drop thread that also trims these pools now and then.
-    pub(crate) fn new(pools: &[&Arc<Pool>]) -> Self {
+    pub(crate) fn new(pools: &[&Arc<SlabPool>]) -> Self {
         let pools = pools.iter().map(|pool| Arc::downgrade(pool)).collect();
         DropThread { sender: Mutex::default(), left: Arc::default(), pools, quiet: QUIET }
     }
@@ -76,7 +76,7 @@ impl DropThread {
     }
 }
 
-fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<Pool>], quiet: Duration) {
+fn work(garbage: &Receiver<Garbage>, left: &Left, pools: &[Weak<SlabPool>], quiet: Duration) {
     let mut last = Instant::now();
     loop {
         if last.elapsed() >= quiet {

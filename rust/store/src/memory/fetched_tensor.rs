@@ -18,7 +18,7 @@ use tundish_shm::PrivateCopy;
 use crate::entries::by_step::Viewed;
 use crate::memory::slab::ALIGNMENT;
 use crate::memory::tensor::{Location, Tensor};
-use crate::meta::Meta;
+use crate::tensor_meta::TensorMeta;
 
 /// A copy of up to so many bytes is faster than a mapping of the slab, and keeps none of it.
 const MOST_COPIED: u64 = 64 << 10;
@@ -32,7 +32,7 @@ static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 /// with others until they are written to.
 #[derive(Debug)]
 pub struct FetchedTensor {
-    meta: Meta,
+    meta: TensorMeta,
     start: NonNull<u8>,
     _memory: Memory,
     viewed: Viewed,
@@ -46,7 +46,7 @@ unsafe impl Sync for FetchedTensor {}
 #[derive(Clone, Debug)]
 enum Memory {
     Empty,
-    Mapped { _mapping: Arc<Mapping> },
+    Mapped { _mapping: Arc<SlabMapping> },
     Copied { _blocks: Arc<[MaybeUninit<Block>]> },
 }
 
@@ -60,9 +60,9 @@ struct Block {
 /// A private mapping, which is counted. Of a fresh one the pages are found when they are read, sixteen by a fault: to
 /// have all of them mapped beforehand takes longer.
 #[derive(Debug)]
-struct Mapping(PrivateCopy);
+struct SlabMapping(PrivateCopy);
 
-impl Mapping {
+impl SlabMapping {
     /// `None` where there are too many, or the system has no space for it: a copy will do.
     fn new(location: &Location, range: Range<u64>) -> Option<Self> {
         if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MOST_MAPPINGS {
@@ -73,7 +73,7 @@ impl Mapping {
                 Location::Nowhere => None,
             };
             if let Some(copy) = copy {
-                return Some(Mapping(copy));
+                return Some(SlabMapping(copy));
             }
         }
         MAPPINGS.fetch_sub(1, Ordering::Relaxed);
@@ -81,7 +81,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for SlabMapping {
     fn drop(&mut self) {
         MAPPINGS.fetch_sub(1, Ordering::Relaxed);
     }
@@ -89,7 +89,7 @@ impl Drop for Mapping {
 
 impl FetchedTensor {
     /// Element type and shape.
-    pub fn meta(&self) -> &Meta {
+    pub fn meta(&self) -> &TensorMeta {
         &self.meta
     }
 
@@ -105,7 +105,7 @@ impl FetchedTensor {
         unsafe { std::slice::from_raw_parts(self.data(), self.meta.nbytes() as usize) }
     }
 
-    fn new(meta: Meta, start: *mut u8, memory: Memory, viewed: &Viewed) -> Self {
+    fn new(meta: TensorMeta, start: *mut u8, memory: Memory, viewed: &Viewed) -> Self {
         let start = NonNull::new(start).expect("nothing lies at address 0");
         viewed.fetch_add(meta.nbytes(), Ordering::Relaxed);
         FetchedTensor { meta, start, _memory: memory, viewed: Arc::clone(viewed) }
@@ -149,7 +149,7 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor>
         };
         slabs.entry(slab).or_default().push(Member { range: offset..offset + len, index });
     }
-    let mut mappings: Vec<Option<Arc<Mapping>>> = tensors.iter().map(|_| None).collect();
+    let mut mappings: Vec<Option<Arc<SlabMapping>>> = tensors.iter().map(|_| None).collect();
     for mut members in slabs.into_values() {
         members.sort_unstable_by_key(|member| member.range.start);
         let mut end = 0;
@@ -166,7 +166,7 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor>
                 continue;
             }
             let range = group[0].range.start..group[group.len() - 1].range.end;
-            let Some(mapping) = Mapping::new(&tensors[group[0].index].location, range) else { continue };
+            let Some(mapping) = SlabMapping::new(&tensors[group[0].index].location, range) else { continue };
             let mapping = Arc::new(mapping);
             group.iter().for_each(|member| mappings[member.index] = Some(Arc::clone(&mapping)));
         }
@@ -188,14 +188,14 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor>
 mod tests {
     use super::*;
     use crate::memory::slab::{Allocation, allocate};
-    use crate::memory::slab_pool::Pool;
-    use crate::meta::Dtype;
+    use crate::memory::slab_pool::SlabPool;
+    use crate::tensor_meta::Dtype;
 
     #[test]
     fn mappings_that_have_ended_count_no_longer() {
-        let pool = Pool::new("storage", 1 << 20);
+        let pool = SlabPool::new("storage", 1 << 20);
         let space: Allocation = allocate(&pool, &[MOST_COPIED + 1], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
-        let meta = Meta::new(Dtype::from_name("uint8").unwrap(), [MOST_COPIED + 1].as_slice()).unwrap();
+        let meta = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [MOST_COPIED + 1].as_slice()).unwrap();
         let tensor = Tensor::fetched(meta, Location::Here(space.into_place()));
         let viewed = Viewed::default();
         for _ in 0..=MOST_MAPPINGS {

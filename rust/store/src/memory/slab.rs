@@ -14,7 +14,7 @@ use std::sync::{Arc, PoisonError};
 use tundish_shm::{PrivateCopy, Segment, SegmentAddress, ShmError};
 
 use crate::error::StoreError;
-use crate::memory::slab_pool::{Pool, Reservation};
+use crate::memory::slab_pool::{SlabPool, Reservation};
 use crate::time_limit::TimeLimit;
 
 /// Every tensor begins at a multiple of so many bytes, and takes such a multiple.
@@ -24,14 +24,14 @@ pub(crate) const ALIGNMENT: u64 = 64;
 pub(crate) struct Slab {
     /// Taken out when it is given back.
     segment: Option<Segment>,
-    pool: Arc<Pool>,
+    pool: Arc<SlabPool>,
     /// Bytes that are given out, from the first on.
     taken: AtomicU64,
 }
 
 /// The position of a tensor in a slab.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct SlabRange {
     pub(crate) slab: Arc<Slab>,
     pub(crate) offset: u64,
     pub(crate) len: u64,
@@ -39,7 +39,7 @@ pub(crate) struct Place {
 
 impl Slab {
     /// Publishes the segment. Its first `taken` bytes are given out already.
-    fn new(mut segment: Segment, pool: &Arc<Pool>, taken: u64) -> Result<Arc<Self>, ShmError> {
+    fn new(mut segment: Segment, pool: &Arc<SlabPool>, taken: u64) -> Result<Arc<Self>, ShmError> {
         let capacity = segment.capacity();
         let published = segment.publish(capacity, &[]);
         let slab = Slab { segment: Some(segment), pool: Arc::clone(pool), taken: taken.into() };
@@ -80,7 +80,7 @@ impl Drop for Slab {
     }
 }
 
-impl Place {
+impl SlabRange {
     /// The bytes. Nobody writes to them any more.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: within the segment, which lives as long as the slab; only spaces are written to.
@@ -95,7 +95,7 @@ impl Place {
 
 /// Space in a slab, to be filled.
 #[derive(Debug)]
-pub(crate) struct Allocation(Place);
+pub(crate) struct Allocation(SlabRange);
 
 impl Allocation {
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
@@ -113,7 +113,7 @@ impl Allocation {
     }
 
     /// From here on it is only read.
-    pub(crate) fn into_place(self) -> Place {
+    pub(crate) fn into_place(self) -> SlabRange {
         self.0
     }
 }
@@ -148,9 +148,9 @@ pub(crate) fn taken(size: u64) -> u64 {
 /// one, the rest in the slab that is open.
 ///
 /// # Errors
-/// As of [`Pool::reserve`], and [`StoreError::Memory`].
+/// As of [`SlabPool::reserve`], and [`StoreError::Memory`].
 pub(crate) fn allocate(
-    pool: &Arc<Pool>,
+    pool: &Arc<SlabPool>,
     sizes: &[u64],
     mut time_limit: Option<&mut TimeLimit<'_>>,
     prepare: Prepare<'_>,
@@ -161,11 +161,11 @@ pub(crate) fn allocate(
     let mut spaces: Vec<Option<Allocation>> = sizes.iter().map(|_| None).collect();
     let mut place = |slab: &Arc<Slab>, start: u64, group: &Group| {
         for (index, offset) in &group.members {
-            let place = Place { slab: Arc::clone(slab), offset: start + offset, len: sizes[*index] };
+            let place = SlabRange { slab: Arc::clone(slab), offset: start + offset, len: sizes[*index] };
             spaces[*index] = Some(Allocation(place));
         }
     };
-    let alone: u64 = groups.iter().map(|group| Pool::size_for(group.space)).sum();
+    let alone: u64 = groups.iter().map(|group| SlabPool::size_for(group.space)).sum();
     let opened = pool.open.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
     let fits = opened.and_then(|slab| slab.give_out(rest.space).map(|start| (slab, start)));
     let mut reservation;
@@ -177,8 +177,8 @@ pub(crate) fn allocate(
         None if rest.members.is_empty() => reservation = pool.reserve(alone, time_limit.as_deref_mut())?,
         None => {
             // A slab that later tensors share; or, if that does not fit, one as large as needed.
-            let enough = alone + Pool::size_for(rest.space);
-            let (reserved, space) = match pool.reserve(alone + Pool::size_for(shared.max(rest.space)), None) {
+            let enough = alone + SlabPool::size_for(rest.space);
+            let (reserved, space) = match pool.reserve(alone + SlabPool::size_for(shared.max(rest.space)), None) {
                 Ok(reserved) => (reserved, shared.max(rest.space)),
                 Err(StoreError::Full { .. } | StoreError::TooLarge { .. }) => {
                     (pool.reserve(enough, time_limit.as_deref_mut())?, rest.space)
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn threads_that_ask_at_once_get_different_bytes() {
-        let pool = Pool::new("storage", 64 << 20);
+        let pool = SlabPool::new("storage", 64 << 20);
         let segment = pool.reserve(32 << 20, None).unwrap().take(16 << 20, None).unwrap();
         let slab = Slab::new(segment, &pool, 0).unwrap();
         let take_all = || std::iter::from_fn(|| slab.give_out(ALIGNMENT)).collect::<Vec<_>>();

@@ -1,6 +1,6 @@
 //! The slabs of one side of a process's store: their recycling, and their limit.
 //!
-//! A [`Pool`] owns an arena, whose segments are the slabs.
+//! A [`SlabPool`] owns an arena, whose segments are the slabs.
 //!
 //! Invariants:
 //!
@@ -20,7 +20,7 @@ use tundish_shm::{DATA_START, Segment, ShmError};
 
 use crate::error::StoreError;
 use crate::memory::slab::Slab;
-use crate::stats::Account;
+use crate::stats::MemoryStats;
 use crate::time_limit::TimeLimit;
 
 /// Slabs for many small tensors have sizes between these.
@@ -34,7 +34,7 @@ const PART_IN_USE: u64 = 8;
 const PART_OF_LIMIT: u64 = 16;
 
 /// The slabs of one side of a process's store.
-pub(crate) struct Pool {
+pub(crate) struct SlabPool {
     name: &'static str,
     process: u32,
     arena: Arena,
@@ -54,16 +54,16 @@ struct State {
 
 /// Bytes that were set aside, and are again for all when this is dropped.
 pub(crate) struct Reservation {
-    pool: Arc<Pool>,
+    pool: Arc<SlabPool>,
     bytes: u64,
 }
 
-impl Pool {
+impl SlabPool {
     pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
         let state = State { limit, used: 0, high_water: 0, least_idle: None };
         // How much it keeps is the pool's to say.
         let arena = Arena::new(ArenaUse::Slabs, usize::MAX);
-        Arc::new(Pool {
+        Arc::new(SlabPool {
             name,
             process: process::id(),
             arena,
@@ -182,10 +182,10 @@ impl Pool {
         self.freed.notify_all();
     }
 
-    pub(crate) fn account(&self) -> Account {
+    pub(crate) fn account(&self) -> MemoryStats {
         let arena = self.arena.stats();
         let state = self.lock();
-        Account {
+        MemoryStats {
             limit_bytes: state.limit,
             used_bytes: state.used,
             escaped_bytes: arena.escaped as u64,
@@ -211,7 +211,7 @@ impl Reservation {
     pub(crate) fn take(&mut self, space: u64, time_limit: Option<&mut TimeLimit<'_>>) -> Result<Segment, StoreError> {
         let len =
             usize::try_from(space).map_err(|_| StoreError::Invalid(format!("{space} bytes exceed any memory")))?;
-        let set_aside = Pool::size_for(space).min(self.bytes);
+        let set_aside = SlabPool::size_for(space).min(self.bytes);
         let (mut time_limit, said) = (time_limit, Cell::new(None));
         let mut go_on = || {
             let look = time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::look);
@@ -255,7 +255,7 @@ impl Reservation {
         fits
     }
 
-    pub(crate) fn pool(&self) -> &Arc<Pool> {
+    pub(crate) fn pool(&self) -> &Arc<SlabPool> {
         &self.pool
     }
 }

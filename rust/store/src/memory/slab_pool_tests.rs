@@ -1,18 +1,18 @@
 //! What a pool promises of its memory.
 
 use super::*;
-use crate::memory::slab::{Allocation, Place, allocate};
+use crate::memory::slab::{Allocation, SlabRange, allocate};
 
 const LIMIT: u64 = 8 << 20;
 
-fn places(pool: &Arc<Pool>, sizes: &[u64]) -> Result<Vec<Place>, StoreError> {
+fn places(pool: &Arc<SlabPool>, sizes: &[u64]) -> Result<Vec<SlabRange>, StoreError> {
     let spaces = allocate(pool, sizes, None, &mut |_, _, _, _| Ok(()))?;
     Ok(spaces.into_iter().map(Allocation::into_place).collect())
 }
 
 #[test]
 fn idle_memory_goes_back_to_the_system() {
-    let pool = Pool::new("storage", LIMIT);
+    let pool = SlabPool::new("storage", LIMIT);
     drop(places(&pool, &[1 << 20]).unwrap());
     let idle = pool.account().idle_bytes;
     assert!(idle > 1 << 20);
@@ -24,7 +24,7 @@ fn idle_memory_goes_back_to_the_system() {
 
 #[test]
 fn memory_of_one_large_step_is_freed_though_small_ones_follow() {
-    let pool = Pool::new("storage", LIMIT);
+    let pool = SlabPool::new("storage", LIMIT);
     drop(places(&pool, &[1 << 20, 1 << 20, 1 << 20]).unwrap());
     pool.trim();
     for _ in 0..2 {
@@ -39,9 +39,9 @@ fn memory_of_one_large_step_is_freed_though_small_ones_follow() {
 
 #[test]
 fn small_ones_share_a_slab_and_large_ones_have_one_each() {
-    let pool = Pool::new("storage", 1 << 30);
+    let pool = SlabPool::new("storage", 1 << 30);
     let first = places(&pool, &[100, 3 << 20, 200, 300 << 10]).unwrap();
-    let is_one = |a: &Place, b: &Place| Arc::ptr_eq(&a.slab, &b.slab);
+    let is_one = |a: &SlabRange, b: &SlabRange| Arc::ptr_eq(&a.slab, &b.slab);
     assert!(is_one(&first[0], &first[2]) && !is_one(&first[0], &first[1]) && !is_one(&first[1], &first[3]));
     assert_eq!((first[0].offset, first[2].offset % 64), (0, 0));
     // What comes later goes where there is space.
@@ -57,7 +57,7 @@ fn small_ones_share_a_slab_and_large_ones_have_one_each() {
 
 #[test]
 fn tensors_of_one_slab_do_not_overlap() {
-    let pool = Pool::new("storage", 1 << 30);
+    let pool = SlabPool::new("storage", 1 << 30);
     let sizes: Vec<u64> = (1..600).map(|index| index * 97 % 5000 + 1).collect();
     let mut ranges: Vec<_> = places(&pool, &sizes)
         .unwrap()
@@ -74,7 +74,7 @@ fn tensors_of_one_slab_do_not_overlap() {
 
 #[test]
 fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
-    let pool = Pool::new("storage", LIMIT);
+    let pool = SlabPool::new("storage", LIMIT);
     // Of what is kept, the larger ones are no better than fresh ones where each byte counts.
     drop(places(&pool, &[2_200_000]).unwrap());
     let all: Vec<_> = (0..4).map(|_| places(&pool, &[2_000_000]).unwrap()).collect();
@@ -88,7 +88,7 @@ fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
 
 #[test]
 fn unusable_idle_memory_is_freed_before_fresh_memory_is_made() {
-    let pool = Pool::new("storage", LIMIT);
+    let pool = SlabPool::new("storage", LIMIT);
     drop(places(&pool, &[3 << 20]).unwrap());
     let _larger = places(&pool, &[6 << 20]).unwrap();
     let most = pool.arena.stats().peak as u64;
@@ -97,7 +97,7 @@ fn unusable_idle_memory_is_freed_before_fresh_memory_is_made() {
 
 #[test]
 fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
-    let pool = Pool::new("storage", LIMIT);
+    let pool = SlabPool::new("storage", LIMIT);
     let used_and_highest = || (pool.account().used_bytes, pool.account().high_water_bytes);
     assert_eq!(used_and_highest(), (0, 0));
     let first = places(&pool, &[1 << 20]).unwrap();
@@ -113,7 +113,7 @@ fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
 
 #[test]
 fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark() {
-    let pool = Pool::new("storage", LIMIT);
+    let pool = SlabPool::new("storage", LIMIT);
     drop(places(&pool, &[2_200_000]).unwrap());
     let _other = places(&pool, &[1 << 20]).unwrap();
     let larger = pool.account().idle_bytes;

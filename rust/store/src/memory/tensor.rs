@@ -4,8 +4,8 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::StoreError;
 use crate::memory::attached_segments::AttachedRange;
-use crate::memory::slab::{Place, taken};
-use crate::meta::Meta;
+use crate::memory::slab::{SlabRange, taken};
+use crate::tensor_meta::TensorMeta;
 use crate::shard_id::Rows;
 
 /// The location of bytes.
@@ -14,7 +14,7 @@ pub(crate) enum Location {
     /// There are none.
     Nowhere,
     /// In a slab of this process.
-    Here(Place),
+    Here(SlabRange),
     /// In memory of another process of this node.
     Attached(AttachedRange),
 }
@@ -22,7 +22,7 @@ pub(crate) enum Location {
 /// A stored or fetched tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Tensor {
-    pub(crate) meta: Meta,
+    pub(crate) meta: TensorMeta,
     pub(crate) location: Location,
     /// Of a stored one, as soon as somebody summed it; rows of it have none.
     pub(crate) checksum: Option<Arc<OnceLock<u64>>>,
@@ -30,12 +30,12 @@ pub(crate) struct Tensor {
 
 impl Tensor {
     /// One that was fetched.
-    pub(crate) fn fetched(meta: Meta, location: Location) -> Self {
+    pub(crate) fn fetched(meta: TensorMeta, location: Location) -> Self {
         Tensor { meta, location, checksum: None }
     }
 
     /// One that is stored.
-    pub(crate) fn stored(meta: Meta, location: Location) -> Self {
+    pub(crate) fn stored(meta: TensorMeta, location: Location) -> Self {
         Tensor { meta, location, checksum: Some(Arc::default()) }
     }
 
@@ -70,7 +70,7 @@ impl Location {
     fn cut(self, start: u64, len: u64) -> Self {
         match self {
             Location::Nowhere => Location::Nowhere,
-            Location::Here(place) => Location::Here(Place { offset: place.offset + start, len, ..place }),
+            Location::Here(place) => Location::Here(SlabRange { offset: place.offset + start, len, ..place }),
             Location::Attached(lent) => Location::Attached(AttachedRange { offset: lent.offset + start, len, ..lent }),
         }
     }

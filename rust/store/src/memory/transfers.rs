@@ -6,13 +6,13 @@ use std::sync::OnceLock;
 
 use crate::error::StoreError;
 use crate::memory::tensor::{Location, Tensor};
-use crate::meta::Meta;
+use crate::tensor_meta::TensorMeta;
 use crate::transport::SegmentRange;
 
 /// A tensor to be stored: its bytes lie one after the other.
 #[derive(Debug)]
 pub struct TensorToStore<'a> {
-    pub(crate) meta: Meta,
+    pub(crate) meta: TensorMeta,
     pub(crate) start: *const u8,
     bytes: PhantomData<&'a [u8]>,
 }
@@ -27,7 +27,7 @@ impl<'a> TensorToStore<'a> {
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where they are not as many as `meta` says.
-    pub fn new(meta: Meta, bytes: &'a [u8]) -> Result<Self, StoreError> {
+    pub fn new(meta: TensorMeta, bytes: &'a [u8]) -> Result<Self, StoreError> {
         if bytes.len() as u64 != meta.nbytes() {
             let (expected, found) = (meta.nbytes(), bytes.len());
             return Err(StoreError::Invalid(format!("a {meta:?} has {expected} bytes, not {found}")));
@@ -40,18 +40,18 @@ impl<'a> TensorToStore<'a> {
     /// # Safety
     /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the
     /// new.
-    pub unsafe fn from_raw(meta: Meta, start: *const u8) -> Self {
+    pub unsafe fn from_raw(meta: TensorMeta, start: *const u8) -> Self {
         TensorToStore { meta, start, bytes: PhantomData }
     }
 }
 
 /// Stored bytes on their way out. They live as long as this, also when their shard is removed meanwhile.
 #[derive(Clone, Debug)]
-pub struct Outgoing(pub(crate) Tensor);
+pub struct OutgoingShard(pub(crate) Tensor);
 
-impl Outgoing {
+impl OutgoingShard {
     /// Element type and shape.
-    pub fn meta(&self) -> &Meta {
+    pub fn meta(&self) -> &TensorMeta {
         &self.0.meta
     }
 

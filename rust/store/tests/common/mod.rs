@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, FetchedTensor, Limits, Meta, ProcessStore, Receiver, Rows, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
+    Dtype, FetchedTensor, Limits, TensorMeta, ProcessStore, FetchReceiver, Rows, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
     Transport, Wanted,
 };
 
@@ -66,7 +66,7 @@ impl Transport for Between {
         &self,
         owner: &Arc<str>,
         wanted: &[ShardRows],
-        receiver: &mut Receiver<'_>,
+        receiver: &mut FetchReceiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         let number = self.requests.fetch_add(1, Ordering::SeqCst);
@@ -100,8 +100,8 @@ pub fn within<T>(seconds: f64, work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T 
     work(&mut TimeLimit::new(Instant::now() + Duration::from_secs_f64(seconds), &mut go_on))
 }
 
-pub fn bytes_meta(len: u64) -> Meta {
-    Meta::new(Dtype::from_name("uint8").unwrap(), [len].as_slice()).unwrap()
+pub fn bytes_meta(len: u64) -> TensorMeta {
+    TensorMeta::new(Dtype::from_name("uint8").unwrap(), [len].as_slice()).unwrap()
 }
 
 pub fn put(store: &ProcessStore, tensors: &[Vec<u8>]) -> Result<Vec<ShardId>, StoreError> {

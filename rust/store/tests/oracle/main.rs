@@ -13,7 +13,7 @@ use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows,
 use proptest::prelude::*;
 use proptest::sample::Index;
 use side::{NEXT, Piece, Side, StepCounts};
-use tundish_store::{FetchedTensor, Kept, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore};
+use tundish_store::{FetchedTensor, KeptCounts, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore};
 
 #[derive(Clone, Debug)]
 enum Action {
@@ -163,9 +163,9 @@ impl World {
                 let there = ids.iter().filter(|id| self.stored.entries.contains_key(id));
                 self.were_kept.extend(there.cloned());
                 let shards = self.stored.keep(&ids);
-                assert_eq!(self.owner.keep(&ids), Kept { shards, entries: 0 });
+                assert_eq!(self.owner.keep(&ids), KeptCounts { shards, entries: 0 });
                 let entries = self.fetched.keep(&ids);
-                assert_eq!(self.consumer.keep(&ids), Kept { shards: 0, entries });
+                assert_eq!(self.consumer.keep(&ids), KeptCounts { shards: 0, entries });
             }
             Action::Begin(step) => {
                 let begun = self.consumer.begin_step(step, step % 2);

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use loom::thread;
 
-use entries::fetch_buffer::{Buffer, BufferLookup, CallStep, ShardKey};
+use entries::fetch_buffer::{FetchBuffer, BufferLookup, CallStep, ShardKey};
 use entries::in_flight::{InFlight, Outcome};
 use entries::storage::Storage;
 use error::StoreError;
@@ -47,11 +47,11 @@ fn key() -> ShardKey {
     ShardKey { id: ShardId::numbered(1, 1), owner: "owner".into(), rows: None }
 }
 
-fn ask(buffer: &Buffer<Payload>, call_step: &CallStep) -> Result<BufferLookup<Payload>, StoreError> {
+fn ask(buffer: &FetchBuffer<Payload>, call_step: &CallStep) -> Result<BufferLookup<Payload>, StoreError> {
     Ok(buffer.ask(call_step, &[key()], true)?.remove(0))
 }
 
-fn lead(buffer: &Buffer<Payload>, call_step: &CallStep) -> Arc<InFlight<Payload>> {
+fn lead(buffer: &FetchBuffer<Payload>, call_step: &CallStep) -> Arc<InFlight<Payload>> {
     match ask(buffer, call_step) {
         Ok(BufferLookup::Leads(flight)) => flight,
         other => panic!("nobody asked before: {other:?}"),
@@ -67,7 +67,7 @@ fn wait(flight: &InFlight<Payload>) -> Outcome<Payload> {
 }
 
 /// Asks until it has it, as a consumer does; fetches it where nobody does. How often it fetched.
-fn get(buffer: &Buffer<Payload>, call_step: &CallStep, payload: Payload) -> Result<(Payload, u32), StoreError> {
+fn get(buffer: &FetchBuffer<Payload>, call_step: &CallStep, payload: Payload) -> Result<(Payload, u32), StoreError> {
     let mut fetched = 0;
     loop {
         match ask(buffer, call_step)? {
@@ -86,7 +86,7 @@ fn get(buffer: &Buffer<Payload>, call_step: &CallStep, payload: Payload) -> Resu
 }
 
 /// Bytes and entries, fetches under way, and those that came late.
-fn standing(buffer: &Buffer<Payload>) -> ((u64, u64), u64, u64) {
+fn standing(buffer: &FetchBuffer<Payload>) -> ((u64, u64), u64, u64) {
     let state = buffer.state.lock();
     for (_, part) in state.parts.iter() {
         assert_eq!(part.step_counts.brought_bytes, part.step_counts.freed_bytes + part.step_counts.held_bytes);
@@ -97,7 +97,7 @@ fn standing(buffer: &Buffer<Payload>) -> ((u64, u64), u64, u64) {
 #[test]
 fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         buffer.begin(7, 0).unwrap();
         let call_step = buffer.call_step();
         let flight = lead(&buffer, &call_step);
@@ -122,7 +122,7 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
 fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
     for all in [false, true] {
         check(move || {
-            let buffer = Arc::new(Buffer::new());
+            let buffer = Arc::new(FetchBuffer::new());
             let call_step = buffer.call_step();
             let flight = lead(&buffer, &call_step);
             let remover = thread::spawn({
@@ -148,7 +148,7 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
 #[test]
 fn one_fetches_and_all_have_it() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
         let others: Vec<_> = (1..3)
             .map(|payload| {
@@ -167,7 +167,7 @@ fn one_fetches_and_all_have_it() {
 #[test]
 fn a_failure_reaches_waiting_threads_and_no_later_call() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
         let flight = lead(&buffer, &call_step);
         let other = thread::spawn({
@@ -189,7 +189,7 @@ fn a_failure_reaches_waiting_threads_and_no_later_call() {
 #[test]
 fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
         let flight = lead(&buffer, &call_step);
         let other = thread::spawn({
@@ -205,7 +205,7 @@ fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
 #[test]
 fn a_waiting_thread_learns_of_a_removal() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
         let flight = lead(&buffer, &call_step);
         let Ok(BufferLookup::Joined(joined)) = ask(&buffer, &call_step) else { panic!("it is under way") };
@@ -228,7 +228,7 @@ fn a_waiting_thread_learns_of_a_removal() {
 #[test]
 fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
         let flight = lead(&buffer, &call_step);
         let Ok(BufferLookup::Joined(joined)) = ask(&buffer, &call_step) else { panic!("it is under way") };
@@ -243,7 +243,7 @@ fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
 #[test]
 fn a_repeated_question_is_not_counted_again() {
     check(|| {
-        let buffer = Buffer::new();
+        let buffer = FetchBuffer::new();
         let call_step = buffer.call_step();
         let flight = lead(&buffer, &call_step);
         assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Joined(_)]));
@@ -263,7 +263,7 @@ fn a_repeated_question_is_not_counted_again() {
 #[test]
 fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         buffer.begin(1, 0).unwrap();
         let flight = lead(&buffer, &buffer.call_step());
         buffer.begin(2, 0).unwrap();
@@ -290,7 +290,7 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
 #[test]
 fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
     check(|| {
-        let buffer = Buffer::new();
+        let buffer = FetchBuffer::new();
         buffer.begin(1, 0).unwrap();
         let flight = lead(&buffer, &buffer.call_step());
         buffer.begin(2, 0).unwrap();
@@ -305,7 +305,7 @@ fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
 #[test]
 fn the_outcome_of_a_fetch_is_set_once() {
     check(|| {
-        let buffer = Buffer::new();
+        let buffer = FetchBuffer::new();
         buffer.begin(1, 0).unwrap();
         let flight = lead(&buffer, &buffer.call_step());
         drop(buffer.remove(&[key().id]));
@@ -375,7 +375,7 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
 #[test]
 fn a_fetch_under_way_when_a_step_begins_ends_with_it() {
     check(|| {
-        let buffer = Arc::new(Buffer::new());
+        let buffer = Arc::new(FetchBuffer::new());
         let flight = lead(&buffer, &buffer.call_step());
         let step = thread::spawn({
             let buffer = Arc::clone(&buffer);

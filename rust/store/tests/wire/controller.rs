@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use tundish_store::http::WorkerClient;
-use tundish_store::{Claimed, Kept, ShardId, Step, StepLedger, StoreError, TimeLimit};
+use tundish_store::{Claimed, KeptCounts, ShardId, Step, StepStats, StoreError, TimeLimit};
 
 /// A connection to a process that the claims made on it live as long as.
 pub struct Controller {
@@ -59,13 +59,13 @@ impl Controller {
         })
     }
 
-    pub fn keep(&mut self, ids: &[ShardId], time_limit: &mut TimeLimit<'_>) -> Result<Kept, StoreError> {
+    pub fn keep(&mut self, ids: &[ShardId], time_limit: &mut TimeLimit<'_>) -> Result<KeptCounts, StoreError> {
         let answer = self.post("/keep", Some(json!({"shard_ids": ids})), time_limit)?;
         let count = |name: &str| answer[name].as_u64().unwrap();
-        Ok(Kept { shards: count("kept_shards"), entries: count("kept_count") })
+        Ok(KeptCounts { shards: count("kept_shards"), entries: count("kept_count") })
     }
 
-    pub fn end_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<StepLedger, StoreError> {
+    pub fn end_step(&mut self, step: Step, time_limit: &mut TimeLimit<'_>) -> Result<StepStats, StoreError> {
         let answer = self.post(&format!("/step/{step}/end"), None, time_limit)?;
         Ok(serde_json::from_value(answer).unwrap())
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    Limits, MissingShard, ProcessStore, Receiver, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
+    Limits, MissingShard, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
@@ -140,7 +140,7 @@ impl Transport for Held<'_> {
         &self,
         owner: &Arc<str>,
         wanted: &[ShardRows],
-        receiver: &mut Receiver<'_>,
+        receiver: &mut FetchReceiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         while !self.goes_on.load(Ordering::SeqCst) {

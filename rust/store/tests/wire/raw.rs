@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
-use tundish_store::{Dtype, Meta, ProcessStore, TensorToStore, Wanted};
+use tundish_store::{Dtype, TensorMeta, ProcessStore, TensorToStore, Wanted};
 
 use crate::common::{LIMITS, within};
 
@@ -60,7 +60,7 @@ impl Owner {
     }
 
     /// Stores a tensor under this name.
-    pub fn put(&self, id: &str, meta: Meta, bytes: &[u8]) {
+    pub fn put(&self, id: &str, meta: TensorMeta, bytes: &[u8]) {
         let source = TensorToStore::new(meta, bytes).unwrap();
         within(20.0, |time_limit| self.store.put_as(&id.parse().unwrap(), source, time_limit)).unwrap();
     }
@@ -159,12 +159,12 @@ impl Answer {
     }
 }
 
-pub fn meta(dtype: &str, shape: &[u64]) -> Meta {
-    Meta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap()
+pub fn meta(dtype: &str, shape: &[u64]) -> TensorMeta {
+    TensorMeta::new(Dtype::from_name(dtype).unwrap(), shape).unwrap()
 }
 
 /// A shard as it travels, written after the table in the documentation.
-pub fn shard(meta: &Meta, bytes: &[u8]) -> Vec<u8> {
+pub fn shard(meta: &TensorMeta, bytes: &[u8]) -> Vec<u8> {
     let shape = meta.shape();
     let mut body = b"TSHD".to_vec();
     body.extend([1, meta.dtype().code(), shape.len() as u8, 0]);

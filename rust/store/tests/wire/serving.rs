@@ -3,7 +3,7 @@
 use base64::Engine;
 use serde_json::json;
 use tundish_store::http::Client;
-use tundish_store::{Dtype, Meta};
+use tundish_store::{Dtype, TensorMeta};
 
 use crate::common::{pattern, within};
 use crate::raw::{Owner, TAKES_SHARDS, meta, shard};
@@ -14,7 +14,7 @@ fn every_type_comes_back_as_it_was_stored_bit_for_bit() {
     let mut raw = owner.connect();
     for dtype in Dtype::all() {
         for shape in [&[][..], &[0, 3], &[5], &[3, 2, 7]] {
-            let meta = Meta::new(dtype, shape).unwrap();
+            let meta = TensorMeta::new(dtype, shape).unwrap();
             let path = format!("/data/{}-{}", dtype.name(), shape.len());
             let body = shard(&meta, &pattern(u64::from(dtype.code()), meta.nbytes() as usize));
             owner.put(path.trim_start_matches("/data/"), meta.clone(), &body[body.len() - meta.nbytes() as usize..]);

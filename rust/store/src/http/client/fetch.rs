@@ -12,11 +12,11 @@ use tundish_shm::ShmError;
 
 use super::Client;
 use super::connection::{Connection, ConnectionFailure};
-use super::request::{Request, read_small};
+use super::request::{HttpRequest, read_small};
 use super::response_head::ResponseHead;
 use crate::error::{MissingShard, StoreError};
-use crate::fetch::Receiver;
-use crate::http::json::{self, Refused};
+use crate::fetch::FetchReceiver;
+use crate::http::json::{self, ErrorAnswer};
 use crate::http::media_type::MediaType;
 use crate::http::shard_header::{self, Payload, ShardHeader};
 use crate::http::this_node;
@@ -31,12 +31,12 @@ const MOST_FAILURES: u32 = 3;
 const PAUSE: Duration = Duration::from_millis(50);
 
 /// The rest of a batch.
-struct Batch<'a, 'b> {
+struct BatchFetch<'a, 'b> {
     owner: &'a Arc<str>,
     wanted: &'a [ShardRows],
     /// Shards that have arrived.
     done: usize,
-    receiver: &'a mut Receiver<'b>,
+    receiver: &'a mut FetchReceiver<'b>,
 }
 
 /// The failure of a batch.
@@ -57,10 +57,10 @@ impl Transport for Client {
         &self,
         owner: &Arc<str>,
         wanted: &[ShardRows],
-        receiver: &mut Receiver<'_>,
+        receiver: &mut FetchReceiver<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
-        let mut batch = Batch { owner, wanted, done: 0, receiver };
+        let mut batch = BatchFetch { owner, wanted, done: 0, receiver };
         // Failures since something came last.
         let mut failures = 0;
         let mut reads_memory = self.reads_memory && !self.is_unreachable(owner);
@@ -69,7 +69,7 @@ impl Transport for Client {
             let outcome =
                 self.take_or_open(owner, time_limit).map_err(FetchFailure::from).and_then(|mut connection| {
                     self.fetch_some(&mut connection, &mut batch, reads_memory, time_limit)?;
-                    self.pool.give_back(owner, connection);
+                    self.idle_connections.give_back(owner, connection);
                     Ok(())
                 });
             if batch.done > before {
@@ -86,7 +86,7 @@ impl Transport for Client {
                 }
                 Err(FetchFailure::ConnectionFailure(trouble)) => {
                     // Connections that wait lead to the same process.
-                    self.pool.forget(owner);
+                    self.idle_connections.forget(owner);
                     failures += 1;
                     if failures == MOST_FAILURES || !matches!(trouble, ConnectionFailure::Broken(_)) {
                         let id = &wanted[batch.done.min(wanted.len() - 1)].id;
@@ -109,7 +109,7 @@ impl Client {
     fn fetch_some(
         &self,
         connection: &mut Connection,
-        batch: &mut Batch<'_, '_>,
+        batch: &mut BatchFetch<'_, '_>,
         reads_memory: bool,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), FetchFailure> {
@@ -117,7 +117,7 @@ impl Client {
         let body = json::batch_body(&batch.wanted[batch.done..end]);
         let parts = [&body[..]];
         let node = if reads_memory { this_node() } else { None };
-        let request = Request { accepts: MediaType::Shards, node, ..Request::new("POST", "/data/batch", &parts) };
+        let request = HttpRequest { accepts: MediaType::Shards, node, ..HttpRequest::new("POST", "/data/batch", &parts) };
         request.send(connection, batch.owner, self.trusted(batch.owner).token.as_ref(), time_limit)?;
         let head = connection.head(time_limit)?;
         if head.status != 200 {
@@ -128,7 +128,7 @@ impl Client {
     }
 }
 
-impl Batch<'_, '_> {
+impl BatchFetch<'_, '_> {
     /// Receives the shards up to `end`.
     fn receive(
         &mut self,
@@ -196,7 +196,7 @@ fn is_for_good(error: &ShmError) -> bool {
 }
 
 /// The shards that an answer says are missing.
-pub(super) fn missing(refused: &Refused) -> Vec<MissingShard> {
+pub(super) fn missing(refused: &ErrorAnswer) -> Vec<MissingShard> {
     let removed: HashSet<&String> = refused.removed_shard_ids.iter().collect();
     let shards = refused.missing_shard_ids.iter().filter_map(|name| {
         let id = name.parse().ok()?;

@@ -19,7 +19,7 @@ const MOST: usize = 256;
 const LONGEST: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Default)]
-pub(super) struct Pool(Mutex<State>);
+pub(super) struct IdleConnections(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -39,7 +39,7 @@ impl Waiting {
     }
 }
 
-impl Pool {
+impl IdleConnections {
     /// The connection to this owner that was used last, if one waits and lives.
     pub(super) fn take(&self, owner: &str) -> Option<Connection> {
         loop {

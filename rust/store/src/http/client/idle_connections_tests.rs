@@ -1,11 +1,11 @@
-//! What a pool of connections promises while owners come and go.
+//! Connections that wait for the next request, while owners come and go.
 
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
 use crate::http::client::Client;
 use crate::http::client::connection::{Connection, ConnectionFailure};
-use crate::http::client::request::Request;
+use crate::http::client::request::HttpRequest;
 use crate::http::server::{Server, ServerOptions};
 use crate::process_store::ProcessStore;
 use crate::stats::Limits;
@@ -16,10 +16,10 @@ fn ask(client: &Client, server: &Server) {
     let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
     let owner = server.address().to_string().into();
     let mut connection = client.take_or_open(&owner, time_limit).unwrap();
-    Request::new("GET", "/health", &[]).send(&mut connection, &owner, None, time_limit).unwrap();
+    HttpRequest::new("GET", "/health", &[]).send(&mut connection, &owner, None, time_limit).unwrap();
     let head = connection.head(time_limit).unwrap();
     connection.collect(head.content_length, time_limit).unwrap();
-    client.pool.give_back(&owner, connection);
+    client.idle_connections.give_back(&owner, connection);
 }
 
 fn serve() -> Server {
@@ -34,10 +34,10 @@ fn owners_that_come_and_go_leave_no_connections_behind() {
     for _ in 0..5 {
         let server = serve();
         ask(&client, &server);
-        assert_eq!(client.pool.lock().count, 2, "of the one that lives, and of this one");
+        assert_eq!(client.idle_connections.lock().count, 2, "of the one that lives, and of this one");
         drop(server);
     }
-    assert!(client.pool.take(&living.address().to_string()).is_some(), "those that can be used stay");
+    assert!(client.idle_connections.take(&living.address().to_string()).is_some(), "those that can be used stay");
 }
 
 #[test]

@@ -22,10 +22,10 @@ use std::thread;
 use tundish_shm::{PerProcess, without_signals};
 
 use self::connection::{Connection, ConnectionFailure};
-use self::idle_connections::Pool;
+use self::idle_connections::IdleConnections;
 pub use self::response_head::ResponseHead;
 pub use self::worker_client::WorkerClient;
-use super::json::Refused;
+use super::json::ErrorAnswer;
 use super::tls::ClientTls;
 use super::token::Token;
 use crate::error::StoreError;
@@ -38,7 +38,7 @@ const LONGEST_REASON: usize = 2000;
 /// Fetches from owners. Used by any number of threads at once.
 #[derive(Debug, Default)]
 pub struct Client {
-    pool: Pool,
+    idle_connections: IdleConnections,
     /// The trust in owners, by their addresses.
     trusted: Mutex<HashMap<Arc<str>, Trust>>,
     /// Whether memory of owners on this node is read where it lies.
@@ -78,7 +78,7 @@ impl Client {
     pub fn trust(&self, owner: &str, trust: Trust) {
         self.trusted.lock().unwrap_or_else(PoisonError::into_inner).insert(owner.into(), trust);
         // Connections that are kept may be of another kind.
-        self.pool.forget(owner);
+        self.idle_connections.forget(owner);
     }
 
     fn trusted(&self, owner: &str) -> Trust {
@@ -87,10 +87,10 @@ impl Client {
 
     /// A connection that waits, or a new one.
     fn take_or_open(&self, owner: &Arc<str>, time_limit: &mut TimeLimit<'_>) -> Result<Connection, ConnectionFailure> {
-        if let Some(connection) = self.pool.take(owner) {
+        if let Some(connection) = self.idle_connections.take(owner) {
             return Ok(connection);
         }
-        self.pool.tidy();
+        self.idle_connections.tidy();
         let addresses = resolve(owner, time_limit)?;
         let tls = self.trusted(owner).tls;
         Connection::open(owner, &addresses, tls.as_ref(), time_limit)
@@ -98,7 +98,7 @@ impl Client {
 
     /// The error in a response.
     fn refusal(&self, owner: &Arc<str>, status: u16, body: &[u8]) -> StoreError {
-        let refused: Refused = serde_json::from_slice(body).unwrap_or_default();
+        let refused: ErrorAnswer = serde_json::from_slice(body).unwrap_or_default();
         if let Some(step) = refused.ended_step {
             return StoreError::StepEnded { step };
         }

@@ -18,7 +18,7 @@ const MOST_READ: u64 = 1 << 20;
 const MOST_REPEATED: u64 = 2;
 
 /// A request to an owner.
-pub(super) struct Request<'a> {
+pub(super) struct HttpRequest<'a> {
     pub(super) method: &'a str,
     pub(super) path: &'a str,
     pub(super) accepts: MediaType,
@@ -30,11 +30,11 @@ pub(super) struct Request<'a> {
     pub(super) node: Option<&'a str>,
 }
 
-impl<'a> Request<'a> {
+impl<'a> HttpRequest<'a> {
     /// One whose answer is JSON.
     pub(super) fn new(method: &'a str, path: &'a str, body: &'a [&'a [u8]]) -> Self {
         let content = (!body.is_empty()).then_some(MediaType::Json);
-        Request { method, path, accepts: MediaType::Json, content, body, node: None }
+        HttpRequest { method, path, accepts: MediaType::Json, content, body, node: None }
     }
 
     /// Bytes of the body.
@@ -75,7 +75,7 @@ impl<'a> Request<'a> {
 pub(super) fn read_small(
     connection: &mut Connection,
     head: &ResponseHead,
-    request: &Request<'_>,
+    request: &HttpRequest<'_>,
     owner: &Arc<str>,
     time_limit: &mut TimeLimit<'_>,
 ) -> Result<Vec<u8>, ConnectionFailure> {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use super::connection::{Connection, ConnectionFailure};
-use super::request::Request;
+use super::request::HttpRequest;
 use super::resolve;
 use crate::error::StoreError;
 use crate::http::tls::ClientTls;
@@ -74,7 +74,7 @@ impl WorkerClient {
             return Err(StoreError::Invalid(format!("{path:?} is no path: it begins with '/' and has no spaces")));
         }
         let parts = [body];
-        let request = Request::new(method, path, if body.is_empty() { &[] } else { &parts });
+        let request = HttpRequest::new(method, path, if body.is_empty() { &[] } else { &parts });
         let deadline = time_limit.deadline();
         let mut go_on = || {
             if self.is_closed.load(Ordering::Relaxed) {
@@ -90,7 +90,7 @@ impl WorkerClient {
 
     fn exchange(
         &self,
-        request: &Request<'_>,
+        request: &HttpRequest<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let mut kept = self.lock(time_limit)?;
@@ -137,7 +137,7 @@ impl WorkerClient {
     fn exchange_on(
         &self,
         connection: &mut Connection,
-        request: &Request<'_>,
+        request: &HttpRequest<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let unsent = match request.send(connection, &self.addr, self.token.as_ref(), time_limit) {

@@ -21,7 +21,7 @@ use crate::http::media_type::MediaType;
 use crate::http::refusal::Refusal;
 use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
-use crate::memory::transfers::Outgoing;
+use crate::memory::transfers::OutgoingShard;
 use crate::process_store::ProcessStore;
 use crate::shard_id::{ShardId, ShardRows};
 
@@ -89,13 +89,13 @@ impl<'a> Handler<'a> {
             Route::End(step) => Answer::json(200, &store.end_step(step)),
             Route::BufferStats => Answer::json(200, &store.buffer_stats()),
             Route::Stats => Answer::json(200, &store.stats()),
-            Route::Metrics => Answer::text(metrics::MEDIA_TYPE, self.session.common.metrics.page(&store.stats())),
+            Route::Metrics => Answer::text(metrics::MEDIA_TYPE, self.session.server.metrics.page(&store.stats())),
             Route::Health => Answer::json(200, &OkAnswer::new()),
         })
     }
 
     fn store(&self) -> &ProcessStore {
-        &self.session.common.store
+        &self.session.server.store
     }
 
     /// The media type of the response: JSON, unless the client names the type of shards.
@@ -184,7 +184,7 @@ fn distinct(wanted: Vec<ShardRows>) -> (Vec<ShardRows>, Vec<usize>) {
 }
 
 /// Appends a shard with its header.
-fn append(body: &mut ResponseBody, shard: Outgoing) {
+fn append(body: &mut ResponseBody, shard: OutgoingShard) {
     // That of a whole shard is computed once; that of rows each time.
     let sum = || Checksum::of(shard.bytes());
     let checksum = shard.checksum().map_or_else(sum, |known| *known.get_or_init(sum));

@@ -9,7 +9,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::registry::{Metric, Registry};
 
-use crate::stats::{Account, Stats};
+use crate::stats::{MemoryStats, Stats};
 
 const PREFIX: &str = "tundish_rtensor";
 
@@ -61,7 +61,7 @@ impl Metrics {
             }
             add(page, name, help, family);
         };
-        let memory = |value: fn(&Account) -> u64| [value(&storage.memory), value(&buffer.memory)];
+        let memory = |value: fn(&MemoryStats) -> u64| [value(&storage.memory), value(&buffer.memory)];
         sides("entries", "Tensors held", [storage.num_entries, buffer.num_entries]);
         sides("bytes", "Bytes of tensors held", [storage.total_bytes, buffer.total_bytes]);
         let high = [storage.high_water_bytes, buffer.high_water_bytes];

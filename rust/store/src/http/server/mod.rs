@@ -94,7 +94,7 @@ pub struct Server {
 }
 
 /// The state that all connections share.
-struct Common {
+struct ServerState {
     store: Arc<ProcessStore>,
     token: Option<Token>,
     tls: Option<ServerTls>,
@@ -129,12 +129,12 @@ impl Server {
         let runtime = without_signals(runtime).map_err(|error| failed("start threads to serve", &error))?;
         let (metrics, connections) = (Arc::default(), Arc::new(Connections::new(timeouts)));
         let user = geteuid().as_raw();
-        let common = Common { store, token, tls, open_metrics, timeouts, metrics, connections, user };
+        let server = ServerState { store, token, tls, open_metrics, timeouts, metrics, connections, user };
         let entered = runtime.enter();
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);
         let listener = listener.map_err(|error| failed("listen on", &error))?;
-        runtime.spawn(accept_all(listener, Arc::new(common)));
+        runtime.spawn(accept_all(listener, Arc::new(server)));
         Ok(Server { address, runtime: Some(runtime), process: std::process::id() })
     }
 
@@ -178,21 +178,21 @@ fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
     Ok(listener)
 }
 
-async fn accept_all(listener: Socket<tokio::net::TcpListener>, common: Arc<Common>) {
+async fn accept_all(listener: Socket<tokio::net::TcpListener>, server: Arc<ServerState>) {
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let admitted = common.connections.admit(Socket::new(stream)).await;
-                let common = Arc::clone(&common);
+                let admitted = server.connections.admit(Socket::new(stream)).await;
+                let server = Arc::clone(&server);
                 tokio::spawn(async move {
-                    common.metrics.connections.inc();
-                    serve(admitted, &common).await;
-                    common.metrics.connections.dec();
+                    server.metrics.connections.inc();
+                    serve(admitted, &server).await;
+                    server.metrics.connections.dec();
                 });
             }
             // Out of descriptors or memory, which passes; clients wait meanwhile.
             Err(_) => {
-                common.connections.close_one();
+                server.connections.close_one();
                 sleep(Duration::from_millis(20)).await;
             }
         }
@@ -200,24 +200,24 @@ async fn accept_all(listener: Socket<tokio::net::TcpListener>, common: Arc<Commo
 }
 
 /// Answers until the client hangs up, breaks the rules, or is silent for too long.
-async fn serve(admitted: Admitted, common: &Arc<Common>) {
+async fn serve(admitted: Admitted, server: &Arc<ServerState>) {
     let connection = Arc::clone(&admitted.connection);
     if prepare(&connection.stream).is_err() {
         return;
     }
-    let stranger = if common.token.is_some() { None } else { stranger(&connection.stream, common.user).await };
-    let session = Session { common: Arc::clone(common), admitted, stranger, claimant: OnceLock::new() };
-    let stream = ClientStream::new(Arc::clone(&connection), common.timeouts, Arc::clone(&common.metrics));
-    let has_ended_well = match &common.tls {
+    let stranger = if server.token.is_some() { None } else { stranger(&connection.stream, server.user).await };
+    let session = Session { server: Arc::clone(server), admitted, stranger, claimant: OnceLock::new() };
+    let stream = ClientStream::new(Arc::clone(&connection), server.timeouts, Arc::clone(&server.metrics));
+    let has_ended_well = match &server.tls {
         None => speak(stream, session).await,
-        Some(tls) => match timeout(common.timeouts.silence, tls.acceptor().accept(stream)).await {
+        Some(tls) => match timeout(server.timeouts.silence, tls.acceptor().accept(stream)).await {
             Ok(Ok(stream)) => speak(stream, session).await,
             _ => false,
         },
     };
     if has_ended_well {
         // Were it closed with something unread, the kernel would take the last response back.
-        let mut stream = ClientStream::new(connection, common.timeouts, Arc::clone(&common.metrics));
+        let mut stream = ClientStream::new(connection, server.timeouts, Arc::clone(&server.metrics));
         let _ = timeout(LINGER, async {
             let mut nowhere = vec![0; 16 << 10];
             while let Ok(1..) = stream.read(&mut nowhere).await {}

@@ -14,10 +14,10 @@ use serde::Serialize;
 
 use super::connections::Connection;
 use crate::error::StoreError;
-use crate::http::json::{self, Base64, Refused};
+use crate::http::json::{self, Base64, ErrorAnswer};
 use crate::http::media_type::MediaType;
 use crate::http::refusal::Refusal;
-use crate::memory::transfers::Outgoing;
+use crate::memory::transfers::OutgoingShard;
 
 /// Pieces smaller than this are sent together.
 const SMALL: usize = 8 << 10;
@@ -42,7 +42,7 @@ enum BodyPiece {
 }
 
 /// Keeps the memory of a shard for as long as any of it is being sent.
-struct ShardBytes(Outgoing);
+struct ShardBytes(OutgoingShard);
 
 impl AsRef<[u8]> for ShardBytes {
     fn as_ref(&self) -> &[u8] {
@@ -66,12 +66,12 @@ impl ResponseBody {
     }
 
     /// Appends the bytes of a shard.
-    pub(super) fn bytes(&mut self, shard: Outgoing) {
+    pub(super) fn bytes(&mut self, shard: OutgoingShard) {
         self.pieces.push_back(BodyPiece::Bytes(Bytes::from_owner(ShardBytes(shard))));
     }
 
     /// Appends a shard in JSON.
-    pub(super) fn json(&mut self, shard: Outgoing) {
+    pub(super) fn json(&mut self, shard: OutgoingShard) {
         let encoding = Base64::of(shard.meta());
         self.text(json::before(shard.meta()));
         self.pieces.push_back(BodyPiece::Base64(Bytes::from_owner(ShardBytes(shard)), encoding));
@@ -223,6 +223,6 @@ impl From<Refusal> for Answer {
     }
 }
 
-fn refused(refusal: &Refusal) -> Refused {
-    Refused { status: "error".to_owned(), message: refusal.reason.clone(), ..Refused::default() }
+fn refused(refusal: &Refusal) -> ErrorAnswer {
+    ErrorAnswer { status: "error".to_owned(), message: refusal.reason.clone(), ..ErrorAnswer::default() }
 }

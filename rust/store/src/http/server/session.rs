@@ -9,7 +9,7 @@ use hyper::header::{AUTHORIZATION, HOST, HeaderName, ORIGIN};
 use hyper::http::request;
 use hyper::{Request, Response};
 
-use super::Common;
+use super::ServerState;
 use super::connections::{Admitted, WaitsFor};
 use super::handlers::{Handler, header};
 use super::response::{Answer, ResponseBody};
@@ -19,7 +19,7 @@ use crate::http::route::Route;
 
 /// One connection of a client. Its claims are given up when it ends.
 pub(super) struct Session {
-    pub(super) common: Arc<Common>,
+    pub(super) server: Arc<ServerState>,
     pub(super) admitted: Admitted,
     /// Why this client is not served, if it is a process of another user.
     pub(super) stranger: Option<String>,
@@ -30,7 +30,7 @@ pub(super) struct Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if let Some(claimant) = self.claimant.get() {
-            self.common.store.give_up(*claimant);
+            self.server.store.give_up(*claimant);
         }
     }
 }
@@ -52,7 +52,7 @@ impl Session {
             }
         };
         connection.set(WaitsFor::Client);
-        self.common.metrics.has_answered(answer.status());
+        self.server.metrics.has_answered(answer.status());
         Ok(answer.on(connection))
     }
 
@@ -68,8 +68,8 @@ impl Session {
             return Err(Refusal::new(403, "pages in a browser are not served"));
         }
         let route = Route::of(&head.method, head.uri.path());
-        let is_open = self.common.open_metrics && matches!(route, Ok(Route::Health | Route::Metrics));
-        match &self.common.token {
+        let is_open = self.server.open_metrics && matches!(route, Ok(Route::Health | Route::Metrics));
+        match &self.server.token {
             _ if is_open => Ok(()),
             Some(token) => {
                 let said = head.headers.get(AUTHORIZATION).map(|value| value.as_bytes());

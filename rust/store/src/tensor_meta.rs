@@ -1,4 +1,4 @@
-//! `Meta`: the element type and the shape of a tensor.
+//! `TensorMeta`: the element type and the shape of a tensor.
 
 use std::fmt;
 
@@ -118,13 +118,13 @@ impl fmt::Debug for Dtype {
 
 /// Element type and shape of a tensor whose bytes lie one after the other, rows first.
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Meta {
+pub struct TensorMeta {
     dtype: Dtype,
     shape: Shape,
     nbytes: u64,
 }
 
-impl Meta {
+impl TensorMeta {
     /// The meta of a tensor of this type and shape.
     ///
     /// # Errors
@@ -141,7 +141,7 @@ impl Meta {
             return Err(StoreError::Invalid(format!("a tensor of the shape {shape:?} is larger than any memory")));
         };
         let nbytes = if shape.contains(&0) { 0 } else { product };
-        Ok(Meta { dtype, shape, nbytes })
+        Ok(TensorMeta { dtype, shape, nbytes })
     }
 
     /// The element type.
@@ -169,7 +169,7 @@ impl Meta {
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where it has no such rows.
-    pub fn cut(&self, rows: Option<&Rows>) -> Result<Meta, StoreError> {
+    pub fn cut(&self, rows: Option<&Rows>) -> Result<TensorMeta, StoreError> {
         let Some(rows) = rows else { return Ok(self.clone()) };
         let Some(&count) = self.shape.first() else {
             return Err(StoreError::Invalid("a tensor without dimensions has no rows to choose from".to_owned()));
@@ -182,11 +182,11 @@ impl Meta {
         }
         let mut shape = self.shape.clone();
         shape[0] = rows.end - rows.start;
-        Meta::new(self.dtype, shape)
+        TensorMeta::new(self.dtype, shape)
     }
 }
 
-impl fmt::Debug for Meta {
+impl fmt::Debug for TensorMeta {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{:?}{:?}", self.dtype, &self.shape[..])
     }
@@ -198,8 +198,8 @@ mod tests {
 
     use super::*;
 
-    fn meta(name: &str, shape: &[u64]) -> Meta {
-        Meta::new(Dtype::from_name(name).unwrap(), shape).unwrap()
+    fn meta(name: &str, shape: &[u64]) -> TensorMeta {
+        TensorMeta::new(Dtype::from_name(name).unwrap(), shape).unwrap()
     }
 
     #[test]
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!((cut.shape(), cut.nbytes()), (&[3, 3, 2][..], 72));
         assert_eq!(whole.cut(None).unwrap(), whole);
         for dtype in Dtype::all() {
-            assert_eq!(Meta::new(dtype, [3u64].as_slice()).unwrap().cut(Some(&(1..2))).unwrap().dtype(), dtype);
+            assert_eq!(TensorMeta::new(dtype, [3u64].as_slice()).unwrap().cut(Some(&(1..2))).unwrap().dtype(), dtype);
         }
         assert_eq!(whole.cut(Some(&(10..10))).unwrap().nbytes(), 0);
         let backwards = Rows { start: 2, end: 1 };
@@ -245,7 +245,7 @@ mod tests {
         let dtype = Dtype::from_name("float64").unwrap();
         let too_large: [Shape; 3] = [smallvec![1 << 61], smallvec![0, 1 << 62, 4], Shape::from_elem(1, 65)];
         for shape in too_large {
-            assert!(matches!(Meta::new(dtype, shape), Err(StoreError::Invalid(_))));
+            assert!(matches!(TensorMeta::new(dtype, shape), Err(StoreError::Invalid(_))));
         }
     }
 }
