@@ -151,7 +151,7 @@ fn drains(criterion: &mut Criterion) {
                         consumer.end_step(step);
                         between.owner.end_step(step);
                         assert!(
-                            consumer.settle(Duration::from_secs(60)) && between.owner.settle(Duration::from_secs(60))
+                            consumer.wait_for_drops(Duration::from_secs(60)) && between.owner.wait_for_drops(Duration::from_secs(60))
                         );
                         time
                     };

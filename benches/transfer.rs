@@ -81,7 +81,7 @@ fn fetch(store: &Arc<ProcessStore>, client: &Client, wanted: &[Wanted]) -> Durat
     let spent = begin.elapsed();
     drop(views);
     store.clear_buffer(None);
-    assert!(store.settle(Duration::from_secs(10)));
+    assert!(store.wait_for_drops(Duration::from_secs(10)));
     spent
 }
 

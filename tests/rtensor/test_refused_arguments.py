@@ -241,4 +241,4 @@ def test_step_numbers_that_json_cannot_hold_are_refused() -> None:
             with td.rtensor.step() as alone:
                 assert alone.number < (1 << 53) - 1
     finally:
-        ShardStore.give_up(7)
+        ShardStore.release_claimant(7)

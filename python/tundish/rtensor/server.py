@@ -147,7 +147,7 @@ def _start(options: _Options) -> Server:
     limits = (options.limit_bytes, options.buffer_limit_bytes)
     _native.ShardStore.set_limits(*(default if limit is None else limit for limit in limits))
     addr = f"{_reachable(host)}:{native.port}"
-    _native.ShardStore.announce(addr)
+    _native.ShardStore.add_own_address(addr)
     return Server(addr, native, options)
 
 

@@ -18,12 +18,12 @@ pub enum StoreError {
     Memory(Arc<ShmError>),
     /// The limit is reached, and nothing was freed until the deadline.
     #[error(
-        "{asked} bytes do not fit in the {account}: {used} of its {limit} bytes are in use and {escaped} more are held by \
+        "{asked} bytes do not fit in the {side}: {used} of its {limit} bytes are in use and {escaped} more are held by \
          tensors that outlived what they were fetched or stored for; drain what was consumed, or raise the limit"
     )]
     Full {
         /// `"storage"` or `"fetch buffer"`.
-        account: &'static str,
+        side: &'static str,
         /// Bytes that were asked for.
         asked: u64,
         /// Bytes in use.
@@ -35,11 +35,11 @@ pub enum StoreError {
     },
     /// It would not fit even in an empty store.
     #[error(
-        "{asked} bytes never fit in the {account}, whose limit is {limit} bytes; raise the limit, or store less at once"
+        "{asked} bytes never fit in the {side}, whose limit is {limit} bytes; raise the limit, or store less at once"
     )]
     TooLarge {
         /// `"storage"` or `"fetch buffer"`.
-        account: &'static str,
+        side: &'static str,
         /// Bytes that were asked for.
         asked: u64,
         /// The limit.

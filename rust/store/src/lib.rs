@@ -37,7 +37,7 @@ pub use memory::transfers::{OutgoingShard, TensorToStore};
 pub use tensor_meta::{Dtype, TensorMeta, Shape};
 pub use process_store::ProcessStore;
 pub use shard_id::{Rows, ShardId, ShardRows};
-pub use stats::{MemoryStats, BufferStats, Claimed, KeptCounts, Limits, Removed, Stats, StepStats, StorageStats};
+pub use stats::{BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Removed, Stats, StepStats, StorageStats};
 pub use time_limit::{GoOn, TimeLimit};
 pub use transport::{SegmentRange, Transport, Wanted};
 

@@ -32,20 +32,20 @@ pub struct ProcessStore {
     pub(crate) buffer_pool: Arc<SlabPool>,
     pub(crate) attached_segments: AttachedSegments,
     /// Addresses that this store's own handles name. Another process may serve at one of them by now, or did before.
-    pub(crate) owners: Mutex<HashSet<Arc<str>>>,
+    pub(crate) own_addresses: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
-    /// The copy of large tensors into segments.
-    handover: AdaptiveCopy,
+    /// Chooses how large tensors are copied into segments.
+    adaptive_copy: AdaptiveCopy,
 }
 
-/// So much is worth a look at how it had best be copied, and several threads where it is very much.
-const WORTH_A_LOOK: usize = 128 << 10;
+/// Copies of at least so many bytes choose their method and threads by measured speed.
+const ADAPTIVE_COPY_BYTES: usize = 128 << 10;
 
 /// Threads of one such copy: more do not make memory faster.
 const MOST_THREADS: usize = 4;
 
 /// How long `clear_all` waits for memory that is freed in the background.
-const SETTLING: Duration = Duration::from_secs(5);
+const DROP_WAIT: Duration = Duration::from_secs(5);
 
 static OF_PROCESS: PerProcess<Arc<ProcessStore>> = PerProcess::new(|| ProcessStore::new(Limits::default()));
 
@@ -67,8 +67,8 @@ impl ProcessStore {
             storage_pool,
             buffer_pool,
             attached_segments: AttachedSegments::default(),
-            owners: Mutex::default(),
-            handover: AdaptiveCopy::default(),
+            own_addresses: Mutex::default(),
+            adaptive_copy: AdaptiveCopy::default(),
         })
     }
 
@@ -96,15 +96,15 @@ impl ProcessStore {
 
     /// Handles that name this owner are this store's own: they are looked up, not fetched. But for those that another
     /// store named, whose address this was before, or is by now.
-    pub fn announce(&self, owner: Arc<str>) {
-        self.owners.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
+    pub fn add_own_address(&self, owner: Arc<str>) {
+        self.own_addresses.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
     /// Whether a shard of an owner that was announced is this store's own: looked up here, and nowhere else.
     ///
     /// What another store named is that one's, unless it was sent here: it served at the same address before, or does by
     /// now.
-    pub(crate) fn would_be_here(&self, id: &ShardId) -> bool {
+    pub(crate) fn owns(&self, id: &ShardId) -> bool {
         id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
 
@@ -162,7 +162,7 @@ impl ProcessStore {
                 // SAFETY: the maker of the source promised it.
                 unsafe { space.copy_from(sources[index].start) };
             }
-            locations[index] = Location::Here(space.into_place());
+            locations[index] = Location::Here(space.into_range());
         }
         let tensors = sources.iter().zip(locations).map(|(source, location)| {
             let tensor = Tensor::stored(source.meta.clone(), location);
@@ -179,9 +179,9 @@ impl ProcessStore {
         self.drop_thread.drop_later(stored, removed.num_tensors);
         self.clear_buffer(None);
         // Nothing will be used again soon.
-        if self.drop_thread.settle(SETTLING) {
-            self.storage_pool.let_idle_go();
-            self.buffer_pool.let_idle_go();
+        if self.drop_thread.wait_for_drops(DROP_WAIT) {
+            self.storage_pool.free_idle();
+            self.buffer_pool.free_idle();
         }
         removed
     }
@@ -191,42 +191,42 @@ impl ProcessStore {
         self.buffer.current()
     }
 
-    /// The account of a step; `None` where it never began here, or ended too long ago.
-    pub fn ledger(&self, step: Step) -> Option<StepStats> {
-        let mut ledger = StepStats { step, ..StepStats::default() };
-        let stored = self.storage.state.lock().parts.step_status(step);
-        let fetched = self.buffer.state.lock().parts.step_status(step);
-        ledger.stored_bytes = stored.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
-        ledger.fetched_bytes = fetched.as_ref().map_or(0, |step_status| step_status.step_counts.brought_bytes);
+    /// The counts of a step; `None` if it never began here, or ended too long ago.
+    pub fn step_stats(&self, step: Step) -> Option<StepStats> {
+        let mut step_stats = StepStats { step, ..StepStats::default() };
+        let stored = self.storage.state.lock().by_step.step_status(step);
+        let fetched = self.buffer.state.lock().by_step.step_status(step);
+        step_stats.stored_bytes = stored.as_ref().map_or(0, |step_status| step_status.step_counts.added_bytes);
+        step_stats.fetched_bytes = fetched.as_ref().map_or(0, |step_status| step_status.step_counts.added_bytes);
         if stored.is_none() && fetched.is_none() {
             return None;
         }
         for step_status in [stored, fetched].into_iter().flatten() {
-            ledger.has_ended |= step_status.has_ended;
-            ledger.held_bytes += step_status.step_counts.held_bytes;
-            ledger.freed_bytes += step_status.step_counts.freed_bytes;
-            ledger.num_entries += step_status.step_counts.num_entries;
-            ledger.viewed_bytes += step_status.viewed_bytes;
+            step_stats.has_ended |= step_status.has_ended;
+            step_stats.held_bytes += step_status.step_counts.held_bytes;
+            step_stats.freed_bytes += step_status.step_counts.freed_bytes;
+            step_stats.num_entries += step_status.step_counts.num_entries;
+            step_stats.viewed_bytes += step_status.viewed_bytes;
         }
-        ledger.escaped_bytes = if ledger.has_ended { ledger.viewed_bytes } else { 0 };
-        Some(ledger)
+        step_stats.escaped_bytes = if step_stats.has_ended { step_stats.viewed_bytes } else { 0 };
+        Some(step_stats)
     }
 
     /// Waits until dropped memory is freed; `false` if that takes longer than `longest`.
-    pub fn settle(&self, longest: Duration) -> bool {
-        self.drop_thread.settle(longest)
+    pub fn wait_for_drops(&self, longest: Duration) -> bool {
+        self.drop_thread.wait_for_drops(longest)
     }
 
     fn storage_stats(&self) -> StorageStats {
-        let memory = self.storage_pool.account();
+        let memory = self.storage_pool.memory_stats();
         let oldest_unclaimed_seconds = self.storage.oldest_unclaimed_seconds();
         let mut state = self.storage.state.lock();
-        let (total_bytes, num_entries) = state.parts.held();
-        let unclaimed = state.parts.unclaimed().step_counts;
+        let (total_bytes, num_entries) = state.by_step.held();
+        let unclaimed = state.by_step.unclaimed().step_counts;
         StorageStats {
             num_entries,
             total_bytes,
-            high_water_bytes: state.parts.high_water_bytes,
+            high_water_bytes: state.by_step.high_water_bytes,
             unclaimed_entries: unclaimed.num_entries,
             unclaimed_bytes: unclaimed.held_bytes,
             oldest_unclaimed_seconds,
@@ -236,12 +236,12 @@ impl ProcessStore {
 
     /// The counts of the fetch buffer.
     pub fn buffer_stats(&self) -> BufferStats {
-        let memory = self.buffer_pool.account();
+        let memory = self.buffer_pool.memory_stats();
         let mut state = self.buffer.state.lock();
-        let (total_bytes, num_entries) = state.parts.held();
-        let kept = state.parts.unclaimed().step_counts;
-        let current = state.current_part().step_counts;
-        let holding = state.parts.iter().filter(|(step, part)| step.is_some() && part.step_counts.num_entries > 0);
+        let (total_bytes, num_entries) = state.by_step.held();
+        let kept = state.by_step.unclaimed().step_counts;
+        let current = state.current_entries().step_counts;
+        let holding = state.by_step.iter().filter(|(step, step_entries)| step.is_some() && step_entries.step_counts.num_entries > 0);
         BufferStats {
             num_entries,
             total_bytes,
@@ -249,12 +249,12 @@ impl ProcessStore {
             current_bytes: current.held_bytes,
             kept_entries: kept.num_entries,
             kept_bytes: kept.held_bytes,
-            high_water_bytes: state.parts.high_water_bytes,
+            high_water_bytes: state.by_step.high_water_bytes,
             hits: state.counts.hits,
             misses: state.counts.misses,
             late_inserts_refused: state.counts.late,
             in_flight: state.counts.in_flight,
-            oldest_step: holding.min_by_key(|(_, part)| part.token).and_then(|(step, _)| step),
+            oldest_step: holding.min_by_key(|(_, step_entries)| step_entries.token).and_then(|(step, _)| step),
             memory,
         }
     }
@@ -273,18 +273,18 @@ impl ProcessStore {
                 length: source.meta.nbytes() as usize,
             })
             .collect();
-        let (mut look, mut said) = (|| time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::look), None);
+        let (mut check, mut failure) = (|| time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::check_cancelled), None);
         let total: usize = copies.iter().map(|copy| copy.length).sum();
-        if segment.is_used() && total >= WORTH_A_LOOK {
+        if segment.is_used() && total >= ADAPTIVE_COPY_BYTES {
             segment.populate(segment.capacity());
             let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
             // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has, and it
             // is nobody's source.
-            return unsafe { self.handover.copy(&copies, threads, |_| look()) };
+            return unsafe { self.adaptive_copy.copy(&copies, threads, |_| check()) };
         }
         let mut go_on = || {
-            look().map_err(|error| {
-                said = Some(error);
+            check().map_err(|error| {
+                failure = Some(error);
                 ShmError::Interrupted
             })
         };
@@ -293,7 +293,7 @@ impl ProcessStore {
             // SAFETY: the maker of the source promised it.
             unsafe { segment.fill_at(offset, copy.source, copy.length, &mut go_on) }
         });
-        filled.map_err(|error| said.unwrap_or_else(|| error.into()))
+        filled.map_err(|error| failure.unwrap_or_else(|| error.into()))
     }
 
     /// Carries these shards over: fetched entries and stored shards end with no step until one claims them.
@@ -309,7 +309,7 @@ impl ProcessStore {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let cut = found.into_iter().zip(wanted).map(|(tensor, selection)| {
-            tensor.cut(0, selection.rows.as_ref()).map(OutgoingShard).map_err(|error| match error {
+            tensor.select_rows(0, selection.rows.as_ref()).map(OutgoingShard).map_err(|error| match error {
                 StoreError::Invalid(reason) => StoreError::Invalid(format!("shard {}: {reason}", selection.id)),
                 other => other,
             })
@@ -337,7 +337,7 @@ impl ProcessStore {
             }
             None => {
                 let fetched = self.buffer.flush();
-                let entries = fetched.iter().map(|part| part.step_counts.num_entries).sum();
+                let entries = fetched.iter().map(|step_entries| step_entries.step_counts.num_entries).sum();
                 self.drop_thread.drop_later(fetched, entries);
                 entries
             }
@@ -360,40 +360,40 @@ impl ProcessStore {
         self.storage.claim(step, claimant, ids)
     }
 
-    /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the account.
+    /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the counts.
     pub fn end_step(&self, step: Step) -> StepStats {
         let stored = self.storage.end(step);
         let fetched = self.buffer.end(step);
-        let claims = stored.as_ref().map_or(0, |part| part.step_counts.num_entries);
-        let fetches = fetched.as_ref().map_or(0, |part| part.step_counts.num_entries);
+        let claims = stored.as_ref().map_or(0, |step_entries| step_entries.step_counts.num_entries);
+        let fetches = fetched.as_ref().map_or(0, |step_entries| step_entries.step_counts.num_entries);
         self.drop_thread.drop_later(stored, claims);
         self.drop_thread.drop_later(fetched, fetches);
-        self.ledger(step).unwrap_or(StepStats { step, has_ended: true, ..StepStats::default() })
+        self.step_stats(step).unwrap_or(StepStats { step, has_ended: true, ..StepStats::default() })
     }
 
     /// The claimant is gone: its shards are unclaimed again, and entries that were fetched in its steps are dropped.
-    pub fn give_up(&self, claimant: Claimant) {
-        let claiming = self.storage.state.lock().parts.of_claimant(claimant);
+    pub fn release_claimant(&self, claimant: Claimant) {
+        let claiming = self.storage.state.lock().by_step.of_claimant(claimant);
         claiming.iter().for_each(|step| self.storage.unclaim_all(*step));
-        let fetching = self.buffer.state.lock().parts.of_claimant(claimant);
+        let fetching = self.buffer.state.lock().by_step.of_claimant(claimant);
         for step in claiming.into_iter().chain(fetching) {
             self.end_step(step);
         }
     }
 
-    /// All counts, and the account of each step.
+    /// All counts, and those of each step.
     pub fn stats(&self) -> Stats {
-        let (mut past, mut open) = self.storage.state.lock().parts.steps();
-        let fetching = self.buffer.state.lock().parts.steps();
-        past.extend(fetching.0);
+        let (mut ended, mut open) = self.storage.state.lock().by_step.steps();
+        let fetching = self.buffer.state.lock().by_step.steps();
+        ended.extend(fetching.0);
         open.extend(fetching.1);
         let mut seen = HashSet::new();
-        let steps = past.into_iter().chain(open).filter(|step| seen.insert(*step));
+        let steps = ended.into_iter().chain(open).filter(|step| seen.insert(*step));
         Stats {
             storage: self.storage_stats(),
             buffer: self.buffer_stats(),
             current_step: self.current_step(),
-            steps: steps.filter_map(|step| self.ledger(step)).collect(),
+            steps: steps.filter_map(|step| self.step_stats(step)).collect(),
         }
     }
 }
@@ -421,11 +421,11 @@ mod tests {
         for pool in pools {
             let mut reserved = pool.reserve(SlabPool::size_for(1 << 20), None).unwrap();
             pool.give_back(reserved.take(1 << 20, None).unwrap());
-            assert!(pool.account().idle_bytes > 1 << 20);
+            assert!(pool.memory_stats().idle_bytes > 1 << 20);
         }
         store.drop_thread.drop_later((), 0);
         let deadline = Instant::now() + Duration::from_secs(60);
-        while pools.iter().any(|pool| pool.account().idle_bytes > 0) {
+        while pools.iter().any(|pool| pool.memory_stats().idle_bytes > 0) {
             assert!(Instant::now() < deadline, "it stays");
             sleep(Duration::from_millis(1));
         }

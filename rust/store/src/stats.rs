@@ -49,7 +49,7 @@ pub struct KeptCounts {
     pub entries: u64,
 }
 
-/// Memory of one side.
+/// The memory of one side: of the storage or of the fetch buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryStats {
     /// The limit.
@@ -114,7 +114,7 @@ pub struct BufferStats {
     pub memory: MemoryStats,
 }
 
-/// The account of one step on one process. `stored + fetched = held + freed` always; after its end nothing is held.
+/// The counts of one step in one process. `stored + fetched = held + freed` always; after its end nothing is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepStats {
     /// The step.

@@ -169,7 +169,7 @@ impl TensorMeta {
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where it has no such rows.
-    pub fn cut(&self, rows: Option<&Rows>) -> Result<TensorMeta, StoreError> {
+    pub fn select_rows(&self, rows: Option<&Rows>) -> Result<TensorMeta, StoreError> {
         let Some(rows) = rows else { return Ok(self.clone()) };
         let Some(&count) = self.shape.first() else {
             return Err(StoreError::Invalid("a tensor without dimensions has no rows to choose from".to_owned()));
@@ -219,18 +219,18 @@ mod tests {
     fn rows_are_cut_from_the_first_dimension() {
         let whole = meta("float32", &[10, 3, 2]);
         assert_eq!((whole.nbytes(), whole.row_bytes()), (240, Some(24)));
-        let cut = whole.cut(Some(&(4..7))).unwrap();
+        let cut = whole.select_rows(Some(&(4..7))).unwrap();
         assert_eq!((cut.shape(), cut.nbytes()), (&[3, 3, 2][..], 72));
-        assert_eq!(whole.cut(None).unwrap(), whole);
+        assert_eq!(whole.select_rows(None).unwrap(), whole);
         for dtype in Dtype::all() {
-            assert_eq!(TensorMeta::new(dtype, [3u64].as_slice()).unwrap().cut(Some(&(1..2))).unwrap().dtype(), dtype);
+            assert_eq!(TensorMeta::new(dtype, [3u64].as_slice()).unwrap().select_rows(Some(&(1..2))).unwrap().dtype(), dtype);
         }
-        assert_eq!(whole.cut(Some(&(10..10))).unwrap().nbytes(), 0);
+        assert_eq!(whole.select_rows(Some(&(10..10))).unwrap().nbytes(), 0);
         let backwards = Rows { start: 2, end: 1 };
         for wrong in [0..11, backwards] {
-            assert!(whole.cut(Some(&wrong)).is_err());
+            assert!(whole.select_rows(Some(&wrong)).is_err());
         }
-        assert!(meta("int64", &[]).cut(Some(&(0..1))).is_err());
+        assert!(meta("int64", &[]).select_rows(Some(&(0..1))).is_err());
     }
 
     #[test]

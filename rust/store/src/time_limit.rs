@@ -14,13 +14,13 @@ const TURN: Duration = Duration::from_millis(50);
 pub struct TimeLimit<'a> {
     deadline: Instant,
     go_on: GoOn<'a>,
-    last_look: Instant,
+    last_check: Instant,
 }
 
 impl<'a> TimeLimit<'a> {
     /// Waits until `deadline`, as long as `go_on` says so.
     pub fn new(deadline: Instant, go_on: GoOn<'a>) -> Self {
-        TimeLimit { deadline, go_on, last_look: Instant::now() }
+        TimeLimit { deadline, go_on, last_check: Instant::now() }
     }
 
     /// When it ends.
@@ -33,8 +33,8 @@ impl<'a> TimeLimit<'a> {
         Instant::now() >= self.deadline
     }
 
-    /// How long to wait before the next [`look`](TimeLimit::look): at most 50 ms, and never longer than the deadline.
-    pub fn turn(&self) -> Duration {
+    /// How long to wait before the next [`check_cancelled`](TimeLimit::check_cancelled): at most 50 ms, and never longer than the deadline.
+    pub fn next_wait(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now()).min(TURN)
     }
 
@@ -42,21 +42,21 @@ impl<'a> TimeLimit<'a> {
     ///
     /// # Errors
     /// The error of the caller's function, such as [`StoreError::Interrupted`].
-    pub fn look(&mut self) -> Result<(), StoreError> {
-        self.last_look = Instant::now();
+    pub fn check_cancelled(&mut self) -> Result<(), StoreError> {
+        self.last_check = Instant::now();
         (self.go_on)()
     }
 
-    /// Checks the deadline, and calls [`look`](TimeLimit::look) if the last call is long ago. For loops that may never
+    /// Checks the deadline, and calls [`check_cancelled`](TimeLimit::check_cancelled) if the last call is long ago. For loops that may never
     /// have to wait.
     ///
     /// # Errors
-    /// As [`look`](TimeLimit::look), and [`StoreError::TimedOut`] without a description.
-    pub fn glance(&mut self) -> Result<(), StoreError> {
+    /// As [`check_cancelled`](TimeLimit::check_cancelled), and [`StoreError::TimedOut`] without a description.
+    pub fn check(&mut self) -> Result<(), StoreError> {
         let now = Instant::now();
         if now >= self.deadline {
             return Err(StoreError::TimedOut { what: String::new() });
         }
-        if now.duration_since(self.last_look) < TURN { Ok(()) } else { self.look() }
+        if now.duration_since(self.last_check) < TURN { Ok(()) } else { self.check_cancelled() }
     }
 }

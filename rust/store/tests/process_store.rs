@@ -12,7 +12,7 @@ use tundish_store::{
 };
 
 fn assert_nothing_is_held(store: &ProcessStore) {
-    assert!(store.settle(Duration::from_secs(10)));
+    assert!(store.wait_for_drops(Duration::from_secs(10)));
     let stats = store.stats();
     assert_eq!((stats.storage.num_entries, stats.storage.total_bytes), (0, 0));
     assert_eq!((stats.buffer.num_entries, stats.buffer.total_bytes), (0, 0));
@@ -79,8 +79,8 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
         consumer.begin_step(1, 0).unwrap();
         let ids = put(&owner, &[vec![7; len]]).unwrap();
         let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &between).unwrap();
-        let ledger = consumer.end_step(1);
-        assert_eq!((ledger.held_bytes, ledger.viewed_bytes, ledger.escaped_bytes), (0, len as u64, len as u64));
+        let step_stats = consumer.end_step(1);
+        assert_eq!((step_stats.held_bytes, step_stats.viewed_bytes, step_stats.escaped_bytes), (0, len as u64, len as u64));
         owner.remove(&ids);
         let holder = if way == Way::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
         assert!(holder.used_bytes == 0 && holder.escaped_bytes >= len as u64, "{holder:?}");
@@ -89,7 +89,7 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
         let other = fetch(&consumer, &[whole(OWNER, &next[0], len as u64)], &between).unwrap();
         assert!(view[0].bytes().iter().all(|byte| *byte == 7));
         drop(view);
-        assert_eq!(consumer.ledger(1).unwrap().escaped_bytes, 0);
+        assert_eq!(consumer.step_stats(1).unwrap().escaped_bytes, 0);
         let stats = (owner.stats().storage.memory, consumer.stats().buffer.memory);
         assert_eq!((stats.0.escaped_bytes, stats.1.escaped_bytes), (0, 0));
         assert!(stats.0.idle_bytes + stats.1.idle_bytes >= len as u64, "kept for the next use: {stats:?}");
@@ -107,8 +107,8 @@ fn views_count_after_a_clear_and_idle_memory_is_freed() {
     }
     let view = fetch(&consumer, &[whole(OWNER, &ids[0], len)], &between).unwrap();
     assert_eq!(consumer.clear_buffer(None), 1);
-    let ledger = consumer.ledger(1).unwrap();
-    assert_eq!((ledger.viewed_bytes, ledger.held_bytes, ledger.num_entries), (len, 0, 0));
+    let step_stats = consumer.step_stats(1).unwrap();
+    assert_eq!((step_stats.viewed_bytes, step_stats.held_bytes, step_stats.num_entries), (len, 0, 0));
     drop(view);
     assert_eq!(consumer.end_step(1).viewed_bytes, 0);
     // Kept for the next use, until that is not to come.
@@ -151,7 +151,7 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
         let source = TensorToStore::new(meta.clone(), &bytes).unwrap();
         let id = within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0);
         let want = |range: std::ops::Range<u64>| {
-            let meta = meta.cut(Some(&range)).unwrap();
+            let meta = meta.select_rows(Some(&range)).unwrap();
             tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: Some(range), meta }
         };
         let some = [want(10..20), want(900..1000), want(5..5)];
@@ -168,7 +168,7 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
         assert_eq!(fetch(&consumer, &[want(0..1000)], &between).unwrap()[0].bytes(), bytes);
         assert_eq!(between.requests.load(Ordering::SeqCst), 2);
         assert_eq!(consumer.clear_buffer(Some(std::slice::from_ref(&id))), 4);
-        let beyond = tundish_store::Wanted { rows: Some(999..1001), meta: meta.cut(Some(&(0..2))).unwrap(), ..all };
+        let beyond = tundish_store::Wanted { rows: Some(999..1001), meta: meta.select_rows(Some(&(0..2))).unwrap(), ..all };
         assert!(matches!(fetch(&consumer, &[beyond], &between), Err(StoreError::Invalid(_))));
     }
 }
@@ -191,7 +191,7 @@ fn duplicates_are_fetched_once() {
 #[test]
 fn a_nodes_own_shards_are_looked_up_and_buffered_nowhere() {
     let (owner, _, between) = pair(Way::Bytes);
-    owner.announce(OWNER.into());
+    owner.add_own_address(OWNER.into());
     let ids = put(&owner, &[vec![5; 50_000]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 50_000), rows(OWNER, &ids[0], 100..200)];
     let views = fetch(&owner, &wanted, &between).unwrap();
@@ -204,7 +204,7 @@ fn a_nodes_own_shards_are_looked_up_and_buffered_nowhere() {
 #[test]
 fn shards_that_another_process_named_are_fetched_though_it_serves_where_this_one_did() {
     let (owner, consumer, between) = pair(Way::Bytes);
-    consumer.announce(OWNER.into());
+    consumer.add_own_address(OWNER.into());
     let ids = put(&owner, &[vec![5; 100]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 100)];
     assert_eq!(fetch(&consumer, &wanted, &between).unwrap()[0].bytes(), [5; 100]);
@@ -300,7 +300,7 @@ fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
     assert!(age() > 0.0);
     assert_eq!(owner.claim(1, 1, &ids).unwrap().claimed_count, 1);
     assert_eq!(age(), 0.0);
-    owner.give_up(1);
+    owner.release_claimant(1);
     assert!(age() > 0.0, "it is as old as before");
     owner.clear_all();
     assert_eq!(age(), 0.0);

@@ -19,7 +19,7 @@ class LocalBackend(Backend):
     """Tensors stay in this process, and no other process can fetch them. For jobs of one process, and for tests."""
 
     def __init__(self) -> None:
-        ShardStore.announce(_ADDRESS)
+        ShardStore.add_own_address(_ADDRESS)
 
     def address(self) -> str:
         return _ADDRESS

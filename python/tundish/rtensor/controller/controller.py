@@ -294,7 +294,7 @@ class Controller:
     def _give_up(self) -> None:
         """Gives up the current step and its claims: a worker notices the end of its connection."""
         self._connections.close()
-        ShardStore.give_up(self._claimant)
+        ShardStore.release_claimant(self._claimant)
 
     @contextlib.contextmanager
     def _closed_if_interrupted(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ def step(claim: Any = None) -> Iterator[Step]:
                 _claim(number, mine, ids)
             ShardStore.begin_step(number, mine.claimant)
         except BaseException:
-            ShardStore.give_up(mine.claimant)
+            ShardStore.release_claimant(mine.claimant)
             raise
         try:
             yield Step(number)
@@ -102,7 +102,7 @@ def drop_fetched(claims: list[str]) -> None:
 
 def _next_number(mine: State) -> int:
     # A step whose end was interrupted may be open still.
-    ShardStore.give_up(mine.claimant)
+    ShardStore.release_claimant(mine.claimant)
     return next_step_number()
 
 

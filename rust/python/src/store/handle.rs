@@ -47,7 +47,7 @@ impl RTensor {
 
     /// Element type and shape of the tensor, or of the chosen rows.
     pub(super) fn meta(&self) -> PyResult<TensorMeta> {
-        Ok(self.handle.shared.meta.cut(self.handle.rows.as_deref()).map_err(BindingError::from)?)
+        Ok(self.handle.shared.meta.select_rows(self.handle.rows.as_deref()).map_err(BindingError::from)?)
     }
 
     pub(super) fn wanted(&self) -> PyResult<Wanted> {

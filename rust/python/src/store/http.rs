@@ -6,7 +6,7 @@ use tundish_shm::PerProcess;
 use tundish_store::http::{self, Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust};
 use tundish_store::{ProcessStore, TimeLimit, Transport};
 
-use super::shard_store::{deadline_of, look};
+use super::shard_store::{check_signals, deadline_of};
 
 use crate::enter::enter;
 use crate::error::BindingError;
@@ -101,7 +101,7 @@ impl WorkerClient {
         let deadline = deadline_of(timeout)?;
         let client = &self.client;
         let (status, answer) = enter(py, None, move |signals| {
-            let mut go_on = || look(signals);
+            let mut go_on = || check_signals(signals);
             let mut time_limit = TimeLimit::new(deadline, &mut go_on);
             Ok(client.request(method, path, body.unwrap_or_default(), &mut time_limit)?)
         })?;

@@ -50,8 +50,8 @@ impl ShardStore {
 
     /// Declares `owner` an address of this process: its handles are not fetched.
     #[staticmethod]
-    fn announce(owner: &str) {
-        ProcessStore::of_process().announce(owner.into());
+    fn add_own_address(owner: &str) {
+        ProcessStore::of_process().add_own_address(owner.into());
     }
 
     /// Stores copies of dense tensors in host memory, all or none. Returns their handles.
@@ -82,7 +82,7 @@ impl ShardStore {
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
                 .map(|(shared, place)| unsafe { TensorToStore::from_raw(TensorMeta::clone(&shared.meta), place.0) })
                 .collect();
-            Ok(ProcessStore::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
+            Ok(ProcessStore::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
         })?;
         let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: None }));
         PyList::new(py, handles.collect::<Vec<_>>())
@@ -106,7 +106,7 @@ impl ShardStore {
             let place = place;
             // SAFETY: the caller holds the tensor until this returns, and it is dense.
             let source = unsafe { TensorToStore::from_raw(named, place.0) };
-            let mut go_on = || look(signals);
+            let mut go_on = || check_signals(signals);
             Ok(ProcessStore::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
@@ -139,7 +139,7 @@ impl ShardStore {
         let views = enter(py, None, move |signals| {
             let store = ProcessStore::of_process();
             let client = transport(shared_memory);
-            Ok(store.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || look(signals)))?)
+            Ok(store.fetch(&wanted, client, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
         })?;
         let views = views.into_iter().map(|view| Bound::new(py, ShardView::new(view))).collect::<PyResult<Vec<_>>>()?;
         PyList::new(py, views)
@@ -197,13 +197,13 @@ impl ShardStore {
         Ok((claimed.total_bytes, names(&claimed.missing), names(&claimed.taken)))
     }
 
-    /// Gives up the steps of a claimant: unclaims its shards, and drops the entries that were fetched in its steps.
+    /// Ends the claims of a claimant: unclaims its shards, and drops the entries that were fetched in its steps.
     #[staticmethod]
-    fn give_up(py: Python<'_>, claimant: u64) {
-        py.detach(|| ProcessStore::of_process().give_up(claimant));
+    fn release_claimant(py: Python<'_>, claimant: u64) {
+        py.detach(|| ProcessStore::of_process().release_claimant(claimant));
     }
 
-    /// Ends a step: drops its claimed shards and fetched entries. Returns its account in JSON.
+    /// Ends a step: drops its claimed shards and fetched entries. Returns its counts as JSON.
     #[staticmethod]
     fn end_step(py: Python<'_>, step: u64) -> PyResult<String> {
         as_json(&py.detach(|| ProcessStore::of_process().end_step(step)))
@@ -245,7 +245,7 @@ pub(crate) fn shard_ids<'py>(handles: &Bound<'py, PyList>) -> PyResult<Bound<'py
 }
 
 /// Checks for signals during waits and copies.
-pub(super) fn look(signals: &mut SignalCheck) -> Result<(), StoreError> {
+pub(super) fn check_signals(signals: &mut SignalCheck) -> Result<(), StoreError> {
     signals.tick("store", 0, 0).map_err(|_| StoreError::Interrupted)
 }
 

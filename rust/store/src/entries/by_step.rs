@@ -1,4 +1,4 @@
-//! Entries by the step that they end with, and the account of each step. The owner guards it with a lock.
+//! Entries by the step that they end with, and the counts of each step. The owner guards it with a lock.
 //!
 //! Invariants:
 //!
@@ -16,32 +16,32 @@ use crate::error::StoreError;
 use crate::shard_id::ShardId;
 use crate::{Claimant, Step};
 
-/// Steps that ended and are remembered.
-const REMEMBERED: usize = 256;
+/// Ended steps that are remembered.
+const MOST_ENDED: usize = 256;
 
-/// The token of the part of no step.
+/// The token of the entries of no step.
 pub(crate) const UNCLAIMED: u64 = 0;
 
-/// Ended steps in the statistics.
-const TOLD: usize = 8;
+/// Ended steps that the statistics list.
+const ENDED_IN_STATS: usize = 8;
 
-/// Bytes and entries of a part since it began.
+/// Bytes and entries of a step since it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StepCounts {
-    pub(crate) brought_bytes: u64,
+    pub(crate) added_bytes: u64,
     pub(crate) freed_bytes: u64,
     pub(crate) held_bytes: u64,
     pub(crate) num_entries: u64,
 }
 
 impl StepCounts {
-    pub(crate) fn bring(&mut self, bytes: u64) {
-        self.brought_bytes += bytes;
+    pub(crate) fn add(&mut self, bytes: u64) {
+        self.added_bytes += bytes;
         self.held_bytes += bytes;
         self.num_entries += 1;
     }
 
-    pub(crate) fn free(&mut self, bytes: u64) {
+    pub(crate) fn remove(&mut self, bytes: u64) {
         self.freed_bytes += bytes;
         self.held_bytes -= bytes;
         self.num_entries -= 1;
@@ -67,7 +67,7 @@ impl<V> StepEntries<V> {
         StepEntries { token, claimant, step_counts, viewed, entries }
     }
 
-    /// Takes the entries out and leaves the account.
+    /// Takes the entries out and leaves the counts.
     fn empty(&mut self) -> Self {
         let mut empty = StepEntries::new(self.token, self.claimant);
         empty.step_counts = self.step_counts;
@@ -81,13 +81,13 @@ impl<V> StepEntries<V> {
 /// A step that ended.
 pub(crate) struct EndedStep {
     pub(crate) step: Step,
-    /// Of its part, where it had one.
+    /// Of its entries, if it had any.
     token: Option<u64>,
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed: Viewed,
 }
 
-/// The account of a step.
+/// The counts of a step, and whether it has ended.
 pub(crate) struct StepStatus {
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed_bytes: u64,
@@ -96,32 +96,32 @@ pub(crate) struct StepStatus {
 
 /// All entries: those of no step, of each step that has begun, and of the next one.
 pub(crate) struct EntriesByStep<V> {
-    parts: HashMap<Option<Step>, StepEntries<V>>,
+    by_step: HashMap<Option<Step>, StepEntries<V>>,
     /// The entries that the next step begins with.
     next: StepEntries<V>,
-    past: VecDeque<EndedStep>,
+    ended: VecDeque<EndedStep>,
     next_token: u64,
     pub(crate) high_water_bytes: u64,
 }
 
 impl<V> EntriesByStep<V> {
     pub(crate) fn new() -> Self {
-        let parts = HashMap::from([(None, StepEntries::new(UNCLAIMED, None))]);
+        let by_step = HashMap::from([(None, StepEntries::new(UNCLAIMED, None))]);
         EntriesByStep {
-            parts,
+            by_step,
             next: StepEntries::new(1, None),
-            past: VecDeque::new(),
+            ended: VecDeque::new(),
             next_token: 2,
             high_water_bytes: 0,
         }
     }
 
-    /// The part of a step. If the step has not begun, it begins for `claimant` with the entries of the next step.
+    /// The entries of a step. If the step has not begun, it begins for `claimant` with the entries of the next step.
     pub(crate) fn begin(&mut self, step: Step, claimant: Claimant) -> Result<&mut StepEntries<V>, StoreError> {
-        if self.past(step).is_some() {
+        if self.ended_step(step).is_some() {
             return Err(StoreError::StepEnded { step });
         }
-        match self.parts.entry(Some(step)) {
+        match self.by_step.entry(Some(step)) {
             Entry::Occupied(begun) if begun.get().claimant == Some(claimant) => Ok(begun.into_mut()),
             Entry::Occupied(_) => Err(StoreError::StepTaken { step }),
             Entry::Vacant(place) => {
@@ -134,103 +134,103 @@ impl<V> EntriesByStep<V> {
         }
     }
 
-    /// Takes the step's part out; `None` where it had none. It does not begin again.
+    /// Takes the step's entries out; `None` if it had none. It does not begin again.
     pub(crate) fn end(&mut self, step: Step) -> Option<StepEntries<V>> {
-        let part = self.parts.remove(&Some(step));
-        if self.past(step).is_none() {
+        let step_entries = self.by_step.remove(&Some(step));
+        if self.ended_step(step).is_none() {
             let (mut step_counts, viewed) =
-                part.as_ref().map_or_else(Default::default, |part| (part.step_counts, Arc::clone(&part.viewed)));
+                step_entries.as_ref().map_or_else(Default::default, |step_entries| (step_entries.step_counts, Arc::clone(&step_entries.viewed)));
             step_counts.freed_bytes += std::mem::take(&mut step_counts.held_bytes);
-            let token = part.as_ref().map(|part| part.token);
-            self.past.push_back(EndedStep { step, token, step_counts, viewed });
-            if self.past.len() > REMEMBERED {
-                self.past.pop_front();
+            let token = step_entries.as_ref().map(|step_entries| step_entries.token);
+            self.ended.push_back(EndedStep { step, token, step_counts, viewed });
+            if self.ended.len() > MOST_ENDED {
+                self.ended.pop_front();
             }
         }
-        part
+        step_entries
     }
 
     /// Takes all entries out, those of the oldest step first; steps go on, with nothing in them.
     pub(crate) fn flush(&mut self) -> Vec<StepEntries<V>> {
-        let mut parts: Vec<_> = self.iter_mut().map(|(_, part)| part.empty()).collect();
-        parts.sort_unstable_by_key(|part| part.token);
-        parts
+        let mut flushed: Vec<_> = self.iter_mut().map(|(_, step_entries)| step_entries.empty()).collect();
+        flushed.sort_unstable_by_key(|step_entries| step_entries.token);
+        flushed
     }
 
     pub(crate) fn get(&self, step: Option<Step>) -> Option<&StepEntries<V>> {
-        self.parts.get(&step)
+        self.by_step.get(&step)
     }
 
     pub(crate) fn get_mut(&mut self, step: Option<Step>) -> Option<&mut StepEntries<V>> {
-        self.parts.get_mut(&step)
+        self.by_step.get_mut(&step)
     }
 
-    /// The part of no step, which is always there.
+    /// The entries of no step, which are always there.
     pub(crate) fn unclaimed(&mut self) -> &mut StepEntries<V> {
-        self.parts.get_mut(&None).expect("it was made first and is never taken out")
+        self.by_step.get_mut(&None).expect("it was made first and is never taken out")
     }
 
-    /// The part for entries that arrive while there is no step.
+    /// The entries that the next step begins with.
     pub(crate) fn next(&self) -> &StepEntries<V> {
         &self.next
     }
 
     pub(crate) fn with_token(&self, token: u64) -> Option<&StepEntries<V>> {
-        self.iter().map(|(_, part)| part).find(|part| part.token == token)
+        self.iter().map(|(_, step_entries)| step_entries).find(|step_entries| step_entries.token == token)
     }
 
     pub(crate) fn with_token_mut(&mut self, token: u64) -> Option<&mut StepEntries<V>> {
-        self.iter_mut().map(|(_, part)| part).find(|part| part.token == token)
+        self.iter_mut().map(|(_, step_entries)| step_entries).find(|step_entries| step_entries.token == token)
     }
 
-    /// The step that ended with the part of this token.
-    pub(crate) fn past_of_token(&self, token: u64) -> Option<&EndedStep> {
-        self.past.iter().rev().find(|past| past.token == Some(token))
+    /// The ended step whose entries had this token.
+    pub(crate) fn ended_with_token(&self, token: u64) -> Option<&EndedStep> {
+        self.ended.iter().rev().find(|ended| ended.token == Some(token))
     }
 
-    pub(crate) fn past(&self, step: Step) -> Option<&EndedStep> {
-        self.past.iter().rev().find(|past| past.step == step)
+    pub(crate) fn ended_step(&self, step: Step) -> Option<&EndedStep> {
+        self.ended.iter().rev().find(|ended| ended.step == step)
     }
 
-    /// How a step stands; `None` where it never began, or ended too long ago.
+    /// The counts of a step; `None` if it never began, or ended too long ago.
     pub(crate) fn step_status(&self, step: Step) -> Option<StepStatus> {
         let (step_counts, viewed, has_ended) = match self.get(Some(step)) {
-            Some(part) => (part.step_counts, &part.viewed, false),
-            None => self.past(step).map(|past| (past.step_counts, &past.viewed, true))?,
+            Some(step_entries) => (step_entries.step_counts, &step_entries.viewed, false),
+            None => self.ended_step(step).map(|ended| (ended.step_counts, &ended.viewed, true))?,
         };
         Some(StepStatus { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
     }
 
     /// The last steps that have ended, and those that have not, the newest last.
     pub(crate) fn steps(&self) -> (Vec<Step>, Vec<Step>) {
-        let mut open: Vec<_> = self.iter().filter_map(|(step, part)| Some((part.token, step?))).collect();
+        let mut open: Vec<_> = self.iter().filter_map(|(step, step_entries)| Some((step_entries.token, step?))).collect();
         open.sort_unstable();
-        let past = self.past.iter().skip(self.past.len().saturating_sub(TOLD)).map(|past| past.step);
-        (past.collect(), open.into_iter().map(|(_, step)| step).collect())
+        let ended = self.ended.iter().skip(self.ended.len().saturating_sub(ENDED_IN_STATS)).map(|ended| ended.step);
+        (ended.collect(), open.into_iter().map(|(_, step)| step).collect())
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Option<Step>, &StepEntries<V>)> {
-        self.parts.iter().map(|(step, part)| (*step, part)).chain([(None, &self.next)])
+        self.by_step.iter().map(|(step, step_entries)| (*step, step_entries)).chain([(None, &self.next)])
     }
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (Option<Step>, &mut StepEntries<V>)> {
-        self.parts.iter_mut().map(|(step, part)| (*step, part)).chain([(None, &mut self.next)])
+        self.by_step.iter_mut().map(|(step, step_entries)| (*step, step_entries)).chain([(None, &mut self.next)])
     }
 
     /// Steps of this claimant.
     pub(crate) fn of_claimant(&self, claimant: Claimant) -> Vec<Step> {
-        let its = self.iter().filter(|(_, part)| part.claimant == Some(claimant));
+        let its = self.iter().filter(|(_, step_entries)| step_entries.claimant == Some(claimant));
         its.filter_map(|(step, _)| step).collect()
     }
 
     /// Bytes and entries of all.
     pub(crate) fn held(&self) -> (u64, u64) {
-        self.iter().fold((0, 0), |(bytes, entries), (_, part)| {
-            (bytes + part.step_counts.held_bytes, entries + part.step_counts.num_entries)
+        self.iter().fold((0, 0), |(bytes, entries), (_, step_entries)| {
+            (bytes + step_entries.step_counts.held_bytes, entries + step_entries.step_counts.num_entries)
         })
     }
 
-    pub(crate) fn saw_peak(&mut self) {
+    pub(crate) fn update_high_water(&mut self) {
         self.high_water_bytes = self.high_water_bytes.max(self.held().0);
     }
 }

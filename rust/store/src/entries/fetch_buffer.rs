@@ -39,7 +39,7 @@ pub(crate) type ShardEntries<P> = SmallVec<[FetchedShard<P>; 1]>;
 pub(crate) struct CallStep {
     /// `None` for the next step.
     step: Option<Step>,
-    /// The token of its part.
+    /// Identifies the entries that it adds to.
     token: u64,
     pub(crate) viewed: Viewed,
 }
@@ -55,15 +55,15 @@ pub(crate) struct ShardKey {
 /// A fetched tensor, and its rows of the shard.
 pub(crate) type Found<P> = (P, Option<Rows>);
 
-/// The answer to a question for a shard.
+/// The outcome of a look-up in the buffer.
 #[derive(Debug)]
 pub(crate) enum BufferLookup<P> {
     /// The buffer has it, with these rows.
     Hit(P, Option<Rows>),
-    /// Another thread fetches it.
-    Joined(Arc<InFlight<P>>),
-    /// The caller must fetch it, and then call either `land` or `fail`.
-    Leads(Arc<InFlight<P>>),
+    /// Another thread is fetching it.
+    Pending(Arc<InFlight<P>>),
+    /// The caller must fetch it, and then call either `insert` or `fail`.
+    Miss(Arc<InFlight<P>>),
 }
 
 /// Counts.
@@ -76,8 +76,8 @@ pub(crate) struct FetchCounts {
 }
 
 pub(crate) struct State<P> {
-    pub(crate) parts: EntriesByStep<ShardEntries<P>>,
-    flights: HashMap<ShardId, SmallVec<[Arc<InFlight<P>>; 1]>>,
+    pub(crate) by_step: EntriesByStep<ShardEntries<P>>,
+    in_flight: HashMap<ShardId, SmallVec<[Arc<InFlight<P>>; 1]>>,
     current: Option<Step>,
     pub(crate) counts: FetchCounts,
 }
@@ -90,8 +90,8 @@ pub(crate) struct FetchBuffer<P> {
 impl<P: Clone> FetchBuffer<P> {
     pub(crate) fn new() -> Self {
         let state = State {
-            parts: EntriesByStep::new(),
-            flights: HashMap::new(),
+            by_step: EntriesByStep::new(),
+            in_flight: HashMap::new(),
             current: None,
             counts: FetchCounts::default(),
         };
@@ -101,7 +101,7 @@ impl<P: Clone> FetchBuffer<P> {
     /// Begins a step: later calls belong to it.
     pub(crate) fn begin(&self, step: Step, claimant: Claimant) -> Result<(), StoreError> {
         let mut state = self.state.lock();
-        state.parts.begin(step, claimant)?;
+        state.by_step.begin(step, claimant)?;
         state.current = Some(step);
         Ok(())
     }
@@ -114,67 +114,67 @@ impl<P: Clone> FetchBuffer<P> {
     pub(crate) fn call_step(&self) -> CallStep {
         let state = self.state.lock();
         let step = state.current;
-        let part = state.current_part();
-        CallStep { step, token: part.token, viewed: Arc::clone(&part.viewed) }
+        let step_entries = state.current_entries();
+        CallStep { step, token: step_entries.token, viewed: Arc::clone(&step_entries.viewed) }
     }
 
-    /// Asks for at most [`TURN`](crate::entries::fair_lock) shards. `is_first` if the caller asks for the first time.
+    /// Looks up at most [`TURN`](crate::entries::fair_lock) shards. `is_first` if the caller looks them up for the first time.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where the call's step has.
-    pub(crate) fn ask(
+    pub(crate) fn look_up(
         &self,
         call_step: &CallStep,
         wanted: &[ShardKey],
         is_first: bool,
     ) -> Result<Vec<BufferLookup<P>>, StoreError> {
         let mut state = self.state.lock();
-        let token = state.part_of(call_step)?.token;
-        Ok(wanted.iter().map(|key| state.ask(call_step.step, token, key, is_first)).collect())
+        let token = state.entries_for(call_step)?.token;
+        Ok(wanted.iter().map(|key| state.look_up(call_step.step, token, key, is_first)).collect())
     }
 
-    /// A fetched shard has arrived: keeps it, and gives it to all threads that wait for it.
+    /// Keeps a shard that has arrived, and gives it to all threads that wait for it.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] and [`StoreError::Drained`] where it came too late.
-    pub(crate) fn land(&self, flight: &Arc<InFlight<P>>, payload: P, bytes: u64) -> Result<(), StoreError> {
+    pub(crate) fn insert(&self, in_flight: &Arc<InFlight<P>>, payload: P, bytes: u64) -> Result<(), StoreError> {
         let mut state = self.state.lock();
-        let is_wanted = state.take_off(flight);
-        let Some(part) = state.parts.with_token_mut(flight.token).filter(|_| is_wanted) else {
-            return Err(state.refuse(flight));
+        let is_wanted = state.forget_in_flight(in_flight);
+        let Some(step_entries) = state.by_step.with_token_mut(in_flight.token).filter(|_| is_wanted) else {
+            return Err(state.refuse_late(in_flight));
         };
-        let InFlight { owner, rows, .. } = &**flight;
+        let InFlight { owner, rows, .. } = &**in_flight;
         let fetched = FetchedShard { owner: Arc::clone(owner), rows: rows.clone(), bytes, payload: payload.clone() };
-        part.step_counts.bring(bytes);
-        part.entries.entry(flight.id.clone()).or_default().push(fetched);
-        state.parts.saw_peak();
+        step_entries.step_counts.add(bytes);
+        step_entries.entries.entry(in_flight.id.clone()).or_default().push(fetched);
+        state.by_step.update_high_water();
         drop(state);
-        flight.land(Outcome::Landed(payload, flight.rows.clone()));
+        in_flight.finish(Outcome::Arrived(payload, in_flight.rows.clone()));
         Ok(())
     }
 
     /// A fetch has failed.
-    pub(crate) fn fail(&self, flight: &Arc<InFlight<P>>, outcome: Outcome<P>) {
-        self.state.lock().take_off(flight);
-        flight.land(outcome);
+    pub(crate) fn fail(&self, in_flight: &Arc<InFlight<P>>, outcome: Outcome<P>) {
+        self.state.lock().forget_in_flight(in_flight);
+        in_flight.finish(outcome);
     }
 
     /// Ends a step, and returns its entries to be dropped.
     pub(crate) fn end(&self, step: Step) -> Option<StepEntries<ShardEntries<P>>> {
         let mut state = self.state.lock();
-        let part = state.parts.end(step);
+        let step_entries = state.by_step.end(step);
         if state.current == Some(step) {
             state.current = state.newest();
         }
-        part
+        step_entries
     }
 
     /// Takes all entries out, to be dropped. Fetches under way will not be kept.
     pub(crate) fn flush(&self) -> Vec<StepEntries<ShardEntries<P>>> {
         let mut state = self.state.lock();
-        let (flushed, cancelled) = (state.parts.flush(), std::mem::take(&mut state.flights));
+        let (flushed, cancelled) = (state.by_step.flush(), std::mem::take(&mut state.in_flight));
         drop(state);
-        cancelled.into_values().flatten().for_each(|flight| flight.cancel());
+        cancelled.into_values().flatten().for_each(|in_flight| in_flight.cancel());
         flushed
     }
 
@@ -184,19 +184,19 @@ impl<P: Clone> FetchBuffer<P> {
         let turns = self.state.in_turns(ids, |state, some| {
             let mut removed = Vec::with_capacity(some.len());
             for id in some {
-                state.parts.iter_mut().for_each(|(_, part)| removed.extend(take(part, id)));
+                state.by_step.iter_mut().for_each(|(_, step_entries)| removed.extend(take(step_entries, id)));
             }
-            let cancelled: Vec<_> = some.iter().filter_map(|id| state.flights.remove(id)).flatten().collect();
+            let cancelled: Vec<_> = some.iter().filter_map(|id| state.in_flight.remove(id)).flatten().collect();
             (removed, cancelled)
         });
         let (removed, cancelled): (Vec<_>, Vec<_>) = turns.into_iter().unzip();
-        cancelled.into_iter().flatten().for_each(|flight| flight.cancel());
+        cancelled.into_iter().flatten().for_each(|in_flight| in_flight.cancel());
         removed
     }
 
     /// Drops the parent's entries in a child made by `fork`.
     pub(crate) fn forget(&self) {
-        self.state.forget(|state| drop(state.parts.flush()));
+        self.state.forget(|state| drop(state.by_step.flush()));
     }
 
     /// Keeps the entries of these shards beyond their step. Returns their number.
@@ -207,104 +207,104 @@ impl<P: Clone> FetchBuffer<P> {
 }
 
 impl<P: Clone> State<P> {
-    /// That of the step under way, or of the next one.
-    pub(crate) fn current_part(&self) -> &StepEntries<ShardEntries<P>> {
-        self.parts.get(self.current).filter(|_| self.current.is_some()).unwrap_or_else(|| self.parts.next())
+    /// The entries of the step under way, or of the next one.
+    pub(crate) fn current_entries(&self) -> &StepEntries<ShardEntries<P>> {
+        self.by_step.get(self.current).filter(|_| self.current.is_some()).unwrap_or_else(|| self.by_step.next())
     }
 
-    /// The part that a call's fetches go to.
-    fn part_of(&self, call_step: &CallStep) -> Result<&StepEntries<ShardEntries<P>>, StoreError> {
-        self.parts.with_token(call_step.token).ok_or_else(|| self.ended(call_step.token, call_step.step))
+    /// The entries that a call's fetches are added to.
+    fn entries_for(&self, call_step: &CallStep) -> Result<&StepEntries<ShardEntries<P>>, StoreError> {
+        self.by_step.with_token(call_step.token).ok_or_else(|| self.ended(call_step.token, call_step.step))
     }
 
-    /// The step of this part has ended.
+    /// The error of a call whose step has ended.
     fn ended(&self, token: u64, step: Option<Step>) -> StoreError {
-        let step = self.parts.past_of_token(token).map(|past| past.step).or(step);
+        let step = self.by_step.ended_with_token(token).map(|ended| ended.step).or(step);
         StoreError::StepEnded { step: step.unwrap_or_default() }
     }
 
-    fn ask(&mut self, step: Option<Step>, token: u64, key: &ShardKey, is_first: bool) -> BufferLookup<P> {
-        if let Some(held) = self.find(key) {
-            let hit = BufferLookup::Hit(held.payload.clone(), held.rows.clone());
+    fn look_up(&mut self, step: Option<Step>, token: u64, key: &ShardKey, is_first: bool) -> BufferLookup<P> {
+        if let Some(fetched) = self.find(key) {
+            let hit = BufferLookup::Hit(fetched.payload.clone(), fetched.rows.clone());
             self.counts.hits += u64::from(is_first);
             return hit;
         }
-        if let Some(flight) = self.under_way(key) {
-            let joined = BufferLookup::Joined(Arc::clone(flight));
+        if let Some(in_flight) = self.find_in_flight(key) {
+            let pending = BufferLookup::Pending(Arc::clone(in_flight));
             self.counts.hits += u64::from(is_first);
-            return joined;
+            return pending;
         }
         self.counts.misses += 1;
         self.counts.in_flight += 1;
-        let flight = InFlight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), step, token);
-        let flight = Arc::new(flight);
-        self.flights.entry(key.id.clone()).or_default().push(Arc::clone(&flight));
-        BufferLookup::Leads(flight)
+        let in_flight = InFlight::new(key.id.clone(), Arc::clone(&key.owner), key.rows.clone(), step, token);
+        let in_flight = Arc::new(in_flight);
+        self.in_flight.entry(key.id.clone()).or_default().push(Arc::clone(&in_flight));
+        BufferLookup::Miss(in_flight)
     }
 
     fn find(&self, key: &ShardKey) -> Option<&FetchedShard<P>> {
-        let of_shard = self.parts.iter().filter_map(|(_, part)| part.entries.get(&key.id)).flatten();
+        let of_shard = self.by_step.iter().filter_map(|(_, step_entries)| step_entries.entries.get(&key.id)).flatten();
         let mut fitting =
-            of_shard.filter(|held| held.owner == key.owner && covers(held.rows.as_ref(), key.rows.as_ref()));
+            of_shard.filter(|fetched| fetched.owner == key.owner && covers(fetched.rows.as_ref(), key.rows.as_ref()));
         fitting.next()
     }
 
-    /// A flight that will be kept when it lands.
-    fn under_way(&self, key: &ShardKey) -> Option<&Arc<InFlight<P>>> {
-        let of_shard = self.flights.get(&key.id)?.iter();
+    /// A fetch under way whose result will be kept.
+    fn find_in_flight(&self, key: &ShardKey) -> Option<&Arc<InFlight<P>>> {
+        let of_shard = self.in_flight.get(&key.id)?.iter();
         let mut fitting =
-            of_shard.filter(|flight| flight.owner == key.owner && covers(flight.rows.as_ref(), key.rows.as_ref()));
-        fitting.find(|flight| self.parts.with_token(flight.token).is_some())
+            of_shard.filter(|in_flight| in_flight.owner == key.owner && covers(in_flight.rows.as_ref(), key.rows.as_ref()));
+        fitting.find(|in_flight| self.by_step.with_token(in_flight.token).is_some())
     }
 
-    /// Takes a flight off the list; `false` where it was not on it any more.
-    fn take_off(&mut self, flight: &Arc<InFlight<P>>) -> bool {
+    /// Forgets a fetch under way; `false` if it was forgotten before.
+    fn forget_in_flight(&mut self, in_flight: &Arc<InFlight<P>>) -> bool {
         self.counts.in_flight -= 1;
-        let Some(flights) = self.flights.get_mut(&flight.id) else { return false };
-        let Some(place) = flights.iter().position(|other| Arc::ptr_eq(other, flight)) else { return false };
-        flights.swap_remove(place);
-        if flights.is_empty() {
-            self.flights.remove(&flight.id);
+        let Some(of_shard) = self.in_flight.get_mut(&in_flight.id) else { return false };
+        let Some(place) = of_shard.iter().position(|other| Arc::ptr_eq(other, in_flight)) else { return false };
+        of_shard.swap_remove(place);
+        if of_shard.is_empty() {
+            self.in_flight.remove(&in_flight.id);
         }
         true
     }
 
-    fn refuse(&mut self, flight: &Arc<InFlight<P>>) -> StoreError {
+    fn refuse_late(&mut self, in_flight: &Arc<InFlight<P>>) -> StoreError {
         self.counts.late += 1;
-        if self.parts.with_token(flight.token).is_none() {
+        if self.by_step.with_token(in_flight.token).is_none() {
             // Those of another step have to ask anew, and those of this one will learn then that it ended.
-            flight.land(Outcome::Again);
-            return self.ended(flight.token, flight.step);
+            in_flight.finish(Outcome::Again);
+            return self.ended(in_flight.token, in_flight.step);
         }
-        flight.cancel();
-        StoreError::Drained { id: flight.id.clone() }
+        in_flight.cancel();
+        StoreError::Drained { id: in_flight.id.clone() }
     }
 
     fn newest(&self) -> Option<Step> {
-        let begun = self.parts.iter().filter(|(step, _)| step.is_some());
-        begun.max_by_key(|(_, part)| part.token).and_then(|(step, _)| step)
+        let begun = self.by_step.iter().filter(|(step, _)| step.is_some());
+        begun.max_by_key(|(_, step_entries)| step_entries.token).and_then(|(step, _)| step)
     }
 
     /// Moves the entries of a shard to those of no step. Returns their number.
     fn keep(&mut self, id: &ShardId) -> u64 {
         let mut kept = ShardEntries::new();
-        for (_, part) in self.parts.iter_mut() {
-            if part.token != UNCLAIMED {
-                kept.extend(take(part, id).into_iter().flatten());
+        for (_, step_entries) in self.by_step.iter_mut() {
+            if step_entries.token != UNCLAIMED {
+                kept.extend(take(step_entries, id).into_iter().flatten());
             }
         }
         let count = kept.len() as u64;
         if count > 0 {
-            let unclaimed = self.parts.unclaimed();
-            kept.iter().for_each(|held| unclaimed.step_counts.bring(held.bytes));
+            let unclaimed = self.by_step.unclaimed();
+            kept.iter().for_each(|fetched| unclaimed.step_counts.add(fetched.bytes));
             unclaimed.entries.entry(id.clone()).or_default().extend(kept);
         }
         count
     }
 }
 
-fn take<P>(part: &mut StepEntries<ShardEntries<P>>, id: &ShardId) -> Option<ShardEntries<P>> {
-    let entries = part.entries.remove(id)?;
-    entries.iter().for_each(|held| part.step_counts.free(held.bytes));
+fn take<P>(step_entries: &mut StepEntries<ShardEntries<P>>, id: &ShardId) -> Option<ShardEntries<P>> {
+    let entries = step_entries.entries.remove(id)?;
+    entries.iter().for_each(|fetched| step_entries.step_counts.remove(fetched.bytes));
     Some(entries)
 }

@@ -14,7 +14,7 @@ use crate::shard_id::{Rows, ShardId};
 #[derive(Clone, Debug)]
 pub(crate) enum Outcome<P> {
     /// It arrived, with these rows.
-    Landed(P, Option<Rows>),
+    Arrived(P, Option<Rows>),
     /// It failed, and would fail for all.
     Failed(StoreError),
     /// It failed for a reason that may be the fetcher's own: the others ask again.
@@ -27,39 +27,39 @@ pub(crate) struct InFlight<P> {
     pub(crate) id: ShardId,
     pub(crate) owner: Arc<str>,
     pub(crate) rows: Option<Rows>,
-    /// Under which it was begun, and the part of that step at that time.
+    /// The step under which it began, and the token of that step's entries.
     pub(crate) step: Option<Step>,
     pub(crate) token: u64,
     outcome: Mutex<Option<Outcome<P>>>,
-    landed: Condvar,
+    finished: Condvar,
 }
 
 impl<P: Clone> InFlight<P> {
     pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Option<Rows>, step: Option<Step>, token: u64) -> Self {
-        InFlight { id, owner, rows, step, token, outcome: Mutex::new(None), landed: Condvar::new() }
+        InFlight { id, owner, rows, step, token, outcome: Mutex::new(None), finished: Condvar::new() }
     }
 
     /// Sets the outcome, unless it is set, and wakes all waiting threads.
-    pub(crate) fn land(&self, outcome: Outcome<P>) {
-        let mut told = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.is_none() {
-            *told = Some(outcome);
-            self.landed.notify_all();
+    pub(crate) fn finish(&self, outcome: Outcome<P>) {
+        let mut current = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.is_none() {
+            *current = Some(outcome);
+            self.finished.notify_all();
         }
     }
 
     /// Fails it, since it was drained.
     pub(crate) fn cancel(&self) {
-        self.land(Outcome::Failed(StoreError::Drained { id: self.id.clone() }));
+        self.finish(Outcome::Failed(StoreError::Drained { id: self.id.clone() }));
     }
 
-    /// The outcome; `None` if there is none after `turn`.
-    pub(crate) fn wait(&self, turn: Duration) -> Option<Outcome<P>> {
-        let mut told = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.is_none() {
-            told = self.landed.wait_timeout(told, turn).unwrap_or_else(PoisonError::into_inner).0;
+    /// The outcome; `None` if there is none after `longest`.
+    pub(crate) fn wait(&self, longest: Duration) -> Option<Outcome<P>> {
+        let mut current = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.is_none() {
+            current = self.finished.wait_timeout(current, longest).unwrap_or_else(PoisonError::into_inner).0;
         }
-        told.clone()
+        current.clone()
     }
 }
 

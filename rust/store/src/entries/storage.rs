@@ -25,7 +25,7 @@ pub(crate) struct StoredShard<P> {
 }
 
 pub(crate) struct State<P> {
-    pub(crate) parts: EntriesByStep<StoredShard<P>>,
+    pub(crate) by_step: EntriesByStep<StoredShard<P>>,
     next_counter: u64,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Storage<P> {
 impl<P: Clone> Storage<P> {
     /// One that names its shards by `nonce`.
     pub(crate) fn new(nonce: u64) -> Self {
-        Storage { state: FairLock::new(State { parts: EntriesByStep::new(), next_counter: 0 }), nonce }
+        Storage { state: FairLock::new(State { by_step: EntriesByStep::new(), next_counter: 0 }), nonce }
     }
 
     pub(crate) fn nonce(&self) -> u64 {
@@ -56,7 +56,7 @@ impl<P: Clone> Storage<P> {
                 state.insert(&id, StoredShard { payload: payload.clone(), bytes: *bytes, since, was_kept: false });
                 ids.push(id);
             }
-            state.parts.saw_peak();
+            state.by_step.update_high_water();
             ids
         });
         turns.concat()
@@ -78,13 +78,13 @@ impl<P: Clone> Storage<P> {
             return Err(StoreError::Exists { id: id.clone() });
         }
         state.insert(id, StoredShard { payload, bytes, since: Instant::now(), was_kept: false });
-        state.parts.saw_peak();
+        state.by_step.update_high_water();
         Ok(())
     }
 
     /// Drops the parent's shards in a child made by `fork`.
     pub(crate) fn forget(&self) {
-        self.state.forget(|state| drop(state.parts.flush()));
+        self.state.forget(|state| drop(state.by_step.flush()));
     }
 
     /// The shards of these names, in order, or the missing ones.
@@ -128,8 +128,8 @@ impl<P: Clone> Storage<P> {
     /// Takes all shards out.
     pub(crate) fn flush(&self) -> (Removed, Vec<StepEntries<StoredShard<P>>>) {
         let mut state = self.state.lock();
-        let (total_bytes, num_tensors) = state.parts.held();
-        let flushed = state.parts.flush();
+        let (total_bytes, num_tensors) = state.by_step.held();
+        let flushed = state.by_step.flush();
         (Removed { cleared_count: num_tensors, num_tensors, total_bytes }, flushed)
     }
 
@@ -139,9 +139,9 @@ impl<P: Clone> Storage<P> {
     /// [`StoreError::StepEnded`] if it has ended; [`StoreError::StepTaken`] if it is another claimant's.
     pub(crate) fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
-        self.state.lock().parts.begin(step, claimant)?;
+        self.state.lock().by_step.begin(step, claimant)?;
         let turns = self.state.in_turns(ids, |state, some| {
-            if state.parts.get(Some(step)).is_none() {
+            if state.by_step.get(Some(step)).is_none() {
                 return Err(StoreError::StepEnded { step });
             }
             some.iter().for_each(|id| state.claim(step, id, &mut claimed));
@@ -153,15 +153,15 @@ impl<P: Clone> Storage<P> {
 
     /// Ends a step, and returns its shards to be dropped.
     pub(crate) fn end(&self, step: Step) -> Option<StepEntries<StoredShard<P>>> {
-        self.state.lock().parts.end(step)
+        self.state.lock().by_step.end(step)
     }
 
     /// Unclaims all shards of a step. The step goes on.
     pub(crate) fn unclaim_all(&self, step: Step) {
         let mut state = self.state.lock();
-        let Some(part) = state.parts.get_mut(Some(step)) else { return };
-        let claimed = std::mem::take(&mut part.entries);
-        claimed.values().for_each(|stored| part.step_counts.free(stored.bytes));
+        let Some(step_entries) = state.by_step.get_mut(Some(step)) else { return };
+        let claimed = std::mem::take(&mut step_entries.entries);
+        claimed.values().for_each(|stored| step_entries.step_counts.remove(stored.bytes));
         claimed.into_iter().for_each(|(id, stored)| state.insert(&id, stored));
     }
 
@@ -174,30 +174,30 @@ impl<P: Clone> Storage<P> {
     /// Seconds since the oldest unclaimed shard was stored.
     pub(crate) fn oldest_unclaimed_seconds(&self) -> f64 {
         let mut state = self.state.lock();
-        let oldest = state.parts.unclaimed().entries.values().map(|stored| stored.since).min();
+        let oldest = state.by_step.unclaimed().entries.values().map(|stored| stored.since).min();
         oldest.map_or(0.0, |since| since.elapsed().as_secs_f64())
     }
 }
 
 impl<P> State<P> {
     fn find(&self, id: &ShardId) -> Option<&StoredShard<P>> {
-        self.parts.iter().find_map(|(_, part)| part.entries.get(id))
+        self.by_step.iter().find_map(|(_, step_entries)| step_entries.entries.get(id))
     }
 
     /// Among the unclaimed; there is none of this name.
     fn insert(&mut self, id: &ShardId, stored: StoredShard<P>) {
-        let unclaimed = self.parts.unclaimed();
-        unclaimed.step_counts.bring(stored.bytes);
+        let unclaimed = self.by_step.unclaimed();
+        unclaimed.step_counts.add(stored.bytes);
         unclaimed.entries.insert(id.clone(), stored);
     }
 
     fn remove(&mut self, id: &ShardId) -> Option<StoredShard<P>> {
-        self.parts.iter_mut().find_map(|(_, part)| take(part, id))
+        self.by_step.iter_mut().find_map(|(_, step_entries)| take(step_entries, id))
     }
 
     /// Whether a step had claimed it.
     fn keep(&mut self, id: &ShardId) -> bool {
-        if let Some(stored) = self.parts.unclaimed().entries.get_mut(id) {
+        if let Some(stored) = self.by_step.unclaimed().entries.get_mut(id) {
             stored.was_kept = true;
             return false;
         }
@@ -207,17 +207,17 @@ impl<P> State<P> {
     }
 
     fn claim(&mut self, step: Step, id: &ShardId, claimed: &mut Claimed) {
-        let unclaimed = take(self.parts.unclaimed(), id);
-        let part = self.parts.get_mut(Some(step)).expect("looked at with this lock");
+        let unclaimed = take(self.by_step.unclaimed(), id);
+        let step_entries = self.by_step.get_mut(Some(step)).expect("looked at with this lock");
         if let Some(stored) = unclaimed {
             claimed.claimed_count += 1;
             claimed.total_bytes += stored.bytes;
             claimed.kept.extend(stored.was_kept.then(|| id.clone()));
-            part.step_counts.bring(stored.bytes);
-            part.entries.insert(id.clone(), stored);
+            step_entries.step_counts.add(stored.bytes);
+            step_entries.entries.insert(id.clone(), stored);
             return;
         }
-        if let Some(stored) = part.entries.get(id) {
+        if let Some(stored) = step_entries.entries.get(id) {
             claimed.kept.extend(stored.was_kept.then(|| id.clone()));
             return;
         }
@@ -226,8 +226,8 @@ impl<P> State<P> {
     }
 }
 
-fn take<P>(part: &mut StepEntries<StoredShard<P>>, id: &ShardId) -> Option<StoredShard<P>> {
-    let stored = part.entries.remove(id)?;
-    part.step_counts.free(stored.bytes);
+fn take<P>(step_entries: &mut StepEntries<StoredShard<P>>, id: &ShardId) -> Option<StoredShard<P>> {
+    let stored = step_entries.entries.remove(id)?;
+    step_entries.step_counts.remove(stored.bytes);
     Some(stored)
 }

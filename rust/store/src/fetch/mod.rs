@@ -13,7 +13,7 @@ use crate::entries::fair_lock::TURN;
 use crate::entries::fetch_buffer::{BufferLookup, CallStep, Found, ShardKey};
 use crate::entries::in_flight::{InFlight, Outcome};
 use crate::error::StoreError;
-use crate::memory::fetched_tensor::{FetchedTensor, views};
+use crate::memory::fetched_tensor::{FetchedTensor, views_of};
 use crate::memory::tensor::Tensor;
 use crate::process_store::ProcessStore;
 use crate::shard_id::{Rows, ShardId};
@@ -42,8 +42,8 @@ impl ProcessStore {
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Vec<FetchedTensor>, StoreError> {
         let call_step = self.buffer.call_step();
-        let (each, uses) = unique(wanted)?;
-        let mut found: Vec<Option<Tensor>> = self.own(&each)?;
+        let (each, uses) = deduplicate(wanted)?;
+        let mut found: Vec<Option<Tensor>> = self.stored_here(&each)?;
         let mut is_first = true;
         loop {
             let open: Vec<usize> = (0..each.len()).filter(|index| found[*index].is_none()).collect();
@@ -51,23 +51,23 @@ impl ProcessStore {
                 break;
             }
             if !is_first {
-                time_limit.look()?;
+                time_limit.check_cancelled()?;
                 if time_limit.is_over() {
                     let id = &each[open[0]].id;
                     return Err(StoreError::TimedOut { what: format!("shard {id} and {} more", open.len() - 1) });
                 }
             }
-            self.round(&call_step, &each, &open, &mut found, is_first, transport, time_limit)?;
+            self.fetch_round(&call_step, &each, &open, &mut found, is_first, transport, time_limit)?;
             is_first = false;
         }
         let found: Vec<Tensor> = found.into_iter().map(|tensor| tensor.expect("the loop ends with all")).collect();
         let wanted_ones = uses.into_iter().map(|index| found[index].clone()).collect();
-        Ok(views(wanted_ones, &call_step.viewed))
+        Ok(views_of(wanted_ones, &call_step.viewed))
     }
 
     /// Looks for all open ones in the buffer, fetches those that no other thread fetches, and waits for the rest.
     #[expect(clippy::too_many_arguments, reason = "what a call of `fetch` has in its hands, in one loop")]
-    fn round(
+    fn fetch_round(
         &self,
         call_step: &CallStep,
         each: &[&Wanted],
@@ -82,40 +82,40 @@ impl ProcessStore {
         let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         for some in open.chunks(TURN) {
             let keys: Vec<ShardKey> = some.iter().map(|index| key(each[*index])).collect();
-            for (index, asked) in some.iter().zip(self.buffer.ask(call_step, &keys, is_first)?) {
+            for (index, asked) in some.iter().zip(self.buffer.look_up(call_step, &keys, is_first)?) {
                 let wanted = each[*index];
                 match asked {
-                    BufferLookup::Hit(tensor, rows) => found[*index] = Some(cut(wanted, tensor, rows)?),
-                    BufferLookup::Joined(flight) => others.push((*index, flight)),
-                    BufferLookup::Leads(flight) => {
+                    BufferLookup::Hit(tensor, rows) => found[*index] = Some(select_rows(wanted, tensor, rows)?),
+                    BufferLookup::Pending(in_flight) => others.push((*index, in_flight)),
+                    BufferLookup::Miss(in_flight) => {
                         let batch = batches.entry(&wanted.owner).or_insert_with(|| FetchReceiver::new(self));
-                        batch.pieces.push(RequestedShard::new(wanted, Arc::clone(&flight)));
-                        own.push((*index, flight));
+                        batch.pieces.push(RequestedShard::new(wanted, Arc::clone(&in_flight)));
+                        own.push((*index, in_flight));
                     }
                 }
             }
         }
         send_all(batches.into_values().collect(), transport, time_limit)?;
-        for (index, flight) in own.into_iter().chain(others) {
-            if let Some((tensor, rows)) = wait(&flight, time_limit)? {
-                found[index] = Some(cut(each[index], tensor, rows)?);
+        for (index, in_flight) in own.into_iter().chain(others) {
+            if let Some((tensor, rows)) = wait(&in_flight, time_limit)? {
+                found[index] = Some(select_rows(each[index], tensor, rows)?);
             }
         }
         Ok(())
     }
 
     /// The shards that this process stores itself.
-    fn own(&self, each: &[&Wanted]) -> Result<Vec<Option<Tensor>>, StoreError> {
+    fn stored_here(&self, each: &[&Wanted]) -> Result<Vec<Option<Tensor>>, StoreError> {
         let mut own: Vec<usize> = {
-            let owners = self.owners.lock().unwrap_or_else(PoisonError::into_inner);
+            let owners = self.own_addresses.lock().unwrap_or_else(PoisonError::into_inner);
             (0..each.len()).filter(|index| owners.contains(&each[*index].owner)).collect()
         };
-        own.retain(|index| self.would_be_here(&each[*index].id));
+        own.retain(|index| self.owns(&each[*index].id));
         let ids: Vec<ShardId> = own.iter().map(|index| each[*index].id.clone()).collect();
         let tensors = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
         let mut found: Vec<Option<Tensor>> = each.iter().map(|_| None).collect();
         for (index, tensor) in own.into_iter().zip(tensors) {
-            found[index] = Some(cut(each[index], tensor, None)?);
+            found[index] = Some(select_rows(each[index], tensor, None)?);
         }
         Ok(found)
     }
@@ -126,11 +126,11 @@ fn key(wanted: &Wanted) -> ShardKey {
 }
 
 /// The wanted rows of a tensor that has `rows` of the shard, if they have the declared type and shape.
-fn cut(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
+fn select_rows(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
     let cut = if wanted.rows == rows {
         tensor
     } else {
-        tensor.cut(rows.map_or(0, |rows| rows.start), wanted.rows.as_ref())?
+        tensor.select_rows(rows.map_or(0, |rows| rows.start), wanted.rows.as_ref())?
     };
     if cut.meta == wanted.meta {
         return Ok(cut);
@@ -144,7 +144,7 @@ fn cut(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, St
 }
 
 /// Each wanted shard once, and for each use its place among them.
-fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
+fn deduplicate(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
     let mut places: HashMap<(&ShardId, &str, Option<&Rows>), usize> = HashMap::with_capacity(wanted.len());
     let mut each: Vec<&Wanted> = Vec::with_capacity(wanted.len());
     let mut uses = Vec::with_capacity(wanted.len());
@@ -177,16 +177,16 @@ fn unique(wanted: &[Wanted]) -> Result<(Vec<&Wanted>, Vec<usize>), StoreError> {
 }
 
 /// The tensor that another thread fetched, and its rows; `None` if it has to be asked for again.
-fn wait(flight: &InFlight<Tensor>, time_limit: &mut TimeLimit<'_>) -> Result<Option<Found<Tensor>>, StoreError> {
+fn wait(in_flight: &InFlight<Tensor>, time_limit: &mut TimeLimit<'_>) -> Result<Option<Found<Tensor>>, StoreError> {
     loop {
-        match flight.wait(time_limit.turn()) {
-            Some(Outcome::Landed(tensor, rows)) => return Ok(Some((tensor, rows))),
+        match in_flight.wait(time_limit.next_wait()) {
+            Some(Outcome::Arrived(tensor, rows)) => return Ok(Some((tensor, rows))),
             Some(Outcome::Failed(error)) => return Err(error),
             Some(Outcome::Again) => return Ok(None),
-            None => time_limit.look()?,
+            None => time_limit.check_cancelled()?,
         }
         if time_limit.is_over() {
-            return Err(StoreError::TimedOut { what: format!("shard {}, which another thread fetches", flight.id) });
+            return Err(StoreError::TimedOut { what: format!("shard {}, which another thread fetches", in_flight.id) });
         }
     }
 }
@@ -233,10 +233,10 @@ fn send_all(
                 drop(done);
             });
         }
-        work(&mut TimeLimit::new(deadline, &mut || time_limit.look().and_then(|()| go_on())));
+        work(&mut TimeLimit::new(deadline, &mut || time_limit.check_cancelled().and_then(|()| go_on())));
         drop(done);
         while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
-            if let Err(error) = time_limit.look() {
+            if let Err(error) = time_limit.check_cancelled() {
                 fail(error);
             }
         }

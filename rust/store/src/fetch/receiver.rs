@@ -28,14 +28,14 @@ pub struct FetchReceiver<'a> {
 /// One shard of such a request.
 pub(super) struct RequestedShard<'a> {
     wanted: &'a Wanted,
-    flight: Arc<InFlight<Tensor>>,
+    in_flight: Arc<InFlight<Tensor>>,
     space: Option<Allocation>,
     is_over: bool,
 }
 
 impl<'a> RequestedShard<'a> {
-    pub(super) fn new(wanted: &'a Wanted, flight: Arc<InFlight<Tensor>>) -> Self {
-        RequestedShard { wanted, flight, space: None, is_over: false }
+    pub(super) fn new(wanted: &'a Wanted, in_flight: Arc<InFlight<Tensor>>) -> Self {
+        RequestedShard { wanted, in_flight, space: None, is_over: false }
     }
 }
 
@@ -63,11 +63,11 @@ impl<'a> FetchReceiver<'a> {
         done
     }
 
-    /// Fails all pieces that have not landed.
+    /// Fails all pieces that have not arrived.
     fn fail(&mut self, error: &StoreError) {
         for piece in &mut self.pieces {
             if !std::mem::replace(&mut piece.is_over, true) {
-                self.buffer.fail(&piece.flight, outcome_for(error, piece.wanted));
+                self.buffer.fail(&piece.in_flight, outcome_for(error, piece.wanted));
             }
         }
     }
@@ -97,12 +97,12 @@ impl<'a> FetchReceiver<'a> {
         Ok(())
     }
 
-    fn land(&mut self, index: usize, location: Location) -> Result<(), StoreError> {
+    fn insert(&mut self, index: usize, location: Location) -> Result<(), StoreError> {
         let piece = &mut self.pieces[index];
         piece.is_over = true;
         let tensor = Tensor::fetched(piece.wanted.meta.clone(), location);
         let charge = tensor.charge();
-        self.buffer.land(&piece.flight, tensor, charge)
+        self.buffer.insert(&piece.in_flight, tensor, charge)
     }
 
     /// The space for the bytes of the entry at `index`, which are a `meta` by the owner's declaration.
@@ -134,11 +134,11 @@ impl<'a> FetchReceiver<'a> {
         let piece = self.pieces.get_mut(index).filter(|piece| !piece.is_over);
         let piece = piece.ok_or_else(|| StoreError::Invalid(format!("nothing is to come at {index}")))?;
         let location = match piece.space.take() {
-            Some(space) => Location::Here(space.into_place()),
+            Some(space) => Location::Here(space.into_range()),
             None if piece.wanted.meta.nbytes() == 0 => Location::Nowhere,
             None => return Err(StoreError::Invalid(format!("nothing was announced at {index}"))),
         };
-        self.land(index, location)
+        self.insert(index, location)
     }
 
     /// The bytes of the entry at `index` are in memory of this node. The reference is not trusted.
@@ -148,8 +148,8 @@ impl<'a> FetchReceiver<'a> {
     /// the bytes.
     pub fn attach(&mut self, index: usize, meta: &TensorMeta, reference: &SegmentRange) -> Result<(), StoreError> {
         self.piece(index, meta)?;
-        let location = lent(self.attached_segments, self.pieces[index].wanted, reference)?;
-        self.land(index, location)
+        let location = attached_location(self.attached_segments, self.pieces[index].wanted, reference)?;
+        self.insert(index, location)
     }
 }
 
@@ -160,7 +160,7 @@ impl Drop for FetchReceiver<'_> {
 }
 
 /// Where a reference leads to.
-fn lent(attached_segments: &AttachedSegments, wanted: &Wanted, reference: &SegmentRange) -> Result<Location, StoreError> {
+fn attached_location(attached_segments: &AttachedSegments, wanted: &Wanted, reference: &SegmentRange) -> Result<Location, StoreError> {
     let nbytes = wanted.meta.nbytes();
     if reference.len != nbytes {
         let reason = format!("the reference to it has {} bytes instead of {nbytes}", reference.len);

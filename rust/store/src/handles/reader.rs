@@ -68,7 +68,7 @@ impl<'a> HandleReader<'a> {
                 let rows = self.unsigned()?..self.unsigned()?;
                 let tag = self.byte()?;
                 let handle = self.handle(tag)?;
-                handle.shared.meta.cut(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
+                handle.shared.meta.select_rows(Some(&rows)).map_err(|error| self.wrong(&error.to_string()))?;
                 Value::Handle(ShardHandle { rows: Some(Box::new(rows)), ..handle })
             }
             tag => Value::Handle(self.handle(tag)?),

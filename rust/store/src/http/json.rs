@@ -57,14 +57,14 @@ impl Base64 {
 }
 
 /// The text before the base64 of a shard.
-pub(super) fn before(meta: &TensorMeta) -> String {
+pub(super) fn text_before_data(meta: &TensorMeta) -> String {
     let shape: Vec<_> = meta.shape().iter().map(u64::to_string).collect();
     let (name, shape) = (meta.dtype().name(), shape.join(","));
     format!(r#"{{"type":"tensor","dtype":"{PREFIX}{name}","shape":[{shape}],"data":""#)
 }
 
 /// The text after it.
-pub(super) const BEHIND: &str = r#""}"#;
+pub(super) const TEXT_AFTER_DATA: &str = r#""}"#;
 
 #[derive(Deserialize)]
 struct BatchRequest {
@@ -267,7 +267,7 @@ mod tests {
         let (form, mut text) = (Base64::of(meta), String::new());
         bytes.chunks(STRIDE).for_each(|chunk| form.write(chunk, &mut text));
         assert_eq!(text.len() as u64, form.len(bytes.len() as u64));
-        format!("{}{text}{BEHIND}", before(meta))
+        format!("{}{text}{TEXT_AFTER_DATA}", text_before_data(meta))
     }
 
     #[test]
@@ -315,7 +315,7 @@ mod tests {
             } else {
                 bytes.clone()
             };
-            prop_assert_eq!(written(&meta, &bytes), format!("{}{}{BEHIND}", before(&meta), STANDARD.encode(wide)));
+            prop_assert_eq!(written(&meta, &bytes), format!("{}{}{TEXT_AFTER_DATA}", text_before_data(&meta), STANDARD.encode(wide)));
         }
 
         #[test]

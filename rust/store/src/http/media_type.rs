@@ -19,7 +19,7 @@ impl MediaType {
     }
 
     /// Whether a header names it, with or without parameters.
-    pub(super) fn is_named_by(self, text: &str) -> bool {
+    pub(super) fn matches(self, text: &str) -> bool {
         let name = text.split(';').next().unwrap_or_default().trim();
         name.eq_ignore_ascii_case(self.name())
     }

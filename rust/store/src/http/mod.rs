@@ -9,7 +9,7 @@
 //! | `GET /buffer/stats`, `/stats`, `/metrics`, `/health` | counts |
 //! | `POST /step/<number>/begin`, `…/claim` `{"shard_ids": […]}` | as long as the connection is open |
 //! | `POST /keep` `{"shard_ids": […]}` | fetched entries (`kept_count`) and claimed shards (`kept_shards`) outlive their step |
-//! | `POST /step/<number>/end` | the step's account |
+//! | `POST /step/<number>/end` | the step's counts |
 //!
 //! A shard is sent as JSON, and to clients that name `application/x-tundish-shards` in `Accept`, as this crate's does, as
 //! a [header](ShardHeader) and its bytes. A client that can read memory of its node names the node, by the number that

@@ -33,7 +33,7 @@ impl Token {
     }
 
     /// Whether the value of a header is this token. The time that this takes reveals its length and nothing else.
-    pub(super) fn is_said_by(&self, header: Option<&[u8]>) -> bool {
+    pub(super) fn matches(&self, header: Option<&[u8]>) -> bool {
         let said = header.and_then(|value| value.split_at_checked("Bearer ".len()));
         said.is_some_and(|(scheme, said)| {
             scheme.eq_ignore_ascii_case(b"Bearer ") && bool::from(said.ct_eq(self.0.as_bytes()))
@@ -54,14 +54,14 @@ mod tests {
     #[test]
     fn only_the_whole_token_is_the_token() {
         let token = Token::new("s3cret").unwrap();
-        assert!(token.is_said_by(Some(token.header().as_bytes())));
-        assert!(token.is_said_by(Some(b"bearer s3cret")));
+        assert!(token.matches(Some(token.header().as_bytes())));
+        assert!(token.matches(Some(b"bearer s3cret")));
         for wrong in
             ["", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3cret2", "Bearer S3cret", "Basic s3cret", "s3cret"]
         {
-            assert!(!token.is_said_by(Some(wrong.as_bytes())), "{wrong}");
+            assert!(!token.matches(Some(wrong.as_bytes())), "{wrong}");
         }
-        assert!(!token.is_said_by(None));
+        assert!(!token.matches(None));
         assert!(!format!("{token:?}").contains("s3cret"));
     }
 

@@ -61,7 +61,7 @@ impl DropThread {
     }
 
     /// Waits until the thread has dropped everything; `false` if that takes longer than `longest`.
-    pub(crate) fn settle(&self, longest: Duration) -> bool {
+    pub(crate) fn wait_for_drops(&self, longest: Duration) -> bool {
         let count = self.left.count.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.left.done.wait_timeout_while(count, longest, |count| *count > 0);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()

@@ -68,8 +68,8 @@ impl SlabMapping {
         if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MOST_MAPPINGS {
             let bytes = range.start as usize..range.end as usize;
             let copy = match location {
-                Location::Here(place) => place.slab.copy(bytes).ok(),
-                Location::Attached(lent) => lent.segment.private(bytes).ok(),
+                Location::Here(slab_range) => slab_range.slab.copy(bytes).ok(),
+                Location::Attached(attached) => attached.segment.private(bytes).ok(),
                 Location::Nowhere => None,
             };
             if let Some(copy) = copy {
@@ -139,13 +139,13 @@ struct Member {
 
 /// Views of these, in order. Those that lie in one slab share a mapping, but for those that overlap: each has bytes of
 /// its own.
-pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor> {
+pub(crate) fn views_of(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor> {
     let mut slabs: HashMap<*const (), Vec<Member>> = HashMap::new();
     for (index, tensor) in tensors.iter().enumerate() {
         let (slab, offset, len) = match &tensor.location {
             Location::Nowhere => continue,
-            Location::Here(place) => (Arc::as_ptr(&place.slab).cast(), place.offset, place.len),
-            Location::Attached(lent) => (Arc::as_ptr(&lent.segment).cast(), lent.offset, lent.len),
+            Location::Here(slab_range) => (Arc::as_ptr(&slab_range.slab).cast(), slab_range.offset, slab_range.len),
+            Location::Attached(attached) => (Arc::as_ptr(&attached.segment).cast(), attached.offset, attached.len),
         };
         slabs.entry(slab).or_default().push(Member { range: offset..offset + len, index });
     }
@@ -173,8 +173,8 @@ pub(crate) fn views(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTensor>
     }
     let seen = tensors.into_iter().zip(mappings).map(|(tensor, mapping)| {
         let offset = match (&tensor.location, &mapping) {
-            (Location::Here(place), Some(_)) => place.offset,
-            (Location::Attached(lent), Some(_)) => lent.offset,
+            (Location::Here(slab_range), Some(_)) => slab_range.offset,
+            (Location::Attached(attached), Some(_)) => attached.offset,
             _ => return FetchedTensor::copy_of(tensor, viewed),
         };
         let mapping = mapping.expect("just looked at");
@@ -196,10 +196,10 @@ mod tests {
         let pool = SlabPool::new("storage", 1 << 20);
         let space: Allocation = allocate(&pool, &[MOST_COPIED + 1], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
         let meta = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [MOST_COPIED + 1].as_slice()).unwrap();
-        let tensor = Tensor::fetched(meta, Location::Here(space.into_place()));
+        let tensor = Tensor::fetched(meta, Location::Here(space.into_range()));
         let viewed = Viewed::default();
         for _ in 0..=MOST_MAPPINGS {
-            let view = views(vec![tensor.clone()], &viewed).remove(0);
+            let view = views_of(vec![tensor.clone()], &viewed).remove(0);
             assert!(matches!(view._memory, Memory::Mapped { .. }));
         }
         assert_eq!(viewed.load(Ordering::Relaxed), 0);

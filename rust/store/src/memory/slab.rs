@@ -113,7 +113,7 @@ impl Allocation {
     }
 
     /// From here on it is only read.
-    pub(crate) fn into_place(self) -> SlabRange {
+    pub(crate) fn into_range(self) -> SlabRange {
         self.0
     }
 }
@@ -140,7 +140,7 @@ impl Group {
 }
 
 /// Bytes that a tensor takes in a slab.
-pub(crate) fn taken(size: u64) -> u64 {
+pub(crate) fn padded(size: u64) -> u64 {
     size.next_multiple_of(ALIGNMENT)
 }
 
@@ -155,9 +155,9 @@ pub(crate) fn allocate(
     mut time_limit: Option<&mut TimeLimit<'_>>,
     prepare: Prepare<'_>,
 ) -> Result<Vec<Allocation>, StoreError> {
-    let total: u64 = sizes.iter().map(|size| taken(*size)).sum();
+    let total: u64 = sizes.iter().map(|size| padded(*size)).sum();
     let shared = pool.shared_space(total);
-    let (groups, rest) = arrange(sizes, shared);
+    let (groups, rest) = group_by_slab(sizes, shared);
     let mut spaces: Vec<Option<Allocation>> = sizes.iter().map(|_| None).collect();
     let mut place = |slab: &Arc<Slab>, start: u64, group: &Group| {
         for (index, offset) in &group.members {
@@ -200,14 +200,14 @@ pub(crate) fn allocate(
         }
     }
     for group in &groups {
-        let slab = alone_in(&mut reservation, group, time_limit.as_deref_mut(), prepare)?;
+        let slab = own_slab(&mut reservation, group, time_limit.as_deref_mut(), prepare)?;
         place(&slab, 0, group);
     }
     Ok(spaces.into_iter().map(|space| space.expect("each is in a group")).collect())
 }
 
 /// A slab that is filled by these alone.
-fn alone_in(
+fn own_slab(
     reservation: &mut Reservation,
     group: &Group,
     mut time_limit: Option<&mut TimeLimit<'_>>,
@@ -221,7 +221,7 @@ fn alone_in(
 }
 
 /// Groups of about `shared` bytes, in order, and the rest.
-fn arrange(sizes: &[u64], shared: u64) -> (Vec<Group>, Group) {
+fn group_by_slab(sizes: &[u64], shared: u64) -> (Vec<Group>, Group) {
     let mut groups = Vec::new();
     let mut rest = Group::new();
     for (index, size) in sizes.iter().enumerate() {

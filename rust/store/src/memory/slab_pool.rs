@@ -104,7 +104,7 @@ impl SlabPool {
             }
             let (used, limit) = (state.used, state.limit);
             if bytes > limit {
-                return Err(StoreError::TooLarge { account: self.name, asked: bytes, limit });
+                return Err(StoreError::TooLarge { side: self.name, asked: bytes, limit });
             }
             // A reservation of nothing does not wait.
             if bytes == 0 || used + escaped + bytes <= limit {
@@ -112,13 +112,13 @@ impl SlabPool {
                 state.high_water = state.high_water.max(state.used);
                 return Ok(Reservation { pool: Arc::clone(self), bytes });
             }
-            let full = StoreError::Full { account: self.name, asked: bytes, used, escaped, limit };
+            let full = StoreError::Full { side: self.name, asked: bytes, used, escaped, limit };
             let Some(time_limit) = time_limit.as_deref_mut().filter(|time_limit| !time_limit.is_over()) else {
                 return Err(full);
             };
             // Views of other processes end without a word, so it never sleeps for long.
-            drop(self.freed.wait_timeout(state, time_limit.turn()).unwrap_or_else(PoisonError::into_inner));
-            time_limit.look()?;
+            drop(self.freed.wait_timeout(state, time_limit.next_wait()).unwrap_or_else(PoisonError::into_inner));
+            time_limit.check_cancelled()?;
         }
     }
 
@@ -168,7 +168,7 @@ impl SlabPool {
     }
 
     /// Frees all idle memory.
-    pub(crate) fn let_idle_go(&self) {
+    pub(crate) fn free_idle(&self) {
         self.arena.trim(0);
     }
 
@@ -182,7 +182,7 @@ impl SlabPool {
         self.freed.notify_all();
     }
 
-    pub(crate) fn account(&self) -> MemoryStats {
+    pub(crate) fn memory_stats(&self) -> MemoryStats {
         let arena = self.arena.stats();
         let state = self.lock();
         MemoryStats {
@@ -212,11 +212,11 @@ impl Reservation {
         let len =
             usize::try_from(space).map_err(|_| StoreError::Invalid(format!("{space} bytes exceed any memory")))?;
         let set_aside = SlabPool::size_for(space).min(self.bytes);
-        let (mut time_limit, said) = (time_limit, Cell::new(None));
+        let (mut time_limit, failure) = (time_limit, Cell::new(None));
         let mut go_on = || {
-            let look = time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::look);
-            look.map_err(|error| {
-                said.set(Some(error));
+            let checked = time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::check_cancelled);
+            checked.map_err(|error| {
+                failure.set(Some(error));
                 ShmError::Interrupted
             })
         };
@@ -230,7 +230,7 @@ impl Reservation {
                     self.pool.arena.take(len, &mut go_on)
                 }
             };
-            let segment = taken.map_err(|error| said.take().unwrap_or_else(|| error.into()))?;
+            let segment = taken.map_err(|error| failure.take().unwrap_or_else(|| error.into()))?;
             if self.adds(segment.size() as u64 - set_aside) {
                 break segment;
             }

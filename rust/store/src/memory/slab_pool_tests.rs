@@ -7,19 +7,19 @@ const LIMIT: u64 = 8 << 20;
 
 fn places(pool: &Arc<SlabPool>, sizes: &[u64]) -> Result<Vec<SlabRange>, StoreError> {
     let spaces = allocate(pool, sizes, None, &mut |_, _, _, _| Ok(()))?;
-    Ok(spaces.into_iter().map(Allocation::into_place).collect())
+    Ok(spaces.into_iter().map(Allocation::into_range).collect())
 }
 
 #[test]
 fn idle_memory_goes_back_to_the_system() {
     let pool = SlabPool::new("storage", LIMIT);
     drop(places(&pool, &[1 << 20]).unwrap());
-    let idle = pool.account().idle_bytes;
+    let idle = pool.memory_stats().idle_bytes;
     assert!(idle > 1 << 20);
     pool.trim();
-    assert_eq!(pool.account().idle_bytes, idle, "it was in use just now");
+    assert_eq!(pool.memory_stats().idle_bytes, idle, "it was in use just now");
     pool.trim();
-    assert_eq!(pool.account().idle_bytes, 0);
+    assert_eq!(pool.memory_stats().idle_bytes, 0);
 }
 
 #[test]
@@ -33,7 +33,7 @@ fn memory_of_one_large_step_is_freed_though_small_ones_follow() {
         }
         pool.trim();
     }
-    let idle = pool.account().idle_bytes;
+    let idle = pool.memory_stats().idle_bytes;
     assert!(idle > 1 << 20 && idle < 2 << 20, "what the small ones use again stays: {idle}");
 }
 
@@ -52,7 +52,7 @@ fn small_ones_share_a_slab_and_large_ones_have_one_each() {
     let mut slabs: Vec<_> = many.iter().map(|place| Arc::as_ptr(&place.slab)).collect();
     slabs.dedup();
     assert!(slabs.len() < 12, "{}", slabs.len());
-    assert!(pool.account().used_bytes < 20_000 * 10_048 + (20 << 20));
+    assert!(pool.memory_stats().used_bytes < 20_000 * 10_048 + (20 << 20));
 }
 
 #[test]
@@ -78,12 +78,12 @@ fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
     // Of what is kept, the larger ones are no better than fresh ones where each byte counts.
     drop(places(&pool, &[2_200_000]).unwrap());
     let all: Vec<_> = (0..4).map(|_| places(&pool, &[2_000_000]).unwrap()).collect();
-    let account = pool.account();
+    let memory = pool.memory_stats();
     assert!(account.used_bytes + account.idle_bytes <= LIMIT, "{account:?}");
     assert!(matches!(places(&pool, &[2_000_000]), Err(StoreError::Full { .. })));
     drop(all);
-    assert_eq!(pool.account().used_bytes, 0);
-    assert!(pool.account().idle_bytes <= LIMIT);
+    assert_eq!(pool.memory_stats().used_bytes, 0);
+    assert!(pool.memory_stats().idle_bytes <= LIMIT);
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn unusable_idle_memory_is_freed_before_fresh_memory_is_made() {
 #[test]
 fn the_high_water_mark_is_the_most_that_was_ever_in_use() {
     let pool = SlabPool::new("storage", LIMIT);
-    let used_and_highest = || (pool.account().used_bytes, pool.account().high_water_bytes);
+    let used_and_highest = || (pool.memory_stats().used_bytes, pool.memory_stats().high_water_bytes);
     assert_eq!(used_and_highest(), (0, 0));
     let first = places(&pool, &[1 << 20]).unwrap();
     let (one, highest) = used_and_highest();
@@ -116,10 +116,10 @@ fn a_slab_that_is_larger_than_was_asked_for_counts_whole_in_the_high_water_mark(
     let pool = SlabPool::new("storage", LIMIT);
     drop(places(&pool, &[2_200_000]).unwrap());
     let _other = places(&pool, &[1 << 20]).unwrap();
-    let larger = pool.account().idle_bytes;
-    let before = pool.account();
+    let larger = pool.memory_stats().idle_bytes;
+    let before = pool.memory_stats();
     let _reused = places(&pool, &[2_000_000]).unwrap();
-    let after = pool.account();
+    let after = pool.memory_stats();
     assert_eq!((after.idle_bytes, after.used_bytes), (0, before.used_bytes + larger), "the kept one was used again");
     assert_eq!(after.high_water_bytes, after.used_bytes);
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::error::StoreError;
 use crate::memory::attached_segments::AttachedRange;
-use crate::memory::slab::{SlabRange, taken};
+use crate::memory::slab::{SlabRange, padded};
 use crate::tensor_meta::TensorMeta;
 use crate::shard_id::Rows;
 
@@ -41,14 +41,14 @@ impl Tensor {
 
     /// Bytes that it is accounted with.
     pub(crate) fn charge(&self) -> u64 {
-        taken(self.meta.nbytes())
+        padded(self.meta.nbytes())
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.location {
             Location::Nowhere => &[],
-            Location::Here(place) => place.bytes(),
-            Location::Attached(lent) => lent.bytes(),
+            Location::Here(slab_range) => slab_range.bytes(),
+            Location::Attached(attached) => attached.bytes(),
         }
     }
 
@@ -56,22 +56,22 @@ impl Tensor {
     ///
     /// # Errors
     /// [`StoreError::Invalid`] where it has not.
-    pub(crate) fn cut(self, first: u64, rows: Option<&Rows>) -> Result<Self, StoreError> {
+    pub(crate) fn select_rows(self, first: u64, rows: Option<&Rows>) -> Result<Self, StoreError> {
         let Some(rows) = rows else { return Ok(self) };
         let here = rows.start.saturating_sub(first)..rows.end.saturating_sub(first);
-        let meta = self.meta.cut(Some(&here))?;
+        let meta = self.meta.select_rows(Some(&here))?;
         let start = here.start * self.meta.row_bytes().unwrap_or_default();
-        let location = if meta.nbytes() == 0 { Location::Nowhere } else { self.location.cut(start, meta.nbytes()) };
+        let location = if meta.nbytes() == 0 { Location::Nowhere } else { self.location.select_rows(start, meta.nbytes()) };
         Ok(Tensor::fetched(meta, location))
     }
 }
 
 impl Location {
-    fn cut(self, start: u64, len: u64) -> Self {
+    fn select_rows(self, start: u64, len: u64) -> Self {
         match self {
             Location::Nowhere => Location::Nowhere,
-            Location::Here(place) => Location::Here(SlabRange { offset: place.offset + start, len, ..place }),
-            Location::Attached(lent) => Location::Attached(AttachedRange { offset: lent.offset + start, len, ..lent }),
+            Location::Here(slab_range) => Location::Here(SlabRange { offset: slab_range.offset + start, len, ..slab_range }),
+            Location::Attached(attached) => Location::Attached(AttachedRange { offset: attached.offset + start, len, ..attached }),
         }
     }
 }

@@ -187,8 +187,8 @@ impl World {
             }
             Action::End(step) => self.end(step),
             Action::GiveUp(claimant) => {
-                self.owner.give_up(claimant);
-                self.consumer.give_up(claimant);
+                self.owner.release_claimant(claimant);
+                self.consumer.release_claimant(claimant);
                 let stored = self.stored.open_steps_of(claimant);
                 let claimed = |of: Option<u64>| of.is_some_and(|of| stored.contains(&of));
                 let ids: Vec<_> = self.shards.iter().flat_map(|(id, _)| self.stored.of(id, claimed)).collect();
@@ -217,9 +217,9 @@ impl World {
         self.fetched.end(step);
         self.begun.retain(|other| *other != step);
         for store in [&self.owner, &self.consumer] {
-            let ledger = store.end_step(step);
-            assert!(ledger.has_ended && ledger.held_bytes == 0);
-            assert_eq!(store.end_step(step), ledger, "again, it changes nothing");
+            let step_stats = store.end_step(step);
+            assert!(step_stats.has_ended && step_stats.held_bytes == 0);
+            assert_eq!(store.end_step(step), step_stats, "again, it changes nothing");
         }
     }
 
@@ -307,11 +307,11 @@ impl World {
             [(&self.owner, &self.stored.all_counts, true), (&self.consumer, &self.fetched.all_counts, false)]
         {
             for (step, step_counts) in all_counts {
-                let ledger = store.ledger(*step).unwrap();
-                let brought = if is_owner { ledger.stored_bytes } else { ledger.fetched_bytes };
-                let told = StepCounts { brought, held: ledger.held_bytes, has_ended: ledger.has_ended };
+                let step_stats = store.step_stats(*step).unwrap();
+                let brought = if is_owner { step_stats.stored_bytes } else { step_stats.fetched_bytes };
+                let told = StepCounts { brought, held: step_stats.held_bytes, has_ended: step_stats.has_ended };
                 assert_eq!(told, *step_counts, "step {step}");
-                assert_eq!(ledger.stored_bytes + ledger.fetched_bytes, ledger.held_bytes + ledger.freed_bytes);
+                assert_eq!(step_stats.stored_bytes + step_stats.fetched_bytes, step_stats.held_bytes + step_stats.freed_bytes);
             }
         }
         for (id, bytes) in &self.shards {
@@ -339,7 +339,7 @@ proptest! {
         world.owner.clear_all();
         world.consumer.clear_buffer(None);
         for store in [&world.owner, &world.consumer] {
-            prop_assert!(store.settle(Duration::from_secs(10)));
+            prop_assert!(store.wait_for_drops(Duration::from_secs(10)));
             let stats = store.stats();
             for memory in [stats.storage.memory, stats.buffer.memory] {
                 prop_assert_eq!((memory.used_bytes, memory.escaped_bytes), (0, 0));

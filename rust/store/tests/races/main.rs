@@ -7,8 +7,8 @@
 
 #[path = "../../src/error.rs"]
 mod error;
-#[path = "../../src/meta.rs"]
-mod meta;
+#[path = "../../src/tensor_meta.rs"]
+mod tensor_meta;
 #[path = "../../src/shard_id.rs"]
 mod shard_id;
 #[path = "../../src/stats.rs"]
@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use loom::thread;
 
-use entries::fetch_buffer::{FetchBuffer, BufferLookup, CallStep, ShardKey};
+use entries::fetch_buffer::{BufferLookup, CallStep, FetchBuffer, ShardKey};
 use entries::in_flight::{InFlight, Outcome};
 use entries::storage::Storage;
 use error::StoreError;
@@ -48,19 +48,19 @@ fn key() -> ShardKey {
 }
 
 fn ask(buffer: &FetchBuffer<Payload>, call_step: &CallStep) -> Result<BufferLookup<Payload>, StoreError> {
-    Ok(buffer.ask(call_step, &[key()], true)?.remove(0))
+    Ok(buffer.look_up(call_step, &[key()], true)?.remove(0))
 }
 
 fn lead(buffer: &FetchBuffer<Payload>, call_step: &CallStep) -> Arc<InFlight<Payload>> {
     match ask(buffer, call_step) {
-        Ok(BufferLookup::Leads(flight)) => flight,
+        Ok(BufferLookup::Miss(in_flight)) => in_flight,
         other => panic!("nobody asked before: {other:?}"),
     }
 }
 
-fn wait(flight: &InFlight<Payload>) -> Outcome<Payload> {
+fn wait(in_flight: &InFlight<Payload>) -> Outcome<Payload> {
     loop {
-        if let Some(outcome) = flight.wait(Duration::MAX) {
+        if let Some(outcome) = in_flight.wait(Duration::MAX) {
             return outcome;
         }
     }
@@ -72,12 +72,12 @@ fn get(buffer: &FetchBuffer<Payload>, call_step: &CallStep, payload: Payload) ->
     loop {
         match ask(buffer, call_step)? {
             BufferLookup::Hit(payload, _) => return Ok((payload, fetched)),
-            BufferLookup::Leads(flight) => {
+            BufferLookup::Miss(in_flight) => {
                 fetched += 1;
-                buffer.land(&flight, payload, BYTES)?;
+                buffer.insert(&in_flight, payload, BYTES)?;
             }
-            BufferLookup::Joined(flight) => match wait(&flight) {
-                Outcome::Landed(payload, _) => return Ok((payload, fetched)),
+            BufferLookup::Pending(in_flight) => match wait(&in_flight) {
+                Outcome::Arrived(payload, _) => return Ok((payload, fetched)),
                 Outcome::Failed(error) => return Err(error),
                 Outcome::Again => {}
             },
@@ -88,10 +88,10 @@ fn get(buffer: &FetchBuffer<Payload>, call_step: &CallStep, payload: Payload) ->
 /// Bytes and entries, fetches under way, and those that came late.
 fn standing(buffer: &FetchBuffer<Payload>) -> ((u64, u64), u64, u64) {
     let state = buffer.state.lock();
-    for (_, part) in state.parts.iter() {
-        assert_eq!(part.step_counts.brought_bytes, part.step_counts.freed_bytes + part.step_counts.held_bytes);
+    for (_, step_entries) in state.by_step.iter() {
+        assert_eq!(step_entries.step_counts.added_bytes, step_entries.step_counts.freed_bytes + step_entries.step_counts.held_bytes);
     }
-    (state.parts.held(), state.counts.in_flight, state.counts.late)
+    (state.by_step.held(), state.counts.in_flight, state.counts.late)
 }
 
 #[test]
@@ -100,14 +100,14 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
         let buffer = Arc::new(FetchBuffer::new());
         buffer.begin(7, 0).unwrap();
         let call_step = buffer.call_step();
-        let flight = lead(&buffer, &call_step);
+        let in_flight = lead(&buffer, &call_step);
         let drain = thread::spawn({
             let buffer = Arc::clone(&buffer);
-            move || buffer.end(7).map_or(0, |part| part.step_counts.num_entries)
+            move || buffer.end(7).map_or(0, |part| step_entries.step_counts.num_entries)
         });
-        let landed = buffer.land(&flight, 5, BYTES);
+        let inserted = buffer.insert(&in_flight, 5, BYTES);
         let drained = drain.join().unwrap();
-        match landed {
+        match inserted {
             Ok(()) => assert_eq!((drained, standing(&buffer)), (1, ((0, 0), 0, 0))),
             Err(StoreError::StepEnded { step: 7 }) => {
                 assert_eq!((drained, standing(&buffer)), (0, ((0, 0), 0, 1)));
@@ -124,17 +124,17 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
         check(move || {
             let buffer = Arc::new(FetchBuffer::new());
             let call_step = buffer.call_step();
-            let flight = lead(&buffer, &call_step);
+            let in_flight = lead(&buffer, &call_step);
             let remover = thread::spawn({
                 let buffer = Arc::clone(&buffer);
                 move || match all {
-                    true => buffer.flush().iter().map(|part| part.step_counts.num_entries).sum(),
+                    true => buffer.flush().iter().map(|part| step_entries.step_counts.num_entries).sum(),
                     false => buffer.remove(&[key().id]).iter().flatten().map(|of_shard| of_shard.len() as u64).sum(),
                 }
             });
-            let landed = buffer.land(&flight, 5, BYTES);
+            let inserted = buffer.insert(&in_flight, 5, BYTES);
             let removed = remover.join().unwrap();
-            match landed {
+            match inserted {
                 Ok(()) => assert_eq!((removed, standing(&buffer)), (1, ((0, 0), 0, 0))),
                 Err(StoreError::Drained { .. }) => assert_eq!((removed, standing(&buffer)), (0, ((0, 0), 0, 1))),
                 Err(other) => panic!("{other}"),
@@ -169,12 +169,12 @@ fn a_failure_reaches_waiting_threads_and_no_later_call() {
     check(|| {
         let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
-        let flight = lead(&buffer, &call_step);
+        let in_flight = lead(&buffer, &call_step);
         let other = thread::spawn({
             let (buffer, call_step) = (Arc::clone(&buffer), call_step.clone());
             move || get(&buffer, &call_step, 5)
         });
-        buffer.fail(&flight, Outcome::Failed(StoreError::Invalid("broken".to_owned())));
+        buffer.fail(&in_flight, Outcome::Failed(StoreError::Invalid("broken".to_owned())));
         match other.join().unwrap() {
             Ok((5, 1)) => assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0)),
             Err(StoreError::Invalid(reason)) => {
@@ -191,12 +191,12 @@ fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
     check(|| {
         let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
-        let flight = lead(&buffer, &call_step);
+        let in_flight = lead(&buffer, &call_step);
         let other = thread::spawn({
             let (buffer, call_step) = (Arc::clone(&buffer), call_step.clone());
             move || get(&buffer, &call_step, 5).unwrap()
         });
-        buffer.fail(&flight, Outcome::Again);
+        buffer.fail(&in_flight, Outcome::Again);
         assert_eq!(other.join().unwrap(), (5, 1));
         assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
     });
@@ -207,17 +207,17 @@ fn a_waiting_thread_learns_of_a_removal() {
     check(|| {
         let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
-        let flight = lead(&buffer, &call_step);
-        let Ok(BufferLookup::Joined(joined)) = ask(&buffer, &call_step) else { panic!("it is under way") };
+        let in_flight = lead(&buffer, &call_step);
+        let Ok(BufferLookup::Pending(pending)) = ask(&buffer, &call_step) else { panic!("it is under way") };
         let remover = thread::spawn({
             let buffer = Arc::clone(&buffer);
             move || drop(buffer.remove(&[key().id]))
         });
-        let waiter = thread::spawn(move || wait(&joined));
-        let landed = buffer.land(&flight, 5, BYTES);
+        let waiter = thread::spawn(move || wait(&pending));
+        let inserted = buffer.insert(&in_flight, 5, BYTES);
         remover.join().unwrap();
-        match (landed, waiter.join().unwrap()) {
-            (Ok(()), Outcome::Landed(5, None)) => {}
+        match (inserted, waiter.join().unwrap()) {
+            (Ok(()), Outcome::Arrived(5, None)) => {}
             (Err(StoreError::Drained { .. }), Outcome::Failed(StoreError::Drained { .. })) => {}
             other => panic!("{other:?}"),
         }
@@ -230,12 +230,12 @@ fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
     check(|| {
         let buffer = Arc::new(FetchBuffer::new());
         let call_step = buffer.call_step();
-        let flight = lead(&buffer, &call_step);
-        let Ok(BufferLookup::Joined(joined)) = ask(&buffer, &call_step) else { panic!("it is under way") };
-        let waiter = thread::spawn(move || wait(&joined));
+        let in_flight = lead(&buffer, &call_step);
+        let Ok(BufferLookup::Pending(pending)) = ask(&buffer, &call_step) else { panic!("it is under way") };
+        let waiter = thread::spawn(move || wait(&pending));
         drop(buffer.remove(&[key().id]));
         assert!(matches!(waiter.join().unwrap(), Outcome::Failed(StoreError::Drained { .. })));
-        assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::Drained { .. })));
+        assert!(matches!(buffer.insert(&in_flight, 5, BYTES), Err(StoreError::Drained { .. })));
         assert_eq!(standing(&buffer), ((0, 0), 0, 1));
     });
 }
@@ -245,17 +245,17 @@ fn a_repeated_question_is_not_counted_again() {
     check(|| {
         let buffer = FetchBuffer::new();
         let call_step = buffer.call_step();
-        let flight = lead(&buffer, &call_step);
-        assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Joined(_)]));
-        buffer.land(&flight, 5, BYTES).unwrap();
-        assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Hit(5, None)]));
+        let in_flight = lead(&buffer, &call_step);
+        assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Pending(_)]));
+        buffer.insert(&in_flight, 5, BYTES).unwrap();
+        assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Hit(5, None)]));
         let counts = buffer.state.lock().counts;
         assert_eq!((counts.hits, counts.misses), (0, 1));
         assert!(matches!(ask(&buffer, &call_step), Ok(BufferLookup::Hit(..))));
         assert_eq!(buffer.state.lock().counts.hits, 1);
         // But what has to be fetched is.
         drop(buffer.flush());
-        assert!(matches!(buffer.ask(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Leads(_)]));
+        assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Miss(_)]));
         assert_eq!(buffer.state.lock().counts.misses, 2);
     });
 }
@@ -265,7 +265,7 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
     check(|| {
         let buffer = Arc::new(FetchBuffer::new());
         buffer.begin(1, 0).unwrap();
-        let flight = lead(&buffer, &buffer.call_step());
+        let in_flight = lead(&buffer, &buffer.call_step());
         buffer.begin(2, 0).unwrap();
         let later = buffer.call_step();
         let other = thread::spawn({
@@ -276,11 +276,11 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
             let buffer = Arc::clone(&buffer);
             move || drop(buffer.end(1))
         });
-        let landed = buffer.land(&flight, 5, BYTES);
+        let inserted = buffer.insert(&in_flight, 5, BYTES);
         drain.join().unwrap();
         let (payload, fetched) = other.join().unwrap();
         assert!(matches!((payload, fetched), (5, 0) | (6, 1)), "{payload} {fetched}");
-        assert!(fetched == 1 || landed.is_ok());
+        assert!(fetched == 1 || inserted.is_ok());
         assert_eq!(standing(&buffer).0, (BYTES * u64::from(fetched), u64::from(fetched)));
         drop(buffer.end(2));
         assert_eq!(standing(&buffer).0, (0, 0));
@@ -292,12 +292,12 @@ fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
     check(|| {
         let buffer = FetchBuffer::new();
         buffer.begin(1, 0).unwrap();
-        let flight = lead(&buffer, &buffer.call_step());
+        let in_flight = lead(&buffer, &buffer.call_step());
         buffer.begin(2, 0).unwrap();
         drop(buffer.end(1));
         let later = lead(&buffer, &buffer.call_step());
-        assert!(matches!(buffer.land(&flight, 5, BYTES), Err(StoreError::StepEnded { step: 1 })));
-        buffer.land(&later, 6, BYTES).unwrap();
+        assert!(matches!(buffer.insert(&in_flight, 5, BYTES), Err(StoreError::StepEnded { step: 1 })));
+        buffer.insert(&later, 6, BYTES).unwrap();
         assert_eq!(standing(&buffer), ((BYTES, 1), 0, 1));
     });
 }
@@ -307,11 +307,11 @@ fn the_outcome_of_a_fetch_is_set_once() {
     check(|| {
         let buffer = FetchBuffer::new();
         buffer.begin(1, 0).unwrap();
-        let flight = lead(&buffer, &buffer.call_step());
+        let in_flight = lead(&buffer, &buffer.call_step());
         drop(buffer.remove(&[key().id]));
         drop(buffer.end(1));
-        buffer.land(&flight, 5, BYTES).unwrap_err();
-        assert!(matches!(wait(&flight), Outcome::Failed(StoreError::Drained { .. })));
+        buffer.insert(&in_flight, 5, BYTES).unwrap_err();
+        assert!(matches!(wait(&in_flight), Outcome::Failed(StoreError::Drained { .. })));
     });
 }
 
@@ -327,7 +327,7 @@ fn one_of_two_stores_under_one_name_succeeds() {
         let others = other.join().unwrap();
         assert!(mine != others, "{mine} {others}");
         assert_eq!(storage.get(&["name".parse().unwrap()]).unwrap(), [if mine { 2 } else { 1 }]);
-        assert_eq!(storage.state.lock().parts.held(), (BYTES, 1));
+        assert_eq!(storage.state.lock().by_step.held(), (BYTES, 1));
     });
 }
 
@@ -339,18 +339,18 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
         storage.claim(3, 0, &ids[..1]).unwrap();
         let ending = thread::spawn({
             let storage = Arc::clone(&storage);
-            move || storage.end(3).map_or(0, |part| part.step_counts.num_entries)
+            move || storage.end(3).map_or(0, |part| step_entries.step_counts.num_entries)
         });
         let claimed = storage.claim(3, 0, &ids[1..]);
         let ended = ending.join().unwrap();
-        let left = storage.state.lock().parts.held().1;
+        let left = storage.state.lock().by_step.held().1;
         match claimed {
             Ok(claimed) => assert_eq!((claimed.claimed_count, ended, left), (1, 2, 0)),
             Err(StoreError::StepEnded { step: 3 }) => assert_eq!((ended, left), (1, 1)),
             Err(other) => panic!("{other}"),
         }
         assert!(storage.get(&ids[..1]).unwrap_err()[0].was_removed);
-        assert_eq!(storage.state.lock().parts.past(3).unwrap().step_counts.held_bytes, 0);
+        assert_eq!(storage.state.lock().by_step.ended_step(3).unwrap().step_counts.held_bytes, 0);
     });
 }
 
@@ -368,7 +368,7 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
         });
         assert_eq!(storage.get(&ids).unwrap(), [1]);
         claiming.join().unwrap();
-        assert_eq!(storage.state.lock().parts.unclaimed().step_counts.held_bytes, BYTES);
+        assert_eq!(storage.state.lock().by_step.unclaimed().step_counts.held_bytes, BYTES);
     });
 }
 
@@ -376,15 +376,15 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
 fn a_fetch_under_way_when_a_step_begins_ends_with_it() {
     check(|| {
         let buffer = Arc::new(FetchBuffer::new());
-        let flight = lead(&buffer, &buffer.call_step());
+        let in_flight = lead(&buffer, &buffer.call_step());
         let step = thread::spawn({
             let buffer = Arc::clone(&buffer);
             move || buffer.begin(1, 0).unwrap()
         });
-        buffer.land(&flight, 5, BYTES).unwrap();
+        buffer.insert(&in_flight, 5, BYTES).unwrap();
         step.join().unwrap();
         assert_eq!(standing(&buffer).0, (BYTES, 1));
-        assert_eq!(buffer.end(1).map(|part| part.step_counts.num_entries), Some(1));
+        assert_eq!(buffer.end(1).map(|part| step_entries.step_counts.num_entries), Some(1));
         assert_eq!(standing(&buffer), ((0, 0), 0, 0));
     });
 }
@@ -399,7 +399,7 @@ fn a_shard_that_is_kept_as_its_step_ends_is_kept_or_freed() {
             let (storage, id) = (Arc::clone(&storage), id.clone());
             move || storage.keep(&[id])
         });
-        let ended = storage.end(7).map_or(0, |part| part.step_counts.num_entries);
+        let ended = storage.end(7).map_or(0, |part| step_entries.step_counts.num_entries);
         assert_eq!(ended + keeper.join().unwrap(), 1);
         assert_eq!(storage.has(&id), ended == 0);
     });

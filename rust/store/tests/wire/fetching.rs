@@ -144,8 +144,8 @@ impl Transport for Held<'_> {
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
         while !self.goes_on.load(Ordering::SeqCst) {
-            std::thread::sleep(time_limit.turn().min(Duration::from_millis(1)));
-            time_limit.look()?;
+            std::thread::sleep(time_limit.next_wait().min(Duration::from_millis(1)));
+            time_limit.check_cancelled()?;
         }
         self.client.fetch(owner, wanted, receiver, time_limit)
     }

@@ -32,11 +32,11 @@ fn a_step_ends_with_its_claims_and_fetches() {
         consumer.store.fetch(&wanted, &Client::of_sockets(), time_limit).unwrap();
         assert_eq!(consumer.store.stats().buffer.num_entries, 2);
 
-        let ledgers = held.each_mut().map(|held| held.end_step(7, time_limit).unwrap());
+        let step_stats = held.each_mut().map(|held| held.end_step(7, time_limit).unwrap());
         let told =
-            ledgers.map(|ledger| (ledger.stored_bytes, ledger.fetched_bytes, ledger.held_bytes, ledger.freed_bytes));
+            step_stats.map(|step_stats| (step_stats.stored_bytes, step_stats.fetched_bytes, step_stats.held_bytes, step_stats.freed_bytes));
         assert_eq!(told, [(2048, 0, 0, 2048), (0, 2048, 0, 2048)]);
-        assert_eq!(held[1].end_step(7, time_limit).unwrap(), ledgers[1], "again, it only tells");
+        assert_eq!(held[1].end_step(7, time_limit).unwrap(), step_stats[1], "again, it only tells");
         assert_eq!(consumer.store.stats().buffer.num_entries, 0);
         assert_eq!(owner.store.stats().storage.num_entries, 1);
         let over = held[1].begin_step(7, time_limit).unwrap_err();

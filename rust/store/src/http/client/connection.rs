@@ -41,10 +41,10 @@ const SILENCE: Duration = Duration::from_secs(3);
 const STRIDE: usize = 256 << 10;
 
 /// Bytes that are received beyond those of a shard: the header of the next one.
-const AHEAD: usize = 64;
+const READ_AHEAD: usize = 64;
 
 /// Bytes that are received at once while the length of the response is unknown.
-const SOME: usize = 8 << 10;
+const READ_AT_ONCE: usize = 8 << 10;
 
 /// Answers before the answer, which only say that it follows.
 const MOST_INTERIM: usize = 16;
@@ -92,7 +92,7 @@ impl Connection {
         for address in addresses {
             // What asks first may have been lost on the way.
             for _ in 0..2 {
-                match reach(address, time_limit) {
+                match open_socket(address, time_limit) {
                     Ok(Some(socket)) => {
                         let stream = match tls {
                             None => Stream::Plain(Blocking(socket)),
@@ -101,9 +101,9 @@ impl Connection {
                         return Ok(Connection { stream, inbox: Vec::new(), taken: 0, keeps_alive: true });
                     }
                     Ok(None) => last = ConnectionFailure::Silent,
-                    Err(trouble @ ConnectionFailure::Final(_)) => return Err(trouble),
-                    Err(trouble) => {
-                        last = trouble;
+                    Err(failure @ ConnectionFailure::Final(_)) => return Err(failure),
+                    Err(failure) => {
+                        last = failure;
                         break;
                     }
                 }
@@ -113,7 +113,7 @@ impl Connection {
     }
 
     /// Whether it can be used: the other side keeps it open and has said nothing.
-    pub(super) fn is_quiet(&self) -> bool {
+    pub(super) fn is_idle(&self) -> bool {
         if !self.is_own() {
             return false;
         }
@@ -140,7 +140,7 @@ impl Connection {
                 Ok(sent) => {
                     IoSlice::advance_slices(&mut parts, sent);
                     if !parts.is_empty() {
-                        time_limit.glance()?;
+                        time_limit.check()?;
                     }
                 }
                 Err(error) => self.wait(&error, time_limit)?,
@@ -174,12 +174,12 @@ impl Connection {
                 return Ok(parsed);
             }
             if std::mem::replace(&mut has_come, true) {
-                time_limit.glance()?;
+                time_limit.check()?;
             }
             self.inbox.drain(..self.taken);
             self.taken = 0;
             let begun = self.inbox.len();
-            self.inbox.resize(begun + SOME, 0);
+            self.inbox.resize(begun + READ_AT_ONCE, 0);
             let received = self.receive(begun, time_limit);
             self.inbox.truncate(begun + *received.as_ref().unwrap_or(&0));
             received?;
@@ -209,7 +209,7 @@ impl Connection {
         target[..filled].copy_from_slice(&here[..filled]);
         self.taken += filled;
         checksum.update(&target[..filled]);
-        let ahead = AHEAD.min(usize::try_from(rest).unwrap_or(AHEAD));
+        let ahead = READ_AHEAD.min(usize::try_from(rest).unwrap_or(READ_AHEAD));
         while filled < target.len() {
             // Everything that had come was taken, or this would be full.
             self.inbox.resize(ahead, 0);
@@ -230,7 +230,7 @@ impl Connection {
                         self.taken = 0;
                     }
                     if filled < target.len() {
-                        time_limit.glance()?;
+                        time_limit.check()?;
                     }
                 }
                 Err(error) => self.wait(&error, time_limit)?,
@@ -253,7 +253,7 @@ impl Connection {
             collected.resize(begun + some as usize, 0);
             self.fill(&mut collected[begun..], left, time_limit)?;
             if left > 0 {
-                time_limit.glance()?;
+                time_limit.check()?;
             }
         }
         Ok(collected)
@@ -262,7 +262,7 @@ impl Connection {
     /// Checks the deadline after a system call that may be repeated; else returns its error.
     fn wait(&self, error: &io::Error, time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => look(time_limit),
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => check_time_limit(time_limit),
             _ => Err(broken(error)),
         }
     }
@@ -272,8 +272,8 @@ fn ended() -> ConnectionFailure {
     ConnectionFailure::Broken("it closed the connection in mid-answer".to_owned())
 }
 
-pub(super) fn look(time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
-    time_limit.look()?;
+pub(super) fn check_time_limit(time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
+    time_limit.check_cancelled()?;
     if time_limit.is_over() {
         // What for, the caller knows.
         return Err(StoreError::TimedOut { what: String::new() }.into());
@@ -282,7 +282,7 @@ pub(super) fn look(time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailu
 }
 
 /// A connection, if the other side's kernel answers in time.
-fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<Socket<TcpStream>>, ConnectionFailure> {
+fn open_socket(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<Socket<TcpStream>>, ConnectionFailure> {
     let failed = |errno: Errno| broken(&errno.into());
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -300,7 +300,7 @@ fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<
                 }
             };
             while !is_connected().map_err(failed)? {
-                look(time_limit)?;
+                check_time_limit(time_limit)?;
                 if Instant::now() >= end {
                     return Ok(None);
                 }
@@ -310,11 +310,11 @@ fn reach(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<
         Err(errno) => return Err(failed(errno)),
     }
     socket.set_nonblocking(false).map_err(|error| broken(&error))?;
-    prepare(&socket).map_err(failed)?;
+    set_socket_options(&socket).map_err(failed)?;
     Ok(Some(socket))
 }
 
-fn prepare(socket: &TcpStream) -> rustix::io::Result<()> {
+fn set_socket_options(socket: &TcpStream) -> rustix::io::Result<()> {
     set_tcp_nodelay(socket, true)?;
     set_socket_timeout(socket, Timeout::Recv, Some(TURN))?;
     set_socket_timeout(socket, Timeout::Send, Some(TURN))?;

@@ -43,12 +43,12 @@ struct BatchFetch<'a, 'b> {
 enum FetchFailure {
     ConnectionFailure(ConnectionFailure),
     /// Memory that was referred to cannot be reached; whether any of that owner's can.
-    Unreached(bool),
+    MemoryUnreachable(bool),
 }
 
 impl<T: Into<ConnectionFailure>> From<T> for FetchFailure {
-    fn from(trouble: T) -> Self {
-        FetchFailure::ConnectionFailure(trouble.into())
+    fn from(failure: T) -> Self {
+        FetchFailure::ConnectionFailure(failure.into())
     }
 }
 
@@ -78,19 +78,19 @@ impl Transport for Client {
             match outcome {
                 Ok(()) => {}
                 // Once: references that were not asked for are refused.
-                Err(FetchFailure::Unreached(is_all)) => {
+                Err(FetchFailure::MemoryUnreachable(is_all)) => {
                     reads_memory = false;
                     if is_all {
                         self.unreachable.lock().unwrap_or_else(PoisonError::into_inner).insert(Arc::clone(owner));
                     }
                 }
-                Err(FetchFailure::ConnectionFailure(trouble)) => {
+                Err(FetchFailure::ConnectionFailure(failure)) => {
                     // Connections that wait lead to the same process.
                     self.idle_connections.forget(owner);
                     failures += 1;
-                    if failures == MOST_FAILURES || !matches!(trouble, ConnectionFailure::Broken(_)) {
+                    if failures == MOST_FAILURES || !matches!(failure, ConnectionFailure::Broken(_)) {
                         let id = &wanted[batch.done.min(wanted.len() - 1)].id;
-                        return Err(trouble.into_error(owner, Some(id)));
+                        return Err(failure.into_error(owner, Some(id)));
                     }
                     std::thread::sleep(PAUSE);
                 }
@@ -174,13 +174,13 @@ impl BatchFetch<'_, '_> {
                     return Err(corrupt("it was to be sent, and a reference to it came".to_owned()).into());
                 }
                 Payload::SegmentRange(reference) => match self.receiver.attach(self.done, &header.meta, &reference) {
-                    Err(StoreError::Memory(error)) => return Err(FetchFailure::Unreached(is_for_good(&error))),
+                    Err(StoreError::Memory(error)) => return Err(FetchFailure::MemoryUnreachable(is_for_good(&error))),
                     attached => attached?,
                 },
             }
             self.done += 1;
             if self.done < end {
-                time_limit.glance()?;
+                time_limit.check()?;
             }
         }
         // The response has more than was asked for.

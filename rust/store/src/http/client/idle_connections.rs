@@ -35,7 +35,7 @@ struct Waiting {
 
 impl Waiting {
     fn can_be_used(&self) -> bool {
-        self.since.elapsed() < LONGEST && self.connection.is_quiet()
+        self.since.elapsed() < LONGEST && self.connection.is_idle()
     }
 }
 

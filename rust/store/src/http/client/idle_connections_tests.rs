@@ -46,6 +46,6 @@ fn where_one_address_of_a_name_refuses_the_next_one_is_asked() {
     let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mut go_on = || Ok(());
     let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
-    assert!(Connection::open("a:1", &[dead, living.address()], None, time_limit).unwrap().is_quiet());
+    assert!(Connection::open("a:1", &[dead, living.address()], None, time_limit).unwrap().is_idle());
     assert!(matches!(Connection::open("a:1", &[dead], None, time_limit), Err(ConnectionFailure::Broken(_))));
 }

@@ -163,9 +163,9 @@ fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr
         return look_up(owner).map_err(or_not);
     }
     loop {
-        match told.recv_timeout(time_limit.turn()) {
+        match told.recv_timeout(time_limit.next_wait()) {
             Ok(found) => return found.map_err(or_not),
-            Err(mpsc::RecvTimeoutError::Timeout) => connection::look(time_limit)?,
+            Err(mpsc::RecvTimeoutError::Timeout) => connection::check_time_limit(time_limit)?,
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(ConnectionFailure::Broken("its name is not found".to_owned()));
             }

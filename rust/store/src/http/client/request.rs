@@ -81,7 +81,7 @@ pub(super) fn read_small(
 ) -> Result<Vec<u8>, ConnectionFailure> {
     if head.content_length > MOST_READ + MOST_REPEATED * request.length() as u64 {
         let length = head.content_length;
-        return Err(ConnectionFailure::Final(unfit(
+        return Err(ConnectionFailure::Final(unusable_answer(
             owner,
             head.status,
             &format!("it announces an answer of {length} bytes"),
@@ -91,6 +91,6 @@ pub(super) fn read_small(
 }
 
 /// The error of an unusable response.
-pub(super) fn unfit(owner: &Arc<str>, status: u16, reason: &str) -> StoreError {
+pub(super) fn unusable_answer(owner: &Arc<str>, status: u16, reason: &str) -> StoreError {
     StoreError::Refused { owner: Arc::clone(owner), status, reason: format!("its answer cannot be used: {reason}") }
 }

@@ -81,11 +81,11 @@ impl WorkerClient {
                 let reason = "the connection was closed by this process".to_owned();
                 return Err(StoreError::Unanswered { owner: Arc::clone(&self.addr), reason });
             }
-            time_limit.look()
+            time_limit.check_cancelled()
         };
         let mut time_limit = TimeLimit::new(deadline, &mut go_on);
         let answered = self.exchange(&request, &mut time_limit);
-        answered.map_err(|trouble| trouble.into_error(&self.addr, None))
+        answered.map_err(|failure| failure.into_error(&self.addr, None))
     }
 
     fn exchange(
@@ -95,7 +95,7 @@ impl WorkerClient {
     ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let mut kept = self.lock(time_limit)?;
         // Where it fails half way, the connection is closed.
-        if let Some(mut connection) = kept.take().filter(Connection::is_quiet) {
+        if let Some(mut connection) = kept.take().filter(Connection::is_idle) {
             match self.exchange_on(&mut connection, request, time_limit) {
                 Ok(answer) => {
                     *kept = self.reusable(connection);
@@ -106,7 +106,7 @@ impl WorkerClient {
                 Err(other) => return Err(other),
             }
         }
-        time_limit.look()?;
+        time_limit.check_cancelled()?;
         let addresses = resolve(&self.addr, time_limit)?;
         let mut connection = Connection::open(&self.addr, &addresses, self.tls.as_ref(), time_limit)?;
         self.connection_number.store(NEXT_CONNECTION.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
@@ -127,8 +127,8 @@ impl WorkerClient {
                 Ok(connection) => return Ok(connection),
                 Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => {
-                    std::thread::sleep(time_limit.turn().min(BETWEEN_TRIES));
-                    super::connection::look(time_limit)?;
+                    std::thread::sleep(time_limit.next_wait().min(BETWEEN_TRIES));
+                    super::connection::check_time_limit(time_limit)?;
                 }
             }
         }
@@ -141,7 +141,7 @@ impl WorkerClient {
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let unsent = match request.send(connection, &self.addr, self.token.as_ref(), time_limit) {
-            Err(trouble @ ConnectionFailure::Final(_)) => return Err(trouble),
+            Err(failure @ ConnectionFailure::Final(_)) => return Err(failure),
             sent => sent.err(),
         };
         // A server that refuses a body answers before it has come, and closes.

@@ -156,7 +156,7 @@ impl Connection {
     }
 
     /// So many bytes were sent or received.
-    pub(super) fn has_moved(&self, bytes: usize) {
+    pub(super) fn add_progress(&self, bytes: usize) {
         let mut progress = self.lock();
         progress.moved += bytes;
         if progress.waits == WaitsFor::Request || progress.moved >= PROGRESS {
@@ -165,12 +165,12 @@ impl Connection {
     }
 
     /// The whole response was handed over for sending.
-    pub(super) fn has_answered(&self) {
+    pub(super) fn note_answered(&self) {
         self.lock().is_answered = true;
     }
 
     /// Everything that was handed over is sent.
-    pub(super) fn has_flushed(&self) {
+    pub(super) fn note_flushed(&self) {
         let mut progress = self.lock();
         if std::mem::take(&mut progress.is_answered) {
             progress.set(WaitsFor::Request);
@@ -249,7 +249,7 @@ mod tests {
             open[4].0.connection.hold_claims();
             // One that has just moved something has been silent for the shortest time.
             std::thread::sleep(Duration::from_millis(2));
-            open[1].0.connection.has_moved(PROGRESS);
+            open[1].0.connection.add_progress(PROGRESS);
             assert_eq!(world.closes(&mut open), Some(5));
             open.remove(5);
             for closes in [Some(2), Some(2), Some(1), None] {

@@ -100,8 +100,8 @@ impl<'a> Handler<'a> {
 
     /// The media type of the response: JSON, unless the client names the type of shards.
     fn accepts(&self) -> MediaType {
-        let accepted = header(&self.head.headers, &ACCEPT).unwrap_or_default();
-        let takes_shards = accepted.split(',').any(|accepted| MediaType::Shards.is_named_by(accepted));
+        let accepted = header_text(&self.head.headers, &ACCEPT).unwrap_or_default();
+        let takes_shards = accepted.split(',').any(|accepted| MediaType::Shards.matches(accepted));
         if takes_shards { MediaType::Shards } else { MediaType::Json }
     }
 
@@ -109,7 +109,7 @@ impl<'a> Handler<'a> {
         let shard = self.store().look_up(&[ShardRows { id, rows: None }])?.remove(0);
         let mut body = ResponseBody::default();
         match self.accepts() {
-            MediaType::Shards => append(&mut body, shard),
+            MediaType::Shards => append_shard(&mut body, shard),
             MediaType::Json => body.json(shard),
         }
         Ok(Answer::new(200, self.accepts().name(), body))
@@ -122,7 +122,7 @@ impl<'a> Handler<'a> {
             shards => shards?,
         };
         let is_json = self.accepts() == MediaType::Json;
-        let node = header(&self.head.headers, &HeaderName::from_static(NODE_FIELD));
+        let node = header_text(&self.head.headers, &HeaderName::from_static(NODE_FIELD));
         let is_same_node = !is_json && node.is_some() && node == crate::http::this_node();
         let mut body = ResponseBody::default();
         let (mut shards, mut added) = (shards.into_iter(), Vec::with_capacity(distinct.len()));
@@ -141,7 +141,7 @@ impl<'a> Handler<'a> {
                             let payload = Payload::SegmentRange(reference);
                             body.text(ShardHeader { meta: shard.meta().clone(), payload }.to_vec());
                         }
-                        None => append(&mut body, shard),
+                        None => append_shard(&mut body, shard),
                     }
                     added.push(start..body.pieces());
                 }
@@ -166,7 +166,7 @@ impl<'a> Handler<'a> {
 }
 
 /// The value of a header, where it is text.
-pub(super) fn header<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
+pub(super) fn header_text<'a>(headers: &'a HeaderMap, name: &HeaderName) -> Option<&'a str> {
     headers.get(name)?.to_str().ok()
 }
 
@@ -184,7 +184,7 @@ fn distinct(wanted: Vec<ShardRows>) -> (Vec<ShardRows>, Vec<usize>) {
 }
 
 /// Appends a shard with its header.
-fn append(body: &mut ResponseBody, shard: OutgoingShard) {
+fn append_shard(body: &mut ResponseBody, shard: OutgoingShard) {
     // That of a whole shard is computed once; that of rows each time.
     let sum = || Checksum::of(shard.bytes());
     let checksum = shard.checksum().map_or_else(sum, |known| *known.get_or_init(sum));

@@ -35,7 +35,7 @@ struct Side {
 }
 
 impl Metrics {
-    pub(super) fn has_answered(&self, status: u16) {
+    pub(super) fn count_answer(&self, status: u16) {
         self.answers.get_or_create(&Status { status }).inc();
     }
 
@@ -66,22 +66,22 @@ impl Metrics {
         sides("bytes", "Bytes of tensors held", [storage.total_bytes, buffer.total_bytes]);
         let high = [storage.high_water_bytes, buffer.high_water_bytes];
         sides("high_water_bytes", "The most bytes of tensors ever held", high);
-        sides("memory_limit_bytes", "The most memory that may be used", memory(|account| account.limit_bytes));
-        sides("memory_used_bytes", "Memory in use", memory(|account| account.used_bytes));
-        let escaped = memory(|account| account.escaped_bytes);
+        sides("memory_limit_bytes", "The most memory that may be used", memory(|memory| memory.limit_bytes));
+        sides("memory_used_bytes", "Memory in use", memory(|memory| memory.used_bytes));
+        let escaped = memory(|memory| memory.escaped_bytes);
         sides("memory_escaped_bytes", "Memory that was released while a tensor over it lived", escaped);
-        sides("memory_idle_bytes", "Memory kept for its next use", memory(|account| account.idle_bytes));
-        let high = memory(|account| account.high_water_bytes);
+        sides("memory_idle_bytes", "Memory kept for its next use", memory(|memory| memory.idle_bytes));
+        let high = memory(|memory| memory.high_water_bytes);
         sides("memory_high_water_bytes", "The most memory ever in use", high);
         let mut gauge = |name, help, value: u64| add(page, name, help, ConstGauge::new(value));
         gauge("unclaimed_entries", "Stored shards that no step has claimed", storage.unclaimed_entries);
         gauge("unclaimed_bytes", "Bytes of stored shards that no step has claimed", storage.unclaimed_bytes);
         gauge("in_flight", "Tensors being fetched", buffer.in_flight);
-        let open = || stats.steps.iter().filter(|ledger| !ledger.has_ended);
+        let open = || stats.steps.iter().filter(|step_stats| !step_stats.has_ended);
         gauge("open_steps", "Steps that have begun and not ended", open().count() as u64);
-        let held = open().map(|ledger| ledger.held_bytes).sum();
+        let held = open().map(|step_stats| step_stats.held_bytes).sum();
         gauge("open_steps_held_bytes", "Bytes that open steps hold", held);
-        let escaped = stats.steps.iter().map(|ledger| ledger.escaped_bytes).sum();
+        let escaped = stats.steps.iter().map(|step_stats| step_stats.escaped_bytes).sum();
         gauge("ended_steps_escaped_bytes", "Bytes of tensors that outlived their step", escaped);
         let age = ConstGauge::new(storage.oldest_unclaimed_seconds);
         add(page, "oldest_unclaimed_seconds", "Age of the oldest shard that no step has claimed", age);

@@ -202,16 +202,16 @@ async fn accept_all(listener: Socket<tokio::net::TcpListener>, server: Arc<Serve
 /// Answers until the client hangs up, breaks the rules, or is silent for too long.
 async fn serve(admitted: Admitted, server: &Arc<ServerState>) {
     let connection = Arc::clone(&admitted.connection);
-    if prepare(&connection.stream).is_err() {
+    if set_socket_options(&connection.stream).is_err() {
         return;
     }
-    let stranger = if server.token.is_some() { None } else { stranger(&connection.stream, server.user).await };
-    let session = Session { server: Arc::clone(server), admitted, stranger, claimant: OnceLock::new() };
+    let refusal_reason = if server.token.is_some() { None } else { reason_to_refuse(&connection.stream, server.user).await };
+    let session = Session { server: Arc::clone(server), admitted, refusal_reason, claimant: OnceLock::new() };
     let stream = ClientStream::new(Arc::clone(&connection), server.timeouts, Arc::clone(&server.metrics));
     let has_ended_well = match &server.tls {
-        None => speak(stream, session).await,
+        None => serve_http(stream, session).await,
         Some(tls) => match timeout(server.timeouts.silence, tls.acceptor().accept(stream)).await {
-            Ok(Ok(stream)) => speak(stream, session).await,
+            Ok(Ok(stream)) => serve_http(stream, session).await,
             _ => false,
         },
     };
@@ -227,7 +227,7 @@ async fn serve(admitted: Admitted, server: &Arc<ServerState>) {
 }
 
 /// Speaks HTTP; whether it came to a proper end.
-async fn speak(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, session: Session) -> bool {
+async fn serve_http(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, session: Session) -> bool {
     let session = Arc::new(session);
     let service = service_fn(move |request| {
         let session = Arc::clone(&session);
@@ -244,7 +244,7 @@ async fn speak(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, ses
         .is_ok()
 }
 
-fn prepare(stream: &TcpStream) -> rustix::io::Result<()> {
+fn set_socket_options(stream: &TcpStream) -> rustix::io::Result<()> {
     set_tcp_nodelay(stream, true)?;
     set_socket_keepalive(stream, true)?;
     set_tcp_keepidle(stream, Duration::from_secs(10))?;
@@ -253,7 +253,7 @@ fn prepare(stream: &TcpStream) -> rustix::io::Result<()> {
 }
 
 /// The reason to refuse a client without a token, unless it is a process of `user`.
-async fn stranger(stream: &TcpStream, user: u32) -> Option<String> {
+async fn reason_to_refuse(stream: &TcpStream, user: u32) -> Option<String> {
     const ADVICE: &str = "without a token only processes of the user that serves are answered: serve with a token";
     /// Where the process has no descriptor left to ask with.
     const TRIES: usize = 100;
@@ -264,7 +264,7 @@ async fn stranger(stream: &TcpStream, user: u32) -> Option<String> {
     };
     let mut reason = ADVICE.to_owned();
     for _ in 0..TRIES {
-        match peer_user::owner_of(client, server) {
+        match peer_user::user_of(client, server) {
             Ok(Some(owner)) if owner == user => return None,
             Err(error) => {
                 reason = format!("{ADVICE} (the owner of the connection cannot be looked up: {error})");

@@ -17,7 +17,7 @@ const ESTABLISHED: u8 = 1;
 
 /// The user that owns the client's side of a connection from `client` to `server`; `None` where no socket of this
 /// machine is that.
-pub(super) fn owner_of(client: SocketAddr, server: SocketAddr) -> io::Result<Option<u32>> {
+pub(super) fn user_of(client: SocketAddr, server: SocketAddr) -> io::Result<Option<u32>> {
     ask_kernel(client, server).or_else(|_| read_tables(client, server))
 }
 
@@ -143,11 +143,11 @@ mod tests {
             let (peer, local) = (server.peer_addr().unwrap(), server.local_addr().unwrap());
             let user = Some(rustix::process::geteuid().as_raw());
             assert_eq!(read_tables(peer, local).unwrap(), user, "{host}");
-            assert_eq!(owner_of(peer, local).unwrap(), user, "{host}");
+            assert_eq!(user_of(peer, local).unwrap(), user, "{host}");
             // Where the kernel does not answer, the tables do.
             assert!(ask_kernel(peer, local).is_ok_and(|found| found == user) || !cfg!(target_os = "linux"), "{host}");
             drop(client);
-            assert_eq!((owner_of(peer, local).unwrap(), read_tables(peer, local).unwrap()), (None, None), "{host}");
+            assert_eq!((user_of(peer, local).unwrap(), read_tables(peer, local).unwrap()), (None, None), "{host}");
         }
     }
 }

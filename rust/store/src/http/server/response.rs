@@ -73,9 +73,9 @@ impl ResponseBody {
     /// Appends a shard in JSON.
     pub(super) fn json(&mut self, shard: OutgoingShard) {
         let encoding = Base64::of(shard.meta());
-        self.text(json::before(shard.meta()));
+        self.text(json::text_before_data(shard.meta()));
         self.pieces.push_back(BodyPiece::Base64(Bytes::from_owner(ShardBytes(shard)), encoding));
-        self.text(json::BEHIND);
+        self.text(json::TEXT_AFTER_DATA);
     }
 
     /// How many pieces there are: a range of them can be appended again.
@@ -146,7 +146,7 @@ impl Body for ResponseBody {
 impl Drop for ResponseBody {
     fn drop(&mut self) {
         if let Some(connection) = &self.connection {
-            connection.has_answered();
+            connection.note_answered();
         }
     }
 }

@@ -11,7 +11,7 @@ use hyper::{Request, Response};
 
 use super::ServerState;
 use super::connections::{Admitted, WaitsFor};
-use super::handlers::{Handler, header};
+use super::handlers::{Handler, header_text};
 use super::response::{Answer, ResponseBody};
 use crate::Claimant;
 use crate::http::refusal::Refusal;
@@ -22,7 +22,7 @@ pub(super) struct Session {
     pub(super) server: Arc<ServerState>,
     pub(super) admitted: Admitted,
     /// Why this client is not served, if it is a process of another user.
-    pub(super) stranger: Option<String>,
+    pub(super) refusal_reason: Option<String>,
     /// The claimant of the claims that were made on this connection.
     pub(super) claimant: OnceLock<Claimant>,
 }
@@ -30,7 +30,7 @@ pub(super) struct Session {
 impl Drop for Session {
     fn drop(&mut self) {
         if let Some(claimant) = self.claimant.get() {
-            self.server.store.give_up(*claimant);
+            self.server.store.release_claimant(*claimant);
         }
     }
 }
@@ -52,7 +52,7 @@ impl Session {
             }
         };
         connection.set(WaitsFor::Client);
-        self.server.metrics.has_answered(answer.status());
+        self.server.metrics.count_answer(answer.status());
         Ok(answer.on(connection))
     }
 
@@ -62,8 +62,8 @@ impl Session {
     /// address carry its origin; those that came by a name that the page's owner turned to this machine carry that
     /// name.
     fn admit(&self, head: &request::Parts) -> Result<(), Refusal> {
-        let host = header(&head.headers, &HOST);
-        let site = header(&head.headers, &HeaderName::from_static("sec-fetch-site"));
+        let host = header_text(&head.headers, &HOST);
+        let site = header_text(&head.headers, &HeaderName::from_static("sec-fetch-site"));
         if head.headers.contains_key(ORIGIN) || site.is_some_and(|site| site != "none") {
             return Err(Refusal::new(403, "pages in a browser are not served"));
         }
@@ -73,13 +73,13 @@ impl Session {
             _ if is_open => Ok(()),
             Some(token) => {
                 let said = head.headers.get(AUTHORIZATION).map(|value| value.as_bytes());
-                token.is_said_by(said).then_some(()).ok_or_else(|| {
+                token.matches(said).then_some(()).ok_or_else(|| {
                     let reason = "this server wants its token, as `Authorization: Bearer …`; tell the client whom to \
                                   trust with it";
                     Refusal::new(401, reason)
                 })
             }
-            None => match &self.stranger {
+            None => match &self.refusal_reason {
                 Some(reason) => Err(Refusal::new(403, reason.clone())),
                 None if host.is_none_or(is_local_name) => Ok(()),
                 None => {

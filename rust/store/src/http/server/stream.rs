@@ -45,7 +45,7 @@ impl ClientStream {
             match write(&self.connection.stream) {
                 Ok(sent) => {
                     self.metrics.sent_bytes.inc_by(sent as u64);
-                    self.connection.has_moved(sent);
+                    self.connection.add_progress(sent);
                     return Poll::Ready(Ok(sent));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -64,7 +64,7 @@ impl AsyncRead for ClientStream {
             match this.connection.stream.try_read_buf(buffer) {
                 Ok(received) => {
                     this.metrics.received_bytes.inc_by(received as u64);
-                    this.connection.has_moved(received);
+                    this.connection.add_progress(received);
                     return Poll::Ready(Ok(()));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -94,7 +94,7 @@ impl AsyncWrite for ClientStream {
 
     /// hyper calls this when it has written all that it holds.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.connection.has_flushed();
+        self.connection.note_flushed();
         Poll::Ready(Ok(()))
     }
 
