@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rtensor.contestants import module_of
+from rtensor.contestants import consumer_class, owner_class
 from rtensor.tensors import digest, make, read
 
 
@@ -28,12 +28,12 @@ class Child:
 
     def own(self, contestant: str, cases: list[str]) -> str:
         """Serve the tensors of these cases: where."""
-        self._owner = module_of(contestant).Owner(cases)
+        self._owner = owner_class(contestant)(cases)
         place: str = self._owner.place
         return place
 
     def consume(self, contestant: str, place: str) -> None:
-        self._consumer = module_of(contestant).Consumer(place)
+        self._consumer = consumer_class(contestant)(place)
         # A collection of all of torch's objects takes longer than a round.
         gc.collect()
         gc.freeze()

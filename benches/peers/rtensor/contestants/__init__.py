@@ -11,25 +11,36 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["module_of"]
+__all__ = ["consumer_class", "owner_class"]
 
-_MODULES = {
-    "ours": "tundish_sockets",
-    "ours, same node": "tundish_memory",
-    "ours, from the buffer": "tundish_buffer",
-    "AReaL": "areal_http",
-    "Ray": "ray_tensors",
-    "Ray, arrays": "ray_arrays",
-    "torch RPC": "torch_rpc",
-    "pyzmq": "zmq_frames",
-    "Arrow Flight": "arrow_flight",
-    "gRPC": "grpc_unary",
-    "gRPC, one stream": "grpc_stream",
-    "sockets": "floor_sockets",
-    "reading": "floor_own_memory",
+# The module of each contestant, and its class of consumers.
+_CONSUMERS = {
+    "ours": ("tundish_rtensor", "SocketConsumer"),
+    "ours, same node": ("tundish_rtensor", "SharedMemoryConsumer"),
+    "ours, from the buffer": ("tundish_rtensor", "BufferConsumer"),
+    "AReaL": ("areal_http", "Consumer"),
+    "Ray": ("ray_object_store", "TensorConsumer"),
+    "Ray, arrays": ("ray_object_store", "ArrayConsumer"),
+    "torch RPC": ("torch_rpc", "Consumer"),
+    "pyzmq": ("zmq_frames", "Consumer"),
+    "Arrow Flight": ("arrow_flight", "Consumer"),
+    "gRPC": ("grpc_calls", "UnaryConsumer"),
+    "gRPC, one stream": ("grpc_calls", "StreamConsumer"),
+    "sockets": ("floor_sockets", "Consumer"),
+    "reading": ("floor_own_memory", "Consumer"),
 }
 
 
-def module_of(contestant: str) -> Any:
-    """The module of a contestant, imported on demand: no process needs the packages of all."""
-    return importlib.import_module(f"rtensor.contestants.{_MODULES[contestant]}")
+def owner_class(contestant: str) -> Any:
+    """The class of a contestant's owners."""
+    return _module(contestant).Owner
+
+
+def consumer_class(contestant: str) -> Any:
+    """The class of a contestant's consumers."""
+    return getattr(_module(contestant), _CONSUMERS[contestant][1])
+
+
+def _module(contestant: str) -> Any:
+    # Imported on demand: no process needs the packages of all.
+    return importlib.import_module(f"rtensor.contestants.{_CONSUMERS[contestant][0]}")

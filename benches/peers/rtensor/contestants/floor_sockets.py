@@ -36,26 +36,26 @@ class Owner:
     def _serve(self) -> None:
         connection, _ = self._listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while asked := connection.recv(1):
-            connection.sendall(self._kept[asked])
+        while case := connection.recv(1):
+            connection.sendall(self._kept[case])
 
 
 class Consumer:
     def __init__(self, place: str) -> None:
         self._connection = _socket()
         self._connection.connect(("127.0.0.1", int(place)))
-        self._rooms: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def fetch(self, case: str) -> list[torch.Tensor]:
         count, size = CASES[case]
-        if case not in self._rooms:
-            self._rooms[case] = torch.zeros(count, size // 4)
-        room = self._rooms[case]
+        if case not in self._buffers:
+            self._buffers[case] = torch.zeros(count, size // 4)
+        buffer = self._buffers[case]
         self._connection.sendall(bytes([_NAMES.index(case)]))
-        rest = memoryview(room.view(-1).numpy()).cast("B")
+        rest = memoryview(buffer.view(-1).numpy()).cast("B")
         while rest:
             rest = rest[self._connection.recv_into(rest[:_STRIDE]) :]
-        return list(room)
+        return list(buffer)
 
     def forget(self, case: str) -> None:
         """Nothing is kept."""

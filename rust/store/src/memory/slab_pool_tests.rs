@@ -79,7 +79,7 @@ fn a_limit_is_reached_to_the_page_by_fresh_memory_and_by_used() {
     drop(places(&pool, &[2_200_000]).unwrap());
     let all: Vec<_> = (0..4).map(|_| places(&pool, &[2_000_000]).unwrap()).collect();
     let memory = pool.memory_stats();
-    assert!(account.used_bytes + account.idle_bytes <= LIMIT, "{account:?}");
+    assert!(memory.used_bytes + memory.idle_bytes <= LIMIT, "{memory:?}");
     assert!(matches!(places(&pool, &[2_000_000]), Err(StoreError::Full { .. })));
     drop(all);
     assert_eq!(pool.memory_stats().used_bytes, 0);

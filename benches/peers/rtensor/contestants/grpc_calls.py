@@ -1,4 +1,4 @@
-"""gRPC: one call a tensor, all of them at once."""
+"""gRPC: one call a tensor, all at once; or one call a case, answered by a stream with one message a tensor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from rtensor.tensors import make
 
-__all__ = ["Consumer", "Owner"]
+__all__ = ["Owner", "StreamConsumer", "UnaryConsumer"]
 
-OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 # torch warns of read-only memory; nobody writes to it.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable")
 class Owner:
     def __init__(self, cases: Iterable[str]) -> None:
         self._kept = {case: make(case) for case in cases}
-        self._server = grpc.server(ThreadPoolExecutor(4), options=OPTIONS)
+        self._server = grpc.server(ThreadPoolExecutor(4), options=_OPTIONS)
         handlers = {
             "Get": grpc.unary_unary_rpc_method_handler(self._one),
             "All": grpc.unary_stream_rpc_method_handler(self._all),
@@ -45,13 +45,13 @@ class Owner:
             yield tensor.numpy().tobytes()
 
 
-class Consumer:
+class UnaryConsumer:
     def __init__(self, place: str) -> None:
         told = json.loads(place)
         self._counts = told["counts"]
-        channel = grpc.insecure_channel(f"127.0.0.1:{told['port']}", options=OPTIONS)
+        channel = grpc.insecure_channel(f"127.0.0.1:{told['port']}", options=_OPTIONS)
         self._get = channel.unary_unary("/Tensors/Get")
-        self.all = channel.unary_stream("/Tensors/All")
+        self._all = channel.unary_stream("/Tensors/All")
 
     def fetch(self, case: str) -> list[torch.Tensor]:
         calls = [
@@ -61,3 +61,9 @@ class Consumer:
 
     def forget(self, case: str) -> None:
         """Keeps nothing."""
+
+
+class StreamConsumer(UnaryConsumer):
+    def fetch(self, case: str) -> list[torch.Tensor]:
+        messages = self._all(json.dumps(case).encode())
+        return [torch.frombuffer(message, dtype=torch.float32) for message in messages]

@@ -1,4 +1,4 @@
-"""`tundish.rtensor` over sockets, as between nodes."""
+"""`tundish.rtensor`: over sockets as between nodes, through shared memory, and from the fetch buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rtensor.tensors import make
 from tundish import rtensor
 
-__all__ = ["Consumer", "Owner"]
+__all__ = ["BufferConsumer", "Owner", "SharedMemoryConsumer", "SocketConsumer"]
 
 _LIMIT = 4 << 30
 
@@ -23,7 +23,7 @@ class Owner:
         self.place = base64.b64encode(rtensor.dumps(handles)).decode()
 
 
-class Consumer:
+class SocketConsumer:
     shared_memory = False
 
     def __init__(self, place: str) -> None:
@@ -44,3 +44,14 @@ class Consumer:
 
     def take_back(self) -> None:
         rtensor.remove(rtensor.flatten_shard_ids(self._put))
+
+
+class SharedMemoryConsumer(SocketConsumer):
+    shared_memory = True
+
+
+class BufferConsumer(SocketConsumer):
+    """Fetches each case once, and then makes tensors of its fetch buffer."""
+
+    def forget(self, case: str) -> None:
+        """Keeps it in the buffer."""

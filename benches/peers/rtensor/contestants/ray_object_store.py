@@ -1,9 +1,13 @@
-"""Ray's object store, with tensors stored as AReaL's `RayRTensorBackend` does."""
+"""Ray's object store: with tensors, stored as AReaL's `RayRTensorBackend` does, and with numpy arrays.
+
+Arrays are read from shared memory and are read-only.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +20,10 @@ import ray
 
 from rtensor.tensors import make
 
-__all__ = ["Consumer", "Owner"]
+__all__ = ["ArrayConsumer", "Owner", "TensorConsumer"]
+
+# torch warns of read-only memory; nobody writes to it.
+warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 _STORE_BYTES = 2 << 30
 
@@ -28,7 +35,7 @@ class Owner:
         self.place = " ".join(case.replace(" ", "_") for case in cases)
 
 
-class Consumer:
+class TensorConsumer:
     as_arrays = False
 
     def __init__(self, place: str) -> None:
@@ -41,7 +48,7 @@ class Consumer:
             _temp_dir=folder,
         )
         cases = [case.replace("_", " ") for case in place.split()]
-        self._owner = ray.remote(num_cpus=1)(_Owner).remote(self.as_arrays)
+        self._owner = ray.remote(num_cpus=1)(_Actor).remote(self.as_arrays)
         self._references = {case: ray.get(self._owner.put.remote(case)) for case in cases}
         self._put: list[Any] = []
 
@@ -59,7 +66,11 @@ class Consumer:
         self._put = []
 
 
-class _Owner:
+class ArrayConsumer(TensorConsumer):
+    as_arrays = True
+
+
+class _Actor:
     def __init__(self, as_arrays: bool) -> None:
         self._as_arrays = as_arrays
         self._kept: list[Any] = []
