@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         loads,
     )
     from tundish.rtensor.server import Server, serve, trust
-    from tundish.rtensor.steps.drain import drain
+    from tundish.rtensor.steps.group_drain import drain
     from tundish.rtensor.steps.step import Step, keep, step
     from tundish.rtensor.storage import clear_node, fetch, remove, storage_stats, store
     from tundish.rtensor.transfer.localize import clear_fetch_buffer, fetch_buffer_stats, localize
@@ -69,7 +69,7 @@ else:
                 "loads",
             ),
             "tundish.rtensor.server": ("Server", "serve", "trust"),
-            "tundish.rtensor.steps.drain": ("drain",),
+            "tundish.rtensor.steps.group_drain": ("drain",),
             "tundish.rtensor.steps.step": ("Step", "keep", "step"),
             "tundish.rtensor.storage": ("clear_node", "fetch", "remove", "storage_stats", "store"),
             "tundish.rtensor.transfer.localize": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),

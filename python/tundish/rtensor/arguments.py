@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["DEFAULT_TIMEOUT", "check_names", "check_owners", "check_seconds", "check_token", "split_address"]
+__all__ = ["DEFAULT_TIMEOUT", "check_shard_ids", "check_owners", "check_seconds", "check_token", "split_address"]
 
 # Seconds.
 DEFAULT_TIMEOUT: Final = 60.0
@@ -49,11 +49,11 @@ def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
     return seconds
 
 
-def check_names(names: Any, function: str) -> None:
+def check_shard_ids(shard_ids: Any, function: str) -> None:
     """Raises `InvalidTypeError` for anything but an iterable of shard ids, such as a handle or a dict of handles."""
-    if not isinstance(names, Iterable) or isinstance(names, (bytes, Mapping)):
+    if not isinstance(shard_ids, Iterable) or isinstance(shard_ids, (bytes, Mapping)):
         raise InvalidTypeError(
-            f"{function} takes names of shards, not a {type(names).__qualname__}; flatten_shard_ids(obj) gives those "
+            f"{function} takes ids of shards, not a {type(shard_ids).__qualname__}; flatten_shard_ids(obj) gives those "
             "of handles"
         )
 

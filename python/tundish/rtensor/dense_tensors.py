@@ -15,7 +15,7 @@ from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree import DLPACK_EXCHANGE, NUMPY_DTYPES, Refusal
 
-__all__ = ["STORED_DTYPES", "dense", "extent", "is_whole", "tensors_over"]
+__all__ = ["STORED_DTYPES", "dense", "is_whole", "tensors_over"]
 
 STORED_DTYPES: Final = frozenset(_native.stored_dtypes())
 
@@ -79,11 +79,11 @@ def _has_memory(tensor: Tensor) -> bool:
     # Tensors that are made of other tensors have a storage without an address.
     if not tensor.data_ptr():
         return False
-    end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
+    end = (tensor.storage_offset() + _extent(tensor)) * tensor.itemsize
     return bool(end <= tensor.untyped_storage().nbytes())
 
 
-def extent(tensor: Tensor) -> int:
+def _extent(tensor: Tensor) -> int:
     """Elements from the first of `tensor` to its last in memory, gaps included."""
     if tensor.is_contiguous():
         return tensor.numel()
@@ -110,11 +110,11 @@ def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.R
 def _tensor_over(view: _native.ShardView, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not len(view):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    known = NUMPY_DTYPES.get(dtype)
-    if known is not None:
+    numpy_dtype = NUMPY_DTYPES.get(dtype)
+    if numpy_dtype is not None:
         # numpy takes any object with a buffer; its annotations do not say so.
         memory: Any = view
-        return torch.from_numpy(np.ndarray(shape, known, memory))
+        return torch.from_numpy(np.ndarray(shape, numpy_dtype, memory))
     flat = torch.frombuffer(view, dtype=dtype)
     # `data` drops the reference to the base.
     return flat.view(shape).data

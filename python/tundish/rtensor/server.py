@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.arguments import check_token, split_address
-from tundish.rtensor.process import Trust, state
+from tundish.rtensor.process_state import Trust, state
 
 __all__ = ["Server", "serve", "server_address", "trust", "trust_workers"]
 
@@ -113,8 +113,7 @@ def serve(
         StorageError: the port is taken (an `OSError` with its `errno`).
     """
     options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
-    _check(options)
-    _check(options)
+    _check_options(options)
     if isinstance(peers, str) or not isinstance(peers, Iterable):
         raise InvalidTypeError(f"peers is {peers!r}, not a list of addresses")
     others = list(peers)
@@ -139,14 +138,14 @@ def _start(options: _Options) -> Server:
         host.removeprefix("[").removesuffix("]"),
         options.port,
         options.token,
-        tls=None if tls is None else (_read(tls[0]), _read(tls[1])),
+        tls=None if tls is None else (_read_file(tls[0]), _read_file(tls[1])),
         open_metrics=options.open_metrics,
     )
     # After the server started: a failure leaves the limits as they were.
     default = 4 * _native.default_arena_limit()
     limits = (options.limit_bytes, options.buffer_limit_bytes)
     _native.ShardStore.set_limits(*(default if limit is None else limit for limit in limits))
-    addr = f"{_reachable(host)}:{native.port}"
+    addr = f"{_reachable_host(host)}:{native.port}"
     _native.ShardStore.add_own_address(addr)
     return Server(addr, native, options)
 
@@ -166,7 +165,7 @@ def trust(*addresses: str, token: str | None, tls: str | os.PathLike[str] | None
     check_token(token)
     for one in addresses:
         split_address(one)
-    certificates = None if tls is None else _read(tls)
+    certificates = None if tls is None else _read_file(tls)
     for one in addresses:
         _native.trust_owner(one, token, tls=certificates)
         state().trusted[one] = Trust(token, certificates)
@@ -186,7 +185,7 @@ def server_address() -> str:
     return serve().addr if server is None else server.addr
 
 
-def _check(options: _Options) -> None:
+def _check_options(options: _Options) -> None:
     host = options.host
     if not isinstance(host, str) or not host:
         raise InvalidTypeError(f"host is {host!r}, not a name or an address")
@@ -198,7 +197,7 @@ def _check(options: _Options) -> None:
             raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0 and below 2**63")
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
+def _read_file(path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -213,7 +212,7 @@ def _is_integer(value: Any, least: int, most: int) -> bool:
         return False
 
 
-def _reachable(host: str) -> str:
+def _reachable_host(host: str) -> str:
     """The host under which other processes reach this one."""
     try:
         numbers = ipaddress.ip_address(host.strip("[]"))

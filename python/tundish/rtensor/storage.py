@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids, check_seconds
 from tundish.rtensor.backends.backend import Removed
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.dense_tensors import dense
@@ -33,7 +33,7 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
         StoreFullError, InvalidTypeError: as `remotize`.
     """
     timeout = check_seconds(timeout)
-    _check_name(shard_id)
+    _check_shard_id(shard_id)
     if not isinstance(tensor, Tensor):
         raise InvalidTypeError(f"store takes a tensor, not a {type(tensor).__qualname__}")
     try:
@@ -49,8 +49,8 @@ def fetch(shard_id: str) -> Tensor:
     Raises:
         ShardGoneError: there is none.
     """
-    _check_name(shard_id)
-    found: Tensor = current_backend().own(shard_id).to_local()
+    _check_shard_id(shard_id)
+    found: Tensor = current_backend().handle_of(shard_id).to_local()
     return found
 
 
@@ -67,7 +67,7 @@ def remove(shard_ids: str | Iterable[str]) -> int:
         The number of shards that were removed.
     """
     names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
-    check_names(names, "remove")
+    check_shard_ids(names, "remove")
     return current_backend().remove(names)["cleared_count"]
 
 
@@ -93,6 +93,6 @@ def storage_stats() -> dict[str, Any]:
     return {"num_tensors": storage.pop("num_entries"), **storage}
 
 
-def _check_name(shard_id: str) -> None:
+def _check_shard_id(shard_id: str) -> None:
     if not isinstance(shard_id, str):
         raise InvalidTypeError(f"the name of a shard is a string, not a {type(shard_id).__qualname__}")

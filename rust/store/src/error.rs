@@ -54,19 +54,19 @@ pub enum StoreError {
         shards: Vec<MissingShard>,
     },
     /// A shard of this name is there.
-    #[error("shard {id} exists already; a shard never changes: store under another id")]
+    #[error("shard {id} exists already, and a shard never changes: store under another id")]
     Exists {
         /// The shard.
         id: ShardId,
     },
     /// The step ended before its work did.
-    #[error("step {step} has ended and was drained meanwhile; nothing is kept of what was fetched or claimed for it")]
+    #[error("step {step} ended and was drained meanwhile; nothing that was fetched or claimed for it is kept")]
     StepEnded {
         /// The step.
         step: Step,
     },
-    /// The step is somebody else's.
-    #[error("step {step} is another controller's, or this process is among the workers under two addresses")]
+    /// The step belongs to another claimant.
+    #[error("step {step} belongs to another controller, or this process is among the workers under two addresses")]
     StepTaken {
         /// The step.
         step: Step,
@@ -89,7 +89,7 @@ pub enum StoreError {
         /// Type and shape of the shard.
         found: String,
     },
-    /// What came is damaged.
+    /// A shard arrived damaged.
     #[error("shard {id} of {owner} arrived damaged: {reason}")]
     Corrupt {
         /// The shard.
@@ -99,7 +99,7 @@ pub enum StoreError {
         /// The damage.
         reason: String,
     },
-    /// The owner does not answer.
+    /// The owner of a shard does not answer.
     #[error("cannot fetch shard {id} from {owner}: {reason}; does that process still run and serve?")]
     Unreachable {
         /// The first shard that was asked for.
@@ -117,7 +117,7 @@ pub enum StoreError {
         /// The failure.
         reason: String,
     },
-    /// The owner answered that it will not.
+    /// The owner refused the request.
     #[error("{owner} refused ({status}): {reason}")]
     Refused {
         /// The owner.
@@ -128,7 +128,7 @@ pub enum StoreError {
         reason: String,
     },
     /// The deadline passed.
-    #[error("waited in vain for {what}: the time that was given is over")]
+    #[error("timed out while waiting for {what}")]
     TimedOut {
         /// The awaited event.
         what: String,

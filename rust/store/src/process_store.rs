@@ -31,7 +31,7 @@ pub struct ProcessStore {
     pub(crate) storage_pool: Arc<SlabPool>,
     pub(crate) buffer_pool: Arc<SlabPool>,
     pub(crate) attached_segments: AttachedSegments,
-    /// Addresses that this store's own handles name. Another process may serve at one of them by now, or did before.
+    /// Addresses of this process. Another process may have served at one of them before, or may do so by now.
     pub(crate) own_addresses: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
     /// Chooses how large tensors are copied into segments.
@@ -50,10 +50,10 @@ const DROP_WAIT: Duration = Duration::from_secs(5);
 static OF_PROCESS: PerProcess<Arc<ProcessStore>> = PerProcess::new(|| ProcessStore::new(Limits::default()));
 
 impl ProcessStore {
-    /// A store of its own, for as long as it lives. What a process uses is [`of_process`](ProcessStore::of_process).
+    /// A store that is independent of the one that the process uses, [`of_process`](ProcessStore::of_process).
     ///
     /// # Panics
-    /// Where the kernel draws no random number, which is never.
+    /// If the kernel gives no random number, which does not happen.
     pub fn new(limits: Limits) -> Arc<ProcessStore> {
         let mut nonce = [0; 8];
         // Eight bytes come whole or not at all.
@@ -94,29 +94,27 @@ impl ProcessStore {
         self.buffer_pool.set_limit(limits.buffer_bytes);
     }
 
-    /// Handles that name this owner are this store's own: they are looked up, not fetched. But for those that another
-    /// store named, whose address this was before, or is by now.
+    /// Declares `owner` an address of this process. Shards at this address are looked up here instead of fetched,
+    /// unless another process named them.
     pub fn add_own_address(&self, owner: Arc<str>) {
         self.own_addresses.lock().unwrap_or_else(PoisonError::into_inner).insert(owner);
     }
 
-    /// Whether a shard of an owner that was announced is this store's own: looked up here, and nowhere else.
-    ///
-    /// What another store named is that one's, unless it was sent here: it served at the same address before, or does by
-    /// now.
+    /// Whether a shard at an address of this process is looked up here. A shard that another process named is not: that
+    /// process served at the same address before, or does so by now.
     pub(crate) fn owns(&self, id: &ShardId) -> bool {
         id.as_numbered().is_none_or(|(nonce, _)| nonce == self.nonce()) || self.storage.has(id)
     }
 
-    /// The number at the beginning of the names of this store's shards.
+    /// The number with which the ids of this store's shards begin.
     pub fn nonce(&self) -> u64 {
         self.storage.nonce()
     }
 
-    /// Stores copies of these tensors, unclaimed, under names of their own: all of them or none.
+    /// Stores copies of these tensors, unclaimed, under new ids: all of them or none.
     ///
     /// # Errors
-    /// [`StoreError::Full`] where the limit was reached until time_limit ended, [`StoreError::TooLarge`],
+    /// [`StoreError::Full`] if the limit was reached until `time_limit` ended, [`StoreError::TooLarge`],
     /// [`StoreError::Memory`], and the errors of `time_limit`.
     pub fn put(
         &self,
@@ -129,8 +127,8 @@ impl ProcessStore {
     /// Stores a copy of a tensor, unclaimed, under this name.
     ///
     /// # Errors
-    /// [`StoreError::Exists`] for a name that is taken, [`StoreError::Invalid`] for one of those that stores give; as of
-    /// [`put`](ProcessStore::put).
+    /// [`StoreError::Exists`] if the name is taken, [`StoreError::Invalid`] if it has the form of ids that stores give;
+    /// and the errors of [`put`](ProcessStore::put).
     pub fn put_as(
         &self,
         id: &ShardId,
@@ -141,7 +139,7 @@ impl ProcessStore {
         copied.into_iter().try_for_each(|(tensor, charge)| self.storage.insert(id, tensor, charge))
     }
 
-    /// Copies of tensors, and the bytes that each is accounted with.
+    /// Copies tensors into slabs; returns each with the bytes that it counts for.
     fn copies(
         &self,
         sources: &[TensorToStore<'_>],
@@ -159,7 +157,7 @@ impl ProcessStore {
         let mut locations: Vec<Location> = sources.iter().map(|_| Location::Nowhere).collect();
         for ((mut space, index), is_filled) in spaces.into_iter().zip(full).zip(is_filled) {
             if !is_filled {
-                // SAFETY: the maker of the source promised it.
+                // SAFETY: whoever made the `TensorToStore` promised that its bytes can be read.
                 unsafe { space.copy_from(sources[index].start) };
             }
             locations[index] = Location::Here(space.into_range());
@@ -304,7 +302,7 @@ impl ProcessStore {
     /// The bytes of these shards, in order. The result keeps them alive.
     ///
     /// # Errors
-    /// [`StoreError::Missing`] with all that are not there, [`StoreError::Invalid`] for rows that a shard has not got.
+    /// [`StoreError::Missing`] with all missing shards, [`StoreError::Invalid`] for rows that a shard does not have.
     pub fn look_up(&self, wanted: &[ShardRows]) -> Result<Vec<OutgoingShard>, StoreError> {
         let ids: Vec<ShardId> = wanted.iter().map(|selection| selection.id.clone()).collect();
         let found = self.storage.get(&ids).map_err(|shards| StoreError::Missing { owner: None, shards })?;
@@ -317,8 +315,7 @@ impl ProcessStore {
         cut.collect()
     }
 
-    /// Removes these shards from the storage, and from this process's own buffer. Those that are not there, and
-    /// repetitions, count for nothing.
+    /// Removes these shards from the storage and from this process's fetch buffer. Missing and repeated ids do not count.
     pub fn remove(&self, ids: &[ShardId]) -> Removed {
         let (removed, stored) = self.storage.remove(ids);
         self.drop_thread.drop_later(stored, removed.num_tensors);
@@ -371,7 +368,7 @@ impl ProcessStore {
         self.step_stats(step).unwrap_or(StepStats { step, has_ended: true, ..StepStats::default() })
     }
 
-    /// The claimant is gone: its shards are unclaimed again, and entries that were fetched in its steps are dropped.
+    /// Unclaims the shards of a claimant, and drops the entries that were fetched in its steps.
     pub fn release_claimant(&self, claimant: Claimant) {
         let claiming = self.storage.state.lock().by_step.of_claimant(claimant);
         claiming.iter().for_each(|step| self.storage.unclaim_all(*step));

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
 
-/// Called now and then while a call waits or works; an error ends the call.
+/// Called regularly while a call waits or works; an error ends the call.
 pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), StoreError>;
 
-/// The longest time between two looks at whether to go on.
+/// The longest time between two checks for cancellation.
 const TURN: Duration = Duration::from_millis(50);
 
 /// A deadline, and a function that may cancel the call before.
@@ -18,7 +18,7 @@ pub struct TimeLimit<'a> {
 }
 
 impl<'a> TimeLimit<'a> {
-    /// Waits until `deadline`, as long as `go_on` says so.
+    /// A limit that ends at `deadline`, or earlier when `go_on` returns an error.
     pub fn new(deadline: Instant, go_on: GoOn<'a>) -> Self {
         TimeLimit { deadline, go_on, last_check: Instant::now() }
     }
@@ -38,7 +38,7 @@ impl<'a> TimeLimit<'a> {
         self.deadline.saturating_duration_since(Instant::now()).min(TURN)
     }
 
-    /// Asks whether to go on; says nothing of the deadline.
+    /// Calls the function that may cancel. Does not check the deadline.
     ///
     /// # Errors
     /// The error of the caller's function, such as [`StoreError::Interrupted`].

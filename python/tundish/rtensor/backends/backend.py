@@ -16,7 +16,7 @@ from torch import Tensor
 from tundish._native import RTensor, ShardStore
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.dense_tensors import tensors_over
-from tundish.rtensor.process import state
+from tundish.rtensor.process_state import state
 
 __all__ = ["Backend", "Removed", "set_backend"]
 
@@ -50,7 +50,7 @@ class Backend(ABC):
         """Stores a copy of one dense CPU tensor under a name."""
         return ShardStore.put_as(shard_id, tensor, self.address(), timeout)
 
-    def own(self, shard_id: str) -> RTensor:
+    def handle_of(self, shard_id: str) -> RTensor:
         """The handle of a shard that this process stores."""
         return ShardStore.handle_of(shard_id, self.address())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tundish.rtensor.backends.backend import Backend
-from tundish.rtensor.process import state
+from tundish.rtensor.process_state import state
 from tundish.rtensor.server import server_address
 
 __all__ = ["HttpBackend", "current_backend"]

@@ -88,7 +88,7 @@ class RayBackend(Backend):
 
         return self._store([tensor], put, timeout)[0]
 
-    def own(self, shard_id: str) -> RTensor:
+    def handle_of(self, shard_id: str) -> RTensor:
         self.release([shard_id])
         with self._lock:
             handle = self._stored.get(shard_id)

@@ -26,7 +26,7 @@ from tundish.rtensor.controller.drained import Drained
 from tundish.rtensor.controller.pending_requests import PendingRequests, WorkerRequest
 from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
 from tundish.rtensor.handles import RTensor, by_owner, handles_of
-from tundish.rtensor.process import next_step_number, state
+from tundish.rtensor.process_state import next_step_number, state
 from tundish.rtensor.server import server_address, trust_workers
 from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 from tundish.rtensor.steps.step import Step
@@ -165,7 +165,7 @@ class Controller:
             self._requests.keep_only(by_address.keys())
             if self._step is not None:
                 begin = HttpRequest("POST", f"/step/{self._step.number}/begin")
-                self._requests.send((one, begin) for one in self._with_server() if one.addr not in known)
+                self._requests.send((one, begin) for one in self._serving_workers() if one.addr not in known)
 
     def clear_batches(self, *targets: Any) -> Drained:
         """Drains all shards of the handles in `targets`: from every fetch buffer, then from their owners.
@@ -250,9 +250,9 @@ class Controller:
         owners = self._owners_of(handles)
         ids = shard_ids(handles)
         keep = HttpRequest("POST", "/keep", ids)
-        requests = [(worker, keep) for worker in self._with_server()]
+        requests = [(worker, keep) for worker in self._serving_workers()]
         requests += [
-            (self._at(owner), HttpRequest("POST", "/keep", own))
+            (self._worker_at(owner), HttpRequest("POST", "/keep", own))
             for owner, own in owners.items()
             if owner not in self._workers
         ]
@@ -271,7 +271,7 @@ class Controller:
         self._check_open()
         with self._closed_if_interrupted():
             return self._requests.send(
-                (worker, HttpRequest("GET", "/stats")) for worker in self._with_server()
+                (worker, HttpRequest("GET", "/stats")) for worker in self._serving_workers()
             )
 
     def close(self) -> None:
@@ -289,9 +289,9 @@ class Controller:
         self._step = None
         # In a child made by fork the connections are the parent's; at the interpreter's end they end with the process.
         if os.getpid() == self._process and not sys.is_finalizing():
-            self._give_up()
+            self._release_claims()
 
-    def _give_up(self) -> None:
+    def _release_claims(self) -> None:
         """Gives up the current step and its claims: a worker notices the end of its connection."""
         self._connections.close()
         ShardStore.release_claimant(self._claimant)
@@ -320,11 +320,11 @@ class Controller:
             if server is None or server.addr not in self._workers:
                 ShardStore.begin_step(number, self._claimant)
             begin = HttpRequest("POST", f"/step/{number}/begin")
-            answers = self._requests.send((worker, begin) for worker in self._with_server())
+            answers = self._requests.send((worker, begin) for worker in self._serving_workers())
             raise_failures(f"did not begin step {number}", answers)
             claims = self._claim(number, owners)
         except Exception:
-            self._give_up()
+            self._release_claims()
             raise
         kept_earlier = {one for answer in claims.values() for one in names_in(answer, "kept_shard_ids")}
         self._step = _OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
@@ -333,7 +333,7 @@ class Controller:
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
         """Claims shards; waits a moment for owners that have not noticed the end of an earlier controller."""
         requests = [
-            (self._at(owner), HttpRequest("POST", f"/step/{number}/claim", ids))
+            (self._worker_at(owner), HttpRequest("POST", f"/step/{number}/claim", ids))
             for owner, ids in owners.items()
         ]
         deadline = time.monotonic() + _NOTICE_SECONDS
@@ -363,24 +363,24 @@ class Controller:
         send = self._requests.send_until_done
         ShardStore.clear_buffer([*ids, *by_name])
         ShardStore.end_step(step.number)
-        ledgers = send(WorkerRequest(worker, end, ids) for worker in consumers)
-        ledgers |= send(WorkerRequest(self._at(owner), end, ids) for owner in ending)
-        answers = dict(ledgers)
+        counts = send(WorkerRequest(worker, end, ids) for worker in consumers)
+        counts |= send(WorkerRequest(self._worker_at(owner), end, ids) for owner in ending)
+        answers = dict(counts)
         if by_name:
             drop = HttpRequest("DELETE", "/buffer/clear", by_name)
-            answers |= send((WorkerRequest(one, drop, by_name) for one in self._with_server()), after=answers)
+            answers |= send((WorkerRequest(one, drop, by_name) for one in self._serving_workers()), after=answers)
         # Owners that did not hold all for the step: they unclaimed when the connection was lost, or to keep.
         unclaimed = [
             one
             for one in self._removals(ending)
-            if isinstance(ledgers[one.worker], Exception)
+            if isinstance(counts[one.worker], Exception)
             or self._was_lost(step, one.worker)
             or not step.kept_by_some.isdisjoint(one.shard_ids)
         ]
         answers |= send(unclaimed, after=answers)
-        for worker, ledger in ledgers.items():
-            if isinstance(ledger, dict):
-                warn_of_escaped(str(worker), step.number, ledger)
+        for worker, step_counts in counts.items():
+            if isinstance(step_counts, dict):
+                warn_of_escaped(str(worker), step.number, step_counts)
         self._entries_left(failures_of(answers), is_step_over=True)
         ended = set(ids)
         for handle in step.handles:
@@ -395,18 +395,18 @@ class Controller:
     def _entries_left(self, failed: Mapping[Worker, Any], *, is_step_over: bool) -> dict[Worker, int]:
         """Entries left in the fetch buffers, which are warned of, by worker."""
         request = HttpRequest("GET", "/buffer/stats")
-        answers = self._requests.send((one, request) for one in self._with_server() if one not in failed)
+        answers = self._requests.send((one, request) for one in self._serving_workers() if one not in failed)
         left = {
             worker: entries_left(str(worker), answer, is_step_over=is_step_over)
             for worker, answer in answers.items()
         }
         return {worker: entries for worker, entries in left.items() if entries}
 
-    def _with_server(self) -> list[Worker]:
+    def _serving_workers(self) -> list[Worker]:
         """The workers that are drained by requests, not by a function."""
         return [worker for worker in self._workers.values() if worker.drain is None]
 
-    def _at(self, addr: str) -> Worker:
+    def _worker_at(self, addr: str) -> Worker:
         """The worker at an address; an owner that is no worker gets the role "owner"."""
         return self._workers.get(addr) or Worker(addr, "owner")
 
@@ -418,6 +418,6 @@ class Controller:
 
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[WorkerRequest]:
         for owner, ids in owners.items():
-            worker = self._at(owner)
+            worker = self._worker_at(owner)
             if ids and worker.drain is None:
                 yield WorkerRequest(worker, HttpRequest("DELETE", "/data/clear", ids), ids)

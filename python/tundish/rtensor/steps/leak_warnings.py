@@ -14,15 +14,15 @@ __all__ = ["entries_left", "integer_in", "warn_of_escaped"]
 _log = logging.getLogger("tundish.rtensor")
 
 
-def warn_of_escaped(holder: str, number: int, ledger: dict[str, Any]) -> None:
+def warn_of_escaped(holder: str, number: int, step_counts: dict[str, Any]) -> None:
     """Warns if tensors that were handed out in a step are still in use after its end.
 
     Args:
         holder: the process, for the message.
         number: the step.
-        ledger: the account of the step, as `/step/<number>/end` answers it.
+        step_counts: the counts of the step, as `/step/<number>/end` answers it.
     """
-    escaped = integer_in(ledger, "escaped_bytes")
+    escaped = integer_in(step_counts, "escaped_bytes")
     if escaped:
         _log.warning(
             "%s: %d bytes of step %d escaped: tensors that were handed out in the step are still in use",

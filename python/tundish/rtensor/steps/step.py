@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError
 from tundish.rtensor.handles import by_owner, handles_of
-from tundish.rtensor.process import State, next_step_number, state
+from tundish.rtensor.process_state import ProcessState, next_step_number, state
 from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 
 __all__ = ["Step", "drop_fetched", "keep", "step"]
@@ -100,13 +100,13 @@ def drop_fetched(claims: list[str]) -> None:
     _end(number, mine)
 
 
-def _next_number(mine: State) -> int:
+def _next_number(mine: ProcessState) -> int:
     # A step whose end was interrupted may be open still.
     ShardStore.release_claimant(mine.claimant)
     return next_step_number()
 
 
-def _claim(number: int, mine: State, ids: list[str]) -> None:
+def _claim(number: int, mine: ProcessState, ids: list[str]) -> None:
     _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
     if missing or taken:
         names = ", ".join([*missing, *taken][:_SHOWN_NAMES])
@@ -116,7 +116,7 @@ def _claim(number: int, mine: State, ids: list[str]) -> None:
         )
 
 
-def _end(number: int, mine: State) -> None:
+def _end(number: int, mine: ProcessState) -> None:
     warn_of_escaped(_HERE, number, json.loads(ShardStore.end_step(number)))
     left = json.loads(ShardStore.stats())["buffer"]
     if not left["kept_entries"]:

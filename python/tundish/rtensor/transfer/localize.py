@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_names, check_seconds
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids, check_seconds
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.handles import replace_handles
-from tundish.rtensor.steps.no_step_warning import no_step_warning
+from tundish.rtensor.steps.no_step_warning import warn_if_no_step_began
 from tundish.rtensor.transfer.output_buffers import output_buffers
 from tundish.tree import find_all
 
@@ -49,7 +49,7 @@ def localize(
         return obj
     unique = list(dict.fromkeys(handles))
     tensors = dict(zip(unique, current_backend().fetch(unique, timeout), strict=True))
-    no_step_warning.after_fetch()
+    warn_if_no_step_began()
     if buffers is None:
         return replace_handles(tensors.__getitem__, obj)
     for handle, buffer in zip(handles, buffers, strict=True):
@@ -68,7 +68,7 @@ def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
         The number of entries that were dropped.
     """
     if shard_ids is not None:
-        check_names(shard_ids, "clear_fetch_buffer")
+        check_shard_ids(shard_ids, "clear_fetch_buffer")
     return ShardStore.clear_buffer(shard_ids)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tundish._native import WorkerClient
 from tundish.errors import InvalidInputError, NotAuthorizedError, TimedOutError, TransferError
-from tundish.rtensor.process import Trust, state
+from tundish.rtensor.process_state import Trust, state
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["HttpRequest", "NoAnswerError", "WorkerConnections"]

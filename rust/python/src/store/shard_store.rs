@@ -217,12 +217,6 @@ impl ShardStore {
         Ok(kept.shards + kept.entries)
     }
 
-    /// The step that fetches belong to.
-    #[staticmethod]
-    fn current_step() -> Option<u64> {
-        ProcessStore::of_process().current_step()
-    }
-
     /// All counts, in JSON.
     #[staticmethod]
     fn stats(py: Python<'_>) -> PyResult<String> {

@@ -1,6 +1,7 @@
 //! A fair lock: a thread with much to do works in turns, and threads that wait get the lock between two of them.
 //!
-//! Draining a million shards must not stall a fetch. With a plain mutex the draining thread mostly gets the lock back.
+//! Draining a million shards must not stall a fetch. With a plain mutex, the draining thread mostly gets the lock back
+//! before any other thread.
 //!
 //! Invariant: no thread works on more than [`TURN`] entries with the lock held.
 
@@ -46,9 +47,9 @@ impl<T> FairLock<T> {
         results
     }
 
-    /// Lets waiting threads go first, within reason.
+    /// Yields until no thread waits for the lock, at most `PATIENCE` times.
     fn pass(&self) {
-        /// They may be many, and come back.
+        /// There may be many waiting threads, and they may come back.
         const PATIENCE: usize = 1000;
 
         for _ in 0..PATIENCE {

@@ -36,7 +36,7 @@ pub(crate) struct Storage<P> {
 }
 
 impl<P: Clone> Storage<P> {
-    /// One that names its shards by `nonce`.
+    /// A storage whose shard ids begin with `nonce`.
     pub(crate) fn new(nonce: u64) -> Self {
         Storage { state: FairLock::new(State { by_step: EntriesByStep::new(), next_counter: 0 }), nonce }
     }
@@ -45,7 +45,7 @@ impl<P: Clone> Storage<P> {
         self.nonce
     }
 
-    /// Stores under names of their own, unclaimed.
+    /// Stores payloads, unclaimed, under new ids.
     pub(crate) fn put(&self, payloads: Vec<(P, u64)>) -> Vec<ShardId> {
         let since = Instant::now();
         let turns = self.state.in_turns(&payloads, |state, some| {
@@ -62,16 +62,16 @@ impl<P: Clone> Storage<P> {
         turns.concat()
     }
 
-    /// Stores under a name that was given.
+    /// Stores a payload, unclaimed, under this id.
     ///
     /// # Errors
-    /// [`StoreError::Exists`] where there is one of this name, [`StoreError::Invalid`] for one of those that this
-    /// storage gives itself.
+    /// [`StoreError::Exists`] if the id is taken, [`StoreError::Invalid`] if it has the form of ids that this storage
+    /// gives itself.
     pub(crate) fn insert(&self, id: &ShardId, payload: P, bytes: u64) -> Result<(), StoreError> {
         let mut state = self.state.lock();
         if id.as_numbered().is_some_and(|(nonce, _)| nonce == self.nonce) {
             return Err(StoreError::Invalid(format!(
-                "shard {id} cannot be named so: names that begin so are given here"
+                "shard {id} cannot have this name: names that begin like it are given by the library"
             )));
         }
         if state.find(id).is_some() {
@@ -107,7 +107,7 @@ impl<P: Clone> Storage<P> {
         self.state.lock().find(id).is_some()
     }
 
-    /// Whether this storage gave this name.
+    /// Whether this storage gave this id.
     fn was_here(&self, state: &State<P>, id: &ShardId) -> bool {
         id.as_numbered().is_some_and(|(nonce, counter)| nonce == self.nonce && counter < state.next_counter)
     }
@@ -184,7 +184,7 @@ impl<P> State<P> {
         self.by_step.iter().find_map(|(_, step_entries)| step_entries.entries.get(id))
     }
 
-    /// Among the unclaimed; there is none of this name.
+    /// Adds a shard to the unclaimed ones. Its id is not taken.
     fn insert(&mut self, id: &ShardId, stored: StoredShard<P>) {
         let unclaimed = self.by_step.unclaimed();
         unclaimed.step_counts.add(stored.bytes);

@@ -20,10 +20,10 @@ use crate::shard_id::{Rows, ShardId};
 use crate::time_limit::TimeLimit;
 use crate::transport::{Transport, Wanted};
 
-/// Owners that are asked at the same time.
+/// The most owners that are asked at the same time.
 const MOST_AT_ONCE: usize = 64;
 
-/// Between two looks of the calling thread at whether to go on, while others work.
+/// How often the calling thread checks for cancellation while other threads work.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
 
 impl ProcessStore {
@@ -125,7 +125,7 @@ fn key(wanted: &Wanted) -> ShardKey {
     ShardKey { id: wanted.id.clone(), owner: Arc::clone(&wanted.owner), rows: wanted.rows.clone() }
 }
 
-/// The wanted rows of a tensor that has `rows` of the shard, if they have the declared type and shape.
+/// The wanted rows out of a tensor with `rows` of the shard; an error if they differ from the declaration.
 fn select_rows(wanted: &Wanted, tensor: Tensor, rows: Option<Rows>) -> Result<Tensor, StoreError> {
     let cut = if wanted.rows == rows {
         tensor

@@ -85,7 +85,7 @@ impl ShardHeader {
     pub fn read(bytes: &[u8]) -> Result<Option<(Self, usize)>, StoreError> {
         let begun = bytes.len().min(MAGIC.len());
         if bytes[..begun] != MAGIC[..begun] {
-            return Err(StoreError::Invalid("it does not begin as a shard does".to_owned()));
+            return Err(StoreError::Invalid("it does not begin like a shard".to_owned()));
         }
         let mut rest = ByteReader(&bytes[begun..]);
         let Some([version, dtype, dimensions, form]) = rest.take() else { return Ok(None) };

@@ -12,7 +12,7 @@ use tundish_shm::{SegmentAddress, ShmError};
 use crate::error::StoreError;
 use crate::transport::SegmentRange;
 
-/// Entries from which on those that lead to nothing are looked for when one is added.
+/// From so many entries on, dead ones are removed before one is added.
 const CROWDED: usize = 64;
 
 /// The position of a tensor in another process's segment.
@@ -24,8 +24,7 @@ pub(crate) struct AttachedRange {
 }
 
 impl AttachedRange {
-    /// The bytes. What its owner wrote to them before it lent them is there; that it does not write to them now is a
-    /// promise between processes that trust each other.
+    /// The bytes. The owner wrote them before it sent the reference, and promises not to write to them again.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: within the data, as was checked when this was made; mapped as long as the segment is attached.
         unsafe { std::slice::from_raw_parts(self.segment.data().add(self.offset as usize), self.len as usize) }

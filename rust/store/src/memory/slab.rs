@@ -58,7 +58,7 @@ impl Slab {
         self.segment().private(bytes)
     }
 
-    /// Gives out `len` bytes; `None` where so many are not left.
+    /// Gives out `len` bytes; `None` if fewer are left.
     fn give_out(&self, len: u64) -> Option<u64> {
         let capacity = self.segment().capacity() as u64;
         let fits = |taken: u64| Some(taken + len).filter(|end| *end <= capacity);
@@ -122,7 +122,7 @@ impl Allocation {
 pub(crate) type Prepare<'a> =
     &'a mut dyn FnMut(&mut Segment, &[(usize, u64)], u64, Option<&mut TimeLimit<'_>>) -> Result<(), StoreError>;
 
-/// Tensors that get a slab of their own, or that share the open one.
+/// Tensors that share a slab, with their offsets.
 struct Group {
     members: Vec<(usize, u64)>,
     space: u64,
@@ -144,8 +144,8 @@ pub(crate) fn padded(size: u64) -> u64 {
     size.next_multiple_of(ALIGNMENT)
 }
 
-/// Spaces of these sizes, none of them 0, all or none: the large ones in slabs of their own, several of the others in
-/// one, the rest in the slab that is open.
+/// Allocates spaces of these sizes, none of them 0: all or none. Large ones get slabs of their own, smaller ones share
+/// slabs, and the rest goes to the open slab.
 ///
 /// # Errors
 /// As of [`SlabPool::reserve`], and [`StoreError::Memory`].
@@ -206,7 +206,7 @@ pub(crate) fn allocate(
     Ok(spaces.into_iter().map(|space| space.expect("each is in a group")).collect())
 }
 
-/// A slab that is filled by these alone.
+/// A slab for the tensors of one group.
 fn own_slab(
     reservation: &mut Reservation,
     group: &Group,

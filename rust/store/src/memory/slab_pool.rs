@@ -52,7 +52,7 @@ struct State {
     least_idle: Option<u64>,
 }
 
-/// Bytes that were set aside, and are again for all when this is dropped.
+/// Bytes that were set aside. They are released when this is dropped.
 pub(crate) struct Reservation {
     pool: Arc<SlabPool>,
     bytes: u64,
@@ -61,7 +61,7 @@ pub(crate) struct Reservation {
 impl SlabPool {
     pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
         let state = State { limit, used: 0, high_water: 0, least_idle: None };
-        // How much it keeps is the pool's to say.
+        // The pool limits the idle memory, not the arena.
         let arena = Arena::new(ArenaUse::Slabs, usize::MAX);
         Arc::new(SlabPool {
             name,
@@ -98,7 +98,7 @@ impl SlabPool {
             let (mut state, mut escaped) = self.lock_with_escaped();
             if escaped > 0 && state.used + escaped + bytes > state.limit {
                 drop(state);
-                // A look at whose views have ended.
+                // Counts anew which views have ended.
                 self.arena.stats();
                 (state, escaped) = self.lock_with_escaped();
             }
@@ -126,8 +126,8 @@ impl SlabPool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// And the bytes that have escaped. What is given back just now counts as used or as escaped, if not as both: only
-    /// then, as it escapes first.
+    /// The state and the escaped bytes. A slab that is being given back counts as used, as escaped, or as both, never
+    /// as neither: it escapes before it is released.
     fn lock_with_escaped(&self) -> (MutexGuard<'_, State>, u64) {
         let state = self.lock();
         let escaped = self.arena.last_stats().escaped as u64;

@@ -46,7 +46,7 @@ const READ_AHEAD: usize = 64;
 /// Bytes that are received at once while the length of the response is unknown.
 const READ_AT_ONCE: usize = 8 << 10;
 
-/// Answers before the answer, which only say that it follows.
+/// The most interim answers (status 1xx) before the final one.
 const MOST_INTERIM: usize = 16;
 
 /// The failure of a connection.
@@ -88,9 +88,9 @@ impl Connection {
         tls: Option<&ClientTls>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Self, ConnectionFailure> {
-        let mut last = ConnectionFailure::Broken("its name has no address".to_owned());
+        let mut last = ConnectionFailure::Broken("its host name has no address".to_owned());
         for address in addresses {
-            // What asks first may have been lost on the way.
+            // The first request to connect may have been lost on the way.
             for _ in 0..2 {
                 match open_socket(address, time_limit) {
                     Ok(Some(socket)) => {
@@ -112,7 +112,7 @@ impl Connection {
         Err(last)
     }
 
-    /// Whether it can be used: the other side keeps it open and has said nothing.
+    /// Whether it can be used for a request: the other side keeps it open and has sent nothing.
     pub(super) fn is_idle(&self) -> bool {
         if !self.is_own() {
             return false;
@@ -122,7 +122,7 @@ impl Connection {
         matches!(seen, Err(Errno::AGAIN))
     }
 
-    /// Whether it is this process's, and not of the one that it was forked from.
+    /// Whether this process opened it, and not the one that it was forked from.
     pub(super) fn is_own(&self) -> bool {
         self.stream.socket().is_own()
     }
@@ -136,7 +136,7 @@ impl Connection {
         IoSlice::advance_slices(&mut parts, 0);
         while !parts.is_empty() {
             match self.stream.write_vectored(parts) {
-                Ok(0) => return Err(ConnectionFailure::Broken("it takes nothing any more".to_owned())),
+                Ok(0) => return Err(ConnectionFailure::Broken("it accepts no more bytes".to_owned())),
                 Ok(sent) => {
                     IoSlice::advance_slices(&mut parts, sent);
                     if !parts.is_empty() {
@@ -149,7 +149,7 @@ impl Connection {
         Ok(())
     }
 
-    /// The head of the answer. Answers that only say that another follows are passed over.
+    /// The head of the answer. Interim answers are skipped.
     pub(super) fn head(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<ResponseHead, ConnectionFailure> {
         for _ in 0..=MOST_INTERIM {
             let head = self.parse(time_limit, |bytes| ResponseHead::parse(bytes).map_err(ConnectionFailure::Broken))?;
@@ -158,7 +158,7 @@ impl Connection {
                 return Ok(head);
             }
         }
-        Err(ConnectionFailure::Broken("it announces an answer again and again, and gives none".to_owned()))
+        Err(ConnectionFailure::Broken("it announces an answer again and again, and sends none".to_owned()))
     }
 
     /// The result of `parse` on the next bytes. `parse` also returns the number of bytes that it took.
@@ -196,7 +196,7 @@ impl Connection {
         }
     }
 
-    /// Fills `target` with the next bytes, and returns their checksum. Of the answer `rest` bytes follow them.
+    /// Fills `target` with the next bytes of the answer, and returns their checksum. `rest` bytes follow them.
     pub(super) fn fill(
         &mut self,
         target: &mut [u8],
@@ -211,7 +211,7 @@ impl Connection {
         checksum.update(&target[..filled]);
         let ahead = READ_AHEAD.min(usize::try_from(rest).unwrap_or(READ_AHEAD));
         while filled < target.len() {
-            // Everything that had come was taken, or this would be full.
+            // The inbox is empty here, or `target` would be full.
             self.inbox.resize(ahead, 0);
             self.taken = ahead;
             let end = target.len().min(filled + STRIDE);
@@ -269,13 +269,13 @@ impl Connection {
 }
 
 fn ended() -> ConnectionFailure {
-    ConnectionFailure::Broken("it closed the connection in mid-answer".to_owned())
+    ConnectionFailure::Broken("it closed the connection in the middle of an answer".to_owned())
 }
 
 pub(super) fn check_time_limit(time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
     time_limit.check_cancelled()?;
     if time_limit.is_over() {
-        // What for, the caller knows.
+        // The caller adds the description.
         return Err(StoreError::TimedOut { what: String::new() }.into());
     }
     Ok(())

@@ -12,7 +12,7 @@ use tundish_shm::ShmError;
 
 use super::Client;
 use super::connection::{Connection, ConnectionFailure};
-use super::request::{HttpRequest, read_small};
+use super::request::HttpRequest;
 use super::response_head::ResponseHead;
 use crate::error::{MissingShard, StoreError};
 use crate::fetch::FetchReceiver;
@@ -26,6 +26,12 @@ use crate::transport::Transport;
 
 /// Tries of a request that fails each time.
 const MOST_FAILURES: u32 = 3;
+
+/// Bytes of an error answer that are read, beside the ids that it repeats.
+const MOST_READ: u64 = 1 << 20;
+
+/// An error answer may repeat the ids of a request twice: as missing and as removed.
+const MOST_REPEATED: u64 = 2;
 
 /// Before the next try.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -115,14 +121,18 @@ impl Client {
     ) -> Result<(), FetchFailure> {
         let end = batch.wanted.len().min(batch.done + json::MOST_IDS);
         let body = json::batch_body(&batch.wanted[batch.done..end]);
-        let parts = [&body[..]];
         let node = if reads_memory { this_node() } else { None };
-        let request = HttpRequest { accepts: MediaType::Shards, node, ..HttpRequest::new("POST", "/data/batch", &parts) };
+        let request = HttpRequest { accepts: MediaType::Shards, node, ..HttpRequest::new("POST", "/data/batch", &body) };
         request.send(connection, batch.owner, self.trusted(batch.owner).token.as_ref(), time_limit)?;
         let head = connection.head(time_limit)?;
         if head.status != 200 {
-            let body = read_small(connection, &head, &request, batch.owner, time_limit)?;
-            return Err(self.refusal(batch.owner, head.status, &body).into());
+            let length = head.content_length;
+            if length > MOST_READ + MOST_REPEATED * body.len() as u64 {
+                let reason = format!("its answer of {length} bytes is too long to be read");
+                return Err(StoreError::Refused { owner: Arc::clone(batch.owner), status: head.status, reason }.into());
+            }
+            let answer = connection.collect(length, time_limit)?;
+            return Err(self.refusal(batch.owner, head.status, &answer).into());
         }
         batch.receive(connection, &head, end, node.is_some(), time_limit)
     }

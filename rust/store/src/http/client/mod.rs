@@ -64,17 +64,17 @@ impl Client {
         Client { reads_memory: true, ..Client::default() }
     }
 
-    /// A client that receives from all.
+    /// A client that receives the bytes over sockets from all owners.
     pub fn of_sockets() -> Self {
         Client::default()
     }
 
-    /// That of this process; a child made by `fork` has one of its own.
+    /// The client of this process. A child made by `fork` has its own.
     pub fn of_process() -> &'static Client {
         OF_PROCESS.get()
     }
 
-    /// From here on `owner`, at exactly this address, is sent the token, and spoken to over TLS.
+    /// From now on sends the token to `owner`, at exactly this address, and uses TLS if certificates are given.
     pub fn trust(&self, owner: &str, trust: Trust) {
         self.trusted.lock().unwrap_or_else(PoisonError::into_inner).insert(owner.into(), trust);
         // Connections that are kept may be of another kind.
@@ -85,7 +85,7 @@ impl Client {
         self.trusted.lock().unwrap_or_else(PoisonError::into_inner).get(owner).cloned().unwrap_or_default()
     }
 
-    /// A connection that waits, or a new one.
+    /// An idle connection, or a new one.
     fn take_or_open(&self, owner: &Arc<str>, time_limit: &mut TimeLimit<'_>) -> Result<Connection, ConnectionFailure> {
         if let Some(connection) = self.idle_connections.take(owner) {
             return Ok(connection);
@@ -141,7 +141,7 @@ impl ConnectionFailure {
     }
 }
 
-/// The addresses of an owner. Another thread looks a name up, since that cannot be cancelled.
+/// The addresses of an owner. A host name is looked up on another thread, since a look-up cannot be cancelled.
 fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr>, ConnectionFailure> {
     if let Ok(address) = owner.parse::<SocketAddr>() {
         return Ok(vec![address]);

@@ -73,8 +73,7 @@ impl WorkerClient {
         if !path.starts_with('/') || !path.bytes().all(|byte| byte.is_ascii_graphic()) {
             return Err(StoreError::Invalid(format!("{path:?} is no path: it begins with '/' and has no spaces")));
         }
-        let parts = [body];
-        let request = HttpRequest::new(method, path, if body.is_empty() { &[] } else { &parts });
+        let request = HttpRequest::new(method, path, body);
         let deadline = time_limit.deadline();
         let mut go_on = || {
             if self.is_closed.load(Ordering::Relaxed) {

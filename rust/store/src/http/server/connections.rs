@@ -104,7 +104,7 @@ impl Connections {
         }
     }
 
-    /// Closes the connection that is missed least, if there is one.
+    /// Closes the idle or stalled connection whose loss matters least, if there is any.
     pub(super) fn close_one(&self) {
         let state = self.lock();
         let missed = |connection: &&Arc<Connection>| {
@@ -145,17 +145,17 @@ impl Connection {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What it waits for from here on.
+    /// Sets what it waits for from now on.
     pub(super) fn set(&self, waits: WaitsFor) {
         self.lock().set(waits);
     }
 
-    /// From here on the connection holds claims.
+    /// From now on the connection holds claims.
     pub(super) fn hold_claims(&self) {
         self.lock().holds_claims = true;
     }
 
-    /// So many bytes were sent or received.
+    /// Notes bytes that were sent or received.
     pub(super) fn add_progress(&self, bytes: usize) {
         let mut progress = self.lock();
         progress.moved += bytes;
@@ -164,12 +164,12 @@ impl Connection {
         }
     }
 
-    /// The whole response was handed over for sending.
+    /// Notes that the whole response was handed over for sending.
     pub(super) fn note_answered(&self) {
         self.lock().is_answered = true;
     }
 
-    /// Everything that was handed over is sent.
+    /// Notes that everything that was handed over is sent.
     pub(super) fn note_flushed(&self) {
         let mut progress = self.lock();
         if std::mem::take(&mut progress.is_answered) {

@@ -74,8 +74,7 @@ impl Session {
             Some(token) => {
                 let said = head.headers.get(AUTHORIZATION).map(|value| value.as_bytes());
                 token.matches(said).then_some(()).ok_or_else(|| {
-                    let reason = "this server wants its token, as `Authorization: Bearer …`; tell the client whom to \
-                                  trust with it";
+                    let reason = "this server requires its token, as `Authorization: Bearer …`: call trust() in the client";
                     Refusal::new(401, reason)
                 })
             }

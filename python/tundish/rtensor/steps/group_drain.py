@@ -14,7 +14,7 @@ from tundish._native import ShardStore
 from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError
 from tundish.rtensor.handles import by_owner, handles_of
-from tundish.rtensor.process import State, state
+from tundish.rtensor.process_state import ProcessState, state
 from tundish.rtensor.steps.step import drop_fetched
 from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker
@@ -61,7 +61,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
     voter.vote(problem, what="remove what was claimed")
 
 
-def _drop_kept(voter: Voter, mine: State, claims: set[str]) -> None:
+def _drop_kept(voter: Voter, mine: ProcessState, claims: set[str]) -> None:
     """Collective: drops what was kept of shards that any rank claims."""
     # Claims may be many, and few of them are of kept shards: only these are exchanged.
     kept = _union(voter, mine.kept, "exchange what was kept")

@@ -1,4 +1,4 @@
-"""The state of rtensor in one process: its server, its backend, its step, and whom it trusts.
+"""The state of rtensor in one process: its server, its backend, its step, and its trust in servers.
 
 Invariants:
     A child made by `fork` starts with a new state: it serves nothing, is in no step, and has no tokens.
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["State", "Trust", "next_step_number", "state"]
+__all__ = ["ProcessState", "Trust", "next_step_number", "state"]
 
 
 class Trust(NamedTuple):
@@ -29,7 +29,7 @@ class Trust(NamedTuple):
 
 
 @dataclass
-class State:
+class ProcessState:
     """The state of one process.
 
     Attributes:
@@ -40,6 +40,7 @@ class State:
         in_step: whether a step of this process alone is under way.
         kept: ids of other processes' shards that this process keeps beyond the end of a step.
         trusted: the token to send and the certificates to trust, by address.
+        step_check_due: when to check whether any step ever began (`time.monotonic`); None before the first fetch.
     """
 
     pid: int = field(default_factory=os.getpid)
@@ -52,16 +53,17 @@ class State:
     in_step: bool = False
     kept: set[str] = field(default_factory=set)
     trusted: dict[str, Trust] = field(default_factory=dict)
+    step_check_due: float | None = None
 
 
-_state = State()
+_state = ProcessState()
 
 
-def state() -> State:
+def state() -> ProcessState:
     """The state of this process."""
     global _state
     if _state.pid != os.getpid():
-        _state = State()
+        _state = ProcessState()
     return _state
 
 
