@@ -44,7 +44,7 @@ MUTANTS = [
         "a delete that does nothing",
         "rust/store/src/entries/storage.rs",
         "taken.extend(some.iter().filter_map(|id| state.remove(id)));",
-        "taken.extend(some.iter().filter_map(|_| None::<Stored<P>>));",
+        "taken.extend(some.iter().filter_map(|_| None::<StoredShard<P>>));",
     ),
     Mutant(
         "a clear_node that forgets what was fetched",
@@ -55,9 +55,9 @@ MUTANTS = [
     Mutant(
         "a missing lock",
         "rust/store/src/entries/storage.rs",
-        "        state.insert(id, Stored { payload, bytes, since:",
+        "        state.insert(id, StoredShard { payload, bytes, since:",
         "        drop(state);\n        let mut state = self.state.lock();\n"
-        "        state.insert(id, Stored { payload, bytes, since:",
+        "        state.insert(id, StoredShard { payload, bytes, since:",
     ),
     Mutant(
         "a wrong count",
@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "a late insert",
         "rust/store/src/entries/fetch_buffer.rs",
-        "let Some(part) = state.parts.with_token_mut(flight.token).filter(|_| is_wanted) else {",
-        "let Some(part) = Some(state.parts.unclaimed()).filter(|_| is_wanted || flight.step.is_some()) else {",
+        "let Some(step_entries) = state.by_step.with_token_mut(in_flight.token).filter(|_| is_wanted) else {",
+        "let Some(step_entries) = Some(state.by_step.unclaimed()).filter(|_| is_wanted || in_flight.step.is_some()) else {",
     ),
     Mutant(
         "no retry of a request",

@@ -77,7 +77,7 @@ impl ProcessStore {
         transport: &dyn Transport,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
-        let mut batches: HashMap<&str, FetchReceiver<'_>> = HashMap::new();
+        let mut receivers: HashMap<&str, FetchReceiver<'_>> = HashMap::new();
         let mut own: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         for some in open.chunks(TURN) {
@@ -88,14 +88,14 @@ impl ProcessStore {
                     BufferLookup::Hit(tensor, rows) => found[*index] = Some(select_rows(wanted, tensor, rows)?),
                     BufferLookup::Pending(in_flight) => others.push((*index, in_flight)),
                     BufferLookup::Miss(in_flight) => {
-                        let batch = batches.entry(&wanted.owner).or_insert_with(|| FetchReceiver::new(self));
-                        batch.pieces.push(RequestedShard::new(wanted, Arc::clone(&in_flight)));
+                        let receiver = receivers.entry(&wanted.owner).or_insert_with(|| FetchReceiver::new(self));
+                        receiver.shards.push(RequestedShard::new(wanted, Arc::clone(&in_flight)));
                         own.push((*index, in_flight));
                     }
                 }
             }
         }
-        send_all(batches.into_values().collect(), transport, time_limit)?;
+        send_all(receivers.into_values().collect(), transport, time_limit)?;
         for (index, in_flight) in own.into_iter().chain(others) {
             if let Some((tensor, rows)) = wait(&in_flight, time_limit)? {
                 found[index] = Some(select_rows(each[index], tensor, rows)?);

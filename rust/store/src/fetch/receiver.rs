@@ -22,7 +22,7 @@ pub struct FetchReceiver<'a> {
     buffer: &'a FetchBuffer<Tensor>,
     pool: &'a Arc<SlabPool>,
     attached_segments: &'a AttachedSegments,
-    pub(super) pieces: Vec<RequestedShard<'a>>,
+    pub(super) shards: Vec<RequestedShard<'a>>,
 }
 
 /// One shard of such a request.
@@ -42,16 +42,16 @@ impl<'a> RequestedShard<'a> {
 impl<'a> FetchReceiver<'a> {
     pub(super) fn new(store: &'a ProcessStore) -> Self {
         let ProcessStore { buffer, buffer_pool: pool, attached_segments, .. } = store;
-        FetchReceiver { buffer, pool, attached_segments, pieces: Vec::new() }
+        FetchReceiver { buffer, pool, attached_segments, shards: Vec::new() }
     }
 
     /// Sends the request.
     pub(super) fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        let selections: Vec<_> = self.pieces.iter().map(|piece| piece.wanted.selection()).collect();
-        let first = self.pieces[0].wanted;
+        let selections: Vec<_> = self.shards.iter().map(|shard| shard.wanted.selection()).collect();
+        let first = self.shards[0].wanted;
         let sent = transport.fetch(&first.owner, &selections, self, time_limit);
         let done = sent.and_then(|()| {
-            if self.pieces.iter().all(|piece| piece.is_over) {
+            if self.shards.iter().all(|shard| shard.is_over) {
                 return Ok(());
             }
             let reason = "the answer ended before all that was asked for had come".to_owned();
@@ -63,46 +63,46 @@ impl<'a> FetchReceiver<'a> {
         done
     }
 
-    /// Fails all pieces that have not arrived.
+    /// Fails all shards that have not arrived.
     fn fail(&mut self, error: &StoreError) {
-        for piece in &mut self.pieces {
-            if !std::mem::replace(&mut piece.is_over, true) {
-                self.buffer.fail(&piece.in_flight, outcome_for(error, piece.wanted));
+        for shard in &mut self.shards {
+            if !std::mem::replace(&mut shard.is_over, true) {
+                self.buffer.fail(&shard.in_flight, outcome_for(error, shard.wanted));
             }
         }
     }
 
-    fn piece(&mut self, index: usize, meta: &TensorMeta) -> Result<(), StoreError> {
-        let piece =
-            self.pieces.get(index).ok_or_else(|| StoreError::Invalid(format!("nothing was wanted at {index}")))?;
-        if piece.is_over {
-            return Err(StoreError::Invalid(format!("shard {} has come already", piece.wanted.id)));
+    fn check_expected(&mut self, index: usize, meta: &TensorMeta) -> Result<(), StoreError> {
+        let shard =
+            self.shards.get(index).ok_or_else(|| StoreError::Invalid(format!("nothing was wanted at {index}")))?;
+        if shard.is_over {
+            return Err(StoreError::Invalid(format!("shard {} has come already", shard.wanted.id)));
         }
-        check(piece.wanted, meta)
+        check(shard.wanted, meta)
     }
 
     /// Spaces for all that is still to come: all or none, so that two batches do not wait for each other's halves.
     fn make_spaces(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
         let missing =
-            |piece: &&mut RequestedShard<'_>| !piece.is_over && piece.space.is_none() && piece.wanted.meta.nbytes() > 0;
-        let mut pieces: Vec<_> = self.pieces.iter_mut().filter(missing).collect();
-        let sizes: Vec<_> = pieces.iter().map(|piece| piece.wanted.meta.nbytes()).collect();
+            |shard: &&mut RequestedShard<'_>| !shard.is_over && shard.space.is_none() && shard.wanted.meta.nbytes() > 0;
+        let mut shards: Vec<_> = self.shards.iter_mut().filter(missing).collect();
+        let sizes: Vec<_> = shards.iter().map(|shard| shard.wanted.meta.nbytes()).collect();
         let made = allocate(self.pool, &sizes, Some(time_limit), &mut |segment, _, space, _| {
             segment.populate(space as usize);
             Ok(())
         })?;
-        for (piece, space) in pieces.iter_mut().zip(made) {
-            piece.space = Some(space);
+        for (shard, space) in shards.iter_mut().zip(made) {
+            shard.space = Some(space);
         }
         Ok(())
     }
 
     fn insert(&mut self, index: usize, location: Location) -> Result<(), StoreError> {
-        let piece = &mut self.pieces[index];
-        piece.is_over = true;
-        let tensor = Tensor::fetched(piece.wanted.meta.clone(), location);
+        let shard = &mut self.shards[index];
+        shard.is_over = true;
+        let tensor = Tensor::fetched(shard.wanted.meta.clone(), location);
         let charge = tensor.charge();
-        self.buffer.insert(&piece.in_flight, tensor, charge)
+        self.buffer.insert(&shard.in_flight, tensor, charge)
     }
 
     /// The space for the bytes of the entry at `index`, which are a `meta` by the owner's declaration.
@@ -116,14 +116,14 @@ impl<'a> FetchReceiver<'a> {
         meta: &TensorMeta,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<&mut [u8], StoreError> {
-        self.piece(index, meta)?;
+        self.check_expected(index, meta)?;
         if meta.nbytes() == 0 {
             return Ok(&mut []);
         }
-        if self.pieces[index].space.is_none() {
+        if self.shards[index].space.is_none() {
             self.make_spaces(time_limit)?;
         }
-        Ok(self.pieces[index].space.as_mut().expect("just made").bytes())
+        Ok(self.shards[index].space.as_mut().expect("just made").bytes())
     }
 
     /// The space at `index` is filled, and its checksum is right.
@@ -131,11 +131,11 @@ impl<'a> FetchReceiver<'a> {
     /// # Errors
     /// [`StoreError::StepEnded`] and [`StoreError::Drained`] if it was drained meanwhile.
     pub fn complete(&mut self, index: usize) -> Result<(), StoreError> {
-        let piece = self.pieces.get_mut(index).filter(|piece| !piece.is_over);
-        let piece = piece.ok_or_else(|| StoreError::Invalid(format!("nothing is to come at {index}")))?;
-        let location = match piece.space.take() {
+        let shard = self.shards.get_mut(index).filter(|shard| !shard.is_over);
+        let shard = shard.ok_or_else(|| StoreError::Invalid(format!("nothing is to come at {index}")))?;
+        let location = match shard.space.take() {
             Some(space) => Location::Here(space.into_range()),
-            None if piece.wanted.meta.nbytes() == 0 => Location::Nowhere,
+            None if shard.wanted.meta.nbytes() == 0 => Location::Nowhere,
             None => return Err(StoreError::Invalid(format!("nothing was announced at {index}"))),
         };
         self.insert(index, location)
@@ -147,8 +147,8 @@ impl<'a> FetchReceiver<'a> {
     /// As `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport then asks for
     /// the bytes.
     pub fn attach(&mut self, index: usize, meta: &TensorMeta, reference: &SegmentRange) -> Result<(), StoreError> {
-        self.piece(index, meta)?;
-        let location = attached_location(self.attached_segments, self.pieces[index].wanted, reference)?;
+        self.check_expected(index, meta)?;
+        let location = attached_location(self.attached_segments, self.shards[index].wanted, reference)?;
         self.insert(index, location)
     }
 }
@@ -184,7 +184,7 @@ fn check(wanted: &Wanted, meta: &TensorMeta) -> Result<(), StoreError> {
     })
 }
 
-/// The outcome for other threads that wait for a piece of a failed batch. They may have better handles, or wait for
+/// The outcome for other threads that wait for a shard of a failed batch. They may have better handles, or wait for
 /// another shard: they share only failures of the shard itself or of its owner.
 fn outcome_for(error: &StoreError, wanted: &Wanted) -> Outcome<Tensor> {
     match error {
