@@ -26,13 +26,6 @@ def test_a_handle_keeps_no_tensor_that_it_fetched() -> None:
         handle.to_local()
 
 
-def test_a_handle_keeps_the_tensor_that_it_was_made_with() -> None:
-    info = td.rtensor.TensorShardInfo("given", "127.0.0.1:1")
-    handle = td.rtensor.RTensor(info, torch.ones(3))
-    td.rtensor.clear_node()
-    assert handle.to_local().tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (100_000,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_fetched_in_inference_mode_can_be_trained_with(

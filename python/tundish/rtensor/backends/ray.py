@@ -140,7 +140,7 @@ class RayBackend(Backend):
             size = sum(handle.nbytes for handle in gone)
             self._used -= size
         for handle in gone:
-            handle.forget()
+            handle.drop_ref()
         return size
 
     def _store(

@@ -193,7 +193,7 @@ class Controller:
             )
             removed = self._requests.send_until_done(self._removals(owners), after=dropped)
             for handle in handles:
-                handle.forget()
+                handle.drop_ref()
             failures = {**failures_of(dropped), **failures_of(removed)}
             return Drained(
                 total(dropped, "cleared_count"),
@@ -385,7 +385,7 @@ class Controller:
         ended = set(ids)
         for handle in step.handles:
             if handle.shard_id in ended:
-                handle.forget()
+                handle.drop_ref()
 
     def _was_lost(self, step: _OpenStep, worker: Worker) -> bool:
         """Whether the connection to a worker was lost since the step began."""

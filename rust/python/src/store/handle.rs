@@ -1,6 +1,6 @@
 //! `RTensor`: a handle of a tensor that another process holds.
 //!
-//! Invariant: a handle is small, and holds no tensor but one that it was made with.
+//! Invariant: a handle is small, and holds no tensor.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,21 +28,13 @@ type Reduced<'py> = (Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>)
 #[pyclass(frozen, module = "tundish.rtensor")]
 pub(crate) struct RTensor {
     pub(super) handle: ShardHandle,
-    extra: Mutex<Option<Box<Extra>>>,
-}
-
-/// Fields that few handles have.
-#[derive(Default)]
-struct Extra {
     /// A reference of the backend, such as an `ObjectRef` of Ray.
-    reference: Option<Py<PyAny>>,
-    /// The tensor that it was made with.
-    local: Option<Py<PyAny>>,
+    reference: Mutex<Option<Py<PyAny>>>,
 }
 
 impl RTensor {
     pub(super) fn new(handle: ShardHandle) -> Self {
-        RTensor { handle, extra: Mutex::new(None) }
+        RTensor::with_reference(handle, None)
     }
 
     /// Element type and shape of the tensor, or of the chosen rows.
@@ -57,25 +49,19 @@ impl RTensor {
     }
 
     pub(super) fn has_reference(&self) -> bool {
-        self.lock().as_ref().is_some_and(|extra| extra.reference.is_some())
+        self.lock().is_some()
     }
 
     fn reference_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
-        self.lock().as_ref()?.reference.as_ref().map(|one| one.clone_ref(py))
+        self.lock().as_ref().map(|reference| reference.clone_ref(py))
     }
 
-    fn local_of(&self, py: Python<'_>) -> Option<Py<PyAny>> {
-        Some(self.lock().as_ref()?.local.as_ref()?.clone_ref(py))
+    fn with_reference(handle: ShardHandle, reference: Option<Py<PyAny>>) -> Self {
+        RTensor { handle, reference: Mutex::new(reference) }
     }
 
-    fn with(handle: ShardHandle, reference: Option<Py<PyAny>>, local: Option<Py<PyAny>>) -> Self {
-        let is_plain = reference.is_none() && local.is_none();
-        let extra = (!is_plain).then(|| Box::new(Extra { reference, local }));
-        RTensor { handle, extra: Mutex::new(extra) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Box<Extra>>> {
-        self.extra.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<Py<PyAny>>> {
+        self.reference.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn dimensions(&self) -> Vec<u64> {
@@ -112,8 +98,7 @@ fn kind_of(object: &Bound<'_, PyAny>) -> String {
 
 #[pymethods]
 impl RTensor {
-    /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on the device meta unless it is
-    /// there already.
+    /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on any device, such as meta.
     #[new]
     fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = shard.py();
@@ -121,15 +106,13 @@ impl RTensor {
         let owner: Arc<str> = text_of(shard, intern!(py, "node_addr"))?.to_string_lossy().into();
         check_owner(&owner).map_err(BindingError::from)?;
         let reference = shard.getattr_opt(intern!(py, "ref"))?.unwrap_or_else(|| py.None().into_bound(py));
-        let Some(is_meta) = data.getattr_opt(intern!(py, "is_meta"))? else {
+        if !data.hasattr(intern!(py, "is_meta"))? {
             let reason = format!("data is a {}, and has to be a tensor: one on the device meta will do", kind_of(data));
             return Err(BindingError::Type(reason).into());
-        };
-        let is_meta: bool = is_meta.extract()?;
+        }
         let shared = Arc::new(SharedFields { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
-        let local = (!is_meta).then(|| data.clone().unbind());
-        Ok(RTensor::with(ShardHandle { id, shared, rows: None }, reference, local))
+        Ok(RTensor::with_reference(ShardHandle { id, shared, rows: None }, reference))
     }
 
     /// Its location.
@@ -168,12 +151,9 @@ impl RTensor {
         self.handle.rows.as_ref().map(|rows| (rows.start, rows.end))
     }
 
-    /// A tensor of the shape and dtype on the device meta, or the one that the handle was made with.
+    /// A tensor of the shape and dtype on the device meta.
     #[getter]
     fn data<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        if let Some(local) = self.local_of(py) {
-            return Ok(local.into_bound(py));
-        }
         let options = PyDict::new(py);
         options.set_item("dtype", self.dtype(py)?)?;
         options.set_item("device", "meta")?;
@@ -184,11 +164,7 @@ impl RTensor {
     ///
     /// Raises as `localize`.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        let py = slf.py();
-        if let Some(local) = slf.get().local_of(py) {
-            return Ok(local.into_bound(py));
-        }
-        py.import("tundish.rtensor.transfer.localize")?.call_method1("localize", (slf,))
+        slf.py().import("tundish.rtensor.transfer.localize")?.call_method1("localize", (slf,))
     }
 
     /// The shape of the tensor, as a `torch.Size`.
@@ -201,12 +177,6 @@ impl RTensor {
     #[getter]
     fn dtype<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         object_of(py, self.handle.shared.meta.dtype())
-    }
-
-    /// The device of `data`.
-    #[getter]
-    fn device<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        self.data(py)?.getattr("device")
     }
 
     /// The number of dimensions of the tensor.
@@ -247,7 +217,7 @@ impl RTensor {
         let start = before + indices.start as u64;
         let rows = start..start + indices.slicelength as u64;
         let handle = ShardHandle { rows: Some(Box::new(rows)), ..this.handle.clone() };
-        Ok(RTensor::with(handle, this.reference_of(slf.py()), None))
+        Ok(RTensor::with_reference(handle, this.reference_of(slf.py())))
     }
 
     fn __richcmp__(&self, other: &Bound<'_, PyAny>, operator: CompareOp) -> PyResult<Py<PyAny>> {
@@ -287,13 +257,13 @@ impl RTensor {
 
     /// A handle of the same shard with this `ref`, or without one.
     fn with_ref(&self, reference: Option<Py<PyAny>>) -> Self {
-        RTensor::with(self.handle.clone(), reference, None)
+        RTensor::with_reference(self.handle.clone(), reference)
     }
 
-    /// Drops its `ref`, and the tensor that it was made with.
-    fn forget(&self) {
-        let extra = self.lock().take();
-        drop(extra);
+    /// Drops its `ref`.
+    fn drop_ref(&self) {
+        let reference = self.lock().take();
+        drop(reference);
     }
 }
 
