@@ -498,7 +498,6 @@ _Removed = tuple[int, int, int]
 
 @final
 class ShardStore:
-    def __new__(cls) -> ShardStore: ...
     @staticmethod
     def set_limits(storage_bytes: int, buffer_bytes: int) -> None: ...
     @staticmethod

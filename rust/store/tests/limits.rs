@@ -1,4 +1,4 @@
-//! What a store does at its limits: who needs more waits, is told, and goes on when others gave back.
+//! A store at its limits: allocations wait, fail with an error, and go on when memory was given back.
 
 mod common;
 

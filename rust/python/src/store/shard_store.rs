@@ -37,11 +37,6 @@ pub(crate) struct ShardStore;
 
 #[pymethods]
 impl ShardStore {
-    #[new]
-    fn new() -> Self {
-        ShardStore
-    }
-
     /// Limits the memory of stored and of fetched shards, in bytes.
     #[staticmethod]
     fn set_limits(py: Python<'_>, storage_bytes: u64, buffer_bytes: u64) {

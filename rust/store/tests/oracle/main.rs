@@ -1,9 +1,9 @@
-//! An owner and a consumer beside a model that knows no memory: whatever is done in whatever order, what is held, what
-//! is told and what every byte is are the same.
+//! An owner and a consumer beside a model without memory: after any operations in any order, entries, counts and bytes
+//! are the same.
 
 #[path = "../common/mod.rs"]
 mod common;
-mod side;
+mod model;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole, within};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use side::{NEXT, Piece, Side, StepCounts};
+use model::{NEXT, FetchedRows, Model, StepCounts};
 use tundish_store::{FetchedTensor, KeptCounts, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore};
 
 #[derive(Clone, Debug)]
@@ -20,12 +20,12 @@ enum Action {
     Put(Vec<usize>),
     PutAs(usize),
     Remove(Vec<Index>),
-    ClearNode,
+    ClearAll,
     Claim(u64, Vec<Index>),
     Keep(Vec<Index>),
     Begin(u64),
     End(u64),
-    GiveUp(u64),
+    ReleaseClaimant(u64),
     Fetch(Vec<(Index, Option<(u64, u64)>)>),
     ClearBuffer(Option<Vec<Index>>),
     DropViews,
@@ -40,12 +40,12 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
         4 => prop::collection::vec(size.clone(), 0..5).prop_map(Action::Put),
         2 => size.prop_map(Action::PutAs),
         2 => some().prop_map(Action::Remove),
-        1 => Just(Action::ClearNode),
+        1 => Just(Action::ClearAll),
         3 => (step(), some()).prop_map(|(step, some)| Action::Claim(step, some)),
         2 => some().prop_map(Action::Keep),
         3 => step().prop_map(Action::Begin),
         2 => step().prop_map(Action::End),
-        1 => (0u64..2).prop_map(Action::GiveUp),
+        1 => (0u64..2).prop_map(Action::ReleaseClaimant),
         8 => prop::collection::vec((any::<Index>(), range), 0..6).prop_map(Action::Fetch),
         2 => prop::option::weighted(0.8, some()).prop_map(Action::ClearBuffer),
         1 => Just(Action::DropViews),
@@ -59,8 +59,8 @@ struct World {
     between: Between,
     /// All that ever were.
     shards: Vec<(ShardId, Vec<u8>)>,
-    stored: Side<ShardId>,
-    fetched: Side<Piece>,
+    stored: Model<ShardId>,
+    fetched: Model<FetchedRows>,
     /// Shards that somebody kept.
     were_kept: BTreeSet<ShardId>,
     /// Steps of the consumer that have begun and not ended, the newest last.
@@ -78,7 +78,7 @@ impl World {
     fn new(way: Way) -> Self {
         let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(way));
         between.add(OWNER, &owner);
-        let (stored, fetched) = (Side::new(), Side::new());
+        let (stored, fetched) = (Model::new(), Model::new());
         let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());
         let were_kept = BTreeSet::new();
         World { owner, consumer, between, shards, stored, fetched, were_kept, begun, views, hits: 0, misses: 0 }
@@ -93,7 +93,7 @@ impl World {
     }
 
     fn clear_pieces(&mut self, ids: &[ShardId]) -> u64 {
-        let of_these: Vec<Piece> = self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
+        let of_these: Vec<FetchedRows> = self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
         of_these.iter().filter(|piece| self.fetched.take(piece).is_some()).count() as u64
     }
 
@@ -123,7 +123,7 @@ impl World {
                 let removed = Removed { cleared_count: count, num_tensors: count, total_bytes: freed.iter().sum() };
                 assert_eq!(self.owner.remove(&ids), removed);
             }
-            Action::ClearNode => {
+            Action::ClearAll => {
                 let (count, total_bytes) = self.stored.held();
                 let ids: Vec<_> = self.stored.entries.keys().cloned().collect();
                 ids.iter().for_each(|id| assert!(self.stored.take(id).is_some()));
@@ -186,7 +186,7 @@ impl World {
                 }
             }
             Action::End(step) => self.end(step),
-            Action::GiveUp(claimant) => {
+            Action::ReleaseClaimant(claimant) => {
                 self.owner.release_claimant(claimant);
                 self.consumer.release_claimant(claimant);
                 let stored = self.stored.open_steps_of(claimant);
@@ -238,7 +238,7 @@ impl World {
             })
             .collect();
         let step = self.begun.last().copied().or(Some(NEXT));
-        let mut unique: Vec<(Piece, u64)> = Vec::new();
+        let mut unique: Vec<(FetchedRows, u64)> = Vec::new();
         for (id, range, bytes) in &wanted {
             let part = range.map_or(&bytes[..], |(start, end)| &bytes[start as usize..end as usize]);
             if !unique.iter().any(|(piece, _)| *piece == (id.clone(), *range)) {
@@ -246,7 +246,7 @@ impl World {
             }
         }
         // What comes in the same call counts for what is asked for after it.
-        let covers = |have: &Piece, want: &Piece| {
+        let covers = |have: &FetchedRows, want: &FetchedRows| {
             let fits = match (have.1, want.1) {
                 (None, _) => true,
                 (Some(_), None) => false,
@@ -254,7 +254,7 @@ impl World {
             };
             have.0 == want.0 && fits
         };
-        let mut missed: Vec<(Piece, u64)> = Vec::new();
+        let mut missed: Vec<(FetchedRows, u64)> = Vec::new();
         for (piece, bytes) in unique {
             let known = self.fetched.entries.keys().chain(missed.iter().map(|(piece, _)| piece));
             if known.into_iter().any(|have| covers(have, &piece)) {
@@ -308,8 +308,8 @@ impl World {
         {
             for (step, step_counts) in all_counts {
                 let step_stats = store.step_stats(*step).unwrap();
-                let brought = if is_owner { step_stats.stored_bytes } else { step_stats.fetched_bytes };
-                let told = StepCounts { brought, held: step_stats.held_bytes, has_ended: step_stats.has_ended };
+                let added = if is_owner { step_stats.stored_bytes } else { step_stats.fetched_bytes };
+                let told = StepCounts { added, held: step_stats.held_bytes, has_ended: step_stats.has_ended };
                 assert_eq!(told, *step_counts, "step {step}");
                 assert_eq!(step_stats.stored_bytes + step_stats.fetched_bytes, step_stats.held_bytes + step_stats.freed_bytes);
             }

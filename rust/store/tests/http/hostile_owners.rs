@@ -1,4 +1,4 @@
-//! Owners that are not what they should be: played by a socket that says what it is told to.
+//! Owners that answer wrongly: played by a socket that sends prepared bytes.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener};
@@ -9,7 +9,7 @@ use tundish_store::http::{Client, WorkerClient};
 use tundish_store::{ProcessStore, ShardId, StoreError, TimeLimit};
 
 use crate::common::{LIMITS, pattern, whole, within};
-use crate::raw::{meta, shard, with_token};
+use crate::raw_http::{meta, shard, with_token};
 
 /// Answers the connections it gets, one after the other, each with the next of these; and keeps what was asked.
 struct Liar {

@@ -4,7 +4,7 @@ use tundish_store::http::{Client, ClientTls, Server, ServerOptions, ServerTls, T
 use tundish_store::{ProcessStore, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
-use crate::raw::Owner;
+use crate::raw_http::Owner;
 
 #[test]
 fn a_certificate_that_is_none_is_refused() {

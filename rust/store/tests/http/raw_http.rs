@@ -1,4 +1,4 @@
-//! Servers to be asked, and requests written and answers read by hand: nothing here is shared with what is tested.
+//! Servers to test, and a client that writes requests and reads answers without the code under test.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};

@@ -1,4 +1,4 @@
-//! What a server answers to requests that are as they should be, and to those that are not.
+//! Answers of a server to valid and to invalid requests.
 
 use base64::Engine;
 use serde_json::json;
@@ -6,7 +6,7 @@ use tundish_store::http::Client;
 use tundish_store::{Dtype, TensorMeta};
 
 use crate::common::{pattern, within};
-use crate::raw::{Owner, TAKES_SHARDS, meta, shard};
+use crate::raw_http::{Owner, TAKES_SHARDS, meta, shard};
 
 #[test]
 fn every_type_comes_back_as_it_was_stored_bit_for_bit() {

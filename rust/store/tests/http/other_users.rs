@@ -1,4 +1,4 @@
-//! Processes of other users of the machine: without a token they are refused, whatever they ask for.
+//! Processes of other users of the machine: without a token every request of theirs is refused.
 #![allow(unsafe_code)]
 
 use std::io::{Read, Write};
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use serde_json::json;
 use tundish_store::http::{ServerOptions, Token};
 
-use crate::raw::Owner;
+use crate::raw_http::Owner;
 
 const WHERE: &str = "TUNDISH_TEST_SERVER";
 const REQUEST: &str = "TUNDISH_TEST_REQUEST";
@@ -36,7 +36,7 @@ fn as_nobody(address: SocketAddr, method: &str, path: &str, fields: &str, body: 
         "{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {length}\r\n{fields}\r\n{body}"
     );
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "users::a_client_of_another_user", "--nocapture"])
+        .args(["--exact", "other_users::a_client_of_another_user", "--nocapture"])
         .env(WHERE, address.to_string())
         .env(REQUEST, request)
         .stderr(Stdio::inherit())

@@ -1,4 +1,4 @@
-//! Several threads at one store, and transports that fail, hang or panic.
+//! Several threads that fetch from one store, and transports that fail, hang or panic.
 
 mod common;
 

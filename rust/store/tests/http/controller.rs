@@ -1,4 +1,4 @@
-//! The requests of a controller: steps that are begun, given shards, and ended over a kept connection.
+//! A controller: begins steps, claims shards and ends steps over a kept connection.
 
 use std::sync::Arc;
 

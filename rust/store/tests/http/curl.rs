@@ -1,11 +1,11 @@
-//! The same interface for who has nothing but curl.
+//! The HTTP interface, used with curl.
 
 use std::process::Command;
 
 use serde_json::{Value, json};
 
 use crate::common::pattern;
-use crate::raw::{Owner, TAKES_SHARDS, meta, shard};
+use crate::raw_http::{Owner, TAKES_SHARDS, meta, shard};
 
 fn curl(arguments: &[&str]) -> Vec<u8> {
     let output = Command::new("curl").args(["--silent", "--show-error", "--max-time", "20"]).args(arguments).output();

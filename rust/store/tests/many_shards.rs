@@ -1,4 +1,4 @@
-//! Drains of a million entries: how long they take who calls, and how long others wait.
+//! Drains of a million entries: how long the caller takes, and how long other threads wait.
 
 mod common;
 

@@ -12,7 +12,7 @@ use tundish_store::{ProcessStore, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::controller::Controller;
-use crate::raw::{Owner, Raw, STUCK, clients, until};
+use crate::raw_http::{Owner, Raw, STUCK, clients, until};
 
 const WHERE_TO_CALL: &str = "TUNDISH_TEST_PARENT";
 

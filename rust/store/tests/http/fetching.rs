@@ -1,4 +1,4 @@
-//! Fetching from owners that are as they should be.
+//! Fetches from correct owners.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use tundish_store::{
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};
-use crate::raw::{Owner, STUCK, clients, meta, with_token};
+use crate::raw_http::{Owner, STUCK, clients, meta, with_token};
 
 fn tensors() -> Vec<Vec<u8>> {
     let sizes = [0, 1, 63, 4096, 64 << 10, 300_001, 3 << 20, 0, 9 << 20];

@@ -1,4 +1,4 @@
-//! Steps that a controller begins, claims for, and ends from afar.
+//! Steps that a controller begins, claims for and ends over HTTP.
 
 use serde_json::json;
 use tundish_store::http::{Client, Server, ServerOptions};
@@ -6,7 +6,7 @@ use tundish_store::{ShardId, StoreError};
 
 use crate::common::within;
 use crate::controller::Controller;
-use crate::raw::{Owner, until};
+use crate::raw_http::{Owner, until};
 
 fn ids(names: &[&str]) -> Vec<ShardId> {
     names.iter().map(|name| name.parse().unwrap()).collect()

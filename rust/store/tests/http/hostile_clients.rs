@@ -1,4 +1,4 @@
-//! Clients that are strangers, that lie, that stop half-way, and that are many.
+//! Clients that are not authorized, lie, stop in the middle of a request, or are many.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -9,7 +9,7 @@ use tundish_store::http::{Server, ServerOptions, Timeouts};
 use tundish_store::{ProcessStore, StoreError};
 
 use crate::common::{LIMITS, pattern};
-use crate::raw::{Owner, Raw, until};
+use crate::raw_http::{Owner, Raw, until};
 
 const SHORT: Duration = Duration::from_millis(300);
 

@@ -1,4 +1,4 @@
-//! The model of one store's entries: in which step each is, and what of each step was brought and is held.
+//! The model of the entries of one store: the step of each, and the bytes that each step added and holds.
 
 use std::collections::BTreeMap;
 
@@ -10,21 +10,21 @@ pub(crate) const NEXT: u64 = u64::MAX;
 /// Of a step, on one store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StepCounts {
-    pub(crate) brought: u64,
+    pub(crate) added: u64,
     pub(crate) held: u64,
     pub(crate) has_ended: bool,
 }
 
 /// What is known of a store's entries: in which step each is.
-pub(crate) struct Side<K> {
+pub(crate) struct Model<K> {
     pub(crate) entries: BTreeMap<K, (Option<u64>, u64)>,
     pub(crate) all_counts: BTreeMap<u64, StepCounts>,
     pub(crate) next: StepCounts,
 }
 
-impl<K: Ord + Clone + Named> Side<K> {
+impl<K: Ord + Clone + Named> Model<K> {
     pub(crate) fn new() -> Self {
-        Side { entries: BTreeMap::new(), all_counts: BTreeMap::new(), next: StepCounts::default() }
+        Model { entries: BTreeMap::new(), all_counts: BTreeMap::new(), next: StepCounts::default() }
     }
 
     pub(crate) fn is_open(&self, step: u64) -> bool {
@@ -60,11 +60,11 @@ impl<K: Ord + Clone + Named> Side<K> {
         self.all_counts.keys().copied().filter(|step| step % 2 == claimant && self.is_open(*step)).collect()
     }
 
-    pub(crate) fn count(&mut self, step: Option<u64>, brought: u64, freed: u64) {
+    pub(crate) fn count(&mut self, step: Option<u64>, added: u64, freed: u64) {
         if let Some(step) = step {
             let step_counts = if step == NEXT { &mut self.next } else { self.all_counts.get_mut(&step).unwrap() };
-            step_counts.brought += brought;
-            step_counts.held = step_counts.held + brought - freed;
+            step_counts.added += added;
+            step_counts.held = step_counts.held + added - freed;
         }
     }
 
@@ -101,7 +101,7 @@ impl<K: Ord + Clone + Named> Side<K> {
 }
 
 /// Of the consumer's entries.
-pub(crate) type Piece = (ShardId, Option<(u64, u64)>);
+pub(crate) type FetchedRows = (ShardId, Option<(u64, u64)>);
 
 pub(crate) trait Named {
     fn id(&self) -> &ShardId;
@@ -113,7 +113,7 @@ impl Named for ShardId {
     }
 }
 
-impl Named for Piece {
+impl Named for FetchedRows {
     fn id(&self) -> &ShardId {
         &self.0
     }
