@@ -28,7 +28,7 @@ class TensorShardInfo(NamedTuple):
     Attributes:
         shard_id: its name: up to 128 characters out of `A-Z a-z 0-9 . _ : -`.
         node_addr: the address of its owner's server, `"host:port"`: up to 300 ASCII characters without spaces.
-        ref: what the backend needs besides: an `ObjectRef` of Ray.
+        ref: a reference of the backend: an `ObjectRef` of Ray, else None.
     """
 
     shard_id: str
@@ -37,25 +37,32 @@ class TensorShardInfo(NamedTuple):
 
 
 def dumps(obj: Any) -> bytes:
-    """Serializes nested containers of handles. Nothing is pickled; a handle takes a few bytes.
+    """Serializes nested containers of handles. Nothing is pickled.
 
     Args:
         obj: dicts, lists and tuples of handles, numbers, strings, bytes and None.
 
+    Returns:
+        The bytes: a few for each handle.
+
     Raises:
-        InvalidTypeError: anything else is in it, or more than 500 containers are nested. The message has the path.
+        InvalidTypeError: `obj` has anything else in it, or more than 500 nested containers. The message has the path.
     """
     return dump_handles(obj)
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
-    """Restores what `dumps` serialized. Safe for untrusted bytes: makes only handles, containers and plain values.
+    """Restores what `dumps` serialized. It is safe for untrusted bytes: it makes handles, containers and plain values.
 
     Args:
         data: the bytes.
 
+    Returns:
+        The containers and handles. Handles of equal owner, dtype and shape share memory.
+
     Raises:
         InvalidInputError: `dumps` did not make these bytes.
+        InvalidTypeError: `data` is not bytes.
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise InvalidTypeError(f"loads takes bytes, not a {type(data).__qualname__}")
@@ -71,10 +78,10 @@ def restore(data: bytes, ref: Any) -> RTensor:
 def handles_of(obj: Any) -> list[RTensor]:
     """The handles in nested containers, with repetitions.
 
-    The tree does not search sets, iterators and views of dicts; as the outermost container, they are searched.
+    `find_all` does not search sets, iterators and views of dicts. They are searched only as the outermost container.
     """
-    is_passed_over = isinstance(obj, (Set, MappingView, Iterator))
-    handles: list[RTensor] = find_all(RTensor, list(obj) if is_passed_over else obj)
+    is_unsearched = isinstance(obj, (Set, MappingView, Iterator))
+    handles: list[RTensor] = find_all(RTensor, list(obj) if is_unsearched else obj)
     return handles
 
 
@@ -84,21 +91,25 @@ def replace_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
 
 
 def flatten_shard_ids(obj: Any) -> list[str]:
-    """The ids of all shards of the handles in `obj`, each once.
-
-    Send these where shards are to be dropped.
+    """Returns the ids of all shards of the handles in `obj`, to be passed to `remove` or `clear_fetch_buffer`.
 
     Args:
         obj: nested containers of handles.
+
+    Returns:
+        Each id once, in the order of the handles.
     """
     return shard_ids(handles_of(obj))
 
 
 def collect_shards(obj: Any) -> dict[str, list[str]]:
-    """The ids of all shards of the handles in `obj`, each once, by the address of their owner.
+    """Returns the ids of all shards of the handles in `obj`, by owner.
 
     Args:
         obj: nested containers of handles.
+
+    Returns:
+        For the address of each owner, the ids of its shards, each once.
     """
     return by_owner(handles_of(obj))
 

@@ -91,7 +91,7 @@ def serve(
 ) -> Server:
     """Serves what this process stores. Call it once in every process that stores or fetches.
 
-    Called again with the same arguments it returns the same server.
+    Called again with the same arguments, it returns the same server.
 
     Args:
         host: the address to listen on. Any but a loopback address needs a token. `0.0.0.0` listens on all addresses
@@ -107,6 +107,9 @@ def serve(
             certificates, such as that of the authority. This process trusts peers that show one of them, or one that
             an authority among them signed.
         open_metrics: answer `/metrics` and `/health` to everybody who reaches the port.
+
+    Returns:
+        The server, which is closed by its `close()` or as a context manager.
 
     Raises:
         InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.

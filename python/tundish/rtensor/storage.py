@@ -26,7 +26,10 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
     Args:
         shard_id: the name: up to 128 characters out of `A-Z a-z 0-9 . _ : -`.
         tensor: a dense tensor on any device.
-        timeout: seconds to wait for memory where the storage is at its limit.
+        timeout: seconds to wait for memory while the storage is at its limit.
+
+    Returns:
+        The handle of the stored copy.
 
     Raises:
         InvalidInputError: a shard of that name exists.
@@ -44,10 +47,13 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
 
 
 def fetch(shard_id: str) -> Tensor:
-    """The tensor that this process stores under a name, in host memory. The caller may write to it.
+    """Returns the tensor that this process stores under a name, in host memory. You may write to it.
+
+    Args:
+        shard_id: the name.
 
     Raises:
-        ShardGoneError: there is none.
+        ShardGoneError: this process stores no tensor under this name.
     """
     _check_shard_id(shard_id)
     found: Tensor = current_backend().handle_of(shard_id).to_local()

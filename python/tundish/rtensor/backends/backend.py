@@ -30,7 +30,9 @@ class Removed(TypedDict):
 
 
 class Backend(ABC):
-    """The base class of backends. Several threads call each method at once.
+    """The base class of backends: stores tensors in this process and fetches those of others.
+
+    A subclass defines `address`, and may override any other method. Several threads may call each method at once.
 
     Attributes:
         shared_memory: whether shards of owners on this node are read from the owner's shared memory.

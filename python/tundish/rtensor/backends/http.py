@@ -13,7 +13,7 @@ class HttpBackend(Backend):
     """Tensors stay in the process that made them, which serves them over HTTP; on its node, through shared memory.
 
     Args:
-        shared_memory: False has them sent over sockets on the same node, too.
+        shared_memory: whether tensors of owners on the same node are read from their memory, not over a socket.
     """
 
     def __init__(self, *, shared_memory: bool = True) -> None:

@@ -116,7 +116,13 @@ class Controller:
         Args:
             group: the process group; None is all ranks.
             role: the role of the calling rank.
-            timeout: as of the constructor.
+            timeout: seconds within which a worker has to answer.
+
+        Returns:
+            A controller whose workers are the ranks of the group, in the order of their ranks.
+
+        Raises:
+            PeerFailedError: another rank failed.
         """
         voter = voter_of(group)
         own = ""
@@ -142,7 +148,7 @@ class Controller:
     def update(self, workers: Iterable[Worker]) -> None:
         """Replaces the workers, when processes were started or have ended.
 
-        What could not be drained on workers that are left out is given up. New workers join the step under way.
+        Failed drains of workers that are left out are not repeated. New workers join the step under way.
 
         Args:
             workers: a `Worker(addr, role, rank)` for each process.
@@ -174,6 +180,9 @@ class Controller:
 
         Args:
             targets: nested containers of handles.
+
+        Returns:
+            The counts of what was dropped and removed, and the failures.
 
         Raises:
             DrainError: a worker has failed now and in the step or drain before.
@@ -267,7 +276,11 @@ class Controller:
         return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
-        """The `/stats` of every worker with a server, or its failure."""
+        """Asks every worker with a server for its `/stats`.
+
+        Returns:
+            For each worker the decoded answer, or its failure.
+        """
         self._check_open()
         with self._closed_if_interrupted():
             return self._requests.send(
@@ -350,7 +363,7 @@ class Controller:
     def _end(self, step: _OpenStep) -> None:
         """Drains a step everywhere, consumers before owners."""
         if self._closed is not None or os.getpid() != self._process or sys.is_finalizing():
-            # It was given up; or it is the parent's; or no thread is left that could send anything.
+            # The step was released, or it belongs to the parent process, or the interpreter has no threads any more.
             return
         self._step = None
         ending = {

@@ -34,6 +34,9 @@ def localize(
             their shapes and dtypes. The fetched tensors are copied into them, and they come in place of the handles.
         timeout: seconds until everything has arrived.
 
+    Returns:
+        Containers like `obj`, with a CPU tensor of the handle's shape and dtype, or the output buffer, for each handle.
+
     Raises:
         ShardGoneError: a shard was removed, or drained with its step, or the step ended meanwhile.
         TransferError: an owner does not answer, or sent damaged bytes; the message has its address.
@@ -41,6 +44,17 @@ def localize(
         ShardMismatchError: a tensor has another dtype or shape than its handle.
         StoreFullError: the fetch buffer stayed at its limit.
         TimedOutError: it took too long.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> handle = td.rtensor.remotize(torch.arange(6).view(3, 2))
+        >>> with td.rtensor.step(claim=handle):
+        ...     td.rtensor.localize(handle[1:])  # only these rows are fetched
+        tensor([[2, 3],
+                [4, 5]])
+        >>> td.rtensor.set_backend(None)
     """
     timeout = check_seconds(timeout)
     handles: list[RTensor] = find_all(RTensor, obj)

@@ -19,7 +19,7 @@ def output_buffers(out: Any, handles: list[RTensor]) -> list[Tensor]:
     """The tensors of `out`, one for each handle.
 
     Raises:
-        InvalidTypeError: `out` has something else than dense tensors with memory.
+        InvalidTypeError: `out` contains anything but dense tensors with memory.
         InvalidInputError: a tensor does not fit its handle, or has no memory of its own for each value.
     """
     if not isinstance(out, Iterable):

@@ -33,12 +33,28 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
         trim: whether to cut trailing columns that no row uses, by the `attention_mask` of a dict: of the mask (two
             or more dimensions, bool or integer, nonzero means used), and of all tensors in the dict with its rows and
             columns.
-        timeout: seconds to wait for memory where the storage is at its limit.
+        timeout: seconds to wait for memory while the storage is at its limit.
+
+    Returns:
+        Containers like `obj`, with an `RTensor` of the same shape (after trimming) and dtype for each tensor.
 
     Raises:
         StoreFullError: the storage stayed at its limit.
         InvalidTypeError: a tensor is sparse, quantized or otherwise more than values in memory, or its dtype cannot be
             sent. The message has the path.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> batch = td.rtensor.remotize({"rewards": torch.ones(2, 3), "task": "sums"})
+        >>> batch["rewards"].shape, batch["rewards"].dtype, batch["task"]
+        (torch.Size([2, 3]), torch.float32, 'sums')
+        >>> td.rtensor.localize(batch)["rewards"].sum()
+        tensor(6.)
+        >>> td.rtensor.remove(td.rtensor.flatten_shard_ids(batch))
+        1
+        >>> td.rtensor.set_backend(None)
     """
     timeout = check_seconds(timeout)
     found: list[Tensor] = []
