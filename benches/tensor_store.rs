@@ -1,4 +1,4 @@
-//! The store of one process: what a drain costs who calls and who fetches meanwhile, and what storing costs.
+//! The store of one process: the time that drains cost callers and other threads, and the time of storing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +15,13 @@ const OWNER: &str = "owner";
 /// So many entries are put or fetched in one call.
 const CHUNK: usize = 50_000;
 
-/// The bytes of a store in this process, copied as they come from a socket, or by reference.
-struct Between {
+/// Fetches from a store in this process, as bytes or by reference.
+struct LocalTransport {
     owner: Arc<ProcessStore>,
     by_reference: bool,
 }
 
-impl Transport for Between {
+impl Transport for LocalTransport {
     fn fetch(
         &self,
         _owner: &Arc<str>,
@@ -44,7 +44,7 @@ impl Transport for Between {
     }
 }
 
-fn patiently<T>(work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
+fn within_a_minute<T>(work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
     let mut go_on = || Ok(());
     work(&mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on))
 }
@@ -60,49 +60,49 @@ fn meta(len: usize) -> TensorMeta {
 fn put(owner: &ProcessStore, tensors: &[&[u8]]) -> Vec<ShardId> {
     let sources: Vec<_> =
         tensors.iter().map(|bytes| TensorToStore::new(meta(bytes.len()), bytes).expect("bytes")).collect();
-    patiently(|time_limit| owner.put(&sources, time_limit)).expect("space")
+    within_a_minute(|time_limit| owner.put(&sources, time_limit)).expect("space")
 }
 
-fn fetch(consumer: &ProcessStore, ids: &[ShardId], len: usize, between: &Between) -> Vec<FetchedTensor> {
-    try_fetch(consumer, ids, len, between).expect("it is all there")
+fn fetch(consumer: &ProcessStore, ids: &[ShardId], len: usize, transport: &LocalTransport) -> Vec<FetchedTensor> {
+    try_fetch(consumer, ids, len, transport).expect("it is all there")
 }
 
 fn try_fetch(
     consumer: &ProcessStore,
     ids: &[ShardId],
     len: usize,
-    between: &Between,
+    transport: &LocalTransport,
 ) -> Result<Vec<FetchedTensor>, StoreError> {
     let owner: Arc<str> = OWNER.into();
     let want = |id: &ShardId| Wanted { owner: Arc::clone(&owner), id: id.clone(), rows: None, meta: meta(len) };
     let wanted: Vec<_> = ids.iter().map(want).collect();
-    patiently(|time_limit| consumer.fetch(&wanted, between, time_limit))
+    within_a_minute(|time_limit| consumer.fetch(&wanted, transport, time_limit))
 }
 
 /// A consumer that has fetched so many small tensors, all of them in step `step`.
-fn filled(consumer: &ProcessStore, between: &Between, step: u64, count: usize) -> Vec<ShardId> {
+fn filled(consumer: &ProcessStore, transport: &LocalTransport, step: u64, count: usize) -> Vec<ShardId> {
     consumer.begin_step(step, 0).expect("a new step");
     let mut all = Vec::with_capacity(count);
     for start in (0..count).step_by(CHUNK) {
-        let ids = put(&between.owner, &vec![&[7u8; 8][..]; CHUNK.min(count - start)]);
+        let ids = put(&transport.owner, &vec![&[7u8; 8][..]; CHUNK.min(count - start)]);
         for some in ids.chunks(CHUNK) {
-            drop(fetch(consumer, some, 8, between));
+            drop(fetch(consumer, some, 8, transport));
         }
         all.extend(ids);
     }
-    between.owner.claim(step, 0, &all).expect("a new step");
+    transport.owner.claim(step, 0, &all).expect("a new step");
     all
 }
 
 /// The time of `drain` or, with `is_stall`, the longest that a fetcher waited meanwhile for what is in the buffer.
-fn drained(consumer: &Arc<ProcessStore>, between: &Between, is_stall: bool, drain: impl FnOnce()) -> Duration {
+fn drained(consumer: &Arc<ProcessStore>, transport: &LocalTransport, is_stall: bool, drain: impl FnOnce()) -> Duration {
     if !is_stall {
         let begin = Instant::now();
         drain();
         return begin.elapsed();
     }
-    let kept = put(&between.owner, &[&[1; 8]]);
-    drop(fetch(consumer, &kept, 8, between));
+    let kept = put(&transport.owner, &[&[1; 8]]);
+    drop(fetch(consumer, &kept, 8, transport));
     consumer.keep(&kept);
     let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -111,7 +111,7 @@ fn drained(consumer: &Arc<ProcessStore>, between: &Between, is_stall: bool, drai
             while !is_over.load(Ordering::SeqCst) {
                 let begin = Instant::now();
                 // One that begins before the step ends and asks after it is told so.
-                let fetched = try_fetch(consumer, &kept, 8, between);
+                let fetched = try_fetch(consumer, &kept, 8, transport);
                 assert!(matches!(fetched, Ok(_) | Err(StoreError::StepEnded { .. })));
                 longest = longest.max(begin.elapsed());
                 is_on.store(true, Ordering::SeqCst);
@@ -131,7 +131,7 @@ fn drains(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("drain");
     group.sample_size(10).sampling_mode(SamplingMode::Flat);
     group.warm_up_time(Duration::from_millis(1)).measurement_time(Duration::from_millis(1));
-    let between = Between { owner: store(), by_reference: false };
+    let transport = LocalTransport { owner: store(), by_reference: false };
     let consumer = store();
     let mut step = 0;
     for (what, is_stall) in [("call", false), ("longest stall of a fetcher", true)] {
@@ -140,8 +140,8 @@ fn drains(criterion: &mut Criterion) {
                 bencher.iter_custom(|rounds| {
                     let one = |_| {
                         step += 1;
-                        let ids = filled(&consumer, &between, step, count);
-                        let time = drained(&consumer, &between, is_stall, || {
+                        let ids = filled(&consumer, &transport, step, count);
+                        let time = drained(&consumer, &transport, is_stall, || {
                             if is_by_step {
                                 consumer.end_step(step);
                             } else {
@@ -149,9 +149,9 @@ fn drains(criterion: &mut Criterion) {
                             }
                         });
                         consumer.end_step(step);
-                        between.owner.end_step(step);
+                        transport.owner.end_step(step);
                         assert!(
-                            consumer.wait_for_drops(Duration::from_secs(60)) && between.owner.wait_for_drops(Duration::from_secs(60))
+                            consumer.wait_for_drops(Duration::from_secs(60)) && transport.owner.wait_for_drops(Duration::from_secs(60))
                         );
                         time
                     };
@@ -191,14 +191,14 @@ fn stores(criterion: &mut Criterion) {
         });
         drop(copy);
         for (way, by_reference) in [("copied", false), ("by reference", true)] {
-            let between = Between { owner: Arc::clone(&owner), by_reference };
+            let transport = LocalTransport { owner: Arc::clone(&owner), by_reference };
             let consumer = store();
             let ids = put(&owner, &tensors);
             group.bench_function(BenchmarkId::new(format!("fetch and read all, {way}"), name), |bencher| {
                 bencher.iter_custom(|rounds| {
                     let one = |_| {
                         let begin = Instant::now();
-                        let views = fetch(&consumer, &ids, len, &between);
+                        let views = fetch(&consumer, &ids, len, &transport);
                         let read = |view: &FetchedTensor| {
                             view.bytes().iter().step_by(64).map(|byte| u64::from(*byte)).sum::<u64>()
                         };

@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pair, put, whole, within};
+use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, pair, put, whole, within};
 use tundish_store::{Limits, ProcessStore, StoreError, TensorToStore, TimeLimit};
 
 #[test]
@@ -44,50 +44,50 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
 fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
     let owner = ProcessStore::new(LIMITS);
     let consumer = ProcessStore::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
-    let between = Between::new(Way::Bytes);
-    between.add(OWNER, &owner);
+    let transport = LocalTransport::new(SendAs::Bytes);
+    transport.add(OWNER, &owner);
     let ids = put(&owner, &vec![vec![1; 400_000]; 3]).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 400_000)).collect();
-    drop(fetch(&consumer, &wanted[..2], &between).unwrap());
-    let error = within(0.1, |time_limit| consumer.fetch(&wanted, &between, time_limit)).unwrap_err();
+    drop(fetch(&consumer, &wanted[..2], &transport).unwrap());
+    let error = within(0.1, |time_limit| consumer.fetch(&wanted, &transport, time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { account: "fetch buffer", .. }), "{error}");
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(100));
             consumer.clear_buffer(Some(&ids[..2]));
         });
-        fetch(&consumer, &wanted[2..], &between).unwrap();
+        fetch(&consumer, &wanted[2..], &transport).unwrap();
     });
-    let between = Between { way: Way::SegmentRange, ..between };
+    let transport = LocalTransport { send_as: SendAs::SegmentRange, ..transport };
     consumer.clear_buffer(None);
-    let views = fetch(&consumer, &wanted, &between).unwrap();
+    let views = fetch(&consumer, &wanted, &transport).unwrap();
     assert!(views.iter().all(|view| view.bytes() == [1; 400_000]));
 }
 
 #[test]
 fn escaped_bytes_count_against_the_limit_until_their_views_end() {
-    let (owner, _, between) = pair(Way::Bytes);
+    let (owner, _, transport) = pair(SendAs::Bytes);
     let consumer = ProcessStore::new(Limits { buffer_bytes: 1 << 20, ..LIMITS });
     let ids = put(&owner, &[vec![1; 700_000], vec![2; 700_000]]).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 700_000)).collect();
-    let view = fetch(&consumer, &wanted[..1], &between).unwrap();
+    let view = fetch(&consumer, &wanted[..1], &transport).unwrap();
     consumer.clear_buffer(None);
-    let error = within(0.1, |time_limit| consumer.fetch(&wanted[1..], &between, time_limit)).unwrap_err();
+    let error = within(0.1, |time_limit| consumer.fetch(&wanted[1..], &transport, time_limit)).unwrap_err();
     assert!(matches!(error, StoreError::Full { used: 0, escaped, .. } if escaped > 700_000), "{error}");
     drop(view);
-    fetch(&consumer, &wanted[1..], &between).unwrap();
+    fetch(&consumer, &wanted[1..], &transport).unwrap();
 }
 
 #[test]
 fn however_many_tensors_escape_their_bytes_count_against_the_limit() {
     const LEN: usize = 300_000;
-    let (owner, _, between) = pair(Way::Bytes);
+    let (owner, _, transport) = pair(SendAs::Bytes);
     let consumer = ProcessStore::new(Limits { buffer_bytes: 50 << 20, ..LIMITS });
     let mut kept = Vec::new();
     let error = loop {
         let ids = put(&owner, &[vec![1; LEN]]).unwrap();
         let wanted = [whole(OWNER, &ids[0], LEN as u64)];
-        match within(0.1, |time_limit| consumer.fetch(&wanted, &between, time_limit)) {
+        match within(0.1, |time_limit| consumer.fetch(&wanted, &transport, time_limit)) {
             Ok(views) => kept.push(views),
             Err(error) => break error,
         }

@@ -5,7 +5,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, whole, within};
+use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, whole, within};
 use tundish_store::{ProcessStore, ShardId, TensorToStore};
 
 const MANY: usize = 1_000_000;
@@ -22,10 +22,10 @@ fn fill(owner: &ProcessStore, count: usize) -> Vec<ShardId> {
     ids
 }
 
-fn fetch_all(consumer: &ProcessStore, ids: &[ShardId], between: &Between) {
+fn fetch_all(consumer: &ProcessStore, ids: &[ShardId], transport: &LocalTransport) {
     for some in ids.chunks(CHUNK) {
         let wanted: Vec<_> = some.iter().map(|id| whole(OWNER, id, 8)).collect();
-        drop(fetch(consumer, &wanted, between).unwrap());
+        drop(fetch(consumer, &wanted, transport).unwrap());
     }
 }
 
@@ -37,8 +37,8 @@ fn thread_time() -> Duration {
 
 #[test]
 fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
-    let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(Way::Bytes));
-    between.add(OWNER, &owner);
+    let (owner, consumer, transport) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
+    transport.add(OWNER, &owner);
     // What frees in the background starts with the first drain.
     [&owner, &consumer].into_iter().for_each(|store| assert!(store.end_step(0).has_ended));
     // The lock is held within the call, so that no longer than that; a millisecond would do for the call. The machine
@@ -47,7 +47,7 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
         consumer.begin_step(step, 0).unwrap();
         let ids = fill(&owner, MANY);
         assert_eq!(owner.claim(step, 0, &ids).unwrap().claimed_count, MANY as u64);
-        fetch_all(&consumer, &ids, &between);
+        fetch_all(&consumer, &ids, &transport);
         let times = [&owner, &consumer].map(|store| {
             let begin = thread_time();
             let step_stats = store.end_step(step);
@@ -69,7 +69,7 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
 }
 
 /// How long `work` took, and the longest that one who takes what is in the buffer waited meanwhile.
-fn longest_wait(consumer: &ProcessStore, between: &Between, id: &ShardId, work: impl FnOnce()) -> (Duration, Duration) {
+fn longest_wait(consumer: &ProcessStore, transport: &LocalTransport, id: &ShardId, work: impl FnOnce()) -> (Duration, Duration) {
     let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let fetcher = scope.spawn(|| {
@@ -77,7 +77,7 @@ fn longest_wait(consumer: &ProcessStore, between: &Between, id: &ShardId, work: 
             let mut longest = Duration::ZERO;
             while !is_over.load(Ordering::SeqCst) {
                 let begin = Instant::now();
-                drop(fetch(consumer, &wanted, between).unwrap());
+                drop(fetch(consumer, &wanted, transport).unwrap());
                 longest = longest.max(begin.elapsed());
                 is_on.store(true, Ordering::SeqCst);
             }
@@ -97,14 +97,14 @@ fn longest_wait(consumer: &ProcessStore, between: &Between, id: &ShardId, work: 
 /// The bench of the same name has the times; here the machine may be busy, so one quiet round is enough.
 #[test]
 fn a_fetch_does_not_wait_for_the_removal_of_100_000_ids() {
-    let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(Way::Bytes));
-    between.add(OWNER, &owner);
+    let (owner, consumer, transport) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
+    transport.add(OWNER, &owner);
     let kept = fill(&owner, 1);
-    fetch_all(&consumer, &kept, &between);
+    fetch_all(&consumer, &kept, &transport);
     let ids = fill(&owner, 100_000);
     let mut rounds = (0..8).map(|_| {
-        fetch_all(&consumer, &ids, &between);
-        longest_wait(&consumer, &between, &kept[0], || assert_eq!(consumer.clear_buffer(Some(&ids)), 100_000))
+        fetch_all(&consumer, &ids, &transport);
+        longest_wait(&consumer, &transport, &kept[0], || assert_eq!(consumer.clear_buffer(Some(&ids)), 100_000))
     });
     assert!(rounds.any(|(time, longest)| longest <= time / 5), "who fetched waited for most of it");
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
+use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
 use tundish_store::{
     Dtype, TensorMeta, MissingShard, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
 };
@@ -27,26 +27,26 @@ fn tensors() -> Vec<Vec<u8>> {
 
 #[test]
 fn stored_shards_are_fetched_and_then_found_in_the_buffer() {
-    for way in [Way::Bytes, Way::SegmentRange] {
-        let (owner, consumer, between) = pair(way);
+    for send_as in [SendAs::Bytes, SendAs::SegmentRange] {
+        let (owner, consumer, transport) = pair(send_as);
         let tensors = tensors();
         let ids = put(&owner, &tensors).unwrap();
         let wanted: Vec<_> = ids.iter().zip(&tensors).map(|(id, bytes)| whole(OWNER, id, bytes.len() as u64)).collect();
         for round in 0..3 {
-            let views = fetch(&consumer, &wanted, &between).unwrap();
+            let views = fetch(&consumer, &wanted, &transport).unwrap();
             for (view, bytes) in views.iter().zip(&tensors) {
-                assert_eq!(view.bytes(), bytes, "{way:?} {round}");
+                assert_eq!(view.bytes(), bytes, "{send_as:?} {round}");
                 assert_eq!(view.data().addr() % 64, 0);
                 // The next consumer, and the owner, do not see it.
                 overwrite(view, 0xaa);
             }
         }
-        assert_eq!(between.requests.load(Ordering::SeqCst), 1, "one request for all, and then none");
+        assert_eq!(transport.requests.load(Ordering::SeqCst), 1, "one request for all, and then none");
         let stats = consumer.stats().buffer;
         assert_eq!((stats.misses, stats.hits), (tensors.len() as u64, 2 * tensors.len() as u64));
         let taken: u64 = tensors.iter().map(|bytes| bytes.len().next_multiple_of(64) as u64).sum();
         assert_eq!((stats.num_entries, stats.total_bytes, stats.high_water_bytes), (12, taken, taken));
-        assert_eq!(stats.memory.used_bytes > 0, way == Way::Bytes, "by reference no memory is taken");
+        assert_eq!(stats.memory.used_bytes > 0, send_as == SendAs::Bytes, "by reference no memory is taken");
         assert_eq!(owner.stats().storage.total_bytes, taken);
 
         assert_eq!(consumer.clear_buffer(Some(&ids)), 12);
@@ -60,33 +60,33 @@ fn stored_shards_are_fetched_and_then_found_in_the_buffer() {
 
 #[test]
 fn the_owners_bytes_are_a_copy_of_their_own() {
-    let (owner, consumer, between) = pair(Way::SegmentRange);
+    let (owner, consumer, transport) = pair(SendAs::SegmentRange);
     let mut bytes = vec![1u8; 100_000];
     let id = {
         let source = TensorToStore::new(bytes_meta(100_000), &bytes).unwrap();
         within(0.0, |time_limit| owner.put(&[source], time_limit)).unwrap().remove(0)
     };
     bytes.fill(2);
-    let first = fetch(&consumer, &[whole(OWNER, &id, 100_000)], &between).unwrap();
+    let first = fetch(&consumer, &[whole(OWNER, &id, 100_000)], &transport).unwrap();
     assert!(first[0].bytes().iter().all(|byte| *byte == 1));
 }
 
 #[test]
 fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
-    for way in [Way::Bytes, Way::SegmentRange] {
-        let (owner, consumer, between) = pair(way);
+    for send_as in [SendAs::Bytes, SendAs::SegmentRange] {
+        let (owner, consumer, transport) = pair(send_as);
         let len = 1 << 20;
         consumer.begin_step(1, 0).unwrap();
         let ids = put(&owner, &[vec![7; len]]).unwrap();
-        let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &between).unwrap();
+        let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &transport).unwrap();
         let step_stats = consumer.end_step(1);
         assert_eq!((step_stats.held_bytes, step_stats.viewed_bytes, step_stats.escaped_bytes), (0, len as u64, len as u64));
         owner.remove(&ids);
-        let holder = if way == Way::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
+        let holder = if send_as == SendAs::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
         assert!(holder.used_bytes == 0 && holder.escaped_bytes >= len as u64, "{holder:?}");
         // Were the slab used again, this would go there.
         let next = put(&owner, &[vec![8; len]]).unwrap();
-        let other = fetch(&consumer, &[whole(OWNER, &next[0], len as u64)], &between).unwrap();
+        let other = fetch(&consumer, &[whole(OWNER, &next[0], len as u64)], &transport).unwrap();
         assert!(view[0].bytes().iter().all(|byte| *byte == 7));
         drop(view);
         assert_eq!(consumer.step_stats(1).unwrap().escaped_bytes, 0);
@@ -99,13 +99,13 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
 
 #[test]
 fn views_count_after_a_clear_and_idle_memory_is_freed() {
-    let (owner, consumer, between) = pair(Way::Bytes);
+    let (owner, consumer, transport) = pair(SendAs::Bytes);
     let len = 1u64 << 20;
     let ids = put(&owner, &[vec![7; len as usize]]).unwrap();
     for store in [&owner, &consumer] {
         store.begin_step(1, 0).unwrap();
     }
-    let view = fetch(&consumer, &[whole(OWNER, &ids[0], len)], &between).unwrap();
+    let view = fetch(&consumer, &[whole(OWNER, &ids[0], len)], &transport).unwrap();
     assert_eq!(consumer.clear_buffer(None), 1);
     let step_stats = consumer.step_stats(1).unwrap();
     assert_eq!((step_stats.viewed_bytes, step_stats.held_bytes, step_stats.num_entries), (len, 0, 0));
@@ -123,7 +123,7 @@ fn views_count_after_a_clear_and_idle_memory_is_freed() {
 
 #[test]
 fn slabs_are_used_again() {
-    let (owner, consumer, between) = pair(Way::Bytes);
+    let (owner, consumer, transport) = pair(SendAs::Bytes);
     let tensors = vec![vec![3u8; 100_000]; 40];
     let mut peak = None;
     for step in 0..5 {
@@ -131,7 +131,7 @@ fn slabs_are_used_again() {
         let ids = put(&owner, &tensors).unwrap();
         owner.claim(step, 0, &ids).unwrap();
         let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 100_000)).collect();
-        drop(fetch(&consumer, &wanted, &between).unwrap());
+        drop(fetch(&consumer, &wanted, &transport).unwrap());
         owner.end_step(step);
         consumer.end_step(step);
         let memory = [owner.stats().storage.memory, consumer.stats().buffer.memory];
@@ -143,8 +143,8 @@ fn slabs_are_used_again() {
 
 #[test]
 fn rows_are_fetched_alone_and_found_in_the_buffer() {
-    for way in [Way::Bytes, Way::SegmentRange] {
-        let (owner, consumer, between) = pair(way);
+    for send_as in [SendAs::Bytes, SendAs::SegmentRange] {
+        let (owner, consumer, transport) = pair(send_as);
         let dtype = Dtype::from_name("int32").unwrap();
         let meta = TensorMeta::new(dtype, [1000, 8].as_slice()).unwrap();
         let bytes = pattern(1, 32_000);
@@ -155,32 +155,32 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
             tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: Some(range), meta }
         };
         let some = [want(10..20), want(900..1000), want(5..5)];
-        let views = fetch(&consumer, &some, &between).unwrap();
+        let views = fetch(&consumer, &some, &transport).unwrap();
         assert_eq!(views[0].bytes(), &bytes[320..640]);
         assert_eq!(views[1].bytes(), &bytes[28_800..]);
         assert_eq!(views[2].meta().shape(), &[0, 8]);
         assert!(consumer.stats().buffer.total_bytes < 5000, "only those rows");
         // Rows of rows that are here.
-        assert_eq!(fetch(&consumer, &[want(12..15)], &between).unwrap()[0].bytes(), &bytes[384..480]);
-        assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+        assert_eq!(fetch(&consumer, &[want(12..15)], &transport).unwrap()[0].bytes(), &bytes[384..480]);
+        assert_eq!(transport.requests.load(Ordering::SeqCst), 1);
         let all = tundish_store::Wanted { owner: OWNER.into(), id: id.clone(), rows: None, meta: meta.clone() };
-        assert_eq!(fetch(&consumer, std::slice::from_ref(&all), &between).unwrap()[0].bytes(), bytes);
-        assert_eq!(fetch(&consumer, &[want(0..1000)], &between).unwrap()[0].bytes(), bytes);
-        assert_eq!(between.requests.load(Ordering::SeqCst), 2);
+        assert_eq!(fetch(&consumer, std::slice::from_ref(&all), &transport).unwrap()[0].bytes(), bytes);
+        assert_eq!(fetch(&consumer, &[want(0..1000)], &transport).unwrap()[0].bytes(), bytes);
+        assert_eq!(transport.requests.load(Ordering::SeqCst), 2);
         assert_eq!(consumer.clear_buffer(Some(std::slice::from_ref(&id))), 4);
         let beyond = tundish_store::Wanted { rows: Some(999..1001), meta: meta.select_rows(Some(&(0..2))).unwrap(), ..all };
-        assert!(matches!(fetch(&consumer, &[beyond], &between), Err(StoreError::Invalid(_))));
+        assert!(matches!(fetch(&consumer, &[beyond], &transport), Err(StoreError::Invalid(_))));
     }
 }
 
 #[test]
 fn duplicates_are_fetched_once() {
-    let (owner, consumer, between) = pair(Way::Bytes);
+    let (owner, consumer, transport) = pair(SendAs::Bytes);
     let ids = put(&owner, &[vec![1; 100], vec![2; 100]]).unwrap();
     let wanted: Vec<_> = (0..100_000).map(|index| whole(OWNER, &ids[index % 2], 100)).collect();
-    let views = fetch(&consumer, &wanted, &between).unwrap();
+    let views = fetch(&consumer, &wanted, &transport).unwrap();
     assert!(views.iter().enumerate().all(|(index, view)| view.bytes() == [1 + index as u8 % 2; 100]));
-    assert_eq!((between.requests.load(Ordering::SeqCst), between.shards.load(Ordering::SeqCst)), (1, 2));
+    assert_eq!((transport.requests.load(Ordering::SeqCst), transport.shards.load(Ordering::SeqCst)), (1, 2));
     let many: Vec<_> = (0..100_000).map(|index| ids[index % 2].clone()).collect();
     assert_eq!(consumer.clear_buffer(Some(&many)), 2);
     assert_eq!(owner.claim(1, 1, &many).unwrap().claimed_count, 2);
@@ -190,43 +190,43 @@ fn duplicates_are_fetched_once() {
 
 #[test]
 fn a_nodes_own_shards_are_looked_up_and_buffered_nowhere() {
-    let (owner, _, between) = pair(Way::Bytes);
+    let (owner, _, transport) = pair(SendAs::Bytes);
     owner.add_own_address(OWNER.into());
     let ids = put(&owner, &[vec![5; 50_000]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 50_000), rows(OWNER, &ids[0], 100..200)];
-    let views = fetch(&owner, &wanted, &between).unwrap();
+    let views = fetch(&owner, &wanted, &transport).unwrap();
     assert_eq!((views[0].bytes(), views[1].bytes()), (&[5; 50_000][..], &[5; 100][..]));
     overwrite(&views[0], 6);
-    assert_eq!(fetch(&owner, &wanted, &between).unwrap()[0].bytes(), [5; 50_000]);
-    assert_eq!((between.requests.load(Ordering::SeqCst), owner.stats().buffer.num_entries), (0, 0));
+    assert_eq!(fetch(&owner, &wanted, &transport).unwrap()[0].bytes(), [5; 50_000]);
+    assert_eq!((transport.requests.load(Ordering::SeqCst), owner.stats().buffer.num_entries), (0, 0));
 }
 
 #[test]
 fn shards_that_another_process_named_are_fetched_though_it_serves_where_this_one_did() {
-    let (owner, consumer, between) = pair(Way::Bytes);
+    let (owner, consumer, transport) = pair(SendAs::Bytes);
     consumer.add_own_address(OWNER.into());
     let ids = put(&owner, &[vec![5; 100]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 100)];
-    assert_eq!(fetch(&consumer, &wanted, &between).unwrap()[0].bytes(), [5; 100]);
-    assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+    assert_eq!(fetch(&consumer, &wanted, &transport).unwrap()[0].bytes(), [5; 100]);
+    assert_eq!(transport.requests.load(Ordering::SeqCst), 1);
     // Its own are nowhere else.
     let own = put(&consumer, &[vec![6; 100]]).unwrap();
     consumer.remove(&own);
     assert!(matches!(
-        fetch(&consumer, &[whole(OWNER, &own[0], 100)], &between),
+        fetch(&consumer, &[whole(OWNER, &own[0], 100)], &transport),
         Err(StoreError::Missing { owner: None, .. })
     ));
-    assert_eq!(between.requests.load(Ordering::SeqCst), 1);
+    assert_eq!(transport.requests.load(Ordering::SeqCst), 1);
 }
 
 #[test]
 fn shards_that_are_missing_are_all_named_and_those_that_were_drained_so() {
-    let (owner, consumer, between) = pair(Way::Bytes);
+    let (owner, consumer, transport) = pair(SendAs::Bytes);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10], vec![3; 10]]).unwrap();
     owner.remove(&ids[..1]);
     let unknown: ShardId = "somebody's".replace('\'', "_").parse().unwrap();
     let wanted: Vec<_> = [&ids[0], &unknown, &ids[1]].iter().map(|id| whole(OWNER, id, 10)).collect();
-    let Err(StoreError::Missing { owner: Some(from), shards }) = fetch(&consumer, &wanted, &between) else {
+    let Err(StoreError::Missing { owner: Some(from), shards }) = fetch(&consumer, &wanted, &transport) else {
         panic!("two are missing")
     };
     let mut named = shards.clone();
@@ -238,13 +238,13 @@ fn shards_that_are_missing_are_all_named_and_those_that_were_drained_so() {
     assert!(message.contains("drained or removed") && message.contains(&ids[0].to_string()), "{message}");
     // The one that is there was not fetched, and can be.
     assert_eq!(consumer.stats().buffer.num_entries, 0);
-    assert_eq!(fetch(&consumer, &wanted[2..], &between).unwrap()[0].bytes(), [2; 10]);
+    assert_eq!(fetch(&consumer, &wanted[2..], &transport).unwrap()[0].bytes(), [2; 10]);
 }
 
 #[test]
 fn shards_that_differ_from_their_handle_are_refused() {
-    for way in [Way::Bytes, Way::SegmentRange] {
-        let (owner, consumer, between) = pair(way);
+    for send_as in [SendAs::Bytes, SendAs::SegmentRange] {
+        let (owner, consumer, transport) = pair(send_as);
         let ids = put(&owner, &[vec![1; 16], vec![2; 16]]).unwrap();
         let cast = TensorMeta::new(Dtype::from_name("int8").unwrap(), [16].as_slice()).unwrap();
         let reshaped = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [4, 4].as_slice()).unwrap();
@@ -252,13 +252,13 @@ fn shards_that_differ_from_their_handle_are_refused() {
             let wanted = [whole(OWNER, &ids[1], 16), whole(OWNER, &ids[0], 16)];
             let [good, mut bad] = wanted;
             bad.meta = wrong.clone();
-            let error = fetch(&consumer, &[good.clone(), bad.clone()], &between).unwrap_err();
+            let error = fetch(&consumer, &[good.clone(), bad.clone()], &transport).unwrap_err();
             assert!(matches!(&error, StoreError::Mismatch { id, .. } if *id == ids[0]), "{error}");
-            fetch(&consumer, &[whole(OWNER, &ids[0], 16)], &between).unwrap();
+            fetch(&consumer, &[whole(OWNER, &ids[0], 16)], &transport).unwrap();
             // From the buffer, too, and by two handles of one call.
-            assert!(matches!(fetch(&consumer, &[bad.clone()], &between), Err(StoreError::Mismatch { .. })));
+            assert!(matches!(fetch(&consumer, &[bad.clone()], &transport), Err(StoreError::Mismatch { .. })));
             let both = [whole(OWNER, &ids[0], 16), bad];
-            assert!(matches!(fetch(&consumer, &both, &between), Err(StoreError::Mismatch { .. })));
+            assert!(matches!(fetch(&consumer, &both, &transport), Err(StoreError::Mismatch { .. })));
             consumer.clear_buffer(None);
         }
     }
@@ -308,7 +308,7 @@ fn the_age_of_unclaimed_shards_is_that_of_the_oldest() {
 
 #[test]
 fn the_oldest_step_that_holds_bytes_is_named() {
-    let (owner, consumer, between) = pair(Way::SegmentRange);
+    let (owner, consumer, transport) = pair(SendAs::SegmentRange);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
     let oldest = || consumer.stats().buffer.oldest_step;
     // The numbers say nothing, and a step that holds nothing is not named.
@@ -316,7 +316,7 @@ fn the_oldest_step_that_holds_bytes_is_named() {
         consumer.begin_step(step, 1).unwrap();
         if step != 9 {
             let id = &ids[usize::from(step == 7)];
-            drop(fetch(&consumer, &[whole(OWNER, id, 10)], &between).unwrap());
+            drop(fetch(&consumer, &[whole(OWNER, id, 10)], &transport).unwrap());
             assert_eq!(oldest(), Some(5));
         }
     }
@@ -328,10 +328,10 @@ fn the_oldest_step_that_holds_bytes_is_named() {
 
 #[test]
 fn a_removal_also_drops_fetched_entries() {
-    let (owner, consumer, between) = pair(Way::Bytes);
+    let (owner, consumer, transport) = pair(SendAs::Bytes);
     let ids = put(&owner, &[vec![1; 10], vec![2; 10]]).unwrap();
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 10)).collect();
-    drop(fetch(&consumer, &wanted, &between).unwrap());
+    drop(fetch(&consumer, &wanted, &transport).unwrap());
     assert_eq!(consumer.remove(&ids[..1]), Default::default(), "it stores none of them");
     assert_eq!(consumer.stats().buffer.num_entries, 1);
     assert_eq!(consumer.clear_all(), Default::default());
@@ -355,7 +355,7 @@ impl Transport for Nothing {
 
 #[test]
 fn a_response_without_all_shards_is_an_error() {
-    let (owner, consumer, _) = pair(Way::Bytes);
+    let (owner, consumer, _) = pair(SendAs::Bytes);
     let ids = put(&owner, &[vec![1; 10]]).unwrap();
     let wanted = [whole(OWNER, &ids[0], 10)];
     let error = within(5.0, |time_limit| consumer.fetch(&wanted, &Nothing, time_limit)).unwrap_err();
@@ -365,15 +365,15 @@ fn a_response_without_all_shards_is_an_error() {
 
 #[test]
 fn large_tensors_in_recycled_memory_are_whole() {
-    let (store, between) = (ProcessStore::new(LIMITS), Between::new(Way::SegmentRange));
-    between.add(OWNER, &store);
+    let (store, transport) = (ProcessStore::new(LIMITS), LocalTransport::new(SendAs::SegmentRange));
+    transport.add(OWNER, &store);
     // Past the caches, by several threads; odd lengths, so that nothing ends where a thread or a page does.
     let sizes = [(33 << 20) + 7, (40 << 20) + 4095, 70_001];
     for round in 0..3 {
         let tensors: Vec<_> = sizes.iter().zip(3 * round..).map(|(size, seed)| pattern(seed, *size)).collect();
         let ids = put(&store, &tensors).unwrap();
         let wanted: Vec<_> = ids.iter().zip(sizes).map(|(id, size)| whole(OWNER, id, size as u64)).collect();
-        let views = fetch(&store, &wanted, &between).unwrap();
+        let views = fetch(&store, &wanted, &transport).unwrap();
         assert!(views.iter().zip(&tensors).all(|(view, tensor)| view.bytes() == tensor), "round {round}");
         drop(views);
         store.remove(&ids);

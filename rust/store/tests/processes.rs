@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, overwrite, pattern, put, whole, within};
+use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::SegmentAddress;
 use tundish_store::{
     FetchedTensor, ProcessStore, FetchReceiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
@@ -74,13 +74,13 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
     let store = ProcessStore::of_process();
     assert!(Arc::ptr_eq(&store, &ProcessStore::of_process()));
     let owner = ProcessStore::new(LIMITS);
-    let between = Between::new(Way::Bytes);
-    between.add(OWNER, &owner);
+    let transport = LocalTransport::new(SendAs::Bytes);
+    transport.add(OWNER, &owner);
     let lent = put(&owner, &[pattern(2, LEN)]).unwrap();
     let held_by_owner = held();
     let stored = put(&store, &[pattern(1, LEN)]).unwrap();
     store.begin_step(1, 0).unwrap();
-    let views = fetch(&store, &[whole(OWNER, &lent[0], LEN as u64)], &between).unwrap();
+    let views = fetch(&store, &[whole(OWNER, &lent[0], LEN as u64)], &transport).unwrap();
     let before = store.stats();
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.rtensor import soak_roles
+from support.rtensor import soak_functions
 from support.rtensor.peers import Peer, PeerError
 from support.soak import IS_SOAK
 
@@ -51,7 +51,7 @@ class Job:
         self.owner, self.controller, self._spare = Peer(), Peer(), Peer()
         self.consumers = {role: Peer() for role in (*MORTAL, "ref")}
         self.dead: set[str] = set()
-        self.controller.call(soak_roles.control, self._workers())
+        self.controller.call(soak_functions.control, self._workers())
         self._is_updated = True
 
     def _workers(self) -> list[Worker]:
@@ -69,17 +69,17 @@ class Job:
         self._is_updated = False
 
     def tell_controller(self) -> None:
-        self.controller.call(soak_roles.update, self._workers())
+        self.controller.call(soak_functions.update, self._workers())
         self._is_updated = True
 
     def begin_step(self, batch: Any) -> int:
         """Its number. A controller that was not told who is there finds out, and nothing has begun then."""
         if not self._is_updated:
             with pytest.raises(PeerError, match="does not answer") as raised:
-                self.controller.call(soak_roles.begin, batch)
+                self.controller.call(soak_functions.begin, batch)
             assert raised.value.kind == "DrainError"
             self.tell_controller()
-        number: int = self.controller.call(soak_roles.begin, batch)
+        number: int = self.controller.call(soak_functions.begin, batch)
         return number
 
     def lasting(self) -> dict[str, Belongings]:
@@ -114,7 +114,7 @@ def job() -> Iterator[Job]:
 def test_nothing_is_left_of_any_step_whichever_process_is_killed(job: Job) -> None:
     draw = random.Random(6)
     begun: dict[str, Belongings] = {}
-    batch = job.owner.call(soak_roles.rollout, 0, soak_roles.ROWS[0])
+    batch = job.owner.call(soak_functions.rollout, 0, soak_functions.ROWS[0])
     for number in range(STEPS):
         event = draw.choice(EVENTS) if draw.randrange(BETWEEN_EVENTS) == 0 else None
         role = draw.choice(MORTAL)
@@ -137,12 +137,12 @@ def test_nothing_is_left_of_any_step_whichever_process_is_killed(job: Job) -> No
 def take_step(job: Job, batch: Any, number: int, draw: random.Random, role: str, event: str | None) -> Any:
     """One step, to whose role happens something. Returns what the next one uses up, which is made meanwhile."""
     current = job.begin_step(batch)
-    job.owner.begin(soak_roles.rollout, number + 1, draw.choice(soak_roles.ROWS))
+    job.owner.begin(soak_functions.rollout, number + 1, draw.choice(soak_functions.ROWS))
     if event == "unasked":
         job.kill(role)
     asked = {name: peer for name, peer in job.consumers.items() if name != role or event not in UNASKED}
     for peer in asked.values():
-        peer.begin(soak_roles.consume, batch, number, draw.getrandbits(32))
+        peer.begin(soak_functions.consume, batch, number, draw.getrandbits(32))
     if event == "fetching":
         job.kill(role)
     for name, peer in asked.items():
@@ -154,11 +154,11 @@ def take_step(job: Job, batch: Any, number: int, draw: random.Random, role: str,
     if event == "fetched":
         # Else nobody says whether it is dead before the drain comes.
         job.consumers[role].kill()
-    job.controller.begin(soak_roles.end)
+    job.controller.begin(soak_functions.end)
     excused = set(job.dead)
     if event == "late":
         # What it fetches of the step, or of the next one, is refused, or drained with that.
-        job.consumers[role].begin(soak_roles.consume, batch, number, draw.getrandbits(32))
+        job.consumers[role].begin(soak_functions.consume, batch, number, draw.getrandbits(32))
         excused.add(job.consumers[role].addr)
         try:
             job.consumers[role].result()
@@ -167,7 +167,7 @@ def take_step(job: Job, batch: Any, number: int, draw: random.Random, role: str,
     said = job.controller.result()
     assert not [text for text in said if not any(addr in text for addr in excused)], said
     unclaimed = {job.owner.addr: SHARDS_OF_A_BATCH}
-    assert not job.controller.call(soak_roles.unbalanced, current, excused, unclaimed)
+    assert not job.controller.call(soak_functions.unbalanced, current, excused, unclaimed)
     return following
 
 

@@ -1,4 +1,4 @@
-//! Stores that fetch from each other within one process: the bytes go the way that a wire's do, or by reference.
+//! Stores that fetch from each other within one process: shards are sent as bytes, or as references.
 #![allow(dead_code, reason = "each test uses some of it")]
 
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ pub const LIMITS: Limits = Limits { storage_bytes: 1 << 30, buffer_bytes: 1 << 3
 
 /// How a transport hands over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum SendAs {
     Bytes,
     SegmentRange,
 }
@@ -27,20 +27,20 @@ pub enum Way {
 pub type Before = Box<dyn Fn(usize) -> Result<(), StoreError> + Send + Sync>;
 
 /// Fetches from other stores of this process.
-pub struct Between {
+pub struct LocalTransport {
     pub owners: Mutex<HashMap<String, Arc<ProcessStore>>>,
-    pub way: Way,
+    pub send_as: SendAs,
     pub requests: AtomicUsize,
     pub shards: AtomicUsize,
     pub before: Before,
     pub after: Before,
 }
 
-impl Between {
-    pub fn new(way: Way) -> Self {
-        Between {
+impl LocalTransport {
+    pub fn new(send_as: SendAs) -> Self {
+        LocalTransport {
             owners: Mutex::default(),
-            way,
+            send_as,
             requests: AtomicUsize::new(0),
             shards: AtomicUsize::new(0),
             before: Box::new(|_| Ok(())),
@@ -53,15 +53,15 @@ impl Between {
     }
 }
 
-/// An owner, a consumer, and the way between them.
-pub fn pair(way: Way) -> (Arc<ProcessStore>, Arc<ProcessStore>, Between) {
+/// An owner, a consumer, and the transport between them.
+pub fn pair(send_as: SendAs) -> (Arc<ProcessStore>, Arc<ProcessStore>, LocalTransport) {
     let (owner, consumer) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS));
-    let between = Between::new(way);
-    between.add(OWNER, &owner);
-    (owner, consumer, between)
+    let transport = LocalTransport::new(send_as);
+    transport.add(OWNER, &owner);
+    (owner, consumer, transport)
 }
 
-impl Transport for Between {
+impl Transport for LocalTransport {
     fn fetch(
         &self,
         owner: &Arc<str>,
@@ -79,7 +79,7 @@ impl Transport for Between {
         })?;
         for (index, outgoing) in outgoing.iter().enumerate() {
             match outgoing.reference() {
-                Some(reference) if self.way == Way::SegmentRange => {
+                Some(reference) if self.send_as == SendAs::SegmentRange => {
                     (self.after)(number)?;
                     receiver.attach(index, outgoing.meta(), &reference)?;
                 }
@@ -120,7 +120,7 @@ pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
     Wanted { owner: owner.into(), id: id.clone(), rows: Some(rows), meta }
 }
 
-pub fn fetch(store: &ProcessStore, wanted: &[Wanted], transport: &Between) -> Result<Vec<FetchedTensor>, StoreError> {
+pub fn fetch(store: &ProcessStore, wanted: &[Wanted], transport: &LocalTransport) -> Result<Vec<FetchedTensor>, StoreError> {
     within(20.0, |time_limit| store.fetch(wanted, transport, time_limit))
 }
 

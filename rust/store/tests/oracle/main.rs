@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Between, LIMITS, OWNER, Way, bytes_meta, fetch, pattern, put, rows, whole, within};
+use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, pattern, put, rows, whole, within};
 use proptest::prelude::*;
 use proptest::sample::Index;
 use model::{NEXT, FetchedRows, Model, StepCounts};
@@ -56,7 +56,7 @@ fn actions() -> impl Strategy<Value = Vec<Action>> {
 struct World {
     owner: Arc<ProcessStore>,
     consumer: Arc<ProcessStore>,
-    between: Between,
+    transport: LocalTransport,
     /// All that ever were.
     shards: Vec<(ShardId, Vec<u8>)>,
     stored: Model<ShardId>,
@@ -75,13 +75,13 @@ fn taken(bytes: &[u8]) -> u64 {
 }
 
 impl World {
-    fn new(way: Way) -> Self {
-        let (owner, consumer, between) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), Between::new(way));
-        between.add(OWNER, &owner);
+    fn new(send_as: SendAs) -> Self {
+        let (owner, consumer, transport) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(send_as));
+        transport.add(OWNER, &owner);
         let (stored, fetched) = (Model::new(), Model::new());
         let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());
         let were_kept = BTreeSet::new();
-        World { owner, consumer, between, shards, stored, fetched, were_kept, begun, views, hits: 0, misses: 0 }
+        World { owner, consumer, transport, shards, stored, fetched, were_kept, begun, views, hits: 0, misses: 0 }
     }
 
     fn named(&self, some: &[Index]) -> Vec<ShardId> {
@@ -271,7 +271,7 @@ impl World {
                 None => whole(OWNER, id, bytes.len() as u64),
             })
             .collect();
-        let views = fetch(&self.consumer, &asked, &self.between);
+        let views = fetch(&self.consumer, &asked, &self.transport);
         let gone: BTreeSet<&ShardId> =
             missed.iter().map(|((id, _), _)| id).filter(|id| !self.stored.entries.contains_key(id)).collect();
         if !gone.is_empty() {
@@ -327,9 +327,9 @@ proptest! {
 
     #[test]
     fn a_store_behaves_as_its_model(
-        actions in actions(), way in prop_oneof![Just(Way::Bytes), Just(Way::SegmentRange)],
+        actions in actions(), send_as in prop_oneof![Just(SendAs::Bytes), Just(SendAs::SegmentRange)],
     ) {
-        let mut world = World::new(way);
+        let mut world = World::new(send_as);
         for action in actions {
             world.take(action);
             world.check();
