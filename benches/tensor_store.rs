@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_store::{
-    Dtype, FetchedTensor, Limits, TensorMeta, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
-    Transport, Wanted,
+    Dtype, FetchReceiver, FetchedTensor, Limits, ProcessStore, ShardId, ShardRows, StoreError, TensorMeta,
+    TensorToStore, TimeLimit, Transport, Wanted,
 };
 
 const OWNER: &str = "owner";
@@ -151,7 +151,8 @@ fn drains(criterion: &mut Criterion) {
                         consumer.end_step(step);
                         transport.owner.end_step(step);
                         assert!(
-                            consumer.wait_for_drops(Duration::from_secs(60)) && transport.owner.wait_for_drops(Duration::from_secs(60))
+                            consumer.wait_for_drops(Duration::from_secs(60))
+                                && transport.owner.wait_for_drops(Duration::from_secs(60))
                         );
                         time
                     };

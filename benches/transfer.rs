@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tundish_store::http::{Client, Server, ServerOptions};
-use tundish_store::{Dtype, FetchedTensor, Limits, TensorMeta, ProcessStore, ShardId, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{
+    Dtype, FetchedTensor, Limits, ProcessStore, ShardId, TensorMeta, TensorToStore, TimeLimit, Wanted,
+};
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;

@@ -22,10 +22,10 @@ mod fetch;
 pub mod handles;
 pub mod http;
 mod memory;
-mod tensor_meta;
 mod process_store;
 mod shard_id;
 mod stats;
+mod tensor_meta;
 mod time_limit;
 mod transport;
 
@@ -34,10 +34,10 @@ pub use error::{MissingShard, StoreError};
 pub use fetch::FetchReceiver;
 pub use memory::fetched_tensor::FetchedTensor;
 pub use memory::transfers::{OutgoingShard, TensorToStore};
-pub use tensor_meta::{Dtype, TensorMeta, Shape};
 pub use process_store::ProcessStore;
 pub use shard_id::{Rows, ShardId, ShardRows};
 pub use stats::{BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Removed, Stats, StepStats, StorageStats};
+pub use tensor_meta::{Dtype, Shape, TensorMeta};
 pub use time_limit::{GoOn, TimeLimit};
 pub use transport::{SegmentRange, Transport, Wanted};
 

@@ -239,7 +239,10 @@ impl ProcessStore {
         let (total_bytes, num_entries) = state.by_step.held();
         let kept = state.by_step.unclaimed().step_counts;
         let current = state.current_entries().step_counts;
-        let holding = state.by_step.iter().filter(|(step, step_entries)| step.is_some() && step_entries.step_counts.num_entries > 0);
+        let holding = state
+            .by_step
+            .iter()
+            .filter(|(step, step_entries)| step.is_some() && step_entries.step_counts.num_entries > 0);
         BufferStats {
             num_entries,
             total_bytes,

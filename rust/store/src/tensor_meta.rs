@@ -223,7 +223,10 @@ mod tests {
         assert_eq!((cut.shape(), cut.nbytes()), (&[3, 3, 2][..], 72));
         assert_eq!(whole.select_rows(None).unwrap(), whole);
         for dtype in Dtype::all() {
-            assert_eq!(TensorMeta::new(dtype, [3u64].as_slice()).unwrap().select_rows(Some(&(1..2))).unwrap().dtype(), dtype);
+            assert_eq!(
+                TensorMeta::new(dtype, [3u64].as_slice()).unwrap().select_rows(Some(&(1..2))).unwrap().dtype(),
+                dtype
+            );
         }
         assert_eq!(whole.select_rows(Some(&(10..10))).unwrap().nbytes(), 0);
         let backwards = Rows { start: 2, end: 1 };

@@ -6,8 +6,8 @@ use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
 use crate::fetch::FetchReceiver;
-use crate::tensor_meta::TensorMeta;
 use crate::shard_id::{Rows, ShardId, ShardRows};
+use crate::tensor_meta::TensorMeta;
 use crate::time_limit::TimeLimit;
 
 /// Fetches from owners. Called by several threads at once, for one owner each.

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, pattern, put, whole, within};
-use tundish_store::{Dtype, Limits, TensorMeta, ProcessStore, ShardId, StoreError, TensorToStore, TimeLimit, Wanted};
+use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pattern, put, whole, within};
+use tundish_store::{Dtype, Limits, ProcessStore, ShardId, StoreError, TensorMeta, TensorToStore, TimeLimit, Wanted};
 
 fn pair(tensors: &[Vec<u8>]) -> (Arc<ProcessStore>, Arc<ProcessStore>, LocalTransport, Vec<ShardId>) {
     let (owner, consumer, transport) = common::pair(SendAs::Bytes);
@@ -68,7 +68,8 @@ fn a_failure_reaches_all_waiting_threads_and_the_next_call_fetches_again() {
     });
     let wanted = [whole(OWNER, &ids[0], 100)];
     std::thread::scope(|scope| {
-        let fetchers: Vec<_> = (0..4).map(|_| scope.spawn(|| fetch(&consumer, &wanted, &transport).map(drop))).collect();
+        let fetchers: Vec<_> =
+            (0..4).map(|_| scope.spawn(|| fetch(&consumer, &wanted, &transport).map(drop))).collect();
         // One fetches and three wait for it.
         wait_until(|| consumer.stats().buffer.hits == 3);
         goes_on.store(true, Ordering::SeqCst);
@@ -138,7 +139,11 @@ fn a_waiting_thread_does_not_fail_for_another_shard_of_the_batch() {
 }
 
 /// What becomes of those who ask while somebody fetches `first`, and how many requests there were.
-fn join(first: &[Wanted], then: &[&[Wanted]], mut transport: LocalTransport) -> (Vec<Result<Vec<u8>, StoreError>>, usize) {
+fn join(
+    first: &[Wanted],
+    then: &[&[Wanted]],
+    mut transport: LocalTransport,
+) -> (Vec<Result<Vec<u8>, StoreError>>, usize) {
     let consumer = ProcessStore::new(LIMITS);
     let goes_on = Arc::new(AtomicBool::new(false));
     transport.before = Box::new({

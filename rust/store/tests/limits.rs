@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, pair, put, whole, within};
+use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pair, put, whole, within};
 use tundish_store::{Limits, ProcessStore, StoreError, TensorToStore, TimeLimit};
 
 #[test]
@@ -16,7 +16,7 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
     let source = || TensorToStore::new(bytes_meta(2 << 20), &bytes).unwrap();
     let begin = Instant::now();
     let error = within(0.2, |time_limit| owner.put(&[source()], time_limit)).unwrap_err();
-    assert!(matches!(error, StoreError::Full { account: "storage", limit: 4_194_304, .. }), "{error}");
+    assert!(matches!(error, StoreError::Full { side: "storage", limit: 4_194_304, .. }), "{error}");
     assert!((0.2..2.0).contains(&begin.elapsed().as_secs_f64()));
     assert!(matches!(put(&owner, &[vec![0; 4 << 20]]), Err(StoreError::TooLarge { .. })));
     // Called off.
@@ -50,7 +50,7 @@ fn at_the_limit_a_fetch_waits_and_then_says_so_and_references_take_nothing() {
     let wanted: Vec<_> = ids.iter().map(|id| whole(OWNER, id, 400_000)).collect();
     drop(fetch(&consumer, &wanted[..2], &transport).unwrap());
     let error = within(0.1, |time_limit| consumer.fetch(&wanted, &transport, time_limit)).unwrap_err();
-    assert!(matches!(error, StoreError::Full { account: "fetch buffer", .. }), "{error}");
+    assert!(matches!(error, StoreError::Full { side: "fetch buffer", .. }), "{error}");
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(100));

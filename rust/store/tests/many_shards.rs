@@ -5,7 +5,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, whole, within};
+use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, whole, within};
 use tundish_store::{ProcessStore, ShardId, TensorToStore};
 
 const MANY: usize = 1_000_000;
@@ -37,7 +37,8 @@ fn thread_time() -> Duration {
 
 #[test]
 fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
-    let (owner, consumer, transport) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
+    let (owner, consumer, transport) =
+        (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
     transport.add(OWNER, &owner);
     // What frees in the background starts with the first drain.
     [&owner, &consumer].into_iter().for_each(|store| assert!(store.end_step(0).has_ended));
@@ -52,7 +53,10 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
             let begin = thread_time();
             let step_stats = store.end_step(step);
             let time = thread_time() - begin;
-            assert_eq!((step_stats.num_entries, step_stats.freed_bytes, step_stats.held_bytes), (MANY as u64, 64 * MANY as u64, 0));
+            assert_eq!(
+                (step_stats.num_entries, step_stats.freed_bytes, step_stats.held_bytes),
+                (MANY as u64, 64 * MANY as u64, 0)
+            );
             assert!(time <= Duration::from_millis(1), "{time:?}");
             time
         });
@@ -69,7 +73,12 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
 }
 
 /// How long `work` took, and the longest that one who takes what is in the buffer waited meanwhile.
-fn longest_wait(consumer: &ProcessStore, transport: &LocalTransport, id: &ShardId, work: impl FnOnce()) -> (Duration, Duration) {
+fn longest_wait(
+    consumer: &ProcessStore,
+    transport: &LocalTransport,
+    id: &ShardId,
+    work: impl FnOnce(),
+) -> (Duration, Duration) {
     let (is_on, is_over) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let fetcher = scope.spawn(|| {
@@ -97,7 +106,8 @@ fn longest_wait(consumer: &ProcessStore, transport: &LocalTransport, id: &ShardI
 /// The bench of the same name has the times; here the machine may be busy, so one quiet round is enough.
 #[test]
 fn a_fetch_does_not_wait_for_the_removal_of_100_000_ids() {
-    let (owner, consumer, transport) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
+    let (owner, consumer, transport) =
+        (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
     transport.add(OWNER, &owner);
     let kept = fill(&owner, 1);
     fetch_all(&consumer, &kept, &transport);

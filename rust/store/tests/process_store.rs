@@ -6,9 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within};
+use common::{
+    LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, overwrite, pair, pattern, put, rows, whole, within,
+};
 use tundish_store::{
-    Dtype, TensorMeta, MissingShard, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Transport,
+    Dtype, FetchReceiver, MissingShard, ProcessStore, ShardId, ShardRows, StoreError, TensorMeta, TensorToStore,
+    TimeLimit, Transport,
 };
 
 fn assert_nothing_is_held(store: &ProcessStore) {
@@ -80,9 +83,13 @@ fn views_outlive_the_drain_and_their_memory_is_not_used_again_before() {
         let ids = put(&owner, &[vec![7; len]]).unwrap();
         let view = fetch(&consumer, &[whole(OWNER, &ids[0], len as u64)], &transport).unwrap();
         let step_stats = consumer.end_step(1);
-        assert_eq!((step_stats.held_bytes, step_stats.viewed_bytes, step_stats.escaped_bytes), (0, len as u64, len as u64));
+        assert_eq!(
+            (step_stats.held_bytes, step_stats.viewed_bytes, step_stats.escaped_bytes),
+            (0, len as u64, len as u64)
+        );
         owner.remove(&ids);
-        let holder = if send_as == SendAs::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
+        let holder =
+            if send_as == SendAs::Bytes { consumer.stats().buffer.memory } else { owner.stats().storage.memory };
         assert!(holder.used_bytes == 0 && holder.escaped_bytes >= len as u64, "{holder:?}");
         // Were the slab used again, this would go there.
         let next = put(&owner, &[vec![8; len]]).unwrap();
@@ -135,8 +142,8 @@ fn slabs_are_used_again() {
         owner.end_step(step);
         consumer.end_step(step);
         let memory = [owner.stats().storage.memory, consumer.stats().buffer.memory];
-        assert_eq!(memory.map(|account| account.used_bytes), [0, 0]);
-        let idle = memory.map(|account| account.idle_bytes);
+        assert_eq!(memory.map(|memory| memory.used_bytes), [0, 0]);
+        let idle = memory.map(|memory| memory.idle_bytes);
         assert_eq!(*peak.get_or_insert(idle), idle, "nothing more was made in step {step}");
     }
 }
@@ -168,7 +175,8 @@ fn rows_are_fetched_alone_and_found_in_the_buffer() {
         assert_eq!(fetch(&consumer, &[want(0..1000)], &transport).unwrap()[0].bytes(), bytes);
         assert_eq!(transport.requests.load(Ordering::SeqCst), 2);
         assert_eq!(consumer.clear_buffer(Some(std::slice::from_ref(&id))), 4);
-        let beyond = tundish_store::Wanted { rows: Some(999..1001), meta: meta.select_rows(Some(&(0..2))).unwrap(), ..all };
+        let beyond =
+            tundish_store::Wanted { rows: Some(999..1001), meta: meta.select_rows(Some(&(0..2))).unwrap(), ..all };
         assert!(matches!(fetch(&consumer, &[beyond], &transport), Err(StoreError::Invalid(_))));
     }
 }

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, overwrite, pattern, put, whole, within};
+use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, overwrite, pattern, put, whole, within};
 use tundish_shm::SegmentAddress;
 use tundish_store::{
-    FetchedTensor, ProcessStore, FetchReceiver, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
+    FetchReceiver, FetchedTensor, ProcessStore, SegmentRange, ShardId, ShardRows, StoreError, TimeLimit, Transport,
 };
 
 const LEN: usize = 300_000;

@@ -320,7 +320,7 @@ pub(crate) fn set_shared_cache_limit(py: Python<'_>, limit_bytes: usize) {
 pub(crate) fn forget_in_children(py: Python<'_>) -> PyResult<()> {
     let forget = PyCFunction::new_closure(py, None, None, |_, _| {
         Arena::forget_inherited();
-        tundish_store::Node::forget_inherited();
+        tundish_store::ProcessStore::forget_inherited();
     })?;
     let when = PyDict::new(py);
     when.set_item("after_in_child", forget)?;

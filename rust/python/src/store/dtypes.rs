@@ -4,7 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
-use tundish_store::{Dtype, TensorMeta, Shape};
+use tundish_store::{Dtype, Shape, TensorMeta};
 
 use crate::error::BindingError;
 

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyRecursionError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
 use tundish_store::StoreError;
-use tundish_store::handles::{DEEPEST, HandleReader, Value, HandleWriter};
+use tundish_store::handles::{DEEPEST, HandleReader, HandleWriter, Value};
 
 use super::handle::RTensor;
 use crate::error::BindingError;

@@ -10,8 +10,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
-use tundish_store::handles::{ShardHandle, SharedFields, HandleWriter, check_owner};
-use tundish_store::{TensorMeta, ShardId, Wanted};
+use tundish_store::handles::{HandleWriter, ShardHandle, SharedFields, check_owner};
+use tundish_store::{ShardId, TensorMeta, Wanted};
 
 use super::dtypes::{meta_of, object_of};
 use crate::error::BindingError;

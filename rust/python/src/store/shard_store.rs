@@ -13,12 +13,14 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 use tundish_packing::Progress;
 use tundish_store::handles::{ShardHandle, SharedFields};
-use tundish_store::{Limits, TensorMeta, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit, Wanted};
+use tundish_store::{
+    Limits, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorMeta, TensorToStore, TimeLimit, Wanted,
+};
 
 use super::dtypes::meta_of;
 use super::handle::{RTensor, name_of};
-use super::shard_view::ShardView;
 use super::http::transport;
+use super::shard_view::ShardView;
 use crate::enter::{SignalCheck, enter};
 use crate::error::BindingError;
 
@@ -77,9 +79,11 @@ impl ShardStore {
                 // SAFETY: the caller holds the tensors until this returns, and they are dense.
                 .map(|(shared, place)| unsafe { TensorToStore::from_raw(TensorMeta::clone(&shared.meta), place.0) })
                 .collect();
-            Ok(ProcessStore::of_process().put(&sources, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
+            Ok(ProcessStore::of_process()
+                .put(&sources, &mut TimeLimit::new(deadline, &mut || check_signals(signals)))?)
         })?;
-        let handles = ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: None }));
+        let handles =
+            ids.into_iter().zip(shared).map(|(id, shared)| RTensor::new(ShardHandle { id, shared, rows: None }));
         PyList::new(py, handles.collect::<Vec<_>>())
     }
 

@@ -138,8 +138,9 @@ impl<V> EntriesByStep<V> {
     pub(crate) fn end(&mut self, step: Step) -> Option<StepEntries<V>> {
         let step_entries = self.by_step.remove(&Some(step));
         if self.ended_step(step).is_none() {
-            let (mut step_counts, viewed) =
-                step_entries.as_ref().map_or_else(Default::default, |step_entries| (step_entries.step_counts, Arc::clone(&step_entries.viewed)));
+            let (mut step_counts, viewed) = step_entries.as_ref().map_or_else(Default::default, |step_entries| {
+                (step_entries.step_counts, Arc::clone(&step_entries.viewed))
+            });
             step_counts.freed_bytes += std::mem::take(&mut step_counts.held_bytes);
             let token = step_entries.as_ref().map(|step_entries| step_entries.token);
             self.ended.push_back(EndedStep { step, token, step_counts, viewed });
@@ -203,7 +204,8 @@ impl<V> EntriesByStep<V> {
 
     /// The last steps that have ended, and those that have not, the newest last.
     pub(crate) fn steps(&self) -> (Vec<Step>, Vec<Step>) {
-        let mut open: Vec<_> = self.iter().filter_map(|(step, step_entries)| Some((step_entries.token, step?))).collect();
+        let mut open: Vec<_> =
+            self.iter().filter_map(|(step, step_entries)| Some((step_entries.token, step?))).collect();
         open.sort_unstable();
         let ended = self.ended.iter().skip(self.ended.len().saturating_sub(ENDED_IN_STATS)).map(|ended| ended.step);
         (ended.collect(), open.into_iter().map(|(_, step)| step).collect())

@@ -252,8 +252,8 @@ impl<P: Clone> State<P> {
     /// A fetch under way whose result will be kept.
     fn find_in_flight(&self, key: &ShardKey) -> Option<&Arc<InFlight<P>>> {
         let of_shard = self.in_flight.get(&key.id)?.iter();
-        let mut fitting =
-            of_shard.filter(|in_flight| in_flight.owner == key.owner && covers(in_flight.rows.as_ref(), key.rows.as_ref()));
+        let mut fitting = of_shard
+            .filter(|in_flight| in_flight.owner == key.owner && covers(in_flight.rows.as_ref(), key.rows.as_ref()));
         fitting.find(|in_flight| self.by_step.with_token(in_flight.token).is_some())
     }
 

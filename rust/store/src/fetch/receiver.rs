@@ -12,8 +12,8 @@ use crate::memory::attached_segments::AttachedSegments;
 use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
-use crate::tensor_meta::TensorMeta;
 use crate::process_store::ProcessStore;
+use crate::tensor_meta::TensorMeta;
 use crate::time_limit::TimeLimit;
 use crate::transport::{SegmentRange, Transport, Wanted};
 
@@ -160,7 +160,11 @@ impl Drop for FetchReceiver<'_> {
 }
 
 /// Where a reference leads to.
-fn attached_location(attached_segments: &AttachedSegments, wanted: &Wanted, reference: &SegmentRange) -> Result<Location, StoreError> {
+fn attached_location(
+    attached_segments: &AttachedSegments,
+    wanted: &Wanted,
+    reference: &SegmentRange,
+) -> Result<Location, StoreError> {
     let nbytes = wanted.meta.nbytes();
     if reference.len != nbytes {
         let reason = format!("the reference to it has {} bytes instead of {nbytes}", reference.len);

@@ -18,8 +18,8 @@ use std::sync::Arc;
 pub use self::reader::HandleReader;
 pub use self::writer::HandleWriter;
 use crate::error::StoreError;
-use crate::tensor_meta::TensorMeta;
 use crate::shard_id::{Rows, ShardId};
+use crate::tensor_meta::TensorMeta;
 
 /// The deepest nesting of containers.
 pub const DEEPEST: usize = 500;

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, ShardHandle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
-    ROWS, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS,
+    ShardHandle, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
-use crate::tensor_meta::{Dtype, TensorMeta, Shape};
 use crate::shard_id::ShardId;
+use crate::tensor_meta::{Dtype, Shape, TensorMeta};
 
 /// Reads values one after the other from untrusted bytes.
 pub struct HandleReader<'a> {

@@ -5,8 +5,8 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use super::{
-    BYTES, DICT, FALSE, FLOAT, HANDLE, ShardHandle, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE,
-    ROWS, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
+    BYTES, DICT, FALSE, FLOAT, HANDLE, INTEGER, LARGE_INTEGER, LIST, MAGIC, NAMED_HANDLE, NEXT_HANDLE, NONE, ROWS,
+    ShardHandle, SharedFields, TEXT, TRUE, TUPLE, Value, check_owner,
 };
 use crate::error::StoreError;
 use crate::tensor_meta::TensorMeta;

@@ -14,9 +14,9 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::refusal::Refusal;
 use crate::Step;
-use crate::tensor_meta::TensorMeta;
 use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::stats::{Claimed, Removed, StorageStats};
+use crate::tensor_meta::TensorMeta;
 
 /// Bytes of a shard that are turned into base64 at once: three make four characters, with nothing left over.
 pub(super) const STRIDE: usize = 48 << 10;
@@ -78,7 +78,8 @@ struct BatchRequest {
 /// # Errors
 /// A [`Refusal`] where it names none.
 pub fn read_batch(body: &[u8]) -> Result<Vec<ShardRows>, Refusal> {
-    let BatchRequest { shard_ids: List(names), rows } = serde_json::from_slice(body).map_err(|error| no_list(&error))?;
+    let BatchRequest { shard_ids: List(names), rows } =
+        serde_json::from_slice(body).map_err(|error| no_list(&error))?;
     let rows = rows.map_or_else(|| vec![None; names.len()], |List(rows)| rows);
     if rows.len() != names.len() {
         return Err(Refusal::new(400, "'rows' has one entry for each of 'shard_ids': [start, stop], or null for all"));

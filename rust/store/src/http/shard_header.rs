@@ -18,7 +18,7 @@
 use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
-use crate::tensor_meta::{Dtype, TensorMeta, Shape};
+use crate::tensor_meta::{Dtype, Shape, TensorMeta};
 use crate::transport::SegmentRange;
 
 const MAGIC: [u8; 4] = *b"TSHD";

@@ -76,10 +76,10 @@ mod tests {
 
     use super::*;
     use crate::memory::transfers::TensorToStore;
-    use crate::tensor_meta::{Dtype, TensorMeta};
     use crate::process_store::ProcessStore;
     use crate::shard_id::ShardRows;
     use crate::stats::Limits;
+    use crate::tensor_meta::{Dtype, TensorMeta};
     use crate::time_limit::TimeLimit;
 
     #[test]

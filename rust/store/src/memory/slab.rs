@@ -14,7 +14,7 @@ use std::sync::{Arc, PoisonError};
 use tundish_shm::{PrivateCopy, Segment, SegmentAddress, ShmError};
 
 use crate::error::StoreError;
-use crate::memory::slab_pool::{SlabPool, Reservation};
+use crate::memory::slab_pool::{Reservation, SlabPool};
 use crate::time_limit::TimeLimit;
 
 /// Every tensor begins at a multiple of so many bytes, and takes such a multiple.

@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use crate::error::StoreError;
 use crate::memory::attached_segments::AttachedRange;
 use crate::memory::slab::{SlabRange, padded};
-use crate::tensor_meta::TensorMeta;
 use crate::shard_id::Rows;
+use crate::tensor_meta::TensorMeta;
 
 /// The location of bytes.
 #[derive(Clone, Debug)]
@@ -61,7 +61,8 @@ impl Tensor {
         let here = rows.start.saturating_sub(first)..rows.end.saturating_sub(first);
         let meta = self.meta.select_rows(Some(&here))?;
         let start = here.start * self.meta.row_bytes().unwrap_or_default();
-        let location = if meta.nbytes() == 0 { Location::Nowhere } else { self.location.select_rows(start, meta.nbytes()) };
+        let location =
+            if meta.nbytes() == 0 { Location::Nowhere } else { self.location.select_rows(start, meta.nbytes()) };
         Ok(Tensor::fetched(meta, location))
     }
 }
@@ -70,8 +71,12 @@ impl Location {
     fn select_rows(self, start: u64, len: u64) -> Self {
         match self {
             Location::Nowhere => Location::Nowhere,
-            Location::Here(slab_range) => Location::Here(SlabRange { offset: slab_range.offset + start, len, ..slab_range }),
-            Location::Attached(attached) => Location::Attached(AttachedRange { offset: attached.offset + start, len, ..attached }),
+            Location::Here(slab_range) => {
+                Location::Here(SlabRange { offset: slab_range.offset + start, len, ..slab_range })
+            }
+            Location::Attached(attached) => {
+                Location::Attached(AttachedRange { offset: attached.offset + start, len, ..attached })
+            }
         }
     }
 }

@@ -69,9 +69,11 @@ impl OutgoingShard {
     /// Where processes of this node find them; `None` where there are none.
     pub fn reference(&self) -> Option<SegmentRange> {
         match &self.0.location {
-            Location::Here(slab_range) => {
-                Some(SegmentRange { address: slab_range.slab.address(), offset: slab_range.offset, len: slab_range.len })
-            }
+            Location::Here(slab_range) => Some(SegmentRange {
+                address: slab_range.slab.address(),
+                offset: slab_range.offset,
+                len: slab_range.len,
+            }),
             Location::Nowhere | Location::Attached(_) => None,
         }
     }

@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tundish_store::{
-    Dtype, FetchedTensor, Limits, TensorMeta, ProcessStore, FetchReceiver, Rows, ShardId, ShardRows, StoreError, TensorToStore, TimeLimit,
-    Transport, Wanted,
+    Dtype, FetchReceiver, FetchedTensor, Limits, ProcessStore, Rows, ShardId, ShardRows, StoreError, TensorMeta,
+    TensorToStore, TimeLimit, Transport, Wanted,
 };
 
 /// Where the owner serves.
@@ -120,7 +120,11 @@ pub fn rows(owner: &str, id: &ShardId, rows: Rows) -> Wanted {
     Wanted { owner: owner.into(), id: id.clone(), rows: Some(rows), meta }
 }
 
-pub fn fetch(store: &ProcessStore, wanted: &[Wanted], transport: &LocalTransport) -> Result<Vec<FetchedTensor>, StoreError> {
+pub fn fetch(
+    store: &ProcessStore,
+    wanted: &[Wanted],
+    transport: &LocalTransport,
+) -> Result<Vec<FetchedTensor>, StoreError> {
     within(20.0, |time_limit| store.fetch(wanted, transport, time_limit))
 }
 

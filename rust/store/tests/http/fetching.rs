@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use tundish_store::http::{Client, Timeouts};
 use tundish_store::{
-    Limits, MissingShard, ProcessStore, FetchReceiver, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
+    FetchReceiver, Limits, MissingShard, ProcessStore, ShardId, ShardRows, StoreError, TimeLimit, Transport, Wanted,
 };
 
 use crate::common::{LIMITS, overwrite, pattern, put, rows, whole, within};

@@ -221,7 +221,8 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let ids: Vec<ShardId> = (0..2000).map(|number| format!("a{number}").parse().unwrap()).collect();
     let wanted: Vec<_> = ids.iter().map(|id| whole(&liar.address, id, 1)).collect();
     let begin = Instant::now();
-    let error = within(0.3, |time_limit| ProcessStore::new(LIMITS).fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
+    let error =
+        within(0.3, |time_limit| ProcessStore::new(LIMITS).fetch(&wanted, &Client::new(), time_limit)).unwrap_err();
     assert!(timed_out(&error) && begin.elapsed() < Duration::from_secs(5), "{error}");
 
     let liar = Liar::new(vec![Does::Drips(answer(&body()), 20)]);
@@ -272,7 +273,8 @@ fn a_reference_that_was_not_asked_for_is_an_error() {
     for (client, requests) in [(Client::new(), 2), (Client::of_sockets(), 1)] {
         let liar = Liar::new(says());
         let wanted = [whole(&liar.address, &id, LEN)];
-        let error = within(20.0, |time_limit| ProcessStore::new(LIMITS).fetch(&wanted, &client, time_limit)).unwrap_err();
+        let error =
+            within(20.0, |time_limit| ProcessStore::new(LIMITS).fetch(&wanted, &client, time_limit)).unwrap_err();
         assert!(matches!(&error, StoreError::Corrupt { reason, .. } if reason.contains("reference")), "{error}");
         assert_eq!(liar.heard.lock().unwrap().len(), requests);
     }
@@ -318,7 +320,8 @@ fn no_token_is_sent_to_an_address_that_only_a_handle_names() {
     // The same machine under another name is another address.
     let port = liar.address.rsplit(':').next().unwrap();
     for owner in [&*liar.address, &format!("localhost:{port}")] {
-        within(5.0, |time_limit| ProcessStore::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, time_limit)).unwrap();
+        within(5.0, |time_limit| ProcessStore::new(LIMITS).fetch(&[whole(owner, &id, LEN)], &client, time_limit))
+            .unwrap();
     }
     let heard = liar.heard.lock().unwrap();
     assert_eq!(heard.len(), 2);

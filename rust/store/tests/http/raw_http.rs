@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 use tundish_store::http::{Client, Server, ServerOptions, Timeouts, Token, Trust};
-use tundish_store::{Dtype, TensorMeta, ProcessStore, TensorToStore, Wanted};
+use tundish_store::{Dtype, ProcessStore, TensorMeta, TensorToStore, Wanted};
 
 use crate::common::{LIMITS, within};
 

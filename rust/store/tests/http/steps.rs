@@ -33,8 +33,9 @@ fn a_step_ends_with_its_claims_and_fetches() {
         assert_eq!(consumer.store.stats().buffer.num_entries, 2);
 
         let step_stats = held.each_mut().map(|held| held.end_step(7, time_limit).unwrap());
-        let told =
-            step_stats.map(|step_stats| (step_stats.stored_bytes, step_stats.fetched_bytes, step_stats.held_bytes, step_stats.freed_bytes));
+        let told = step_stats.map(|step_stats| {
+            (step_stats.stored_bytes, step_stats.fetched_bytes, step_stats.held_bytes, step_stats.freed_bytes)
+        });
         assert_eq!(told, [(2048, 0, 0, 2048), (0, 2048, 0, 2048)]);
         assert_eq!(held[1].end_step(7, time_limit).unwrap(), step_stats[1], "again, it only tells");
         assert_eq!(consumer.store.stats().buffer.num_entries, 0);

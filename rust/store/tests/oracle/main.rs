@@ -9,10 +9,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{LocalTransport, LIMITS, OWNER, SendAs, bytes_meta, fetch, pattern, put, rows, whole, within};
+use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pattern, put, rows, whole, within};
+use model::{FetchedRows, Model, NEXT, StepCounts};
 use proptest::prelude::*;
 use proptest::sample::Index;
-use model::{NEXT, FetchedRows, Model, StepCounts};
 use tundish_store::{FetchedTensor, KeptCounts, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorToStore};
 
 #[derive(Clone, Debug)]
@@ -76,7 +76,8 @@ fn taken(bytes: &[u8]) -> u64 {
 
 impl World {
     fn new(send_as: SendAs) -> Self {
-        let (owner, consumer, transport) = (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(send_as));
+        let (owner, consumer, transport) =
+            (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(send_as));
         transport.add(OWNER, &owner);
         let (stored, fetched) = (Model::new(), Model::new());
         let (shards, begun, views) = (Vec::new(), Vec::new(), Vec::new());
@@ -93,7 +94,8 @@ impl World {
     }
 
     fn clear_pieces(&mut self, ids: &[ShardId]) -> u64 {
-        let of_these: Vec<FetchedRows> = self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
+        let of_these: Vec<FetchedRows> =
+            self.fetched.entries.keys().filter(|(id, _)| ids.contains(id)).cloned().collect();
         of_these.iter().filter(|piece| self.fetched.take(piece).is_some()).count() as u64
     }
 
@@ -311,7 +313,10 @@ impl World {
                 let added = if is_owner { step_stats.stored_bytes } else { step_stats.fetched_bytes };
                 let told = StepCounts { added, held: step_stats.held_bytes, has_ended: step_stats.has_ended };
                 assert_eq!(told, *step_counts, "step {step}");
-                assert_eq!(step_stats.stored_bytes + step_stats.fetched_bytes, step_stats.held_bytes + step_stats.freed_bytes);
+                assert_eq!(
+                    step_stats.stored_bytes + step_stats.fetched_bytes,
+                    step_stats.held_bytes + step_stats.freed_bytes
+                );
             }
         }
         for (id, bytes) in &self.shards {

@@ -7,12 +7,12 @@
 
 #[path = "../../src/error.rs"]
 mod error;
-#[path = "../../src/tensor_meta.rs"]
-mod tensor_meta;
 #[path = "../../src/shard_id.rs"]
 mod shard_id;
 #[path = "../../src/stats.rs"]
 mod stats;
+#[path = "../../src/tensor_meta.rs"]
+mod tensor_meta;
 
 mod entries;
 
@@ -89,7 +89,10 @@ fn get(buffer: &FetchBuffer<Payload>, call_step: &CallStep, payload: Payload) ->
 fn standing(buffer: &FetchBuffer<Payload>) -> ((u64, u64), u64, u64) {
     let state = buffer.state.lock();
     for (_, step_entries) in state.by_step.iter() {
-        assert_eq!(step_entries.step_counts.added_bytes, step_entries.step_counts.freed_bytes + step_entries.step_counts.held_bytes);
+        assert_eq!(
+            step_entries.step_counts.added_bytes,
+            step_entries.step_counts.freed_bytes + step_entries.step_counts.held_bytes
+        );
     }
     (state.by_step.held(), state.counts.in_flight, state.counts.late)
 }
@@ -103,7 +106,7 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
         let in_flight = lead(&buffer, &call_step);
         let drain = thread::spawn({
             let buffer = Arc::clone(&buffer);
-            move || buffer.end(7).map_or(0, |part| step_entries.step_counts.num_entries)
+            move || buffer.end(7).map_or(0, |step_entries| step_entries.step_counts.num_entries)
         });
         let inserted = buffer.insert(&in_flight, 5, BYTES);
         let drained = drain.join().unwrap();
@@ -128,7 +131,7 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
             let remover = thread::spawn({
                 let buffer = Arc::clone(&buffer);
                 move || match all {
-                    true => buffer.flush().iter().map(|part| step_entries.step_counts.num_entries).sum(),
+                    true => buffer.flush().iter().map(|step_entries| step_entries.step_counts.num_entries).sum(),
                     false => buffer.remove(&[key().id]).iter().flatten().map(|of_shard| of_shard.len() as u64).sum(),
                 }
             });
@@ -339,7 +342,7 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
         storage.claim(3, 0, &ids[..1]).unwrap();
         let ending = thread::spawn({
             let storage = Arc::clone(&storage);
-            move || storage.end(3).map_or(0, |part| step_entries.step_counts.num_entries)
+            move || storage.end(3).map_or(0, |step_entries| step_entries.step_counts.num_entries)
         });
         let claimed = storage.claim(3, 0, &ids[1..]);
         let ended = ending.join().unwrap();
@@ -384,7 +387,7 @@ fn a_fetch_under_way_when_a_step_begins_ends_with_it() {
         buffer.insert(&in_flight, 5, BYTES).unwrap();
         step.join().unwrap();
         assert_eq!(standing(&buffer).0, (BYTES, 1));
-        assert_eq!(buffer.end(1).map(|part| step_entries.step_counts.num_entries), Some(1));
+        assert_eq!(buffer.end(1).map(|step_entries| step_entries.step_counts.num_entries), Some(1));
         assert_eq!(standing(&buffer), ((0, 0), 0, 0));
     });
 }
@@ -399,7 +402,7 @@ fn a_shard_that_is_kept_as_its_step_ends_is_kept_or_freed() {
             let (storage, id) = (Arc::clone(&storage), id.clone());
             move || storage.keep(&[id])
         });
-        let ended = storage.end(7).map_or(0, |part| step_entries.step_counts.num_entries);
+        let ended = storage.end(7).map_or(0, |step_entries| step_entries.step_counts.num_entries);
         assert_eq!(ended + keeper.join().unwrap(), 1);
         assert_eq!(storage.has(&id), ended == 0);
     });

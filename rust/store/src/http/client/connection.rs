@@ -282,7 +282,10 @@ pub(super) fn check_time_limit(time_limit: &mut TimeLimit<'_>) -> Result<(), Con
 }
 
 /// A connection, if the other side's kernel answers in time.
-fn open_socket(address: &SocketAddr, time_limit: &mut TimeLimit<'_>) -> Result<Option<Socket<TcpStream>>, ConnectionFailure> {
+fn open_socket(
+    address: &SocketAddr,
+    time_limit: &mut TimeLimit<'_>,
+) -> Result<Option<Socket<TcpStream>>, ConnectionFailure> {
     let failed = |errno: Errno| broken(&errno.into());
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

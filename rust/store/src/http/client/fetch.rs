@@ -122,7 +122,8 @@ impl Client {
         let end = batch.wanted.len().min(batch.done + json::MOST_IDS);
         let body = json::batch_body(&batch.wanted[batch.done..end]);
         let node = if reads_memory { this_node() } else { None };
-        let request = HttpRequest { accepts: MediaType::Shards, node, ..HttpRequest::new("POST", "/data/batch", &body) };
+        let request =
+            HttpRequest { accepts: MediaType::Shards, node, ..HttpRequest::new("POST", "/data/batch", &body) };
         request.send(connection, batch.owner, self.trusted(batch.owner).token.as_ref(), time_limit)?;
         let head = connection.head(time_limit)?;
         if head.status != 200 {

@@ -112,7 +112,12 @@ impl Server {
     /// # Errors
     /// [`StoreError::Invalid`] for an address that other machines reach, without a token; [`StoreError::Io`] where the
     /// port is taken or the system refuses.
-    pub fn start(store: Arc<ProcessStore>, host: &str, port: u16, options: ServerOptions) -> Result<Server, StoreError> {
+    pub fn start(
+        store: Arc<ProcessStore>,
+        host: &str,
+        port: u16,
+        options: ServerOptions,
+    ) -> Result<Server, StoreError> {
         let object = || format!("{host}:{port}");
         let failed = |operation, error: &io::Error| StoreError::io(operation, object(), error);
         let found: Vec<SocketAddr> =
@@ -205,7 +210,8 @@ async fn serve(admitted: Admitted, server: &Arc<ServerState>) {
     if set_socket_options(&connection.stream).is_err() {
         return;
     }
-    let refusal_reason = if server.token.is_some() { None } else { reason_to_refuse(&connection.stream, server.user).await };
+    let refusal_reason =
+        if server.token.is_some() { None } else { reason_to_refuse(&connection.stream, server.user).await };
     let session = Session { server: Arc::clone(server), admitted, refusal_reason, claimant: OnceLock::new() };
     let stream = ClientStream::new(Arc::clone(&connection), server.timeouts, Arc::clone(&server.metrics));
     let has_ended_well = match &server.tls {

@@ -74,7 +74,8 @@ impl Session {
             Some(token) => {
                 let said = head.headers.get(AUTHORIZATION).map(|value| value.as_bytes());
                 token.matches(said).then_some(()).ok_or_else(|| {
-                    let reason = "this server requires its token, as `Authorization: Bearer …`: call trust() in the client";
+                    let reason =
+                        "this server requires its token, as `Authorization: Bearer …`: call trust() in the client";
                     Refusal::new(401, reason)
                 })
             }
