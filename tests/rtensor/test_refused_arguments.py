@@ -98,7 +98,7 @@ def test_a_mapping_of_handles_is_no_list_of_names() -> None:
     batch = {"a": remotize(torch.ones(1))}
     for call in (td.rtensor.remove, td.rtensor.clear_fetch_buffer):
         for names in (batch, b"abc"):
-            with pytest.raises(InvalidTypeError, match=r"takes names of shards, not a .*flatten_shard_ids"):
+            with pytest.raises(InvalidTypeError, match=r"takes ids of shards, not a .*flatten_shard_ids"):
                 call(names)  # type: ignore[operator]
     assert td.rtensor.remove(td.rtensor.flatten_shard_ids(batch)) == 1
 
@@ -204,7 +204,7 @@ def test_output_buffers_are_checked_even_without_handles() -> None:
 @pytest.mark.parametrize("call", [td.rtensor.remove, td.rtensor.clear_fetch_buffer])
 @pytest.mark.parametrize("names", ["handle", 3])
 def test_handles_in_place_of_names_are_refused_with_a_hint(call: Callable[[Any], int], names: Any) -> None:
-    with pytest.raises(InvalidTypeError, match=r"takes names of shards.*flatten_shard_ids"):
+    with pytest.raises(InvalidTypeError, match=r"takes ids of shards.*flatten_shard_ids"):
         call(remotize(torch.ones(3)) if names == "handle" else names)
 
 

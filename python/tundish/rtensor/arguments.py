@@ -9,7 +9,14 @@ from typing import Any, Final
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = ["DEFAULT_TIMEOUT", "check_shard_ids", "check_owners", "check_seconds", "check_token", "split_address"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "check_shard_ids",
+    "check_owners",
+    "check_seconds",
+    "check_token",
+    "split_address",
+]
 
 # Seconds.
 DEFAULT_TIMEOUT: Final = 60.0

@@ -381,7 +381,9 @@ class Controller:
         answers = dict(counts)
         if by_name:
             drop = HttpRequest("DELETE", "/buffer/clear", by_name)
-            answers |= send((WorkerRequest(one, drop, by_name) for one in self._serving_workers()), after=answers)
+            answers |= send(
+                (WorkerRequest(one, drop, by_name) for one in self._serving_workers()), after=answers
+            )
         # Owners that did not hold all for the step: they unclaimed when the connection was lost, or to keep.
         unclaimed = [
             one
