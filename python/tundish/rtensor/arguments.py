@@ -11,9 +11,9 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "check_shard_ids",
     "check_owners",
     "check_seconds",
+    "check_shard_ids",
     "check_token",
     "split_address",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids, check_seconds
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds, check_shard_ids
 from tundish.rtensor.backends.backend import Removed
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.dense_tensors import dense

@@ -175,7 +175,7 @@ def test_late_arrivals_are_refused_and_counted(owner: Peer) -> None:
             consumer.begin(peer_functions.sums_over_sockets, [handle])
             until(in_flight, "the fetch does not begin")
         owner.signal(signal.SIGCONT)
-        with pytest.raises(PeerError, match=f"step {step.number} has ended") as raised:
+        with pytest.raises(PeerError, match=f"step {step.number} ended and was drained") as raised:
             consumer.result()
         assert raised.value.kind == "ShardGoneError"
         left = consumer.call(peer_functions.stats)[1]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids, check_seconds
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds, check_shard_ids
 from tundish.rtensor.backends.http import current_backend
 from tundish.rtensor.handles import replace_handles
 from tundish.rtensor.steps.no_step_warning import warn_if_no_step_began
