@@ -69,7 +69,8 @@ MUTANTS = [
         "a late insert",
         "rust/store/src/entries/fetch_buffer.rs",
         "let Some(step_entries) = state.by_step.with_token_mut(in_flight.token).filter(|_| is_wanted) else {",
-        "let Some(step_entries) = Some(state.by_step.unclaimed()).filter(|_| is_wanted || in_flight.step.is_some()) else {",
+        "let Some(step_entries) = Some(state.by_step.unclaimed())"
+        ".filter(|_| is_wanted || in_flight.step.is_some()) else {",
     ),
     Mutant(
         "no retry of a request",

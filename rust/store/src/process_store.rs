@@ -157,7 +157,7 @@ impl ProcessStore {
         let mut locations: Vec<Location> = sources.iter().map(|_| Location::Nowhere).collect();
         for ((mut space, index), is_filled) in spaces.into_iter().zip(full).zip(is_filled) {
             if !is_filled {
-                // SAFETY: whoever made the `TensorToStore` promised that its bytes can be read.
+                // SAFETY: the maker of the `TensorToStore` promised that its bytes can be read.
                 unsafe { space.copy_from(sources[index].start) };
             }
             locations[index] = Location::Here(space.into_range());
