@@ -87,3 +87,16 @@ impl ParameterHash {
         Fingerprint(self.state.digest128())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_hash_alike_whatever_their_width() {
+        let narrow = [0i32, 7, i32::MAX];
+        assert_eq!(leaf(&narrow), leaf(&narrow.map(i64::from)));
+        assert_eq!(leaf(&[7u32, u32::MAX]), leaf(&[7u64, u64::from(u32::MAX)]));
+        assert_ne!(leaf(&[1u64 << 32]), leaf(&[0u64]));
+    }
+}
