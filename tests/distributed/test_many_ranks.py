@@ -78,7 +78,7 @@ class Crowd:
             member = GroupInfo(ranks=ranks, rank=rank, name="crowd", store=self.store)
             monkeypatch.setattr(voter_module, "group_info", lambda _, member=member: member)
             monkeypatch.setattr(voter_module, "node_identity", lambda rank=rank: f"node {rank // 8}")
-            self._voters.append(Voter(meets=False))
+            self._voters.append(Voter(first_vote=False))
 
     def hold(self, *ranks: int, seconds: float = 30.0, **brought: Any) -> list[Result]:
         """A round of these ranks, or of all; `brought` are functions of the rank."""

@@ -29,12 +29,12 @@ def voter_of(group: Any) -> Voter:
         InvalidInputError: as `vote` does.
     """
     if len(group_info(group).ranks) == 1:
-        return Voter(group, meets=False)
+        return Voter(group, first_vote=False)
     key = torch_distributed().group.WORLD if group is None else group
     with _voters_lock:
         voter = group_voters.get(key)
         if voter is None:
-            voter = group_voters[key] = Voter(group, meets=False)
+            voter = group_voters[key] = Voter(group, first_vote=False)
             # At exit the kernel closes everything; a finaliser would only meet a half-dead interpreter.
             weakref.finalize(key, voter.close).atexit = False
     return voter

@@ -7,7 +7,7 @@ noticed by a timeout.
 Invariants:
 
 1. No process accepts or writes on these connections, so any event on one means that the peer ended or closed its watch.
-   A connection that was given (`adopt`) carries one message: why its peer closed its watch.
+   A connection that was given (`add_connection`) carries one message: why its peer closed its watch.
 2. Only this process holds its sockets: they are closed on exec and in forked children, which would keep a killed parent
    looking alive.
 3. A failed connection is no sign of death, unless it is refused: another user can fill a socket's queue.
@@ -36,7 +36,7 @@ __all__ = ["PeerWatch", "node_identity"]
 _BACKLOG = 4096
 _CONNECT_SECONDS = 5.0
 # The message of a watch that closes: the rank whose end made it do so.
-_FAREWELL = struct.Struct("<q")
+_CLOSE_MESSAGE = struct.Struct("<q")
 _NO_RANK = -1
 
 _open_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
@@ -70,8 +70,8 @@ class PeerWatch:
         self._listener: socket.socket | None = None
         self._connections: dict[int, tuple[int, socket.socket]] = {}
         self._vanished: set[int] = set()
-        self._departed: dict[int, int | None] = {}
-        self._given: list[socket.socket] = []
+        self._close_causes: dict[int, int | None] = {}
+        self._two_way: list[socket.socket] = []
         self._polling = threading.Lock()
         self._poll = select.poll()
         if sys.platform == "linux":
@@ -99,15 +99,15 @@ class PeerWatch:
                     continue
                 self._watch(rank, connection)
 
-    def adopt(self, rank: int, connection: socket.socket) -> None:
+    def add_connection(self, rank: int, connection: socket.socket) -> None:
         """Watch `rank` by `connection`, whose other end that rank adopts. The watch owns it from here on."""
         connection.setblocking(False)
-        self._given.append(connection)
+        self._two_way.append(connection)
         self._watch(rank, connection)
 
-    def departed(self) -> Mapping[int, int | None]:
+    def close_causes(self) -> Mapping[int, int | None]:
         """The vanished ranks that said why they closed their watch: the rank whose end made them do so, or None."""
-        return dict(self._departed)
+        return dict(self._close_causes)
 
     def vanished(self) -> frozenset[int]:
         """The ranks that are gone."""
@@ -125,10 +125,10 @@ class PeerWatch:
             for descriptor, _ in self._poll.poll(math.ceil(seconds * 1000)):
                 rank, connection = self._connections[descriptor]
                 with contextlib.suppress(OSError):
-                    message = connection.recv(_FAREWELL.size) if connection in self._given else b""
-                    if len(message) == _FAREWELL.size:
-                        (cause,) = _FAREWELL.unpack(message)
-                        self._departed[rank] = None if cause == _NO_RANK else cause
+                    message = connection.recv(_CLOSE_MESSAGE.size) if connection in self._two_way else b""
+                    if len(message) == _CLOSE_MESSAGE.size:
+                        (cause,) = _CLOSE_MESSAGE.unpack(message)
+                        self._close_causes[rank] = None if cause == _NO_RANK else cause
                 self._vanished.add(rank)
                 self._poll.unregister(descriptor)
                 del self._connections[descriptor]
@@ -139,8 +139,8 @@ class PeerWatch:
 
         `because_of`: the rank whose end is the reason.
         """
-        message = _FAREWELL.pack(_NO_RANK if because_of is None else because_of)
-        for connection in self._given:
+        message = _CLOSE_MESSAGE.pack(_NO_RANK if because_of is None else because_of)
+        for connection in self._two_way:
             with contextlib.suppress(OSError):
                 connection.send(message)
         self._close()
@@ -158,7 +158,7 @@ class PeerWatch:
                 self._poll.unregister(descriptor)
             connection.close()
         self._connections.clear()
-        self._given.clear()
+        self._two_way.clear()
         _open_watches.discard(self)
 
 

@@ -80,7 +80,7 @@ class Voter:
         timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
         warn_after: seconds after which a vote that waits logs, on one rank, which ranks it waits for, and again after
             twice as many; None where members may take long as a matter of course.
-        meets: whether the constructor ends with a first vote.
+        first_vote: whether the constructor ends with a vote.
 
     Attributes:
         rank: this process's global rank.
@@ -97,7 +97,7 @@ class Voter:
         ranks: Sequence[int] | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT,
         warn_after: float | None = WARN_AFTER,
-        meets: bool = True,
+        first_vote: bool = True,
     ) -> None:
         member = group_info(group)
         if ranks is not None:
@@ -121,7 +121,7 @@ class Voter:
             self._protocol = VoteProtocol(
                 member, node_identity(), name, _known_losses(group), self._memory.offer
             )
-        if meets:
+        if first_vote:
             try:
                 self.vote(what="meeting of a new voter", timeout=timeout)
             except BaseException:

@@ -228,7 +228,7 @@ class _Rendezvous:
         for rank, connection in (
             {} if self._liveness_listener is None else self._liveness_listener.accept()
         ).items():
-            channels.watch.adopt(rank, connection)
+            channels.watch.add_connection(rank, connection)
 
     def open_channels(self, channels: Channels, device_backend: tuple[str, str] | None) -> None:
         """Receive the sender's queue, and make the groups of the ranks of different nodes."""
@@ -236,7 +236,7 @@ class _Rendezvous:
         if isinstance(channels.receiver, SharedMemoryReceiver):
             channels.receiver.receive_queue()
         if self._to_source is not None and is_source(self._to_source, self._invitation):
-            channels.watch.adopt(participants.source, self._to_source)
+            channels.watch.add_connection(participants.source, self._to_source)
         if not gloo_receivers or not (self._is_source or participants.rank in gloo_receivers):
             return
         members = participants.source, *gloo_receivers

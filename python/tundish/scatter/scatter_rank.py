@@ -182,7 +182,7 @@ class ScatterRank:
 
     def _end_because_gone(self, rank: int) -> PeerFailedError:
         """Lose a rank that is gone, or the rank that made it leave."""
-        because_of = None if self._channels is None else self._channels.watch.departed().get(rank)
+        because_of = None if self._channels is None else self._channels.watch.close_causes().get(rank)
         return self._end_because_of(rank if because_of is None else because_of, GONE)
 
     def _waiter(self, rank: int, seconds: float | None = None) -> Waiter:
@@ -233,4 +233,4 @@ class ScatterRank:
             or not isinstance(channels.receiver, GlooReceiver)
         ):
             return 0.0
-        return _AFTER_LEAVING_SECONDS if rank in channels.watch.departed() else _AFTER_DEATH_SECONDS
+        return _AFTER_LEAVING_SECONDS if rank in channels.watch.close_causes() else _AFTER_DEATH_SECONDS

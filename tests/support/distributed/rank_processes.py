@@ -276,7 +276,7 @@ def voter_on_node(name: str) -> Any:
 
     before, voter.node_identity = voter.node_identity, lambda: name
     try:
-        return voter.Voter(meets=False)
+        return voter.Voter(first_vote=False)
     finally:
         voter.node_identity = before
 
