@@ -60,7 +60,7 @@ test: $(STAMPS)/with-test
 soak: export TUNDISH_SOAK := 1
 soak: $(STAMPS)/with-test
 	cargo test --test power_cut --package tundish-commit $(CORE_TESTS)
-	cargo test --test board_processes --package tundish-shm
+	cargo test --test task_queue_processes --test task_queue_model --package tundish-shm
 	$(BIN)/python -m pytest tests/faults
 
 mutants: $(STAMPS)/with-test

@@ -1,6 +1,6 @@
 """Runs work on another thread with the caller's current CUDA device.
 
-torch's current device is a property of each thread, and a new thread begins on the first device.
+In torch every thread has a current device of its own; a new thread starts with the first one.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ProgressLine:
     def update(self, phase: str, done: int, total: int) -> None:
         """Show that `done` of `total` units of `phase` are done; a new phase starts the line afresh.
 
-        A `total` of 0 says that nobody knows it: the line stays as it is.
+        A `total` of 0 means that it is unknown: the line does not change.
         """
         if not self.shown or not total:
             return
@@ -59,7 +59,7 @@ class ProgressLine:
 
     @property
     def callback(self) -> Callable[[str, int, int], None] | None:
-        """`update` for the compiled module, which calls it now and then; None where nothing would be drawn."""
+        """`update`, which the compiled module calls now and then; None if nothing is drawn."""
         return self.update if self.shown else None
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class ProgressLine:
         from tqdm import tqdm
 
         class Line(tqdm):  # type: ignore[type-arg]
-            # tqdm's monitor is a thread for every process that ever showed a line; rates here need none.
+            # With another value, tqdm starts a thread that lives as long as the process.
             monitor_interval = 0
 
         if self._bar is not None:
@@ -84,11 +84,11 @@ class ProgressLine:
         self._bar = Line(
             total=1,
             desc=f"{self._title}: {phase}",
-            # Phases count samples, packs or bytes: a share and a time tell more than the number.
+            # The units differ from phase to phase (samples, packs, bytes), so no numbers are shown.
             bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed} < {remaining}",
             leave=False,
             ncols=_columns(),
-            # Given, so that tqdm does not ask such a terminal as `_columns` speaks of and then draws nothing.
+            # tqdm would ask the terminal, and draw nothing on one of 0 rows (see `_columns`).
             nrows=20,
             file=sys.stderr,
         )
@@ -97,7 +97,7 @@ class ProgressLine:
     def _give_up(self) -> None:
         self.shown = False
         if self._bar is not None:
-            # A bar that is not disabled draws itself once more when it is collected.
+            # Otherwise the bar draws itself once more when it is garbage collected.
             self._bar.disable = True
         self._bar = None
 
@@ -111,7 +111,7 @@ class ProgressLine:
 
 
 def _stderr_is_terminal() -> bool:
-    # Standard error may be missing (a windowless Python) or closed (a daemon): then nobody watches.
+    # Standard error may be missing (a Python without a console) or closed (a daemon).
     try:
         return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:
@@ -119,7 +119,7 @@ def _stderr_is_terminal() -> bool:
 
 
 def _columns() -> int:
-    # Terminals without a window (of containers, of build services) say that they have 0 columns.
+    # Terminals of containers and build services may report 0 columns.
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError):

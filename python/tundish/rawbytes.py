@@ -9,5 +9,5 @@ __all__ = ["raw_bytes"]
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a contiguous tensor as bytes, in the same memory; shape (bytes,)."""
-    # Of a single value torch calls any strides contiguous, keeps them, and then views no bytes along them.
+    # torch calls a single value contiguous whatever its strides, and then cannot view it as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -21,12 +21,12 @@ _voters_lock = threading.Lock()
 
 
 def voter_of(group: Any) -> Voter:
-    """The voter of a group's calling threads, which lives as long as the group; nobody closes it.
+    """The voter that a group's calling threads share. It lives as long as the group; nobody closes it.
 
-    Its members watch one another from the group's first vote on, also between calls.
+    The ranks of a node watch each other from the group's first vote on, also between calls.
 
     Raises:
-        InvalidInputError: as `vote` does.
+        InvalidInputError: as `vote`.
     """
     if len(group_info(group).ranks) == 1:
         return Voter(group, first_vote=False)
@@ -48,13 +48,20 @@ def vote(
     group: Any = None,
     timeout: timedelta | float | None = DEFAULT_TIMEOUT,
 ) -> None:
-    """Collective over `group` (None: all ranks): bring this rank's status; see `Voter.vote`.
+    """Collective over `group`: report this rank's status; return when every rank reported success.
 
-    With `same` all ranks make sure that they go on with the same: a hash of the configuration, the step.
+    All members call it in the same order, each on one thread; a background thread uses a `Voter`. In a world of one it
+    raises `error`, if any.
 
-    All members call it from one thread each, in the same order; a background thread uses a `Voter`. In a world of one
-    it raises `error`, if any. A killed peer is noticed by the others of its node once it came to a vote of the group,
-    or of the whole job; one that was gone before is waited for.
+    A rank that is killed is noticed within 1 s by the others of its node if it voted before, in `group` or in the whole
+    job. A rank that was gone before its first vote is waited for until the timeout.
+
+    Args:
+        error: this rank's error; None if its work succeeded.
+        what: the step voted on, for messages: "loading the data".
+        same: a text that must be equal on all ranks, such as a hash of the configuration. All ranks give it or none.
+        group: the `ProcessGroup` (None: all ranks).
+        timeout: how long this rank waits for the others; seconds or a `timedelta`. None waits for as long as it takes.
 
     Raises:
         What `Voter.vote` raises.
@@ -73,8 +80,14 @@ def agreed(
 ) -> contextlib.AbstractContextManager[None]:
     """Collective over `group`: a block of fallible work that ends in a vote; see `Voter.vote`.
 
-    If the block raises, the other ranks are told and its error is raised again. If it ends well, it raises when it
-    failed on another rank.
+    If the block raises on this rank, the other ranks are told, and the error is raised again. If it succeeds here but
+    failed on another rank, the vote raises `PeerFailedError`.
+
+    Args:
+        what, group, timeout: as in `vote`.
+
+    Returns:
+        The context manager of the block.
 
     Example:
         >>> with agreed("loading the data"):
@@ -90,7 +103,19 @@ def build_once_per_node(
     group: Any = None,
     timeout: timedelta | float | None = None,
 ) -> T | None:
-    """Collective over `group`: run `build` on one rank of every node; see `Voter.build_once_per_node`.
+    """Collective over `group`: run `build` on one rank of every node while the others wait.
+
+    Args:
+        build: slow work that may raise anything.
+        what: what is built, for messages.
+        group: the `ProcessGroup` (None: all ranks).
+        timeout: how long the others wait for the builders; None, the default, for as long as they take.
+
+    Returns:
+        The result of `build` on the ranks that ran it, None on the others.
+
+    Raises:
+        What `vote` raises: the builder's own error on its rank, `PeerFailedError` on all others.
 
     Example:
         >>> build_once_per_node(lambda: 42, what="building the answer")

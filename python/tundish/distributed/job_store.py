@@ -1,9 +1,10 @@
 """Access to the job's c10d key-value store that never blocks other users of it.
 
-No operation waits for a key to appear: each returns as soon as the store answers. A client of a TCPStore serves one
-request at a time, and the rendezvous of a new group may block it for minutes. So operations use a second connection,
-which the whole process shares: the rank that serves the store needs a descriptor for each. An operation blocks while
-the host of the store is stopped: call it on a thread that no other thread waits for without a timeout.
+No operation waits for a key to appear: each returns as soon as the store answers. A client of a TCPStore handles one
+request at a time, and the rendezvous of a new group may block it for minutes. So operations use a second connection.
+The whole process shares it, because the rank that serves the store needs a file descriptor for each connection.
+
+An operation blocks while the host of the store is stopped. Call it on a thread that others wait for with a timeout.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def store_load_factor(ranks: int) -> float:
 def job_start() -> str:
     """The number of this start of the job, the same on all ranks.
 
-    torchrun restarts a job with the same store, and newer torch puts no prefix of its own before the keys. Keys carry
-    this number, so that no start reads keys of the one before. With several torchrun agents it is always 0: each
-    agent counts its own restarts, and ranks that count differently would never meet.
+    torchrun restarts a job with the same store, and newer versions of torch add no prefix to the keys. With this number
+    in its keys, no start reads the keys of an earlier one. With several torchrun agents it is always 0: each agent
+    counts its own restarts, and ranks with different numbers would never meet.
     """
     is_one_agent = os.environ.get("GROUP_WORLD_SIZE") == "1"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_agent else "0"
@@ -103,14 +104,14 @@ def _shared_client(base: Any) -> Any:
 class JobStore:
     """Operations on the keys under `namespace` of the default group's store `base`.
 
-    One thread at a time may use it. It keeps `base` alive, and with it the server on the rank that hosts one.
+    One thread at a time may use it. It keeps `base` alive, and with it the server on the rank that hosts the store.
     """
 
     def __init__(self, base: Any, namespace: str) -> None:
         self._base = base
         self._namespace = namespace
         self._connection: Any = None
-        # Held here because a PrefixStore holds its store in C++ alone.
+        # A PrefixStore refers to its store in C++ only, where Python does not see it.
         self._client: Any = None
 
     def connect(self) -> None:
@@ -134,7 +135,7 @@ class JobStore:
         return None if value == _ABSENT else value
 
     def read_all(self, keys: list[str]) -> list[str | None]:
-        """The values of `keys`, in order, in few requests. No rank may delete one of them meanwhile."""
+        """The values of `keys`, in order, in few requests. No rank may delete one of the keys meanwhile."""
         missing = set(self.missing(keys))
         there = [key for key in keys if key not in missing]
         values: dict[str, str] = {}
@@ -145,7 +146,7 @@ class JobStore:
         return [values.get(key) for key in keys]
 
     def write(self, key: str, value: str) -> None:
-        """Set `key`. The value may become visible only before the next operation that returns something."""
+        """Set `key`. Other ranks may see the value only after this rank's next operation that returns something."""
         self._ask("set", key, value)
 
     def write_once(self, key: str, value: str) -> str:
@@ -157,7 +158,7 @@ class JobStore:
         return int(self._ask("add", key, amount))
 
     def missing(self, keys: list[str]) -> list[str]:
-        """Those of `keys` that do not exist, in order, by bisection: few requests where few are missing."""
+        """Return the `keys` that do not exist, in order, by bisection: few requests where few are missing."""
         if not keys or self._ask("check", keys):
             return []
         if len(keys) == 1:
@@ -166,7 +167,7 @@ class JobStore:
         return self.missing(keys[:middle]) + self.missing(keys[middle:])
 
     def delete(self, *keys: str) -> None:
-        """Delete those of `keys` that exist."""
+        """Delete `keys`; a key that does not exist is ignored."""
         for key in keys:
             self._ask("delete_key", key)
 

@@ -24,7 +24,7 @@ __all__ = ["node_group", "nodes_of"]
 def _node_name(rank: int) -> str:
     """A name that ranks of one node share. Raises `InvalidInputError` for a bad variable."""
     group_rank = None
-    # Otherwise the variables are those of another job, in which this one was started.
+    # With another RANK, the variables belong to an outer job that started this one.
     if env_integer("RANK", 0) in (None, rank):
         group_rank = env_integer("GROUP_RANK", 0)
     return f"{node_identity()}/{group_rank}"
@@ -34,8 +34,8 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
     """Collective over the members of `voter`: the global ranks of each node.
 
     Returns:
-        One tuple of ranks a node, the same on all members: ranks in the group's order, nodes in that of their first
-        ranks.
+        One tuple of ranks for each node, the same on all members. Ranks are in the group's order, nodes in the order of
+        their first ranks.
 
     Raises:
         What `Voter.vote` raises.
@@ -55,12 +55,12 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
     return [tuple(ranks) for ranks in json.loads(split)]
 
 
-# Node groups, by the group that they are parts of and live as long as.
+# The node group of this rank, by the group that it is a part of.
 _node_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Any:
-    """Collective over `group`: the process group of those of its ranks that share this rank's node.
+    """Collective over `group`: the process group of its ranks on this rank's node.
 
     Ranks share a node if they have the same hostname, boot id, network and IPC namespaces: containers of one machine
     are nodes of their own. Ranks with different `GROUP_RANK`, which torchrun sets, are apart, also on one machine.

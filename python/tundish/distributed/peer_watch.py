@@ -1,16 +1,15 @@
-"""Notices at once that another process of the node is gone, since the kernel closes its connections.
+"""Notices at once that another process of the node has ended, because the kernel closes its connections.
 
 A `PeerWatch` listens on one unix socket in the abstract namespace, which leaves no file behind, and holds a connection
-to the socket of each watched peer. Systems without abstract sockets (all but Linux) watch nothing; there a lost peer is
-noticed by a timeout.
+to the socket of each watched peer. Only Linux has abstract sockets. On other systems nothing is watched, and a lost
+peer is noticed by a timeout.
 
 Invariants:
 
 1. No process accepts or writes on these connections, so any event on one means that the peer ended or closed its watch.
-   A connection that was given (`add_connection`) carries one message: why its peer closed its watch.
-2. Only this process holds its sockets: they are closed on exec and in forked children, which would keep a killed parent
-   looking alive.
-3. A failed connection is no sign of death, unless it is refused: another user can fill a socket's queue.
+   A connection from `add_connection` carries one message: why its peer closed its watch.
+2. Sockets are closed on exec and in forked children. Otherwise a child would make its killed parent look alive.
+3. A failed connection does not mean that the peer is dead, unless it is refused: strangers can fill a socket's queue.
 4. Abstract sockets belong to a network namespace, so watched peers share one (`node_identity`).
 """
 
@@ -35,7 +34,7 @@ __all__ = ["PeerWatch", "node_identity"]
 
 _BACKLOG = 4096
 _CONNECT_SECONDS = 5.0
-# The message of a watch that closes: the rank whose end made it do so.
+# The message of a watch that closes: the rank whose end is the reason.
 _CLOSE_MESSAGE = struct.Struct("<q")
 _NO_RANK = -1
 
@@ -46,8 +45,8 @@ _open_watches: weakref.WeakSet[PeerWatch] = weakref.WeakSet()
 def node_identity() -> str:
     """A name that processes share exactly when they can watch each other and share memory.
 
-    It consists of host name, the kernel's boot id, and the network and IPC namespaces: containers of one machine are
-    nodes of their own.
+    It consists of the host name, the kernel's boot id, and the network and IPC namespaces. Containers of one machine
+    are nodes of their own.
     """
     parts = [socket.gethostname()]
     try:
@@ -86,7 +85,7 @@ class PeerWatch:
         for rank, address in peers.items():
             if not address or not self.address:
                 continue
-            # Errors but a refusal are no sign of death: there are no descriptors left, or the queue is full.
+            # Only a refusal means that the peer is dead. Descriptors may have run out, or the queue may be full.
             with contextlib.suppress(OSError):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(_CONNECT_SECONDS)
@@ -100,13 +99,13 @@ class PeerWatch:
                 self._watch(rank, connection)
 
     def add_connection(self, rank: int, connection: socket.socket) -> None:
-        """Watch `rank` by `connection`, whose other end that rank adopts. The watch owns it from here on."""
+        """Watch `rank` by `connection`, whose other end that rank adds to its watch. The watch closes it."""
         connection.setblocking(False)
         self._two_way.append(connection)
         self._watch(rank, connection)
 
     def close_causes(self) -> Mapping[int, int | None]:
-        """The vanished ranks that said why they closed their watch: the rank whose end made them do so, or None."""
+        """The ranks that closed their watch, each with the rank whose end was the reason, or None."""
         return dict(self._close_causes)
 
     def vanished(self) -> frozenset[int]:

@@ -1,8 +1,7 @@
 """The members of a process group, and groups with a timeout of their own.
 
-Invariant: a name under which ranks meet in the job's store (of a group or a voter) is never used twice, not even by the
-process that replaces this one when torchrun restarts the job. Names come from a counter that every member of a set of
-ranks advances alike, or from a vote.
+Invariant: a name under which ranks meet in the job's store (of a group or a voter) is never used twice, not even after
+torchrun restarted the job. Names come from a vote, or from a counter that all members of a set of ranks advance alike.
 """
 
 from __future__ import annotations
@@ -148,9 +147,9 @@ def new_subgroup(
 ) -> Any:
     """A group of `members` that only they wait for, under a name of its own.
 
-    `new_group(use_local_synchronization=True)` names a group by its ranks and the number of groups that the process
-    holds. So a second group of the same ranks finds the dead addresses of the first one and hangs, and members that
-    hold different numbers of groups never meet. This takes the step below it, where the name can be chosen.
+    `new_group(use_local_synchronization=True)` names a group by its ranks and the number of groups of the process. A
+    second group of the same ranks would find the dead addresses of the first one and hang. Members with different
+    numbers of groups would never meet. So this calls the function below it, which takes a name.
     """
     c10d = distributed.distributed_c10d
     with _unbound(c10d._get_default_group(), backend):
@@ -169,10 +168,10 @@ def new_subgroup(
 
 @contextlib.contextmanager
 def _unbound(default_group: Any, backend: str) -> Iterator[None]:
-    """A block in which the default group is bound to no device; of gloo groups it is left as it is.
+    """A block in which the default group is bound to no device; for gloo nothing changes.
 
-    From a bound default group NCCL splits each new group off, for which all ranks of the job are waited for. Groups
-    other than gloo's are made on the caller's thread alone.
+    NCCL splits each new group off a bound default group, and this waits for all ranks of the job. Groups of other
+    backends than gloo are made on the caller's thread only.
     """
     device = default_group.bound_device_id
     if backend != "gloo":

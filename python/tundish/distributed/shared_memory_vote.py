@@ -1,13 +1,13 @@
-"""Decides a vote in shared memory, in microseconds, where all ranks are on one node and well.
+"""Decides votes in shared memory, in microseconds, while all ranks are on one node and report success.
 
-The memory decides only votes in which every rank brings the same good status. It then leaves the job's store alone. In
-every other case all ranks see that the vote has to be held in the store, which finds and names the rank that failed,
-was killed or is late. A vote takes 0.1 ms instead of 1 ms so, and a lazy save of two ranks half the time.
+Every other vote is held in the job's store, which finds and names the rank that failed, was killed or is late. All
+ranks learn from the memory that they have to go there. A vote takes 0.1 ms here instead of 1 ms in the store, and a
+lazy save of two ranks half the time.
 
 Invariants:
 
-1. A member that holds a vote in another way gives it up here: else the others would wait for its shared vote.
-2. After `decide`, or after an exception out of it, the vote is not open any more.
+1. A rank that holds a vote in the store first gives it up here. Otherwise the others would wait for it here.
+2. When `decide` returns or raises, the vote is decided or given up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tundish.errors import TundishError
 
 __all__ = ["SharedMemoryVote"]
 
-# Ranks that come this much later find the others at the store: compared with such a wait its cost is small.
+# The others wait so long for a late rank before they go to the store. After such a wait its cost is small.
 _MAX_WAIT_SECONDS = 0.1
 # The pause between two checks for signals.
 _SIGNAL_CHECK_SECONDS = 0.02

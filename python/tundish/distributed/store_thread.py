@@ -1,4 +1,4 @@
-"""Calls functions on a daemon thread, so that a caller can stop waiting for one that the job's store holds up."""
+"""Calls functions on a daemon thread, so that a caller can give up on one that the job's store blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Tasks = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
 
 
 def _run_tasks(tasks: _Tasks) -> None:
-    # Between tasks the thread refers to no voter, so that one that nobody uses any more is collected.
+    # Between tasks the thread refers to no voter, so that an unused voter can be collected.
     while (task := tasks.get()) is not None:
         future, function = task
         try:
@@ -26,7 +26,7 @@ def _run_tasks(tasks: _Tasks) -> None:
 
 
 class StoreThread:
-    """A thread that starts with the first call, and is left behind while a call holds it up."""
+    """A thread that starts with the first call. While a call blocks it, further calls get a new thread."""
 
     def __init__(self) -> None:
         self._tasks: _Tasks | None = None
@@ -34,7 +34,7 @@ class StoreThread:
         self._is_closed = False
 
     def submit(self, function: Callable[[], Any], *, waits: bool = False) -> Future[Any]:
-        """Have the thread call `function`; a new thread if the last one is busy, unless this call `waits` for it."""
+        """Call `function` on the thread. If the last call still runs, use a new thread, unless this one `waits`."""
         tasks, future = self._tasks, Future[Any]()
         if tasks is None or not (waits or self._last is None or self._last.done()):
             if tasks is not None:
@@ -45,7 +45,7 @@ class StoreThread:
         self._last = future
         tasks.put((future, function))
         if self._is_closed:
-            # It may have been closed just now, and its thread may have ended.
+            # Another thread may have called `close` meanwhile.
             tasks.put(None)
         return future
 

@@ -1,12 +1,12 @@
 """Holds votes in the job's store, so that all ranks read the same result.
 
-Every rank writes its status and counts itself. The last to arrive, or a rank that sees a peer die or the deadline pass,
-writes the result with compare-and-set: all ranks read the first one written, so all raise or none does. A late rank
-reads the result of the vote that it missed, at once, and is in step again.
+Every rank writes its status and increments a counter. The last to arrive, or a rank that sees a peer die or the
+deadline pass, writes the result with compare-and-set. All ranks read the first result written, so all raise or none
+does. A late rank reads the result of the vote that it missed, at once, and is in step again.
 
 Invariants:
 
-1. In a complete vote every rank took part. So no rank reads keys of earlier votes any more, and they are deleted.
+1. In a complete vote every rank took part, so no rank reads keys of earlier votes any more. They are deleted.
 2. The rank that hosts the store leaves a vote last, so that it can exit right after.
 """
 
@@ -48,25 +48,25 @@ __all__ = [
     "no_result_error",
 ]
 
-# How long a failed rank waits for the others to bring their failures too, so that all are named.
+# How long a failed rank waits for the failures of others, so that all are named.
 _GATHER_SECONDS = 0.5
 # How long the host of the store stays in a vote for the others to read its result.
 LINGER_SECONDS = 5.0
 # A rank pauses for a tenth of the time that it has waited before it looks for the result, within these bounds.
 _SHORTEST_PAUSE = 0.0001
 _LONGEST_PAUSE = 0.1
-# One rank writes the result. The next in line does so after this time, in case that rank died.
+# One rank writes the result. If it dies, the next in line writes it after this time.
 _TURN_SECONDS = 0.5
-# The result has so many failures: the first ones to be counted.
+# The result contains so many failures: the first ones that were reported.
 _MAX_FAILURES = 64
 # The largest value that torch's store server takes, in bytes.
 _MAX_TEXT_BYTES = 8 << 20
-# Characters of a text to compare that are shown.
+# How many characters of a compared text are shown.
 _MAX_COMPARED = 1000
-# How often a waiting rank checks for a result that was not written, and in its first vote for ranks of its node.
+# How often a waiting rank checks whether all have arrived and, in its first vote, looks for ranks of its node.
 _CHECK_SECONDS = 1.0
 _FIRST_VOTE_CHECK_SECONDS = 0.25
-# Ranks that a warning names.
+# How many ranks a warning names.
 _MAX_WARNED = 64
 
 _logger = logging.getLogger("tundish.distributed")
@@ -79,14 +79,16 @@ class PendingVote:
     Attributes:
         failure: this rank's failure.
         same: a text that has to be equal on all ranks.
-        value: a text that this rank brings for others.
+        value: a text that this rank sends to others.
         gathers: whether the group's first rank gets the values of all.
         source: the rank whose value this rank gets.
         flag: this rank's flag.
-        warn_after: seconds after which one rank logs which ranks it waits for; then doubled.
-        interruption, abandoned: set by the caller's thread: its interruption, and whether it stopped waiting.
-        result, values, received, posted: set by the thread that holds the vote: the result, the values of all ranks,
-            the value of `source`, and whether this rank brought its status in time.
+        warn_after: seconds after which one rank logs which ranks it waits for; doubled after each warning.
+        interruption: set by the caller's thread: what interrupted it.
+        abandoned: set by the caller's thread: it stopped waiting.
+        result, values, received: set by the thread that holds the vote: the result, the values of all ranks, and the
+            value of `source`.
+        posted: set by the thread that holds the vote: this rank reported its status in time.
         lock: held to stop waiting and to set the result.
     """
 
@@ -111,20 +113,20 @@ class PendingVote:
 
 
 class VoteProtocol:
-    """The votes of one group in the job's store, as one of its members holds them. One thread at a time may use it.
+    """One member's part in the votes of a group in the job's store. One thread at a time may use it.
 
     Args:
         member: the group.
-        node: ranks that give the same name watch each other; they share a kernel and a network namespace.
+        node: the name of this rank's node. Ranks with the same name watch each other.
         name: the namespace of the group's keys.
-        known_losses: returns, until the first complete vote, the lost ranks that other voters know of.
-        offer: makes the address that the first member of a node passes to the others of it.
+        known_losses: returns the lost ranks that other voters know of; called until the first complete vote.
+        offer: returns the address of shared memory that the first member of a node offers to the others.
 
     Attributes:
         host: the rank that serves the store, None where no rank does.
         node_ranks: the ranks of this rank's node in the group's order, known after the first complete vote.
         offered: the address that the first member of this node offered.
-        has_values: values of the last vote are still in the store: the next vote has to delete them.
+        has_values: whether the store still has values of the last vote, which the next vote deletes.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class VoteProtocol:
         self._node = node
         self._offer = offer
         self._known_losses = known_losses
-        # Keys to delete once all ranks are in a later vote: this rank's, with the vote's number, and those of all.
+        # Keys to delete once all ranks are in a later vote: of this rank, with the vote's number, and of all ranks.
         self._own_keys: list[tuple[int, str]] = []
         self._common_keys: list[str] = []
         self._introduction = ""
@@ -178,20 +180,20 @@ class VoteProtocol:
             self._leave(vote, result)
 
     def fails(self, number: int) -> bool:
-        """Whether vote `number`, which this rank has not begun, will fail or is flagged. Raises as `hold`."""
+        """Whether it is known that vote `number`, which this rank has not begun, fails or is flagged."""
         if self._watch.vanished():
             return True
         self._store.connect()
         return any(self._store.read(f"{number}/{key}") for key in ("result", "failed", "flagged"))
 
     def fail(self, number: int, failure: RankFailure) -> None:
-        """Fail vote `number` for all ranks, though this rank does not take part. Raises as `hold`."""
+        """Fail vote `number` on all ranks; this rank does not take part in it."""
         self._store.connect()
         result = VoteResult(complete=False, failures=(failure,), failed_count=1)
         self._store.write_once(f"{number}/result", result.to_json())
 
     def lost(self) -> dict[int, RankFailure]:
-        """The failures of the members of this node that were found gone. For any thread."""
+        """The failure of each member of this node that is gone. For any thread."""
         return {rank: RankFailure(rank=rank, text=self._loss_of(rank)) for rank in self._watch.vanished()}
 
     def close(self) -> None:
@@ -200,7 +202,7 @@ class VoteProtocol:
         self._store.close()
 
     def _post(self, vote: PendingVote) -> int:
-        """Bring this rank's status; returns how many ranks have done so."""
+        """Report this rank's status; return how many ranks have reported theirs."""
         store, key = self._store, f"{vote.number}"
         if vote.same is not None and vote.failure is None:
             same = _shortened(vote.same)
@@ -210,7 +212,7 @@ class VoteProtocol:
                 vote.failure = RankFailure(rank=self._rank, text=text)
         if vote.value is not None:
             store.write(f"{key}/value/{self._rank}", vote.value)
-        # Before the rank is counted: the last to be counted knows of every failure.
+        # Before the rank is counted, so that the last one to be counted knows of every failure.
         if vote.failure is not None:
             position = store.add(f"{key}/failed", 1)
             store.write(f"{key}/failure/{position}", vote.failure.to_json())
@@ -222,9 +224,9 @@ class VoteProtocol:
         return store.add(f"{key}/arrived", 1)
 
     def _wait(self, vote: PendingVote) -> tuple[VoteResult, int | None]:
-        """Wait for the result, or write it when this rank sees that the vote is over.
+        """Wait for the result, or write it if this rank sees that the vote is over.
 
-        Returns it, and this rank's place in the line of ranks that saw that.
+        Returns the result and, if it saw that, this rank's place in the line of ranks that may write.
         """
         check_seconds = (_CHECK_SECONDS if self.node_ranks else _FIRST_VOTE_CHECK_SECONDS) * self._load
         next_check, turn, turn_at = vote.started + check_seconds, None, 0.0
@@ -278,7 +280,7 @@ class VoteProtocol:
         self._own_keys.append((vote.number, key))
         missing = self._missing(vote.number)
         if missing:
-            # A log that cannot be written must not fail the vote.
+            # A log that cannot be written does not fail the vote.
             with contextlib.suppress(Exception):
                 _logger.warning(
                     "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
@@ -288,14 +290,14 @@ class VoteProtocol:
                 )
 
     def _missing(self, number: int) -> list[int]:
-        """The ranks that have not brought their status, ascending as in the group."""
+        """The ranks that have not reported their status, in the group's order."""
         ranks = {f"{number}/vote/{rank}": rank for rank in self._ranks}
         return [ranks[key] for key in self._store.missing(list(ranks))]
 
     def _write_result(
         self, vote: PendingVote, lost: Mapping[int, RankFailure], *, all_arrived: bool = False
     ) -> VoteResult:
-        """Write the result as this rank knows it, unless there is one; returns the stored one."""
+        """Write the result as this rank knows it, unless the store has one; return the stored one."""
         store, number = self._store, vote.number
         missing = set() if all_arrived else set(self._missing(number))
         failed = int(store.read(f"{number}/failed") or "0")
@@ -309,7 +311,7 @@ class VoteProtocol:
             failures[self._rank] = vote.interruption
         silent = sorted(missing)
         if vote.abandoned:
-            # The store did not answer in time, so other silent ranks are unknown.
+            # The store did not answer in time, so nothing is known of other ranks.
             silent = [] if self.host is None else [self.host]
         result = VoteResult.bounded(
             complete=not (missing or lost or vote.interruption or vote.abandoned),
@@ -339,7 +341,7 @@ class VoteProtocol:
             vote.received = self._store.read(f"{vote.number}/value/{vote.source}")
 
     def _introduce(self) -> None:
-        """Once: write this rank's node, and the address to watch it at."""
+        """Write, once, this rank's entry in the list of its node, with the address to watch it."""
         if self._introduction:
             return
         position = self._store.add(f"node/{self._node}", 1)
@@ -350,12 +352,12 @@ class VoteProtocol:
         self._store.write(self._introduction, text)
 
     def _meet_node(self) -> None:
-        """Watch the ranks of this node that introduced themselves since the last time."""
+        """Watch the ranks of this node that were added to its list since the last call."""
         addresses: dict[int, str] = {}
         for position in range(self._known_positions + 1, self._store.add(f"node/{self._node}", 0) + 1):
             text = self._store.read(f"node/{self._node}/{position}")
             if text is None:
-                # It is about to be written.
+                # The rank is about to write it.
                 break
             rank, address, process, offered = json.loads(text)
             self.offered = self.offered or offered
@@ -368,7 +370,7 @@ class VoteProtocol:
         return ("" if process is None else f"({process}) ") + "was killed or vanished"
 
     def _clean_up(self, vote: PendingVote, result: VoteResult, *, deletes_common: bool) -> None:
-        """Delete keys that no rank reads again; one rank deletes those that are common to all."""
+        """Delete keys that no rank reads again; one rank deletes the keys common to all."""
         store, number = self._store, vote.number
         if vote.posted:
             store.delete(f"{number}/vote/{self._rank}")
@@ -385,15 +387,15 @@ class VoteProtocol:
         self.has_values = bool(self._own_keys)
 
     def _leave(self, vote: PendingVote, result: VoteResult) -> None:
-        """The host of the store waits until the others have read the result; they say when they have.
+        """Have the host of the store wait until the others have read the result.
 
-        A host that was stopped may complete a vote that the others gave up. They say so, and it raises as they did.
+        A host that was stopped may complete a vote that the others gave up. They tell it, and it raises as they did.
         """
         left, unread = f"{vote.number}/left", f"{vote.number}/unread"
         if self._rank != self.host:
             if vote.abandoned and result.complete:
                 self._store.write(unread, "yes")
-            # Before it is counted: the host may see this rank end, and must not count it twice.
+            # Before it is counted, so that the host does not count it again when it sees this rank end.
             self._store.write(f"{left}/{self._rank}", "yes")
             self._own_keys.append((vote.number, f"{left}/{self._rank}"))
             self._store.add(left, 1)
@@ -415,7 +417,7 @@ class VoteProtocol:
 
 
 def _shortened(same: str) -> str:
-    """`same`, or its beginning and hash where it is long or has characters that a store does not take."""
+    """`same`, or its beginning and hash if it is long or is no Unicode."""
     shown = same[: _MAX_COMPARED if len(same) <= _MAX_COMPARED else _MAX_COMPARED // 4]
     text = shown.encode(errors="backslashreplace").decode()
     if text == same:
@@ -425,7 +427,7 @@ def _shortened(same: str) -> str:
 
 
 def check_same(same: Any, what: str) -> TundishError | None:
-    """The error of a bad `same`. It is voted on: the text is often computed, and bad on one rank alone."""
+    """The error of a bad `same`. It is voted on, because a computed text may be bad on one rank only."""
     if not isinstance(same, str):
         return InvalidTypeError(f"{what}: same must be a text, not of type {type(same).__name__}")
     if not same:
@@ -434,7 +436,7 @@ def check_same(same: Any, what: str) -> TundishError | None:
 
 
 def check_size(text: str | None, what: str) -> TundishError | None:
-    """The error of a text that would make the store end the connection that all voters of the process share."""
+    """The error of a text for which the store would close the connection that all voters of the process share."""
     try:
         size = 0 if text is None else len(text.encode())
     except UnicodeEncodeError as error:
@@ -450,7 +452,7 @@ def check_size(text: str | None, what: str) -> TundishError | None:
 def no_result_error(
     what: str, rank: int, host: int | None, task: Future[None] | None, seconds: float | None
 ) -> TundishError:
-    """The error of a vote that has no result on this `rank`: its `task` failed, or the store did not answer in time."""
+    """The error of a vote without a result on this `rank`: its `task` failed, or the store did not answer in time."""
     if task is None or not task.done():
         text = f"{what}: the job's store did not answer within {seconds or 0.0:.4g} s"
         if host is None:

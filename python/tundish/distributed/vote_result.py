@@ -1,6 +1,6 @@
-"""The result of a vote, which all ranks read from the store, and the error that each of them raises for it.
+"""The result of a vote, which all ranks read from the store, and the error that each rank raises for it.
 
-A result travels as JSON of bounded size, however many ranks fail and whatever their errors say.
+A result is JSON of bounded size, for any number of failed ranks and any length of their errors.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class VoteResult:
     """The one result of a vote. At most the lowest 256 ranks are named.
 
     Attributes:
-        complete: every rank brought its status.
+        complete: whether every rank reported its status.
         failures: the lowest ranks that failed or died, ascending, with their errors.
         also_failed: the ranks of further failures, without their errors.
         failed_count: the number of all failures, including those that are not named.
         silent: ranks that had not voted by the deadline.
         silent_count: the number of all silent ranks.
         present_count: ranks, still alive, that had voted.
-        flagged: at least one rank gave a flag.
+        flagged: whether a rank set its flag.
         seconds: how long the silent ranks were waited for.
     """
 

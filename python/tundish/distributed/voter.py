@@ -1,14 +1,14 @@
-"""Votes of a group: every rank brings its status, and all ranks raise one error or none.
+"""Votes of a group: every rank reports its status, and all ranks raise one error or none.
 
 A rank that fails raises its own error, all others `PeerFailedError` (or `VoteTimeoutError` for a silent rank), and the
-next vote works. The job's store can block for as long as its host is stopped. So the caller's thread never touches it:
-a daemon thread does, and a caller whose time is up leaves that thread behind.
+next vote works. The job's store can block for as long as its host is stopped, so only a daemon thread uses it. A caller
+whose timeout ends leaves that thread behind.
 
 Invariants:
 
-1. Every vote is the next one on its rank, whatever came of the one before.
-2. A vote is first decided, or given up, in the shared memory of its node; the others go to the store.
-3. A vote that was interrupted closes the voter; the other ranks are told, in that vote or in the next one.
+1. Each call is the next vote on its rank, also after a vote that failed.
+2. A vote is first decided, or given up, in the shared memory of its node. Only a vote given up there goes to the store.
+3. An interrupted vote closes the voter. The other ranks are told, in that vote or in the next one.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from tundish.timeouts import timeout_seconds
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "group_voters"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Seconds.
+# Seconds after which a waiting vote logs the ranks that it waits for.
 WARN_AFTER = 60.0
 # How long after its deadline a caller waits for the store to record that the deadline passed.
 _ANSWER_SECONDS = 1.0
-# In parts: a process that was stopped loses one of them, not all.
+# It waits in so many parts: a process that is stopped meanwhile loses one of them, not all.
 _ANSWER_PARTS = 8
-# How long an interrupted caller waits for the others to be told.
-_TELL_SECONDS = 0.4
+# How long an interrupted caller waits until the others are told.
+_REPORT_SECONDS = 0.4
 # The longest single wait: a signal that comes just before a wait begins does not end it.
 _LONGEST_WAIT = 0.5
 
@@ -65,21 +65,21 @@ T = TypeVar("T")
 class Voter:
     """Votes among the members of a group, apart from all other voters. A context manager.
 
-    Collective: all members create it, on their calling threads and in the same order; the constructor ends with a first
-    vote. Afterwards any one thread may vote with it, in the background too. Two threads need two voters.
+    Collective: all members create it, on their calling threads and in the same order; the constructor ends with a vote.
+    Afterwards one thread at a time may vote with it, also a background thread. Two threads need two voters.
 
-    A rank that is killed is noticed within 1 s by the other ranks of its node, and reported to other nodes through the
-    job's store. If it was gone before, ranks that voted with it in the whole job or in `group` notice it as soon.
+    A rank that is killed is noticed within 1 s by the other ranks of its node. Other nodes learn of it through the
+    job's store. This also holds for a rank that was killed before, if it had voted in the whole job or in `group`.
 
-    A vote that Ctrl-C interrupts closes the voter, which says so at its next use. The other ranks raise an error that
-    names this rank, in that vote or in the next one.
+    Ctrl-C in a vote closes the voter, and its next use raises. The other ranks raise an error that names this rank, in
+    that vote or in the next one.
 
     Args:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
         ranks: the global ranks that vote, in order, this one among them; None for the whole group.
         timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
-        warn_after: seconds after which a vote that waits logs, on one rank, which ranks it waits for, and again after
-            twice as many; None where members may take long as a matter of course.
+        warn_after: seconds after which a waiting vote logs, on one rank, the ranks that it waits for; doubled after
+            each warning. None for no warnings, where members often take long.
         first_vote: whether the constructor ends with a vote.
 
     Attributes:
@@ -88,6 +88,11 @@ class Voter:
 
     Raises:
         What `vote` raises.
+
+    Example:
+        >>> with Voter() as voter:
+        ...     voter.vote(what="saving in the background")
+        False
     """
 
     def __init__(
@@ -137,15 +142,15 @@ class Voter:
         flag: bool = False,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> bool:
-        """Collective: bring this rank's status; returns when every rank brought a good one.
+        """Collective: report this rank's status; return when every rank reported success.
 
-        A rank whose vote failed waits half a second for the others, so that all failures are named.
+        A failed rank waits half a second for the failures of others, so that all are named.
 
         Args:
-            error: the error of this rank; None when it is well.
+            error: the error of this rank; None if it succeeded.
             what: the step voted on, for messages: "building the plan".
-            same: a text that must be equal on all ranks, and not empty: a rank that brings another one fails. Either
-                all ranks give it or none.
+            same: a text, not empty, that must be equal on all ranks; a rank with another text fails. All ranks give it
+                or none.
             flag: all ranks learn whether one of them gave True.
             timeout: how long this rank waits for the others; None for as long as it takes.
 
@@ -154,13 +159,13 @@ class Voter:
 
         Raises:
             The `error` given, on the rank that gave it.
-            PeerFailedError: another rank failed, or was killed. `rank` is the lowest of the ranks that failed; the
-                message has the errors of eight ranks, and names up to 64.
-            VoteTimeoutError: a rank did not vote in time (`ranks` names the lowest 256 of them), or this rank came
-                after the others had given up on it. All ranks are in step for the next vote.
-            StoreLostError: the launcher's store is gone, and the vote needs it: not all ranks are on one node, or well.
+            PeerFailedError: another rank failed or was killed. `rank` is the lowest of them; the message contains the
+                errors of up to eight ranks and names up to 64.
+            VoteTimeoutError: a rank did not vote in time (`ranks` has the lowest 256 of them), or this rank came after
+                the others had given up. All ranks are in step for the next vote.
+            StoreLostError: the launcher's store is gone. Votes that succeed on a single node do not need it.
             InvalidInputError: the timeout is not positive, `same` is empty (the others are told), or the voter is
-                closed, was interrupted, or was taken over a fork.
+                closed, was interrupted, or was created before a fork.
         """
         pending = self._hold(error, what, timeout, same=same, flag=flag)
         return pending.result.flagged if pending.result is not None else flag
@@ -173,7 +178,7 @@ class Voter:
         what: str,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> list[str]:
-        """Collective: a vote to which every rank also brings `value` for the group's first rank.
+        """Collective: a vote in which every rank also sends `value` to the group's first rank.
 
         Returns:
             On the first rank the values of all ranks in the group's order, on the others an empty list. They travel
@@ -196,10 +201,10 @@ class Voter:
         same: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
     ) -> str:
-        """Collective: a vote after which every rank knows the `text` of its `source`.
+        """Collective: a vote in which every rank also receives the `text` of its `source`.
 
         Args:
-            text: what this rank sends; not None on a rank that is the source of any.
+            text: what this rank sends; None on ranks that are no source.
             error: as in `vote`.
             source: the global rank whose text this rank gets. Ranks may name different ones.
             what, same, timeout: as in `vote`.
@@ -209,7 +214,7 @@ class Voter:
 
         Raises:
             What `vote` raises.
-            InvalidInputError: the source sent nothing, or the text has more than 8 MiB (the others are told).
+            InvalidInputError: the source sent None, or the text has more than 8 MiB (the others are told).
         """
         pending = self._hold(error, what, timeout, same=same, value=text, source=source)
         received = text if self._protocol is None else pending.received
@@ -230,12 +235,12 @@ class Voter:
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
     ) -> T | None:
-        """Collective: run `build` on one rank of every node while the others wait; then all vote.
+        """Collective: run `build` on one rank of every node while the others wait.
 
         The builder of a node is its first rank in the group (local rank 0, where the group holds it).
 
         Args:
-            build: slow work that may raise anything. It does not vote with this voter, and may call
+            build: slow work that may raise anything. It must not vote with this voter; it may call
                 `raise_if_peer_lost`.
             what: what is built, for messages.
             timeout: how long the others wait for the builders; None, the default, for as long as they take.
@@ -258,29 +263,29 @@ class Voter:
         return {} if self._protocol is None else self._protocol.lost()
 
     def raise_if_peer_lost(self) -> None:
-        """Raise `PeerFailedError` where another member of this node is known to be gone.
+        """Raise `PeerFailedError` if another member of this node is gone.
 
-        For long work that ends in a vote, to be called now and then, on any thread: it asks the kernel, not the store.
-        Brought to the vote, the error counts as that member's failure, and all ranks raise the same.
+        Long work that ends in a vote calls it now and then, on any thread; it does not use the store. In the vote the
+        error counts as the failure of the lost member, so that all ranks raise the same error.
         """
         lost = self.lost_peers()
         if lost:
             raise LostPeerError(lost[min(lost)])
 
     def next_vote_fails(self, seconds: float) -> bool:
-        """Whether it is known before this rank votes that the next vote fails or is flagged.
+        """Whether it is already known that the next vote fails or is flagged.
 
-        For a rank that waits for the others in another way, in which it does not hear of a failure.
+        For a rank that waits for the others in a call that does not report their failures.
 
         Args:
-            seconds: how long the job's store may take to answer. If it does not, the answer is False.
+            seconds: how long to wait for the job's store. If it does not answer in time, the result is False.
         """
         protocol = self._protocol
         if protocol is None or self._closed:
             return bool(self._closed)
         with self._one_vote:
             number, check = self._number, self._check
-            # An earlier check that the store answers late counts too.
+            # The answer to an earlier check counts too, however late.
             if check is None or check[0] != number or (check[1].done() and not _fails(check[1])):
                 future = self._thread.submit(lambda: self._locked(lambda: protocol.fails(number)))
                 check = self._check = number, future
@@ -289,22 +294,22 @@ class Voter:
 
     @property
     def last_vote(self) -> VoteId:
-        """The name and number of the last vote, to name what its ranks create together next."""
+        """The name and number of the last vote, for names of what its ranks create together next."""
         return VoteId(f"{self._name}-{self._number}", self._number)
 
     def skip_to(self, number: int) -> None:
-        """Make `number` the next vote, counted from the one in the constructor, if it is yet to come.
+        """Make `number` the next vote if it is yet to come; the vote in the constructor has number 0.
 
-        Ranks that held different numbers of votes, because one of them left early, meet again so.
+        Afterwards ranks are in step again that held different numbers of votes, because one of them stopped early.
         """
         with self._one_vote:
             self._number = max(self._number, number)
 
     def close(self, reason: str = "is closed") -> None:
-        """Release sockets and the store; not collective, never waits. Members that still vote see this rank vanish.
+        """Release sockets and the store. Not collective, never waits; other members see this rank vanish.
 
         Args:
-            reason: what the voter says at its next use.
+            reason: ends the message "this voter ..." of the error at its next use.
         """
         self._closed = self._closed or reason
         self._thread.close()
@@ -359,7 +364,7 @@ class Voter:
             problem: TundishError | None = no_result_error(what, self.rank, protocol.host, task, seconds)
         else:
             problem = result.error(what, self.rank, late=task is not None and not vote.posted)
-        # A rank that only saw that another one is gone raises the common error.
+        # A rank that only noticed the loss of another one raises the common error.
         if error is not None and (problem is None or not isinstance(error, LostPeerError)):
             raise error
         if problem is not None:
@@ -382,7 +387,7 @@ class Voter:
         return vote.result is not None
 
     def _wait(self, task: Future[Any], vote: PendingVote) -> None:
-        """Until the vote is over, or a little after its deadline."""
+        """Wait until the vote is over, or a little after its deadline."""
         while not task.done():
             left = _LONGEST_WAIT if vote.deadline is None else vote.deadline - time.monotonic()
             if left <= 0:
@@ -397,10 +402,10 @@ class Voter:
     def _report_interruption(
         self, protocol: VoteProtocol, vote: PendingVote, interruption: BaseException
     ) -> None:
-        """Tell the other ranks in this vote, or in the next one where this one has succeeded; then close."""
+        """Tell the other ranks in this vote, or in the next one if this one has succeeded; then close."""
         failure = vote.interruption = RankFailure.of(self.rank, interruption)
 
-        def tell() -> None:
+        def report() -> None:
             if vote.result is None:
                 self._hold_in_store(protocol, vote)
             if vote.result is not None and vote.result.succeeded:
@@ -409,8 +414,8 @@ class Voter:
         if vote.result is None and self._memory.give_up(vote.number):
             vote.result = VoteResult(complete=True)
         self._memory.give_up(vote.number + 1)
-        # A vote in progress ends early, as it sees the interruption.
-        wait([self._thread.submit(tell, waits=True)], _TELL_SECONDS)
+        # The thread sees the interruption and ends a vote in progress early.
+        wait([self._thread.submit(report, waits=True)], _REPORT_SECONDS)
         self.close("was interrupted in a vote and is closed: make a new one on all ranks")
 
     # On the background thread.
@@ -433,7 +438,7 @@ class Voter:
             raise
 
     def _locked(self, function: Callable[[], Any]) -> Any:
-        """Call `function` unless the store was lost or the voter was closed."""
+        """Call `function` unless the store is lost or the voter is closed."""
         try:
             with self._protocol_lock:
                 if self._store_error is not None:
@@ -456,7 +461,7 @@ class Voter:
 
 
 class _AgreedBlock(contextlib.AbstractContextManager[None]):
-    """A block that ends in a vote. No generator: one that is dropped unfinished would vote when it is collected."""
+    """A block that ends in a vote. An unfinished generator would vote when it is garbage collected, so this is none."""
 
     def __init__(self, voter: Voter, what: str, same: str | None, timeout: timedelta | float | None) -> None:
         self._voter = voter
@@ -474,7 +479,7 @@ class _AgreedBlock(contextlib.AbstractContextManager[None]):
 
 
 def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
-    """Returns the lost ranks that the voters of the whole job and of `group` know of."""
+    """Return a function: the lost ranks that the voters of the whole job and of `group` know of."""
     own = None if group is None else weakref.ref(group)
 
     def losses() -> Mapping[int, RankFailure]:
