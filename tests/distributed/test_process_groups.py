@@ -26,7 +26,7 @@ def groups(rank: int, line: Line) -> None:
         unique_name("group", tuple(range(4))), timedelta(seconds=60), tuple(range(4))
     ) as group:
         if rank == 0:
-            time.sleep(3)
+            time.sleep(2)
         distributed.barrier(group)
         line.say("the slow rank was waited for")
 
@@ -57,8 +57,8 @@ def groups(rank: int, line: Line) -> None:
 
 
 def test_temporary_groups(tmp_path: Path) -> None:
-    # The default group would give up after two seconds.
-    with Job(groups, 4, tmp_path, seconds=2) as job:
+    # The default group would give up after a second.
+    with Job(groups, 4, tmp_path, seconds=1) as job:
         assert job.hear_all() == [("the slow rank was waited for",)] * 4
         for turn in range(3):
             for rank in (1, 3):

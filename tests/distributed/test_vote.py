@@ -265,11 +265,11 @@ def builds(rank: int, line: Line) -> None:
     began = time.monotonic()
 
     def slow() -> int:
-        time.sleep(5)
+        time.sleep(2)
         return rank
 
-    # Five seconds, where the default group's timeout is two.
-    line.say(build_once_per_node(slow, what="building"), time.monotonic() - began > 4.9)
+    # Two seconds, where the default group's timeout is one.
+    line.say(build_once_per_node(slow, what="building"), time.monotonic() - began >= 2)
     # Ranks of a node need not be neighbours.
     two_nodes = voter_on_node(f"node {rank % 2}")
     line.say(two_nodes.build_once_per_node(lambda: rank, what="building on two nodes"))
@@ -280,14 +280,14 @@ def builds(rank: int, line: Line) -> None:
 
     line.say(*outcome(lambda: two_nodes.build_once_per_node(fail, what="building in vain")))
     line.say(
-        *outcome(lambda: two_nodes.build_once_per_node(lambda: time.sleep(3), what="too long", timeout=1))
+        *outcome(lambda: two_nodes.build_once_per_node(lambda: time.sleep(2), what="too long", timeout=0.5))
     )
     two_nodes.vote(what="a vote after all that")
     two_nodes.close()
 
 
 def test_one_builder_on_every_node(tmp_path: Path) -> None:
-    with Job(builds, 4, tmp_path, seconds=2) as job:
+    with Job(builds, 4, tmp_path, seconds=1) as job:
         assert job.hear_all() == [(0, True), (None, True), (None, True), (None, True)]
         assert job.hear_all() == [(0,), (1,), (None,), (None,)]
         for rank, (kind, text, named) in enumerate(job.hear_all()):
@@ -300,7 +300,7 @@ def test_one_builder_on_every_node(tmp_path: Path) -> None:
         assert [kind for kind, _, _ in answers] == ["VoteTimeoutError"] * 4
         assert [named for _, _, named in answers] == [(0,), (1,), (0, 1), (0, 1)]
         assert "given up" in answers[0][1]
-        assert "did not vote within 1" in answers[3][1]
+        assert "did not vote within 0.5" in answers[3][1]
         job.expect_end()
 
 

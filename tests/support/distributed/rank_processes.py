@@ -200,6 +200,10 @@ class Job:
             self._last_words.append(last_words)
             self._processes.append(process)
 
+    def says(self, rank: int) -> bool:
+        """Whether `rank` says something within a tenth of a second."""
+        return self._lines[rank].poll(0.1)
+
     def hear(self, rank: int) -> Any:
         """The next message of `rank`; a tuple."""
         if not self._lines[rank].poll(PATIENCE):
