@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "no retry of a drain",
-        "python/tundish/rtensor/controller/pending_requests.py",
+        "python/tundish/rtensor/controller/request_retries.py",
         "            self._failed.append(failed)",
         "            failed.clear()",
         ("tests/rtensor/controller/test_failing_workers.py",),

@@ -14,7 +14,7 @@ __all__ = [
     "CheckpointRoot",
     "FileImage",
     "FileMetadata",
-    "PlanReader",
+    "PackLookup",
     "RTensor",
     "ReadonlyCheckpointRoot",
     "RebuildProgram",
@@ -120,10 +120,10 @@ def shuffled_indices(
 ) -> NDArray[Any]: ...
 
 @final
-class PlanReader:
+class PackLookup:
     def __new__(
         cls, columns: Sequence[NDArray[Any]], lengths: Sequence[NDArray[Any]] | None, global_pack: bool
-    ) -> PlanReader: ...
+    ) -> PackLookup: ...
     def pack(self, number: int) -> tuple[int, list[tuple[int, int, int | None]]]: ...
     def lookup(
         self, packs: NDArray[Any]

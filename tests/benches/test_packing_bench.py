@@ -91,7 +91,7 @@ def test_lengths_on_disk_are_those_in_memory(bench: SimpleNamespace, tmp_path: P
 
 
 def test_tundish_and_both_forms_are_timed_in_the_process_that_keeps_memory(bench: SimpleNamespace) -> None:
-    child = Path(bench.numpy_forms.__file__).with_name("retained_heap_child.py")
+    child = Path(bench.numpy_forms.__file__).with_name("warm_heap_child.py")
     done = subprocess.run(
         [sys.executable, child, "2000", "1", "900"], capture_output=True, text=True, timeout=60, check=False
     )

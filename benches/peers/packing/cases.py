@@ -21,8 +21,8 @@ from report import Row, Section, count, duration, times_faster
 
 import tundish as td
 from packing import numpy_forms
-from packing.comparing import assert_all_equal, assert_equal, sums
 from packing.distributions import DISTRIBUTIONS, TEXT, Distribution, draw_lengths, draw_order
+from packing.equal_outputs import assert_all_equal, assert_equal, sums
 from packing.floor import read_and_write
 from packing.megatron_peer import sample_index
 from tundish.packing import shuffled_indices
@@ -108,7 +108,7 @@ def hard_plan(scale: Scale) -> Section:
 def _memory_kept(scale: Scale) -> list[Row]:
     """What tundish and both numpy forms take where fresh pages cost the latter nothing."""
     samples, (low, high) = scale.samples[-1], LOOP_OVER_VECTORISED
-    child = Path(__file__).with_name("retained_heap_child.py")
+    child = Path(__file__).with_name("warm_heap_child.py")
     command = [sys.executable, str(child), *map(str, (samples, scale.least_rounds, MAX_LENGTH))]
     reply = subprocess.run(
         command, env={**os.environ, **KEEPS_MEMORY}, check=True, stdout=subprocess.PIPE, text=True

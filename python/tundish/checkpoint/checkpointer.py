@@ -33,7 +33,7 @@ from tundish.checkpoint.publish.readonly_root import Checkpoints, Kind, check_st
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
-from tundish.checkpoint.submit import SaveRequest, submit
+from tundish.checkpoint.start_save import SaveRequest, start_save
 from tundish.errors import InvalidInputError, TimedOutError
 
 __all__ = ["Checkpointer"]
@@ -214,7 +214,7 @@ class Checkpointer:
                     are_nodes_alike=resources.are_nodes_alike,
                 ),
             )
-            return submit(resources, request)
+            return start_save(resources, request)
 
     def save_dcp(
         self,
@@ -265,7 +265,7 @@ class Checkpointer:
                 ),
                 extra=extra,
             )
-            return submit(resources, request)
+            return start_save(resources, request)
 
     # ---- Reading ----
 

@@ -51,7 +51,7 @@ def add_rtensor_commands(commands: Any) -> None:
         metavar="FILE",
         help="PEM file of the certificates to trust, if they serve over TLS",
     )
-    stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.process_stats")
+    stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.remote_stats")
 
 
 def run_stats(options: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ the rank that failed. Importing this package does not import torch.
 
 from __future__ import annotations
 
-from tundish.distributed.group_votes import agreed, build_once_per_node, vote, voter_of
+from tundish.distributed.caller_votes import agreed, build_once_per_node, vote, voter_of
 from tundish.distributed.job_store import (
     JobStore,
     second_client,
@@ -14,6 +14,7 @@ from tundish.distributed.job_store import (
     store_load_factor,
     torch_distributed,
 )
+from tundish.distributed.local_ranks import env_integer, is_local_rank0, local_rank, local_world_size
 from tundish.distributed.nodes import node_group, nodes_of
 from tundish.distributed.peer_watch import PeerWatch, node_identity
 from tundish.distributed.process_groups import (
@@ -24,7 +25,6 @@ from tundish.distributed.process_groups import (
     temporary_group,
     unique_name,
 )
-from tundish.distributed.ranks import env_integer, is_local_rank0, local_rank, local_world_size
 from tundish.distributed.vote_result import RankFailure
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 

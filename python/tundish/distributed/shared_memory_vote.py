@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from tundish._native import SharedVotes
 from tundish.errors import TundishError
 
-__all__ = ["SharedMemoryVote"]
+__all__ = ["SharedMemoryVotes"]
 
 # The others wait so long for a late rank before they go to the store. After such a wait its cost is small.
 _MAX_WAIT_SECONDS = 0.1
@@ -30,7 +30,7 @@ _MAX_RANKS = 512
 _NOTHING_TO_COMPARE = bytes(32)
 
 
-class SharedMemoryVote:
+class SharedMemoryVotes:
     """The shared memory in which a group of `size` ranks decides votes; this rank is number `index` of them."""
 
     def __init__(self, index: int, size: int) -> None:

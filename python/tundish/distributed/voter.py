@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 from tundish.distributed.job_store import store_load_factor, torch_distributed
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import VoteId, group_info, unique_name
-from tundish.distributed.shared_memory_vote import SharedMemoryVote
+from tundish.distributed.shared_memory_vote import SharedMemoryVotes
 from tundish.distributed.store_thread import StoreThread
 from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
@@ -117,7 +117,7 @@ class Voter:
         self._check: tuple[int, Future[bool]] | None = None
         self._one_vote = threading.Lock()
         self._thread = StoreThread()
-        self._memory = SharedMemoryVote(member.ranks.index(member.rank), len(member.ranks))
+        self._memory = SharedMemoryVotes(member.ranks.index(member.rank), len(member.ranks))
         self._protocol_lock = threading.Lock()
         # None in a world of one.
         self._protocol: VoteProtocol | None = None
@@ -230,7 +230,7 @@ class Voter:
         Args:
             what, same, timeout: as in `vote`.
         """
-        return _AgreedBlock(self, what, same, timeout)
+        return _VoteAtExit(self, what, same, timeout)
 
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
@@ -460,7 +460,7 @@ class Voter:
                 self._protocol_lock.release()
 
 
-class _AgreedBlock(contextlib.AbstractContextManager[None]):
+class _VoteAtExit(contextlib.AbstractContextManager[None]):
     """A block that ends in a vote. An unfinished generator would vote when it is garbage collected, so this is none."""
 
     def __init__(self, voter: Voter, what: str, same: str | None, timeout: timedelta | float | None) -> None:

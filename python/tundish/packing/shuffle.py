@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tundish import _native
 from tundish.packing.arguments.integer_arrays import IntegerArray
-from tundish.packing.arguments.scalars import as_integer
+from tundish.packing.arguments.integers import as_integer
 
 __all__ = ["shuffled_indices"]
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tundish.rtensor.storage import clear_node, fetch, remove, storage_stats, store
     from tundish.rtensor.transfer.localize import clear_fetch_buffer, fetch_buffer_stats, localize
     from tundish.rtensor.transfer.remotize import remotize
-    from tundish.rtensor.workers.process_stats import process_stats
+    from tundish.rtensor.workers.remote_stats import process_stats
     from tundish.rtensor.workers.worker import Worker
 else:
     __getattr__, __dir__ = lazily(
@@ -74,7 +74,7 @@ else:
             "tundish.rtensor.storage": ("clear_node", "fetch", "remove", "storage_stats", "store"),
             "tundish.rtensor.transfer.localize": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),
             "tundish.rtensor.transfer.remotize": ("remotize",),
-            "tundish.rtensor.workers.process_stats": ("process_stats",),
+            "tundish.rtensor.workers.remote_stats": ("process_stats",),
             "tundish.rtensor.workers.worker": ("Worker",),
         },
     )

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from tundish.shm.file_backed_array import FileBackedArray
+    from tundish.shm.array_files import ArrayFile
     from tundish.shm.shared_array import SharedArray
 
 __all__ = ["NodeArray"]
@@ -22,12 +22,12 @@ class NodeArray(np.ndarray[Any, np.dtype[Any]]):
     """
 
     # None in every array that numpy derives from this one.
-    _backing: SharedArray | FileBackedArray | None = None
+    _backing: SharedArray | ArrayFile | None = None
     # Shape, strides and dtype in that memory. Numpy lets users change those of an array.
     _layout: tuple[Any, ...] = ()
 
     @classmethod
-    def backed_by(cls, backing: SharedArray | FileBackedArray) -> Self:
+    def backed_by(cls, backing: SharedArray | ArrayFile) -> Self:
         """Return the array in `backing`, which the array keeps alive."""
         array = backing.read_only().view(cls)
         array._backing, array._layout = backing, array._current_layout()

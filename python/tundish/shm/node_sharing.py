@@ -20,8 +20,8 @@ from numpy.typing import ArrayLike
 
 from tundish.distributed import nodes_of, voter_of
 from tundish.errors import InvalidTypeError, PeerFailedError, SegmentGoneError
+from tundish.shm.array_files import ArrayFile, find_by_key, publish_array
 from tundish.shm.array_input import as_numpy
-from tundish.shm.file_backed_array import FileBackedArray, find_by_key, publish_array
 from tundish.shm.handle import Handle
 from tundish.shm.node_array import NodeArray
 from tundish.shm.shared_array import SharedArray
@@ -118,7 +118,7 @@ def _argument_error(key: Any, path: Any) -> Exception | None:
     return None
 
 
-def _build(array_or_callable: Any, key: str | None, folder: Path | None) -> SharedArray | FileBackedArray:
+def _build(array_or_callable: Any, key: str | None, folder: Path | None) -> SharedArray | ArrayFile:
     """Build the array, in shared memory or in a file."""
     if folder is not None and key is not None and callable(array_or_callable):
         found = find_by_key(folder, key)
@@ -145,12 +145,12 @@ def _build(array_or_callable: Any, key: str | None, folder: Path | None) -> Shar
     return SharedArray.from_array(array) if folder is None else publish_array(array, layout, folder, key)
 
 
-def _to_json(backing: SharedArray | FileBackedArray) -> dict[str, Any]:
+def _to_json(backing: SharedArray | ArrayFile) -> dict[str, Any]:
     """Return the address of an array as a JSON object."""
-    return asdict(backing if isinstance(backing, FileBackedArray) else backing.handle)
+    return asdict(backing if isinstance(backing, ArrayFile) else backing.handle)
 
 
-def _from_json(address: dict[str, Any]) -> SharedArray | FileBackedArray:
+def _from_json(address: dict[str, Any]) -> SharedArray | ArrayFile:
     if "path" in address:
-        return FileBackedArray(**address)
+        return ArrayFile(**address)
     return SharedArray.attach(Handle(**address))

@@ -20,7 +20,7 @@ pub mod fingerprint;
 pub mod folder;
 pub mod hard;
 pub mod inputs;
-pub mod megatron_index;
+pub mod megatron_sample_index;
 mod memory;
 pub mod plan;
 pub mod progress;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::megatron_index::{PlanInputs, sample_index};
+use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::{AttachedLengths, lookup};
 use tundish_packing::{Integers, NoProgress, PackError, Plan, Progress, verify};
 

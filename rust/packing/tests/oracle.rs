@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::{RandomState, SampleOrder};
-use tundish_packing::megatron_index::{PlanInputs, sample_index};
+use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::Column;
 use tundish_packing::plan::{self, AttachedLengths, TO_THE_END};
 use tundish_packing::{Field, Integers, NoProgress, PackError, Plan, verify};

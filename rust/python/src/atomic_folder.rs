@@ -14,8 +14,8 @@ use pyo3::prelude::*;
 use tundish_commit::FolderFile;
 use tundish_packing::Progress;
 
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// Bytes that are written between two checks of signals.
 const CHUNK: usize = 8 << 20;

@@ -7,8 +7,8 @@
 
 mod atomic_folder;
 mod checkpoint;
-mod enter;
 mod error;
+mod long_work;
 mod packing;
 mod shm;
 mod store;
@@ -57,7 +57,7 @@ mod _native {
     use super::checkpoint::tensor_copy::TensorCopy;
     #[pymodule_export]
     use super::packing::{
-        PlanReader, hard_pack, hard_pack_to_folder, hard_plan_fingerprint, open_plan, plan_sample_index, save_plan,
+        PackLookup, hard_pack, hard_pack_to_folder, hard_plan_fingerprint, open_plan, plan_sample_index, save_plan,
         shuffled_indices, verify_plan,
     };
     #[pymodule_export]
@@ -77,9 +77,9 @@ mod _native {
     #[pymodule_export]
     use super::store::dtypes::stored_dtypes;
     #[pymodule_export]
-    use super::store::encoding::{dump_handles, load_handles};
-    #[pymodule_export]
     use super::store::handle::RTensor;
+    #[pymodule_export]
+    use super::store::handle_bytes::{dump_handles, load_handles};
     #[pymodule_export]
     use super::store::http::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use loom::thread;
 
 use atomic::AtomicU64;
-use protocol::{VOTE_WORDS, VoteState, VoteWords, cast, give_up, state_of};
+use protocol::{RoundState, VOTE_WORDS, VoteWords, cast, give_up, state_of};
 
 struct Memory {
     newest: AtomicU64,
@@ -46,9 +46,9 @@ impl VoteWords for Memory {
 }
 
 /// The outcome of each member in each round, and its actions in the round.
-type Does = fn(&Memory, usize, u64) -> VoteState;
+type Does = fn(&Memory, usize, u64) -> RoundState;
 
-fn run(plans: [[Does; 2]; 2], check: fn([[VoteState; 2]; 2])) {
+fn run(plans: [[Does; 2]; 2], check: fn([[RoundState; 2]; 2])) {
     let mut builder = loom::model::Builder::new();
     // Times that a thread is held up in favour of the other though it could have gone on.
     builder.preemption_bound = Some(3);
@@ -65,37 +65,37 @@ fn run(plans: [[Does; 2]; 2], check: fn([[VoteState; 2]; 2])) {
     });
 }
 
-fn patient(memory: &Memory, member: usize, round: u64) -> VoteState {
+fn patient(memory: &Memory, member: usize, round: u64) -> RoundState {
     let mut state = cast(memory, member, round, &[round; VOTE_WORDS]);
-    while state == VoteState::Open {
+    while state == RoundState::Open {
         thread::yield_now();
         state = state_of(memory, round);
     }
     state
 }
 
-fn hasty(memory: &Memory, member: usize, round: u64) -> VoteState {
+fn hasty(memory: &Memory, member: usize, round: u64) -> RoundState {
     cast(memory, member, round, &[round; VOTE_WORDS]);
     give_up(memory, round)
 }
 
-fn absent(memory: &Memory, _member: usize, round: u64) -> VoteState {
+fn absent(memory: &Memory, _member: usize, round: u64) -> RoundState {
     give_up(memory, round)
 }
 
 /// As where Ctrl-C comes before the first step.
-fn unheard(_memory: &Memory, _member: usize, _round: u64) -> VoteState {
-    VoteState::Deferred
+fn unheard(_memory: &Memory, _member: usize, _round: u64) -> RoundState {
+    RoundState::Deferred
 }
 
-fn apart(memory: &Memory, member: usize, round: u64) -> VoteState {
+fn apart(memory: &Memory, member: usize, round: u64) -> RoundState {
     cast(memory, member, round, &[7 + member as u64; VOTE_WORDS]);
     give_up(memory, round)
 }
 
 #[test]
 fn rounds_of_patient_members_go_well() {
-    run([[patient as Does; 2]; 2], |came_to| assert_eq!(came_to, [[VoteState::Succeeded; 2]; 2]));
+    run([[patient as Does; 2]; 2], |came_to| assert_eq!(came_to, [[RoundState::Succeeded; 2]; 2]));
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn all_come_to_the_same_however_soon_one_gives_up() {
     for plans in [[[hasty; 2]; 2], [[patient; 2], [hasty; 2]], [[hasty, patient]; 2]] {
         run(plans, |[one, other]| {
             assert_eq!(one, other);
-            assert!(!one.contains(&VoteState::Open));
+            assert!(!one.contains(&RoundState::Open));
         });
     }
 }
@@ -114,7 +114,7 @@ fn no_round_goes_well_without_one_or_where_they_do_not_agree() {
     let hasty: Does = hasty;
     for not_well in [absent as Does, apart, unheard] {
         run([[hasty, not_well], [not_well, hasty]], |[one, other]| {
-            assert_eq!((one, other), ([VoteState::Deferred; 2], [VoteState::Deferred; 2]));
+            assert_eq!((one, other), ([RoundState::Deferred; 2], [RoundState::Deferred; 2]));
         });
     }
 }

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint.dcp_states import bits
 
-from tundish.checkpoint.hf.shards import ShardLayout, assign_files, lay_out
+from tundish.checkpoint.hf.shards import WeightFiles, assign_files, lay_out
 from tundish.checkpoint.staging.buffers import PAGE
 from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
@@ -28,11 +28,11 @@ def specs(tensors: dict[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
 
 
-def laid_out(tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> ShardLayout:
+def laid_out(tensors: dict[str, torch.Tensor], shard_bytes: int = 10**9) -> WeightFiles:
     return lay_out(specs(tensors), tuple(range(len(tensors))), shard_bytes, FORMAT, None)
 
 
-def contents(layout: ShardLayout, number: int, tensors: dict[str, torch.Tensor]) -> bytes:
+def contents(layout: WeightFiles, number: int, tensors: dict[str, torch.Tensor]) -> bytes:
     """A file as the layout says it."""
     file = layout.files[number]
     values = list(tensors.values())

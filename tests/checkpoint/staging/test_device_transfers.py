@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tundish.checkpoint.staging.block_copies import CopyBlock, copy_from_device, transfers
 from tundish.checkpoint.staging.buffers import Buffer, Place
-from tundish.checkpoint.staging.tensor_copy import CopyBlock, copy_from_device, transfers
 
 _HOST = torch.device("cpu")
 

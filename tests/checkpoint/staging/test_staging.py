@@ -23,9 +23,9 @@ from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.staging import copies as staging
+from tundish.checkpoint.staging.block_copies import CopyBlock
 from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.copies import Copies, LazyCopy, optimizers_of
-from tundish.checkpoint.staging.tensor_copy import CopyBlock
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.hf import save_pretrained
+from tundish.checkpoint.hf import transformers_models
 from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
 from tundish.checkpoint.hf.conversion import (
     Conversion,
@@ -25,7 +25,7 @@ from tundish.checkpoint.hf.conversion import (
     join_conversions,
     to_hf_conversion,
 )
-from tundish.checkpoint.hf.shards import ShardFile, ShardLayout, assign_files, lay_out
+from tundish.checkpoint.hf.shards import ShardFile, WeightFiles, assign_files, lay_out
 from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
 from tundish.checkpoint.placements import check_placement, is_sharded_over_ranks, rank_parts_of
 from tundish.checkpoint.tensor_checks import (
@@ -65,7 +65,7 @@ class ExportPlan:
     is_sharded: tuple[bool, ...]
     conversion: Conversion
     products: tuple[TensorSpec, ...]
-    layout: ShardLayout
+    layout: WeightFiles
     writers: tuple[int, ...]
     model: Any
     adapters: Adapters | None
@@ -118,8 +118,8 @@ def make_export_plan(
     contents = (
         _model_contents(model_or_tensors, to_hf) if adapters is None else _adapter_contents(adapters, to_hf)
     )
-    models = [model for model in contents.models if save_pretrained.is_pretrained(model)]
-    keep = filter(None, (save_pretrained.fp32_pattern(model, dtype) for model in models))
+    models = [model for model in contents.models if transformers_models.is_pretrained(model)]
+    keep = filter(None, (transformers_models.fp32_pattern(model, dtype) for model in models))
     # A cache would keep alive what `to_hf` closes over.
     lay_out_products = _lay_out if to_hf is None else _lay_out.__wrapped__
     products, layout = lay_out_products(
@@ -150,7 +150,7 @@ def make_export_plan(
 
 
 @dataclass(kw_only=True)
-class _Contents:
+class _ExportedTensors:
     """The tensors of an export and their conversion.
 
     Attributes:
@@ -168,7 +168,7 @@ class _Contents:
     files: tuple[tuple[str, int], ...] = ()
 
 
-def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
+def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _ExportedTensors:
     """The contents of an export of whole models or tensors."""
     inputs = named_tensors(model_or_tensors)
     tensors: list[torch.Tensor] = []
@@ -181,11 +181,11 @@ def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
         metadata = added | metadata
         tensors += kept.values()
         conversion = identity_conversion(specs)
-        if to_hf is None and save_pretrained.is_pretrained(one.module):
-            conversion, total_parameters = save_pretrained.conversion_of(one.module, specs)
+        if to_hf is None and transformers_models.is_pretrained(one.module):
+            conversion, total_parameters = transformers_models.conversion_of(one.module, specs)
         conversions.append((one.prefix, conversion))
     conversion = join_conversions(conversions)
-    return _Contents(
+    return _ExportedTensors(
         tensors=tensors,
         conversion=conversion if to_hf is None else to_hf_conversion(conversion.sources, to_hf),
         models=[one.module for one in inputs],
@@ -194,7 +194,7 @@ def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _Contents:
     )
 
 
-def _adapter_contents(adapters: Adapters, to_hf: ToHf | None) -> _Contents:
+def _adapter_contents(adapters: Adapters, to_hf: ToHf | None) -> _ExportedTensors:
     """The contents of an export of adapters: one file for each, whatever its size, as peft's loaders expect."""
     if to_hf is not None:
         raise InvalidInputError(
@@ -207,7 +207,7 @@ def _adapter_contents(adapters: Adapters, to_hf: ToHf | None) -> _Contents:
         check_tensors(f"{adapter.folder}/" if adapter.folder else "", adapter.tensors)
         tensors += adapter.tensors.values()
         specs += specs_of(adapter.tensors)
-    return _Contents(
+    return _ExportedTensors(
         tensors=tensors,
         conversion=identity_conversion(tuple(specs)),
         models=[adapters.base],
@@ -226,7 +226,7 @@ def _lay_out(
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None,
     files: tuple[tuple[str, int], ...],
-) -> tuple[tuple[TensorSpec, ...], ShardLayout]:
+) -> tuple[tuple[TensorSpec, ...], WeightFiles]:
     products = cast_products(conversion, dtype, keep)
     return products, lay_out(products, conversion.blocks, shard_bytes, metadata, total_parameters, files)
 
@@ -250,8 +250,8 @@ def _saved_tensors(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[s
             "itself, or merge them and give the merged model"
         )
     check_tensors(given.prefix, given.tensors)
-    if save_pretrained.is_pretrained(given.module):
-        kept, metadata = save_pretrained.weights_of(given.module, given.tensors)
+    if transformers_models.is_pretrained(given.module):
+        kept, metadata = transformers_models.weights_of(given.module, given.tensors)
         check_tensors(given.prefix, kept)
         return kept, metadata
     tied = tied_names(given.tensors)

@@ -32,9 +32,9 @@ from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, collect_sidecars
 from tundish.checkpoint.hf.staged_export import StagedExport
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
+from tundish.checkpoint.staging.block_copies import CopyBlock
 from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
-from tundish.checkpoint.staging.tensor_copy import CopyBlock
 from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
 from tundish.distributed import VoteId, group_info
 from tundish.errors import format_count

@@ -23,7 +23,7 @@ __all__ = [
     "INDEX_NAME",
     "ShardBuffer",
     "ShardFile",
-    "ShardLayout",
+    "WeightFiles",
     "assign_files",
     "lay_out",
 ]
@@ -64,7 +64,7 @@ class ShardBuffer(Buffer):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShardLayout:
+class WeightFiles:
     """All files with weights. `index`: None if there is one file. `fingerprint`: equal for equal layouts."""
 
     files: tuple[ShardFile, ...]
@@ -79,7 +79,7 @@ def lay_out(
     metadata: tuple[tuple[str, str], ...],
     total_parameters: int | None = None,
     named: tuple[tuple[str, int], ...] = (),
-) -> ShardLayout:
+) -> WeightFiles:
     """Lay products out in files.
 
     Args:
@@ -109,7 +109,7 @@ def lay_out(
     digest = hashlib.sha256(index or b"")
     for file in files:
         digest.update(file.name.encode() + file.header)
-    return ShardLayout(files=files, index=index, fingerprint=digest.hexdigest())
+    return WeightFiles(files=files, index=index, fingerprint=digest.hexdigest())
 
 
 def assign_files(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from tundish._native import FileMetadata, checksum_file
-from tundish.checkpoint.hf import save_pretrained
+from tundish.checkpoint.hf import transformers_models
 from tundish.checkpoint.hf.adapters import Adapters
 from tundish.checkpoint.hf.shards import INDEX_NAME
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
@@ -157,10 +157,10 @@ def _settings(
         if adapters is not None:
             adapters.save_settings(scratch)
         elif model is not None:
-            save_pretrained.save_settings(model, config, dtype, scratch)
+            transformers_models.save_settings(model, config, dtype, scratch)
         else:
             own = copy.deepcopy(config)
-            save_pretrained.set_dtype(own, dtype)
+            transformers_models.set_dtype(own, dtype)
             own.save_pretrained(scratch)
         folder = Path(scratch)
         return {

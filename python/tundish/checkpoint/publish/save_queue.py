@@ -13,8 +13,8 @@ import threading
 import traceback
 from collections.abc import Callable
 
+from tundish.callers_device import on_this_device
 from tundish.checkpoint.publish.finalizer import Finalizer, QueuedSave
-from tundish.current_device import on_this_device
 from tundish.errors import CallbackError, InvalidInputError
 
 __all__ = ["SaveQueue"]

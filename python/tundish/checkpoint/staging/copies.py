@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tundish._native import TensorCopy
-from tundish.checkpoint.staging.tensor_copy import (
+from tundish.checkpoint.staging.block_copies import (
     CopyBlock,
     begin_host_copy,
     copy_from_device,

@@ -12,7 +12,7 @@ from typing import Any
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
-from tundish.packing.arguments.scalars import as_integer, as_threads
+from tundish.packing.arguments.integers import as_integer, as_threads
 from tundish.packing.build.destination import PlanDestination
 from tundish.packing.build.local import build_local_plan
 from tundish.packing.build.shared import build_shared_plan

@@ -30,8 +30,8 @@ from tundish.errors import (
     format_integer,
 )
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
+from tundish.packing.arguments.integers import as_threads
 from tundish.packing.arguments.paths import as_absolute, as_new_folder
-from tundish.packing.arguments.scalars import as_threads
 from tundish.packing.plan.pack import Pack, PackBatch, Piece
 from tundish.packing.plan.pickled_lengths import pickled_lengths, unpickled_lengths
 from tundish.packing.plan.shared_block import columns_in
@@ -110,7 +110,7 @@ class PackPlan:
         self._lengths = None if lengths is None else list(lengths)
         if self._lengths is not None:
             self._check_sample_counts(self._lengths)
-        self._reader = _native.PlanReader(self._columns, self._lengths, self._metadata["global_pack"])
+        self._reader = _native.PackLookup(self._columns, self._lengths, self._metadata["global_pack"])
         self.path = path
         self._block = block
         self.max_length: int = self._metadata["max_length"]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_integer
-from tundish.packing.arguments.scalars import as_integer
+from tundish.packing.arguments.integers import as_integer
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.packing.sampler.epoch_order import EpochOrder
 

@@ -21,10 +21,10 @@ from tundish._native import ShardStore, shard_ids
 from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.arguments import check_owners, check_seconds
-from tundish.rtensor.controller.drain_caller import DrainCaller
 from tundish.rtensor.controller.drained import Drained
-from tundish.rtensor.controller.pending_requests import PendingRequests, WorkerRequest
+from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
 from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
+from tundish.rtensor.controller.serverless_drains import ServerlessDrains
 from tundish.rtensor.handles import RTensor, by_owner, handles_of
 from tundish.rtensor.process_state import next_step_number, state
 from tundish.rtensor.server import server_address, trust_workers
@@ -100,7 +100,7 @@ class Controller:
         self._process = os.getpid()
         self._workers: dict[str, Worker] = {}
         self._connections = WorkerConnections(timeout)
-        self._requests = PendingRequests(self._connections, DrainCaller(timeout))
+        self._requests = PendingRequests(self._connections, ServerlessDrains(timeout))
         # Its own process knows its steps by this number, other workers by the connection.
         self._claimant = secrets.randbits(63)
         self._step: _OpenStep | None = None

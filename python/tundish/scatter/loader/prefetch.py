@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from tundish.current_device import on_this_device
+from tundish.callers_device import on_this_device
 from tundish.errors import TimedOutError
 from tundish.scatter.loader.epoch import Epoch, Step
 from tundish.scatter.transport.gloo import is_done

@@ -22,7 +22,6 @@ from tundish.shm.pool.arguments import (
     checked_workers,
 )
 from tundish.shm.pool.bound_function import SendableFunction, bind_inherited
-from tundish.shm.pool.control_socket import ControlSocket
 from tundish.shm.pool.dispatcher import Dispatcher, TaskFuture
 from tundish.shm.pool.fork_server import ForkServer
 from tundish.shm.pool.messages import SINGLE, SLOT_BYTES, SLOTS, MessagePacker
@@ -30,6 +29,7 @@ from tundish.shm.pool.parallel_map import FlowControl, ParallelMap
 from tundish.shm.pool.processes import SpawnedWorkers
 from tundish.shm.pool.supervisor import STUCK_TIMEOUT_SECONDS, Supervisor
 from tundish.shm.pool.worker import ParentLink, serve
+from tundish.shm.pool.worker_messages import WorkerMessages
 
 __all__ = ["SharedPool"]
 
@@ -96,7 +96,7 @@ class SharedPool:
     def _begin(self, fn: Callable[..., Any], shared: Mapping[str, Any], context: BaseContext) -> None:
         queue = _native.TaskQueue(SLOTS, SLOT_BYTES)
         with contextlib.ExitStack() as undo:
-            control = ControlSocket(self._packer)
+            control = WorkerMessages(self._packer)
             undo.callback(control.close)
             link = ParentLink(queue=queue.fd, control=control.workers_end, parent=os.getpid())
             workers: SpawnedWorkers | ForkServer

@@ -25,10 +25,10 @@ from typing import Final
 
 from tundish import _native
 from tundish.errors import WorkerDiedError
-from tundish.shm.pool.control_socket import FAILED, READY, ControlSocket
 from tundish.shm.pool.dispatcher import Dispatcher
 from tundish.shm.pool.fork_server import ForkServer
 from tundish.shm.pool.processes import SpawnedWorkers, WorkerExit, WorkersLostError
+from tundish.shm.pool.worker_messages import FAILED, READY, WorkerMessages
 
 __all__ = ["STUCK_TIMEOUT_SECONDS", "Supervisor"]
 
@@ -48,7 +48,7 @@ class Supervisor:
         self,
         queue: _native.TaskQueue,
         dispatcher: Dispatcher,
-        control: ControlSocket,
+        control: WorkerMessages,
         workers: SpawnedWorkers | ForkServer,
         *,
         count: int,

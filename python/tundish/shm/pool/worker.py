@@ -19,8 +19,8 @@ from typing import Any
 from tundish import _native
 from tundish.errors import NotPicklableError
 from tundish.shm.pool import messages
-from tundish.shm.pool.control_socket import FAILED, MEMORY, READY, send_to_parent
 from tundish.shm.pool.messages import CHUNK, IN_BUFFER, SINGLE, MessagePacker, PackedError, loads
+from tundish.shm.pool.worker_messages import FAILED, MEMORY, READY, send_to_parent
 
 __all__ = ["ParentLink", "serve"]
 

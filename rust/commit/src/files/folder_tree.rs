@@ -10,16 +10,16 @@ use rustix::io::Errno;
 
 use crate::disk::{Disk, FileStat, LockMode, LockOutcome};
 use crate::error::CommitError;
-use crate::{manifest, path_names};
+use crate::{hidden_names, manifest};
 
 /// Open folders, each after its parent.
 pub(crate) struct FolderTree<D: Disk> {
     /// The parent of the first folder.
     parent: FileStat,
-    folders: Vec<Open<D>>,
+    folders: Vec<TreeFolder<D>>,
 }
 
-struct Open<D: Disk> {
+struct TreeFolder<D: Disk> {
     /// Relative to the first folder; empty for that itself.
     name: String,
     path: PathBuf,
@@ -44,7 +44,7 @@ impl<D: Disk> FolderTree<D> {
     ) -> Result<(Self, Vec<TreeFile>), CommitError> {
         manifest::check_names(names.clone())
             .map_err(|reason| CommitError::InvalidWrite { path: folder.to_path_buf(), reason })?;
-        let (parent_path, base_name) = path_names::split(folder)?;
+        let (parent_path, base_name) = hidden_names::split(folder)?;
         let parent = disk.open_path(&parent_path)?;
         let opened = disk.open_folder(&parent, &base_name, folder).map_err(|error| match error {
             error if error.is(Errno::NOENT) => CommitError::ParentMissing { path: folder.to_path_buf() },
@@ -55,7 +55,7 @@ impl<D: Disk> FolderTree<D> {
             error => error,
         })?;
         let parent = disk.folder_stat(&parent, &parent_path)?;
-        let first = Open { name: String::new(), path: folder.to_path_buf(), folder: opened };
+        let first = TreeFolder { name: String::new(), path: folder.to_path_buf(), folder: opened };
         // The lock shows the next owner of the root that somebody writes here. A process that already holds an
         // exclusive lock is about to remove the folder.
         if disk.lock_folder(&first.folder, LockMode::Shared, folder)? == LockOutcome::HeldByAnother {
@@ -87,7 +87,7 @@ impl<D: Disk> FolderTree<D> {
             _ => {}
         }
         let folder = disk.open_folder(parent, base_name, &path)?;
-        self.folders.push(Open { name: name.to_owned(), path, folder });
+        self.folders.push(TreeFolder { name: name.to_owned(), path, folder });
         Ok(self.folders.len() - 1)
     }
 

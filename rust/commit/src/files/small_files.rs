@@ -11,8 +11,8 @@ use crate::error::CommitError;
 use crate::files::file_checksums::{self, ChecksumFailure, FileToSum};
 use crate::files::folder_tree::FolderTree;
 use crate::files::writeback::WINDOW;
+use crate::hidden_names;
 use crate::manifest::FileMetadata;
-use crate::path_names;
 
 /// Writes `bytes` as the new file `name`, relative to `folder`, and makes it and the folders it lies in durable.
 ///
@@ -45,7 +45,7 @@ pub fn checksum_file(
 ) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
     let path = path.as_ref();
-    let (parent_path, base_name) = path_names::split(path)?;
+    let (parent_path, base_name) = hidden_names::split(path)?;
     let Some(name) = base_name.to_str() else {
         let reason = "its name is not UTF-8";
         return Err(CommitError::InvalidName { path: path.to_path_buf(), reason });

@@ -13,7 +13,7 @@ use super::unfinished_folder::UnfinishedFolder;
 use super::write_status::WriteStatus;
 use crate::disk::{Disk, EntryKind, FileStat, RealDisk, confirm_rename};
 use crate::error::CommitError;
-use crate::path_names;
+use crate::hidden_names;
 
 /// A folder that is being written under a hidden name beside its target.
 ///
@@ -56,7 +56,7 @@ impl AtomicFolder {
         target: &Path,
         check: impl FnOnce(&OwnedFd, &OsStr, &Path) -> Result<(), CommitError>,
     ) -> Result<AtomicFolder, CommitError> {
-        let (parent_path, target_name) = path_names::split_target(target)?;
+        let (parent_path, target_name) = hidden_names::split_target(target)?;
         let target = parent_path.join(&target_name);
         let parent = RealDisk.open_path(&parent_path)?;
         check(&parent, &target_name, &target)?;
@@ -100,7 +100,7 @@ impl AtomicFolder {
     /// [`CommitError::InvalidName`] and [`CommitError::FileExists`], which leave the folder as it was;
     /// [`CommitError::Io`], after which it cannot be published; [`CommitError::Poisoned`] when that is so already.
     pub fn create_file(&self, name: &str) -> Result<FolderFile, CommitError> {
-        path_names::check_file_name(&self.unfinished.path, name)?;
+        hidden_names::check_file_name(&self.unfinished.path, name)?;
         self.write_status.check()?;
         let path = self.unfinished.path.join(name);
         let file = match RealDisk.create_file(&self.unfinished.folder, OsStr::new(name), &path) {
@@ -172,7 +172,7 @@ impl AtomicFolder {
 /// [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] and
 /// [`CommitError::Io`].
 pub fn free_space(target: impl AsRef<Path>) -> Result<Option<u64>, CommitError> {
-    let (parent_path, _) = path_names::split_target(target.as_ref())?;
+    let (parent_path, _) = hidden_names::split_target(target.as_ref())?;
     let parent = RealDisk.open_path(&parent_path)?;
     RealDisk.free_space(&parent, &parent_path)
 }

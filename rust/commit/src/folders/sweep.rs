@@ -14,7 +14,7 @@ use crate::disk::remove_contents::remove_contents;
 use crate::disk::{Disk, LockMode, LockOutcome, RealDisk, absent_is_fine, leads_to};
 use crate::error::CommitError;
 use crate::folders::unfinished_folder;
-use crate::path_names;
+use crate::hidden_names;
 
 /// The result of a sweep.
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ pub fn sweep(parent: impl AsRef<Path>) -> Result<SweepReport, CommitError> {
 /// Sweeps an open parent; fails only when it cannot be listed.
 pub(crate) fn sweep_into(parent: &OwnedFd, path: &Path, report: &mut SweepReport) -> Result<(), CommitError> {
     for name in RealDisk.list(parent, path)? {
-        let Some(tag) = path_names::tag_of(&name) else {
+        let Some(tag) = hidden_names::tag_of(&name) else {
             continue;
         };
         let inner = path.join(&name);

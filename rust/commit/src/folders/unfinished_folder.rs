@@ -24,7 +24,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use crate::disk::{Disk, LockMode, LockOutcome, RealDisk, leads_to};
 use crate::error::CommitError;
-use crate::path_names;
+use crate::hidden_names;
 
 /// Names tried for one hidden folder. An attempt fails only if a sweep comes between two system calls.
 const TRIES: usize = 256;
@@ -43,7 +43,7 @@ impl UnfinishedFolder {
         // The tag 0 belongs to no machine.
         let tag = local_tag(parent, parent_path)?.unwrap_or(0);
         for _ in 0..TRIES {
-            let name = path_names::hidden(target_name, tag, random(parent_path)?);
+            let name = hidden_names::hidden(target_name, tag, random(parent_path)?);
             let path = parent_path.join(&name);
             match RealDisk.create_private_folder(parent, &name, &path) {
                 Err(error) if error.is(Errno::EXIST) => continue,

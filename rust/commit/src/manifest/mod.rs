@@ -84,12 +84,12 @@ pub struct Manifest {
     /// The `extra` of its save, as JSON that this library does not interpret.
     pub extra: Option<Box<RawValue>>,
     /// All files but the manifest.
-    pub files: Vec<ManifestFile>,
+    pub files: Vec<ManifestEntry>,
 }
 
 /// A file of a checkpoint.
 #[derive(Debug, Clone, Deserialize)]
-pub struct ManifestFile {
+pub struct ManifestEntry {
     /// Its name relative to the checkpoint's folder, with `/` between folders.
     pub name: String,
     /// Bytes.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use super::contents::{CheckpointKey, Checkpoints, OpenFolder, newest, root_names};
-use super::recovery::Recovery;
+use super::recovery::RecoveryReport;
 use super::writer_lock::WriterLock;
 use crate::disk::Disk;
 use crate::manifest::CheckpointKind;
@@ -14,7 +14,7 @@ use crate::manifest::CheckpointKind;
 pub struct Root<D: Disk + Clone + 'static> {
     pub(super) root: OpenFolder<D>,
     pub(super) process: u32,
-    pub(super) recovered: Recovery,
+    pub(super) recovered: RecoveryReport,
     /// Held while visible names change.
     pub(super) publish_lock: Mutex<()>,
     /// Held while the hidden name of an unfinished checkpoint is created or taken away.
@@ -53,7 +53,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     }
 
     /// The results of opening.
-    pub fn recovered(&self) -> &Recovery {
+    pub fn recovered(&self) -> &RecoveryReport {
         &self.recovered
     }
 

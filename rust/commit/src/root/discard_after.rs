@@ -16,7 +16,7 @@ use std::path::PathBuf;
 
 use super::checkpoint_root::Root;
 use super::contents::root_names::RootEntry;
-use super::contents::{CheckpointKey, Checkpoints, OpenFolder, registry_file, root_names};
+use super::contents::{CheckpointKey, Checkpoints, OpenFolder, registry_and_links, root_names};
 use super::reading::exclude_readers;
 use crate::disk::{Disk, EntryKind, absent_is_fine};
 use crate::error::CommitError;
@@ -57,9 +57,9 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.root.disk.create_file(&self.root.folder, &marker, &self.root.path.join(&marker))?;
         state.published.retain(|(_, newer), _| *newer <= step);
         for kind in CheckpointKind::ALL {
-            registry_file::update_latest_link(&self.root, &state.published, kind)?;
+            registry_and_links::update_latest_link(&self.root, &state.published, kind)?;
         }
-        registry_file::write_registry(&self.root, &state.published)?;
+        registry_and_links::write_registry(&self.root, &state.published)?;
         let set_aside = set_aside(&self.root, step)?;
         state.uncertain.retain(|(_, uncertain)| *uncertain <= step);
         state.is_discarding = false;
@@ -97,9 +97,9 @@ pub(crate) fn complete<D: Disk + Clone>(
 ) -> Result<Vec<PathBuf>, CommitError> {
     published.retain(|(_, newer), _| *newer <= step);
     for kind in CheckpointKind::ALL {
-        registry_file::update_or_remove_latest_link(root, published, kind)?;
+        registry_and_links::update_or_remove_latest_link(root, published, kind)?;
     }
-    match registry_file::write_registry(root, published) {
+    match registry_and_links::write_registry(root, published) {
         Err(error) if error.is_out_of_space() => {}
         outcome => outcome?,
     }

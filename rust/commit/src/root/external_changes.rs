@@ -9,7 +9,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::Root;
-use super::contents::checkpoint::PublishedCheckpoint;
+use super::contents::whole_checkpoint::PublishedCheckpoint;
 use super::contents::{CheckpointInfo, CheckpointKey, Checkpoints, root_names};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;

@@ -39,5 +39,5 @@ pub use checkpoint_root::Root;
 pub use contents::{CheckpointInfo, Damage};
 pub use open::OpenOptions;
 pub use reading::{DamagedCheckpoint, ReadLock, ReadonlyRoot, RootListing, read_lock_at, verify_checkpoint};
-pub use recovery::Recovery;
+pub use recovery::RecoveryReport;
 pub use writer_lock::{HeartbeatTiming, ProcessIdentity, WaitCallback};

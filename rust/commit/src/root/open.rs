@@ -11,7 +11,7 @@ use super::recovery;
 use super::writer_lock::{HeartbeatTiming, ProcessIdentity, WaitCallback, WriterLock};
 use crate::disk::Disk;
 use crate::error::CommitError;
-use crate::path_names::absolute;
+use crate::hidden_names::absolute;
 
 /// How a root is opened.
 #[derive(Debug, Clone)]

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::{InProgress, Root, State};
-use super::contents::checkpoint::{PublishedCheckpoint, check_contents};
-use super::contents::{CheckpointInfo, CheckpointKey, OpenFolder, registry_file, root_names};
+use super::contents::whole_checkpoint::{PublishedCheckpoint, check_contents};
+use super::contents::{CheckpointInfo, CheckpointKey, OpenFolder, registry_and_links, root_names};
 use super::reading::{ReaderExclusion, exclude_readers};
 use crate::disk::{Disk, EntryKind, LockMode};
 use crate::error::CommitError;
@@ -214,8 +214,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     fn record(&self, key: CheckpointKey, published: &Arc<PublishedCheckpoint>) -> Result<(), CommitError> {
         let mut recorded = self.published()?;
         recorded.insert(key, Arc::clone(published));
-        registry_file::write_registry(&self.root, &recorded)?;
-        registry_file::update_latest_link(&self.root, &recorded, key.0).map(drop)
+        registry_and_links::write_registry(&self.root, &recorded)?;
+        registry_and_links::update_latest_link(&self.root, &recorded, key.0).map(drop)
     }
 
     fn check_publishable(&self, key: CheckpointKey, text: &str) -> Result<(InProgress<D>, Manifest), CommitError> {

@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::contents::checkpoint::{ExamineFailure, examine};
 use super::contents::root_names::RootEntry;
-use super::contents::{Checkpoints, OpenFolder, registry_file, root_names};
+use super::contents::whole_checkpoint::{ExamineFailure, examine};
+use super::contents::{Checkpoints, OpenFolder, registry_and_links, root_names};
 use super::discard_after;
 use crate::disk::Disk;
 use crate::error::CommitError;
@@ -19,7 +19,7 @@ use crate::manifest::CheckpointKind;
 
 /// The results of opening a root. Paths are absolute.
 #[derive(Debug, Default, Clone, Serialize)]
-pub struct Recovery {
+pub struct RecoveryReport {
     /// Leftovers of dead attempts, removed.
     pub removed: Vec<String>,
     /// Leftovers that a process still writes into, left alone.
@@ -41,11 +41,11 @@ struct ScannedRoot {
 }
 
 /// Recovers a root that this process owns.
-pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoints, Recovery), CommitError> {
-    registry_file::check_names(root)?;
+pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoints, RecoveryReport), CommitError> {
+    registry_and_links::check_names(root)?;
     // The last owner may have died between a rename and this fsync.
     root.sync()?;
-    let mut recovery = Recovery::default();
+    let mut recovery = RecoveryReport::default();
     let ScannedRoot { mut published, leftovers, mut discard_markers } = scan(root, &mut recovery)?;
     // Before anything is written: they may fill the disk.
     for name in leftovers {
@@ -66,7 +66,7 @@ fn file_name(path: &str) -> &OsStr {
     OsStr::new(path.rsplit('/').next().unwrap_or(path))
 }
 
-fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut Recovery) -> Result<ScannedRoot, CommitError> {
+fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) -> Result<ScannedRoot, CommitError> {
     let mut found = ScannedRoot { published: Checkpoints::new(), leftovers: Vec::new(), discard_markers: Vec::new() };
     let mut names = root.list()?;
     names.sort_unstable();
@@ -95,12 +95,12 @@ fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut Recovery) -> Resul
 fn repair<D: Disk + Clone>(
     root: &OpenFolder<D>,
     published: &Checkpoints,
-    recovery: &mut Recovery,
+    recovery: &mut RecoveryReport,
 ) -> Result<(), CommitError> {
-    let registry = registry_file::repair_registry(root, published);
+    let registry = registry_and_links::repair_registry(root, published);
     record_repair(root, OsStr::new(root_names::REGISTRY), registry, recovery)?;
     for kind in CheckpointKind::ALL {
-        let link = registry_file::update_latest_link(root, published, kind);
+        let link = registry_and_links::update_latest_link(root, published, kind);
         record_repair(root, &root_names::latest_link(kind), link, recovery)?;
     }
     Ok(())
@@ -111,7 +111,7 @@ fn record_repair<D: Disk + Clone>(
     root: &OpenFolder<D>,
     name: &OsStr,
     repaired: Result<bool, CommitError>,
-    recovery: &mut Recovery,
+    recovery: &mut RecoveryReport,
 ) -> Result<(), CommitError> {
     match repaired {
         Err(error) if error.is_out_of_space() => recovery.failed.push(error.to_string()),
@@ -122,7 +122,7 @@ fn record_repair<D: Disk + Clone>(
 }
 
 /// Removes a leftover. A failure must not keep the root from being opened.
-fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery: &mut Recovery) {
+fn remove_leftover<D: Disk + Clone>(root: &OpenFolder<D>, name: &OsStr, recovery: &mut RecoveryReport) {
     match root.has_live_writer(name) {
         Ok(true) => return recovery.live.push(display_path(root, name)),
         Ok(false) => {}

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::checkpoint_root::Root;
-use super::contents::checkpoint::PublishedCheckpoint;
-use super::contents::{CheckpointKey, registry_file, root_names};
+use super::contents::whole_checkpoint::PublishedCheckpoint;
+use super::contents::{CheckpointKey, registry_and_links, root_names};
 use super::reading::exclude_readers;
 use crate::disk::Disk;
 use crate::error::CommitError;
@@ -42,7 +42,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         }
         if !self.is_present(key)? {
             // A person may have removed it since the registry was written.
-            registry_file::repair_registry(&self.root, &self.published()?)?;
+            registry_and_links::repair_registry(&self.root, &self.published()?)?;
             return Err(CommitError::NoSuchCheckpoint { path });
         }
         let no_readers =
@@ -50,7 +50,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
                 error if error.is(Errno::NOENT) => CommitError::NoSuchCheckpoint { path },
                 error => error,
             })?;
-        registry_file::move_latest_link_away(&self.root, &self.published()?, key)?;
+        registry_and_links::move_latest_link_away(&self.root, &self.published()?, key)?;
         let published = self.unlist(key)?;
         let hidden = match self.hide(key) {
             Ok(hidden) => hidden,
@@ -69,7 +69,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             let _publish_lock = self.publish_lock()?;
             self.check_owned()?;
             self.forget_missing()?;
-            registry_file::write_registry(&self.root, &self.published()?)?;
+            registry_and_links::write_registry(&self.root, &self.published()?)?;
         }
         Ok(())
     }
@@ -96,7 +96,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Writes the registry without the checkpoint, where there is room for that, and hides the folder.
     fn hide(&self, (kind, step): CheckpointKey) -> Result<HiddenCheckpoint, CommitError> {
         let name = self.root.free_name(|number| root_names::removed(kind, step, number))?;
-        let is_registered = match registry_file::write_registry(&self.root, &self.published()?) {
+        let is_registered = match registry_and_links::write_registry(&self.root, &self.published()?) {
             Err(error) if error.is_out_of_space() => true,
             outcome => outcome.map(|()| false)?,
         };

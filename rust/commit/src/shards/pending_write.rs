@@ -6,7 +6,7 @@ use crate::files::writeback::WINDOW;
 use crate::staging::FileImage;
 
 /// Bytes of an image for one file.
-pub(super) struct PendingWrite {
+pub(super) struct SubmittedBytes {
     pub(super) file: usize,
     pub(super) offset: u64,
     pub(super) image: Arc<FileImage>,
@@ -14,13 +14,13 @@ pub(super) struct PendingWrite {
     pub(super) length: usize,
 }
 
-impl PendingWrite {
+impl SubmittedBytes {
     /// Cuts off the first chunk, which one thread writes at a time: up to the next multiple of [`WINDOW`] in the file.
-    pub(super) fn cut_chunk(&mut self) -> PendingWrite {
+    pub(super) fn cut_chunk(&mut self) -> SubmittedBytes {
         let room = WINDOW - self.offset % WINDOW;
         let length = usize::try_from(room).map_or(self.length, |room| room.min(self.length));
         let image = Arc::clone(&self.image);
-        let chunk = PendingWrite { file: self.file, offset: self.offset, image, start: self.start, length };
+        let chunk = SubmittedBytes { file: self.file, offset: self.offset, image, start: self.start, length };
         self.offset += length as u64;
         self.start += length;
         self.length -= length;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::pending_write::PendingWrite;
+use super::pending_write::SubmittedBytes;
 use super::writer_threads::SharedWriterState;
 use crate::disk::{Disk, RealDisk};
 use crate::error::CommitError;
@@ -134,7 +134,7 @@ impl<D: Disk> ShardWriter<D> {
             let reason = format!("bytes {start} + {length} are not in an image of {}", image.size());
             return Err(CommitError::InvalidWrite { path: self.shared.path().join(name), reason });
         }
-        self.shared.submit(name, PendingWrite { file: 0, offset, image: Arc::clone(image), start, length })
+        self.shared.submit(name, SubmittedBytes { file: 0, offset, image: Arc::clone(image), start, length })
     }
 
     /// Bytes that are written (and summed, if wanted), whose memory may be reused; and bytes of all files.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use rustix::io::Errno;
 
-use super::pending_write::PendingWrite;
+use super::pending_write::SubmittedBytes;
 use super::writer_slots::WriterSlot;
 use crate::checksum::Checksum;
 use crate::error::CommitError;
@@ -19,7 +19,7 @@ const MOST_UNSYNCED: usize = 64;
 /// The next step of one thread.
 pub(super) enum WorkItem {
     /// Write one chunk, and compute its checksum.
-    Write(PendingWrite),
+    Write(SubmittedBytes),
     /// Make a written file durable.
     Finish(usize),
     /// Make the names durable, after all files.
@@ -28,7 +28,7 @@ pub(super) enum WorkItem {
 
 /// The result of an item.
 pub(super) enum WorkResult {
-    Wrote { write: PendingWrite, checksum: Option<Checksum> },
+    Wrote { write: SubmittedBytes, checksum: Option<Checksum> },
     Finished,
     FinishedFolders,
 }
@@ -42,7 +42,7 @@ pub(super) enum WritePermission {
 }
 
 #[derive(PartialEq)]
-enum Folders {
+enum FolderSync {
     Waiting,
     Taken,
     Durable,
@@ -50,13 +50,13 @@ enum Folders {
 
 pub(super) struct WorkQueue {
     /// Submitted and not begun.
-    queue: VecDeque<PendingWrite>,
+    queue: VecDeque<SubmittedBytes>,
     /// Files that are written and that no thread makes durable yet. They are open.
     written: VecDeque<usize>,
     pub(super) files: Vec<FileProgress>,
     /// The number of files that are not durable.
     unfinished: usize,
-    folders: Folders,
+    folders: FolderSync,
     /// Threads that write.
     writing: usize,
     /// Threads that have not ended.
@@ -76,7 +76,7 @@ impl WorkQueue {
             written: (0..sizes.len()).filter(|&file| sizes[file] == 0).collect(),
             files: sizes.iter().map(|&size| FileProgress::new(size)).collect(),
             unfinished: sizes.len(),
-            folders: Folders::Waiting,
+            folders: FolderSync::Waiting,
             writing: 0,
             running: 0,
             slot: WritePermission::None,
@@ -88,7 +88,7 @@ impl WorkQueue {
 
     /// Whether everything is durable.
     pub(super) fn is_done(&self) -> bool {
-        self.folders == Folders::Durable
+        self.folders == FolderSync::Durable
     }
 
     /// Whether the threads have nothing left to do.
@@ -96,7 +96,7 @@ impl WorkQueue {
         self.stopped || self.failure.is_some() || self.is_done()
     }
 
-    pub(super) fn push(&mut self, write: PendingWrite) {
+    pub(super) fn push(&mut self, write: SubmittedBytes) {
         self.queue.push_back(write);
     }
 
@@ -122,8 +122,8 @@ impl WorkQueue {
         if let Some(file) = self.written.pop_front() {
             return Some(WorkItem::Finish(file));
         }
-        if self.closed && self.unfinished == 0 && self.folders == Folders::Waiting {
-            self.folders = Folders::Taken;
+        if self.closed && self.unfinished == 0 && self.folders == FolderSync::Waiting {
+            self.folders = FolderSync::Taken;
             return Some(WorkItem::FinishFolders);
         }
         None
@@ -144,7 +144,7 @@ impl WorkQueue {
                 }
             }
             WorkResult::Finished => self.unfinished -= 1,
-            WorkResult::FinishedFolders => self.folders = Folders::Durable,
+            WorkResult::FinishedFolders => self.folders = FolderSync::Durable,
         }
         if self.writing == 0 && self.queue.is_empty() {
             self.slot = WritePermission::None;
@@ -210,9 +210,9 @@ mod tests {
         queue
     }
 
-    fn chunk(file: usize) -> PendingWrite {
+    fn chunk(file: usize) -> SubmittedBytes {
         let image = Arc::new(FileImage::new(0).unwrap());
-        PendingWrite { file, offset: 0, image, start: 0, length: WINDOW as usize }
+        SubmittedBytes { file, offset: 0, image, start: 0, length: WINDOW as usize }
     }
 
     fn begin_write(queue: &mut WorkQueue) -> usize {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::WriterOptions;
 use super::output_file::{DirectIo, OutputFile};
-use super::pending_write::PendingWrite;
+use super::pending_write::SubmittedBytes;
 use super::thread_priority;
 use super::work_queue::{WorkItem, WorkQueue, WorkResult, WritePermission};
 use super::writer_slots::{WriterSlot, WriterSlots};
@@ -84,7 +84,7 @@ impl<D: Disk> SharedWriterState<D> {
         (self.written.load(Ordering::Relaxed), self.total)
     }
 
-    pub(super) fn submit(&self, name: &str, mut write: PendingWrite) -> Result<(), CommitError> {
+    pub(super) fn submit(&self, name: &str, mut write: SubmittedBytes) -> Result<(), CommitError> {
         let refuse = |reason: String| Err(CommitError::InvalidWrite { path: self.path().join(name), reason });
         let Some(&number) = self.by_name.get(name) else {
             return refuse("it is not a file of this writer".to_owned());
@@ -263,7 +263,7 @@ impl<D: Disk> SharedWriterState<D> {
         }
     }
 
-    fn write(&self, write: PendingWrite) -> Result<WorkResult, CommitError> {
+    fn write(&self, write: SubmittedBytes) -> Result<WorkResult, CommitError> {
         let file = &self.files[write.file];
         let bytes = write.image.bytes(write.start, write.length);
         let output = self.output(file)?;

@@ -9,11 +9,11 @@
 
 mod cutter;
 mod output;
+mod repeated_samples;
 mod request;
 mod samples;
 mod scan;
 mod token_stream_packer;
-mod used_samples;
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ use crate::threads::Threads;
 use output::{MemoryOutput, PlanOutput, WidthProbe};
 pub use request::PackRequest;
 use samples::IndexSource;
-use scan::Scan;
+use scan::ScanResult;
 use token_stream_packer::{FEW_SAMPLES, TokenStreamPacker};
 
 /// Packs a request whose lengths were checked and hashed.
@@ -37,7 +37,7 @@ pub struct HardPacker<'a> {
     request: PackRequest<'a>,
     streams: Vec<SampleLengths<'a>>,
     /// One for each stream.
-    scans: Vec<Scan>,
+    scans: Vec<ScanResult>,
     threads: Threads,
     expected_fingerprint: Option<String>,
 }
@@ -68,7 +68,7 @@ impl<'a> HardPacker<'a> {
         // More threads than leaves would find nothing to do.
         let threads = if samples > FEW_SAMPLES { request.threads.min(samples.div_ceil(LEAF)) } else { 1 };
         let threads = Threads::new(threads);
-        let scans: Vec<Scan> =
+        let scans: Vec<ScanResult> =
             streams.iter().map(|stream| scan::scan(stream, &threads, progress)).collect::<Result<_, _>>()?;
         // The sum over all streams has to fit too.
         let mut total = 0u64;

@@ -2,7 +2,7 @@
 //!
 //! Invariants: each index and each length is read from the caller's arrays once. What is checked is what is used.
 
-use super::used_samples::UsedSamples;
+use super::repeated_samples::SeenSamples;
 use crate::fingerprint::{self, LEAF};
 use crate::inputs::{Integers, SampleLengths};
 use crate::plan::PlanInteger;
@@ -62,7 +62,7 @@ pub(super) struct SampleReader<'r, P> {
     pub(super) lengths: &'r SampleLengths<'r>,
     pub(super) indices: IndexSource<'r, P>,
     /// Marks the samples of an order that was given.
-    pub(super) used: Option<UsedSamples>,
+    pub(super) used: Option<SeenSamples>,
 }
 
 impl<P: PlanInteger> SampleReader<'_, P> {

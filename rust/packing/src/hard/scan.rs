@@ -11,7 +11,7 @@ use crate::threads::Threads;
 const LEAVES_A_TICK: usize = 256;
 
 /// What the first pass found in the lengths of one stream.
-pub(super) struct Scan {
+pub(super) struct ScanResult {
     pub(super) tokens: u64,
     pub(super) longest: u64,
     /// Samples with one token or more.
@@ -40,8 +40,8 @@ pub(super) fn scan(
     lengths: &SampleLengths<'_>,
     threads: &Threads,
     progress: &mut dyn Progress,
-) -> Result<Scan, PackError> {
-    let mut scan = Scan { tokens: 0, longest: 0, filled: 0, parts: Vec::with_capacity(lengths.parts().len()) };
+) -> Result<ScanResult, PackError> {
+    let mut scan = ScanResult { tokens: 0, longest: 0, filled: 0, parts: Vec::with_capacity(lengths.parts().len()) };
     for (number, part) in lengths.parts().iter().enumerate() {
         let dataset = lengths.dataset_id() + number;
         let mut hash = ColumnHash::default();

@@ -6,9 +6,9 @@
 
 use super::cutter::{Cutter, OpenPack};
 use super::output::PlanOutput;
+use super::repeated_samples::SeenSamples;
 use super::samples::{CHUNK, IndexSource, ReadFailure, SampleReader, Samples};
-use super::scan::Scan;
-use super::used_samples::UsedSamples;
+use super::scan::ScanResult;
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
 use crate::inputs::{Integers, SampleLengths, check_order};
@@ -58,7 +58,7 @@ pub(super) struct TokenStreamPacker<'r, P> {
 }
 
 /// How far a stream is.
-struct Stream<P> {
+struct StreamProgress<P> {
     open: OpenPack<P>,
     tokens: u64,
     /// Tokens of the last sample that is not empty.
@@ -95,7 +95,7 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
     pub(super) fn pack(
         &mut self,
         lengths: &SampleLengths<'_>,
-        scan: &Scan,
+        scan: &ScanResult,
         indices: IndexSource<'_, P>,
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
@@ -104,14 +104,14 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
             let stream = self.pack_samples(&reader, scan, progress)?;
             return self.finish(stream, lengths.dataset_id(), progress);
         };
-        let used = UsedSamples::new(lengths.len(), self.threads.count())?;
+        let used = SeenSamples::new(lengths.len(), self.threads.count())?;
         let reader = SampleReader { lengths, indices, used: Some(used) };
         let stream = match self.pack_samples(&reader, scan, progress) {
             // There may be too many tokens because a sample was read twice, on two threads.
             Err(PackError::InputChanged) => return Err(bad_order(&order, lengths, progress)),
             result => result?,
         };
-        if !reader.used.is_none_or(UsedSamples::are_disjoint) {
+        if !reader.used.is_none_or(SeenSamples::are_disjoint) {
             return Err(bad_order(&order, lengths, progress));
         }
         self.finish(stream, lengths.dataset_id(), progress)
@@ -120,11 +120,11 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
     fn pack_samples(
         &mut self,
         reader: &SampleReader<'_, P>,
-        scan: &Scan,
+        scan: &ScanResult,
         progress: &mut dyn Progress,
-    ) -> Result<Stream<P>, PackError> {
+    ) -> Result<StreamProgress<P>, PackError> {
         let zero = P::default();
-        let mut stream = Stream { open: OpenPack::default(), tokens: 0, last_length: zero, empty_at_end: 0 };
+        let mut stream = StreamProgress { open: OpenPack::default(), tokens: 0, last_length: zero, empty_at_end: 0 };
         let len = reader.indices.len();
         let threads = if len > FEW_SAMPLES { self.threads } else { &Threads::new(1) };
         let window = if threads.count() == 1 { 1 } else { threads.count() * CHUNKS_A_THREAD };
@@ -200,8 +200,13 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
     }
 
     /// Leave the tail out, or make it a short pack.
-    fn finish(&mut self, stream: Stream<P>, dataset_id: usize, progress: &mut dyn Progress) -> Result<(), PackError> {
-        let Stream { open, tokens, last_length, empty_at_end } = stream;
+    fn finish(
+        &mut self,
+        stream: StreamProgress<P>,
+        dataset_id: usize,
+        progress: &mut dyn Progress,
+    ) -> Result<(), PackError> {
+        let StreamProgress { open, tokens, last_length, empty_at_end } = stream;
         let filled = open.filled.widen();
         self.totals.tokens += tokens;
         self.totals.tokens_packed += tokens - filled;
@@ -249,7 +254,7 @@ impl<P: PlanInteger> Chunk<P> {
     }
 }
 
-impl<P: PlanInteger> Stream<P> {
+impl<P: PlanInteger> StreamProgress<P> {
     /// Count the samples of a chunk.
     fn note(&mut self, samples: &Samples<P>) {
         self.tokens = self.tokens.saturating_add(samples.tokens);

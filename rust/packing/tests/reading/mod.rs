@@ -5,7 +5,7 @@ use std::path::Path;
 use tundish_packing::folder::MappedColumn;
 use tundish_packing::hard::PackRequest;
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::megatron_index::{PlanInputs, sample_index};
+use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::PlanView;
 use tundish_packing::plan::{AttachedLengths, lookup};
 use tundish_packing::{Field, Integers, NoProgress, PackError, folder, verify};

@@ -4,7 +4,7 @@ use std::ops::ControlFlow;
 
 use tundish_packing::Progress;
 
-use crate::enter::SignalCheck;
+use crate::long_work::SignalCheck;
 
 /// Reports progress and checks signals; breaks on Ctrl-C.
 pub(crate) fn tick(signals: &mut SignalCheck, phase: &'static str, done: u64, total: u64) -> ControlFlow<()> {

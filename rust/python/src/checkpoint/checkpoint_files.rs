@@ -7,8 +7,8 @@ use tundish_commit::Checksum;
 use tundish_commit::shards;
 
 use super::callbacks::tick;
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// A file of a checkpoint: its name relative to the folder, its size in bytes, and its checksum
 /// (`crc64nvme:0123456789abcdef`) or None.

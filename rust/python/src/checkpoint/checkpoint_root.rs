@@ -7,12 +7,12 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tundish_commit::CommitError;
 use tundish_commit::disk::RealDisk;
-use tundish_commit::root::{OpenOptions, Recovery, Root};
+use tundish_commit::root::{OpenOptions, RecoveryReport, Root};
 use tundish_packing::Progress;
 
 use super::descriptions::{checkpoint_dicts, parse_kind};
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// The folder of all checkpoints, owned by this process.
 #[pyclass(frozen)]
@@ -43,7 +43,7 @@ impl CheckpointRoot {
     /// The results of opening.
     #[getter]
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let Recovery { removed, live, set_aside, repaired, ignored, failed } = self.root.recovered();
+        let RecoveryReport { removed, live, set_aside, repaired, ignored, failed } = self.root.recovered();
         let report = PyDict::new(py);
         for (name, entries) in
             [("removed", removed), ("live", live), ("set_aside", set_aside), ("repaired", repaired), ("failed", failed)]

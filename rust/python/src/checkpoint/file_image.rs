@@ -12,7 +12,7 @@ use pyo3::types::{PyDict, PyMemoryView, PySequence};
 use tundish_commit::staging;
 
 use super::tensor_copy::TensorCopy;
-use crate::enter::enter;
+use crate::long_work::enter;
 use crate::tensor_inspector::TensorInspector;
 
 /// `size` bytes of page-aligned memory with the bytes of one file, laid out as on the disk.

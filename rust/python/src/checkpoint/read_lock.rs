@@ -11,8 +11,8 @@ use tundish_commit::root::{ReadLock, read_lock_at};
 
 use super::callbacks::tick;
 use super::descriptions::{FileDamage, checkpoint_dict, file_damage};
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// Keeps the checkpoint in `folder` from being removed or replaced until it is closed.
 #[pyclass(frozen)]

@@ -9,7 +9,7 @@ use tundish_commit::root::{ReadonlyRoot, RootListing};
 
 use super::descriptions::{checkpoint_dicts, parse_kind};
 use super::read_lock::CheckpointReadLock;
-use crate::enter::enter;
+use crate::long_work::enter;
 
 /// A root opened for reading, without a lock and without changes.
 #[pyclass(frozen)]

@@ -12,8 +12,8 @@ use tundish_packing::Progress;
 use super::callbacks::tick;
 use super::checkpoint_files::FileMetadata;
 use super::file_image::FileImage;
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// Between two checks of signals while a writer works.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(30);

@@ -14,7 +14,7 @@ use tundish_commit::staging;
 use tundish_copying::{self as copying, BackgroundCopy};
 use tundish_packing::Progress;
 
-use crate::enter::enter;
+use crate::long_work::enter;
 use crate::tensor_inspector::{KnownDtypes, TensorInspector};
 
 /// Copies of tensors into a file image, made by other threads where that pays off. A thread that waits for them helps.

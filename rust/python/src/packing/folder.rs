@@ -9,7 +9,7 @@ use tundish_packing::folder;
 
 use super::integer_array::{IntegerArray, view};
 use super::{from_json, mapped_array, to_json};
-use crate::enter::enter;
+use crate::long_work::enter;
 
 /// Write a plan to a folder.
 #[pyfunction]

@@ -11,7 +11,7 @@ use tundish_packing::inputs::SampleOrder;
 
 use super::integer_array::IntegerArray;
 use super::{as_numpy, available_threads, to_json};
-use crate::enter::{SignalCheck, enter};
+use crate::long_work::{SignalCheck, enter};
 
 /// The arguments of a plan, as a dict.
 #[derive(FromPyObject)]

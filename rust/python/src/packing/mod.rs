@@ -4,14 +4,14 @@ mod folder;
 mod hard;
 mod integer_array;
 mod mapped_array;
-mod plan_checks;
-mod reader;
+mod pack_lookup;
+mod plan_conversions;
 mod shuffle;
 
 pub(crate) use folder::{open_plan, save_plan};
 pub(crate) use hard::{hard_pack, hard_pack_to_folder, hard_plan_fingerprint};
-pub(crate) use plan_checks::{plan_sample_index, verify_plan};
-pub(crate) use reader::PlanReader;
+pub(crate) use pack_lookup::PackLookup;
+pub(crate) use plan_conversions::{plan_sample_index, verify_plan};
 pub(crate) use shuffle::shuffled_indices;
 
 use std::thread;

@@ -5,7 +5,7 @@ use tundish_packing::inputs::RandomState;
 use tundish_packing::plan::Column;
 
 use super::as_numpy;
-use crate::enter::enter;
+use crate::long_work::enter;
 
 /// The order that numpy's `RandomState(seed).shuffle(arange(samples))` gives, or, with an epoch, that of
 /// `RandomState([seed, epoch])`.

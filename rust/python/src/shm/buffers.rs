@@ -19,8 +19,8 @@ use tundish_shm::{self as shm, BufferReference};
 
 use super::drop_without_gil::DropWithoutGil;
 use super::{as_address, as_tuple, check_signals};
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 use crate::with_gil::is_over;
 
 /// Copying fewer bytes takes less time than releasing the GIL does.
@@ -78,7 +78,7 @@ pub(crate) fn default_arena_limit() -> usize {
 
 /// How a buffer is given back.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
+enum GivenBack {
     Released,
     Revoked,
 }
@@ -87,7 +87,7 @@ struct State {
     /// Until it is given back.
     buffer: Option<DropWithoutGil<shm::SendBuffer>>,
     exports: usize,
-    end: Option<End>,
+    end: Option<GivenBack>,
 }
 
 /// A writable buffer that is to be sent.
@@ -102,7 +102,7 @@ impl SendBuffer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn end(&self, end: End) {
+    fn end(&self, end: GivenBack) {
         let mut state = self.lock();
         state.end = Some(end);
         let ended = state.take_if_over();
@@ -116,7 +116,7 @@ impl State {
     fn take_if_over(&mut self) -> Option<DropWithoutGil<shm::SendBuffer>> {
         let end = self.end.filter(|_| self.exports == 0)?;
         let mut buffer = self.buffer.take()?;
-        if end == End::Revoked {
+        if end == GivenBack::Revoked {
             buffer.revoke();
         }
         Some(buffer)
@@ -148,12 +148,12 @@ impl SendBuffer {
     /// Gives the buffer back. It is used again when its receiver has opened and dropped it, or at once if it was not
     /// sent; never before its exports in this process end. A second call does nothing.
     fn release(&self) {
-        self.end(End::Released);
+        self.end(GivenBack::Released);
     }
 
     /// Gives the buffer back and revokes it: a receiver that opens it later is refused.
     fn revoke(&self) {
-        self.end(End::Revoked);
+        self.end(GivenBack::Revoked);
     }
 
     /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to offset

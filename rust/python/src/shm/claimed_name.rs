@@ -8,7 +8,7 @@ use tundish_shm::named::{NameClaim, NameHold, SegmentFolder, SegmentName};
 use tundish_shm::{GoOn, Segment, ShmError};
 
 use super::check_signals;
-use crate::enter::SignalCheck;
+use crate::long_work::SignalCheck;
 
 /// A segment's name, before and after the segment has it.
 pub(super) struct ClaimedName(Mutex<State>);

@@ -16,7 +16,7 @@ pub(crate) mod votes;
 use tundish_packing::Progress;
 use tundish_shm::{SegmentAddress, ShmError};
 
-use crate::enter::SignalCheck;
+use crate::long_work::SignalCheck;
 
 /// A segment's address in Python: process, descriptor, identity, generation.
 pub(crate) type AddressTuple = (u32, i32, u64, u64);

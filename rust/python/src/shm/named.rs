@@ -6,7 +6,7 @@ use tundish_shm::named::SegmentFolder;
 use tundish_shm::named::sweep::{NamedSegment, sweep};
 
 use super::check_signals;
-use crate::enter::enter;
+use crate::long_work::enter;
 
 /// Lists the named segments of this user, and removes the dead ones unless `dry_run`.
 #[pyfunction]

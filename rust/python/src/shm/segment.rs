@@ -20,8 +20,8 @@ use tundish_shm::{Lease, PrivateCopy, Segment, SegmentAddress, ShmError};
 use super::claimed_name::{ClaimedName, make_segment};
 use super::drop_without_gil::DropWithoutGil;
 use super::{AddressTuple, as_address, as_tuple, check_signals};
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// A segment that this process made. Without a name, it goes back to the arena of arrays.
 pub(super) struct OwnedSegment {

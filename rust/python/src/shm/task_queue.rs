@@ -10,13 +10,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use tundish_shm::ShmError;
 use tundish_shm::task_queue::{
-    MAX_WORKERS, ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue,
+    MAX_WORKERS, ParentQueue, ResultWaiter, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue,
 };
 
 use super::descriptor;
 use super::message_content::{self, MessageContent};
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// The time between two checks of signals. A signal ends a sleep, but not if it comes a few instructions before.
 const CALLER_CHECK_INTERVAL: Duration = Duration::from_millis(50);
@@ -128,7 +128,7 @@ impl TaskQueue {
             return Ok(true);
         }
         let timeout = seconds(timeout)?;
-        let role = if caller { WaiterRole::Caller } else { WaiterRole::Background };
+        let role = if caller { ResultWaiter::Caller } else { ResultWaiter::Background };
         // A caller may be the main thread, the only one that handles signals.
         let check_every = caller.then_some(CALLER_CHECK_INTERVAL);
         enter(py, None, |signals| {

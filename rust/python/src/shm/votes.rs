@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
-use tundish_shm::votes::{self, MemoryAddress, VoteState};
+use tundish_shm::votes::{self, MemoryAddress, RoundState};
 
 use crate::error::BindingError;
 
@@ -83,10 +83,10 @@ impl SharedVotes {
     }
 }
 
-fn succeeded(state: VoteState) -> Option<bool> {
+fn succeeded(state: RoundState) -> Option<bool> {
     match state {
-        VoteState::Open => None,
-        VoteState::Succeeded => Some(true),
-        VoteState::Deferred => Some(false),
+        RoundState::Open => None,
+        RoundState::Succeeded => Some(true),
+        RoundState::Deferred => Some(false),
     }
 }

@@ -8,8 +8,8 @@ use tundish_store::{ProcessStore, TimeLimit, Transport};
 
 use super::shard_store::{check_signals, deadline_of};
 
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 use crate::shm::drop_without_gil::DropWithoutGil;
 
 /// Fetches over sockets also on one node.

@@ -1,8 +1,8 @@
 //! Binds `tundish-store`: handles, the store of the process, its server and its clients.
 
 pub(crate) mod dtypes;
-pub(crate) mod encoding;
 pub(crate) mod handle;
+pub(crate) mod handle_bytes;
 pub(crate) mod http;
 pub(crate) mod shard_store;
 pub(crate) mod shard_view;

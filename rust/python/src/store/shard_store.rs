@@ -21,8 +21,8 @@ use super::dtypes::meta_of;
 use super::handle::{RTensor, name_of};
 use super::http::transport;
 use super::shard_view::ShardView;
-use crate::enter::{SignalCheck, enter};
 use crate::error::BindingError;
+use crate::long_work::{SignalCheck, enter};
 
 /// A tensor's memory, to be read or written while the GIL is released.
 #[derive(Clone, Copy)]

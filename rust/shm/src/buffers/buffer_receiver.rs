@@ -51,21 +51,21 @@ pub struct ReceivedBuffer {
     _lease: Lease,
     known: Arc<MappedSegment>,
     len: usize,
-    _counted: CountedView,
+    _counted: ViewCount,
 }
 
 /// One more view, as long as it lives.
 #[derive(Debug)]
-struct CountedView(Arc<AtomicUsize>);
+struct ViewCount(Arc<AtomicUsize>);
 
-impl CountedView {
+impl ViewCount {
     fn among(views: &Arc<AtomicUsize>) -> Self {
         views.fetch_add(1, Ordering::Relaxed);
-        CountedView(Arc::clone(views))
+        ViewCount(Arc::clone(views))
     }
 }
 
-impl Drop for CountedView {
+impl Drop for ViewCount {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -115,7 +115,7 @@ impl BufferReceiver {
             let released = self.surplus_of(&mut self.lock());
             drop(released);
         }
-        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: CountedView::among(&self.views) })
+        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: ViewCount::among(&self.views) })
     }
 
     /// How many buffers were opened and are still in use. Those of different segments take a descriptor each, and two

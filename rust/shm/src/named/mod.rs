@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::fs::OFlags;
 
-use probe::Probe;
+use probe::ProbedFile;
 use segment_folder::FileIdentity;
 pub use segment_folder::{SegmentFolder, SegmentName};
 
@@ -124,7 +124,7 @@ pub struct NamedFile {
 /// [`ShmError::Missing`] if no process holds a segment of this name, and the error of `go_on`.
 pub fn attach(folder: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<NamedFile, ShmError> {
     let missing = || ShmError::Missing { path: folder.path_of(&name) };
-    let probe = Probe::take(&folder, &name, go_on)?.ok_or_else(missing)?;
+    let probe = ProbedFile::take(&folder, &name, go_on)?.ok_or_else(missing)?;
     if !probe.is_held()? {
         return Err(missing());
     }
@@ -153,7 +153,7 @@ pub struct NameHold {
 impl Drop for NameHold {
     fn drop(&mut self) {
         // Whatever fails here leaves the name to the next sweep.
-        if let Ok(Some(probe)) = Probe::take(&self.folder, &self.name, &mut || Ok(()))
+        if let Ok(Some(probe)) = ProbedFile::take(&self.folder, &self.name, &mut || Ok(()))
             && probe.identity() == self.file
             && matches!(probe.is_held(), Ok(false))
         {
@@ -164,7 +164,7 @@ impl Drop for NameHold {
 
 /// Removes a dead segment of this name.
 fn clear(folder: &SegmentFolder, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
-    let holder = match Probe::take(folder, name, go_on)? {
+    let holder = match ProbedFile::take(folder, name, go_on)? {
         None if folder.status(name)?.is_none() => return Ok(()),
         None => "another user or program, which made it".to_owned(),
         Some(probe) if probe.is_held()? => {

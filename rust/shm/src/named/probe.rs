@@ -28,7 +28,7 @@ const RETRY_INTERVAL: Duration = Duration::from_micros(200);
 
 /// A segment's file under its probe lock: no other process attaches to it or removes its name.
 #[derive(Debug)]
-pub(crate) struct Probe<'a> {
+pub(crate) struct ProbedFile<'a> {
     folder: &'a SegmentFolder,
     name: &'a SegmentName,
     file: OwnedFd,
@@ -39,7 +39,7 @@ pub(crate) struct Probe<'a> {
     pub(crate) maker: u32,
 }
 
-impl<'a> Probe<'a> {
+impl<'a> ProbedFile<'a> {
     /// Waits for the probe lock of the segment that has this name. `None` where that is no segment of this user:
     /// nothing is locked then. A file is a segment from the moment it gets its name.
     ///
@@ -104,7 +104,7 @@ impl<'a> Probe<'a> {
     }
 }
 
-impl Drop for Probe<'_> {
+impl Drop for ProbedFile<'_> {
     fn drop(&mut self) {
         // A child that was forked meanwhile has the description too, so to close it would not be enough.
         let _ = lock(&self.file, libc::F_UNLCK);

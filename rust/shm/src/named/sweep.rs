@@ -6,7 +6,7 @@
 
 use std::path::PathBuf;
 
-use super::probe::Probe;
+use super::probe::ProbedFile;
 use super::{SegmentFolder, SegmentName};
 use crate::error::ShmError;
 use crate::memory::memory_file::GoOn;
@@ -43,7 +43,7 @@ pub struct SweepReport {
 pub fn sweep(folder: &SegmentFolder, dry_run: bool, go_on: GoOn<'_>) -> Result<SweepReport, ShmError> {
     let mut report = SweepReport::default();
     for name in folder.names()? {
-        let probe = match Probe::take(folder, &name, go_on) {
+        let probe = match ProbedFile::take(folder, &name, go_on) {
             Ok(Some(probe)) => probe,
             Ok(None) => continue,
             Err(ShmError::Interrupted) => return Err(ShmError::Interrupted),

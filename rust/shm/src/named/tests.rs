@@ -206,7 +206,7 @@ fn a_probe_that_is_over_locks_nothing_even_where_a_child_inherited_it() {
     let test = TestFolder::new();
     let _held = test.create("tokens").unwrap();
     let name = named("tokens");
-    let probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
+    let probe = ProbedFile::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
     // As fork leaves it to a child: another descriptor of the same description.
     let inherited = probe.descriptor().try_clone_to_owned().unwrap();
     drop(probe);
@@ -219,16 +219,16 @@ fn a_wait_for_a_probe_can_be_interrupted() {
     let test = TestFolder::new();
     let _held = test.create("tokens").unwrap();
     let name = named("tokens");
-    let _probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
+    let _probe = ProbedFile::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
     let stop = || Err(ShmError::Invalid("stop".to_owned()));
     let outcome = attach(test.folder.clone(), named("tokens"), &mut { stop }).map(|_| ());
     assert!(matches!(outcome, Err(ShmError::Invalid(_))));
 }
 
 /// Runs `work` on a thread while a probe of the name is held, which `then` ends.
-fn meanwhile<T: Send>(test: &TestFolder, work: impl FnOnce() -> T + Send, then: impl FnOnce(Probe<'_>)) -> T {
+fn meanwhile<T: Send>(test: &TestFolder, work: impl FnOnce() -> T + Send, then: impl FnOnce(ProbedFile<'_>)) -> T {
     let name = named("tokens");
-    let probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
+    let probe = ProbedFile::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
     thread::scope(|scope| {
         let (sender, receiver) = mpsc::channel();
         let waiting = scope.spawn(move || {
@@ -299,7 +299,7 @@ fn an_attach_while_the_last_holder_lets_go_gets_all_or_nothing() {
     // The holder has unmapped and waits for the probe lock to take the name away; the reader has the lock.
     let reader = {
         let name = named("tokens");
-        let probe = Probe::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
+        let probe = ProbedFile::take(&test.folder, &name, &mut || Ok(())).unwrap().unwrap();
         assert!(probe.is_held().unwrap());
         let (reading, _) = test.folder.open(&name, OFlags::RDONLY).unwrap().unwrap();
         drop(file);

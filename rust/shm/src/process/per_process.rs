@@ -7,14 +7,14 @@
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-struct Entry<T> {
+struct OwnedByProcess<T> {
     process: u32,
     value: T,
 }
 
 /// A value that is made once in each process that asks for it.
 pub struct PerProcess<T> {
-    entry: AtomicPtr<Entry<T>>,
+    entry: AtomicPtr<OwnedByProcess<T>>,
     make: fn() -> T,
 }
 
@@ -35,7 +35,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
             {
                 return &entry.value;
             }
-            let new = Box::into_raw(Box::new(Entry { process, value: (self.make)() }));
+            let new = Box::into_raw(Box::new(OwnedByProcess { process, value: (self.make)() }));
             match self.entry.compare_exchange(seen, new, Ordering::AcqRel, Ordering::Acquire) {
                 // SAFETY: just stored; as above.
                 Ok(_) => return unsafe { &(*new).value },

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use rustix::fs::OFlags;
 
-pub use self::protocol::VoteState;
+pub use self::protocol::RoundState;
 use self::protocol::{MAX_MEMBERS, VOTE_WORDS, VoteWords};
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
@@ -135,22 +135,22 @@ impl SharedVotes {
     }
 
     /// Cast the vote of `member` in round `number`, counted from zero; once.
-    pub fn cast(&self, member: usize, number: u64, shared_vote: [u64; VOTE_WORDS]) -> VoteState {
+    pub fn cast(&self, member: usize, number: u64, shared_vote: [u64; VOTE_WORDS]) -> RoundState {
         protocol::cast(self, member, number + 1, &shared_vote)
     }
 
     /// Wait until round `number`, in which this member cast its vote, is decided, or for `longest`.
     ///
     /// Give some tens of milliseconds: a member that decides the round may be killed before it wakes the others.
-    pub fn wait(&self, number: u64, longest: Duration) -> VoteState {
+    pub fn wait(&self, number: u64, longest: Duration) -> RoundState {
         let mut goes_on = || true;
         let limit = TimeLimit::new(Some(longest), None, &mut goes_on);
         let started = self.spin.begin();
-        self.spin.spin_until(&started, &limit, || protocol::state_of(self, number + 1) != VoteState::Open);
+        self.spin.spin_until(&started, &limit, || protocol::state_of(self, number + 1) != RoundState::Open);
         let state = loop {
             let seen = self.wake_word().load(Ordering::Acquire);
             let state = protocol::state_of(self, number + 1);
-            if state != VoteState::Open || limit.is_over() {
+            if state != RoundState::Open || limit.is_over() {
                 break state;
             }
             futex::sleep(self.wake_word(), seen, limit.next_sleep());
@@ -160,7 +160,7 @@ impl SharedVotes {
     }
 
     /// Defer round `number` unless it is decided. Never returns that it is open.
-    pub fn give_up(&self, number: u64) -> VoteState {
+    pub fn give_up(&self, number: u64) -> RoundState {
         protocol::give_up(self, number + 1)
     }
 
@@ -250,11 +250,12 @@ mod tests {
                         } else {
                             let shared_vote = if kind == 7 && is_odd_one { [0; 4] } else { VOTE };
                             match mine.cast(member, number, shared_vote) {
-                                VoteState::Open => mine.wait(number, LONG),
+                                RoundState::Open => mine.wait(number, LONG),
                                 decided => decided,
                             }
                         };
-                        let expected = if kind == 4 || kind == 7 { VoteState::Deferred } else { VoteState::Succeeded };
+                        let expected =
+                            if kind == 4 || kind == 7 { RoundState::Deferred } else { RoundState::Succeeded };
                         assert_eq!(state, expected, "round {number} of member {member}");
                         if number % 100 == 0 {
                             both.wait();
@@ -268,22 +269,22 @@ mod tests {
     #[test]
     fn a_late_member_learns_how_a_round_ended() {
         let members = joined_by(2);
-        assert_eq!(members[0].cast(0, 0, VOTE), VoteState::Open);
-        assert_eq!(members[1].cast(1, 0, VOTE), VoteState::Succeeded);
+        assert_eq!(members[0].cast(0, 0, VOTE), RoundState::Open);
+        assert_eq!(members[1].cast(1, 0, VOTE), RoundState::Succeeded);
         // The second member goes on alone, and the first has not checked since.
         for number in 1..5 {
-            assert_eq!(members[1].cast(1, number, VOTE), VoteState::Open);
-            assert_eq!(members[1].wait(number, Duration::from_millis(1)), VoteState::Open);
-            assert_eq!(members[1].give_up(number), VoteState::Deferred);
+            assert_eq!(members[1].cast(1, number, VOTE), RoundState::Open);
+            assert_eq!(members[1].wait(number, Duration::from_millis(1)), RoundState::Open);
+            assert_eq!(members[1].give_up(number), RoundState::Deferred);
         }
-        assert_eq!(members[0].give_up(0), VoteState::Succeeded);
+        assert_eq!(members[0].give_up(0), RoundState::Succeeded);
         for number in 1..5 {
-            assert_eq!(members[0].cast(0, number, VOTE), VoteState::Deferred);
+            assert_eq!(members[0].cast(0, number, VOTE), RoundState::Deferred);
         }
         // Numbers that nobody used.
-        assert_eq!(members[0].cast(0, 9, VOTE), VoteState::Open);
-        assert_eq!(members[1].cast(1, 9, VOTE), VoteState::Succeeded);
-        assert_eq!(members[0].wait(9, LONG), VoteState::Succeeded);
+        assert_eq!(members[0].cast(0, 9, VOTE), RoundState::Open);
+        assert_eq!(members[1].cast(1, 9, VOTE), RoundState::Succeeded);
+        assert_eq!(members[0].wait(9, LONG), RoundState::Succeeded);
     }
 
     #[test]

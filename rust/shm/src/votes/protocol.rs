@@ -23,7 +23,7 @@ const PHASE_BITS: u32 = 2;
 
 /// The state of a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum VoteState {
+pub enum RoundState {
     /// Not all members have voted.
     Open,
     /// All members voted and agree.
@@ -49,15 +49,15 @@ pub(crate) trait VoteWords {
 struct Newest {
     round: u64,
     count: u64,
-    state: VoteState,
+    state: RoundState,
 }
 
 impl Newest {
     fn of(word: u64) -> Self {
         let state = match word & ((1 << PHASE_BITS) - 1) {
-            0 => VoteState::Open,
-            1 => VoteState::Succeeded,
-            _ => VoteState::Deferred,
+            0 => RoundState::Open,
+            1 => RoundState::Succeeded,
+            _ => RoundState::Deferred,
         };
         let count = (word >> PHASE_BITS) & ((1 << COUNT_BITS) - 1);
         Newest { round: word >> (PHASE_BITS + COUNT_BITS), count, state }
@@ -65,16 +65,16 @@ impl Newest {
 
     fn word(self) -> u64 {
         let phase = match self.state {
-            VoteState::Open => 0,
-            VoteState::Succeeded => 1,
-            VoteState::Deferred => 2,
+            RoundState::Open => 0,
+            RoundState::Succeeded => 1,
+            RoundState::Deferred => 2,
         };
         (self.round << (PHASE_BITS + COUNT_BITS)) | (self.count << PHASE_BITS) | phase
     }
 }
 
 /// Cast the vote of `member` in a round, once.
-pub(crate) fn cast(words: &impl VoteWords, member: usize, round: u64, shared_vote: &SharedVote) -> VoteState {
+pub(crate) fn cast(words: &impl VoteWords, member: usize, round: u64, shared_vote: &SharedVote) -> RoundState {
     // The round before is decided for this member, so no other member decides by its old vote any more.
     for (word, part) in words.shared_vote(member).iter().zip(shared_vote) {
         word.store(*part, Relaxed);
@@ -82,16 +82,16 @@ pub(crate) fn cast(words: &impl VoteWords, member: usize, round: u64, shared_vot
     loop {
         let seen = words.newest().load(Acquire);
         let newest = Newest::of(seen);
-        if newest.round > round || (newest.round == round && newest.state != VoteState::Open) {
+        if newest.round > round || (newest.round == round && newest.state != RoundState::Open) {
             return state_of(words, round);
         }
         let count = if newest.round == round { newest.count + 1 } else { 1 };
         let state = match count < words.members() as u64 {
-            true => VoteState::Open,
+            true => RoundState::Open,
             false if (0..words.members()).all(|other| is_equal(words.shared_vote(other), shared_vote)) => {
-                VoteState::Succeeded
+                RoundState::Succeeded
             }
-            false => VoteState::Deferred,
+            false => RoundState::Deferred,
         };
         if let Some(state) = step(words, seen, Newest { round, count, state }) {
             return state;
@@ -100,41 +100,41 @@ pub(crate) fn cast(words: &impl VoteWords, member: usize, round: u64, shared_vot
 }
 
 /// The state of a round that this member takes part in.
-pub(crate) fn state_of(words: &impl VoteWords, round: u64) -> VoteState {
+pub(crate) fn state_of(words: &impl VoteWords, round: u64) -> RoundState {
     let newest = Newest::of(words.newest().load(Acquire));
     if newest.round < round {
-        return VoteState::Open;
+        return RoundState::Open;
     }
     if newest.round == round {
         return newest.state;
     }
     // The other members are further. No later round succeeded, as this member was not in it.
-    if words.last_success().load(Acquire) >= round { VoteState::Succeeded } else { VoteState::Deferred }
+    if words.last_success().load(Acquire) >= round { RoundState::Succeeded } else { RoundState::Deferred }
 }
 
 /// Defer a round that is still open; never returns that it is open.
-pub(crate) fn give_up(words: &impl VoteWords, round: u64) -> VoteState {
+pub(crate) fn give_up(words: &impl VoteWords, round: u64) -> RoundState {
     loop {
         let seen = words.newest().load(Acquire);
         let newest = Newest::of(seen);
-        if newest.round > round || (newest.round == round && newest.state != VoteState::Open) {
+        if newest.round > round || (newest.round == round && newest.state != RoundState::Open) {
             return state_of(words, round);
         }
-        if let Some(state) = step(words, seen, Newest { round, count: 0, state: VoteState::Deferred }) {
+        if let Some(state) = step(words, seen, Newest { round, count: 0, state: RoundState::Deferred }) {
             return state;
         }
     }
 }
 
 /// Replace the word `seen` by `next`; `None` where another member changed it first.
-fn step(words: &impl VoteWords, seen: u64, next: Newest) -> Option<VoteState> {
+fn step(words: &impl VoteWords, seen: u64, next: Newest) -> Option<RoundState> {
     let before = Newest::of(seen);
-    if before.state == VoteState::Succeeded {
+    if before.state == RoundState::Succeeded {
         // For the members that read the word only after the next round began.
         words.last_success().fetch_max(before.round, AcqRel);
     }
     words.newest().compare_exchange(seen, next.word(), AcqRel, Acquire).ok()?;
-    if next.state != VoteState::Open {
+    if next.state != RoundState::Open {
         words.wake_all();
     }
     Some(next.state)

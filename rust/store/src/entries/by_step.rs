@@ -88,7 +88,7 @@ pub(crate) struct EndedStep {
 }
 
 /// The counts of a step, and whether it has ended.
-pub(crate) struct StepStatus {
+pub(crate) struct StepAccount {
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed_bytes: u64,
     pub(crate) has_ended: bool,
@@ -194,12 +194,12 @@ impl<V> EntriesByStep<V> {
     }
 
     /// The counts of a step; `None` if it never began, or ended too long ago.
-    pub(crate) fn step_status(&self, step: Step) -> Option<StepStatus> {
+    pub(crate) fn step_status(&self, step: Step) -> Option<StepAccount> {
         let (step_counts, viewed, has_ended) = match self.get(Some(step)) {
             Some(step_entries) => (step_entries.step_counts, &step_entries.viewed, false),
             None => self.ended_step(step).map(|ended| (ended.step_counts, &ended.viewed, true))?,
         };
-        Some(StepStatus { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
+        Some(StepAccount { step_counts, viewed_bytes: viewed.load(Ordering::Relaxed), has_ended })
     }
 
     /// The last steps that have ended, and those that have not, the newest last.

@@ -75,7 +75,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::memory::transfers::TensorToStore;
+    use crate::memory::borrowed_tensors::TensorToStore;
     use crate::process_store::ProcessStore;
     use crate::shard_id::ShardRows;
     use crate::stats::Limits;

@@ -82,7 +82,7 @@ def load_from_root(
             check_step(step)
     if step is not None:
         return _load_verified(state_dict, root.path / f"dcp-{step}", step, verify=verify, ranks=ranks)
-    candidates = _Candidates(root)
+    candidates = _CandidateCheckpoints(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
         with contextlib.ExitStack() as proposal_lock:
@@ -104,7 +104,7 @@ def load_from_root(
         candidates.skip(step, problem, is_logged=ranks.is_first)
 
 
-class _Candidates:
+class _CandidateCheckpoints:
     """The DCP checkpoints of a root that were not skipped, for the rank that proposes one."""
 
     def __init__(self, root: ReadonlyRoot) -> None:

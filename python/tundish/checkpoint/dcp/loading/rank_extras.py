@@ -15,8 +15,8 @@ from typing import Any
 
 from tundish._native import CheckpointReadLock
 from tundish.checkpoint.dcp.file_layout import rank_extra_name
-from tundish.checkpoint.dcp.json_values import from_json
 from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, read_lock
+from tundish.checkpoint.dcp.rank_extra_json import from_json
 from tundish.checkpoint.publish.readonly_root import releasing
 from tundish.errors import CorruptCheckpointError, NotFoundError
 

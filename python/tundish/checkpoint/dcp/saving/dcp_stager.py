@@ -17,13 +17,13 @@ import torch
 
 from tundish.checkpoint.dcp.file_layout import FileLayout
 from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.json_values import to_json
-from tundish.checkpoint.dcp.saving.rank_values import rank_values_of
-from tundish.checkpoint.dcp.saving.save_planner import OwnedPart, SavePlanner
+from tundish.checkpoint.dcp.rank_extra_json import to_json
+from tundish.checkpoint.dcp.saving.local_values import local_values_of
+from tundish.checkpoint.dcp.saving.save_planner import RankShare, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
+from tundish.checkpoint.staging.block_copies import CopyBlock
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
-from tundish.checkpoint.staging.tensor_copy import CopyBlock
 from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError
@@ -76,12 +76,12 @@ class DcpStager:
         self._part = planner.known_part(self._state)
         self._layout: FileLayout | None = None
         if self._part is None:
-            self._rank_values = rank_values_of(self._state, planner.rank)
+            self._rank_values = local_values_of(self._state, planner.rank)
             self._pickle(
                 number for number, value in enumerate(self._rank_values) if value and not value.dtype
             )
         else:
-            self._rank_values = self._part.rank_values
+            self._rank_values = self._part.local_values
         self.fingerprint = (
             f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(extra_text)}"
         )
@@ -154,7 +154,7 @@ class DcpStager:
             buffer.release()
         self._buffers = []
 
-    def _planned_part(self) -> OwnedPart:
+    def _planned_part(self) -> RankShare:
         if self._part is None:
             raise RuntimeError("used before it was prepared")
         return self._part

@@ -18,10 +18,10 @@ from typing import Any
 
 from tundish.checkpoint.dcp.file_layout import FileLayout
 from tundish.checkpoint.dcp.flattened_state import FlattenedState, StateStructure
-from tundish.checkpoint.dcp.saving.rank_values import RankValue, RankValues, assign_values
+from tundish.checkpoint.dcp.saving.local_values import LocalValue, LocalValues, assign_values
 from tundish.distributed import Voter
 
-__all__ = ["FilesByRank", "OwnedPart", "SavePlanner"]
+__all__ = ["FilesByRank", "RankShare", "SavePlanner"]
 
 # About the bytes that an item takes in a file beside those of its tensor.
 _ITEM_BYTES = 2048
@@ -39,16 +39,16 @@ class FilesByRank:
         self._owned = owned
         self.total_bytes = total_bytes + _ITEM_BYTES * sum(map(len, owned))
 
-    def __iter__(self) -> Iterator[tuple[RankValues, Sequence[int]]]:
+    def __iter__(self) -> Iterator[tuple[LocalValues, Sequence[int]]]:
         """Of each rank the values that it holds, and the indices of those that it saves."""
         return zip(map(_unpack_values, self._texts), self._owned, strict=True)
 
 
-class OwnedPart:
+class RankShare:
     """The values that one rank saves.
 
     Attributes:
-        rank_values: the values that the rank holds.
+        local_values: the values that the rank holds.
         tensors, objects: indices of the values that it saves.
         structure: of the state dict.
         files: on the first rank, the files of all ranks.
@@ -58,13 +58,13 @@ class OwnedPart:
 
     def __init__(
         self,
-        rank_values: RankValues,
+        local_values: LocalValues,
         owned: Sequence[int],
         structure: StateStructure | None = None,
         files: FilesByRank | None = None,
     ) -> None:
-        self.rank_values = rank_values
-        saved = [(number, value) for number in owned if (value := rank_values[number]) is not None]
+        self.local_values = local_values
+        saved = [(number, value) for number in owned if (value := local_values[number]) is not None]
         self.tensors = [number for number, value in saved if value.dtype]
         self.objects = [number for number, value in saved if not value.dtype]
         self.structure = structure
@@ -72,9 +72,9 @@ class OwnedPart:
         self.layout: FileLayout | None = None
         self.metadata: tuple[Sequence[str], bytes] | None = None
 
-    def values(self, numbers: Sequence[int]) -> list[RankValue]:
+    def values(self, numbers: Sequence[int]) -> list[LocalValue]:
         """The values of these indices."""
-        return [value for number in numbers if (value := self.rank_values[number]) is not None]
+        return [value for number in numbers if (value := self.local_values[number]) is not None]
 
 
 class SavePlanner:
@@ -90,19 +90,19 @@ class SavePlanner:
         self.index = voter.ranks.index(voter.rank)
         self._voter = voter
         self._timeout = timeout
-        self._part: OwnedPart | None = None
+        self._part: RankShare | None = None
 
     @property
     def known_structure(self) -> StateStructure | None:
         """The structure of the last state dict, which was checked."""
         return None if self._part is None else self._part.structure
 
-    def known_part(self, state: FlattenedState) -> OwnedPart | None:
+    def known_part(self, state: FlattenedState) -> RankShare | None:
         """This rank's part of `state`; None if its structure is new."""
         return self._part if self._part is not None and self._part.structure is state.structure else None
 
-    def plan(self, state: FlattenedState, rank_values: RankValues) -> OwnedPart:
-        """Collective: find this rank's part of `state`; the rank holds `rank_values`. Fails on all ranks or on none.
+    def plan(self, state: FlattenedState, local_values: LocalValues) -> RankShare:
+        """Collective: find this rank's part of `state`; the rank holds `local_values`. Fails on all ranks or on none.
 
         Raises:
             InvalidInputError: as `assign_values`.
@@ -110,7 +110,7 @@ class SavePlanner:
         voter, what = self._voter, "planning what each rank saves"
         text, error = "", None
         try:
-            text = _pack_values(rank_values)
+            text = _pack_values(local_values)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         texts = voter.gather(text, error, what=what, timeout=self._timeout)
@@ -127,9 +127,9 @@ class SavePlanner:
             error = caught
         reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
         numbers = _unpack(reply)[self.index]
-        owned_here = range(len(rank_values)) if numbers is None else numbers
+        owned_here = range(len(local_values)) if numbers is None else numbers
         files = FilesByRank(texts, owned, total) if texts else None
-        self._part = OwnedPart(rank_values, owned_here, state.structure, files)
+        self._part = RankShare(local_values, owned_here, state.structure, files)
         return self._part
 
 
@@ -141,12 +141,12 @@ def _unpack(text: str) -> Any:
     return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
-def _pack_values(rank_values: RankValues) -> str:
+def _pack_values(local_values: LocalValues) -> str:
     # Names are printable text, so that no field contains a line break.
-    return _pack([None if value is None else "\n".join(value) for value in rank_values])
+    return _pack([None if value is None else "\n".join(value) for value in local_values])
 
 
 # Ranks that hold the same send the same text.
 @functools.lru_cache(maxsize=8)
-def _unpack_values(text: str) -> RankValues:
-    return [None if row is None else RankValue(*row.split("\n")) for row in _unpack(text)]
+def _unpack_values(text: str) -> LocalValues:
+    return [None if row is None else LocalValue(*row.split("\n")) for row in _unpack(text)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tundish._native import FileMetadata, write_small_file
 from tundish.checkpoint.dcp.file_layout import METADATA, FileLayout, rank_extra_name, shard_name
-from tundish.checkpoint.dcp.saving.save_planner import OwnedPart
+from tundish.checkpoint.dcp.saving.save_planner import RankShare
 from tundish.checkpoint.dcp.saving.torch_metadata import make_metadata
 from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.stager import StagedSave, WriteOptions
@@ -30,7 +30,7 @@ class StagedState(StagedSave):
     """
 
     index: int
-    part: OwnedPart
+    part: RankShare
     layout: FileLayout
     objects: Sequence[bytes]
     rank_extra: bytes

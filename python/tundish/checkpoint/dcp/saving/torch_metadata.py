@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tundish.checkpoint.dcp.file_layout import FileLayout, shard_name
-from tundish.checkpoint.dcp.saving.rank_values import RankValue, shape_of
-from tundish.checkpoint.dcp.saving.save_planner import FilesByRank, OwnedPart
+from tundish.checkpoint.dcp.saving.local_values import LocalValue, shape_of
+from tundish.checkpoint.dcp.saving.save_planner import FilesByRank, RankShare
 
 __all__ = ["make_metadata"]
 
@@ -37,7 +37,7 @@ def make_metadata(files: FilesByRank, object_lengths: Sequence[Sequence[int]]) -
     paths: dict[str, tuple[str | int, ...]] = {}
     for index, ((values, numbers), lengths) in enumerate(zip(files, object_lengths, strict=True)):
         paths.update((value.name, tuple(json.loads(value.path))) for value in values if value is not None)
-        part = OwnedPart(values, numbers)
+        part = RankShare(values, numbers)
         layout = FileLayout((value.block for value in part.values(part.tensors)), lengths)
         saved = part.values(part.tensors + part.objects)
         for value, (start, length) in zip(saved, layout.items(), strict=True):
@@ -45,7 +45,7 @@ def make_metadata(files: FilesByRank, object_lengths: Sequence[Sequence[int]]) -
     return pickle.dumps(Metadata(about, paths, places, StorageMeta()))
 
 
-def _describe(value: RankValue, about: dict[str, Any]) -> MetadataIndex:
+def _describe(value: LocalValue, about: dict[str, Any]) -> MetadataIndex:
     """Add a value to `about`; returns the key of its place."""
     name = value.name
     if not value.dtype:

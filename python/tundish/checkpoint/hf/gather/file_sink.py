@@ -9,8 +9,8 @@ import torch
 
 from tundish.checkpoint.hf.gather.schedule import ROUND_BYTES
 from tundish.checkpoint.hf.shards import ShardBuffer
+from tundish.checkpoint.staging.block_copies import CopyBlock
 from tundish.checkpoint.staging.copies import Copies, EagerCopy
-from tundish.checkpoint.staging.tensor_copy import CopyBlock
 
 __all__ = ["FileSink"]
 

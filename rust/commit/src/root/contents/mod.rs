@@ -1,10 +1,10 @@
 //! The contents of a root on disk: names, folders, checkpoints, the registry. Nothing here knows of locks or owners.
 
-pub(crate) mod checkpoint;
 pub(crate) mod open_folder;
-pub(crate) mod registry_file;
+pub(crate) mod registry_and_links;
 pub(crate) mod root_names;
+pub(crate) mod whole_checkpoint;
 
-pub use checkpoint::{CheckpointInfo, Damage};
-pub(crate) use checkpoint::{CheckpointKey, Checkpoints, newest};
 pub(crate) use open_folder::OpenFolder;
+pub use whole_checkpoint::{CheckpointInfo, Damage};
+pub(crate) use whole_checkpoint::{CheckpointKey, Checkpoints, newest};

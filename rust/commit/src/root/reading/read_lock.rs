@@ -26,8 +26,8 @@ use super::verify;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, LockMode, LockOutcome, RealDisk};
 use crate::error::CommitError;
-use crate::manifest::{self, CheckpointKind, ManifestFile};
-use crate::root::contents::checkpoint::{self, ReadManifest};
+use crate::manifest::{self, CheckpointKind, ManifestEntry};
+use crate::root::contents::whole_checkpoint::{self, ReadManifest};
 use crate::root::contents::{CheckpointInfo, Damage, OpenFolder, root_names};
 
 /// How long a reader waits for a replacement, which takes a few fsyncs.
@@ -90,7 +90,7 @@ impl<D: Disk + Clone> ReadLock<D> {
     ///
     /// # Errors
     /// [`CommitError::Corrupt`].
-    pub fn describe(&self) -> Result<(CheckpointInfo, Vec<ManifestFile>, Checksum), CommitError> {
+    pub fn describe(&self) -> Result<(CheckpointInfo, Vec<ManifestEntry>, Checksum), CommitError> {
         let ReadManifest { manifest, checksum, .. } = self.contents()?;
         Ok((CheckpointInfo::new(self.folder.path.clone(), manifest.clone()), manifest.files.clone(), *checksum))
     }
@@ -128,7 +128,8 @@ impl<D: Disk + Clone> ReadLock<D> {
         if let Some(contents) = self.contents.get() {
             return Ok(contents);
         }
-        let contents = checkpoint::read_manifest(&self.folder).map_err(|problem| problem.into_error(&self.folder))?;
+        let contents =
+            whole_checkpoint::read_manifest(&self.folder).map_err(|problem| problem.into_error(&self.folder))?;
         Ok(self.contents.get_or_init(|| contents))
     }
 

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use super::read_lock::{POLL, ReadLock, lock_checkpoint};
 use crate::disk::Disk;
 use crate::error::CommitError;
+use crate::hidden_names::absolute;
 use crate::manifest::CheckpointKind;
-use crate::path_names::absolute;
-use crate::root::contents::checkpoint::{self, ExamineFailure, PublishedCheckpoint};
+use crate::root::contents::whole_checkpoint::{self, ExamineFailure, PublishedCheckpoint};
 use crate::root::contents::{CheckpointInfo, CheckpointKey, OpenFolder, root_names};
 
 /// How long to look again for the successor of checkpoints that disappeared. A network file system may list removed
@@ -106,7 +106,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
         let name = root_names::checkpoint(kind, step);
         loop {
             let before = self.root.look_at(&name)?;
-            let reason = match checkpoint::examine(&self.root, kind, step) {
+            let reason = match whole_checkpoint::examine(&self.root, kind, step) {
                 Ok(published) => return Ok(Some(Ok(published))),
                 Err(ExamineFailure::NotWhole(reason)) => reason,
                 Err(ExamineFailure::Unreadable(error)) => return Err(error),

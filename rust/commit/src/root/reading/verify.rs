@@ -9,8 +9,8 @@ use crate::checksum::Checksum;
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::files::file_checksums::{self, ChecksumFailure, FileToSum};
-use crate::manifest::{self, Manifest, ManifestFile};
-use crate::root::contents::checkpoint::{
+use crate::manifest::{self, Manifest, ManifestEntry};
+use crate::root::contents::whole_checkpoint::{
     ReadManifest, compare_sizes, open_inner_folders, parent_and_name, read_manifest, refuse_damaged, unlisted_files,
 };
 use crate::root::contents::{Damage, OpenFolder};
@@ -36,7 +36,7 @@ pub(super) fn verify_files<D: Disk + Clone>(
     every_byte: bool,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
-    let files: BTreeMap<&str, &ManifestFile> = manifest.files.iter().map(|file| (file.name.as_str(), file)).collect();
+    let files: BTreeMap<&str, &ManifestEntry> = manifest.files.iter().map(|file| (file.name.as_str(), file)).collect();
     let wanted = || names.iter().map(|name| (name, files.get(name.as_str()).copied()));
     let mut damaged = damage_in(folder, wanted().filter_map(|(_, file)| file), every_byte, go_on)?;
     let unknown = wanted().filter(|(_, file)| file.is_none());
@@ -62,7 +62,7 @@ pub(super) fn read_file<D: Disk + Clone>(
     if manifest::check_names(std::iter::once(name)).is_err() {
         refuse_damaged(folder, vec![Damage::unlisted(name.to_owned())])?;
     }
-    let file = ManifestFile { name: name.to_owned(), size, checksum: checksum.map(str::to_owned) };
+    let file = ManifestEntry { name: name.to_owned(), size, checksum: checksum.map(str::to_owned) };
     refuse_damaged(folder, compare_sizes(folder, [&file])?)?;
     let folders = open_inner_folders(folder, std::iter::once(&file))?;
     let (parent, base_name) = parent_and_name(name);
@@ -83,7 +83,7 @@ pub(super) fn read_file<D: Disk + Clone>(
 /// Which of `files` are missing, of another size or, with `every_byte`, of other bytes.
 fn damage_in<'a, D: Disk + Clone>(
     folder: &OpenFolder<D>,
-    files: impl Iterator<Item = &'a ManifestFile> + Clone,
+    files: impl Iterator<Item = &'a ManifestEntry> + Clone,
     every_byte: bool,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
@@ -103,7 +103,7 @@ fn unlisted_in<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: &Manifest) -> 
 /// Files whose bytes differ from the checksums of the manifest.
 fn compare_bytes<'a, D: Disk + Clone>(
     top: &OpenFolder<D>,
-    files: impl Iterator<Item = &'a ManifestFile>,
+    files: impl Iterator<Item = &'a ManifestEntry>,
     go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
     let mut damaged = Vec::new();
@@ -138,7 +138,7 @@ fn compare_bytes<'a, D: Disk + Clone>(
 }
 
 /// The damage of a file that could not be read to its end; an error where this process lacks what it takes to read it.
-fn unreadable(file: &ManifestFile, failure: ChecksumFailure) -> Result<Damage, CommitError> {
+fn unreadable(file: &ManifestEntry, failure: ChecksumFailure) -> Result<Damage, CommitError> {
     let problem = match failure {
         ChecksumFailure::Short => "became shorter while it was read".to_owned(),
         ChecksumFailure::Failed(error) if error.is_shortage() => return Err(error),
@@ -151,6 +151,6 @@ fn other_checksum(found: Checksum, expected: Checksum) -> String {
     format!("has the checksum {found} in the place of {expected}")
 }
 
-fn changed(file: &ManifestFile, problem: String) -> Damage {
+fn changed(file: &ManifestEntry, problem: String) -> Damage {
     Damage { name: file.name.clone(), problem, is_changed: true }
 }

@@ -10,7 +10,7 @@ use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
 use super::slot_state::{self as state, FREE, TaskId};
 use super::spin::SpinHistory;
 use super::time_limit::TimeLimit;
-use super::{QueueWords, WaiterRole, idle_workers, results, ring};
+use super::{QueueWords, ResultWaiter, idle_workers, result_wakeups, ring};
 
 /// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,17 +111,17 @@ impl<W: QueueWords> ParentProtocol<W> {
 
     /// Whether there are results.
     pub(crate) fn is_ready(&self) -> bool {
-        results::is_ready(&self.words)
+        result_wakeups::is_ready(&self.words)
     }
 
     /// Call `each` with every result that there is, and free their slots. It runs without the lock.
     pub(crate) fn collect(&self, mut each: impl FnMut(TaskId, u32, &[u8])) {
-        if !results::is_ready(&self.words) {
+        if !result_wakeups::is_ready(&self.words) {
             return;
         }
         let collected = self.with_local(|local| {
             let mut collected = std::mem::take(&mut local.collected);
-            results::take_marks(&self.words, |slot| {
+            result_wakeups::take_marks(&self.words, |slot| {
                 let state = self.words.state(slot).load(Acquire);
                 if state::is_done(state) {
                     // Else `reap` would mark it again.
@@ -139,26 +139,26 @@ impl<W: QueueWords> ParentProtocol<W> {
     }
 
     /// Wait until there are results.
-    pub(crate) fn wait(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
-        if results::is_ready(&self.words) {
+    pub(crate) fn wait(&self, role: ResultWaiter, limit: &mut TimeLimit<'_>) -> WaitOutcome {
+        if result_wakeups::is_ready(&self.words) {
             return WaitOutcome::Ready;
         }
-        if role == WaiterRole::Background {
+        if role == ResultWaiter::Background {
             return self.sleep_until_ready(role, limit);
         }
-        results::add_caller(&self.words);
+        result_wakeups::add_caller(&self.words);
         let started = self.spin.begin();
         if self.spins {
-            self.spin.spin_until(&started, limit, || results::is_ready(&self.words));
+            self.spin.spin_until(&started, limit, || result_wakeups::is_ready(&self.words));
         }
         let waited = self.sleep_until_ready(role, limit);
         self.spin.end(&started);
-        results::remove_caller(&self.words);
+        result_wakeups::remove_caller(&self.words);
         match waited {
-            WaitOutcome::Nothing if results::is_ready(&self.words) => WaitOutcome::Ready,
+            WaitOutcome::Nothing if result_wakeups::is_ready(&self.words) => WaitOutcome::Ready,
             WaitOutcome::Interrupted => {
-                if results::is_ready(&self.words) {
-                    results::wake_for_result(&self.words);
+                if result_wakeups::is_ready(&self.words) {
+                    result_wakeups::wake_for_result(&self.words);
                 }
                 waited
             }
@@ -177,7 +177,7 @@ impl<W: QueueWords> ParentProtocol<W> {
                     continue;
                 }
                 if state::is_done(state) {
-                    results::mark(&self.words, slot);
+                    result_wakeups::mark(&self.words, slot);
                 } else {
                     self.words.state(slot).store(FREE, Relaxed);
                     local.free.push(slot as u32);
@@ -187,7 +187,7 @@ impl<W: QueueWords> ParentProtocol<W> {
         });
         idle_workers::forget(&self.words, worker);
         idle_workers::wake_all(&self.words);
-        results::wake_again(&self.words);
+        result_wakeups::wake_again(&self.words);
         self.end_waits();
         lost
     }
@@ -200,14 +200,14 @@ impl<W: QueueWords> ParentProtocol<W> {
 
     /// End all waits for results, or the next one in each role.
     pub(crate) fn end_waits(&self) {
-        for role in [WaiterRole::Caller, WaiterRole::Background] {
+        for role in [ResultWaiter::Caller, ResultWaiter::Background] {
             self.wait_ended(role).store(1, Release);
-            results::wake(&self.words, role);
+            result_wakeups::wake(&self.words, role);
         }
     }
 
     /// Wait asleep.
-    fn sleep_until_ready(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
+    fn sleep_until_ready(&self, role: ResultWaiter, limit: &mut TimeLimit<'_>) -> WaitOutcome {
         loop {
             if let Some(waited) = self.wait_outcome(role) {
                 return waited;
@@ -215,7 +215,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             if limit.is_over() {
                 return WaitOutcome::Nothing;
             }
-            let seen = results::arm(&self.words, role);
+            let seen = result_wakeups::arm(&self.words, role);
             if let Some(waited) = self.wait_outcome(role) {
                 return waited;
             }
@@ -223,7 +223,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             self.words.sleep(result_word, seen, limit.next_sleep());
             // A caller that was woken returns, to see whether another thread has collected its result.
             let was_woken = result_word.load(Acquire) != seen;
-            if was_woken && role == WaiterRole::Caller && !results::is_ready(&self.words) {
+            if was_woken && role == ResultWaiter::Caller && !result_wakeups::is_ready(&self.words) {
                 return WaitOutcome::Nothing;
             }
             if !was_woken && !limit.may_continue() {
@@ -232,15 +232,15 @@ impl<W: QueueWords> ParentProtocol<W> {
         }
     }
 
-    fn wait_outcome(&self, role: WaiterRole) -> Option<WaitOutcome> {
-        if results::is_ready(&self.words) {
+    fn wait_outcome(&self, role: ResultWaiter) -> Option<WaitOutcome> {
+        if result_wakeups::is_ready(&self.words) {
             return Some(WaitOutcome::Ready);
         }
         let is_ended = self.wait_ended(role).load(Relaxed) != 0 && self.wait_ended(role).swap(0, AcqRel) != 0;
         is_ended.then_some(WaitOutcome::Nothing)
     }
 
-    fn wait_ended(&self, role: WaiterRole) -> &AtomicU32 {
+    fn wait_ended(&self, role: ResultWaiter) -> &AtomicU32 {
         &self.wait_ended[role as usize]
     }
 
@@ -271,7 +271,7 @@ impl<W: QueueWords> Drop for DeliveryGuard<'_, W> {
         let words = &self.parent.words;
         for CollectedSlot { slot, state } in self.collected.drain(self.delivered..) {
             words.state(slot).store(state, Release);
-            results::mark(words, slot);
+            result_wakeups::mark(words, slot);
         }
         self.parent.with_local(|local| {
             local.free.extend(self.collected.iter().map(|collected| collected.slot as u32));

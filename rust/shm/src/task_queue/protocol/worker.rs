@@ -4,7 +4,7 @@ use super::super::atomic::{Acquire, Relaxed, Release};
 use super::slot_state::{self as state, TaskId};
 use super::spin::SpinHistory;
 use super::time_limit::TimeLimit;
-use super::{QueueWords, idle_workers, results, ring};
+use super::{QueueWords, idle_workers, result_wakeups, ring};
 
 /// The outcome of a wait for a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,8 +67,8 @@ impl<W: QueueWords> WorkerProtocol<W> {
         self.words.write(slot, kind, payload);
         let state = self.words.state(slot);
         state.store(state::done(state.load(Relaxed)), Release);
-        results::mark(&self.words, slot);
-        results::wake_for_result(&self.words);
+        result_wakeups::mark(&self.words, slot);
+        result_wakeups::wake_for_result(&self.words);
     }
 
     fn search(&self, worker: u16, limit: &mut TimeLimit<'_>) -> TakeOutcome<TaskId> {

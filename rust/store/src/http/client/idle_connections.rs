@@ -23,17 +23,17 @@ pub(super) struct IdleConnections(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    waiting: HashMap<Arc<str>, Vec<Waiting>>,
+    waiting: HashMap<Arc<str>, Vec<IdleConnection>>,
     count: usize,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct IdleConnection {
     connection: Connection,
     since: Instant,
 }
 
-impl Waiting {
+impl IdleConnection {
     fn can_be_used(&self) -> bool {
         self.since.elapsed() < LONGEST && self.connection.is_idle()
     }
@@ -54,7 +54,7 @@ impl IdleConnections {
     pub(super) fn tidy(&self) {
         let mut state = self.lock();
         state.waiting.retain(|_, of_owner| {
-            of_owner.retain(Waiting::can_be_used);
+            of_owner.retain(IdleConnection::can_be_used);
             !of_owner.is_empty()
         });
         state.count = state.waiting.values().map(Vec::len).sum();
@@ -68,7 +68,7 @@ impl IdleConnections {
         let is_full = state.count >= MOST;
         let of_owner = state.waiting.entry(Arc::clone(owner)).or_default();
         if of_owner.len() < MOST_OF_ONE && !is_full {
-            of_owner.push(Waiting { connection, since: Instant::now() });
+            of_owner.push(IdleConnection { connection, since: Instant::now() });
             state.count += 1;
         }
     }
@@ -87,7 +87,7 @@ impl IdleConnections {
 }
 
 impl State {
-    fn pop(&mut self, owner: &str) -> Option<Waiting> {
+    fn pop(&mut self, owner: &str) -> Option<IdleConnection> {
         let of_owner = self.waiting.get_mut(owner)?;
         let waiting = of_owner.pop();
         if of_owner.is_empty() {

@@ -9,9 +9,9 @@ use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ACCEPT, HeaderMap, HeaderName};
 use hyper::http::request;
 
+use super::connection_claims::Session;
 use super::metrics;
 use super::response::{Answer, ResponseBody};
-use super::session::Session;
 use crate::Claimant;
 use crate::checksum::Checksum;
 use crate::error::StoreError;
@@ -21,7 +21,7 @@ use crate::http::media_type::MediaType;
 use crate::http::refusal::Refusal;
 use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
-use crate::memory::transfers::OutgoingShard;
+use crate::memory::borrowed_tensors::OutgoingShard;
 use crate::process_store::ProcessStore;
 use crate::shard_id::{ShardId, ShardRows};
 

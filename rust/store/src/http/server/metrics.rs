@@ -30,7 +30,7 @@ struct Status {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Side {
+struct SideLabel {
     side: &'static str,
 }
 
@@ -55,9 +55,9 @@ impl Metrics {
     fn add_stats(&self, page: &mut Registry, stats: &Stats) {
         let (storage, buffer) = (&stats.storage, &stats.buffer);
         let mut sides = |name, help, values: [u64; 2]| {
-            let family = Family::<Side, Gauge<u64, AtomicU64>>::default();
+            let family = Family::<SideLabel, Gauge<u64, AtomicU64>>::default();
             for (side, value) in ["storage", "buffer"].into_iter().zip(values) {
-                family.get_or_create(&Side { side }).set(value);
+                family.get_or_create(&SideLabel { side }).set(value);
             }
             add(page, name, help, family);
         };

@@ -6,12 +6,12 @@
 //! - A silent or slow client loses its connection and nothing else, sooner where others wait for its place.
 //! - Its threads take no signals, which are for those of the process's own.
 
+mod connection_claims;
 mod connections;
 mod handlers;
 mod metrics;
 mod peer_user;
 mod response;
-mod session;
 mod stream;
 mod timeouts;
 mod tls;
@@ -37,9 +37,9 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::time::{sleep, timeout};
 use tundish_shm::without_signals;
 
+use self::connection_claims::Session;
 use self::connections::{Admitted, Connections};
 use self::metrics::Metrics;
-use self::session::Session;
 use self::stream::ClientStream;
 pub use self::timeouts::Timeouts;
 pub use self::tls::ServerTls;

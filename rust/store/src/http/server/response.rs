@@ -17,7 +17,7 @@ use crate::error::StoreError;
 use crate::http::json::{self, Base64, ErrorAnswer};
 use crate::http::media_type::MediaType;
 use crate::http::refusal::Refusal;
-use crate::memory::transfers::OutgoingShard;
+use crate::memory::borrowed_tensors::OutgoingShard;
 
 /// Pieces smaller than this are sent together.
 const SMALL: usize = 8 << 10;

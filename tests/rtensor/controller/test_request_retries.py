@@ -8,8 +8,8 @@ import pytest
 
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Worker
-from tundish.rtensor.controller.drain_caller import DrainCaller
-from tundish.rtensor.controller.pending_requests import PendingRequests, WorkerRequest
+from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
+from tundish.rtensor.controller.serverless_drains import ServerlessDrains
 from tundish.rtensor.workers.connections import HttpRequest, NoAnswerError
 
 
@@ -33,7 +33,7 @@ def test_within_a_drain_a_worker_that_gave_no_answer_is_not_asked_again() -> Non
     connections: Any = FakeConnections(
         {"well:1": {}, "refusing:1": TransferError("it refuses"), "silent:1": NoAnswerError("no answer")}
     )
-    requests = PendingRequests(connections, DrainCaller(30.0))
+    requests = PendingRequests(connections, ServerlessDrains(30.0))
     everybody = list(connections.answers)
     answers = requests.send_until_done(batch(*everybody))
     again = requests.send_until_done(batch(*everybody), after=answers)
@@ -46,7 +46,7 @@ def test_within_a_drain_a_worker_that_gave_no_answer_is_not_asked_again() -> Non
 def test_failed_requests_are_repeated_batch_by_batch_until_they_succeed() -> None:
     failure = TransferError("it refuses")
     connections: Any = FakeConnections({"owner:1": failure, "consumer:1": failure, "well:1": {}})
-    requests = PendingRequests(connections, DrainCaller(30.0))
+    requests = PendingRequests(connections, ServerlessDrains(30.0))
 
     requests.send_until_done(batch("consumer:1", "well:1"))
     requests.send_until_done(batch("owner:1"))

@@ -21,10 +21,10 @@ from tundish.checkpoint.placements import check_placement, rank_parts_of
 from tundish.checkpoint.tensor_checks import local_of
 from tundish.errors import InvalidInputError
 
-__all__ = ["RankValue", "RankValues", "assign_values", "rank_values_of", "shape_of"]
+__all__ = ["LocalValue", "LocalValues", "assign_values", "local_values_of", "shape_of"]
 
 
-class RankValue(NamedTuple):
+class LocalValue(NamedTuple):
     """A value as one rank holds it. Shapes are text, such as "24,12", because there may be millions of values.
 
     Attributes:
@@ -52,7 +52,7 @@ class RankValue(NamedTuple):
 
 
 # None for a tensor without a block on this rank.
-RankValues = list[RankValue | None]
+LocalValues = list[LocalValue | None]
 
 # Name, offsets and lengths.
 _Block = tuple[str, str, str]
@@ -64,18 +64,18 @@ def shape_of(text: str) -> torch.Size:
     return torch.Size(map(int, text.split(","))) if text else torch.Size()
 
 
-def rank_values_of(state: FlattenedState, rank: int) -> RankValues:
+def local_values_of(state: FlattenedState, rank: int) -> LocalValues:
     """The blocks of all values that `rank` holds, in the order of the state.
 
     Raises:
         InvalidInputError: the local tensor of a DTensor does not match its placements, or is no single block.
     """
-    values: RankValues = []
+    values: LocalValues = []
     blocks: dict[Any, tuple[str, str] | None] = {}
     for (name, value), keys in zip(state, state.structure.paths.values(), strict=True):
         path = json.dumps(keys)
         if not isinstance(value, torch.Tensor):
-            values.append(RankValue(name, path))
+            values.append(LocalValue(name, path))
             continue
         size = _text(value.shape)
         block: tuple[str, str] | None = _text([0] * value.dim()), size
@@ -85,7 +85,7 @@ def rank_values_of(state: FlattenedState, rank: int) -> RankValues:
                 blocks[key] = _block_of(name, value, rank)
             block = blocks[key]
         dtype = str(value.dtype).removeprefix("torch.")
-        values.append(None if block is None else RankValue(name, path, dtype, size, *block))
+        values.append(None if block is None else LocalValue(name, path, dtype, size, *block))
     return values
 
 
@@ -107,7 +107,7 @@ def _block_of(name: str, tensor: Any, rank: int) -> tuple[str, str] | None:
     return _text(runs[0][0] for runs in own.runs), _text(own.shape)
 
 
-def assign_values(values_by_rank: Sequence[RankValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
+def assign_values(values_by_rank: Sequence[LocalValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
     """Decides which rank saves which values.
 
     Blocks that several ranks hold are assigned the largest first, each to the holder with the fewest bytes. The lowest
@@ -123,7 +123,7 @@ def assign_values(values_by_rank: Sequence[RankValues], ranks: Sequence[int]) ->
     Raises:
         InvalidInputError: two ranks hold different things under one name, or the ranks do not hold a whole tensor.
     """
-    first: dict[str, tuple[RankValue, int]] = {}
+    first: dict[str, tuple[LocalValue, int]] = {}
     # Of each distinct block, the index of each holder with that of the value there.
     blocks: dict[_Block, list[tuple[int, int]]] = {}
     for index, values in enumerate(values_by_rank):
@@ -160,7 +160,7 @@ def assign_values(values_by_rank: Sequence[RankValues], ranks: Sequence[int]) ->
     return [sorted(numbers) for numbers in owned], total
 
 
-def _check_covered(first: Mapping[str, tuple[RankValue, int]], blocks: Iterable[_Block]) -> None:
+def _check_covered(first: Mapping[str, tuple[LocalValue, int]], blocks: Iterable[_Block]) -> None:
     elements: collections.Counter[str] = collections.Counter()
     for name, _, lengths in blocks:
         elements[name] += shape_of(lengths).numel()

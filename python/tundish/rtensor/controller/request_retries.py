@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from tundish.errors import TransferError
-from tundish.rtensor.controller.drain_caller import DrainCaller
 from tundish.rtensor.controller.responses import failures_of, raise_failures
+from tundish.rtensor.controller.serverless_drains import ServerlessDrains
 from tundish.rtensor.workers.connections import HttpRequest, NoAnswerError, WorkerConnections
 from tundish.rtensor.workers.worker import Worker
 
@@ -33,9 +33,9 @@ class PendingRequests:
         consumers are drained before owners.
     """
 
-    def __init__(self, connections: WorkerConnections, drain_caller: DrainCaller) -> None:
+    def __init__(self, connections: WorkerConnections, serverless_drains: ServerlessDrains) -> None:
         self._connections = connections
-        self._drain_caller = drain_caller
+        self._drain_caller = serverless_drains
         self._failed: list[list[WorkerRequest]] = []
 
     def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:

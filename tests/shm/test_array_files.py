@@ -19,7 +19,7 @@ from tundish.errors import (
     NotFoundError,
     StorageError,
 )
-from tundish.shm import file_backed_array
+from tundish.shm import array_files
 from tundish.shm.array_input import as_numpy
 
 
@@ -68,14 +68,14 @@ def test_a_key_stands_for_the_content(tmp_path: Path) -> None:
 def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = file_backed_array._publish
+    publish = array_files._publish
 
     def late(array: np.ndarray, layout: Any, target: Path) -> None:
         # As another job would.
         publish(*as_numpy(np.arange(5)), target)
         publish(array, layout, target)
 
-    monkeypatch.setattr(file_backed_array, "_publish", late)
+    monkeypatch.setattr(array_files, "_publish", late)
     with pytest.raises(
         InvalidInputError, match="'mine' belongs to an array of dtype int64 and shape \\(5,\\)"
     ):
@@ -87,7 +87,7 @@ def test_another_array_that_was_faster_under_the_same_key_is_not_taken_for_this_
 def test_arrays_of_many_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_c_contiguous: bool
 ) -> None:
-    monkeypatch.setattr(file_backed_array, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(array_files, "CHUNK_BYTES", 1000)
     array = np.random.default_rng(0).integers(0, 255, (70, 901), np.uint8)
     if not is_c_contiguous:
         array = array[:, ::2]

@@ -14,7 +14,7 @@ const OWN_BYTES: usize = 32 << 20;
 ///
 /// Each thread marks a bitmap of its own, and the bitmaps are compared at the end. Where they would take more than
 /// `OWN_BYTES`, all threads mark one bitmap with atomic instructions, which take twice the time.
-pub(super) struct UsedSamples {
+pub(super) struct SeenSamples {
     bitmaps: Vec<Vec<AtomicU64>>,
     is_shared: bool,
 }
@@ -53,7 +53,7 @@ impl Bitmap<'_> {
     }
 }
 
-impl UsedSamples {
+impl SeenSamples {
     /// For `samples` samples, marked by the threads numbered 0 … `threads` - 1.
     pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
         Self::with_own_bytes(samples, threads, OWN_BYTES)
@@ -94,7 +94,7 @@ mod tests {
     use crate::threads::Threads;
 
     /// Mark an order in pieces of four, each on any thread.
-    fn is_distinct(order: &[u64], samples: usize, threads: usize, used: UsedSamples) -> bool {
+    fn is_distinct(order: &[u64], samples: usize, threads: usize, used: SeenSamples) -> bool {
         assert!(order.iter().all(|&sample| sample < samples as u64));
         let mut pieces: Vec<(&[u64], bool)> = order.chunks(4).map(|piece| (piece, false)).collect();
         Threads::new(threads).for_each(&mut pieces, |thread, (piece, is_distinct)| {
@@ -111,7 +111,7 @@ mod tests {
             for (first, second) in (0..samples).flat_map(|a| (0..samples).map(move |b| (a, b))) {
                 let mut order: Vec<u64> = (0..samples as u64).rev().collect();
                 order[first] = order[second];
-                let used = UsedSamples::with_own_bytes(samples, threads, own_bytes).unwrap();
+                let used = SeenSamples::with_own_bytes(samples, threads, own_bytes).unwrap();
                 assert_eq!(is_distinct(&order, samples, threads, used), first == second);
             }
         }
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn the_bitmaps_of_many_threads_stay_within_their_bound() {
         let samples = 8 * (OWN_BYTES / 2);
-        let bitmaps = |samples, threads| UsedSamples::new(samples, threads).unwrap().bitmaps.len();
+        let bitmaps = |samples, threads| SeenSamples::new(samples, threads).unwrap().bitmaps.len();
         assert_eq!((bitmaps(samples, 2), bitmaps(samples + 8, 2), bitmaps(samples * 3, 1)), (2, 1, 1));
     }
 }

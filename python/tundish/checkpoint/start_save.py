@@ -23,7 +23,7 @@ from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import Stager
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
-__all__ = ["SaveRequest", "submit"]
+__all__ = ["SaveRequest", "start_save"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -159,7 +159,7 @@ class _Attempt:
             queue.wait(max(0.0, until - time.monotonic()))
 
 
-def submit(resources: CheckpointerResources, request: SaveRequest) -> Save:
+def start_save(resources: CheckpointerResources, request: SaveRequest) -> Save:
     """Collective: take a save; returns when it is staged, or published if the request is blocking.
 
     Raises, on all ranks, the error of any rank, or of an earlier save.

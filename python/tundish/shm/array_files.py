@@ -27,14 +27,14 @@ from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StorageError
 from tundish.shm.array_layout import ArrayLayout
 
-__all__ = ["FileBackedArray", "find_by_key", "publish_array"]
+__all__ = ["ArrayFile", "find_by_key", "publish_array"]
 
 FILE = "array.npy"
 CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FileBackedArray:
+class ArrayFile:
     """The path of an array's file; small when pickled."""
 
     path: str
@@ -61,7 +61,7 @@ class FileBackedArray:
         return array
 
 
-def find_by_key(folder: Path, key: str) -> FileBackedArray | None:
+def find_by_key(folder: Path, key: str) -> ArrayFile | None:
     """Return the array that was published in `folder` under `key`; None if there is none.
 
     Raises:
@@ -70,7 +70,7 @@ def find_by_key(folder: Path, key: str) -> FileBackedArray | None:
     return _find(_folder_of_key(folder, key))
 
 
-def publish_array(array: NDArray[Any], layout: ArrayLayout, folder: Path, key: str | None) -> FileBackedArray:
+def publish_array(array: NDArray[Any], layout: ArrayLayout, folder: Path, key: str | None) -> ArrayFile:
     """Publish `array` in `folder`, unless it is there already.
 
     Args:
@@ -159,13 +159,13 @@ def _publish(array: NDArray[Any], layout: ArrayLayout, target: Path) -> None:
         writing.abandon()
 
 
-def _find(target: Path) -> FileBackedArray | None:
+def _find(target: Path) -> ArrayFile | None:
     path = str(target / FILE)
     try:
         _, inode = _mapped(path)
     except FileNotFoundError:
         return None
-    return FileBackedArray(path, inode)
+    return ArrayFile(path, inode)
 
 
 def _mapped(path: str) -> tuple[NDArray[Any], int]:

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from tundish.errors import OutOfMemoryError, StorageError
 from tundish.shm.pool.messages import BufferMessage, MessagePacker
 
-__all__ = ["FAILED", "MEMORY", "READY", "ControlSocket", "WorkerMessage", "send_to_parent"]
+__all__ = ["FAILED", "MEMORY", "READY", "WorkerMessage", "WorkerMessages", "send_to_parent"]
 
 READY: Final = "ready"
 FAILED: Final = "failed"
@@ -55,7 +55,7 @@ def send_to_parent(
         socket.send_fds(end, [message], list(descriptors))
 
 
-class ControlSocket:
+class WorkerMessages:
     """Both ends of the socket, in the parent. `packer` opens the buffers of workers."""
 
     def __init__(self, packer: MessagePacker) -> None:
@@ -117,7 +117,7 @@ class ControlSocket:
                     self._received.append(message)
 
 
-_sockets: weakref.WeakSet[ControlSocket] = weakref.WeakSet()
+_sockets: weakref.WeakSet[WorkerMessages] = weakref.WeakSet()
 
 
 def _release_all_after_fork() -> None:

@@ -6,12 +6,12 @@ use tundish_packing::plan::{self, AttachedLengths, PackBatch, TO_THE_END};
 use tundish_packing::{Integers, NoProgress};
 
 use super::integer_array::{IntegerArray, view};
-use crate::enter::enter;
 use crate::error::BindingError;
+use crate::long_work::enter;
 
 /// Looks packs up in the columns of a plan.
 #[pyclass(frozen)]
-pub(crate) struct PlanReader {
+pub(crate) struct PackLookup {
     columns: [IntegerArray; 6],
     lengths: Option<AttachedLengths<IntegerArray>>,
 }
@@ -32,7 +32,7 @@ type LookupArrays<'py> = (
 );
 
 #[pymethods]
-impl PlanReader {
+impl PackLookup {
     #[new]
     #[pyo3(signature = (columns, lengths, global_pack))]
     fn new(
@@ -69,7 +69,7 @@ impl PlanReader {
     }
 }
 
-impl PlanReader {
+impl PackLookup {
     fn find(&self, py: Python<'_>, packs: &Integers<'_>) -> PyResult<PackBatch> {
         let plan = view(&self.columns)?;
         let lengths = self.lengths.as_ref();

@@ -7,7 +7,7 @@
 //! stops counting as one and then checks for results again, so a result for it is seen by it or wakes another thread.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
-use super::{QueueWords, WaiterRole};
+use super::{QueueWords, ResultWaiter};
 
 /// A thread sleeps on the word, or is about to.
 const ARMED: u32 = 1;
@@ -42,23 +42,26 @@ pub(super) fn take_marks(words: &impl QueueWords, mut each: impl FnMut(usize)) {
 /// Wakes a caller for a result that was marked before, or else the background thread.
 pub(super) fn wake_for_result(words: &impl QueueWords) {
     fence(SeqCst);
-    wake_if_armed(words, if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background });
+    wake_if_armed(
+        words,
+        if words.callers().load(Relaxed) > 0 { ResultWaiter::Caller } else { ResultWaiter::Background },
+    );
 }
 
 /// Wakes the threads that sleep in this role, or are about to. The awaited change was written before.
-pub(super) fn wake(words: &impl QueueWords, role: WaiterRole) {
+pub(super) fn wake(words: &impl QueueWords, role: ResultWaiter) {
     fence(SeqCst);
     wake_if_armed(words, role);
 }
 
 /// Wakes the threads for which a dead worker counted the word up without waking them.
 pub(super) fn wake_again(words: &impl QueueWords) {
-    for role in [WaiterRole::Caller, WaiterRole::Background] {
+    for role in [ResultWaiter::Caller, ResultWaiter::Background] {
         words.wake_all(words.result_word(role));
     }
 }
 
-fn wake_if_armed(words: &impl QueueWords, role: WaiterRole) {
+fn wake_if_armed(words: &impl QueueWords, role: ResultWaiter) {
     let result_word = words.result_word(role);
     let seen = result_word.load(Relaxed);
     // If the exchange fails, another thread has woken the sleepers.
@@ -70,7 +73,7 @@ fn wake_if_armed(words: &impl QueueWords, role: WaiterRole) {
 }
 
 /// Announces a sleep in this role; returns the value to sleep on. The caller checks for results again before it sleeps.
-pub(super) fn arm(words: &impl QueueWords, role: WaiterRole) -> u32 {
+pub(super) fn arm(words: &impl QueueWords, role: ResultWaiter) -> u32 {
     let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
     fence(SeqCst);
     seen

@@ -19,7 +19,7 @@ use super::root_names;
 use crate::checksum::Checksum;
 use crate::disk::{Disk, EntryKind, FileStat};
 use crate::error::CommitError;
-use crate::manifest::{self, CheckpointKind, Manifest, ManifestFile};
+use crate::manifest::{self, CheckpointKind, Manifest, ManifestEntry};
 
 /// A larger file is no manifest. No number of ranks comes near this size.
 const LARGEST_MANIFEST: u64 = 1 << 30;
@@ -204,9 +204,9 @@ pub(crate) fn check_contents<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: 
 /// Which of `files`, of the manifest, are missing or of another kind or size.
 pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
     folder: &OpenFolder<D>,
-    files: impl IntoIterator<Item = &'a ManifestFile>,
+    files: impl IntoIterator<Item = &'a ManifestEntry>,
 ) -> Result<Vec<Damage>, CommitError> {
-    let files: Vec<&ManifestFile> = files.into_iter().collect();
+    let files: Vec<&ManifestEntry> = files.into_iter().collect();
     let folders = open_inner_folders(folder, files.iter().copied())?;
     let mut damaged = Vec::new();
     for file in files {
@@ -229,7 +229,7 @@ pub(crate) fn compare_sizes<'a, D: Disk + Clone>(
 /// Opens the folders in `top` that `files` lie in, by relative name; `None` for one that does not exist.
 pub(crate) fn open_inner_folders<'a, D: Disk + Clone>(
     top: &OpenFolder<D>,
-    files: impl Iterator<Item = &'a ManifestFile>,
+    files: impl Iterator<Item = &'a ManifestEntry>,
 ) -> Result<BTreeMap<&'a str, Option<OpenFolder<D>>>, CommitError> {
     let mut folders: BTreeMap<&str, Option<OpenFolder<D>>> = BTreeMap::new();
     for file in files {

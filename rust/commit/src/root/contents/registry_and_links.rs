@@ -7,9 +7,9 @@ use std::ffi::{OsStr, OsString};
 
 use serde::Serialize;
 
-use super::checkpoint::{CheckpointInfo, CheckpointKey, Checkpoints, newest};
 use super::open_folder::OpenFolder;
 use super::root_names;
+use super::whole_checkpoint::{CheckpointInfo, CheckpointKey, Checkpoints, newest};
 use crate::disk::{Disk, EntryKind};
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;

@@ -2,13 +2,13 @@
 
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArray};
 use pyo3::prelude::*;
-use tundish_packing::megatron_index::{PlanInputs, sample_index};
+use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::Column;
 use tundish_packing::{Integers, verify};
 
 use super::integer_array::{IntegerArray, view};
 use super::{available_threads, from_json};
-use crate::enter::enter;
+use crate::long_work::enter;
 
 /// Check a plan against lengths, and the order that was given.
 #[pyfunction]

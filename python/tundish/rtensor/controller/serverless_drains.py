@@ -10,10 +10,10 @@ from typing import Any
 from tundish.errors import TransferError
 from tundish.rtensor.workers.worker import Worker
 
-__all__ = ["DrainCaller"]
+__all__ = ["ServerlessDrains"]
 
 
-class DrainCaller:
+class ServerlessDrains:
     """Calls drain functions, each on a daemon thread of its own.
 
     A function that exceeds the timeout has failed, though its thread goes on; it is not called again before it ends.

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.saving.rank_values import RankValue, assign_values, rank_values_of
+from tundish.checkpoint.dcp.saving.local_values import LocalValue, assign_values, local_values_of
 from tundish.errors import InvalidInputError
 
 
 def owners(states: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
     """For each name the ranks that save it."""
-    held = [rank_values_of(flatten_state(state), rank) for rank, state in states.items()]
+    held = [local_values_of(flatten_state(state), rank) for rank, state in states.items()]
     found: dict[str, list[int]] = {name: [] for state in states.values() for name in state}
     for rank, values, numbers in zip(states, held, assign_values(held, list(states))[0], strict=True):
         for number in numbers:
@@ -89,8 +89,8 @@ def test_different_things_under_one_name_are_refused(other: Any) -> None:
 
 
 def test_blocks_that_do_not_make_up_the_tensor_are_refused() -> None:
-    def block(first: int, last: int) -> list[RankValue | None]:
-        return [RankValue("w", '["w"]', "float32", "8", f"{first}", f"{last - first}")]
+    def block(first: int, last: int) -> list[LocalValue | None]:
+        return [LocalValue("w", '["w"]', "float32", "8", f"{first}", f"{last - first}")]
 
     assert assign_values([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2]) == ([[0], [0], []], 32)
     for held in (
