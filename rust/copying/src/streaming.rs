@@ -31,7 +31,7 @@ pub(crate) unsafe fn copy(queue: &CopyQueue, bytes: Range<usize>) {
     let each = if bytes.len() < WORTH_STREAMS { bytes.len() } else { bytes.len().div_ceil(STREAMS) };
     let mut streams = [0, 1, 2, 3].map(|number| {
         let [start, end] = [number, number + 1].map(|edge| bytes.end.min(bytes.start + edge * each));
-        CopyLane::over(queue.parts(start..end))
+        SerialCopy::over(queue.parts(start..end))
     });
     // SAFETY: every stream has as many bytes left as are stored.
     unsafe {
@@ -54,15 +54,15 @@ pub(crate) unsafe fn copy(queue: &CopyQueue, bytes: Range<usize>) {
 }
 
 /// Copies one after the other.
-struct CopyLane<I> {
+struct SerialCopy<I> {
     copies: I,
     /// The rest of the copy that was begun; its target is at a multiple of `STORE`.
     left: CopyRange,
 }
 
-impl<I: Iterator<Item = CopyRange>> CopyLane<I> {
+impl<I: Iterator<Item = CopyRange>> SerialCopy<I> {
     fn over(copies: I) -> Self {
-        CopyLane { copies, left: CopyRange { source: std::ptr::null(), target: std::ptr::null_mut(), length: 0 } }
+        SerialCopy { copies, left: CopyRange { source: std::ptr::null(), target: std::ptr::null_mut(), length: 0 } }
     }
 
     /// Copies the bytes that are not streamed, up to those that are. Returns the number of those, in whole blocks; 0 at
