@@ -46,8 +46,7 @@ def protect_on_the_second(rank: int, line: Line) -> None:
             checkpointer.save_dcp(step, tensors, blocking=True)
             if rank == 1 and step == 1:
                 checkpointer.protect(1)
-            if rank == 1 and step == 2:
-                # One that is yet to come.
+            if rank == 1 and step == 3:
                 checkpointer.protect(3)
         line.say(sorted(path.name for path in root.glob("[hd]*-[0-9]")))
 

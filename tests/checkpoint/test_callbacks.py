@@ -34,7 +34,7 @@ def test_they_protect_also_while_the_checkpointer_is_closed(tmp_path: Path) -> N
     closer.start()
     with contextlib.suppress(InvalidInputError):
         while True:
-            checkpointer.protect(9)
+            checkpointer.protect(1)
     closing.set()
     assert [save.result(60).name for save in saves] == ["hf-1", "hf-2"]
     closer.join(60)

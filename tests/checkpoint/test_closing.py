@@ -20,7 +20,7 @@ from torch import distributed
 from tundish.checkpoint import Checkpointer, open_readonly
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.save import Save
-from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
+from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError, NotFoundError
 
 TENSORS = {"w": torch.ones(1000)}
 
@@ -328,9 +328,29 @@ def test_numbers_of_writers_are_whole(root: Path, writers: Any) -> None:
 
 def test_nothing_is_protected_after_the_close(root: Path) -> None:
     with Checkpointer(root, on_failure="raise") as checkpointer:
-        pass
-    with pytest.raises(InvalidInputError, match="closed"):
+        checkpointer.save_hf(1, TENSORS)
+    with pytest.raises(InvalidInputError, match="this checkpointer is closed: make a new one"):
         checkpointer.protect(1)
+
+
+def test_a_step_without_a_checkpoint_is_not_protected(root: Path) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        checkpointer.save_hf(1, TENSORS, blocking=True)
+        checkpointer.save_hf(2, TENSORS)
+        # It may still be under way.
+        checkpointer.protect(2)
+        with pytest.raises(NotFoundError, match=r"no checkpoint of step 99, .*steps there: 1") as refusal:
+            checkpointer.protect(99)
+        assert refusal.value.filename == str(root)
+
+
+@pytest.mark.parametrize("timeout", ["a", "7", True, [1]])
+def test_a_timeout_that_is_no_number_is_refused(root: Path, timeout: Any) -> None:
+    with Checkpointer(root, on_failure="raise") as checkpointer:
+        save = checkpointer.save_hf(1, TENSORS)
+        for wait in (checkpointer.wait, save.result, save.exception, save.staged):
+            with pytest.raises(InvalidTypeError, match=r"timeout is .*: give a number of seconds"):
+                wait(timeout)
 
 
 @pytest.mark.parametrize("tag", ["\ud800", "a\nb", "\x1b[2J"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -29,12 +30,18 @@ from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
-from tundish.checkpoint.publish.readonly_root import Checkpoints, Kind, check_step, plain_step
+from tundish.checkpoint.publish.readonly_root import (
+    Checkpoints,
+    Kind,
+    check_step,
+    format_steps,
+    plain_step,
+)
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
-from tundish.checkpoint.save import Save
+from tundish.checkpoint.save import Save, check_wait
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.start_save import SaveRequest, start_save
-from tundish.errors import InvalidInputError, TimedOutError
+from tundish.errors import InvalidInputError, NotFoundError, TimedOutError
 
 __all__ = ["Checkpointer"]
 
@@ -292,12 +299,31 @@ class Checkpointer:
     def protect(self, step: int) -> None:
         """Keep the checkpoints of `step` whatever retention says, as long as this checkpointer is open. Not collective.
 
-        Any rank may protect any step, also a future one. The first rank, which removes old checkpoints, hears of it
-        with the next save that begins afterwards.
+        Any rank may protect any step. The first rank removes old checkpoints. It learns of the step with the next save
+        that begins.
+
+        Args:
+            step: a step that is published or being saved.
+
+        Raises:
+            NotFoundError: there is no checkpoint of `step`.
+            InvalidInputError: the checkpointer is closed, or `step` is no whole number of at least 0.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("protected", keep_last=1) as checkpointer:
+            ...     for step in (1, 2, 3):
+            ...         _ = checkpointer.save_hf(step, {"w": torch.ones(2)}, blocking=True)
+            ...         if step == 1:
+            ...             checkpointer.protect(1)
+            ...     [checkpoint.step for checkpoint in checkpointer.list()]
+            [1, 3]
         """
         self._check_open()
         self._raise_pending()
         step = check_step(plain_step(step))
+        self._check_is_known(step)
         self._resources.protected.add(step)
         if self._resources.writable is not None:
             self._resources.writable.protect([step])
@@ -368,6 +394,7 @@ class Checkpointer:
             Exception: with `on_failure="raise"`, the error of a save.
         """
         self._refuse_in_callback("wait")
+        check_wait(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         for queue in self._resources.queues.values():
             if not queue.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -442,7 +469,7 @@ class Checkpointer:
 
     def _close_after_interrupt(self, call: str, interrupt: BaseException) -> None:
         """Tell the other ranks that this one left the call, and close."""
-        self._closed_by = f": {call}() was interrupted by {type(interrupt).__name__}; make a new one"
+        self._closed_by = f", since {call}() was interrupted by {type(interrupt).__name__}"
         resources = self._resources
         try:
             with contextlib.suppress(Exception):
@@ -464,7 +491,22 @@ class Checkpointer:
             )
         # Callbacks of the saves that a close waits for may still use it.
         if self._closed_by is not None and not self._is_in_callback():
-            raise InvalidInputError(f"this checkpointer is closed{self._closed_by}")
+            raise InvalidInputError(f"this checkpointer is closed{self._closed_by}: make a new one")
+
+    def _check_is_known(self, step: int) -> None:
+        """Refuse a step that is neither published nor being saved."""
+        resources = self._resources
+        # First, since a save may be published between the two looks.
+        if any(step in queue.steps_under_way() for queue in resources.queues.values()):
+            return
+        steps = sorted({one.step for one in resources.readonly.list()})
+        if step not in steps:
+            raise NotFoundError(
+                errno.ENOENT,
+                f"{self.path} has no checkpoint of step {step}, and none is being saved ({format_steps(steps)}): call "
+                "protect after the save begins",
+                str(self.path),
+            )
 
     def _raise_pending(self) -> None:
         """Raise the error of a save on the training thread; a callback must not consume it."""

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from tundish.checkpoint.stager import StagedSave
-from tundish.errors import InvalidInputError, TimedOutError
+from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
-__all__ = ["Save"]
+__all__ = ["Save", "check_wait"]
 
 _LONGEST_WAIT_SECONDS = 0.25
 
@@ -65,6 +67,7 @@ class Save(Future[Path]):
 
         The wait is cut into short ones: a signal that another thread receives does not end a wait of the main thread.
         """
+        check_wait(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self.done() and (left := deadline - time.monotonic()) > 0:
             wait([self], min(left, _LONGEST_WAIT_SECONDS))
@@ -79,6 +82,7 @@ class Save(Future[Path]):
             TimedOutError: not everything is copied in time.
             Exception: the error of staging.
         """
+        check_wait(timeout)
         staged = self._staged_save
         if staged is None:
             if not self._was_staged:
@@ -126,3 +130,15 @@ class Save(Future[Path]):
         """Resolve the future: the save failed, or a callback after publication did."""
         self._staged_save = None
         self.set_exception(error)
+
+
+def check_wait(timeout: Any) -> None:
+    """Check that `timeout` is a number of seconds, or None.
+
+    Raises:
+        InvalidTypeError: it is not.
+    """
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real)):
+        raise InvalidTypeError(
+            f"timeout is {timeout!r}: give a number of seconds, or None to wait without limit"
+        )

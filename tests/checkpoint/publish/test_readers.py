@@ -11,11 +11,17 @@ import pytest
 import torch
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.errors import CheckpointInUseError
+from tundish.errors import CheckpointInUseError, NotFoundError
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((1000,), float(step))}
+
+
+def test_a_reader_of_no_root_hears_which_folder_to_give(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError) as refusal:
+        open_readonly(tmp_path / "nix")
+    assert str(refusal.value) == f"[Errno 2] {tmp_path / 'nix'} does not exist: give the root of a Checkpointer"
 
 
 def test_a_replaced_checkpoint_is_readable_all_the_time(tmp_path: Path) -> None:

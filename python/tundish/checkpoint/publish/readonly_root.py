@@ -21,7 +21,7 @@ import numpy as np
 
 from tundish import _native
 from tundish.checkpoint.publish.retention import Checkpoint
-from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_count
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_count
 
 __all__ = [
     "KINDS",
@@ -41,6 +41,7 @@ _logger = logging.getLogger("tundish.checkpoint")
 Kind = Literal["hf", "dcp"]
 KINDS: tuple[Kind, ...] = ("hf", "dcp")
 MANIFEST = "tundish.json"
+_SHOWN_STEPS = 10
 
 
 Checkpoints = list[Checkpoint]  # classes below have a method called list
@@ -153,6 +154,12 @@ def check_step(step: object) -> int:
     return step
 
 
+def format_steps(steps: Sequence[int]) -> str:
+    """Ascending steps for a message, the newest ones if they are many."""
+    shown = ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"
+    return f"steps there: {'…, ' if len(steps) > _SHOWN_STEPS else ''}{shown}"
+
+
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -199,7 +206,12 @@ class ReadonlyRoot:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.path = path_of(root, "root")
         check_root(self.path)
-        self._root = _native.open_checkpoints_readonly(self.path)
+        try:
+            self._root = _native.open_checkpoints_readonly(self.path)
+        except NotFoundError as error:
+            raise NotFoundError(
+                error.errno, f"{self.path} does not exist: give the root of a Checkpointer", str(self.path)
+            ) from None
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, one kind after the other and each by step, or one kind's."""

@@ -129,7 +129,7 @@ def test_a_rank_that_closed_or_ended_fails_the_others_next_save_at_once(gone: in
         assert time.monotonic() - started < 10
         # On the rank that closed it is refused without the others.
         tell(job, gone, "save", "hf", 2)
-        assert answer(job, gone)[:2] == ("InvalidInputError", "this checkpointer is closed")
+        assert answer(job, gone)[:2] == ("InvalidInputError", "this checkpointer is closed: make a new one")
         tell(job, 1 - gone, "close")
         assert_fine([answer(job, 1 - gone)])
         end(job)
