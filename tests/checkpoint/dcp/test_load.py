@@ -181,12 +181,29 @@ def test_long_lists_of_problems_are_shortened(saved: Path) -> None:
 
 def test_only_whole_checkpoints_are_read(saved: Path, tmp_path: Path) -> None:
     state = {"model": {"w": torch.zeros(3, 4)}}
-    hidden = shutil.copytree(saved, tmp_path / ".dcp-7.incomplete")
-    unrecorded = shutil.copytree(saved, tmp_path / "dcp-8")
-    (unrecorded / "tundish.json").unlink()
-    for folder in (hidden, unrecorded, tmp_path / "missing", saved / "tundish.json"):
-        with pytest.raises(NotFoundError, match="no whole checkpoint is here"):
+    root = tmp_path / "root"
+    shutil.copytree(saved, root / "dcp-5")
+    shutil.copytree(saved, root / "dcp-10")
+    hidden = shutil.copytree(saved, root / ".dcp-7.incomplete")
+    of_torch = shutil.copytree(saved, root / "dcp-8")
+    (of_torch / "tundish.json").unlink()
+    unrecorded = shutil.copytree(of_torch, root / "dcp-9")
+    (unrecorded / ".metadata").unlink()
+    refused = {
+        root: f"is a root, not a checkpoint: give {root / 'dcp-10'} (steps there: 5, 10)",
+        root / "dcp-7": "does not exist: give the path of a DCP checkpoint (steps there: 5, 10)",
+        tmp_path / "missing": "does not exist: give the path of a DCP checkpoint (steps there: none)",
+        hidden: "is a save that is under way or was cut short: give a published checkpoint (steps there: 5, 10)",
+        of_torch: "torch saved it by itself, so load it with torch.distributed.checkpoint.load",
+        unrecorded: "is no checkpoint of tundish, since it has no tundish.json",
+        root / "dcp-5" / "tundish.json": "is no checkpoint of tundish",
+    }
+    for folder, said in refused.items():
+        with pytest.raises(NotFoundError) as refusal:
             load_dcp(state, folder)
+        assert str(refusal.value).startswith(f"[Errno 2] {folder} ")
+        assert said in str(refusal.value)
+        assert refusal.value.filename == str(folder)
     assert not state["model"]["w"].any()
 
 

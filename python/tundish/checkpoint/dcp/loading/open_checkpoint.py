@@ -16,8 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tundish._native import CheckpointReadLock
-from tundish.checkpoint.dcp.file_layout import rank_extra_name, shard_name
-from tundish.checkpoint.publish.readonly_root import MANIFEST, is_file, releasing, warn_without_checksums
+from tundish.checkpoint.dcp.file_layout import METADATA, rank_extra_name, shard_name
+from tundish.checkpoint.publish.readonly_root import (
+    MANIFEST,
+    format_steps,
+    is_file,
+    releasing,
+    warn_without_checksums,
+)
 from tundish.distributed import Voter
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
@@ -253,10 +259,33 @@ def read_lock(path: Path) -> CheckpointReadLock:
         NotFoundError: there is none, or it is still being written.
     """
     if path.name.startswith(".") or path.is_symlink() or not is_file(path / MANIFEST):
-        raise NotFoundError(
-            errno.ENOENT,
-            f"no whole checkpoint is here: what a save under way or cut short leaves has no {MANIFEST}, and "
-            "what torch saved by itself is read by torch.distributed.checkpoint.load",
-            str(path),
-        )
+        raise NotFoundError(errno.ENOENT, f"{path} {_why_none(path)}", str(path))
     return CheckpointReadLock(path)
+
+
+def _why_none(path: Path) -> str:
+    """Why no checkpoint can be loaded from `path`, and what to do."""
+    if steps := _dcp_steps(path):
+        return f"is a root, not a checkpoint: give {path / f'dcp-{steps[-1]}'} ({format_steps(steps)})"
+    if path.is_symlink():
+        return "is a link: give the folder that it points to"
+    others = format_steps(_dcp_steps(path.parent))
+    if not path.exists():
+        return f"does not exist: give the path of a DCP checkpoint ({others})"
+    if path.name.startswith("."):
+        return f"is a save that is under way or was cut short: give a published checkpoint ({others})"
+    if is_file(path / METADATA):
+        return (
+            f"has no {MANIFEST}: torch saved it by itself, so load it with torch.distributed.checkpoint.load"
+        )
+    return f"is no checkpoint of tundish, since it has no {MANIFEST}: give the path of a DCP checkpoint ({others})"
+
+
+def _dcp_steps(root: Path) -> list[int]:
+    """The steps of the DCP checkpoints in a folder, ascending; none if it cannot be read."""
+    try:
+        names = [path.name for path in root.glob("dcp-*") if is_file(path / MANIFEST)]
+    except OSError:
+        return []
+    steps = (name.removeprefix("dcp-") for name in names)
+    return sorted(int(step) for step in steps if step.isascii() and step.isdecimal())
