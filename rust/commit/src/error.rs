@@ -102,6 +102,17 @@ pub enum CommitError {
         /// Its process and host.
         owner: String,
     },
+    /// This process has the checkpoint root open already.
+    #[error(
+        "{} is open in this very process, {process}, already: close the checkpointer that has it open, or save elsewhere",
+        path.display()
+    )]
+    RootOpenHere {
+        /// The root.
+        path: PathBuf,
+        /// The number of this process.
+        process: u32,
+    },
     /// The root no longer belongs to this process.
     #[error("{} no longer belongs to this process: {reason}", path.display())]
     RootLost {
@@ -233,6 +244,7 @@ impl CommitError {
             | CommitError::Panicked { path, .. }
             | CommitError::Interrupted { path }
             | CommitError::RootInUse { path, .. }
+            | CommitError::RootOpenHere { path, .. }
             | CommitError::RootLost { path, .. }
             | CommitError::NameTaken { path, .. }
             | CommitError::StepExists { path, .. }
@@ -260,7 +272,9 @@ impl CommitError {
             | CommitError::NameTaken { .. }
             | CommitError::StepExists { .. } => Errno::EXIST,
             CommitError::ParentMissing { .. } | CommitError::NoSuchCheckpoint { .. } => Errno::NOENT,
-            CommitError::RootInUse { .. } | CommitError::RootLost { .. } => Errno::AGAIN,
+            CommitError::RootInUse { .. } | CommitError::RootOpenHere { .. } | CommitError::RootLost { .. } => {
+                Errno::AGAIN
+            }
             CommitError::CheckpointInUse { .. } | CommitError::CheckpointLocked { .. } => Errno::BUSY,
             CommitError::ExchangeUnsupported { .. } => Errno::OPNOTSUPP,
             CommitError::StepOrder { .. } | CommitError::NotPublishable { .. } => Errno::INVAL,

@@ -112,7 +112,7 @@ fn commit_error(error: &CommitError) -> PyErr {
         CommitError::TargetExists { .. } | CommitError::FileExists { .. } | CommitError::NameTaken { .. } => {
             "AlreadyExistsError"
         }
-        CommitError::RootInUse { .. } => "RootInUseError",
+        CommitError::RootInUse { .. } | CommitError::RootOpenHere { .. } => "RootInUseError",
         CommitError::StepExists { .. } => "StepExistsError",
         CommitError::StepOrder { .. } => return raise("StepOrderError", &error.to_string()),
         CommitError::CheckpointInUse { .. } | CommitError::CheckpointLocked { .. } => "CheckpointInUseError",

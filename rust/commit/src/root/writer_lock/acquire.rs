@@ -56,8 +56,7 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
                 LockState::Held(found) => (found, true),
                 LockState::Undecided(found) => (found, history.has_changed),
                 LockState::HeldByThisProcess => {
-                    let owner = format!("this very process, {}, which has it open already", identity.pid);
-                    return Err(CommitError::RootInUse { path: root.path.clone(), owner });
+                    return Err(CommitError::RootOpenHere { path: root.path.clone(), process: identity.pid });
                 }
             };
             if is_decided && until.is_some_and(|until| Instant::now() >= until) {
