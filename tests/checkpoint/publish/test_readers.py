@@ -21,7 +21,9 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 def test_a_reader_of_no_root_hears_which_folder_to_give(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as refusal:
         open_readonly(tmp_path / "nix")
-    assert str(refusal.value) == f"[Errno 2] {tmp_path / 'nix'} does not exist: give the root of a Checkpointer"
+    assert (
+        str(refusal.value) == f"[Errno 2] {tmp_path / 'nix'} does not exist: give the root of a Checkpointer"
+    )
 
 
 def test_a_replaced_checkpoint_is_readable_all_the_time(tmp_path: Path) -> None:
