@@ -262,6 +262,14 @@ def format_integer(number: int) -> str:
     return str(number) if number.bit_length() <= 128 else f"an integer of {number.bit_length()} bits"
 
 
+def format_type(value: object) -> str:
+    """Format the type of a value with its article, as in "an int" and "a dict"; None stays "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__qualname__
+    return f"an {name}" if name[0] in "aeioAEIO" or name == "ndarray" else f"a {name}"
+
+
 def format_count(number: int, what: str) -> str:
     """Format a count and its noun, as in "1 dataset" and "2 datasets"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

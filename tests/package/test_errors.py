@@ -71,7 +71,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         InvalidInputError,
         r"out is '\\ud800'; no path",
     ),
-    "plot to a number": (lambda: PLAN.plot(7), InvalidTypeError, "path must be a path, not 7"),  # type: ignore[arg-type]
+    "plot to a number": (lambda: PLAN.plot(7), InvalidTypeError, "path is 7: give a path"),  # type: ignore[arg-type]
     "lookup of 2**63": (
         lambda: PLAN.lookup([2**63]),
         NoSuchPackError,

@@ -249,8 +249,8 @@ def test_an_array_with_another_shape_is_pickled_by_value() -> None:
 @pytest.mark.parametrize(
     ("brought", "named"),
     [
-        (None, "a NoneType"),
-        (lambda: None, "a NoneType"),
+        (None, "None"),
+        (lambda: None, "None"),
         ({"ids": np.arange(3), "mask": np.ones(3)}, "a dict"),
         (lambda: {"ids": np.arange(3)}, "a dict"),
         ({1, 2}, "a set"),
@@ -258,7 +258,7 @@ def test_an_array_with_another_shape_is_pickled_by_value() -> None:
     ],
 )
 def test_values_other_than_arrays_are_refused_by_their_type(brought: Any, named: str) -> None:
-    with pytest.raises(td.errors.InvalidTypeError, match=f"^{named} is no array: "):
+    with pytest.raises(td.errors.InvalidTypeError, match=f"^the array is {named}: give "):
         td.shm.node_shared(brought)
 
 

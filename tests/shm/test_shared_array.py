@@ -126,7 +126,7 @@ def test_large_arrays_are_copied_whole() -> None:
         (np.zeros(2, [("a", object, (2,))]), TypeError, "has Python objects"),
         (np.zeros(2, [("a", "i4"), ("b", "f8")])[["b", "a"]], ValueError, "repack_fields"),
         (np.ma.masked_array([1, 2], [True, False]), TypeError, "a masked array cannot be shared"),
-        ([1, 2], TypeError, "cannot share list"),
+        ([1, 2], TypeError, "cannot share a list: give"),
         (np.array(["a"], np.dtypes.StringDType()), TypeError, "has Python objects"),
         (
             np.zeros(1, [(f"field{number}", "i4") for number in range(300)]),

@@ -210,7 +210,7 @@ def test_an_error_of_a_registered_function_says_where_it_was() -> None:
 
 def test_the_tensors_have_to_be_those_of_the_schema() -> None:
     tensors, schema = td.tree.flatten({"a": torch.ones(2, 3), "b": torch.arange(4)})
-    with pytest.raises(InvalidInputError, match="the schema is one of 2 tensors, and 1 were given"):
+    with pytest.raises(InvalidInputError, match="the schema is of 2 tensors, and tensors has 1: give"):
         td.tree.unflatten(schema, tensors[:1])
     with pytest.raises(
         InvalidInputError,
@@ -219,9 +219,9 @@ def test_the_tensors_have_to_be_those_of_the_schema() -> None:
         td.tree.unflatten(schema, [tensors[0], tensors[1].float()])
     with pytest.raises(InvalidInputError, match=r"tensors\[0\] is torch.float32 of shape \(3, 2\)"):
         td.tree.unflatten(schema, [tensors[0].t(), tensors[1]])
-    with pytest.raises(InvalidTypeError, match=r"tensors\[1\] is a int"):
+    with pytest.raises(InvalidTypeError, match=r"tensors\[1\] is an int: give a tensor"):
         td.tree.unflatten(schema, [tensors[0], 4])  # type: ignore[list-item]
-    with pytest.raises(InvalidTypeError, match="takes the schema that flatten returned, not dict"):
+    with pytest.raises(InvalidTypeError, match="takes the schema that flatten returned, not a dict"):
         td.tree.unflatten({}, tensors)  # type: ignore[arg-type]
 
 

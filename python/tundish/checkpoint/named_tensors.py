@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = ["WRAPPERS", "NamedTensors", "check_name", "named_tensors", "refuse_repeated", "without_wrappers"]
 
@@ -123,7 +123,7 @@ def _named(tensors: dict[Any, Any]) -> dict[str, torch.Tensor]:
     for given, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise InvalidTypeError(
-                f"{given!r} is a {type(tensor).__name__}, not a tensor: give the mapping of names to tensors without it"
+                f"{given!r} is {format_type(tensor)}, not a tensor: give the mapping of names to tensors without it"
             )
     return dict(zip(names, tensors.values(), strict=True))
 

@@ -83,7 +83,10 @@ def group_info(group: Any) -> GroupInfo:
                 "torch.distributed.init_process_group first"
             )
         if group is not None:
-            raise InvalidInputError("a group was given but torch.distributed is not initialised (any more)")
+            raise InvalidInputError(
+                "group is given, but torch.distributed is not initialised: call init_process_group first, or leave "
+                "group out"
+            )
         return GroupInfo(ranks=(0,), rank=0, name="alone", store=None)
     c10d = distributed.distributed_c10d
     rank = distributed.get_rank()

@@ -29,7 +29,9 @@ def resolve_device(device: Any) -> torch.device | None:
     except TypeError:
         raise InvalidTypeError(f"device is {device!r}: give a torch.device, or the name of one") from None
     except RuntimeError as error:
-        raise InvalidInputError(f"device is {device!r}, which is none: {_first_line(error)}") from None
+        raise InvalidInputError(
+            f"device is {device!r}: give a device of torch, such as 'cpu' or 'cuda:0' ({_first_line(error)})"
+        ) from None
     if found.type == "cpu":
         return None
     try:

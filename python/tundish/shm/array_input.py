@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 from tundish.shm.array_layout import ArrayLayout, Order
 
 __all__ = ["as_numpy"]
@@ -31,6 +31,6 @@ def as_numpy(given: Any) -> tuple[NDArray[Any], ArrayLayout]:
     elif isinstance(given, np.ndarray):
         array = given.view(np.ndarray)
     else:
-        raise InvalidTypeError(f"cannot share {type(given).__name__}: give a numpy array or a CPU tensor")
+        raise InvalidTypeError(f"cannot share {format_type(given)}: give a numpy array or a CPU tensor")
     order: Order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     return array, ArrayLayout(shape=array.shape, order=order, dtype=array.dtype, torch_dtype=torch_dtype)

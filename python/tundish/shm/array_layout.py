@@ -53,7 +53,10 @@ class ArrayLayout:
         try:
             np.broadcast_to(np.empty((), self.dtype), self.shape)
         except (ValueError, TypeError, OverflowError) as error:
-            raise InvalidInputError(f"numpy has no array of shape {self.shape!r:.200}: {error}") from error
+            raise InvalidInputError(
+                f"shape is {self.shape!r:.200}, which no array can have: give at most 64 lengths from 0 on, below 2⁶³ "
+                "bytes in all"
+            ) from error
 
     @property
     def nbytes(self) -> int:

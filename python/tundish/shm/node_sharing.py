@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tundish.distributed import nodes_of, voter_of
-from tundish.errors import InvalidTypeError, PeerFailedError, SegmentGoneError
+from tundish.errors import InvalidTypeError, PeerFailedError, SegmentGoneError, format_type
 from tundish.shm.array_files import ArrayFile, find_by_key, publish_array
 from tundish.shm.array_input import as_numpy
 from tundish.shm.handle import Handle
@@ -128,8 +128,8 @@ def _build(array_or_callable: Any, key: str | None, folder: Path | None) -> Shar
     if given is None or isinstance(given, Mapping | Set | Iterator):
         # Numpy would convert it to an array of one object.
         raise InvalidTypeError(
-            f"a {type(given).__name__} is no array: give an array, or a function that returns one, on the first rank "
-            "of each node; call `node_shared` once for each array"
+            f"the array is {format_type(given)}: give a numpy array or a CPU tensor, or a function that returns "
+            "one, on the first rank of each node; call `node_shared` once for each array"
         )
     if isinstance(given, SharedArray):
         if folder is None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.shm.array_input import as_numpy
 from tundish.shm.array_layout import ArrayLayout, Order
 from tundish.shm.handle import Handle
@@ -154,7 +154,7 @@ class SharedArray:
             segment = _native.SharedSegment.attach(address, name=handle.name)
         else:
             raise InvalidTypeError(
-                f"cannot attach to {type(handle).__name__}: give the handle of a SharedArray, or its name"
+                f"cannot attach to {format_type(handle)}: give the handle of a SharedArray, or its name"
             )
         layout = ArrayLayout.from_bytes(segment.layout, segment.nbytes)
         name = handle if isinstance(handle, str) else handle.name

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 from tundish.shm.array_layout import ArrayLayout
 
 __all__ = ["dumps_with_tensors", "numpy_dtype_of", "numpy_view_of", "tensor_in"]
@@ -43,7 +43,7 @@ def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
         raise InvalidTypeError(f"a tensor of {tensor.layout} cannot be shared: make it dense first")
     values = tensor.detach().resolve_conj().resolve_neg()
     if type(values) is not torch.Tensor:
-        raise InvalidTypeError(f"a {type(tensor).__name__} cannot be shared: share the tensor in it")
+        raise InvalidTypeError(f"{format_type(tensor)} cannot be shared: share the tensor in it")
     numpy_dtype, name = numpy_dtype_of(values.dtype)
     if name is not None:
         values = values.view(_INTEGERS[numpy_dtype.itemsize])

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tundish.errors import InvalidInputError, InvalidTypeError, format_count
+from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
 from tundish.tree.array_rules import ARRAY_BUILDERS
 from tundish.tree.container_rules import build
 from tundish.tree.object_parts import Token
@@ -41,18 +41,17 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
         InvalidTypeError: a type is registered where the object was flattened, and not here.
     """
     if not isinstance(schema, Schema):
-        raise InvalidTypeError(
-            f"unflatten takes the schema that flatten returned, not {type(schema).__qualname__}"
-        )
+        raise InvalidTypeError(f"unflatten takes the schema that flatten returned, not {format_type(schema)}")
     tensors = list(tensors)
     layout = schema.layout
     if len(tensors) != len(layout.shapes):
         raise InvalidInputError(
-            f"the schema is one of {format_count(len(layout.shapes), 'tensor')}, and {len(tensors)} were given"
+            f"the schema is of {format_count(len(layout.shapes), 'tensor')}, and tensors has {len(tensors)}: give "
+            "those that flatten returned with it, in the same order"
         )
     for number, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise InvalidTypeError(f"tensors[{number}] is a {type(tensor).__qualname__}, not a tensor")
+            raise InvalidTypeError(f"tensors[{number}] is {format_type(tensor)}: give a tensor")
     if tuple(map(_get_dtype, tensors)) != layout.dtypes or tuple(map(_get_shape, tensors)) != layout.shapes:
         for number, tensor in enumerate(tensors):
             dtype, shape = layout.dtypes[number], layout.shapes[number]

@@ -165,7 +165,7 @@ def test_names_that_are_equal_without_wrappers_are_refused() -> None:
     [
         (3, "cannot save a int"),
         ([torch.ones(1)], "cannot save a list"),
-        ({"a": 3}, "'a' is a int, not a tensor"),
+        ({"a": 3}, "'a' is an int, not a tensor"),
         ({"a": torch.ones(1), "b": Layer()}, "'b' is a module among tensors"),
         ({"a": {"b": torch.ones(1)}}, "'a' is a dict, not a tensor"),
     ],

@@ -213,7 +213,7 @@ def test_a_source_has_to_be_a_folder(source: Path) -> None:
 @pytest.mark.parametrize("name", ["config", "tokenizer"])
 def test_objects_without_save_pretrained_are_refused(name: str) -> None:
     arguments: dict[str, Any] = {name: object()}
-    with pytest.raises(InvalidTypeError, match=f"{name} is a object, which has no save_pretrained"):
+    with pytest.raises(InvalidTypeError, match=f"{name} is an object, which has no save_pretrained: give"):
         HfStager(WEIGHTS, **arguments)
 
 

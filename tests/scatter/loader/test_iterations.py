@@ -40,7 +40,7 @@ def no_such_device(rank: int, line: Line) -> None:
     device = "nowhere" if rank == 1 else None
     kind, text, _ = outcome(lambda: td.DispatchLoader([1, 2] if rank == 0 else None, device=device))
     assert kind == ("InvalidInputError" if rank == 1 else "PeerFailedError"), text
-    assert "device is 'nowhere', which is none" in text
+    assert "device is 'nowhere': give a device of torch" in text
 
 
 def test_a_bad_device_is_refused_when_the_loader_is_made(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], said: str) -> 
         ({"progress": "yes"}, "progress must be"),
         ({"src": 1}, "src is 1"),
         ({"src": 0.0}, "src is 0.0"),
-        ({"device": "nowhere"}, "device is 'nowhere', which is none"),
+        ({"device": "nowhere"}, "device is 'nowhere': give a device of torch"),
         ({"device": f"cuda:{torch.cuda.device_count()}"}, "device is 'cuda:.', which cannot be used here"),
         ({"device": 1.5}, "device is 1.5: give a torch.device"),
         ({"device": True}, "device is True: give a torch.device"),

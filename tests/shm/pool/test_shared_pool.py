@@ -333,8 +333,8 @@ def test_workers_ignore_ctrl_c(method: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"fn": 3}, InvalidTypeError, "fn is a int"),
-        ({"fn": tasks.echo, "shared": [1]}, InvalidTypeError, "shared is a list"),
+        ({"fn": 3}, InvalidTypeError, "fn is an int: give a function"),
+        ({"fn": tasks.echo, "shared": [1]}, InvalidTypeError, "shared is a list: give a dict"),
         ({"fn": tasks.echo, "shared": {1: 2}}, InvalidTypeError, "cannot be called as"),
         ({"fn": tasks.echo, "shared": {"wrong": 2}}, InvalidTypeError, "unexpected keyword argument 'wrong'"),
         ({"fn": tasks.item_of}, InvalidTypeError, "missing a required argument: 'numbers'"),

@@ -25,7 +25,7 @@ from tundish._native import FileMetadata, checksum_file
 from tundish.checkpoint.hf import transformers_models
 from tundish.checkpoint.hf.adapters import Adapters
 from tundish.checkpoint.hf.shards import INDEX_NAME
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_type
 
 __all__ = ["Sidecars", "collect_sidecars"]
 
@@ -131,7 +131,9 @@ def collect_sidecars(
     """
     for name, one in (("config", config), ("tokenizer", tokenizer)):
         if one is not None and not callable(getattr(one, "save_pretrained", None)):
-            raise InvalidTypeError(f"{name} is a {type(one).__name__}, which has no save_pretrained")
+            raise InvalidTypeError(
+                f"{name} is {format_type(one)}, which has no save_pretrained: give an object of transformers"
+            )
     if config is not None and adapters is not None:
         raise InvalidInputError(
             "config is given for a model that holds adapters: beside adapters a config.json says that the whole "

@@ -15,7 +15,7 @@ __all__ = ["as_absolute", "as_new_folder", "as_path"]
 def as_path(path: Any, name: str) -> Path:
     """`path`, which must be one that a file or folder can have."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
-        raise InvalidTypeError(f"{name} must be a path, not {path!r}")
+        raise InvalidTypeError(f"{name} is {path!r}: give a path, as a non-empty str or a pathlib.Path")
     try:
         named = b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

@@ -10,7 +10,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Final
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, format_integer
+from tundish.errors import InvalidInputError, InvalidTypeError, PoolError, format_integer, format_type
 
 __all__ = [
     "MAIN_GUARD",
@@ -31,9 +31,9 @@ _MAX_WORKERS: Final = 512
 
 def checked_shared(fn: Callable[..., Any], shared: Mapping[str, Any] | None) -> dict[str, Any]:
     if not callable(fn):
-        raise InvalidTypeError(f"fn is a {type(fn).__name__}, which cannot be called")
+        raise InvalidTypeError(f"fn is {format_type(fn)}: give a function")
     if shared is not None and not isinstance(shared, Mapping):
-        raise InvalidTypeError(f"shared is a {type(shared).__name__}; it maps names of arguments to values")
+        raise InvalidTypeError(f"shared is {format_type(shared)}: give a dict of argument names and values")
     checked = dict(shared or {})
     try:
         signature = inspect.signature(fn)
@@ -52,9 +52,9 @@ def checked_count(value: Any, name: str, *, minimum: int) -> int:
     try:
         count = operator.index(value)
     except TypeError as error:
-        raise InvalidTypeError(f"{name} is {value!r}; it is a number of at least {minimum}") from error
+        raise InvalidTypeError(f"{name} is {value!r}: give an integer of at least {minimum}") from error
     if count < minimum:
-        raise InvalidInputError(f"{name} is {format_integer(count)}; it is at least {minimum}")
+        raise InvalidInputError(f"{name} is {format_integer(count)}: give at least {minimum}")
     return count
 
 
@@ -63,7 +63,7 @@ def checked_workers(value: int | None) -> int:
         return _native.available_processors()
     count = checked_count(value, "max_workers", minimum=1)
     if count > _MAX_WORKERS:
-        raise InvalidInputError(f"max_workers is {format_integer(count)}; a pool has at most {_MAX_WORKERS}")
+        raise InvalidInputError(f"max_workers is {format_integer(count)}: give at most {_MAX_WORKERS}")
     return count
 
 
@@ -71,9 +71,9 @@ def checked_seconds(value: Any) -> float:
     try:
         seconds = float(value)
     except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"timeout is {value!r}; it is a number of seconds, or None") from error
+        raise InvalidTypeError(f"timeout is {value!r}: give a number of seconds, or None") from error
     if not seconds >= 0:
-        raise InvalidInputError(f"timeout is {seconds}; it is a number of seconds from 0 on, or None")
+        raise InvalidInputError(f"timeout is {seconds}: give a number of seconds from 0 on, or None")
     return seconds
 
 

@@ -16,7 +16,7 @@ from pickle import dumps, loads
 from typing import Any, Final
 
 from tundish import _native
-from tundish.errors import NotPicklableError
+from tundish.errors import NotPicklableError, format_type
 
 __all__ = [
     "CHUNK",
@@ -247,7 +247,7 @@ def _pickled(value: Any, buffers: list[memoryview]) -> bytes:
         raise
     except Exception as error:
         raise NotPicklableError(
-            f"a {type(value).__qualname__} cannot be sent between processes: {_summary_of(error)}"
+            f"{format_type(value)} cannot be sent between processes: {_summary_of(error)}"
         ) from error
 
 

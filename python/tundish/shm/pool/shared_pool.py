@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from tundish import _native
-from tundish.errors import InvalidTypeError, PoolError, TundishError
+from tundish.errors import InvalidTypeError, PoolError, TundishError, format_type
 from tundish.shm.pool.arguments import (
     MAIN_GUARD,
     checked_context,
@@ -167,7 +167,7 @@ class SharedPool:
             iterator = iter(items)
         except TypeError as error:
             raise InvalidTypeError(
-                f"items are a {type(items).__name__}, which cannot be iterated over"
+                f"items is {format_type(items)}, which cannot be iterated over: give a list or another iterable"
             ) from error
         size = None if chunksize == "auto" else int(chunksize)
         mapping = ParallelMap(
