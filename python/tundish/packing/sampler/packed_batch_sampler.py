@@ -44,7 +44,8 @@ class PackedBatchSampler:
         rank: This process's number, from 0. If left out, it is taken from `torch.distributed` if that is
             initialised, else from the variable `RANK` that torchrun sets, else it is 0. A rank is taken only where
             `world_size` is that of the same job.
-        world_size: The number of ranks. If left out, it is taken from the same source as the rank, else it is 1.
+        world_size: The number of ranks: give it with `rank`. By default it comes from the same source as the rank, else
+            it is 1.
         seed: 0 … 2³² − 1; the same on every rank.
         epoch: The first epoch; `set_epoch` changes it.
         shuffle: Draw a new order of packs each epoch. `False` keeps the plan's order.
@@ -91,18 +92,13 @@ class PackedBatchSampler:
                 raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
         if group_by_longest and not shuffle:
             raise InvalidInputError("group_by_longest changes the order of packs: it needs shuffle=True")
-        running_rank, running_world_size = _running_ranks() if rank is None or world_size is None else (0, 1)
-        world_size = running_world_size if world_size is None else world_size
+        if (rank is None) != (world_size is None):
+            raise InvalidInputError(f"rank is {rank} and world_size is {world_size}: give both, or neither")
+        if rank is None:
+            rank, world_size = _running_ranks()
         self._batch_size = as_integer(batch_size, "batch_size", 1, LARGEST_GLOBAL_BATCH)
         self._world_size = as_integer(world_size, "world_size", 1, LARGEST_GLOBAL_BATCH)
-        if rank is None and self._world_size != running_world_size:
-            # Without a rank every process would be rank 0, and all would train on the same packs.
-            raise InvalidInputError(
-                f"world_size is {self._world_size}, and what tells the rank counts {running_rank} of "
-                f"{running_world_size} (torch.distributed, else RANK and WORLD_SIZE, else 0 of 1): give both rank and "
-                "world_size, or neither"
-            )
-        self._rank = as_integer(running_rank if rank is None else rank, "rank", 0, LARGEST_GLOBAL_BATCH)
+        self._rank = as_integer(rank, "rank", 0, LARGEST_GLOBAL_BATCH)
         if self._rank >= self._world_size:
             raise InvalidInputError(
                 f"rank {self._rank} is not below world_size {self._world_size}: ranks count from 0; "
