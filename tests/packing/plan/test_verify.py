@@ -153,7 +153,7 @@ def test_other_lengths_are_found() -> None:
     plan = td.pack(LENGTHS, 16, seed=5)
     other = LENGTHS.copy()
     other[np.flatnonzero(other)[3]] -= 1
-    with pytest.raises(PlanMismatchError):
+    with pytest.raises(PlanMismatchError, match="these are not the lengths and the order"):
         plan.verify(other)
     with pytest.raises(PlanMismatchError, match="400"):
         plan.verify(LENGTHS[:-1])

@@ -421,10 +421,18 @@ class PackPlan:
         columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
         self._check_sample_counts(columns)
         given = None if order is None else as_integer_array(order, "order")
-        with ProgressLine("plan", progress) as line:
-            _native.verify_plan(
-                self._columns, self._metadata_json, columns, given, as_threads(threads), line.callback
-            )
+        try:
+            with ProgressLine("plan", progress) as line:
+                _native.verify_plan(
+                    self._columns, self._metadata_json, columns, given, as_threads(threads), line.callback
+                )
+        except PlanMismatchError as error:
+            if given is not None and "an order was given" in str(error):
+                raise
+            raise PlanMismatchError(
+                f"{error}; either these are not the lengths and the order that the plan was made from, or the plan is "
+                "damaged: pass those of the plan, or make it anew"
+            ) from None
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.
