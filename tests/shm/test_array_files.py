@@ -38,17 +38,17 @@ def unbuilt() -> np.ndarray:
 
 def test_the_same_content_is_found_again(tmp_path: Path) -> None:
     array = np.arange(1000).reshape(10, 100)
-    first = td.shm.node_shared(array, path=tmp_path / "a" / "b")
+    first = td.shm.node_shared(array, path=tmp_path / "a")
     before = files(tmp_path)
     assert len(before) == 1
     (name,) = before
     assert np.array_equal(np.load(tmp_path / name, mmap_mode="r"), array)
     # From a callable, from a copy with other strides.
-    second = td.shm.node_shared(lambda: np.repeat(array, 2, axis=0)[::2], path=tmp_path / "a" / "b")
+    second = td.shm.node_shared(lambda: np.repeat(array, 2, axis=0)[::2], path=tmp_path / "a")
     assert np.array_equal(second, first)
     assert files(tmp_path) == before
     for other in (array.astype(np.int32), array.reshape(100, 10), np.asfortranarray(array), array + 1):
-        td.shm.node_shared(other, path=tmp_path / "a" / "b")
+        td.shm.node_shared(other, path=tmp_path / "a")
     assert len(files(tmp_path)) == 5
     assert not list(tmp_path.rglob("*incomplete*"))
 
@@ -141,8 +141,13 @@ def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path, damage: Any, reas
 
 def test_places_that_are_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot be created"):
+    with pytest.raises(StorageError, match="/file cannot be made as a folder"):
         td.shm.node_shared(np.arange(5), path=tmp_path / "file")
+    with pytest.raises(
+        NotFoundError, match=r"/a/b cannot be made, since .*/a does not exist: make that first$"
+    ):
+        td.shm.node_shared(np.arange(5), path=tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
     td.shm.node_shared(np.arange(5), key="five", path=tmp_path)
     (path,) = tmp_path.rglob("array.npy")
     path.rename(path.with_name("elsewhere"))

@@ -76,18 +76,25 @@ def publish_array(array: NDArray[Any], layout: ArrayLayout, folder: Path, key: s
     Args:
         array: numpy array; it may be a memory map of a file that is larger than memory.
         layout: layout of `array`.
-        folder: folder of arrays, created if it is missing.
+        folder: folder of arrays, made if it is missing; its parent must exist.
         key: key by which the array is found; None for a hash of the array.
 
     Raises:
         InvalidInputError: the key belongs to an array of another dtype or shape.
+        NotFoundError: the parent of `folder` does not exist.
         StorageError: the file cannot be written, or another file has its name.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            error.errno,
+            f"{folder} cannot be made, since {folder.parent} does not exist: make that first",
+            str(folder),
+        ) from error
     except OSError as error:
         raise StorageError(
-            error.errno, f"cannot be created as a folder of arrays: {error.strerror}", str(folder)
+            error.errno, f"{folder} cannot be made as a folder of arrays: {error.strerror}", str(folder)
         ) from error
     target = folder / f"array-{_content_hash(array, layout)}" if key is None else _folder_of_key(folder, key)
     found = _find(target)

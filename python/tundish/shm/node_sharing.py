@@ -50,14 +50,15 @@ def node_shared(
 
     Args:
         array_or_callable: the array, or a function that returns it. A numpy array or a CPU tensor is copied as by
-            `SharedArray.from_array`. A `SharedArray` is shared without a copy.
+            `SharedArray.from_array`, and lists and numbers are converted by numpy first. A `SharedArray` is shared
+            without a copy.
         key: name of the array, such as "tokens of corpus 3, vocabulary 2". Ranks that give different keys raise. With
             `path` the key stands for the content: an array that was published under this key is used again, and
             nothing is built or hashed.
         group: process group; by default all ranks.
         path: folder for the array, as a file that all ranks map: for arrays larger than memory, and to find them again.
-            The file is named by `key`, or by a hash of the array, which takes about a second a GB. A file appears
-            complete and durable, and is never changed.
+            The folder is made if it is missing; its parent must exist. The file is named by `key`, or by a hash of the
+            array, which takes about a second a GB. A file appears complete and durable, and is never changed.
 
     Returns:
         The array, read-only, with the shape, order and dtype of the given one. Its pickle has a few hundred bytes, and
@@ -70,6 +71,7 @@ def node_shared(
         InvalidTypeError: the array holds Python objects, or `key` or `path` has a wrong type.
         InvalidInputError: in `path` the key belongs to an array of another dtype or shape.
         OutOfMemoryError: the array does not fit in memory.
+        NotFoundError: the parent of `path` does not exist.
         StorageError: the file cannot be written, or the present file is damaged.
 
     Example:
