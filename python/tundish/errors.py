@@ -111,7 +111,10 @@ class AlreadyExistsError(StorageError, FileExistsError):
 
 
 class SegmentGoneError(NotFoundError):
-    """The shared memory of a handle was released or can no longer be opened."""
+    """The shared memory of a handle was released or can no longer be opened. `filename` describes the segment."""
+
+    def __str__(self) -> str:
+        return super().__str__().removesuffix(f": {self.filename!r}")
 
 
 class NotPicklableError(TundishError, TypeError):

@@ -268,6 +268,7 @@ def test_memory_is_used_again_and_handles_of_before_lead_nowhere() -> None:
         with pytest.raises(td.errors.SegmentGoneError, match="its owner has given it back"):
             SharedArray.attach(old)
         assert isinstance(td.errors.SegmentGoneError("x"), FileNotFoundError)
+        assert str(td.errors.SegmentGoneError(2, "it is gone", "it")) == "[Errno 2] it is gone"
     with pytest.raises(td.errors.SegmentGoneError, match="its owner has given it back"):
         SharedArray.attach(old)
 

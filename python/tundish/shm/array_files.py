@@ -52,12 +52,16 @@ class ArrayFile:
         except FileNotFoundError as error:
             raise NotFoundError(
                 error.errno,
-                "does not exist, but an array was shared from it: keep clean-up jobs away, and give a path that is the "
-                "same in all processes of a node",
+                f"{self.path} does not exist, but an array was shared from it: keep clean-up jobs away, and give a "
+                "path that is the same in all processes of a node",
                 self.path,
             ) from error
         if inode != self.inode:
-            raise StorageError(errno.ESTALE, "was replaced after the array was shared from it", self.path)
+            raise StorageError(
+                errno.ESTALE,
+                f"{self.path} was replaced after an array was shared from it: share the array again",
+                self.path,
+            )
         return array
 
 
@@ -107,7 +111,11 @@ def publish_array(array: NDArray[Any], layout: ArrayLayout, folder: Path, key: s
                 raise
         found = _find(target)
     if found is None:
-        raise StorageError(errno.ENOENT, "was removed right after it was written", str(target))
+        raise StorageError(
+            errno.ENOENT,
+            f"{target} was removed right after it was written: keep clean-up jobs away from {folder}",
+            str(target),
+        )
     present = found.read_only()
     if (present.dtype, present.shape) != (array.dtype, array.shape):
         raise InvalidInputError(
@@ -183,8 +191,8 @@ def _mapped(path: str) -> tuple[NDArray[Any], int]:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise StorageError(error.errno, f"cannot be mapped: {error.strerror}", path) from error
+        raise StorageError(error.errno, f"{path} cannot be mapped: {error.strerror}", path) from error
     except Exception as error:
         raise StorageError(
-            errno.EIO, f"is damaged ({error}): remove its folder, and the array is built again", path
+            errno.EIO, f"{path} is damaged ({error}): remove its folder, and the array is built again", path
         ) from error

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, SegmentGoneError, format_type
 from tundish.shm.array_input import as_numpy
 from tundish.shm.array_layout import ArrayLayout, Order
 from tundish.shm.handle import Handle
@@ -148,7 +148,7 @@ class SharedArray:
             [0, 1, 2, 3]
         """
         if isinstance(handle, str):
-            segment = _native.SharedSegment.attach_named(_checked(handle))
+            segment = _attached_by_name(_checked(handle))
         elif isinstance(handle, Handle):
             address = handle.process, handle.descriptor, handle.identity, handle.generation
             segment = _native.SharedSegment.attach(address, name=handle.name)
@@ -247,6 +247,20 @@ class SharedArray:
         role = "owner" if self._segment.is_owner else "reader"
         dtype = self._layout.torch_dtype or self._layout.dtype
         return f"<SharedArray {self._layout.shape} {dtype}, {role}>"
+
+
+def _attached_by_name(name: str) -> _native.SharedSegment:
+    try:
+        return _native.SharedSegment.attach_named(name)
+    except SegmentGoneError:
+        raise
+    except NotFoundError as error:
+        raise NotFoundError(
+            error.errno,
+            f"there is no segment {error.filename}: make an array with the name {name!r} first, and keep it open until "
+            "the others have attached",
+            error.filename,
+        ) from None
 
 
 def _checked(name: Any) -> Any:
