@@ -2,57 +2,41 @@
 
 A vote is a collective step in which each rank brings its status. All ranks then go on, or all raise an error that names
 the rank that failed. Importing this package does not import torch.
+
+The names in `__all__` are public. The others, imported as themselves, are for the other parts of tundish.
 """
 
 from __future__ import annotations
 
-from tundish.distributed.caller_votes import agreed, build_once_per_node, vote, voter_of
-from tundish.distributed.job_store import (
-    JobStore,
-    second_client,
-    store_address,
-    store_load_factor,
-    torch_distributed,
-)
-from tundish.distributed.local_ranks import env_integer, is_local_rank0, local_rank, local_world_size
-from tundish.distributed.nodes import node_group, nodes_of
-from tundish.distributed.peer_watch import PeerWatch, node_identity
-from tundish.distributed.process_groups import (
-    GroupInfo,
-    VoteId,
-    group_info,
-    new_subgroup,
-    temporary_group,
-    unique_name,
-)
-from tundish.distributed.vote_result import RankFailure
-from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
+from tundish.distributed.caller_votes import agreed, build_once_per_node, vote
+from tundish.distributed.caller_votes import voter_of as voter_of
+from tundish.distributed.job_store import JobStore as JobStore
+from tundish.distributed.job_store import second_client as second_client
+from tundish.distributed.job_store import store_address as store_address
+from tundish.distributed.job_store import store_load_factor as store_load_factor
+from tundish.distributed.job_store import torch_distributed as torch_distributed
+from tundish.distributed.local_ranks import env_integer as env_integer
+from tundish.distributed.local_ranks import is_local_rank0, local_rank, local_world_size
+from tundish.distributed.nodes import node_group
+from tundish.distributed.nodes import nodes_of as nodes_of
+from tundish.distributed.peer_watch import PeerWatch as PeerWatch
+from tundish.distributed.peer_watch import node_identity as node_identity
+from tundish.distributed.process_groups import GroupInfo as GroupInfo
+from tundish.distributed.process_groups import VoteId as VoteId
+from tundish.distributed.process_groups import group_info as group_info
+from tundish.distributed.process_groups import new_subgroup as new_subgroup
+from tundish.distributed.process_groups import temporary_group as temporary_group
+from tundish.distributed.process_groups import unique_name as unique_name
+from tundish.distributed.vote_result import RankFailure as RankFailure
+from tundish.distributed.voter import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
+from tundish.distributed.voter import Voter as Voter
 
 __all__ = [
-    "DEFAULT_TIMEOUT",
-    "GroupInfo",
-    "JobStore",
-    "PeerWatch",
-    "RankFailure",
-    "VoteId",
-    "Voter",
     "agreed",
     "build_once_per_node",
-    "env_integer",
-    "group_info",
     "is_local_rank0",
     "local_rank",
     "local_world_size",
-    "new_subgroup",
     "node_group",
-    "node_identity",
-    "nodes_of",
-    "second_client",
-    "store_address",
-    "store_load_factor",
-    "temporary_group",
-    "torch_distributed",
-    "unique_name",
     "vote",
-    "voter_of",
 ]
