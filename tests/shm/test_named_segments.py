@@ -185,6 +185,8 @@ def test_names_that_cannot_be_used(folder: Path) -> None:
             SharedArray.attach(name)
     with pytest.raises(InvalidTypeError, match="give a str"):
         SharedArray.create(1, np.int8, name=5)  # type: ignore[arg-type]
-    with pytest.raises(NotFoundError, match=r"there is no segment .*: make an array with the name") as missing:
+    with pytest.raises(
+        NotFoundError, match=r"there is no segment .*: make an array with the name"
+    ) as missing:
         SharedArray.attach("nothing")
     assert missing.value.filename == str(path_of(folder, "nothing"))

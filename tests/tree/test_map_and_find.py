@@ -93,6 +93,12 @@ def test_a_refusal_names_the_path() -> None:
         assert str(raised.value) == path
 
 
+@pytest.mark.parametrize("kinds", ["Tensor", (Tensor, "Tensor"), Tensor | int])
+def test_only_classes_are_taken_for_kinds(kinds: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"^kinds is .*: give a class, or a tuple of classes$"):
+        td.tree.map_only(kinds, str, [1])
+
+
 def test_containers_in_themselves_and_too_deep_ones_are_refused() -> None:
     own: list[Any] = [1]
     own.append(own)

@@ -52,6 +52,10 @@ class Cannot:
         raise ValueError("I stay here")
 
 
+class Rebuilt:
+    pass
+
+
 class NoParts(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -206,6 +210,36 @@ def test_an_error_of_a_registered_function_says_where_it_was() -> None:
     with pytest.raises(KeyError, match="mine") as caught:
         td.tree.flatten({"x": [1, Broken()]})
     assert caught.value.__notes__ == ['while batch["x"][1] was flattened']
+
+
+@pytest.mark.parametrize(
+    ("taken_apart", "says"),
+    [
+        ([], "returned a list: let it return the pair (children, context)"),
+        ((torch.tensor(1), None), "returned a Tensor as its children: let it return them in a list"),
+        ((3, None), "returned an int as its children: let it return them in a list"),
+    ],
+)
+def test_a_registered_function_that_returns_something_else_is_named(taken_apart: Any, says: str) -> None:
+    class Wrong:
+        pass
+
+    td.tree.register(Wrong, lambda _: taken_apart, lambda parts, context: None)
+    with pytest.raises(InvalidTypeError) as caught:
+        td.tree.flatten({"x": [1, Wrong()]})
+    assert str(caught.value).startswith('batch["x"][1] is a ') and str(caught.value).endswith(
+        f"Wrong, whose registered flatten function {says}"
+    )
+
+
+def test_a_registered_function_that_takes_other_arguments_is_named() -> None:
+    td.tree.register(Rebuilt, lambda _: ([], None), lambda parts: None)  # type: ignore[arg-type, misc]
+    tensors, schema = td.tree.flatten([Rebuilt()])
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"registered for .*Rebuilt failed on 0 children and a context: .*unflatten\(children, context\)$",
+    ):
+        td.tree.unflatten(schema, tensors)
 
 
 def test_the_tensors_have_to_be_those_of_the_schema() -> None:

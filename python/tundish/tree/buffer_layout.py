@@ -122,7 +122,22 @@ class BufferLayout:
         return pickle.dumps((names, list(map(tuple, self.shapes)), leaf_sources), 5)
 
     def leaves(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The leaves, made of `tensors` with the dtypes and shapes of this layout."""
+        """Make the leaves of the tensors that travelled.
+
+        Args:
+            tensors: tensors with the dtypes and shapes of this layout.
+
+        Returns:
+            The leaves: `tensors`, or views of them.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> rows = torch.zeros(4, 2)
+            >>> tensors, schema = td.tree.flatten([rows, rows[0]])
+            >>> [tuple(leaf.shape) for leaf in schema.layout.leaves(tensors)]
+            [(4, 2), (2,)]
+        """
         if self.leaf_sources is None:
             return tensors
         bases = {slot: _base(tensors[slot], width) for slot, width in self._widths.items()}
@@ -131,10 +146,21 @@ class BufferLayout:
         ]
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors at their `offsets` in `buffer`. Nothing is copied.
+        """Make the tensors at their `offsets` in a buffer. Nothing is copied.
 
         Args:
             buffer: contiguous, uint8, at least `total` long; it begins at a multiple of `ALIGNMENT`.
+
+        Returns:
+            One tensor for each shape of the layout, in order; they keep the buffer's memory alive.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> _, schema = td.tree.flatten([torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)])
+            >>> buffer = torch.zeros(schema.layout.total, dtype=torch.uint8)
+            >>> [tuple(tensor.shape) for tensor in schema.layout.tensors_in(buffer)]
+            [(2, 3), (4,)]
         """
         storage, first = buffer.untyped_storage(), buffer.storage_offset()
         device = buffer.device

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 from tundish.tree.array_rules import ARRAY_BUILDERS, array_rule_of
-from tundish.tree.object_parts import ObjectParts, Token, format_key
+from tundish.tree.object_parts import ObjectParts, Refusal, Token, format_key
 from tundish.tree.tensor_rules import TENSOR_BUILDERS, tensor_subclass_parts
 
 __all__ = ["PLAIN_TUPLES", "Rule", "build", "parts_of", "register", "rule_of"]
@@ -69,7 +69,8 @@ def register(
         unflatten: called with the list of children and the context; returns the object.
 
     Raises:
-        InvalidTypeError: `kind` is no class, or is a tensor or a built-in type; or a function is not callable.
+        InvalidTypeError: `kind` is no class, or is a tensor or a built-in type; or a function is not callable. Later
+            calls raise it if `flatten` returns something else, or `unflatten` raises a TypeError.
 
     Example:
         >>> import torch
@@ -160,8 +161,22 @@ def _registered_parts(value: Any) -> ObjectParts:
         name, flatten = "register", _registered[kind][0]
     else:
         name, flatten = "pytree", _pytree.SUPPORTED_NODES[kind].flatten_fn
-    children, context = flatten(value)
-    parts = [*children, context]
+    result = flatten(value)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise Refusal(
+            InvalidTypeError,
+            f"is a {kind.__qualname__}, whose registered flatten function returned {format_type(result)}: let it "
+            "return the pair (children, context)",
+        )
+    children, context = result
+    try:
+        parts = [*iter(children), context]
+    except TypeError as error:
+        raise Refusal(
+            InvalidTypeError,
+            f"is a {kind.__qualname__}, whose registered flatten function returned {format_type(children)} as its "
+            "children: let it return them in a list",
+        ) from error
     labels = [f" (part {number} of the {kind.__name__})" for number in range(len(parts) - 1)]
     return ObjectParts((name, kind), parts, [*labels, f" (context of the {kind.__name__})"])
 
@@ -169,10 +184,19 @@ def _registered_parts(value: Any) -> ObjectParts:
 def _build_registered(token: Token, parts: list[Any]) -> Any:
     name, kind = token
     *children, context = parts
+    unflatten: Callable[[list[Any], Any], Any] | None = None
     if name == "register" and kind in _registered:
-        return _registered[kind][1](children, context)
-    if name == "pytree" and kind in _pytree.SUPPORTED_NODES:
-        return _pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+        unflatten = _registered[kind][1]
+    elif name == "pytree" and kind in _pytree.SUPPORTED_NODES:
+        unflatten = _pytree.SUPPORTED_NODES[kind].unflatten_fn
+    if unflatten is not None:
+        try:
+            return unflatten(children, context)
+        except TypeError as error:
+            raise InvalidTypeError(
+                f"the unflatten function that is registered for {kind.__module__}.{kind.__qualname__} failed on "
+                f"{len(children)} children and a context: {error}; it is called as unflatten(children, context)"
+            ) from error
     call = "td.tree.register" if name == "register" else "torch.utils._pytree.register_pytree_node"
     raise InvalidTypeError(
         f"{kind.__module__}.{kind.__qualname__} is registered where the batch was flattened, and not here: call "

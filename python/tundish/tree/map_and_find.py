@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree.container_rules import build, parts_of
 from tundish.tree.object_parts import ObjectParts, Refusal, part_label
 
@@ -49,6 +49,7 @@ def map_only(
 
     Raises:
         InvalidInputError: a container contains itself, or is too deep.
+        InvalidTypeError: `kinds` is neither a class nor a tuple of classes.
 
     Example:
         >>> import torch
@@ -56,7 +57,10 @@ def map_only(
         >>> td.tree.map_only(torch.Tensor, lambda tensor: tuple(tensor.shape), {"a": [torch.zeros(2, 3), 1]})
         {'a': [(2, 3), 1]}
     """
-    run = _MapOnly(kinds if isinstance(kinds, tuple) else (kinds,), function, enter)
+    classes = kinds if isinstance(kinds, tuple) else (kinds,)
+    if not all(isinstance(kind, type) for kind in classes):
+        raise InvalidTypeError(f"kinds is {kinds!r}: give a class, or a tuple of classes")
+    run = _MapOnly(classes, function, enter)
     try:
         return run.map(obj)
     except Refusal as refusal:
@@ -133,6 +137,15 @@ def find_all(kinds: type | tuple[type, ...], obj: Any) -> list[Any]:
 
     Returns:
         The parts in the order in which they are met, each as often as it is named.
+
+    Raises:
+        InvalidInputError, InvalidTypeError: as for `map_only`.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.tree.find_all(torch.Tensor, {"a": [torch.tensor(3), 1], "b": torch.tensor(4)})
+        [tensor(3), tensor(4)]
     """
     found: list[Any] = []
 

@@ -98,16 +98,35 @@ class Schema:
         return frozenset(carried[leaf] for leaf in leaves) - others
 
     def encode(self) -> bytes:
-        """The schema in bytes. Only the values were encoded for this one object."""
+        """Encode the schema. Only the values are encoded for this one object; the rest is cached.
+
+        Returns:
+            The bytes, which `decode` takes in any process of the same job.
+        """
         parts = self.structure.encoded, self.layout.encoded, self.values, self.pickles
         return b"".join((_HEADER.pack(_MAGIC, *map(len, parts)), *parts))
 
     @staticmethod
     def decode(encoded: Any) -> Schema:
-        """The schema that `encode` wrote, from a buffer, which is copied.
+        """Decode a schema.
 
-        Raises `InvalidInputError` if the bytes are no schema, `NotPicklableError` if a type that they name is not
-        found here.
+        Args:
+            encoded: the bytes that `encode` returned, in any buffer; they are copied. They must come from a process of
+                the same job, since decoding runs pickles.
+
+        Returns:
+            The schema.
+
+        Raises:
+            InvalidInputError: the bytes are no schema.
+            NotPicklableError: a type that they name is not found here.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> _, schema = td.tree.flatten({"ids": torch.arange(3)})
+            >>> td.tree.Schema.decode(schema.encode()) == schema
+            True
         """
         view = memoryview(encoded)
         if len(view) < _HEADER.size or bytes(view[:4]) != _MAGIC:

@@ -38,7 +38,15 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
 
     Raises:
         InvalidInputError: number, dtypes or shapes of the tensors are not the schema's.
-        InvalidTypeError: a type is registered where the object was flattened, and not here.
+        InvalidTypeError: a type is registered where the object was flattened, and not here, or its unflatten function
+            raised a TypeError; or `schema` is no schema.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> tensors, schema = td.tree.flatten({"ids": torch.arange(3), "task": "caption"})
+        >>> td.tree.unflatten(schema, tensors)
+        {'ids': tensor([0, 1, 2]), 'task': 'caption'}
     """
     if not isinstance(schema, Schema):
         raise InvalidTypeError(f"unflatten takes the schema that flatten returned, not {format_type(schema)}")
