@@ -174,7 +174,20 @@ class SharedArray:
         return self._array
 
     def read_only(self) -> NDArray[Any]:
-        """Return the numpy array, always read-only. Raises the errors of `array`."""
+        """Return the numpy array, always read-only.
+
+        Returns:
+            The array, over the shared memory.
+
+        Raises:
+            InvalidTypeError, InvalidInputError: as for `array`.
+
+        Example:
+            >>> import numpy as np
+            >>> import tundish as td
+            >>> td.shm.SharedArray.create(3, np.int32).read_only().flags.writeable
+            False
+        """
         return self._numpy_array(self._open().readonly())
 
     def tensor(self) -> torch.Tensor:
@@ -184,9 +197,18 @@ class SharedArray:
         others get a private map of it, a new one in each call: pages are shared until this process writes to them, and
         other processes do not see the change.
 
+        Returns:
+            The tensor, with the shape and dtype of the array.
+
         Raises:
             InvalidTypeError: torch lacks the dtype; use `array`.
             InvalidInputError: the shared array is closed.
+
+        Example:
+            >>> import numpy as np
+            >>> import tundish as td
+            >>> td.shm.SharedArray.from_array(np.arange(3)).tensor()
+            tensor([0, 1, 2])
         """
         from tundish.shm.tensor_conversion import tensor_in
 
@@ -214,7 +236,17 @@ class SharedArray:
         return self._layout.shape
 
     def close(self) -> None:
-        """Close this object. Arrays and tensors that it returned stay valid; the memory is freed with the last one."""
+        """Close this object. Arrays and tensors that it returned stay valid; the memory is freed with the last one.
+
+        Example:
+            >>> import numpy as np
+            >>> import tundish as td
+            >>> shared = td.shm.SharedArray.from_array(np.arange(3))
+            >>> array = shared.array
+            >>> shared.close()
+            >>> array.tolist()
+            [0, 1, 2]
+        """
         self._segment = None
         self._array = None
 

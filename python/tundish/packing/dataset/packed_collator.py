@@ -67,10 +67,22 @@ class PackedCollator:
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the model's arguments for a batch of items.
 
+        Args:
+            items: Items of a `PackedDataset`.
+
+        Returns:
+            The arguments by name, as in the table above.
+
         Raises:
             InvalidInputError: There are no items, or an item's labels, positions or bounds do not fit its tokens.
             InvalidTypeError: An item does not come from a `PackedDataset`, or holds something else than
                 one-dimensional integers on the CPU.
+
+        Example:
+            >>> import tundish as td
+            >>> dataset = td.PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8]], td.pack([3, 5], max_length=4))
+            >>> td.PackedCollator(return_seq_idx=True)([dataset[0]])["seq_idx"].tolist()
+            [[0, 0, 0, 1]]
         """
         _check(items)
         # Small work runs in numpy: an operation of torch takes several times as long to start.

@@ -95,20 +95,44 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return pack `index`; negative numbers count from the end.
 
+        Args:
+            index: The number of the pack.
+
+        Returns:
+            The item, a dict with the keys of the table above.
+
         Raises:
             NoSuchPackError: There is no such pack (an `IndexError`).
             PlanMismatchError: A sample's length disagrees with the plan, or the plan names a sample that does not
                 exist.
             InvalidTypeError: A sample holds something else than token ids.
             InvalidInputError: A sample's labels are not as many as its tokens, or one of its ids is 2⁶³ or more.
+
+        Example:
+            >>> import tundish as td
+            >>> dataset = td.PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8]], td.pack([3, 5], max_length=4))
+            >>> dataset[-1]["input_ids"].tolist()
+            [5, 6, 7, 8]
         """
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return several packs at once; torch's `DataLoader` calls it with the indices of a batch.
 
+        Args:
+            indices: Numbers of packs.
+
+        Returns:
+            The items, in the order of `indices`.
+
         Raises:
-            TundishError: As `__getitem__`.
+            NoSuchPackError, PlanMismatchError, InvalidTypeError, InvalidInputError: As `__getitem__`.
+
+        Example:
+            >>> import tundish as td
+            >>> dataset = td.PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8]], td.pack([3, 5], max_length=4))
+            >>> [item["max_seqlen"] for item in dataset.__getitems__([0, 1])]
+            [3, 4]
         """
         packs = self._pack_numbers(indices)
         if not packs:

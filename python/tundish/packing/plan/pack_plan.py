@@ -152,6 +152,11 @@ class PackPlan:
 
         Raises:
             PlanMismatchError: The lengths are of another number of samples.
+
+        Example:
+            >>> from tundish import pack
+            >>> pack([5, 3, 9], 8).with_lengths([5, 3, 9])[0].pieces[0].stop
+            5
         """
         columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
         return PackPlan(
@@ -236,6 +241,11 @@ class PackPlan:
 
         Raises:
             OutOfMemoryError: There is no room for them; the columns themselves are attributes of the plan.
+
+        Example:
+            >>> from tundish import pack
+            >>> pack([5, 3, 9], 8).arrays()["indices"].tolist()
+            [0, 1, 2]
         """
         try:
             return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
@@ -290,6 +300,11 @@ class PackPlan:
         Raises:
             InvalidInputError: The plan is of several datasets, or the order or the lengths are needed and missing.
             PlanMismatchError: The plan was made with another order or other lengths, or its columns are damaged.
+
+        Example:
+            >>> from tundish import pack
+            >>> pack([5, 3, 9], 8).sample_index().tolist()
+            [[0, 0], [2, 0], [2, 8]]
         """
         from tundish.progress import ProgressLine
 
@@ -350,6 +365,9 @@ class PackPlan:
     ) -> PackPlan:
         """Map a plan from its folder, in constant memory.
 
+        Each file is opened once, and what was checked is mapped: replacing or removing files later changes nothing.
+        Overwriting a file in place changes the plan, and truncating it ends a process that reads it (SIGBUS).
+
         Args:
             path: A folder made by `save`, `out=` or `cache_dir=`.
             lengths: The samples' lengths to attach, as `pack` takes them (a list of arrays for several datasets).
@@ -366,8 +384,12 @@ class PackPlan:
             PlanMismatchError: The lengths are of another number of samples.
             StorageError: The file system refused.
 
-        Each file is opened once, and what was checked is mapped: replacing or removing files later changes nothing.
-        Overwriting a file in place changes the plan, and truncating it ends a process that reads it (SIGBUS).
+        Example:
+            >>> import tempfile, tundish as td
+            >>> folder = tempfile.mkdtemp() + "/plan"
+            >>> td.pack([5, 3, 9], 8).save(folder)
+            >>> td.PackPlan.load(folder, lengths=[5, 3, 9])[0].pieces[0].stop
+            5
         """
         from tundish.progress import ProgressLine
 

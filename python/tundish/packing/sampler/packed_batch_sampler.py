@@ -128,26 +128,32 @@ class PackedBatchSampler:
 
     @property
     def rank(self) -> int:
+        """This process's number among the ranks, from 0."""
         return self._rank
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self._world_size
 
     @property
     def seed(self) -> int:
+        """The seed of the order of packs."""
         return self._seed
 
     @property
     def shuffle(self) -> bool:
+        """Whether each epoch has a new order of packs."""
         return self._shuffle
 
     @property
     def drop_last(self) -> bool:
+        """Whether the packs that do not fill a last global batch are left out."""
         return self._drop_last
 
     @property
     def group_by_longest(self) -> bool:
+        """Whether packs with similar longest pieces are put into the same step."""
         return self._group_by_longest
 
     @property
@@ -177,6 +183,15 @@ class PackedBatchSampler:
         Raises:
             InvalidTypeError: It is not an integer.
             InvalidInputError: It is out of range.
+
+        Example:
+            >>> import tundish as td
+            >>> sampler = td.PackedBatchSampler(td.pack([8] * 6, 8), 2, rank=0, world_size=1)
+            >>> for epoch in range(2):
+            ...     sampler.set_epoch(epoch)
+            ...     steps = list(sampler)
+            >>> len(steps)
+            3
         """
         epoch = as_integer(epoch, "epoch", 0, LARGEST_SEED)
         if epoch != self._epoch:
@@ -211,6 +226,13 @@ class PackedBatchSampler:
 
         Raises:
             InvalidInputError: This iteration did not hand out so many steps, or began after them.
+
+        Example:
+            >>> import tundish as td
+            >>> sampler = td.PackedBatchSampler(td.pack([8] * 6, 8), 2, rank=0, world_size=1)
+            >>> first = next(iter(sampler))
+            >>> sampler.state_dict()["step"]
+            1
         """
         first, step = self._first_step, self._first_step
         if self._newest is not None:
@@ -230,9 +252,9 @@ class PackedBatchSampler:
         """Go to the epoch and step of `state`; the next iteration starts there.
 
         The rank, and how the global batch is split into `batch_size` and `world_size`, may differ from when
-        the state was saved. The state of a finished epoch makes the next iteration an empty one,
-        unless the sampler is at the epoch after it already: that one then starts at its first step. A
-        refused state changes nothing.
+        the state was saved. After the state of a finished epoch, the next iteration is empty. If `set_epoch` has
+        already gone to the epoch after it, that epoch starts at its first step instead. A refused state changes
+        nothing.
 
         Args:
             state: A result of `state_dict`.
@@ -240,6 +262,16 @@ class PackedBatchSampler:
         Raises:
             StateMismatchError: The state is not one of this class and version, is damaged, or was saved with
                 another plan, global batch, seed or option.
+
+        Example:
+            >>> import tundish as td
+            >>> plan = td.pack([8] * 6, 8)
+            >>> sampler = td.PackedBatchSampler(plan, 2, rank=0, world_size=1, shuffle=False)
+            >>> first = next(iter(sampler))
+            >>> resumed = td.PackedBatchSampler(plan, 2, rank=0, world_size=1, shuffle=False)
+            >>> resumed.load_state_dict(sampler.state_dict())
+            >>> list(resumed)
+            [[2, 3], [4, 5]]
         """
         if not isinstance(state, Mapping):
             raise StateMismatchError(f"a sampler's state is a dict, got {type(state).__name__}")

@@ -130,6 +130,12 @@ class SharedPool:
             NotPicklableError: the item cannot be pickled.
             OutOfMemoryError: a large item does not fit in memory.
             PoolError: the pool is shut down or broken, or another process made it.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.shm.SharedPool(abs, max_workers=1) as pool:
+            ...     pool.submit(-3).result()
+            3
         """
         self._dispatcher.check_open()
         flag, payload, lease = self._packer.pack(item)
@@ -159,6 +165,12 @@ class SharedPool:
         Raises:
             InvalidInputError, InvalidTypeError: an argument is invalid.
             PoolError: the pool is shut down or broken, or another process made it.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.shm.SharedPool(abs, max_workers=2) as pool:
+            ...     list(pool.map(range(-3, 1)))
+            [3, 2, 1, 0]
         """
         self._dispatcher.check_open()
         if chunksize != "auto":
@@ -198,6 +210,14 @@ class SharedPool:
 
         Raises:
             InvalidInputError, InvalidTypeError: `timeout` is invalid.
+
+        Example:
+            >>> import tundish as td
+            >>> pool = td.shm.SharedPool(abs, max_workers=1)
+            >>> result = pool.submit(-3)
+            >>> pool.shutdown()
+            >>> result.result()
+            3
         """
         stuck_timeout = None if timeout is None else checked_seconds(timeout)
         if os.getpid() != self._dispatcher.pid:
