@@ -66,9 +66,25 @@ def flatten(obj: Any) -> tuple[list[Tensor], Schema]:
 
 
 def flatten_with_addresses(obj: Any, name: str = "batch") -> tuple[list[Tensor], Schema, bytes]:
-    """As `flatten`, with the addresses of the tensors as native 64-bit integers.
+    """Flatten like `flatten`, and return the addresses of the tensors too.
 
-    There are no addresses unless all tensors are contiguous and in host memory. `name` stands for `obj` in messages.
+    Args:
+        obj: as for `flatten`.
+        name: stands for `obj` in messages.
+
+    Returns:
+        The tensors, the schema, and the addresses as native 64-bit integers. There are no addresses unless all tensors
+        are contiguous and in host memory.
+
+    Raises:
+        InvalidTypeError, NotPicklableError, InvalidInputError: as for `flatten`.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> tensors, schema, addresses = td.tree.flatten_with_addresses({"ids": torch.arange(3)})
+        >>> len(addresses)
+        8
     """
     traversal = Traversal(obj, name, careful=False)
     tensors, known = traversal.leaves, layout_as_is(traversal.leaves)

@@ -72,7 +72,24 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
 
 
 def unflatten_unchecked(schema: Schema, tensors: Sequence[Tensor]) -> Any:
-    """As `unflatten`, without checking the tensors."""
+    """Rebuild the object like `unflatten`, without checking the tensors.
+
+    Args:
+        schema, tensors: as for `unflatten`.
+
+    Returns:
+        The object.
+
+    Raises:
+        InvalidTypeError: as for `unflatten`.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> tensors, schema = td.tree.flatten({"ids": torch.arange(3)})
+        >>> td.tree.unflatten_unchecked(schema, tensors)
+        {'ids': tensor([0, 1, 2])}
+    """
     leaves = list(schema.layout.leaves(tensors))
     program = schema.structure.program
     pickled: list[Any] = []
