@@ -59,7 +59,7 @@ def main() -> None:
     workers.append(td.rtensor.Worker(trainer.addr, "+".join(ROLES), 0))
 
     weights = trainer.ask("weights")
-    first: dict[str, float] = {}
+    first_reward, first_memory = 0.0, 1
     with td.rtensor.Controller(workers) as controller:
         begun = [one.begin("sample", weights) for one in rollouts]
         for step in range(1, options.steps + 1):
@@ -72,8 +72,11 @@ def main() -> None:
             # While nothing works.
             memory = sum(resident_bytes(one.pid) for one in (*rollouts, trainer))
             begun = [one.begin("sample", weights) for one in rollouts]
+            if step == 1:
+                first_reward = report["reward"]
+            # Allocators have their memory by then.
             if step == 1 + options.steps // 2:
-                first = {"memory": memory, **report}
+                first_memory = memory
             if step % options.report == 0:
                 print(
                     f"step {step}: reward {report['reward']:.3f}, memory {memory / 2**20:.0f} MiB", flush=True
@@ -85,9 +88,9 @@ def main() -> None:
             for stats in controller.stats().values()
             if isinstance(stats, dict)
         ]
-    growth = memory / first["memory"] - 1
+    growth = memory / first_memory - 1
     print(
-        f"reward {first['reward']:.3f} -> {report['reward']:.3f}, memory {100 * growth:+.1f}%, left over: {left}"
+        f"reward {first_reward:.3f} -> {report['reward']:.3f}, memory {100 * growth:+.1f}%, left over: {left}"
     )
     for one in (*rollouts, trainer):
         one.end()

@@ -194,5 +194,11 @@ class PrefetchedSteps(InlineSteps):
 
     def _wait_for(self, condition: Callable[[], bool]) -> bool:
         """Whether `condition` comes true soon, or the caller has left."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_left or condition(), _POLL_SECONDS)
+        try:
+            with self._changed:
+                return self._changed.wait_for(lambda: self._is_left or condition(), _POLL_SECONDS)
+        except RuntimeError as error:
+            # Ctrl-C while `Condition.wait` takes its lock again: leaving the block releases a lock that is not held.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
