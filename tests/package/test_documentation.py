@@ -116,7 +116,9 @@ def test_docstring(example: doctest.DocTest) -> None:
 def test_the_rtensor_guide_works_in_two_processes() -> None:
     guide = CHECKOUT / "docs" / "rtensor.md"
     first = next(blocks(guide.read_text(encoding="utf-8"))).text
-    here, there, back = re.split(r"^# In the (?:process that uses|first process) .*\n", first, flags=re.MULTILINE)
+    here, there, back = re.split(
+        r"^# In the (?:process that uses|first process) .*\n", first, flags=re.MULTILINE
+    )
     names: dict[str, Any] = {}
     exec(here, names)
     begin = f"import tundish as td\nsent = {names['sent']!r}\n"
