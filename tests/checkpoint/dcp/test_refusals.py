@@ -82,13 +82,21 @@ def test_unsupported_values_are_refused_before_staging(
     DcpStager(planner, {"w": torch.ones(1)})
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ({"extra": [("step", 1)]}, "extra is a list"),
-        ({"extra": {"step": torch.tensor(1)}}, "extra is no JSON"),
-        ({"extra": {"loss": math.nan}}, "extra is no JSON"),
-        ({"extra": {1: 2}}, "extra is no JSON"),
+        ({"extra": {"step": torch.tensor(1)}}, "extra is no JSON: extra['step'] is of type Tensor."),
+        ({"extra": {"loss": [0.5, math.nan]}}, "extra is no JSON: extra['loss'][1] is nan."),
+        ({"extra": {1: 2}}, "extra is no JSON: extra has the key 1."),
+        ({"extra": {None: 2}}, "extra is no JSON: extra has the key None."),
+        ({"extra": {"a": {"shape": (1, 2)}}}, "extra is no JSON: extra['a']['shape'] is of type tuple."),
+        ({"extra": {"a": ENDLESS}}, "extra is no JSON: it is nested too deep, or contains itself."),
+        ({"extra": {"a": 10**5000}}, "extra is no JSON: not all of it comes back as it is."),
         ({"rank_extra": {"loader": object()}}, "rank_extra['loader'] is a builtins.object"),
         ({"staging": "later"}, "staging is 'later'"),
         ({"staging": "lazy"}, "give optimizer="),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -194,17 +195,38 @@ def _check_extra(extra: Any) -> str:
         return "{}"
     if not isinstance(extra, Mapping):
         raise InvalidTypeError(f"extra is a {type(extra).__name__}: give a dict of facts about the run")
-    problem: object = "not all of it comes back as it is"
     try:
         text = json.dumps(dict(extra), allow_nan=False)
         if json.loads(text) == extra:
             return json.dumps(dict(extra), sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        problem = error
+    except (TypeError, ValueError, RecursionError):
+        pass
+    try:
+        problem = _not_json(extra, "extra") or "not all of it comes back as it is"
+    except RecursionError:
+        problem = "it is nested too deep, or contains itself"
     raise InvalidTypeError(
-        f"extra is no JSON ({problem}): give strings, finite numbers, lists and dicts with strings for keys; state of "
-        "a loader or a sampler goes into rank_extra, tensors into the state dict"
+        f"extra is no JSON: {problem}. Give strings, finite numbers, booleans, None, lists and dicts with strings for "
+        "keys; random generators go into rank_extra, tensors into the state dict"
     )
+
+
+def _not_json(value: Any, where: str) -> str | None:
+    """The first part of `value` that JSON does not give back; None if there is none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{where} is {value}"
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, list):
+        found = (_not_json(item, f"{where}[{number}]") for number, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                return f"{where} has the key {key!r}"
+        found = (_not_json(item, f"{where}[{key!r}]") for key, item in value.items())
+    else:
+        return f"{where} is of type {type(value).__qualname__}"
+    return next((problem for problem in found if problem), None)
 
 
 def _shortened(text: str) -> str:
