@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from tundish.lazy import TYPE_CHECKING, lazily
 
+# An alias lets the command line and the integrations import a name that is not public.
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
     from tundish.checkpoint.dcp.loading.load import load_dcp
-    from tundish.checkpoint.hf.adapters import holds_adapters, load_adapters, refuse_encoded, refuse_mixed
-    from tundish.checkpoint.publish.readonly_root import (
-        KINDS,
-        Checkpoints,
-        Damaged,
-        ReadonlyRoot,
-        open_readonly,
-        verify,
-    )
-    from tundish.checkpoint.publish.retention import Checkpoint, Retention
-    from tundish.checkpoint.publish.writable_root import WritableRoot
+    from tundish.checkpoint.hf.adapters import holds_adapters as holds_adapters
+    from tundish.checkpoint.hf.adapters import load_adapters as load_adapters
+    from tundish.checkpoint.hf.adapters import refuse_encoded as refuse_encoded
+    from tundish.checkpoint.hf.adapters import refuse_mixed as refuse_mixed
+    from tundish.checkpoint.publish.readonly_root import KINDS as KINDS
+    from tundish.checkpoint.publish.readonly_root import Checkpoints as Checkpoints
+    from tundish.checkpoint.publish.readonly_root import Damaged as Damaged
+    from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, open_readonly, verify
+    from tundish.checkpoint.publish.retention import Checkpoint
+    from tundish.checkpoint.publish.retention import Retention as Retention
+    from tundish.checkpoint.publish.writable_root import WritableRoot as WritableRoot
     from tundish.checkpoint.save import Save
 else:
     __getattr__, __dir__ = lazily(
@@ -51,20 +52,11 @@ else:
     )
 
 __all__ = [
-    "KINDS",
     "Checkpoint",
     "Checkpointer",
-    "Checkpoints",
-    "Damaged",
     "ReadonlyRoot",
-    "Retention",
     "Save",
-    "WritableRoot",
-    "holds_adapters",
-    "load_adapters",
     "load_dcp",
     "open_readonly",
-    "refuse_encoded",
-    "refuse_mixed",
     "verify",
 ]

@@ -9,16 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import errno
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,32 +24,22 @@ from tundish.checkpoint.dcp.loading.load import load_from_root
 from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.local_calls import LocalCalls
 from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
-from tundish.checkpoint.publish.readonly_root import (
-    Checkpoints,
-    Kind,
-    check_step,
-    format_steps,
-    plain_step,
-)
+from tundish.checkpoint.publish.readonly_root import check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save, check_wait
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.start_save import SaveRequest, start_save
-from tundish.errors import InvalidInputError, NotFoundError, TimedOutError
+from tundish.errors import InvalidInputError, TimedOutError
 
 __all__ = ["Checkpointer"]
-
-# More votes than a call takes.
-_VOTES_PER_CALL = 256
-# How long an interrupted rank waits for the others to hear of it.
-_REPORT_SECONDS = 0.3
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 
-class Checkpointer:
+class Checkpointer(LocalCalls):
     """Saves checkpoints under one folder while training goes on. Collective over `group`; a context manager.
 
     A checkpoint appears under its name, `hf-<step>` or `dcp-<step>`, when all of it is durable, or never. Saves
@@ -113,10 +99,7 @@ class Checkpointer:
         on_published: Sequence[Callable[[Path], Any]] = (),
         on_event: Callable[[str, str, int], Any] | None = None,
     ) -> None:
-        # None while it is open, else why it was closed, for the message.
-        self._closed_by: str | None = None
-        # The collective call that each thread is in.
-        self._current = threading.local()
+        super().__init__()
         # A notebook that runs a cell again opens the root that the cell opened before.
         for opened in list(open_checkpointers):
             if opened.was_dropped:
@@ -176,10 +159,10 @@ class Checkpointer:
                 model, `config` or `tokenizer` take precedence.
             to_hf: converts names and tensors, for models whose training layout differs: takes a name and its tensor,
                 returns pairs of them.
-            staging: "eager" copies before the call returns. "lazy" copies during the next forward and backward and
-                holds up `optimizer.step()` until the copy is done. Other changes of the tensors before that fail the
-                save, except writes through `.data`, which torch does not count.
-            optimizer: the optimizer, or a list of them, whose step a lazy save holds up.
+            staging: "eager" copies before the call returns. "lazy" copies during the next forward and backward;
+                `optimizer.step()` waits until the copy is done. Any other change of the tensors before that fails the
+                save. Writes through `.data` are not noticed: they do not change torch's version counter.
+            optimizer: the optimizer, or a list of them, whose step waits for a lazy copy.
             tag: a name for retention ("snapshot").
             overwrite: replace a published checkpoint of this step. The save waits in the background for those who
                 read it, up to half of `timeout`; then it fails with `CheckpointInUseError`.
@@ -195,6 +178,15 @@ class Checkpointer:
             StepOrderError: the step is below the newest.
             StorageError: the disk has too little room.
             Exception: with `on_failure="raise"`, the error of an earlier save.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> model = torch.nn.Linear(2, 2)
+            >>> with td.Checkpointer("exports") as checkpointer:
+            ...     save = checkpointer.save_hf(500, model)
+            >>> sorted(path.name for path in save.result().iterdir())
+            ['model.safetensors', 'tundish.json']
         """
         resources = self._resources
         with self._collective("save_hf"):
@@ -243,15 +235,27 @@ class Checkpointer:
         Args:
             step: a whole number of at least 0, above every published step.
             state_dict: nested, of tensors, DTensors and other objects, as `torch.distributed.checkpoint` takes it.
-            extra: facts about the run (step, epoch, consumed tokens), the same on all ranks; JSON.
+            extra: values of the run (step, epoch, consumed tokens), the same on all ranks; JSON.
             rank_extra: state of this rank alone, such as its random generators.
-            staging, optimizer, tag, overwrite, blocking: as for `save_hf`.
+            staging: as for `save_hf`.
+            optimizer: as for `save_hf`.
+            tag: as for `save_hf`.
+            overwrite: as for `save_hf`.
+            blocking: as for `save_hf`.
 
         Returns:
             A future of the published path.
 
         Raises:
             Exception: as `save_hf`.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("states") as checkpointer:
+            ...     save = checkpointer.save_dcp(500, {"w": torch.ones(2)}, extra={"epoch": 1})
+            >>> save.result().name
+            'dcp-500'
         """
         resources = self._resources
         with self._collective("save_dcp"):
@@ -274,65 +278,31 @@ class Checkpointer:
             )
             return start_save(resources, request)
 
-    # ---- Reading ----
-
-    def list(self, kind: Kind | None = None) -> Checkpoints:
-        """All published checkpoints, or those of one kind; each kind sorted by step. Not collective."""
-        self._raise_pending()
-        return self._resources.readonly.list(kind)
-
-    def latest(self, kind: Kind = "hf") -> Path | None:
-        """The newest published checkpoint of `kind`; None if there is none. Not collective."""
-        self._raise_pending()
-        return self._resources.readonly.latest(kind)
-
-    def verify(self, path: str | os.PathLike[str]) -> builtins.list[str]:
-        """Read every byte of a checkpoint again, as `tundish.checkpoint.verify`. Not collective."""
-        self._raise_pending()
-        return self._resources.readonly.verify(path)
-
-    def reading(self, step: int, kind: Kind = "hf") -> contextlib.AbstractContextManager[Path]:
-        """Keep the checkpoint of `step` from being removed while the block reads it. Not collective."""
-        self._raise_pending()
-        return self._resources.readonly.reading(step, kind)
-
-    def protect(self, step: int) -> None:
-        """Keep the checkpoints of `step` whatever retention says, as long as this checkpointer is open. Not collective.
-
-        Any rank may protect any step. The first rank removes old checkpoints. It learns of the step with the next save
-        that begins.
-
-        Args:
-            step: a step that is published or being saved.
-
-        Raises:
-            NotFoundError: there is no checkpoint of `step`.
-            InvalidInputError: the checkpointer is closed, or `step` is no whole number of at least 0.
-
-        Example:
-            >>> import torch
-            >>> import tundish as td
-            >>> with td.Checkpointer("protected", keep_last=1) as checkpointer:
-            ...     for step in (1, 2, 3):
-            ...         _ = checkpointer.save_hf(step, {"w": torch.ones(2)}, blocking=True)
-            ...         if step == 1:
-            ...             checkpointer.protect(1)
-            ...     [checkpoint.step for checkpoint in checkpointer.list()]
-            [1, 3]
-        """
-        self._check_open()
-        self._raise_pending()
-        step = check_step(plain_step(step))
-        self._check_is_known(step)
-        self._resources.protected.add(step)
-        if self._resources.writable is not None:
-            self._resources.writable.protect([step])
+    # ---- Going back and loading ----
 
     def discard_after(self, step: int) -> None:
         """Collective: set all checkpoints above `step` aside, after a rollback to it. Nothing is deleted.
 
         Saving below the newest step is refused; this makes `step` the newest. Call it on all ranks, whether or not
         there is anything above.
+
+        Args:
+            step: a whole number of at least 0. Checkpoints above it are renamed to `discarded-<name>`.
+
+        Raises:
+            InvalidInputError: a save is under way, or ranks pass different steps; on all ranks, as all errors here.
+            CheckpointInUseError: a process reads a checkpoint above `step`.
+            Exception: with `on_failure="raise"`, the error of an earlier save.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("discarded") as checkpointer:
+            ...     for step in (1, 2):
+            ...         _ = checkpointer.save_hf(step, {"w": torch.ones(2)}, blocking=True)
+            ...     checkpointer.discard_after(1)
+            ...     [checkpoint.step for checkpoint in checkpointer.list()]
+            [1]
         """
         resources, step = self._resources, plain_step(step)
         with self._collective("discard_after"):
@@ -371,6 +341,16 @@ class Checkpointer:
             CorruptCheckpointError: the checkpoint, or every checkpoint, is damaged.
             CheckpointInUseError: another process locks readers out of it.
             StateMismatchError: `state_dict` does not fit.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> state = {"w": torch.zeros(2)}
+            >>> with td.Checkpointer("loaded") as checkpointer:
+            ...     _ = checkpointer.save_dcp(1, {"w": torch.ones(2)}, extra={"epoch": 3})
+            ...     extra, rank_extras = checkpointer.load_dcp(state)
+            >>> state["w"], extra
+            (tensor([1., 1.]), {'epoch': 3})
         """
         resources, step = self._resources, plain_step(step)
         with self._collective("load_dcp"):
@@ -391,7 +371,17 @@ class Checkpointer:
 
         Raises:
             TimedOutError: a save is not over in time.
+            InvalidTypeError: `timeout` is no number.
             Exception: with `on_failure="raise"`, the error of a save.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("awaited") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            ...     checkpointer.wait()
+            ...     save.done()
+            True
         """
         self._refuse_in_callback("wait")
         check_wait(timeout)
@@ -404,7 +394,20 @@ class Checkpointer:
         self._resources.failure.raise_pending()
 
     def stats(self) -> dict[str, Any]:
-        """Bytes of host memory that staging uses, and the steps under way, by kind."""
+        """Count what is being saved. Not collective.
+
+        Returns:
+            `"staging"`: bytes of host memory that staging uses; `"under_way"`: the steps of saves, by kind.
+
+        Raises:
+            Exception: with `on_failure="raise"`, the error of an earlier save.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.Checkpointer("counted") as checkpointer:
+            ...     checkpointer.stats()["under_way"]
+            {'hf': [], 'dcp': []}
+        """
         self._raise_pending()
         return {
             "staging": self._resources.budget.stats(),
@@ -414,8 +417,20 @@ class Checkpointer:
     def close(self) -> None:
         """Finish the saves under way and release the root. The second call does nothing.
 
-        If Ctrl-C ends the wait, the saves go on and the root is released when they are over. With
-        `on_failure="raise"` it raises the error of a save, after everything is released.
+        If Ctrl-C ends the wait, the saves go on and the root is released when they are over.
+
+        Raises:
+            InvalidInputError: it is called in a callback of a save.
+            Exception: with `on_failure="raise"`, the error of a save, after everything is released.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> checkpointer = td.Checkpointer("closed")
+            >>> save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            >>> checkpointer.close()
+            >>> save.done()
+            True
         """
         if os.getpid() != self._resources.process:
             return
@@ -441,84 +456,3 @@ class Checkpointer:
             if error is None:
                 raise
             _logger.exception("a save failed while another error ended the block")
-
-    @contextlib.contextmanager
-    def _collective(self, call: str) -> Iterator[None]:
-        """A block in which this rank makes a collective call; an interrupt in it closes the checkpointer."""
-        self._check_open()
-        self._refuse_in_callback(call)
-        outer = getattr(self._current, "call", None)
-        if outer is not None:
-            raise InvalidInputError(
-                f"{call}() was called inside {outer}(), by a signal handler or a function that was given: the other "
-                "ranks cannot know of it. Have the handler set a flag, and save between two steps"
-            )
-        self._current.call = call
-        try:
-            # The votes of a call have numbers of its own, so that ranks meet again after one left a call early.
-            voter = self._resources.voter
-            voter.skip_to(-(-voter.last_vote.number // _VOTES_PER_CALL) * _VOTES_PER_CALL)
-            yield
-        except Exception:
-            raise
-        except BaseException as interrupt:
-            self._close_after_interrupt(call, interrupt)
-            raise
-        finally:
-            self._current.call = None
-
-    def _close_after_interrupt(self, call: str, interrupt: BaseException) -> None:
-        """Tell the other ranks that this one left the call, and close."""
-        self._closed_by = f", since {call}() was interrupted by {type(interrupt).__name__}"
-        resources = self._resources
-        try:
-            with contextlib.suppress(Exception):
-                resources.voter.vote(interrupt, what=call, timeout=_REPORT_SECONDS)
-        except BaseException as caught:
-            if caught is not interrupt:
-                raise
-        finally:
-            # Ranks that wait for this one in a vote or an exchange fail now; saves under way have voters of their own.
-            resources.voter.close()
-            if resources.exchange_group is not None:
-                resources.exchange_group.close()
-            self._resources.close_later()
-
-    def _check_open(self) -> None:
-        if os.getpid() != self._resources.process:
-            raise InvalidInputError(
-                "this checkpointer was made before a fork: use it in the process that made it"
-            )
-        # Callbacks of the saves that a close waits for may still use it.
-        if self._closed_by is not None and not self._is_in_callback():
-            raise InvalidInputError(f"this checkpointer is closed{self._closed_by}: make a new one")
-
-    def _check_is_known(self, step: int) -> None:
-        """Refuse a step that is neither published nor being saved."""
-        resources = self._resources
-        # First, since a save may be published between the two looks.
-        if any(step in queue.steps_under_way() for queue in resources.queues.values()):
-            return
-        steps = sorted({one.step for one in resources.readonly.list()})
-        if step not in steps:
-            raise NotFoundError(
-                errno.ENOENT,
-                f"{self.path} has no checkpoint of step {step}, and none is being saved ({format_steps(steps)}): call "
-                "protect after the save begins",
-                str(self.path),
-            )
-
-    def _raise_pending(self) -> None:
-        """Raise the error of a save on the training thread; a callback must not consume it."""
-        if not self._is_in_callback():
-            self._resources.failure.raise_pending()
-
-    def _refuse_in_callback(self, call: str) -> None:
-        if self._is_in_callback():
-            raise InvalidInputError(
-                f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
-            )
-
-    def _is_in_callback(self) -> bool:
-        """Whether the caller is a function of the user's on the thread of a save."""
-        return any(queue.is_own_thread() for queue in self._resources.queues.values())

@@ -27,6 +27,15 @@ class Save(Future[Path]):
     Attributes:
         kind: "hf" or "dcp".
         step: the step that is saved.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> with td.Checkpointer("saves") as checkpointer:
+        ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+        ...     save.staged()  # the tensors are in host memory: change them as you like
+        ...     save.result(timeout=60).name
+        'hf-1'
     """
 
     def __init__(self, kind: str, step: int, file_bytes: int, *, is_queue_thread: Callable[[], bool]) -> None:
@@ -47,17 +56,47 @@ class Save(Future[Path]):
         Args:
             timeout: seconds to wait; None waits without end.
 
+        Returns:
+            The path of the published checkpoint.
+
         Raises:
             TimeoutError: the save is not over in time.
             InvalidInputError: the call would wait for itself.
+            InvalidTypeError: `timeout` is no number.
             Exception: the error of the save, the same on every rank.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("results") as checkpointer:
+            ...     checkpointer.save_hf(1, {"w": torch.ones(2)}).result(timeout=60).name
+            'hf-1'
         """
         self._refuse_deadlock("result")
         self._wait(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the error of the save; None if it was published. Raises as `result`."""
+        """Wait for the error of the save.
+
+        Args:
+            timeout: seconds to wait; None waits without end.
+
+        Returns:
+            The error, the same on every rank; None if the save succeeded.
+
+        Raises:
+            TimeoutError: the save is not over in time.
+            InvalidInputError: the call would wait for itself.
+            InvalidTypeError: `timeout` is no number.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("exceptions") as checkpointer:
+            ...     print(checkpointer.save_hf(1, {"w": torch.ones(2)}).exception())
+            None
+        """
         self._refuse_deadlock("exception")
         self._wait(timeout)
         return super().exception(0)
@@ -80,7 +119,17 @@ class Save(Future[Path]):
 
         Raises:
             TimedOutError: not everything is copied in time.
+            InvalidTypeError: `timeout` is no number.
             Exception: the error of staging.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> weight = torch.ones(2)
+            >>> with td.Checkpointer("staged") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": weight})
+            ...     save.staged()
+            ...     _ = weight.zero_()  # the save holds the ones
         """
         check_wait(timeout)
         staged = self._staged_save
@@ -97,7 +146,20 @@ class Save(Future[Path]):
         staged.allow_changes()
 
     def progress(self) -> tuple[int, int]:
-        """Bytes that this rank has written so far, and all bytes that it will write."""
+        """Report how much this rank has written.
+
+        Returns:
+            The bytes of tensors that are written so far, and those that this rank writes in all.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("progress") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            >>> written, total = save.progress()
+            >>> written == total
+            True
+        """
         is_published = self.done() and self.exception() is None
         return (self._total if is_published else self._written()), self._total
 
@@ -107,26 +169,26 @@ class Save(Future[Path]):
                 f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
             )
 
-    # The methods below are for the checkpointer.
+    # Only the checkpointer calls the methods below.
 
-    def set_staged_save(self, staged: StagedSave) -> None:
+    def _set_staged_save(self, staged: StagedSave) -> None:
         """Set what `staged` waits for."""
         self._staged_save = staged
 
-    def mark_staged(self) -> None:
+    def _mark_staged(self) -> None:
         """Note that host memory holds everything."""
         self._was_staged = True
 
-    def set_progress(self, written: Callable[[], int]) -> None:
+    def _set_progress(self, written: Callable[[], int]) -> None:
         """Set the function that returns how many bytes are written."""
         self._written = written
 
-    def finish(self, path: Path) -> None:
+    def _finish(self, path: Path) -> None:
         """Resolve the future: the checkpoint is published and recorded."""
         self._staged_save = None
         self.set_result(path)
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Resolve the future: the save failed, or a callback after publication did."""
         self._staged_save = None
         self.set_exception(error)

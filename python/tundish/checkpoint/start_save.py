@@ -176,7 +176,7 @@ def start_save(resources: CheckpointerResources, request: SaveRequest) -> Save:
     try:
         try:
             queued.staged = stager.stage()
-            queued.save.set_staged_save(queued.staged)
+            queued.save._set_staged_save(queued.staged)
         except BaseException as caught:
             # The finalizer's next vote tells the other ranks.
             queued.staged, queued.caller_raises = caught, True

@@ -49,7 +49,7 @@ class QueuedSave:
         folder: where the files lie until they are published.
         target: the published folder.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
-        caller_raises: whether the caller's thread raises a failure, so that the failure policy need not act.
+        caller_raises: whether the caller's thread raises the error of this save. Then the failure policy does not act.
         release: gives back the staging budget.
         staged: the staged save, or the error that staging failed with on this rank.
         is_published: whether the checkpoint has its name, whatever follows.
@@ -187,7 +187,7 @@ class Finalizer:
         error: BaseException | None = None
         try:
             _staged_of(queued).wait_staged(None)
-            queued.save.mark_staged()
+            queued.save._mark_staged()
             self.announce("staged", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
@@ -212,7 +212,7 @@ class Finalizer:
             options = WriteOptions(
                 checksum=self.checksum,
                 writers_per_node=self.writers_per_node,
-                set_progress=queued.save.set_progress,
+                set_progress=queued.save._set_progress,
             )
             own = staged.write(queued.folder, options)
             self.announce("written", self.kind, queued.save.step)

@@ -181,6 +181,14 @@ def verify(
     Raises:
         CorruptCheckpointError: names all files that are missing, changed, cut short or too many.
         NotFoundError: there is no checkpoint (any more).
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> with td.Checkpointer("verified") as checkpointer:
+        ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+        >>> td.checkpoint.verify(save.result())
+        []
     """
     folder = path_of(path, "path")
     unsummed = _native.verify_checkpoint(folder, progress=progress)
@@ -214,11 +222,45 @@ class ReadonlyRoot:
             ) from None
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
-        """All published checkpoints, one kind after the other and each by step, or one kind's."""
+        """All published checkpoints, or those of one kind.
+
+        Args:
+            kind: "hf" or "dcp"; None lists both.
+
+        Returns:
+            A `Checkpoint` for each: first those of kind "hf", then "dcp", each by step.
+
+        Raises:
+            InvalidInputError: `kind` is another text.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("listed") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            >>> [one.step for one in td.checkpoint.open_readonly("listed").list()]
+            [1]
+        """
         return checkpoints_of(self._root.list(), None if kind is None else check_kind(kind))
 
     def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
-        """As `list`, and the damaged ones, in the same order."""
+        """List the published checkpoints, and the damaged ones.
+
+        Args:
+            kind: "hf" or "dcp"; None lists both.
+
+        Returns:
+            What `list` returns, and in the same order the folders that are named like checkpoints and are none.
+
+        Raises:
+            InvalidInputError: `kind` is another text.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.Checkpointer("surveyed"):
+            ...     td.checkpoint.open_readonly("surveyed").survey()
+            ([], [])
+        """
         only = None if kind is None else check_kind(kind)
         whole, damaged = self._root.survey()
         return checkpoints_of(whole, only), [
@@ -226,11 +268,48 @@ class ReadonlyRoot:
         ]
 
     def latest(self, kind: Kind = "hf") -> Path | None:
-        """The newest published checkpoint of `kind`; None where there is none."""
+        """The newest published checkpoint of `kind`.
+
+        Args:
+            kind: "hf" or "dcp".
+
+        Returns:
+            Its path; None if there is no checkpoint.
+
+        Raises:
+            InvalidInputError: `kind` is another text.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("newest") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            >>> td.checkpoint.open_readonly("newest").latest().name
+            'hf-1'
+        """
         return self._root.latest(check_kind(kind))
 
     def verify(self, path: str | os.PathLike[str]) -> _Names:
-        """As `tundish.checkpoint.verify`; a relative path is one under the root."""
+        """Read every byte of a checkpoint again, as `tundish.checkpoint.verify` does.
+
+        Args:
+            path: of the checkpoint; a relative path is one under the root.
+
+        Returns:
+            The names of the files without a checksum: only their sizes were compared.
+
+        Raises:
+            CorruptCheckpointError: names all files that are missing, changed, cut short or too many.
+            NotFoundError: there is no checkpoint.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("verified") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            >>> td.checkpoint.open_readonly("verified").verify("hf-1")
+            []
+        """
         # Whether it is one, before it is joined to the root.
         path_of(path, "path")
         return verify(self.path / path)
@@ -248,6 +327,15 @@ class ReadonlyRoot:
 
         Raises:
             NotFoundError: it is not there, or no longer.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("read") as checkpointer:
+            ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+            >>> with td.checkpoint.open_readonly("read").reading(1) as path:
+            ...     (path / "model.safetensors").exists()
+            True
         """
         with releasing(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
             yield lock.path
@@ -259,8 +347,19 @@ def open_readonly(root: str | os.PathLike[str]) -> ReadonlyRoot:
     Args:
         root: the folder of all checkpoints.
 
+    Returns:
+        The root, to list, verify and read its checkpoints.
+
     Raises:
         NotFoundError: it does not exist.
         InvalidInputError: it is itself a checkpoint.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> with td.Checkpointer("opened") as checkpointer:
+        ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
+        >>> td.checkpoint.open_readonly("opened").latest().name
+        'hf-1'
     """
     return ReadonlyRoot(root)

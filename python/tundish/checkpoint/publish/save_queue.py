@@ -69,7 +69,7 @@ class SaveQueue:
         error = InvalidInputError(f"{queued.what}: the checkpointer was closed while the save was taken")
         self._finalizer.abandon(queued)
         _release(queued)
-        queued.save.fail(error)
+        queued.save._fail(error)
         raise error
 
     def is_own_thread(self) -> bool:
@@ -135,9 +135,9 @@ class SaveQueue:
             self._changed.notify_all()
         try:
             if error is None:
-                queued.save.finish(queued.target)
+                queued.save._finish(queued.target)
             else:
-                queued.save.fail(error)
+                queued.save._fail(error)
         except BaseException:
             # A callback of the future raised, perhaps SystemExit; the next save must go on.
             with contextlib.suppress(Exception):

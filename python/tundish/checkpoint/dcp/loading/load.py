@@ -64,6 +64,16 @@ def load_dcp(
         CorruptCheckpointError: a file is damaged.
         StateMismatchError: the state dict does not fit. After each of these errors, which all ranks raise, the state
             dict is unchanged.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> with td.Checkpointer("loaded") as checkpointer:
+        ...     save = checkpointer.save_dcp(1, {"w": torch.ones(2)}, extra={"epoch": 3})
+        >>> state = {"w": torch.zeros(2)}
+        >>> extra, _ = td.checkpoint.load_dcp(state, save.result())
+        >>> state["w"], extra
+        (tensor([1., 1.]), {'epoch': 3})
     """
     # A link is resolved once.
     folder = Path(os.path.realpath(path))
