@@ -160,6 +160,13 @@ assert pack is package.pack and PackPlan.__name__ == "PackPlan"
     assert (ran.stderr, ran.returncode) == ("", 0)
 
 
+def test_the_public_names_of_distributed() -> None:
+    import tundish.distributed
+
+    public = "agreed build_once_per_node is_local_rank0 local_rank local_world_size node_group vote"
+    assert tundish.distributed.__all__ == public.split()
+
+
 def test_type_checking_imports_match_the_lazy_table() -> None:
     """The imports under TYPE_CHECKING, which nothing runs, against the table, which no checker reads."""
     for package in ("tundish", "tundish.packing"):

@@ -35,6 +35,10 @@ def local_rank() -> int:
     Raises:
         InvalidInputError: `LOCAL_RANK` or `LOCAL_WORLD_SIZE` is no number, the two contradict each other, or the job
             has several processes but `LOCAL_RANK` is not set: every process would take itself for local rank 0.
+
+    Example:
+        >>> local_rank()
+        0
     """
     rank = env_integer("LOCAL_RANK", 0)
     size = env_integer("LOCAL_WORLD_SIZE", 1)
@@ -57,6 +61,10 @@ def local_world_size() -> int:
 
     Raises:
         InvalidInputError: as `local_rank`, and when the job has several processes but `LOCAL_WORLD_SIZE` is not set.
+
+    Example:
+        >>> local_world_size()
+        1
     """
     local_rank()
     size = env_integer("LOCAL_WORLD_SIZE", 1)
