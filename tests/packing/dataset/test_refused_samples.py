@@ -84,7 +84,7 @@ def test_datasets_that_do_not_fit_are_refused(datasets: Any, kind: type[Exceptio
 
 
 def test_other_arguments_are_checked() -> None:
-    with pytest.raises(InvalidTypeError, match="plan must be a PackPlan"):
+    with pytest.raises(InvalidTypeError, match="plan is a list: give a PackPlan"):
         td.PackedDataset([[1]], [0])  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="mask_first_token"):
         td.PackedDataset([[1]], td.pack([1], 1), mask_first_token=1)  # type: ignore[arg-type]

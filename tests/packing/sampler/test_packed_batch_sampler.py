@@ -186,7 +186,7 @@ def test_bad_arguments_are_refused(given: dict[str, Any], kind: type[Exception],
 
 
 def test_something_else_than_a_plan_is_refused() -> None:
-    with pytest.raises(InvalidTypeError, match="plan must be a PackPlan, got list"):
+    with pytest.raises(InvalidTypeError, match="plan is a list: give a PackPlan"):
         td.PackedBatchSampler([0, 1], 2)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer
+from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
 from tundish.packing.dataset.samples import Sample, SampleSource, as_datasets, as_sample, joined
 from tundish.packing.plan.pack_plan import PackPlan
 
@@ -73,7 +73,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         mask_first_token: bool = False,
     ) -> None:
         if not isinstance(plan, PackPlan):
-            raise InvalidTypeError(f"plan must be a PackPlan, got {type(plan).__name__}")
+            raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
         if not isinstance(mask_first_token, bool):
             raise InvalidTypeError(f"mask_first_token must be True or False, got {mask_first_token!r}")
         self.plan = plan

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, format_count
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, format_count, format_type
 
 __all__ = ["Sample", "SampleSource", "as_datasets", "as_sample", "joined"]
 
@@ -166,12 +166,12 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
             )
         if type(dataset).__module__.partition(".")[0] in _TABLES and hasattr(dataset, "columns"):
             raise InvalidTypeError(
-                f"dataset {number} is a {type(dataset).__name__}, which gives columns by numbers or names, and no "
+                f"dataset {number} is {format_type(dataset)}, which gives columns by numbers or names, and no "
                 "samples: give a datasets.Dataset of it, or a list of its token ids"
             )
         if (form := _table_format(dataset)) is not None:
             raise InvalidTypeError(
-                f"dataset {number} is a {type(dataset).__name__} with the format {form!r}, in which it gives tables "
+                f"dataset {number} is {format_type(dataset)} with the format {form!r}, in which it gives tables "
                 "and no rows: pass dataset.with_format(None), or 'numpy' or 'torch'"
             )
     if len(found) != len(num_samples):

@@ -19,7 +19,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_integer
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    StateMismatchError,
+    format_integer,
+    format_type,
+)
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.packing.sampler.epoch_order import EpochOrder
@@ -82,7 +88,7 @@ class PackedBatchSampler:
         group_by_longest: bool = False,
     ) -> None:
         if not isinstance(plan, PackPlan):
-            raise InvalidTypeError(f"plan must be a PackPlan, got {type(plan).__name__}")
+            raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
         for name, value in (
             ("shuffle", shuffle),
             ("drop_last", drop_last),
@@ -274,7 +280,7 @@ class PackedBatchSampler:
             [[2, 3], [4, 5]]
         """
         if not isinstance(state, Mapping):
-            raise StateMismatchError(f"a sampler's state is a dict, got {type(state).__name__}")
+            raise StateMismatchError(f"state is {format_type(state)}: give what state_dict() returned")
         if state.get("kind") != "PackedBatchSampler":
             raise StateMismatchError(
                 f"this is no state of a PackedBatchSampler: its kind is {state.get('kind')!r}"
