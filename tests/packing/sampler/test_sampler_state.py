@@ -171,7 +171,7 @@ def test_the_state_of_a_finished_epoch() -> None:
         ({"version": None}, "has version None"),
         (
             {"kind": "DistributedSampler"},
-            "no state of a PackedBatchSampler: its kind is 'DistributedSampler'",
+            "not the state of a PackedBatchSampler: its .kind. is 'DistributedSampler'",
         ),
         ({"step": 11}, "step in the sampler's state is 11, but must be in 0 … 10"),
         ({"step": -1}, "step in the sampler's state is -1"),

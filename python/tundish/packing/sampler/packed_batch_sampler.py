@@ -282,8 +282,14 @@ class PackedBatchSampler:
         if not isinstance(state, Mapping):
             raise StateMismatchError(f"state is {format_type(state)}: give what state_dict() returned")
         if state.get("kind") != "PackedBatchSampler":
+            keys = ", ".join(map(str, state)) or "none"
+            found = (
+                f"its 'kind' is {state['kind']!r:.100}"
+                if "kind" in state
+                else f"it has no 'kind' (keys: {keys:.200})"
+            )
             raise StateMismatchError(
-                f"this is no state of a PackedBatchSampler: its kind is {state.get('kind')!r}"
+                f"this is not the state of a PackedBatchSampler: {found}; pass what its state_dict() returned"
             )
         if state.get("version") != STATE_VERSION:
             raise StateMismatchError(

@@ -83,8 +83,15 @@ class LoaderState:
     def load_state_dict(self, state: Any) -> None:
         """Take over a state. Raises `StateMismatchError`, and changes nothing, where it is damaged."""
         if not isinstance(state, Mapping) or state.get("kind") != _KIND:
-            found = repr(state.get("kind")) if isinstance(state, Mapping) else type(state).__name__
-            raise StateMismatchError(f"this is not the state of a DispatchLoader: {found}")
+            if not isinstance(state, Mapping):
+                found = f"its type is {type(state).__name__}"
+            elif "kind" in state:
+                found = f"its 'kind' is {state['kind']!r:.100}"
+            else:
+                found = f"it has no 'kind' (keys: {', '.join(map(str, state)) or 'none':.200})"
+            raise StateMismatchError(
+                f"this is not the state of a DispatchLoader: {found}; pass what its state_dict() returned"
+            )
         version = state.get("version")
         # True equals 1.
         if isinstance(version, bool) or version != _VERSION:
