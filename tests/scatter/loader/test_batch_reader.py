@@ -81,6 +81,10 @@ def test_steps_are_the_loaders_batches_in_order(
             BatchReader(list(range(count)), width=width, tail=tail, skip=skip)
         return
     data = range(count) if has_length else iter(range(count))
+    if not has_length and not count:
+        with pytest.raises(InvalidInputError, match="no batches left"):
+            BatchReader(data, width=width, tail=tail).draw()
+        return
     steps = drawn(BatchReader(data, width=width, tail=tail, skip=skip))
     left = list(range(skip, count))
     whole = len(left) // width

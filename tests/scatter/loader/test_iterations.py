@@ -101,3 +101,19 @@ def ends_for_no_reason(rank: int, line: Line) -> None:
 def test_a_stop_iteration_from_a_batch_does_not_end_the_data(tmp_path: Path) -> None:
     with Job(ends_for_no_reason, 2, tmp_path) as job:
         job.expect_end()
+
+
+def used_up(rank: int, line: Line) -> None:
+    for prefetch in (0, 1):
+        source = (number for number in range(5)) if rank == 0 else None
+        with td.DispatchLoader(source, prefetch=prefetch, tail="short") as loader:
+            assert [one for one in loader if one is not None] == list(range(rank, 5, 2))
+            for _ in range(2):
+                kind, text, _ = outcome(lambda: list(loader))
+                assert kind == ("InvalidInputError" if rank == 0 else "PeerFailedError"), (prefetch, text)
+                assert "give an iterable that starts again" in text, (prefetch, text)
+
+
+def test_all_ranks_hear_of_an_iterator_that_is_used_up(tmp_path: Path) -> None:
+    with Job(used_up, 2, tmp_path) as job:
+        job.expect_end()

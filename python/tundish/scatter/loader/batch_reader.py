@@ -68,6 +68,7 @@ class BatchReader:
         self._tail = tail
         self._is_stateful = is_stateful(loader)
         self._is_over = False
+        self._is_whole_epoch = not skip and state is None
         self._is_resumed = state is not None and self._is_stateful
         if self._is_resumed:
             loader.load_state_dict(copy.deepcopy(state))  # type: ignore[attr-defined]
@@ -76,16 +77,31 @@ class BatchReader:
             if skip:
                 _refuse_resumed_sampler(loader, skip)
             self._batches = _batches_after(loader, skip, report_progress)
+        # Iterating over it again goes on where the last iteration ended.
+        self._is_iterator = self._batches is loader
         if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             # A shuffling sampler takes its seed from torch's generator at its first draw. In a background thread, the
             # order would depend on other draws from the generator.
             self._batches = _draw_first(self._batches)
 
     def draw(self) -> StepBatches | None:
-        """The batches of the next step; None at the end of the data."""
+        """The batches of the next step; None at the end of the data.
+
+        Raises `InvalidInputError` where a whole epoch has no batches because an earlier one used up the iterator.
+        """
         if self._is_over:
             return None
-        batches = list(itertools.islice(self._batches, self._width))
+        # Not `islice`, which calls `__iter__`: an iterator may start again there.
+        batches: list[Any] = []
+        while len(batches) < self._width and (batch := next(self._batches, _END)) is not _END:
+            batches.append(batch)
+        if self._is_iterator and self._is_whole_epoch and not batches:
+            raise InvalidInputError(
+                f"the source's loader is an iterator ({type(self._loader).__qualname__}) and has no batches left: it "
+                "passes once. For several epochs, give an iterable that starts again: a list, a DataLoader, or an "
+                "object whose __iter__ makes a new generator"
+            )
+        self._is_whole_epoch = False
         if self._is_resumed:
             _forget_starting_state(self._loader)
             self._is_resumed = False
