@@ -358,7 +358,7 @@ class DispatchLoader(Generic[T_co]):
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
-            raise InvalidInputError("this DispatchLoader is closed")
+            raise InvalidInputError("this DispatchLoader is closed: make a new one on all ranks")
 
     def _step_count(self, batches: int) -> int:
         return step_count(max(0, batches), self._scatter.participants.batch_count, self._tail)

@@ -9,7 +9,7 @@ import torch
 from tundish._native import BufferLease
 from tundish.errors import OutOfMemoryError, PeerFailedError, StorageError
 from tundish.scatter.received_batch import ReceivedBatch
-from tundish.scatter.scatter_rank import GONE, ScatterRank
+from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import GlooReceiver
 from tundish.scatter.transport.message_header import DEVICE, MessageKind
@@ -46,7 +46,9 @@ class ScatterReceiver(ScatterRank):
         except Exception:
             raise
         except BaseException as error:
-            self.end(f"was interrupted ({type(error).__name__}) in a step, which closed the scatter")
+            self.end(
+                f"was interrupted ({type(error).__name__}) in a step, which closed the scatter: {MAKE_NEW}"
+            )
             raise
         header, content = message.header, message.content
         if header.step > self._step:

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from tundish.scatter.participants import Participants
     from tundish.scatter.transport.channels import Channels
 
-__all__ = ["GONE", "ScatterRank", "ScatterStats"]
+__all__ = ["GONE", "MAKE_NEW", "ScatterRank", "ScatterStats"]
 
 # Of a rank whose connection was closed, in messages.
 GONE: Final = "was killed, has ended, or has left the scatter"
+# What to do once a scatter is closed.
+MAKE_NEW: Final = "make a new group, or a new DispatchLoader, on all ranks"
 
 # How often a rank that waits looks for ranks that are gone.
 _POLL_SECONDS = 0.1
@@ -165,7 +167,7 @@ class ScatterRank:
 
     def _raise_if_closed(self) -> None:
         if self._is_closed:
-            raise InvalidInputError("this scatter is closed")
+            raise InvalidInputError(f"this scatter is closed: {MAKE_NEW}")
 
     def _raise_if_ended(self) -> None:
         """Raise where a rank on the other end of a channel is gone."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from tundish._native import BufferLease
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
-from tundish.scatter.scatter_rank import GONE, ScatterRank
+from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
 from tundish.scatter.target_device import unflatten_to_device
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import (
@@ -257,14 +257,14 @@ class ScatterSource(ScatterRank):
     def _report_error(self, error: BaseException, waiting: _Senders) -> None:
         """Tell the ranks that wait for this step why it fails, and all ranks where no step follows."""
         channels = self._channels
-        if channels is None:
-            return
         is_interrupt = not isinstance(error, Exception)
         if is_interrupt and self._end_error is None:
             self._end_because_of(
                 self.participants.rank,
-                f"was interrupted ({type(error).__name__}) in a step, which closed the scatter",
+                f"was interrupted ({type(error).__name__}) in a step, which closed the scatter: {MAKE_NEW}",
             )
+        if channels is None:
+            return
         is_lost = is_interrupt or error is self._end_error
         if is_lost and self._end_error is not None:
             kind, text = MessageKind.CLOSED, f"{self._end_error.rank}\n{self._end_error}"

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+from tundish.errors import InvalidInputError, InvalidTypeError, PeerFailedError, StateMismatchError
 
 
 class Counting:
@@ -296,8 +296,10 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], said: str) -> 
             loader.load_state_dict({**good, "batches": 2, **change})
         with pytest.raises(StateMismatchError, match="lacks batches"):
             loader.load_state_dict({name: value for name, value in good.items() if name != "batches"})
-        with pytest.raises(StateMismatchError, match="not the state"):
+        with pytest.raises(StateMismatchError, match=r"not the state .* its type is list"):
             loader.load_state_dict([1])  # type: ignore[arg-type]
+        with pytest.raises(StateMismatchError, match=r"it has no 'kind' \(keys: epoch\); pass what"):
+            loader.load_state_dict({"epoch": 1})
         assert loader.state_dict() == good
         assert numbers(loader) == list(range(5))
 
@@ -384,6 +386,38 @@ def test_a_loader_without_a_length_has_none() -> None:
         assert list(loader) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_iterator_that_is_used_up_is_refused_in_the_next_epoch(prefetch: int) -> None:
+    said = r"iterator \(generator\) and has no batches left.* give an iterable that starts again"
+    with td.DispatchLoader((number for number in range(3)), prefetch=prefetch) as loader:
+        assert list(loader) == [0, 1, 2]
+        for _ in range(2):
+            with pytest.raises(InvalidInputError, match=said):
+                list(loader)
+        assert loader.epoch == 1
+    with td.DispatchLoader(iter(range(3)), prefetch=prefetch, skip_batches=3) as loader:
+        # A run that resumes at the end of the epoch.
+        assert list(loader) == []
+    with td.DispatchLoader([], prefetch=prefetch) as loader:
+        assert list(loader) == list(loader) == []
+
+
+def test_an_iterator_that_starts_again_has_every_epoch() -> None:
+    class Restarting:
+        def __iter__(self) -> Restarting:
+            self.left = 3
+            return self
+
+        def __next__(self) -> int:
+            if not self.left:
+                raise StopIteration
+            self.left -= 1
+            return self.left
+
+    with td.DispatchLoader(Restarting()) as loader:
+        assert list(loader) == list(loader) == [2, 1, 0]
+
+
 def test_it_has_no_dataset_attribute() -> None:
     from accelerate import Accelerator, skip_first_batches
 
@@ -429,3 +463,20 @@ def test_after_an_error_of_the_loader_the_next_iteration_works(prefetch: int) ->
 def test_tensors_go_to_the_device() -> None:
     with td.DispatchLoader(Counting(3), device="meta") as loader:
         assert [batch["x"].device.type for batch in loader] == ["meta"] * 3
+
+
+def test_ctrl_c_while_the_loader_reads_on_the_caller_s_thread_closes_it() -> None:
+    class Interrupted(Counting):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            yield from super().__iter__()
+            raise KeyboardInterrupt
+
+    with td.DispatchLoader(Interrupted(2), prefetch=0) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            numbers(loader)
+        with pytest.raises(
+            PeerFailedError, match=r"rank 0 was interrupted .*: make a new group, or a new Disp"
+        ):
+            numbers(loader)
+    with pytest.raises(InvalidInputError, match="this DispatchLoader is closed: make a new one on all ranks"):
+        iter(loader)
