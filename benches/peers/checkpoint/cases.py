@@ -27,9 +27,6 @@ from checkpoint.training import LOOPS
 
 __all__ = ["Plan", "measure"]
 
-# Most extra memory of a save, as a multiple of its bytes.
-_MEMORY = 1.05
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -243,7 +240,7 @@ def _sections(group: Group, plan: Plan) -> list[Section]:
             *_stall_rows(group, figures, plan),
             *_durable_rows(group, figures, plan),
             *([_sums_row(group, _turns(group, plan), plan)] if group.sums else []),
-            *_memory_rows(group, figures, plan),
+            *_memory_rows(group, figures),
         ],
     )
     sections = [section]
@@ -380,15 +377,13 @@ def _sums_row(group: Group, turns: ChecksumTimes, plan: Plan) -> Row:
     )
 
 
-def _memory_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> list[Row]:
+def _memory_rows(group: Group, figures: Mapping[str, Figures]) -> list[Row]:
     staged = WORKLOADS[group.workload].size
-    judged = plan.judges and group.workload == "large"
     rows = []
     for contestant in group.contestants:
         if contestant == "writes":
             continue
         memory = figures[contestant].memory
-        is_judged = judged and contestant.startswith(("hf", "dcp"))
         rows.append(
             Row(
                 case=f"extra memory, {CONTESTANTS[contestant].name}",
@@ -396,8 +391,6 @@ def _memory_rows(group: Group, figures: Mapping[str, Figures], plan: Plan) -> li
                 peer="what is saved",
                 peers=size(staged),
                 figure=f"{memory / staged:.3g}×",
-                target=f"≤ {_MEMORY:g}×" if is_judged else "–",
-                met=memory <= _MEMORY * staged if is_judged else None,
             )
         )
     return rows

@@ -1,7 +1,7 @@
 """The rows of the packing section: the contestants, the comparison of their outputs, and the targets.
 
 Invariants: contestants of one row take the same inputs. Their outputs are compared in full before a row is written.
-Targets apply at 10⁷ samples (10⁸ for memory), and to text alone where the peer is the Python loop over packs.
+Targets apply to text at 10⁷ samples; those of the shuffle at 10⁷ samples and of memory at 10⁸.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ FLOOR = "lengths read in the order and six arrays written, nothing more"
 FLOOR_OF_TWO = f"{FLOOR}, two threads"
 TWO_OVER_ONE = 1.4
 OVER_LOOP, OVER_VECTORISED, OVER_MEGATRON = 60.0, 5.0, 1.7
-# The loop form stands for the original only where it costs what the original costs.
-LOOP_OVER_VECTORISED = (10.0, 17.0)
 # glibc's malloc then keeps what is freed, and an array lies in pages that were used before.
 KEEPS_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
@@ -60,20 +58,13 @@ where caches do not hold them all, the memory is asked for it 128 samples before
 written once as int32, into fresh memory, as the plan's are; what is written need not be the plan. Nothing is cut or \
 hashed. Of the order only that no sample is out of range is checked.
 
-Which targets apply:
-
-- All of them apply at 10⁷ samples, and none to fewer.
-- That over the loop form applies to text alone. Chat packs hold many more samples each, so that the loop over packs \
-weighs less there, and is shown without a target.
-- Those over the vectorised form, over megatron-core's helper and of two threads over one apply to text and chat.
-- A target that asks for less time than the compiled loop takes has a row that says so. What two threads gain in that \
-loop is what this machine's memory lets two threads gain where nothing waits.
+Targets apply to text at 10⁷ samples. A target that asks for less time than the compiled loop takes has a row that \
+says so. What two threads gain in that loop is what this machine's memory lets two threads gain where nothing waits.
 
 Rows with "memory kept" are of another process, which keeps the memory it freed, so that the numpy forms pay for no \
 fresh pages. In all other rows the vectorised form, whose temporaries are large, pays for them, on a virtual machine \
-more than for its arithmetic. tundish is timed in both processes, with the same call, the same comparison and the same \
-targets. Whether the loop form is written right shows memory kept, for text at 10⁷ samples: it has to take \
-{LOOP_OVER_VECTORISED[0]:g} to {LOOP_OVER_VECTORISED[1]:g} times the vectorised form, as its original does."""
+more than for its arithmetic. tundish is timed in both processes, with the same call and the same comparison. The row \
+of the loop form over the vectorised one compares the two numpy forms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +98,7 @@ def hard_plan(scale: Scale) -> Section:
 
 def _memory_kept(scale: Scale) -> list[Row]:
     """What tundish and both numpy forms take where fresh pages cost the latter nothing."""
-    samples, (low, high) = scale.samples[-1], LOOP_OVER_VECTORISED
+    samples = scale.samples[-1]
     child = Path(__file__).with_name("warm_heap_child.py")
     command = [sys.executable, str(child), *map(str, (samples, scale.least_rounds, MAX_LENGTH))]
     reply = subprocess.run(
@@ -116,18 +107,10 @@ def _memory_kept(scale: Scale) -> list[Row]:
     seconds = json.loads(reply.stdout)
     case = f"{TEXT.name}, {count(samples)}"
     ratio = seconds["loop"] / seconds["vectorised"]
-    judged = samples == JUDGED_SAMPLES
     return [
         *(
-            times_faster(
-                f"{case}, memory kept",
-                seconds["tundish"],
-                peer,
-                seconds[key],
-                samples=samples,
-                at_least=target if judged else None,
-            )
-            for peer, key, target in ((LOOP, "loop", OVER_LOOP), (VECTORISED, "vectorised", OVER_VECTORISED))
+            times_faster(f"{case}, memory kept", seconds["tundish"], peer, seconds[key], samples=samples)
+            for peer, key in ((LOOP, "loop"), (VECTORISED, "vectorised"))
         ),
         Row(
             case=f"{case}, {LOOP}, memory kept",
@@ -135,8 +118,6 @@ def _memory_kept(scale: Scale) -> list[Row]:
             peer=f"over {VECTORISED}, {duration(seconds['vectorised'])}",
             peers=duration(seconds["loop"]),
             figure=f"{ratio:.3g}×",
-            target=f"{low:g}–{high:g}×" if judged else "–",
-            met=low <= ratio <= high if judged else None,
         ),
     ]
 
@@ -184,10 +165,9 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     pairs = sample_index(lengths, narrow_order, MAX_LENGTH, num_tokens)
     assert_equal(f"{case}, pairs", plan.sample_index(), pairs)
 
-    judged = samples == JUDGED_SAMPLES
-    loop_judged = judged and distribution is TEXT
+    judged = samples == JUDGED_SAMPLES and distribution is TEXT
     targets = {
-        LOOP: OVER_LOOP if loop_judged else None,
+        LOOP: OVER_LOOP if judged else None,
         VECTORISED: OVER_VECTORISED if judged else None,
         MEGATRON: OVER_MEGATRON if judged else None,
         FLOOR: None,
@@ -248,7 +228,7 @@ def published(scale: Scale) -> Section:
         title="Hard plan published and mapped again",
         note="`td.pack(..., threads=1, out=folder)`, every file and folder fsynced, then "
         "`PackPlan.load(folder)`, then every array summed. The loop form is timed twice: in memory "
-        "alone, which the target is taken against, and with its arrays saved (no fsync, as in the "
+        "alone, and with its arrays saved (no fsync, as in the "
         "original), mapped and summed, for information.",
     )
     for samples in scale.samples:
@@ -287,9 +267,8 @@ def _published_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     assert_all_equal(f"{case}, files", numpy_forms.map_again(ours), expected)
     shutil.rmtree(ours)
     shutil.rmtree(theirs)
-    target = 20.0 if samples == JUDGED_SAMPLES and distribution is TEXT else None
     return [
-        times_faster(case, seconds["tundish"], LOOP, seconds[LOOP], samples=samples, at_least=target),
+        times_faster(case, seconds["tundish"], LOOP, seconds[LOOP], samples=samples),
         times_faster(case, seconds["tundish"], saved, seconds[saved], samples=samples),
     ]
 

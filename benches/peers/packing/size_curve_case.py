@@ -14,13 +14,12 @@ import numpy as np
 from measure import Contestant, race, run_child
 from report import Row, Section, count, duration, size
 
-from packing.cases import FLOOR, JUDGED_SAMPLES, MAX_LENGTH, SEED, Scale
+from packing.cases import MAX_LENGTH, SEED, Scale
 from packing.distributions import DISTRIBUTIONS, Distribution, draw_order, write_lengths
 from packing.floor import read_and_write
 
 MEMORY_LIMIT = 64 * 2**20
 MEMORY_JUDGED_SAMPLES = 10**8
-SPREAD = 2.0
 # Name of a configuration, threads, whether the order is given, whether it is published.
 CONFIGURATIONS = (
     ("in memory", 1, True, False),
@@ -42,8 +41,8 @@ def curve(scale: Scale) -> tuple[Section, Section]:
         "process held before, less what the plan's arrays hold where they stand in memory. The "
         "spread is the slowest size over the fastest, in nanoseconds a sample. Beside it stands that of the "
         "compiled loop that does the least that any plan in a given order does, as in the first section, though it "
-        "writes an entry a sample and not one more for each pack: what a memory that is slower the larger it is makes "
-        "of it. Where even that loop takes more at the largest size than the spread allows, a row says so.",
+        "writes an entry a sample and not one more for each pack: its spread comes from memory alone, which is slower "
+        "the larger it is.",
     )
     memory = Section(
         title="Memory beyond inputs and outputs",
@@ -51,7 +50,7 @@ def curve(scale: Scale) -> tuple[Section, Section]:
         "that no file stands behind, above what the process held before the call. With a seed it includes "
         "one index a sample.",
     )
-    by_configuration: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    by_configuration: dict[tuple[str, int], list[float]] = defaultdict(list)
     loops: dict[tuple[str, int], list[float]] = defaultdict(list)
     for distribution in DISTRIBUTIONS:
         for samples in scale.curve_samples:
@@ -62,7 +61,7 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                 nanoseconds = reply["seconds"] / samples * 1e9
                 beyond = max(0, reply["peak"] - (0 if to_files else reply["held"]))
                 case = f"{distribution.name}, {configuration}, {threads} thread{'s' if threads > 1 else ''}"
-                by_configuration[case, configuration, threads].append(nanoseconds)
+                by_configuration[case, threads].append(nanoseconds)
                 times.rows.append(
                     Row(
                         case=f"{case}, {count(samples)}",
@@ -85,11 +84,8 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                             met=beyond <= MEMORY_LIMIT if judged else None,
                         )
                     )
-    complete = max(scale.curve_samples) > JUDGED_SAMPLES
-    for (case, configuration, threads), nanoseconds_each in by_configuration.items():
+    for (case, threads), nanoseconds_each in by_configuration.items():
         spread = max(nanoseconds_each) / min(nanoseconds_each)
-        # fsync costs the same for a plan of any size, so only the configurations in memory can be flat.
-        judged = complete and configuration == "in memory"
         loop = loops[case.partition(",")[0], threads]
         times.rows.append(
             Row(
@@ -98,22 +94,8 @@ def curve(scale: Scale) -> tuple[Section, Section]:
                 peer=f"the least, spread {max(loop) / min(loop):.3g}×",
                 peers=f"{min(loop):.3g}–{max(loop):.3g} ns",
                 figure=f"{spread:.3g}×",
-                target=f"≤ {SPREAD:g}×" if judged else "–",
-                met=spread <= SPREAD if judged else None,
             )
         )
-        allowed = SPREAD * min(nanoseconds_each)
-        if judged and loop[-1] > allowed:
-            times.rows.append(
-                Row(
-                    case=f"{case}, the spread asks for {allowed:.3g} ns at {count(scale.curve_samples[-1])}, less than "
-                    "the loop takes",
-                    ours="–",
-                    peer=FLOOR,
-                    peers=f"{loop[-1]:.3g} ns",
-                    figure=f"{loop[-1] / allowed:.3g}×",
-                )
-            )
     return times, memory
 
 

@@ -15,9 +15,6 @@ from scatter.cases import Plan
 
 __all__ = ["overlap"]
 
-# The target: the wait as a share of the step.
-_SHARE = 0.05
-
 
 def overlap(plan: Plan) -> Section:
     """The waits of each kind and world."""
@@ -49,8 +46,6 @@ def overlap(plan: Plan) -> Section:
                     peer="one isend per tensor",
                     peers=duration(wait["isend"]),
                     figure=f"{share:.2%} of the step",
-                    target=f"≤ {_SHARE:.0%}" if plan.judges else "–",
-                    met=share <= _SHARE if plan.judges else None,
                 ),
                 Row(
                     case=f"{case}: the products",

@@ -23,15 +23,8 @@ OURS, QUEUES, EXECUTOR = "ours", "queues", "executor"
 FLOORS, BARE = "floors", "bare workers"
 _METHODS = ("fork", "spawn")
 
-# Required ratios of a peer's time for a task to tundish's.
+# Required ratio of a peer's time for a task to tundish's.
 _EACH_OVER = {QUEUES: 8.0}
-_ONE_OVER = {QUEUES: 1.3, EXECUTOR: 2.0}
-_RESULT_OVER = {QUEUES: 4.0}
-_CHUNKED_RATE = 2e6
-# The pool of two queues must be so much faster than ProcessPoolExecutor, or the comparison is of no use.
-_QUEUES_OVER_EXECUTOR = 2.0
-_FORK_SECONDS = 0.020
-_SPAWN_COPIES = 1.5
 _ARRAY_SHARE = 1.03
 _WORKER_BYTES = 25 << 20
 # Their tasks carry the array, so they do not measure results.
@@ -172,8 +165,6 @@ def _tasks(plan: Plan) -> Section:
             peer=f"over {CONTESTANTS[EXECUTOR].name}, {_as_rate(each[EXECUTOR])}",
             peers=_as_rate(each[QUEUES]),
             figure=f"{ratio:.3g}×",
-            target=f"≥ {_QUEUES_OVER_EXECUTOR:g}×" if plan.judges else "–",
-            met=ratio >= _QUEUES_OVER_EXECUTOR if plan.judges else None,
         )
     )
     speed = 1 / chunked[OURS]
@@ -184,8 +175,6 @@ def _tasks(plan: Plan) -> Section:
             peer="–",
             peers="–",
             figure=rate(speed),
-            target=f"≥ {rate(_CHUNKED_RATE)}" if plan.judges else "–",
-            met=speed >= _CHUNKED_RATE if plan.judges else None,
         )
     )
     section.rows += [
@@ -204,14 +193,7 @@ def _tasks(plan: Plan) -> Section:
         )
     )
     section.rows += [
-        _row(
-            "latency",
-            one[OURS],
-            CONTESTANTS[contestant].name,
-            one[contestant],
-            plan,
-            at_least=_ONE_OVER.get(contestant),
-        )
+        _row("latency", one[OURS], CONTESTANTS[contestant].name, one[contestant], plan)
         for contestant in plan.contestants
         if contestant != OURS
     ]
@@ -235,14 +217,7 @@ def _results(plan: Plan) -> Section:
     for name, said in (("large", "16 MiB"), ("small", "400 KiB")):
         least = _least(found, name)
         section.rows += [
-            _row(
-                said,
-                least[OURS],
-                CONTESTANTS[contestant].name,
-                least[contestant],
-                plan,
-                at_least=_RESULT_OVER.get(contestant),
-            )
+            _row(said, least[OURS], CONTESTANTS[contestant].name, least[contestant], plan)
             for contestant in contestants
             if contestant != OURS
         ]
@@ -266,11 +241,9 @@ def _binding(plan: Plan) -> Section:
         constructor, first, small = (
             _least(found, name, method) for name in ("constructor", "first", "small first")
         )
-        limit = _FORK_SECONDS if method == "fork" else _SPAWN_COPIES * copy
-        said = duration(_FORK_SECONDS) if method == "fork" else f"{_SPAWN_COPIES:g}× the copy"
-        for case, seconds, judged in (
-            (f"{method}, constructor", constructor[OURS], plan.judges),
-            (f"{method}, what the array adds", max(0.0, first[OURS] - small[OURS]), False),
+        for case, seconds in (
+            (f"{method}, constructor", constructor[OURS]),
+            (f"{method}, what the array adds", max(0.0, first[OURS] - small[OURS])),
         ):
             section.rows.append(
                 Row(
@@ -279,8 +252,6 @@ def _binding(plan: Plan) -> Section:
                     peer="one copy into fresh shared pages",
                     peers=duration(copy),
                     figure=duration(seconds) if method == "fork" else f"{seconds / copy:.3g}×",
-                    target=f"≤ {said}" if judged else "–",
-                    met=seconds <= limit if judged else None,
                 )
             )
         section.rows += [
@@ -310,7 +281,6 @@ def _readers(plan: Plan) -> Section:
         limit = _ARRAY_SHARE * plan.array_bytes + workers * _WORKER_BYTES
         for (contestant, method), values in each.items():
             held = max(values["held"])
-            judged = plan.judges and contestant == OURS
             name = CONTESTANTS[contestant].name if contestant in CONTESTANTS else "bare workers with numpy"
             section.rows.append(
                 Row(
@@ -319,8 +289,6 @@ def _readers(plan: Plan) -> Section:
                     peer=f"the array + 3% + {size(_WORKER_BYTES)} a worker",
                     peers=size(limit),
                     figure=f"{held / limit:.3g}×",
-                    target="≤ 1×" if judged else "–",
-                    met=held <= limit if judged else None,
                 )
             )
     return section

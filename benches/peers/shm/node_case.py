@@ -18,9 +18,6 @@ from shm.processes import run_ranks
 
 __all__ = ["node"]
 
-_COPIES = 2.0
-# One copy, and the memory that ranks take for any work.
-_ARRAY_SHARE = 1.03
 _FORMS = {"ours": "td.shm.node_shared", "file": "np.save to memory, barrier, np.load(mmap_mode)"}
 # A folder in memory.
 _MEMORY = Path("/dev/shm")
@@ -48,7 +45,7 @@ def node(plan: Plan) -> Section:
             held[form].append(sum(reply[form]["held"] for reply in replies))
     copy = min(seconds["copy"])
     for form, name in _FORMS.items():
-        took, judged = min(seconds[form]), plan.judges and form == "ours"
+        took = min(seconds[form])
         section.rows.append(
             Row(
                 case=f"time, {name}",
@@ -56,12 +53,10 @@ def node(plan: Plan) -> Section:
                 peer="one copy into fresh shared pages",
                 peers=duration(copy),
                 figure=f"{took / copy:.3g}×",
-                target=f"≤ {_COPIES:g}×" if judged else "–",
-                met=took <= _COPIES * copy if judged else None,
             )
         )
     for form, name in _FORMS.items():
-        most, judged = max(held[form]), plan.judges and form == "ours"
+        most = max(held[form])
         section.rows.append(
             Row(
                 case=f"memory, {name}",
@@ -69,8 +64,6 @@ def node(plan: Plan) -> Section:
                 peer="the array",
                 peers=size(plan.node_bytes),
                 figure=f"{most / plan.node_bytes:.3g}×",
-                target=f"≤ {_ARRAY_SHARE:g}×" if judged else "–",
-                met=most <= _ARRAY_SHARE * plan.node_bytes if judged else None,
             )
         )
     return section
