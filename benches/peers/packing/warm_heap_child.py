@@ -16,8 +16,8 @@ from measure import Contestant, race
 
 import tundish as td
 from packing import numpy_forms
-from packing.equal_outputs import assert_all_equal, sums
 from packing.distributions import TEXT, draw_lengths, draw_order
+from packing.equal_outputs import assert_all_equal, sums
 
 
 def main() -> None:
