@@ -21,7 +21,7 @@ RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' 
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples
 # Where `.ci/vocabulary.txt` holds.
-SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
+SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
 # One more than there are processors, because tests wait at times. pytest uses at most 4 processes, to limit memory.
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
