@@ -188,11 +188,13 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("is_filed", [False, True])
+@pytest.mark.parametrize("is_file_backed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_arrays_of_every_kind_without_torch_distributed(kind: str, is_filed: bool, tmp_path: Path) -> None:
+def test_arrays_of_every_kind_without_torch_distributed(
+    kind: str, is_file_backed: bool, tmp_path: Path
+) -> None:
     given = KINDS[kind]
-    array = td.shm.node_shared(given, path=tmp_path / "arrays" if is_filed else None)
+    array = td.shm.node_shared(given, path=tmp_path / "arrays" if is_file_backed else None)
     assert np.array_equal(array, given)
     assert (array.dtype, array.shape) == (given.dtype, given.shape)
     assert array.flags.f_contiguous == given.flags.f_contiguous or kind == "strided"
@@ -262,22 +264,22 @@ def test_values_other_than_arrays_are_refused_by_their_type(brought: Any, named:
         td.shm.node_shared(brought)
 
 
-@pytest.mark.parametrize("is_filed", [False, True])
-def test_a_masked_array_is_refused_and_not_stripped_of_its_mask(is_filed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_file_backed", [False, True])
+def test_a_masked_array_is_refused_and_not_stripped_of_its_mask(is_file_backed: bool, tmp_path: Path) -> None:
     masked = np.ma.masked_array([1, 2, 3], mask=[0, 1, 0])
     with pytest.raises(td.errors.InvalidTypeError, match="its data and its mask"):
-        td.shm.node_shared(masked, path=tmp_path if is_filed else None)
+        td.shm.node_shared(masked, path=tmp_path if is_file_backed else None)
 
 
-@pytest.mark.parametrize("is_filed", [False, True])
+@pytest.mark.parametrize("is_file_backed", [False, True])
 # Each spawned worker imports torch anew.
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
 def test_workers_of_a_loader_have_the_same_pages(
-    method: str, workers: int, is_filed: bool, tmp_path: Path
+    method: str, workers: int, is_file_backed: bool, tmp_path: Path
 ) -> None:
     from torch.utils.data import DataLoader
 
-    tokens = td.shm.node_shared(np.arange(MIB), path=tmp_path if is_filed else None)
+    tokens = td.shm.node_shared(np.arange(MIB), path=tmp_path if is_file_backed else None)
     loader = DataLoader(
         Tokens(tokens),
         batch_size=None,

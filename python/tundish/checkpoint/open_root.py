@@ -101,7 +101,7 @@ def open_root(
                 world_size=world_size,
                 writers_per_node=writers,
                 checksum=checksum is not None,
-                announce=_safe_announce(on_event),
+                notify=_safe_notifier(on_event),
                 on_published=tuple(on_published),
                 protected=protected,
                 timeout=seconds,
@@ -206,10 +206,10 @@ def _writers_per_node(given: Any) -> int:
     return count
 
 
-def _safe_announce(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:
+def _safe_notifier(on_event: Callable[[str, str, int], Any] | None) -> Callable[[str, str, int], None]:
     """Wrap `on_event` so that it cannot fail a save."""
 
-    def announce(event: str, kind: str, step: int) -> None:
+    def notify(event: str, kind: str, step: int) -> None:
         if on_event is None:
             return
         try:
@@ -218,4 +218,4 @@ def _safe_announce(on_event: Callable[[str, str, int], Any] | None) -> Callable[
             # An exit too: it would end the thread of the saves, and nothing else.
             _logger.exception("on_event failed at %r of %s step %d", event, kind, step)
 
-    return announce
+    return notify

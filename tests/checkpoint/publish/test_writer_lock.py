@@ -101,7 +101,7 @@ def test_an_owner_that_copies_its_root_away_keeps_it(tmp_path: Path) -> None:
 
 
 def test_an_owner_in_another_container_that_copies_its_root_away_keeps_it(tmp_path: Path) -> None:
-    """Nobody there sees whether its process lives: its heart tells, and that it takes its lock again."""
+    """The others cannot see whether its process lives: its heartbeat shows it, and that it takes its lock again."""
     if os.geteuid() != 0:
         pytest.skip("only root may make a container")
     repair = [sys.executable, "-m", "tundish", "checkpoint", "repair", str(tmp_path)]

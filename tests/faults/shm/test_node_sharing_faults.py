@@ -96,8 +96,8 @@ def shared_many_times(rank: int, line: Line) -> None:
         for number in range(1000):
             kept: Any = td.shm.node_shared(lambda: np.full(2 * MIB, number), key=f"array {number}")  # noqa: B023
             assert kept[-1] == number
-            filed = td.shm.node_shared(lambda: np.full(MIB // 8, number), path=folder)  # noqa: B023
-            assert filed[-1] == number
+            stored = td.shm.node_shared(lambda: np.full(MIB // 8, number), path=folder)  # noqa: B023
+            assert stored[-1] == number
 
     line.say(*outcome(share), time.monotonic())
 

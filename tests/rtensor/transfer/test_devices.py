@@ -39,23 +39,23 @@ def test_values_come_from_a_device_and_go_to_one(shared_memory: bool) -> None:
             handles = owner.call(store_on_a_device)
             for got, wanted in zip(rtensor.localize(handles), expected, strict=True):
                 assert got.is_cpu and torch.equal(got, wanted)
-            rooms = [torch.empty_like(wanted, device="cuda") for wanted in expected]
+            buffers = [torch.empty_like(wanted, device="cuda") for wanted in expected]
             torch.cuda._sleep(_SLOW)
-            for room in rooms:
-                room.fill_(7)
-            rtensor.localize(handles, out=rooms)
-            for room, wanted in zip(rooms, expected, strict=True):
-                assert torch.equal(room.cpu(), wanted)
+            for buffer in buffers:
+                buffer.fill_(7)
+            rtensor.localize(handles, out=buffers)
+            for buffer, wanted in zip(buffers, expected, strict=True):
+                assert torch.equal(buffer.cpu(), wanted)
     finally:
         rtensor.set_backend(None)
 
 
 @pytest.mark.needs_gpu
 @pytest.mark.usefixtures("local")
-def test_rooms_on_a_device_that_have_a_place_in_common_are_refused() -> None:
+def test_overlapping_buffers_on_a_device_are_refused() -> None:
     handles = rtensor.remotize([torch.ones(4), torch.ones(4)])
-    room = torch.zeros(6, device="cuda")
+    buffer = torch.zeros(6, device="cuda")
     with pytest.raises(td.errors.InvalidInputError, match="share memory"):
-        rtensor.localize(handles, out=[room[:4], room[2:]])
-    rtensor.localize(handles, out=[room.new_empty(4), room[2:]])
-    assert room.tolist() == [0, 0, 1, 1, 1, 1]
+        rtensor.localize(handles, out=[buffer[:4], buffer[2:]])
+    rtensor.localize(handles, out=[buffer.new_empty(4), buffer[2:]])
+    assert buffer.tolist() == [0, 0, 1, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""What is fetched from other processes: over sockets, and through shared memory."""
+"""Fetches tensors from other processes, over sockets and through shared memory."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_containers_of_handles_keep_their_types(processes: tuple[Peer, Peer], ar
     given = torch.arange(3), torch.ones(2, 2)
     handles = owner.call(peer_functions.remotize, list(given))
     tree = around(*handles)
-    rooms = [torch.empty(handle.shape, dtype=handle.dtype) for handle in handles_of(tree)]
-    for found in (rtensor.localize(tree), rtensor.localize(tree, out=rooms)):
+    buffers = [torch.empty(handle.shape, dtype=handle.dtype) for handle in handles_of(tree)]
+    for found in (rtensor.localize(tree), rtensor.localize(tree, out=buffers)):
         assert _contents(found) == _contents(around(*given))
         assert found is not tree
 
@@ -325,7 +325,7 @@ def test_limits_hold_on_both_sides(processes: tuple[Peer, Peer]) -> None:
         with pytest.raises(PeerError, match="never fit") as raised:
             small.call(peer_functions.sums_over_sockets, large)
         assert raised.value.kind == "StoreFullError"
-        # What lies in the memory of its owner takes none of the consumer's.
+        # A tensor in its owner's memory takes none of the consumer's.
         assert small.call(peer_functions.sums, large) == [0]
         several = owner.call(peer_functions.make, 3, 50_000)
         with pytest.raises(PeerError, match="do not fit in the fetch buffer"):

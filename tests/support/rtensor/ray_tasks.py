@@ -38,7 +38,7 @@ def begin(folder: str) -> None:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=128 << 20,
-        # What has no room is an error, and not on a disk.
+        # A tensor without room is an error, and is not written to disk.
         _system_config={"automatic_object_spilling_enabled": False},
         _temp_dir=folder,
     )
@@ -97,8 +97,8 @@ def a_batch_goes_through_rays_store() -> None:
     assert torch.equal(rtensor.localize(handles["ids"][1:], out=room), batch["ids"][1:])
     parts = [handles["scores"], handles["scores"][3:7], handles["scores"][:2], handles["scores"][5:]]
     expected = [batch["scores"], batch["scores"][3:7], batch["scores"][:2], batch["scores"][5:]]
-    rooms = [torch.empty(part.shape, dtype=part.dtype) for part in parts]
-    for found in (rtensor.localize(parts, out=rooms), rtensor.localize(parts)):
+    buffers = [torch.empty(part.shape, dtype=part.dtype) for part in parts]
+    for found in (rtensor.localize(parts, out=buffers), rtensor.localize(parts)):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     stats = rtensor.storage_stats()
     assert stats["num_tensors"] == 2 and stats["total_bytes"] >= 48 + 400
@@ -117,8 +117,8 @@ def names_of_several_owners_are_kept_apart() -> None:
 
     actors = [consumer(ray), consumer(ray)]
     handles = [ray.get(actor.store.remote("weights", place)) for place, actor in enumerate(actors)]
-    rooms = [torch.zeros(3), torch.zeros(3)]
-    for found in (rtensor.localize(handles, out=rooms), rtensor.localize(handles)):
+    buffers = [torch.zeros(3), torch.zeros(3)]
+    for found in (rtensor.localize(handles, out=buffers), rtensor.localize(handles)):
         assert [tensor.tolist() for tensor in found] == [[0, 0, 0], [1, 1, 1]]
     assert [handle.to_local().tolist() for handle in handles] == [[0, 0, 0], [1, 1, 1]]
 
@@ -192,7 +192,7 @@ def the_limit_holds_for_what_is_put() -> None:
             with pytest.raises(StoreFullError, match=f"{count} bytes do not fit"):
                 rtensor.remotize(torch.zeros(count, dtype=torch.uint8), timeout=0.1)
         rtensor.remove(first.shard_id)
-        # What was removed has made room, and what failed takes none.
+        # Removed shards have made room, and failed ones take none.
         rtensor.store("name", torch.zeros(1 << 19, dtype=torch.uint8))
     finally:
         rtensor.clear_node()
@@ -266,7 +266,7 @@ def who_left_the_cluster_starts_no_other_one() -> None:
         with pytest.raises(InvalidInputError, match=r"no longer connected.*ray\.shutdown\(\) was called; "):
             call()
         assert not ray.is_initialized()
-    # What was stored is let go of.
+    # Stored tensors are released.
     assert rtensor.storage_stats()["num_tensors"] == 2
     rtensor.remove([one.shard_id for one in stored])
     assert rtensor.storage_stats()["total_bytes"] == 0

@@ -85,7 +85,7 @@ class Finalizer:
         world_size: number of ranks in the group.
         writers_per_node: how many processes of a node write at once.
         checksum: whether checksums are recorded.
-        announce: called with an event's name, the kind and the step.
+        notify: called with an event's name, the kind and the step.
         on_published: functions that are called with the published path.
         protected: steps that this rank protects; the first rank hears of them with every save.
         timeout: seconds that a vote waits for the other ranks.
@@ -97,7 +97,7 @@ class Finalizer:
     world_size: int
     writers_per_node: int
     checksum: bool
-    announce: Callable[[str, str, int], None]
+    notify: Callable[[str, str, int], None]
     on_published: Sequence[Callable[[Path], Any]]
     protected: Collection[int]
     timeout: float
@@ -124,7 +124,7 @@ class Finalizer:
             if queued.staged is not None and not isinstance(queued.staged, BaseException):
                 queued.staged.abort()
             raise
-        self.announce("published", self.kind, queued.save.step)
+        self.notify("published", self.kind, queued.save.step)
         failed: list[BaseException] = []
         with self._agreed(f"{queued.what}: pruning"):
             try:
@@ -188,7 +188,7 @@ class Finalizer:
         try:
             _staged_of(queued).wait_staged(None)
             queued.save._mark_staged()
-            self.announce("staged", self.kind, queued.save.step)
+            self.notify("staged", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         what = f"{queued.what}: staging"
@@ -215,7 +215,7 @@ class Finalizer:
                 set_progress=queued.save._set_progress,
             )
             own = staged.write(queued.folder, options)
-            self.announce("written", self.kind, queued.save.step)
+            self.notify("written", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         report = {
@@ -226,7 +226,7 @@ class Finalizer:
         }
         what = f"{queued.what}: writing"
         gathered = self.voter.gather(json.dumps(report), error, what=what, timeout=self.timeout)
-        self.announce("voted", self.kind, queued.save.step)
+        self.notify("voted", self.kind, queued.save.step)
         return [json.loads(text) for text in gathered]
 
     def _manifest(self, queued: QueuedSave, staged: StagedSave, reports: list[Any]) -> str:
