@@ -62,7 +62,7 @@ def test_time_lost_beside_training_is_measured(bench: SimpleNamespace, tmp_path:
     for loop in loops:
         (lost,) = reply["lost"][loop]
         assert lost["base"] > 0
-        # What a save of a few kilobytes costs is less than a few steps.
+        # A save of a few kilobytes costs less than a few steps.
         assert abs(lost["lost"]) < 5
         assert lost["worst"] > 0
 

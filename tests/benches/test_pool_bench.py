@@ -30,7 +30,7 @@ def test_a_pool_is_timed_weighed_and_checked(bench: SimpleNamespace, contestant:
 def test_the_floors_of_pools_are_taken(bench: SimpleNamespace) -> None:
     reply = bench.pools.run_pool(pooling("floors", "", ["floors", "bare workers"]))
     assert all(0 < seconds < 1 for name in reply["floors"] for seconds in reply["floors"][name])
-    # What numpy takes in two processes.
+    # The memory of numpy in two processes.
     assert 2 * 4 * 2**20 < reply["bare workers"]["held"][0] < 2 * 64 * 2**20
 
 

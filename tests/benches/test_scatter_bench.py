@@ -68,7 +68,7 @@ def test_two_nodes_are_joined_by_a_slow_link_or_left_out(
         return
     names = ["one isend per tensor", "scatter_object_list", "the link's limit"]
     assert [row.peer for row in section.rows] == names
-    # What is faster than the link does not go over it.
+    # A transfer that is faster than the link does not use it.
     assert 0 < float(section.rows[-1].figure.removesuffix("%")) <= 100
     assert not nodes_left()
 

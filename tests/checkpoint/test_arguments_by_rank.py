@@ -10,7 +10,7 @@ from support.distributed.rank_processes import Job, Line, outcome
 
 from tundish.checkpoint import Checkpointer
 
-# What the first rank and the second one give, and how a message names it.
+# The arguments of the first and the second rank, and the message about them.
 DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "keep_last": (1, None, "keep_last is 1 on rank 0 and None on rank 1"),
     "keep_every": (None, 5, "keep_every is None on rank 0 and 5 on rank 1"),
@@ -31,7 +31,7 @@ def open_differently(rank: int, line: Line) -> None:
     (root,) = line.hear()
     options: dict[str, Any] = {name: given[rank] for name, given in DIFFERENT.items()}
     said = outcome(lambda: Checkpointer(root, on_failure="raise", **options))
-    # What a rank alone hears of may differ, and what was refused holds nothing.
+    # Callbacks of a rank may differ, and a refused checkpointer holds nothing.
     with Checkpointer(root, on_failure=print if rank else "raise", on_event=print if rank else None):
         pass
     line.say((said, sorted(path.name for path in root.iterdir())))

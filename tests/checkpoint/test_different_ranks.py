@@ -24,7 +24,7 @@ def save_with_a_default_device(rank: int, line: Line) -> None:
         with Checkpointer(root, on_failure="raise") as checkpointer:
             rank_extra = {"none": torch.ones(0, device=host), "some": torch.ones(2, device=host)}
             checkpointer.save_dcp(1, state, rank_extra=rank_extra, blocking=True)
-            # What is tried with zeros, as it asks for values.
+            # The conversion is tried with zeros, since it reads values.
             shared = {"all": state["all"]}
             checkpointer.save_hf(1, shared, to_hf=lambda name, tensor: [(name, tensor * float(tensor.sum()))])
             found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}

@@ -18,7 +18,7 @@ from tundish.errors import InvalidInputError
 
 
 def spread(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> Any:
-    """What is read of a DTensor, on a mesh of the ranks 10, 11, …; its local tensor is that of rank 10."""
+    """The parts of a DTensor that are read, on a mesh of the ranks 10, 11, …; its local tensor is that of rank 10."""
     ranks = torch.arange(10, 10 + math.prod(mesh_shape)).view(mesh_shape)
     whole = torch.arange(math.prod(shape)).view(shape)
     local = cut(whole, mesh_shape, placements, (0,) * len(mesh_shape))
@@ -38,7 +38,7 @@ def cut(
 
 
 def taken(whole: torch.Tensor, rank_part: RankPart) -> torch.Tensor:
-    """What `rank_part` says that its rank holds of `whole`."""
+    """The part of `whole` that its rank holds, as `rank_part` says."""
     local = torch.full(rank_part.shape, -1)
     for place, part in rectangles(rank_part.runs):
         local[part] = whole[place]

@@ -21,7 +21,7 @@ from tundish import cli
 
 
 def answer(*words: object, code: int = 0, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What `--json` prints, in this process: quicker where the process itself is not what is tested."""
+    """The output of `--json`, in this process: quicker than a process of its own."""
     assert cli.main([*map(str, words), "--json"]) == code
     out = capsys.readouterr().out
     assert out.count("\n") == 1

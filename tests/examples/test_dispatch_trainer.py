@@ -47,7 +47,7 @@ def example(rank: int, line: Line) -> None:
 
 
 def train(world: int, options: list[str], folder: Path) -> tuple[str, list[list[int]]]:
-    """What the first rank says, and the sentences that each trained on."""
+    """The output of the first rank, and the sentences that each rank trained on."""
     store = folder / "-".join([str(world), *options])
     store.mkdir()
     with Job(example, world, store) as job:

@@ -93,7 +93,7 @@ def test_an_incomplete_corpus_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
     corpus.prepare_corpus(folder, 5, 300)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert set(files) == {"tokens.npy", "bounds.npy", "tokenizer.json", "corpus.json"}
-    # What a run leaves that ends just before its last file, and what is left of files that never reached the disk.
+    # The leftovers of a run that ends just before its last file, and of files that never reached the disk.
     (folder / "corpus.json").unlink()
     (folder / "tokens.npy").write_bytes(b"")
     (folder / "bounds.npy").unlink()

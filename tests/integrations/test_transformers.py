@@ -151,7 +151,7 @@ def test_a_run_killed_between_the_two_saves_of_step_0_starts_again(tmp_path: Pat
     assert saved(tmp_path) == {"hf": [0, 2], "dcp": [0, 2]}
     for name in ("hf-2", "dcp-2"):
         shutil.rmtree(tmp_path / name)
-    # What can be resumed from is told of before anything is computed.
+    # The checkpoint to resume from is reported before anything is computed.
     with pytest.raises(StepExistsError, match=r"resume_from_checkpoint=True.*dcp-0"):
         begin()
 

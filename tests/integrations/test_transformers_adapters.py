@@ -52,7 +52,7 @@ def test_adapters_are_exported_and_resumed(tmp_path: Path, kind: str) -> None:
     changed = [name for name, tensor in weights(whole).items() if not torch.equal(tensor, before[name])]
     assert changed and all(".other." in name for name in changed)
     trainer(tmp_path / "broken", steps=5, trained=adapted(kind), learning_rate=0.01).train()
-    # What is saved to resume from holds the base and all adapters: nothing depends on how the run begins again.
+    # The checkpoint to resume from holds the base and all adapters: nothing depends on how the run starts again.
     resumed = trainer(tmp_path / "broken", steps=8, trained=adapted(kind, seed=7), learning_rate=0.01)
     resumed.train(resume_from_checkpoint=True)
     assert_same(weights(resumed), weights(whole))
@@ -117,7 +117,7 @@ def test_each_adapter_loads_its_own_best_weights(tmp_path: Path, caplog: pytest.
     assert any(".third." in name for name in at_best)
     assert_same(weights(run), at_best)
     assert "hf-2 holds no weights of the adapters third, which stay as they are" in caplog.text
-    # What lies at the top is the weights of one adapter, and goes into no other.
+    # The weights at the top belong to one adapter, and go into no other.
     run.model.set_adapter("third")
     run.model.delete_adapter("default")
     run.model.delete_adapter("other")

@@ -1,4 +1,4 @@
-"""What an import loads: no torch for plans, and a missing extra says which `pip install` mends it."""
+"""Imports: plans load no torch, and a missing extra names the `pip install` that adds it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ import tundish as td
 import tundish._native
 
 def interrupt(frame, event, argument):
-    # What the bindings look up of numpy turns whatever is raised in it into a panic.
+    # Any error in numpy becomes a panic when the bindings look up its names.
     if "numpy/lib/_version" in frame.f_code.co_filename:
         raise KeyboardInterrupt
 

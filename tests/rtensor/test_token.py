@@ -1,4 +1,4 @@
-"""Who is shown the token: those that a process was told of, and no host that a handle names."""
+"""The token goes only to processes that this process was given, never to a host that only a handle names."""
 
 from __future__ import annotations
 

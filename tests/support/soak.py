@@ -1,4 +1,4 @@
-"""How long the long tests are: short in every run, long under `make soak`."""
+"""The length of the long tests: short in every run, long under `make soak`."""
 
 import os
 

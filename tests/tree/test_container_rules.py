@@ -62,7 +62,7 @@ class Groups(defaultdict[str, Any]):
 
 
 class Attributes(dict[str, Any]):
-    """Whose items are its attributes."""
+    """A dict whose items are its attributes."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(**items)

@@ -87,7 +87,7 @@ class Rank:
         return floor
 
     def change(self, handle: Handle) -> None:
-        """What training does next: step, and change its tensors."""
+        """Do the next training step, which changes the tensors."""
         before = getattr(handle, "before_changes", None)
         if before is not None:
             before()
@@ -174,7 +174,7 @@ def main() -> None:
             other.remove(folder)
 
     for number in range(request["rounds"]):
-        # What the one leaves behind for the next one meets all alike.
+        # Each of the two comes first equally often, since a save leaves the disk busy for the next one.
         saves = (save, save_in_turn)
         for each in saves if number % 2 == 0 else reversed(saves):
             each(number)
@@ -189,7 +189,7 @@ def main() -> None:
     if rank.world > 1:
         replies: list[Any] = [None] * rank.world
         dist.all_gather_object(replies, reply)
-        # What all wait for is what the last one needs.
+        # All ranks wait for the last one, so its time counts.
         reply["stall"] = [max(each) for each in zip(*(other["stall"] for other in replies), strict=True)]
         for contestant in reply["beside"]:
             each_rank = zip(*(other["beside"][contestant] for other in replies), strict=True)

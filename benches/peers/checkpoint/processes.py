@@ -27,7 +27,7 @@ __all__ = ["run_ranks"]
 CHILD = Path(__file__).with_name("child.py")
 # To count the pages of a process holds it up, and what a save takes it keeps for the next one.
 _SAMPLING_SECONDS = 0.05
-# What takes longer hangs.
+# A process that takes longer hangs.
 _LONGEST_SECONDS = 300.0
 
 

@@ -1,4 +1,4 @@
-"""What a save costs a training loop that goes on: its stall, and how much slower the steps beside it are.
+"""Measures the cost of a save to a training loop: its stall, and how much slower the steps beside it are.
 
 Owns the loops. What always holds: steps with a save and steps without are the same work in the same process, one
 right after the other; the time lost is that of all steps until the save is over, less what as many take without one.

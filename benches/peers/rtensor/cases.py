@@ -179,7 +179,7 @@ def beside(plan: Plan) -> Section:
 
 
 def memory(plan: Plan) -> Section:
-    """What one large fetch takes beside the tensor."""
+    """The memory of one large fetch, beside the tensor."""
     section = Section(
         title=f"Memory that a fetch of {_LARGE} takes",
         note="The most memory during the fetch above that before it, in tensors, looked at each millisecond: anonymous "

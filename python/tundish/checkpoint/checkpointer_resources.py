@@ -32,7 +32,7 @@ open_checkpointers: set[CheckpointerResources] = set()
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointerResources:
-    """What one rank holds of an open checkpointer.
+    """The resources of one rank of an open checkpointer.
 
     Attributes:
         path: the folder of all checkpoints.

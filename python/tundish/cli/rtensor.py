@@ -114,7 +114,7 @@ def _read_token(path: Path) -> str:
 
 
 def _token_hint(path: Path | None) -> str:
-    """What to do when a process wants another token, or one at all."""
+    """The advice for a process that wants another token, or one at all."""
     if path is None:
         return ": put it into a file, and give that with --token-file"
     return f", and the one in {path} (--token-file) is another"

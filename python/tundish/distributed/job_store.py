@@ -23,7 +23,7 @@ __all__ = [
     "torch_distributed",
 ]
 
-# What compare_set returns for a key that does not exist. No stored value equals it.
+# compare_set returns this for a key that does not exist. No stored value equals it.
 _ABSENT = "\x00"
 # Values fetched in one request.
 _BATCH = 256

@@ -33,7 +33,7 @@ _Tls = tuple[str | os.PathLike[str], str | os.PathLike[str]]
 
 
 class _Options(NamedTuple):
-    """What a server was started with."""
+    """The arguments that a server was started with."""
 
     host: str
     port: int

@@ -166,7 +166,7 @@ def test_integers_never_wrap_around(there: torch.dtype, here: torch.dtype, tmp_p
     with pytest.raises(StateMismatchError, match=f"is {here} here and {there} in it, which it cannot hold"):
         load_dcp(state, tmp_path / "saved")
     assert not state["seen"].to(torch.int64).any()
-    # What holds all of them takes them.
+    # A dtype that holds all these values takes them.
     for wider in {torch.int8: torch.int16, torch.uint8: torch.int16}.get(there, there), torch.float64:
         state = {"seen": torch.zeros(2, dtype=wider)}
         load_dcp(state, tmp_path / "saved")

@@ -99,7 +99,7 @@ def test_random_generators_continue_from_their_state() -> None:
 
 
 class Loader:
-    """What nobody can keep without its code."""
+    """A class whose objects cannot be kept without its code."""
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def look_up(rank: int, line: Line) -> None:
     loaded = {path: load_dcp({}, path)[1] for path in (kept, removed, replaced, damaged)}
     distributed.barrier()
     if rank == 0:
-        # Who only may look something up is in nobody's way.
+        # A reader that locks the manifest holds up nobody.
         with (kept / "tundish.json").open("rb") as manifest:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(removed)

@@ -272,7 +272,7 @@ def verify_beside_the_dead(rank: int, line: Line) -> None:
     watch(wait)
     with Checkpointer(root, on_failure="raise", timeout=60) as checkpointer:
         line.say(outcome(lambda: checkpointer.load_dcp(state)))
-        # What is left of the groups waits for the dead in its own ends.
+        # The teardown of the process groups would wait for the dead rank.
         line.hear()
 
 

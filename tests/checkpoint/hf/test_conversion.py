@@ -66,7 +66,7 @@ def test_a_function_converts_one_tensor_at_a_time() -> None:
     assert conversion.products == (("a.0", (2, 6), BF16), ("a.1", (2, 6), BF16), ("renamed", (6,), BF16))
     assert [unit.sources for unit in conversion.units] == [(0,), (1,), (2,)]
     assert [unit.products for unit in conversion.units] == [(0, 1), (2,), ()]
-    # What is renamed alone is copied straight to its place.
+    # A tensor that is only renamed is copied straight to its place.
     assert conversion.units[1].convert is None
     made = converted(conversion)
     assert made["a.1"].tolist() == torch.arange(12, 24).view(2, 6).tolist()

@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import peft
 
-# What peft says while it makes and saves adapters.
+# Warnings of peft while it makes and saves adapters.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*save_embedding_layers"),

@@ -157,7 +157,7 @@ def test_ranks_finish_together(sizes: Sequence[int], ranks: Sequence[int]) -> No
     loads = [
         sum(size for size, writer in zip(sizes, writers, strict=True) if writer == rank) for rank in ranks
     ]
-    # What any list schedule keeps to (Graham 1966).
+    # The bound of every list schedule (Graham 1966).
     assert max(loads) <= sum(sizes) / len(ranks) + max(sizes) * (1 - 1 / len(ranks)) + 1e-9
     written = [writer for size, writer in zip(sizes, writers, strict=True) if size]
     assert len(written) > len(ranks) or len(set(written)) == len(written)

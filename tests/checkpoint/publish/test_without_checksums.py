@@ -12,7 +12,7 @@ import torch
 from tundish import cli
 from tundish.checkpoint import Checkpointer, open_readonly, verify
 
-# What is small, as torch's own `.metadata`, has a checksum all the same.
+# Small files, such as torch's own `.metadata`, still have a checksum.
 FILES = {"dcp-1": ["__0_0.distcp"], "hf-1": ["model.safetensors"]}
 
 

@@ -221,7 +221,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
     image = _native.FileImage(4096)
     torch.cuda.check_error(runtime.cudaHostRegister(image.address, 4096, 1))
     try:
-        # What is pinned cannot be once more.
+        # Pinned memory cannot be pinned again.
         monkeypatch.setattr(buffers, "FileImage", lambda _: image)
         buffers.Buffer(4096, is_pinned=True).release()
     finally:

@@ -29,7 +29,7 @@ optimizer = torch.optim.SGD(list(state.values()), lr=1)
 options = {"staging": "lazy", "optimizer": optimizer} if staging == "lazy" else {}
 with td.Checkpointer(root, on_failure="raise") as checkpointer:
     save = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
-    # What is imported and started by a first save is no memory of the second.
+    # Modules and threads of a first save do not count for the second.
     save(1, {"layers.0.weight": torch.zeros(8)}).result()
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()

@@ -51,7 +51,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(buffers, "_on_device_in_use", contextlib.nullcontext)
     monkeypatch.setattr(buffers.torch.cuda, "check_error", lambda status: None)
     yield runtime
-    # What was raised holds on to what it was raised in.
+    # The exception holds its frames.
     gc.collect()
     buffers.trim()
     assert not runtime.pinned

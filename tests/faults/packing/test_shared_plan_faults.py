@@ -301,7 +301,7 @@ def test_a_rank_that_is_killed_between_two_plans_is_noticed_within_a_second(
         for rank in range(3):
             job.tell(rank, (str(tmp_path), is_group, places))
         assert not any(message[0] for message in job.hear_all())
-        # Who has the plan of the next call to build.
+        # The rank that builds the plan of the next call.
         job.signal(0, signal.SIGKILL)
         assert job.exit_code(0) == -signal.SIGKILL
         called = time.monotonic()

@@ -113,8 +113,8 @@ def test_a_connection_that_breaks_between_two_steps_does_no_harm(peers: tuple[Pe
         )
 
 
-# Who takes the end of its line for that of the controller gives up what it claimed. Where not even a connection is made
-# at the end, the line is the same one when it is there again.
+# An owner whose connection ends takes the controller for dead and gives up its claims. If no connection can be made at
+# the end, the same one is used when it is there again.
 @pytest.mark.parametrize(
     ("leave", "come_back"),
     [(CuttableProxy.cut, CuttableProxy.mend), (CuttableProxy.stop, CuttableProxy.start)],
@@ -317,7 +317,7 @@ def test_repeated_drains_go_to_consumers_before_owners() -> None:
         def answer(path: str) -> Any:
             if path.endswith("/end"):
                 if not is_well.is_set():
-                    # What is no answer: it is told again.
+                    # Not an answer: the request is sent again.
                     return []
                 if name == "consumer":
                     time.sleep(0.3)

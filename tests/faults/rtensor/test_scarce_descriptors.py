@@ -20,7 +20,7 @@ def addresses():
 rtensor.serve(limit_bytes=2 << 30)
 stored = rtensor.remotize([torch.full((1 << 20,), float(number)) for number in range(32)])
 rtensor.localize(stored)
-# What was taken for the first time was taken.
+# The first call opens the descriptors that later ones use.
 rtensor.remotize(torch.ones(1 << 20))
 """
 

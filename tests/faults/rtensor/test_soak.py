@@ -157,7 +157,7 @@ def take_step(job: Job, batch: Any, number: int, draw: random.Random, role: str,
     job.controller.begin(soak_functions.end)
     excused = set(job.dead)
     if event == "late":
-        # What it fetches of the step, or of the next one, is refused, or drained with that.
+        # Its fetches of this step or the next are refused, or drained with the step.
         job.consumers[role].begin(soak_functions.consume, batch, number, draw.getrandbits(32))
         excused.add(job.consumers[role].addr)
         try:
@@ -174,7 +174,7 @@ def take_step(job: Job, batch: Any, number: int, draw: random.Random, role: str,
 def growth(
     begun: dict[str, Belongings], ended: dict[str, Belongings]
 ) -> dict[str, tuple[Belongings, Belongings]]:
-    """Who has grown, and from what to what."""
+    """The processes that have grown, and from which size to which."""
     return {
         name: (begun[name], now)
         for name, now in ended.items()

@@ -312,7 +312,7 @@ def test_workers_that_lost_the_controllers_connection_are_drained(owner: Peer) -
                         assert consumer.call(peer_functions.sums, handles)[0] == 1000
                         assert consumer.call(peer_functions.stats)[1]["num_entries"] == 3
                     assert owner.call(peer_functions.stats)[0]["num_tensors"] == 1
-                    # What was fetched without the connection ends with the next step.
+                    # Shards that were fetched without the connection end with the next step.
                     with controller.step():
                         pass
                     assert consumer.call(peer_functions.stats)[1]["num_entries"] == 0

@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for destination in ({"cache_dir": "cache"}, {"out": "plan"}):
         with pytest.raises(NotFoundError, match="current folder"):
             td.pack([8], 8, **destination)
-    # What does not depend on it works as ever.
+    # Calls that do not use it still work.
     cached(tmp_path / "cache").verify()
     td.pack([8], 8, out=tmp_path / "plan").verify()
 

@@ -1,4 +1,4 @@
-"""What `PackedDataset` refuses: samples, datasets and arguments that it cannot use, and how it names them."""
+"""`PackedDataset` refuses samples, datasets and arguments that it cannot use, and names them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
         ((n for n in range(3)), InvalidTypeError, "dataset 0 is of type generator"),
         ([iter([[1]])], InvalidTypeError, "dataset 0 is of type list_iterator"),
         (None, InvalidTypeError, "dataset 0 is of type NoneType"),
-        # What were to be samples are none.
+        # The samples are of the wrong type.
         (
             [[1.0], [2.0], [3.0]],
             PlanMismatchError,

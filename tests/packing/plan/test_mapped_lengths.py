@@ -51,7 +51,7 @@ for name, lengths in whole.items():
             assert error.filename == file and "truncated" in str(error), error
         else:
             raise SystemExit(f"{name} was read")
-# What is still there can be used.
+# The rest of the file can be used.
 os.truncate(file, size - 8 * 1000)
 for lengths in (mapped[:49_000], mapped[48_999::-1], mapped[:49_000:7]):
     td.pack(lengths, 128).verify()

@@ -82,7 +82,7 @@ def test_each_epoch_and_seed_has_an_order_of_its_own() -> None:
 
 
 def test_the_order_is_the_documented_one_on_every_version() -> None:
-    # What was drawn once must be drawn for good, or a saved state resumes at other packs.
+    # A seed must give the same order in every version, or a saved state resumes at other packs.
     order = np.arange(20)
     np.random.RandomState([7, 3]).shuffle(order)
     sampler = td.PackedBatchSampler(plan_of(20), 5, 0, 1, seed=7, epoch=3)
@@ -251,9 +251,9 @@ def test_ranks_come_from_the_environment() -> None:
         td.PackedBatchSampler(plan, 2)
 
 
-def report_ranks(rank: int, meeting: str, answers: Any) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    # What the group says counts, not what a launcher left in the environment.
+def report_ranks(rank: int, rendezvous: str, answers: Any) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    # The group's rank counts, not the one that a launcher left in the environment.
     os.environ.update(RANK="7", WORLD_SIZE="9")
     sampler = td.PackedBatchSampler(plan_of(8), 2, seed=1)
     answers.put((rank, sampler.rank, sampler.world_size, list(sampler)))
@@ -265,7 +265,7 @@ def test_ranks_come_from_the_process_group(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
     processes = [
-        context.Process(target=report_ranks, args=(rank, str(tmp_path / "meeting"), answers))
+        context.Process(target=report_ranks, args=(rank, str(tmp_path / "rendezvous"), answers))
         for rank in range(2)
     ]
     for process in processes:

@@ -206,7 +206,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint32, torch.tensor])
 def test_a_state_may_come_back_with_integers_of_another_type(kind: Any) -> None:
-    """What stores checkpoints may turn plain integers into numpy's or torch's; their values are what counts."""
+    """A checkpoint library may turn plain integers into numpy's or torch's; only their values count."""
     sampler = td.PackedBatchSampler(plan_of(40), 4, 0, 1, seed=3, epoch=2)
     rest = list(sampler)[5:]
     state = sampler.state_dict() | {"step": 5}

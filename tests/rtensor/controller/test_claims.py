@@ -134,7 +134,7 @@ def test_shards_of_an_owner_that_is_no_worker_can_be_kept(owners: list[Peer], co
     with Controller([Worker(consumers[0].addr)]) as controller:
         with controller.step(claim=[handles, own]):
             consumers[0].call(peer_functions.sums, handles)
-            # What it fetches itself of others is not this controller's to drain, nor to keep.
+            # The controller neither drains nor keeps what the owner fetches from others.
             owners[0].call(peer_functions.sums, rtensor.loads(rtensor.dumps(own)))
             assert controller.keep([handles[0], own]) == 3
         assert entries(owners[:1]) == [(1, 1)] and rtensor.storage_stats()["num_tensors"] == 1

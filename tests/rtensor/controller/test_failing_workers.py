@@ -176,7 +176,7 @@ def test_a_job_with_a_token_is_drained() -> None:
         assert isinstance(raised.value.__cause__, NotAuthorizedError)
         assert "call trust" in str(raised.value)
         with Peer(token="of-the-job") as leader:
-            # Whom only a handle names is not shown its token.
+            # A process that only a handle names is not sent the token.
             with pytest.raises(PeerError, match="wants the token"):
                 leader.call(drain_step, workers[1:], handles)
             leader.call(drain_step, workers, handles)

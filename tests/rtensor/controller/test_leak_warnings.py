@@ -1,4 +1,4 @@
-"""What is left after a drain, and who is told of it."""
+"""Shards that are left after a drain, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ def test_rows_that_a_process_keeps_are_no_leftover(owners: list[Peer], consumers
 
 
 def steps_that_keep_rows(handle: Any) -> list[str]:
-    """What is warned of."""
+    """The warnings."""
     rtensor.localize([handle[:2], handle[4:6]])
     assert rtensor.keep(handle) == 2
     return step_that_leaves([])
 
 
 def step_that_leaves(handles: Any) -> list[str]:
-    """What is warned of."""
+    """The warnings."""
     said: list[str] = []
 
     class Note(logging.Handler):

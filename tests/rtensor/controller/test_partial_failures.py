@@ -149,7 +149,7 @@ def test_drained_kept_entries_hide_no_leftover(
 
 
 class Interrupted:
-    """What `ShardStore` does, but that the next call of one method is interrupted."""
+    """A `ShardStore` in which the next call of one method is interrupted."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -174,7 +174,7 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
 
 def test_the_next_step_drains_what_an_interrupted_end_left(owners: list[Peer], consumers: list[Peer]) -> None:
     handles = owners[0].call(peer_functions.make, 2, 10)
-    # What it had claimed is unclaimed again.
+    # Its claims are undone.
     assert consumers[0].call(interrupted_at, "clear_buffer", handles) == (2, 0)
 
 

@@ -78,7 +78,7 @@ def test_kept_shards_end_when_any_rank_claims_them(tmp_path: Path) -> None:
         assert job.hear_all() == [(0, 2), (1, 1), (1, 1)]
         assert job.hear_all() == [(0, 0)] * 3
         assert job.hear_all() == [(0, 0)] * 3
-        # What was kept is there on purpose.
+        # Kept shards are there on purpose.
         assert job.hear_all() == [([],)] * 3
         job.expect_end()
 

@@ -74,7 +74,7 @@ def test_kept_shards_of_a_controllers_step_survive_a_failed_step_of_the_process(
 
 
 def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
-    """What is warned of: as it begins, after a minute, at once again, and after a step."""
+    """The warnings: as it begins, after a minute, at once again, and after a step."""
     said: list[list[str]] = []
 
     class Note(logging.Handler):

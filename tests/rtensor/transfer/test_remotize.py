@@ -1,4 +1,4 @@
-"""What is stored of tensors, and what comes back: in one process."""
+"""Stores tensors and gets them back, in one process."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_into_tensors_of_the_callers() -> None:
     back = rtensor.localize({"a": handle, "b": handle[1:2]}, out=[gaps[:, ::2], torch.empty(1, 3)])
     assert torch.equal(gaps[:, ::2], tensor) and torch.equal(back["b"], tensor[1:2])
     assert not gaps[:, 1::2].any()
-    # What torch turns when it is looked at.
+    # torch negates this view only when it is read.
     negative = torch._neg_view(torch.zeros(4, 3))
     assert torch.equal(rtensor.localize(handle, out=negative), tensor)
     for wrong, why in (

@@ -185,7 +185,7 @@ def barrier() -> None:
 
 
 def read(folder: Path) -> Any:
-    """What torch makes of a checkpoint, whole and in one process."""
+    """A checkpoint as torch loads it, whole and in one process."""
     target = folder.with_name(f"{folder.name}.pt")
     dcp_to_torch_save(folder, target)
     return torch.load(target, weights_only=False)

@@ -55,7 +55,7 @@ class SystemCall:
 
     @property
     def sort(self) -> tuple[str, str]:
-        """What it has in common with the same call of another step, file or folder."""
+        """The part of it that is the same for another step, file or folder."""
         path = re.sub(r"\d+", "N", self.path).replace("dcp-", "hf-")
         return self.operation, re.sub(r"(\.removed-N/).*", r"\1", path)
 
@@ -66,7 +66,7 @@ def system_calls(trace: Path) -> list[SystemCall]:
     found = []
     for line in trace.read_text().splitlines():
         operation, path, _ = line.split("\t")
-        # What is drawn at random for the name of one run.
+        # The random part of a name.
         path = re.sub(r"\.[0-9a-f]{16}\.", ".*.", path)
         found.append(SystemCall(operation, path, seen[operation, path]))
         seen[operation, path] += 1
@@ -74,7 +74,7 @@ def system_calls(trace: Path) -> list[SystemCall]:
 
 
 def environment(call: SystemCall, fault: str) -> dict[str, str]:
-    """What a process is told so that a call goes wrong; `fault` counts among the calls that `call` is one of."""
+    """The setting that makes a call of a process fail; `fault` counts among the calls that `call` is one of."""
     return {
         "TUNDISH_FAILPOINT": fault,
         "TUNDISH_FAILPOINT_OF": f"{call.operation}\t{call.path}",
@@ -83,7 +83,7 @@ def environment(call: SystemCall, fault: str) -> dict[str, str]:
 
 def load(library: Path) -> None:
     """In a process that has not used tundish yet: make this module its compiled one."""
-    # What the fork server of the tests imported, with the other one.
+    # Modules that the fork server of the tests imported, with the other one.
     for name in [name for name in sys.modules if name.partition(".")[0] == "tundish"]:
         del sys.modules[name]
     specification = importlib.util.spec_from_file_location(_NAME, library)

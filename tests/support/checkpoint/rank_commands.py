@@ -118,7 +118,7 @@ class _Rank:
         return staging_stats()["in_use"]
 
     def failed(self) -> list[str]:
-        """What the failure policy was told since it was asked last."""
+        """The errors that the failure policy got since the last call."""
         failures, self.failures = self.failures, []
         return failures
 

@@ -96,7 +96,7 @@ def arm(order: dict[str, Any]) -> None:
 
 
 def hidden(root: Path) -> list[str]:
-    """What lies in a root under hidden names, but for its lock."""
+    """The hidden entries of a root, except its lock."""
     return [name for name in os.listdir(root) if name.startswith(".") and name != ".owner"]
 
 
@@ -212,7 +212,7 @@ def prepare(root: Path, folder: Path) -> None:
 
 
 class RecordedPublications:
-    """What the first rank says of a root, in the order in which it said it; survives its killing."""
+    """The first rank's reports about a root, in order. They survive its death."""
 
     def __init__(self, root: Path) -> None:
         self._path = root.with_name("publications")
@@ -268,7 +268,7 @@ def assert_weights(found: dict[str, torch.Tensor], step: int, what: object) -> N
 
 
 def check(root: Path) -> dict[str, int]:
-    """What must hold of a root, whatever was killed. Returns the newest step of each kind."""
+    """Check a root after any kill. Returns the newest step of each kind."""
     from safetensors.torch import load_file
 
     from tundish.checkpoint import load_dcp, open_readonly

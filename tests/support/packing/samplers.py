@@ -1,4 +1,4 @@
-"""What the tests of `PackedBatchSampler` share: plans, splits over ranks, and what all ranks take together."""
+"""Helpers for tests of `PackedBatchSampler`: plans, splits over ranks, and the packs that all ranks take together."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def samplers_of(
 
 
 def global_batches(samplers: list[td.PackedBatchSampler]) -> list[list[int]]:
-    """What all ranks together take at each step, the ranks in order."""
+    """The packs that all ranks together take at each step, the ranks in order."""
     return [list(chain(*parts)) for parts in zip(*map(list, samplers), strict=True)]

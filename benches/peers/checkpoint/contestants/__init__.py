@@ -36,14 +36,14 @@ class Saver(Protocol):
 
     def save(self, folder: Path, state: State) -> Handle: ...
     def read(self, folder: Path, state: State) -> State:
-        """What is in the files, in the form of `state`."""
+        """The content of the files, in the form of `state`."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """What a contestant is called, where it lies and what it needs.
+    """The name of a contestant, its module and its needs.
 
     `fsyncs`: whether it makes its files durable itself. `needs_group`: whether it needs a process group even where
     there is one rank.

@@ -204,7 +204,7 @@ class RayBackend(Backend):
         try:
             yield
         finally:
-            # What was stored is counted by its handle.
+            # Its handle counts the stored bytes.
             with self._lock:
                 self._used -= size
 

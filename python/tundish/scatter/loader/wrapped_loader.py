@@ -1,4 +1,4 @@
-"""What a `DispatchLoader` asks of the source's loader and its parts: lengths, states, epochs, and how it is sharded."""
+"""Reads the source's loader and its parts for a `DispatchLoader`: lengths, states, epochs and sharding."""
 
 from __future__ import annotations
 

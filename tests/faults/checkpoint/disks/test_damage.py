@@ -249,7 +249,7 @@ def test_the_next_start_repairs_registry_and_links_from_the_folders(
     root: Path, saved: Path, change: Callable[[Path], None]
 ) -> None:
     change(root)
-    # Who only looks sees the folders, too.
+    # A reader sees the folders, too.
     assert open_readonly(root).latest("dcp") == root / "dcp-3"
     assert [one.step for one in open_readonly(root).list("dcp")] == [1, 2, 3]
     with Checkpointer(root, on_failure="raise", keep_last=3) as checkpointer:

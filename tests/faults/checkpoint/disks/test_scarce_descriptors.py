@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Path:
     with Checkpointer(root, on_failure="raise") as checkpointer:
         for step in (1, 2):
             checkpointer.save_dcp(step, {"w": torch.full((9,), float(step))}, blocking=True)
-        # What is imported later, is imported now.
+        # Later imports happen now.
         checkpointer.load_dcp({"w": torch.ones(9)})
     return root
 

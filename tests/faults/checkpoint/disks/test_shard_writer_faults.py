@@ -146,7 +146,7 @@ def test_threads_stand_back_and_the_caller_does_not(folder: Path) -> None:
 WRITE_AND_TIME = """
 size = 150 * MIB
 image = image_of(size)
-# What is summed counts when it is, which may be after another writer began; without sums, when it is written.
+# With checksums bytes count once summed, maybe after another writer began; without them, once written.
 writer = ShardWriter(folder, [(sys.argv[2], size)], checksum=False, writers_per_node=int(sys.argv[3]))
 print("ready", flush=True)
 sys.stdin.readline()

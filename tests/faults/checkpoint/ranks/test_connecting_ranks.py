@@ -234,7 +234,7 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(tmp_path: Path) -
             job.tell(rank, (tmp_path / "root", "hf"))
         for rank in range(3):
             job.tell(rank, ("stop_while_connecting" if rank == 2 else "save", (1,), {}))
-        # What it waits for comes no sooner than it is woken.
+        # Its wait ends only when it is woken.
         time.sleep(2)
         begun = time.monotonic()
         job.signal(0, signal.SIGINT)

@@ -46,7 +46,7 @@ def gathering(rank: int, line: Line) -> None:
 
     line.say(*outcome(save))
     assert _native.staging_stats()["in_use"] == 0
-    # What is left of the groups waits for the dead in its own ends.
+    # The teardown of the process groups would wait for the dead rank.
     line.say("done")
     line.hear()
 

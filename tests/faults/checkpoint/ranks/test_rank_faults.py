@@ -190,7 +190,7 @@ def test_an_exception_in_the_loop_of_one_rank_ends_all_and_loses_nothing(tmp_pat
         assert time.monotonic() - started < 30
     from tundish.checkpoint import open_readonly
 
-    # What was under way when it failed was finished.
+    # The save that was under way when it failed was finished.
     for checkpoint in open_readonly(root).list():
         assert checkpoint.step == 1
         open_readonly(root).verify(checkpoint.path)

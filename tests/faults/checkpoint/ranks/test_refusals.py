@@ -35,7 +35,7 @@ class Breaking:
         self._checkpointer = Checkpointer(root, on_failure=self._failures.append, timeout=PATIENCE / 2)
 
     def save(self, kind: str, step: int, staging: str, trouble: str) -> tuple[Any, Any, Any]:
-        """What the call came to, then the future, and what the failure policy was told."""
+        """The outcomes of the call and of the future, and the errors that the failure policy got."""
         from tundish._native import trim_staging
 
         state = state_of(self._mesh)
@@ -79,7 +79,7 @@ class Breaking:
         return outcome(lambda: self._checkpointer.discard_after(step))
 
     def left(self) -> list[str]:
-        """What this rank still holds."""
+        """The resources that this rank still holds."""
         from tundish._native import staging_stats
 
         stats = self._checkpointer.stats()
@@ -154,7 +154,7 @@ def assert_told(said: list[Any], failing: int, trouble: str) -> None:
     kind, text = TROUBLES[trouble]
     raised = []
     for called, came_to, told in said:
-        # What the call raised is not told again; where it raised nothing, the future and the policy tell.
+        # An error that the call raised is not reported again; otherwise the future and the policy report it.
         raised.append(came_to if called == FINE else called)
         assert (came_to is None) == (called != FINE)
         assert told == ([came_to[0]] if called == FINE else []), said

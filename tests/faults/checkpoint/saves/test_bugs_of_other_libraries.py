@@ -147,7 +147,7 @@ def test_saving_a_step_again_never_mixes_two_saves(
                 assert set(os.listdir(path)) == names
             path = overwriting.result(60)
             assert path.name == f"{kind}-1"
-            # Who had opened the old folder finds files of the old save there, or none.
+            # A reader that had opened the old folder finds files of the old save there, or none.
             assert set(os.listdir(old)) <= names
             os.close(old)
         checkpointer.verify(path)
