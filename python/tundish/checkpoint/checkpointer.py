@@ -69,7 +69,8 @@ class Checkpointer(LocalCalls):
         InvalidInputError: an argument cannot be used, or differs between ranks. Ranks may differ in `on_failure`,
             `on_published`, `on_event` and the results of `keep`.
         StorageError: the root is a file, is not writable, or is another folder on another rank.
-        RootInUseError: another job saves there, and still does after a minute.
+        RootInUseError: another job saves there, and still does after a minute; or another checkpointer of this process
+            has the root open.
 
     Example:
         >>> import torch
@@ -290,7 +291,8 @@ class Checkpointer(LocalCalls):
             step: a whole number of at least 0. Checkpoints above it are renamed to `discarded-<name>`.
 
         Raises:
-            InvalidInputError: a save is under way, or ranks pass different steps; on all ranks, as all errors here.
+            InvalidInputError: a save is under way; on all ranks, as all errors here.
+            PeerFailedError: another rank failed, or passed another step.
             CheckpointInUseError: a process reads a checkpoint above `step`.
             Exception: with `on_failure="raise"`, the error of an earlier save.
 

@@ -42,7 +42,7 @@ class DcpStager:
     Args:
         planner: of the ranks that save together.
         state_dict: nested, of tensors, DTensors and other objects.
-        extra: facts about the run, the same on all ranks; JSON.
+        extra: values of the run, the same on all ranks; JSON.
         rank_extra: state of this rank alone.
         staging: "eager" or "lazy".
         optimizer: one or several, whose steps wait for a lazy staging.
@@ -194,7 +194,7 @@ def _check_extra(extra: Any) -> str:
     if extra is None:
         return "{}"
     if not isinstance(extra, Mapping):
-        raise InvalidTypeError(f"extra is a {type(extra).__name__}: give a dict of facts about the run")
+        raise InvalidTypeError(f"extra is a {type(extra).__name__}: give a dict of values of the run")
     try:
         text = json.dumps(dict(extra), allow_nan=False)
         if json.loads(text) == extra:
