@@ -52,9 +52,9 @@ def scatter_batch(
         src: the source's rank within the group.
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks). All members make the call, one
             thread at a time, in the same order.
-        replicate: another dimension of the mesh, or a process group, whose ranks get the same batch. Give several
-            dimensions as one, `mesh["pipeline", "tensor"]._flatten()`. All ranks of the mesh make the call, and the
-            source is rank `src` of the group of the first ranks of `replicate`.
+        replicate: another dimension of the mesh, or a process group, whose ranks get the same batch. All ranks of
+            the mesh make the call. The source is the first rank of its `replicate` group, and has position `src` in
+            its `group`. Give several dimensions as one, `mesh["pipeline", "tensor"]._flatten()`.
         device: where the tensors go (None: host memory).
 
     Returns:

@@ -243,6 +243,13 @@ class DispatchLoader(Generic[T_co]):
         Raises:
             InvalidInputError, InvalidTypeError: `epoch` is not a number from 0 on.
             The errors of the loader's `set_epoch`, on the source.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.DispatchLoader([1, 2]) as loader:
+            ...     loader.set_epoch(3)
+            ...     loader.epoch
+            3
         """
         epoch = as_count(epoch, "epoch")
         self._leave_loop("set_epoch was called since")
@@ -256,6 +263,13 @@ class DispatchLoader(Generic[T_co]):
         Returns:
             A dict of plain values, which count batches of the source's loader. The state of any rank resumes all ranks,
             on any number of ranks. If the source's loader has a `state_dict`, the source's state holds that too.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.DispatchLoader([1, 2, 3]) as loader:
+            ...     batch = next(iter(loader))
+            ...     loader.state_dict()["batches"]
+            1
         """
         return self._state.state_dict()
 
@@ -271,6 +285,14 @@ class DispatchLoader(Generic[T_co]):
 
         Raises:
             StateMismatchError: it is not the state of a loader, or damaged; nothing changes.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.DispatchLoader([1, 2, 3]) as loader:
+            ...     batch = next(iter(loader))
+            ...     loader.load_state_dict(loader.state_dict())
+            ...     list(loader)
+            [2, 3]
         """
         self._state.load_state_dict(state)
         self._leave_loop("load_state_dict was called since")
@@ -278,7 +300,18 @@ class DispatchLoader(Generic[T_co]):
             set_epoch(self._loader, self._state.requested_epoch)
 
     def stats(self) -> LoaderStats:
-        """Return counts of steps, batches, bytes and seconds on this rank so far; see `LoaderStats`."""
+        """Return counts of this rank so far; not collective.
+
+        Returns:
+            Steps, batches, bytes and seconds; see `LoaderStats`.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.DispatchLoader([1, 2, 3]) as loader:
+            ...     batches = list(loader)
+            ...     loader.stats()["steps"]
+            3
+        """
         steps, ready_bytes = (0, 0) if self._steps is None else self._steps.ready
         reading = 0.0 if self._steps is None else self._steps.epoch.reading_seconds
         return LoaderStats(
@@ -294,6 +327,11 @@ class DispatchLoader(Generic[T_co]):
 
         Batches stay valid. Ranks that go on with their loop get a `PeerStoppedError`, or a `PeerFailedError` if they
         begin another.
+
+        Example:
+            >>> import tundish as td
+            >>> loader = td.DispatchLoader([1, 2])
+            >>> loader.close()
         """
         if self._is_closed or os.getpid() != self._process:
             return

@@ -30,7 +30,14 @@ class ScatterReceiver(ScatterRank):
     def receive(self, device: torch.device | None = None) -> ReceivedBatch | ControlMessage | None:
         """The next step: returns the batch or the control message that the source sent; None if this rank gets nothing.
 
-        It raises errors as `scatter_batch` does. A batch from device to device goes to `device`.
+        Args:
+            device: where a batch goes that comes from device to device.
+
+        Returns:
+            The batch, the control message, or None.
+
+        Raises:
+            The errors of `scatter_batch`.
         """
         self._begin_step()
         try:
