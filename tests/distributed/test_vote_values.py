@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.distributed.rank_processes import FILE, LAUNCHER, RANK0, Job, Line, outcome
 
-from tundish.distributed import Voter, vote
+from tundish.distributed import Voter, same_arguments, vote
+from tundish.distributed.vote_result import difference
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -171,3 +172,17 @@ def test_a_text_that_the_store_cannot_take_is_refused(tmp_path: Path) -> None:
         assert job.hear_all() == [("", "", None)] * 2
         assert job.hear_all() == [("", "", None)] * 2
         job.expect_end()
+
+
+def test_a_difference_names_arguments_and_the_other_rank() -> None:
+    one = same_arguments(tail="'drop'", prefetch=1)
+    assert (
+        difference(same_arguments(tail="'drop'", prefetch=2), one, "3")
+        == "differs from rank 3: prefetch is 2 instead of 1; give all ranks the same"
+    )
+    assert "rank 0: call load_dcp instead of tail 'drop', prefetch 1;" in difference(
+        same_arguments(call="load_dcp"), one, "0"
+    )
+    assert "'odd' instead of 'even'" in difference("odd", "even", "0")
+    long = difference(same_arguments(tag="x" * 300), same_arguments(tag="x" * 299), "0")
+    assert "tag is xxx" in long and "300 characters" in long and "299 characters" in long

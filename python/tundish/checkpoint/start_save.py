@@ -21,6 +21,7 @@ from tundish.checkpoint.publish.finalizer import QueuedSave
 from tundish.checkpoint.publish.readonly_root import Kind, check_step
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import Stager
+from tundish.distributed import same_arguments
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
 __all__ = ["SaveRequest", "start_save"]
@@ -65,11 +66,16 @@ class _Attempt:
     def agree(self) -> Stager:
         """Collective: refuse the save if it can be refused, else reserve its resources."""
         resources, request = self._resources, self._request
-        same, flag = request.what, False
+        same, flag = same_arguments(call=request.what), False
         error: BaseException | None = None
         try:
             stager = self._make_stager()
-            same += f": tag {request.tag}, overwrite {request.overwrite}, {stager.fingerprint}"
+            same = same_arguments(
+                call=request.what,
+                tag=repr(request.tag),
+                overwrite=request.overwrite,
+                content=stager.fingerprint,
+            )
             flag = stager.needs_preparation
             if not flag:
                 self._reserve(stager)

@@ -28,6 +28,7 @@ from tundish.distributed.process_groups import new_subgroup as new_subgroup
 from tundish.distributed.process_groups import temporary_group as temporary_group
 from tundish.distributed.process_groups import unique_name as unique_name
 from tundish.distributed.vote_result import RankFailure as RankFailure
+from tundish.distributed.vote_result import same_arguments as same_arguments
 from tundish.distributed.voter import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from tundish.distributed.voter import Voter as Voter
 

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from typing import Any
 from tundish.distributed.job_store import JobStore, store_host_rank, store_load_factor
 from tundish.distributed.peer_watch import PeerWatch
 from tundish.distributed.process_groups import GroupInfo
-from tundish.distributed.vote_result import RankFailure, VoteResult
+from tundish.distributed.vote_result import RankFailure, VoteResult, difference, shortened
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -61,8 +60,6 @@ _TURN_SECONDS = 0.5
 _MAX_FAILURES = 64
 # The largest value that torch's store server takes, in bytes.
 _MAX_TEXT_BYTES = 8 << 20
-# How many characters of a compared text are shown.
-_MAX_COMPARED = 1000
 # How often a waiting rank checks whether all have arrived and, in its first vote, looks for ranks of its node.
 _CHECK_SECONDS = 1.0
 _FIRST_VOTE_CHECK_SECONDS = 0.25
@@ -205,10 +202,10 @@ class VoteProtocol:
         """Report this rank's status; return how many ranks have reported theirs."""
         store, key = self._store, f"{vote.number}"
         if vote.same is not None and vote.failure is None:
-            same = _shortened(vote.same)
-            first = store.write_once(f"{key}/same", same)
+            same = shortened(vote.same)
+            other, _, first = store.write_once(f"{key}/same", f"{self._rank} {same}").partition(" ")
             if first != same:
-                text = f"brought {same!r} where another rank brought {first!r}"
+                text = difference(same, first, other)
                 vote.failure = RankFailure(rank=self._rank, text=text)
         if vote.value is not None:
             store.write(f"{key}/value/{self._rank}", vote.value)
@@ -414,16 +411,6 @@ class VoteProtocol:
             with vote.lock:
                 vote.result = VoteResult(complete=False, silent=(self._rank,))
             self._store.delete(unread)
-
-
-def _shortened(same: str) -> str:
-    """`same`, or its beginning and hash if it is long or is no Unicode."""
-    shown = same[: _MAX_COMPARED if len(same) <= _MAX_COMPARED else _MAX_COMPARED // 4]
-    text = shown.encode(errors="backslashreplace").decode()
-    if text == same:
-        return same
-    digest = hashlib.sha256(same.encode(errors="surrogatepass")).hexdigest()
-    return f"{text} … ({len(same)} characters, sha256 {digest})"
 
 
 def check_same(same: Any, what: str) -> TundishError | None:

@@ -6,17 +6,28 @@ A result is JSON of bounded size, for any number of failed ranks and any length 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, format_ranks
 
-__all__ = ["LostPeerError", "RankFailure", "VoteResult"]
+__all__ = [
+    "LostPeerError",
+    "RankFailure",
+    "VoteResult",
+    "difference",
+    "same_arguments",
+    "shortened",
+]
 
 _MAX_CHARACTERS = 2000
 _MAX_DETAILED = 8
 _MAX_NAMED = 256
+# Characters that are shown of a compared text, and of one argument in it.
+_MAX_COMPARED = 1000
+_MAX_ARGUMENT = 250
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,3 +160,44 @@ class VoteResult:
             "program. Look where their stacks are, or give a longer timeout",
             self.silent,
         )
+
+
+def same_arguments(**arguments: object) -> str:
+    """Return a text for the `same` of a vote. The vote then names the arguments that differ between ranks."""
+    return json.dumps({name: shortened(str(value), _MAX_ARGUMENT) for name, value in arguments.items()})
+
+
+def difference(mine: str, theirs: str, other: str) -> str:
+    """Return the text of a `RankFailure`: this rank's `same` differs from that of rank `other`."""
+    here, there = _arguments(mine), _arguments(theirs)
+    differing = [
+        f"{name} is {value} instead of {there[name]}"
+        for name, value in here.items()
+        if there.get(name, value) != value
+    ]
+    if not differing or here.keys() != there.keys():
+        differing = [f"{_shown(mine)} instead of {_shown(theirs)}"]
+    return f"differs from rank {other}: {', '.join(differing)}; give all ranks the same"
+
+
+def shortened(text: str, most: int = _MAX_COMPARED) -> str:
+    """Return `text`, or its beginning and hash if it has more than `most` characters or is no Unicode."""
+    shown = text[: most if len(text) <= most else most // 4].encode(errors="backslashreplace").decode()
+    if shown == text:
+        return text
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{shown} … ({len(text)} characters, sha256 {digest})"
+
+
+def _arguments(same: str) -> dict[str, str]:
+    """The arguments of a text of `same_arguments`; empty for another text."""
+    try:
+        found = json.loads(same)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _shown(same: str) -> str:
+    named = _arguments(same)
+    return ", ".join(f"{name} {value}" for name, value in named.items()) if named else repr(same)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
-from tundish.distributed import group_info, local_world_size
+from tundish.distributed import group_info, local_world_size, same_arguments
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
@@ -172,7 +172,7 @@ class DispatchLoader(Generic[T_co]):
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
             # Receivers would wait without end for a source that may prefetch more than they do.
-            same = f"tail={tail!r}, prefetch={prefetch!r} and prefetch_bytes={prefetch_bytes!r}"
+            same = same_arguments(tail=repr(tail), prefetch=prefetch, prefetch_bytes=prefetch_bytes)
             text = json.dumps((length, secrets.token_hex(16))) if is_source else None
             text = voter.broadcast(
                 text,

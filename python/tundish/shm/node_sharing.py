@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tundish.distributed import nodes_of, voter_of
+from tundish.distributed import nodes_of, same_arguments, voter_of
 from tundish.errors import InvalidTypeError, PeerFailedError, SegmentGoneError, format_type
 from tundish.shm.array_files import ArrayFile, find_by_key, publish_array
 from tundish.shm.array_input import as_numpy
@@ -86,7 +86,7 @@ def node_shared(
     voter.vote(
         _argument_error(key, path),
         what=f"{what}: comparing the keys, which have to be equal on all ranks",
-        same=json.dumps(key) if isinstance(key, str) else "no key",
+        same=same_arguments(key=repr(key)),
         timeout=_TIMEOUT_SECONDS,
     )
     nodes = nodes_of(voter, timeout=_TIMEOUT_SECONDS)

@@ -257,7 +257,7 @@ class HfStager:
             format_count(len(plan.layout.files), "file"),
         )
         size = sum(file.size for file in plan.layout.files)
-        return f"{tensors} in {files} of {size} bytes ({digest.hexdigest()})"
+        return f"{tensors} in {files} of {size} bytes ({digest.hexdigest()[:16]})"
 
 
 def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[list[Place], int]:

@@ -25,7 +25,7 @@ TIMEOUT = 3600.0
 
 def build_shared_plan(request: Callable[[], _native.PackRequest], destination: PlanDestination) -> PackPlan:
     """Build the plan of `request`, which checks the arguments when it is called. Collective."""
-    from tundish.distributed import Voter, voter_of
+    from tundish.distributed import Voter, same_arguments, voter_of
 
     # This voter stays for the next call, which then notices a rank that is gone.
     group_voter = voter_of(destination.group)
@@ -41,7 +41,7 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
         voter.vote(
             what="comparing the plans that the ranks ask for (share=True needs the same arguments on all ranks), by "
             "fingerprint and destination",
-            same=f"{expected} in {'memory' if destination.is_memory else 'files'}",
+            same=same_arguments(plan=expected, destination="memory" if destination.is_memory else "files"),
         )
 
         def tick(phase: str, done: int, total: int) -> None:

@@ -28,7 +28,7 @@ from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
 from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
 from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, check_step
-from tundish.distributed import DEFAULT_TIMEOUT, Voter
+from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError
 
 __all__ = ["load_dcp", "load_from_root"]
@@ -85,9 +85,8 @@ def load_from_root(
     state_dict: dict[str, Any], root: ReadonlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
 ) -> Loaded:
     """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says."""
-    wanted = "the newest whole checkpoint" if step is None else f"step {step!r}"
     what = "choosing the checkpoint to load"
-    with ranks.agreed(what, same=f"load_dcp of {wanted}, verify {bool(verify)}"):
+    with ranks.agreed(what, same=same_arguments(call="load_dcp", step=repr(step), verify=bool(verify))):
         if step is not None:
             check_step(step)
     if step is not None:

@@ -24,7 +24,7 @@ from tundish.checkpoint.publish.readonly_root import (
     releasing,
     warn_without_checksums,
 )
-from tundish.distributed import Voter
+from tundish.distributed import Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
 __all__ = ["LoadingRanks", "OpenCheckpoint", "files_of_reader", "open_checkpoint", "read_lock"]
@@ -239,13 +239,14 @@ def open_checkpoint(
         ranks: the ranks that read it.
     """
     with contextlib.ExitStack() as stack:
-        same = f"opening {path.name}, {'every byte' if every_byte else 'sizes'}"
+        checked = "every byte" if every_byte else "sizes"
+        same = same_arguments(folder=path.name, verified=checked)
         error: BaseException | None = None
         try:
             lock = stack.enter_context(releasing(read_lock(path)))
             checkpoint = OpenCheckpoint(lock, step, ranks, every_byte=every_byte)
             # Another checkpoint may have taken the name between two ranks' calls.
-            same += f", {checkpoint.checksum}"
+            same = same_arguments(folder=path.name, verified=checked, checksum=checkpoint.checksum)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         ranks.vote(error, f"opening {path.name}", same=same)
