@@ -18,6 +18,9 @@ def timeout_seconds(timeout: timedelta | float) -> float:
         InvalidInputError: `timeout` is not positive and finite.
     """
     try:
+        if isinstance(timeout, (str, bytes)):
+            # `float` would read it.
+            raise TypeError
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError, OverflowError):
         raise InvalidTypeError(

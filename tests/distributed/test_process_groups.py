@@ -70,7 +70,7 @@ def test_temporary_groups(tmp_path: Path) -> None:
         job.expect_end()
 
 
-@pytest.mark.parametrize("timeout", ["soon", [5], 1j])
+@pytest.mark.parametrize("timeout", ["soon", "7", b"7", [5], 1j])
 def test_a_timeout_that_is_no_number(timeout: Any) -> None:
     with pytest.raises(InvalidTypeError, match="timeout must be a number of seconds"):
         vote(what="alone", timeout=timeout)

@@ -40,6 +40,22 @@ def test_votes_carry_values(host: str, tmp_path: Path) -> None:
         job.expect_end()
 
 
+def vote_with_a_text(rank: int, line: Line) -> None:
+    line.say(*outcome(lambda: vote("bad" if rank == 1 else None, what="reading")))  # type: ignore[arg-type]
+    line.say(*outcome(lambda: vote(what="reading again")))
+
+
+def test_an_error_that_is_no_exception_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTypeError, match="reading: error is of type str: give an exception"):
+        vote("bad", what="reading")  # type: ignore[arg-type]
+    with Job(vote_with_a_text, 2, tmp_path) as job:
+        heard = job.hear_all()
+        assert [kind for kind, _, _ in heard] == ["PeerFailedError", "InvalidTypeError"]
+        assert "error is of type str" in heard[0][1]
+        assert job.hear_all() == [("", "", None)] * 2
+        job.expect_end()
+
+
 def compare(rank: int, line: Line) -> None:
     line.say(*outcome(lambda: vote(what="equal", same="all alike")))
     line.say(*outcome(lambda: vote(what="unequal", same="odd" if rank == 1 else "even")))

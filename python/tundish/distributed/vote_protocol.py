@@ -42,6 +42,7 @@ __all__ = [
     "LINGER_SECONDS",
     "PendingVote",
     "VoteProtocol",
+    "as_exception",
     "check_same",
     "check_size",
     "no_result_error",
@@ -411,6 +412,15 @@ class VoteProtocol:
             with vote.lock:
                 vote.result = VoteResult(complete=False, silent=(self._rank,))
             self._store.delete(unread)
+
+
+def as_exception(error: Any, what: str) -> BaseException | None:
+    """`error` itself, or an error about it if it is no exception."""
+    if error is None or isinstance(error, BaseException):
+        return error
+    return InvalidTypeError(
+        f"{what}: error is of type {type(error).__name__}: give an exception, or None for success"
+    )
 
 
 def check_same(same: Any, what: str) -> TundishError | None:

@@ -34,6 +34,7 @@ from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
     PendingVote,
     VoteProtocol,
+    as_exception,
     check_same,
     check_size,
     no_result_error,
@@ -166,6 +167,7 @@ class Voter:
             StoreLostError: the launcher's store is gone. Votes that succeed on a single node do not need it.
             InvalidInputError: the timeout is not positive, `same` is empty (the others are told), or the voter is
                 closed, was interrupted, or was created before a fork.
+            InvalidTypeError: `error` is no exception (the others are told).
         """
         pending = self._hold(error, what, timeout, same=same, flag=flag)
         return pending.result.flagged if pending.result is not None else flag
@@ -331,6 +333,7 @@ class Voter:
     ) -> PendingVote:
         """Hold the next vote. `brought`: fields of `PendingVote`."""
         seconds = None if timeout is None else timeout_seconds(timeout)
+        error = as_exception(error, what)
         if error is None and brought.get("same") is not None:
             error = check_same(brought["same"], what)
         protocol = self._protocol
