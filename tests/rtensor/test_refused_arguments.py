@@ -39,8 +39,33 @@ def test_a_controller_takes_workers() -> None:
             Controller([worker])  # type: ignore[list-item]
     with pytest.raises(InvalidTypeError, match="workers is a NoneType"):
         Controller(None)  # type: ignore[arg-type]
-    with Controller([], timeout=1e300) as controller, controller.step():
-        pass
+
+
+def test_a_controller_without_workers_drains_its_own_process() -> None:
+    batch = remotize({"a": torch.ones(1)})
+    with Controller([], timeout=1e300) as controller, controller.step(claim=batch):
+        assert localize(batch)["a"].tolist() == [1]
+    assert td.rtensor.storage_stats()["num_tensors"] == 0
+
+
+def test_tensors_without_handles_are_refused_in_place_of_handles() -> None:
+    forgotten = {"a": torch.ones(1), "task": "sums"}
+    with Controller([]) as controller:
+        calls: list[Callable[[], Any]] = [
+            lambda: td.rtensor.step(claim=forgotten).__enter__(),
+            lambda: td.rtensor.keep(forgotten),
+            lambda: td.rtensor.drain(claim=iter([forgotten])),
+            lambda: controller.step(claim=torch.ones(1)).__enter__(),
+            lambda: controller.keep([torch.ones(1)]),
+        ]
+        for call in calls:
+            with pytest.raises(
+                InvalidInputError, match="has tensors and no handles: give what remotize returned"
+            ):
+                call()
+        for nothing in (None, [], {"task": "sums"}):
+            with td.rtensor.step(claim=nothing), controller.step(claim=nothing):
+                pass
 
 
 def test_a_closed_controller_is_refused() -> None:
@@ -137,6 +162,13 @@ def test_a_server_takes_peers_and_changes_nothing_where_it_fails() -> None:
         lambda: td.rtensor.trust(3, token="x"),  # type: ignore[arg-type]
         lambda: td.rtensor.trust("127.0.0.1:1", token="€"),
     ]
+    with pytest.raises(InvalidTypeError, match=r"trust needs token=: give the servers' token"):
+        td.rtensor.trust("127.0.0.1:1")
+    for tls in ("node.pem", ("node.pem",), ("node.pem", 3), 3):
+        with pytest.raises(
+            InvalidTypeError, match=r"tls is .*: give the paths of two PEM files, \(certificate, key"
+        ):
+            td.rtensor.serve(token="x", tls=tls)  # type: ignore[arg-type]
     for call in calls:
         with pytest.raises(InvalidInputError):
             call()
@@ -148,6 +180,29 @@ def test_a_server_takes_peers_and_changes_nothing_where_it_fails() -> None:
     with pytest.raises(StorageError, match="cannot find the address"):
         td.rtensor.serve("h\ud800", token="x")
     assert td.rtensor.storage_stats()["memory"]["limit_bytes"] == limit
+
+
+def test_a_server_that_a_store_started_is_named_so() -> None:
+    td.rtensor.serve().close()
+    remotize(torch.ones(1))
+    with pytest.raises(InvalidInputError, match=r"since it called remotize, store or .*: call serve first"):
+        td.rtensor.serve("0.0.0.0", token="x")
+    # Now the caller has it, and can close it.
+    server = td.rtensor.serve()
+    with pytest.raises(InvalidInputError, match="with other arguments: close that server first"):
+        td.rtensor.serve("0.0.0.0", token="x")
+    server.close()
+
+
+def test_one_address_and_one_name_are_taken() -> None:
+    server = td.rtensor.serve()
+    assert list(td.rtensor.process_stats(server.addr)) == [server.addr]
+    with pytest.raises(InvalidTypeError, match="addresses is 3: give a list"):
+        td.rtensor.process_stats(3)  # type: ignore[arg-type]
+    td.rtensor.store("abc", torch.ones(1))
+    # Only what other processes own is in the fetch buffer.
+    assert td.rtensor.clear_fetch_buffer("abc") == 0
+    assert td.rtensor.remove("abc") == 1
 
 
 def test_a_server_takes_an_address_in_brackets() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MappingView, Set
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
 
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.tree import find_all, map_only
 
 __all__ = [
@@ -19,7 +21,11 @@ __all__ = [
     "handles_of",
     "loads",
     "replace_handles",
+    "required_handles",
 ]
+
+# Containers that `find_all` does not search.
+_UNSEARCHED: Final = (Set, MappingView, Iterator)
 
 
 class TensorShardInfo(NamedTuple):
@@ -80,8 +86,20 @@ def handles_of(obj: Any) -> list[RTensor]:
 
     `find_all` does not search sets, iterators and views of dicts. They are searched only as the outermost container.
     """
-    is_unsearched = isinstance(obj, (Set, MappingView, Iterator))
-    handles: list[RTensor] = find_all(RTensor, list(obj) if is_unsearched else obj)
+    handles: list[RTensor] = find_all(RTensor, list(obj) if isinstance(obj, _UNSEARCHED) else obj)
+    return handles
+
+
+def required_handles(obj: Any, argument: str) -> list[RTensor]:
+    """The handles in nested containers, with repetitions, as `handles_of`.
+
+    Raises:
+        InvalidInputError: there are tensors and no handles. `remotize` was probably forgotten.
+    """
+    searched = list(obj) if isinstance(obj, _UNSEARCHED) else obj
+    handles = handles_of(searched)
+    if not handles and find_all(Tensor, searched):
+        raise InvalidInputError(f"{argument} has tensors and no handles: give what remotize returned")
     return handles
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -27,6 +27,9 @@ _LOOPBACK = "127.0.0.1"
 # machine's addresses leads outside.
 _OUTSIDE = "192.0.2.1", 9
 
+
+# The default of `token` in `trust`, which is no token.
+_NOT_GIVEN: Final = ""
 
 # Paths of the PEM files of a certificate and its private key.
 _Tls = tuple[str | os.PathLike[str], str | os.PathLike[str]]
@@ -59,6 +62,8 @@ class Server:
         self.certificate = None if options.tls is None else options.tls[0]
         self._native = native
         self._options = options
+        # Whether a call that stores or fetches started it, and nobody called `serve`.
+        self._is_implicit = False
 
     def close(self) -> None:
         """Stops serving. Shards stay stored, and no other process can fetch them. Idempotent."""
@@ -113,6 +118,7 @@ def serve(
 
     Raises:
         InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
+        InvalidTypeError: an argument has the wrong type.
         StorageError: the port is taken (an `OSError` with its `errno`).
     """
     options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
@@ -127,10 +133,9 @@ def serve(
         if mine.server is None:
             mine.server = _start(options)
         elif mine.server._options != options:
-            raise InvalidInputError(
-                f"this process serves at {mine.server.addr} already, with other arguments: close that server first"
-            )
+            raise InvalidInputError(_already_serving(mine.server))
         server: Server = mine.server
+        server._is_implicit = False
         trust(*others, token=token, tls=server.certificate)
         return server
 
@@ -153,7 +158,16 @@ def _start(options: _Options) -> Server:
     return Server(addr, native, options)
 
 
-def trust(*addresses: str, token: str | None, tls: str | os.PathLike[str] | None = None) -> None:
+def _already_serving(server: Server) -> str:
+    if server._is_implicit:
+        return (
+            f"this process serves at {server.addr} with the default arguments already, since it called remotize, "
+            "store or Controller.from_group before serve: call serve first"
+        )
+    return f"this process serves at {server.addr} already, with other arguments: close that server first"
+
+
+def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLike[str] | None = None) -> None:
     """Sends `token` with every request to these addresses, over TLS with `tls`; other addresses get no token.
 
     Args:
@@ -163,8 +177,11 @@ def trust(*addresses: str, token: str | None, tls: str | os.PathLike[str] | None
             these addresses, and only with servers that prove to have one of these. None speaks no TLS.
 
     Raises:
+        InvalidTypeError: `token` is missing.
         InvalidInputError: an address or the token is invalid, or the file cannot be read.
     """
+    if token is _NOT_GIVEN:
+        raise InvalidTypeError("trust needs token=: give the servers' token, or token=None to forget it")
     check_token(token)
     for one in addresses:
         split_address(one)
@@ -184,8 +201,12 @@ def trust_workers(addresses: Iterable[str]) -> None:
 
 def server_address() -> str:
     """The address of this process's server, which starts on loopback if there is none."""
-    server = state().server
-    return serve().addr if server is None else server.addr
+    mine = state()
+    with mine.lock:
+        if mine.server is None:
+            serve()._is_implicit = True
+        addr: str = mine.server.addr
+    return addr
 
 
 def _check_options(options: _Options) -> None:
@@ -195,6 +216,10 @@ def _check_options(options: _Options) -> None:
     if not _is_integer(options.port, 0, 2**16 - 1):
         raise InvalidInputError(f"port is {options.port!r}, not 0 to 65535")
     check_token(options.token)
+    tls: Any = options.tls
+    is_pair = isinstance(tls, (tuple, list)) and len(tls) == 2
+    if tls is not None and not (is_pair and all(isinstance(path, (str, os.PathLike)) for path in tls)):
+        raise InvalidTypeError(f"tls is {tls!r}: give the paths of two PEM files, (certificate, key)")
     for limit in (options.limit_bytes, options.buffer_limit_bytes):
         if limit is not None and not _is_integer(limit, 1, 2**63 - 1):
             raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0 and below 2**63")

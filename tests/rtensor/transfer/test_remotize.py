@@ -263,8 +263,7 @@ def test_named_shards() -> None:
         handle.to_local()
     with pytest.raises(ShardGoneError, match="no such shards"):
         rtensor.fetch("unknown")
-    with pytest.raises(InvalidTypeError, match="put it into a list"):
-        rtensor.clear_fetch_buffer("more")
+    assert rtensor.clear_fetch_buffer("unknown") == 0
     cleared = rtensor.clear_node()
     assert cleared["cleared_count"] == cleared["num_tensors"] == 1 and cleared["total_bytes"] >= 24
     assert rtensor.storage_stats()["num_tensors"] == 0

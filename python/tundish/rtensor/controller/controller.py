@@ -25,7 +25,7 @@ from tundish.rtensor.controller.drained import Drained
 from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
 from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
 from tundish.rtensor.controller.serverless_drains import ServerlessDrains
-from tundish.rtensor.handles import RTensor, by_owner, handles_of
+from tundish.rtensor.handles import RTensor, by_owner, handles_of, required_handles
 from tundish.rtensor.process_state import next_step_number, state
 from tundish.rtensor.server import server_address, trust_workers
 from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
@@ -71,7 +71,8 @@ class Controller:
     certificates, or without a server in this process, call `trust` before.
 
     Args:
-        workers: a `Worker(addr, role, rank)` for each process.
+        workers: a `Worker(addr, role, rank)` for each process. Without workers, a step drains this process and the
+            owners of the claimed shards only; `update` adds workers later.
         timeout: seconds within which a worker has to answer, and its `drain` function to end.
 
     Raises:
@@ -222,11 +223,12 @@ class Controller:
             claim: nested containers of the handles that this step consumes.
 
         Raises:
+            InvalidInputError: `claim` has tensors and no handles, or this controller is in a step already.
             ShardGoneError: a claimed shard does not exist, or another step claims it. All shards stay.
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
         """
         self._check_open()
-        handles = handles_of(claim)
+        handles = required_handles(claim, "claim")
         owners = self._owners_of(handles)
         if self._step is not None:
             raise InvalidInputError(f"this controller is in step {self._step.number}: end that one first")
@@ -252,10 +254,11 @@ class Controller:
             The number of shards and fetched entries that are kept.
 
         Raises:
+            InvalidInputError: `obj` has tensors and no handles.
             DrainError: a worker does not answer. The shards end with the current step after all.
         """
         self._check_open()
-        handles = handles_of(obj)
+        handles = required_handles(obj, "obj")
         owners = self._owners_of(handles)
         ids = shard_ids(handles)
         keep = HttpRequest("POST", "/keep", ids)

@@ -13,7 +13,7 @@ from typing import Any
 from tundish._native import ShardStore
 from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError
-from tundish.rtensor.handles import by_owner, handles_of
+from tundish.rtensor.handles import by_owner, required_handles
 from tundish.rtensor.process_state import ProcessState, state
 from tundish.rtensor.steps.step import drop_fetched
 from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
@@ -37,7 +37,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
 
     Raises:
         PeerFailedError: another rank failed; raised on all ranks.
-        InvalidInputError: this rank is in a `step` of its own.
+        InvalidInputError: this rank is in a `step` of its own, or `claim` has tensors and no handles.
     """
     voter = voter_of(group)
     mine = state()
@@ -48,7 +48,7 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
             raise InvalidInputError(
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
-        claims = by_owner(handles_of(claim))
+        claims = by_owner(required_handles(claim, "claim"))
         drop_fetched([one for ids in claims.values() for one in ids])
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from tundish._native import ShardStore, shard_ids
 from tundish.errors import InvalidInputError, ShardGoneError
-from tundish.rtensor.handles import by_owner, handles_of
+from tundish.rtensor.handles import by_owner, required_handles
 from tundish.rtensor.process_state import ProcessState, next_step_number, state
 from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 
@@ -45,10 +45,10 @@ def step(claim: Any = None) -> Iterator[Step]:
     Raises:
         ShardGoneError: a claimed shard does not exist here, or another step claims it. Nothing is drained then. A
             `Controller` claims shards of other processes.
-        InvalidInputError: this process is in a step already.
+        InvalidInputError: this process is in a step already, or `claim` has tensors and no handles.
     """
     mine = state()
-    ids = shard_ids(handles_of(claim))
+    ids = shard_ids(required_handles(claim, "claim"))
     with mine.lock:
         if mine.in_step:
             raise InvalidInputError("this process is in a step already: end that one first")
@@ -82,8 +82,11 @@ def keep(obj: Any) -> int:
 
     Returns:
         The number of shards and fetched entries that are kept.
+
+    Raises:
+        InvalidInputError: `obj` has tensors and no handles.
     """
-    handles = handles_of(obj)
+    handles = required_handles(obj, "obj")
     mine = state()
     here = {"local", mine.server.addr if mine.server is not None else "local"}
     others = {one for owner, ids in by_owner(handles).items() if owner not in here for one in ids}

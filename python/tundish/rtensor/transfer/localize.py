@@ -72,18 +72,19 @@ def localize(
     return replace_handles(lambda _: next(outputs), obj)
 
 
-def clear_fetch_buffer(shard_ids: Iterable[str] | None = None) -> int:
+def clear_fetch_buffer(shard_ids: str | Iterable[str] | None = None) -> int:
     """Drops what this process fetched. Tensors that were handed out stay valid.
 
     Args:
-        shard_ids: the shards to drop; None drops everything.
+        shard_ids: one shard to drop, or several; None drops everything.
 
     Returns:
         The number of entries that were dropped.
     """
-    if shard_ids is not None:
-        check_shard_ids(shard_ids, "clear_fetch_buffer")
-    return ShardStore.clear_buffer(shard_ids)
+    ids = [shard_ids] if isinstance(shard_ids, str) else shard_ids
+    if ids is not None:
+        check_shard_ids(ids, "clear_fetch_buffer")
+    return ShardStore.clear_buffer(ids)
 
 
 def fetch_buffer_stats() -> dict[str, Any]:

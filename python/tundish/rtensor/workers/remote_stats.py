@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
+from tundish.errors import InvalidTypeError
 from tundish.rtensor.arguments import check_seconds
 from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker, as_worker
@@ -13,13 +14,15 @@ from tundish.rtensor.workers.worker import Worker, as_worker
 __all__ = ["process_stats"]
 
 
-def process_stats(addresses: Iterable[str], *, timeout: float = 5.0) -> dict[str, dict[str, Any] | Exception]:
+def process_stats(
+    addresses: str | Iterable[str], *, timeout: float = 5.0
+) -> dict[str, dict[str, Any] | Exception]:
     """Asks processes that serve for what they store and have fetched.
 
     Call `trust` before with addresses that want a token or serve over TLS.
 
     Args:
-        addresses: `"host:port"` of each process.
+        addresses: `"host:port"` of one process, or of each of several.
         timeout: seconds within which each has to answer.
 
     Returns:
@@ -27,8 +30,12 @@ def process_stats(addresses: Iterable[str], *, timeout: float = 5.0) -> dict[str
 
     Raises:
         InvalidInputError: an address is invalid.
+        InvalidTypeError: `addresses` is neither a string nor several.
     """
-    workers = [as_worker(Worker(addr)) for addr in dict.fromkeys(addresses)]
+    given: Any = [addresses] if isinstance(addresses, str) else addresses
+    if not isinstance(given, Iterable):
+        raise InvalidTypeError(f'addresses is {given!r}: give a list of "host:port"')
+    workers = [as_worker(Worker(addr)) for addr in dict.fromkeys(given)]
     with contextlib.closing(WorkerConnections(check_seconds(timeout, may_be_zero=False))) as connections:
         answers = connections.send_all((worker, HttpRequest("GET", "/stats")) for worker in workers)
     return {worker.addr: answer for worker, answer in zip(workers, answers, strict=True)}
