@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timedelta
+from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 
@@ -17,8 +18,9 @@ def timeout_seconds(timeout: timedelta | float) -> float:
         InvalidTypeError: `timeout` is neither a number nor a `timedelta`.
         InvalidInputError: `timeout` is not positive and finite.
     """
+    given: Any = timeout
     try:
-        if isinstance(timeout, (str, bytes)):
+        if isinstance(given, (str, bytes)):
             # `float` would read it.
             raise TypeError
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

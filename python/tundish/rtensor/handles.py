@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MappingView, Set
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ __all__ = [
     "replace_handles",
     "required_handles",
 ]
-
-# Containers that `find_all` does not search.
-_UNSEARCHED: Final = (Set, MappingView, Iterator)
 
 
 class TensorShardInfo(NamedTuple):
@@ -86,8 +83,14 @@ def handles_of(obj: Any) -> list[RTensor]:
 
     `find_all` does not search sets, iterators and views of dicts. They are searched only as the outermost container.
     """
-    handles: list[RTensor] = find_all(RTensor, list(obj) if isinstance(obj, _UNSEARCHED) else obj)
+    handles: list[RTensor] = find_all(RTensor, _searchable(obj))
     return handles
+
+
+def _searchable(obj: Any) -> Any:
+    """`obj`, or a list of its items if `find_all` does not search such a container."""
+    is_unsearched = isinstance(obj, (Set, MappingView, Iterator))
+    return list(obj) if is_unsearched else obj
 
 
 def required_handles(obj: Any, argument: str) -> list[RTensor]:
@@ -96,7 +99,7 @@ def required_handles(obj: Any, argument: str) -> list[RTensor]:
     Raises:
         InvalidInputError: there are tensors and no handles. `remotize` was probably forgotten.
     """
-    searched = list(obj) if isinstance(obj, _UNSEARCHED) else obj
+    searched = _searchable(obj)
     handles = handles_of(searched)
     if not handles and find_all(Tensor, searched):
         raise InvalidInputError(f"{argument} has tensors and no handles: give what remotize returned")
