@@ -161,6 +161,7 @@ def test_a_server_takes_peers_and_changes_nothing_where_it_fails() -> None:
         lambda: td.rtensor.trust("no address", token="x"),
         lambda: td.rtensor.trust(3, token="x"),  # type: ignore[arg-type]
         lambda: td.rtensor.trust("127.0.0.1:1", token="€"),
+        lambda: td.rtensor.trust("127.0.0.1:1", token=""),
     ]
     with pytest.raises(InvalidTypeError, match=r"trust needs token=: give the servers' token"):
         td.rtensor.trust("127.0.0.1:1")

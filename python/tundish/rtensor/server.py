@@ -28,8 +28,8 @@ _LOOPBACK = "127.0.0.1"
 _OUTSIDE = "192.0.2.1", 9
 
 
-# The default of `token` in `trust`, which is no token.
-_NOT_GIVEN: Final = ""
+# The default of `token` in `trust`. No string, since callers may pass any.
+_NOT_GIVEN: Final[Any] = object()
 
 # Paths of the PEM files of a certificate and its private key.
 _Tls = tuple[str | os.PathLike[str], str | os.PathLike[str]]
