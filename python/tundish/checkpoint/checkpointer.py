@@ -396,7 +396,7 @@ class Checkpointer(LocalCalls):
         self._resources.failure.raise_pending()
 
     def stats(self) -> dict[str, Any]:
-        """Count what is being saved. Not collective.
+        """Report the staging memory and the saves under way. Not collective.
 
         Returns:
             `"staging"`: bytes of host memory that staging uses; `"under_way"`: the steps of saves, by kind.

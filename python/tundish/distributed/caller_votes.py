@@ -107,7 +107,7 @@ def build_once_per_node(
 
     Args:
         build: slow work that may raise anything.
-        what: what is built, for messages.
+        what: a name of the result, for messages.
         group: the `ProcessGroup` (None: all ranks).
         timeout: how long the others wait for the builders; None, the default, for as long as they take.
 

@@ -244,7 +244,7 @@ class Voter:
         Args:
             build: slow work that may raise anything. It must not vote with this voter; it may call
                 `raise_if_peer_lost`.
-            what: what is built, for messages.
+            what: a name of the result, for messages.
             timeout: how long the others wait for the builders; None, the default, for as long as they take.
 
         Returns:

@@ -51,7 +51,7 @@ def sweep(dry_run: bool = False) -> SweepReport:
         dry_run: whether to report only, and remove nothing.
 
     Returns:
-        The segments that were found, and what was removed.
+        The segments that were found and those that were removed.
 
     Raises:
         StorageError: the folder of named segments cannot be read.

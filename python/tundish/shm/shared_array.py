@@ -59,7 +59,7 @@ class SharedArray:
                 removes the name. `sweep` removes names that killed processes left.
 
         Returns:
-            The shared array, of which this process is the owner.
+            The shared array. This process owns it.
 
         Raises:
             InvalidTypeError: the dtype has Python objects.
@@ -102,7 +102,7 @@ class SharedArray:
             order: order of the entries in memory, `"C"` or `"F"` (Fortran).
 
         Returns:
-            The shared array, of which this process is the owner.
+            The shared array. This process owns it.
 
         Raises:
             InvalidTypeError: shape, dtype or name has a wrong type, or the dtype has Python objects.

@@ -23,7 +23,7 @@ def one_after_the_other(rank: int, line: Line) -> None:
         return clone(store)
 
     dist.PrefixStore.clone = counting_clone
-    for number in range(6):
+    for number in range(20):
         with td.DispatchLoader(range(10) if rank == 0 else None) as loader:
             assert list(loader) == list(range(rank, 10, 2)), number
     # One for the votes, and one for early exits.

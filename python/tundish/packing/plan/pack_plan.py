@@ -365,7 +365,7 @@ class PackPlan:
     ) -> PackPlan:
         """Map a plan from its folder, in constant memory.
 
-        Each file is opened once, and what was checked is mapped: replacing or removing files later changes nothing.
+        Each file is opened once, checked and mapped: replacing or removing files later changes nothing.
         Overwriting a file in place changes the plan, and truncating it ends a process that reads it (SIGBUS).
 
         Args:

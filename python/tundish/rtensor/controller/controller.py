@@ -183,7 +183,7 @@ class Controller:
             targets: nested containers of handles.
 
         Returns:
-            The counts of what was dropped and removed, and the failures.
+            The counts of dropped and removed tensors, and the failures.
 
         Raises:
             DrainError: a worker has failed now and in the step or drain before.

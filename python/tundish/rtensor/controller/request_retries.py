@@ -35,7 +35,7 @@ class PendingRequests:
 
     def __init__(self, connections: WorkerConnections, serverless_drains: ServerlessDrains) -> None:
         self._connections = connections
-        self._drain_caller = serverless_drains
+        self._serverless_drains = serverless_drains
         self._failed: list[list[WorkerRequest]] = []
 
     def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:
@@ -60,7 +60,7 @@ class PendingRequests:
         }
         asked = [one for one in batch if one.worker not in answers]
         answers |= self.send((one.worker, one.request) for one in asked if one.worker.drain is None)
-        answers |= self._drain_caller.call(
+        answers |= self._serverless_drains.call(
             (one.worker, one.shard_ids) for one in asked if one.worker.drain is not None
         )
         failures = failures_of(answers)
