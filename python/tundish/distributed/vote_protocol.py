@@ -245,7 +245,9 @@ class VoteProtocol:
             if not (is_over or lost or self._is_out_of_time(vote)):
                 continue
             if turn is None:
-                turn = self._store.add(f"{vote.number}/turns", 1) - 1
+                turns = f"{vote.number}/turns"
+                turn = self._store.add(turns, 1) - 1
+                self._own_keys.append((vote.number, turns))
                 turn_at = time.monotonic() + turn * _TURN_SECONDS * self._load
             if time.monotonic() >= turn_at:
                 return self._read_result(vote.number) or self._write_result(vote, lost), turn
@@ -380,7 +382,7 @@ class VoteProtocol:
             self._common_keys = []
         common = ["result", "arrived", "left"]
         common += ["same"] * (vote.same is not None) + ["flagged"] * result.flagged
-        common += ["failed"] * (result.failed_count > 0) + ["turns"] * (not result.complete)
+        common += ["failed"] * (result.failed_count > 0)
         self._common_keys += [f"{number}/{key}" for key in common]
         self.has_values = bool(self._own_keys)
 
