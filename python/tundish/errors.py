@@ -21,6 +21,7 @@ __all__ = [
     "MissingExtraError",
     "NoDatasetError",
     "NoSuchPackError",
+    "NoSuchSampleError",
     "NotAuthorizedError",
     "NotFoundError",
     "NotPicklableError",
@@ -76,6 +77,10 @@ class NoDatasetError(TundishError, AttributeError):
 
 class NoSuchPackError(TundishError, IndexError):
     """A pack index is out of range."""
+
+
+class NoSuchSampleError(TundishError, IndexError):
+    """A sample index is out of range."""
 
 
 class OutOfMemoryError(TundishError, MemoryError):

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from support.command_line import tundish
 
@@ -123,6 +125,41 @@ def test_order_threads_and_several_datasets(
         answer("plan", "verify", out, *reversed(both), code=1, capsys=capsys)
 
 
+def test_sources_of_other_kinds_and_their_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ids = [[0] * length for length in (5, 0, 3, 9, 2, 700)]
+    for number in range(2):
+        table = pa.table({"ids": ids[number * 3 :][:3], "id": [7, 8, 9], "length": [1, 1, 1]})
+        pyarrow.parquet.write_table(table, f"part-{number}.parquet")
+    expected = td.pack([len(one) for one in ids], 16, drop_last=False)
+    options = ("--max-length", 16, "--keep-last", "--column", "ids", "--out")
+    packed = answer("pack", "part-*.parquet", *options, "plan", capsys=capsys)
+    assert packed["fingerprint"] == expected.fingerprint
+    assert (
+        answer("plan", "verify", "plan", "part-*.parquet", "--column", "ids", capsys=capsys)["verified"]
+        is True
+    )
+    answer("plan", "verify", "plan", "part-*.parquet", code=1, capsys=capsys)
+    shown = ("plan", "show", "plan", "--plot", "fill.png", "--lengths", "part-*.parquet", "--column", "ids")
+    assert answer(*shown, capsys=capsys)["plot"] == "fill.png"
+
+    both = answer("pack", "part-0.parquet", "part-1.parquet", *options, "both", capsys=capsys)
+    assert both["datasets"] == 2
+    assert (
+        answer("pack", "part-0.parquet", *options[:-2], "id", "--out", "new", capsys=capsys)["tokens"] == 24
+    )
+    error = answer(
+        "pack", "part-0.parquet", *options[:-2], "tokens", "--out", "other", code=2, capsys=capsys
+    )["error"]
+    assert (
+        "part-0.parquet has no column 'tokens': its columns are 'ids', 'id' and 'length'" in error["message"]
+    )
+    error = answer("pack", "none-*.parquet", *options, "other", code=3, capsys=capsys)["error"]
+    assert "none-*.parquet" in error["message"] and "no file matches" in error["message"]
+
+
 def test_plot_writes_a_picture(
     plan: Path, lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +258,7 @@ BAD = {
     "lengths that are a folder": (["pack", ".", "--max-length", "8", "--out", "new"], ".: is a folder", 2),
     "lengths from a pipe": (
         ["pack", "pipe", "--max-length", "8", "--out", "new"],
-        "pipe: is a pipe, and arrays are mapped: give a regular .npy file",
+        "pipe: is a pipe; give a regular file",
         2,
     ),
     "an order from a pipe": (

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import stat
 import time
-import warnings
 from pathlib import Path
-from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, path_of, progress_of
@@ -31,7 +28,7 @@ def add_plan_commands(commands: Any) -> None:
         summary="plan how samples are packed",
         description="Plan how samples of the given token counts are packed, and write the plan to a folder.",
     )
-    _add_lengths(pack, "several files are several datasets")
+    _add_sources(pack, "several sources are several datasets")
     pack.add_argument(
         "--max-length", type=int, required=True, metavar="L", help="tokens a pack (for example 8192)"
     )
@@ -71,9 +68,10 @@ def add_plan_commands(commands: Any) -> None:
         "--lengths",
         type=path_of,
         nargs="+",
-        metavar="FILE.npy",
-        help="the lengths that were packed: --plot then draws samples, not only packs",
+        metavar="SOURCE",
+        help="the sources that were packed: --plot then draws samples, not only packs",
     )
+    _add_column(show)
     show.set_defaults(run=run_show, needs="tundish.packing.plan.pack_plan")
 
     verify = add_command(
@@ -83,7 +81,7 @@ def add_plan_commands(commands: Any) -> None:
         description="Check every pack of a plan against the lengths it was made from.",
     )
     verify.add_argument("plan", type=path_of, metavar="PLAN", help="the plan folder")
-    _add_lengths(verify, "the same files, in the same order, as were packed")
+    _add_sources(verify, "the same sources, in the same order, as were packed")
     verify.add_argument(
         "--order", type=path_of, metavar="FILE.npy", help="the order that was packed with --order, if one was"
     )
@@ -95,10 +93,11 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish pack`: plan straight into the folder `--out`."""
     several = len(options.lengths) > 1 or options.global_pack
     if options.order is not None and several:
-        raise InvalidInputError("--order is for one dataset: give one LENGTHS file, and no --global-pack")
+        raise InvalidInputError("--order is for one dataset: give one SOURCE, and no --global-pack")
+    from tundish.packing import lengths as read_lengths
     from tundish.packing import pack, pack_datasets
 
-    lengths = [_map_array(path) for path in options.lengths]
+    lengths = [read_lengths(path, options.column) for path in options.lengths]
     shared: dict[str, Any] = {
         "mode": options.mode,
         "seed": options.seed,
@@ -112,7 +111,7 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     if several:
         plan = pack_datasets(lengths, options.max_length, global_pack=options.global_pack, **shared)
     else:
-        order = None if options.order is None else _map_array(options.order)
+        order = None if options.order is None else _map_order(options.order)
         plan = pack(lengths[0], options.max_length, order=order, **shared)
     seconds = time.perf_counter() - start
     facts = describe(plan, options.out)
@@ -127,7 +126,7 @@ def run_show(options: argparse.Namespace) -> dict[str, Any]:
 
     plan = PackPlan.load(options.plan, progress=progress_of(options))
     if options.lengths is not None:
-        plan = plan.with_lengths(_map_lengths(options.lengths, plan))
+        plan = plan.with_lengths(_read_lengths(options, plan))
     facts = describe(plan, options.plan)
     text = rows(facts)
     if options.plot is not None:
@@ -142,9 +141,9 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     from tundish.packing import PackPlan
 
     plan = PackPlan.load(options.plan, progress=progress_of(options))
-    order = None if options.order is None else _map_array(options.order)
+    order = None if options.order is None else _map_order(options.order)
     plan.verify(
-        _map_lengths(options.lengths, plan),
+        _read_lengths(options, plan),
         order=order,
         threads=options.threads,
         progress=progress_of(options),
@@ -174,13 +173,23 @@ def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
     }
 
 
-def _add_lengths(parser: argparse.ArgumentParser, several: str) -> None:
+def _add_sources(parser: argparse.ArgumentParser, several: str) -> None:
     parser.add_argument(
         "lengths",
         type=path_of,
         nargs="+",
-        metavar="LENGTHS",
-        help=f".npy file of the samples' token counts, a 1-D integer array; {several}",
+        metavar="SOURCE",
+        help="token counts or samples: a .npy, .npz, .parquet, .arrow, .idx or .jsonl file, a folder of such files "
+        f"or of Dataset.save_to_disk, or a quoted glob; {several}",
+    )
+    _add_column(parser)
+
+
+def _add_column(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--column",
+        metavar="NAME",
+        help="the column with the token counts or the tokens (default: length, else input_ids)",
     )
 
 
@@ -188,57 +197,22 @@ def _add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="threads to use (default: all cores)")
 
 
-def _map_lengths(paths: list[Path], plan: PackPlan) -> np.ndarray | list[np.ndarray]:
+def _read_lengths(options: argparse.Namespace, plan: PackPlan) -> np.ndarray | list[np.ndarray]:
+    from tundish.packing import lengths
+
+    paths = options.lengths
     datasets = len(plan.num_samples)
     if len(paths) != datasets:
         raise PlanMismatchError(
             f"the plan was made for {format_count(datasets, 'dataset')}, and "
-            f"{format_count(len(paths), 'LENGTHS file')} {'was' if len(paths) == 1 else 'were'} given"
+            f"{format_count(len(paths), 'SOURCE')} {'was' if len(paths) == 1 else 'were'} given"
         )
-    columns = [_map_array(path) for path in paths]
+    columns = [lengths(path, options.column) for path in paths]
     return columns[0] if datasets == 1 else columns
 
 
-def _map_array(path: Path) -> np.ndarray:
-    import numpy as np
+def _map_order(path: Path) -> np.ndarray:
+    from tundish.packing import lengths
 
-    from tundish.packing import as_integer_array
-
-    _check_regular(path)
-    # numpy takes any other file for a pickle, and its message does not name the file.
-    with path.open("rb") as file:
-        magic = file.read(6)
-    if magic != b"\x93NUMPY":
-        raise InvalidInputError(f"{path}: not a .npy file; write the array with numpy.save")
-    try:
-        with warnings.catch_warnings():
-            # The error that follows says the same.
-            warnings.simplefilter("ignore")
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, TypeError, OverflowError, IndexError, SyntaxError, TokenError) as error:
-        raise InvalidInputError(f"{path}: cannot be mapped: {error}") from error
-    except (RecursionError, MemoryError) as error:
-        # Python's parser gives up on a header of a thousand minus signs; its error names no file.
-        raise InvalidInputError(f"{path}: cannot be mapped: its header is nested too deeply") from error
-    # A copy in text mode adds a byte to the header, and shifts every number after it.
-    behind = path.stat().st_size - array.offset - array.nbytes
-    if behind > 0:
-        raise InvalidInputError(
-            f"{path}: holds {format_count(behind, 'byte')} more than the array in its header: it was changed after "
-            "numpy.save wrote it; write it again"
-        )
-    # Checked here, where the message can name the file.
-    return as_integer_array(array, str(path))
-
-
-def _check_regular(path: Path) -> None:
-    """Refuse a file that cannot be mapped before opening it: opening a pipe would wait."""
-    try:
-        mode = path.stat().st_mode
-    except ValueError as error:
-        raise InvalidInputError(f"{str(path)!r} holds a null character; no path can") from error
-    if stat.S_ISREG(mode):
-        return
-    kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-    kind = kinds.get(stat.S_IFMT(mode), "device")
-    raise InvalidInputError(f"{path}: is a {kind}, and arrays are mapped: give a regular .npy file")
+    # A file of indices is read as one of lengths is.
+    return lengths(path)

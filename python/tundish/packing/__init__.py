@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tundish.packing.plan.pack_plan import FIELDS, PackPlan
     from tundish.packing.sampler.packed_batch_sampler import PackedBatchSampler
     from tundish.packing.shuffle import shuffled_indices
+    from tundish.packing.sources.lengths import lengths, open_samples
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -29,6 +30,7 @@ else:
             "tundish.packing.plan.pack_plan": ("FIELDS", "PackPlan"),
             "tundish.packing.sampler.packed_batch_sampler": ("PackedBatchSampler",),
             "tundish.packing.shuffle": ("shuffled_indices",),
+            "tundish.packing.sources.lengths": ("lengths", "open_samples"),
         },
     )
 
@@ -42,6 +44,8 @@ __all__ = [
     "PackedDataset",
     "Piece",
     "as_integer_array",
+    "lengths",
+    "open_samples",
     "pack",
     "pack_datasets",
     "shuffled_indices",

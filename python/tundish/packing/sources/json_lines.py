@@ -1,0 +1,123 @@
+"""JSON Lines: one JSON object a line. Lines of nothing but white space are no samples."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import mmap
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.sources.columns import INPUT_IDS, choose_column
+from tundish.packing.sources.sample_counts import chosen_keys, count_samples
+from tundish.packing.sources.sample_rows import SampleRows
+
+__all__ = ["JsonLinesFiles"]
+
+
+@dataclass(frozen=True)
+class JsonLinesFiles:
+    """Files of JSON Lines whose lines are the samples, file after file."""
+
+    paths: Sequence[Path]
+
+    def lengths(self, column: str | None) -> IntegerArray:
+        parts = []
+        for path in self.paths:
+            lines = _Lines(path)
+            parts.append(count_samples(lines, column, lines.describe))
+        # int32 and int64 give int64.
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def samples(self, column: str | None, columns: Sequence[str] | None) -> JsonLinesSamples:
+        return JsonLinesSamples(self.paths, column or INPUT_IDS, columns)
+
+
+class JsonLinesSamples(SampleRows):
+    """Lines as samples. A sample has its tokens as `input_ids`, and either `columns` or all other lists of numbers."""
+
+    def __init__(self, paths: Sequence[Path], tokens: str, columns: Sequence[str] | None) -> None:
+        self._paths = list(paths)
+        self._tokens = tokens
+        self._columns = columns
+        self._starts = [_line_starts(path) for path in paths]
+        self._ends = list(itertools.accumulate(map(len, self._starts)))
+        self._maps: dict[int, mmap.mmap] = {}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}
+
+    def _read(self, number: int) -> dict[str, Any]:
+        place = bisect.bisect_right(self._ends, number)
+        own = number - (self._ends[place] - len(self._starts[place]))
+        mapped = self._mapped(place)
+        mapped.seek(self._starts[place][own])
+        where = f"sample {{}} of {self._paths[place]}".format
+        sample = _parse(mapped.readline(), where, own)
+        for name in (self._tokens, *(self._columns or ())):
+            choose_column(list(sample), name, (), where(own))
+        columns = self._columns
+        if columns is None:
+            columns = [key for key, value in sample.items() if _is_number_list(value)]
+        return chosen_keys(sample, self._tokens, columns)
+
+    def _mapped(self, place: int) -> mmap.mmap:
+        if place not in self._maps:
+            with self._paths[place].open("rb") as file:
+                self._maps[place] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[place]
+
+
+class _Lines:
+    """The samples of a file. `where` names the one that was given last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self._path.open("rb") as file:
+            for line in file:
+                self._number += 1
+                if not line.isspace():
+                    yield _parse(line, self.describe)
+
+    def describe(self, _: int) -> str:
+        return f"line {self._number} of {self._path}"
+
+
+def _line_starts(path: Path) -> array[int]:
+    """The first byte of each line that is a sample."""
+    starts = array("q")
+    position = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.isspace():
+                starts.append(position)
+            position += len(line)
+    return starts
+
+
+def _parse(line: bytes, where: Callable[[int], str], number: int = 0) -> dict[str, Any]:
+    try:
+        sample = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{where(number)} is no JSON object: {error}") from error
+    if not isinstance(sample, dict):
+        raise InvalidTypeError(f"{where(number)} is {format_type(sample)}, and a sample is a JSON object")
+    return sample
+
+
+def _is_number_list(value: Any) -> bool:
+    return isinstance(value, list) and (not value or isinstance(value[0], int | float))

@@ -1,0 +1,227 @@
+"""Token counts and samples of Parquet files and of Arrow IPC files, against the rows that were written."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
+import pytest
+from support.packing.sources import assert_packs_alike, draw_rows
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
+from tundish.packing.sources.arrow import parquet, samples
+
+ROWS = draw_rows(90)
+TABLE = pa.Table.from_pylist(ROWS)
+
+
+def write_stream(table: pa.Table, path: Path, **settings: Any) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema, **settings) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def write_file(table: pa.Table, path: Path, **settings: Any) -> None:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema, **settings) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def test_arrow_files_in_both_formats(tmp_path: Path) -> None:
+    write_stream(TABLE, tmp_path / "stream.arrow")
+    write_file(TABLE, tmp_path / "file.arrow")
+    write_file(TABLE, tmp_path / "compressed.arrow", options=pa.ipc.IpcWriteOptions(compression="zstd"))
+    pyarrow.feather.write_feather(TABLE, tmp_path / "table.feather")
+    # Told by its content.
+    (tmp_path / "unnamed").write_bytes((tmp_path / "file.arrow").read_bytes())
+    for name in ("stream.arrow", "file.arrow", "compressed.arrow", "table.feather", "unnamed"):
+        assert_packs_alike(tmp_path / name, ROWS)
+    assert_packs_alike([tmp_path / "file.arrow", tmp_path / "stream.arrow"], ROWS + ROWS)
+    for write in (write_stream, write_file):
+        write(TABLE.slice(0, 0), tmp_path / "none.arrow")
+        assert_packs_alike(tmp_path / "none.arrow", [])
+
+
+def test_parquet_files_by_path_glob_folder_and_list(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    pq.write_table(TABLE.slice(0, 40), folder / "part-0.parquet", row_group_size=9)
+    pq.write_table(TABLE.slice(40, 0), folder / "part-1.parquet")
+    pq.write_table(TABLE.slice(40), folder / "part-2.parquet", use_dictionary=False, data_page_version="2.0")
+    (folder / "_SUCCESS").touch()
+    (folder / ".part-0.parquet.crc").touch()
+    assert_packs_alike(folder / "part-0.parquet", ROWS[:40])
+    for source in (folder, str(folder), folder / "*.parquet", f"{tmp_path}/**/part-?.parquet"):
+        assert_packs_alike(source, ROWS)
+    assert_packs_alike([folder / "part-2.parquet", folder / "part-0.parquet"], ROWS[40:] + ROWS[:40])
+    assert_packs_alike(folder / "part-1.parquet", [])
+
+
+def test_a_folder_of_other_files_is_refused_by_their_names(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    write_file(TABLE, tmp_path / "b.arrow")
+    with pytest.raises(
+        InvalidInputError, match=r"files of several kinds, .*a\.parquet \(parquet\) and .*b\.arrow \(arrow\)"
+    ):
+        td.packing.lengths(tmp_path)
+    with pytest.raises(InvalidInputError, match="files of several kinds"):
+        td.packing.lengths(tmp_path / "*")
+    (tmp_path / "b.arrow").rename(tmp_path / "README.md")
+    (tmp_path / "more").mkdir()
+    with pytest.raises(
+        InvalidInputError,
+        match=r"is a folder that holds README\.md, more, and not .*glob such as .*\*\.parquet",
+    ):
+        td.packing.lengths(tmp_path)
+    with pytest.raises(InvalidInputError, match="is a folder that holds no files"):
+        td.packing.lengths(tmp_path / "more")
+    assert len(td.packing.lengths(tmp_path / "*.parquet")) == len(ROWS)
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    for source, message in (
+        (tmp_path / "none.parquet", "there is no such file or folder"),
+        (tmp_path / "*.parquet", "no file matches this glob"),
+        ([tmp_path / "none.parquet"], "there is no such file"),
+    ):
+        with pytest.raises(NotFoundError, match=message) as caught:
+            td.packing.lengths(source)
+        assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["damaged.parquet", "damaged.arrow"])
+def test_a_damaged_file_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    write = pq.write_table if name.endswith("parquet") else write_file
+    write(TABLE, path)
+    whole = path.read_bytes()
+    middle = bytearray(whole)
+    middle[60 : len(whole) // 2] = b"\xff" * (len(whole) // 2 - 60)
+    for content in (b"", b"some text, no table", whole[:-9], bytes(middle)):
+        path.write_bytes(content)
+        for ask in (td.packing.lengths, td.packing.open_samples):
+            if ask is td.packing.open_samples and content == bytes(middle) and name.endswith("parquet"):
+                # Its pages are read with its samples.
+                with pytest.raises(InvalidInputError, match=r"damaged\.parquet"):
+                    td.packing.open_samples(path)[0]
+                continue
+            with pytest.raises(InvalidInputError, match=name.replace(".", r"\.")):
+                ask(path)
+
+
+def test_refusals_name_the_file_and_the_row_in_it(tmp_path: Path) -> None:
+    good, bad = pa.table({"length": [1, 2, 3]}), pa.table({"length": [1, 2, 3, None, 5]})
+    pq.write_table(good, tmp_path / "a.parquet")
+    pq.write_table(bad, tmp_path / "b.parquet", row_group_size=2)
+    with pytest.raises(InvalidInputError, match=r"b\.parquet: row 3 of column 'length' is null"):
+        td.packing.lengths(tmp_path)
+    write_file(good, tmp_path / "a.arrow")
+    write_stream(pa.concat_tables([good] * 4 + [bad]), tmp_path / "b.arrow")
+    with pytest.raises(InvalidInputError, match=r"b\.arrow: row 15 of column 'length' is null"):
+        td.packing.lengths(tmp_path / "*.arrow")
+    pq.write_table(pa.table({"tokens": ["a"], "id": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(
+        InvalidInputError, match=r"b\.parquet has no column 'length' .* columns are 'tokens' and 'id'"
+    ):
+        td.packing.lengths(tmp_path / "*.parquet")
+    with pytest.raises(InvalidTypeError, match=r"b\.parquet: column 'tokens' holds string"):
+        td.packing.lengths(tmp_path / "b.parquet", "tokens")
+
+
+def test_files_of_one_source_have_the_same_columns_of_samples(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    pq.write_table(TABLE.select(["input_ids"]), tmp_path / "b.parquet")
+    with pytest.raises(
+        InvalidInputError, match=r"b\.parquet: has not the same lists .*a\.parquet: they differ in 'labels'"
+    ):
+        td.packing.open_samples(tmp_path)
+    found = td.packing.open_samples(tmp_path, columns=[])
+    assert [sample["input_ids"].tolist() for sample in found] == [row["input_ids"] for row in ROWS + ROWS]
+
+
+def test_a_column_of_numbers_whatever_its_encoding(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(0, 70_000, 5000)
+    table = pa.table({"length": pa.array(lengths, pa.uint32()), "text": ["some text"] * 5000})
+    for settings in (
+        {},
+        {"use_dictionary": False},
+        {"column_encoding": "DELTA_BINARY_PACKED", "use_dictionary": False},
+    ):
+        pq.write_table(
+            table.select(["length"]) if settings else table,
+            tmp_path / "a.parquet",
+            row_group_size=999,
+            **settings,
+        )
+        found = td.packing.lengths(tmp_path / "a.parquet")
+        np.testing.assert_array_equal(found, lengths)
+        assert found.dtype == np.int32
+
+
+def test_a_row_group_is_decoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a large row group are never in memory together."""
+    count, tokens = 4000, 1000
+    offsets = np.arange(count + 1, dtype=np.int32) * tokens
+    values = np.random.default_rng(0).integers(0, 50_000, count * tokens, dtype=np.int32)
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, values), "id": np.arange(count)})
+    pq.write_table(table, tmp_path / "large.parquet", row_group_size=count, use_dictionary=False)
+    del table
+    monkeypatch.setattr(parquet, "_VALUES_AT_ONCE", 100_000)
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    try:
+        found = td.packing.lengths(tmp_path / "large.parquet")
+    finally:
+        pa.set_memory_pool(before)
+    assert found.tolist() == [tokens] * count
+    assert pool.max_memory() < values.nbytes / 3
+
+
+def test_decoded_row_groups_are_kept_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet", row_group_size=10)
+    read: list[int] = []
+    own = parquet._RowGroup.read
+
+    def counted(self: Any, names: Any) -> Any:
+        read.append(self.group)
+        return own(self, names)
+
+    monkeypatch.setattr(parquet._RowGroup, "read", counted)
+    found = td.packing.open_samples(tmp_path / "a.parquet")
+    for _ in range(2):
+        assert [sample["input_ids"].tolist() for sample in found] == [row["input_ids"] for row in ROWS]
+    assert read == list(range(9))
+    assert not pickle.loads(pickle.dumps(found))._open
+
+    monkeypatch.setattr(samples, "_KEPT_BYTES", 1)
+    read.clear()
+    found = td.packing.open_samples(tmp_path / "a.parquet")
+    for number in (5, 6, 85, 5, 84):
+        assert found[number]["labels"].tolist() == ROWS[number]["labels"]
+    assert read == [0, 8, 0, 8]
+
+
+def test_a_sample_that_does_not_exist_is_an_index_error(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    found = td.packing.open_samples(tmp_path / "a.parquet")
+    assert found[-1]["input_ids"].tolist() == ROWS[-1]["input_ids"]
+    for number in (90, -91, 10**400):
+        with pytest.raises(IndexError, match="does not exist: there are 90 samples") as caught:
+            found[number]
+        assert isinstance(caught.value, td.errors.NoSuchSampleError)
+    with pytest.raises(InvalidTypeError, match="asked for by its number, got 'a'"):
+        found["a"]  # type: ignore[index]
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may list any folder, so the system's refusal is acted.
+    monkeypatch.setattr(
+        "os.listdir", lambda _: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    with pytest.raises(StorageError, match="cannot be read: Permission denied"):
+        td.packing.lengths(tmp_path)

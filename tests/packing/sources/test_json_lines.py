@@ -1,0 +1,90 @@
+"""Token counts and samples of JSON Lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.packing.sources import assert_packs_alike, draw_rows
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+ROWS = draw_rows(40)
+
+
+def write(path: Path, rows: list[object], ends: str = "\n") -> Path:
+    path.write_text("".join(json.dumps(row) + ends for row in rows), encoding="utf-8")
+    return path
+
+
+def test_numbers_and_lists(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"line\u2028 {number}", "length": number, "turns": 2 * number, "tokens": [0] * 3}
+        for number in range(9)
+    ]
+    path = write(tmp_path / "a.jsonl", [*rows])
+    assert td.packing.lengths(path).tolist() == list(range(9))
+    assert td.packing.lengths(path, "turns").tolist() == list(range(0, 18, 2))
+    assert td.packing.lengths(path, "tokens").tolist() == [3] * 9
+    assert_packs_alike(write(tmp_path / "b.jsonl", [*ROWS]), ROWS)
+    assert_packs_alike(write(tmp_path / "c.ndjson", [*ROWS], "\r\n \n\n"), ROWS)
+    assert_packs_alike([tmp_path / "b.jsonl", tmp_path / "c.ndjson"], ROWS + ROWS)
+    (tmp_path / "d.jsonl").write_text(
+        '{"input_ids": [1, 2], "labels": [3, 4]}\n{"input_ids": [5], "labels": [6]}'
+    )
+    assert_packs_alike(
+        tmp_path / "d.jsonl", [{"input_ids": [1, 2], "labels": [3, 4]}, {"input_ids": [5], "labels": [6]}]
+    )
+    (tmp_path / "e.jsonl").touch()
+    assert_packs_alike(tmp_path / "e.jsonl", [])
+
+
+def test_samples_have_their_tokens_and_other_lists_of_numbers(tmp_path: Path) -> None:
+    row = {
+        "tokens": [1, 2],
+        "input_ids": [9],
+        "loss_weight": [0.5, 1.0],
+        "text": "a",
+        "names": ["b"],
+        "length": 2,
+    }
+    path = write(tmp_path / "a.jsonl", [row])
+    assert td.packing.open_samples(path, "tokens")[0] == {"input_ids": [1, 2], "loss_weight": [0.5, 1.0]}
+    assert td.packing.open_samples(path, "tokens", columns=["names"])[0] == {
+        "input_ids": [1, 2],
+        "names": ["b"],
+    }
+    with pytest.raises(
+        InvalidInputError, match=r"sample 0 of .*a\.jsonl has no column 'ids': its columns are 'tokens'"
+    ):
+        td.packing.open_samples(path, "ids")[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        ('{"length": 3', InvalidInputError, "line 4 of .* is no JSON object: Expecting"),
+        ("\udcff", InvalidInputError, "line 4 of .* is no JSON object: 'utf-8' codec"),
+        ("[" * 100_000, InvalidInputError, "line 4 of .* is no JSON object: maximum recursion"),
+        ("[3]", InvalidTypeError, "line 4 of .* is a list, and a sample is a JSON object"),
+        ("{}", InvalidInputError, "line 4 of .* has no column 'length': it has no columns"),
+        ('{"size": 3}', InvalidInputError, "line 4 of .* has no column 'length': its only column is 'size'"),
+        ('{"length": null}', InvalidInputError, "length of line 4 of .* is null"),
+        ('{"length": 3.0}', InvalidTypeError, "length of line 4 of .* is a float"),
+        ('{"length": true}', InvalidTypeError, "length of line 4 of .* is a bool"),
+        ('{"length": "3"}', InvalidTypeError, "length of line 4 of .* is a str"),
+        ('{"length": {"a": 1}}', InvalidTypeError, "length of line 4 of .* is a dict"),
+        ('{"length": -3}', InvalidInputError, "length of line 4 of .* is -3"),
+        ('{"length": 1e400}', InvalidTypeError, "length of line 4 of .* is a float"),
+        (f'{{"length": {2**63}}}', InvalidInputError, "length of line 4 of .* is 9223372036854775808"),
+        ('{"length": [[1], [2]]}', InvalidTypeError, "length of line 4 of .* is nested"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named(line: str, kind: type[Exception], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    text = '{"length": 1}\n\n{"length": 2}\n' + line + '\n{"length": 3}\n'
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(kind, match=message):
+        td.packing.lengths(path)
