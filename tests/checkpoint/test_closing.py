@@ -263,13 +263,18 @@ def test_an_endless_reader_fails_the_save_in_time(root: Path) -> None:
         checkpointer.save_hf(1, TENSORS, overwrite=True).result(60)
 
 
+def read(checkpointer: Checkpointer) -> None:
+    with checkpointer.reading(1, "dcp"):
+        pass
+
+
 NEXT_CALLS: dict[str, Callable[[Checkpointer], Any]] = {
     "latest": lambda checkpointer: checkpointer.latest(),
     "list": lambda checkpointer: checkpointer.list(),
     "stats": lambda checkpointer: checkpointer.stats(),
     "protect": lambda checkpointer: checkpointer.protect(1),
     "verify": lambda checkpointer: checkpointer.verify("dcp-1"),
-    "reading": lambda checkpointer: checkpointer.reading(1, "dcp"),
+    "reading": read,
     "load_dcp": lambda checkpointer: checkpointer.load_dcp({}),
     "discard_after": lambda checkpointer: checkpointer.discard_after(1),
     "save_dcp": lambda checkpointer: checkpointer.save_dcp(9, TENSORS),

@@ -24,10 +24,9 @@ from tundish.checkpoint.dcp.loading.load import load_from_root
 from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.hf_stager import HfStager
-from tundish.checkpoint.local_calls import LocalCalls
 from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
-from tundish.checkpoint.publish.readonly_root import check_step, plain_step
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save, check_wait
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
@@ -39,12 +38,14 @@ __all__ = ["Checkpointer"]
 _logger = logging.getLogger("tundish.checkpoint")
 
 
-class Checkpointer(LocalCalls):
+class Checkpointer(ReadonlyRoot):
     """Saves checkpoints under one folder while training goes on. Collective over `group`; a context manager.
 
     A checkpoint appears under its name, `hf-<step>` or `dcp-<step>`, when all of it is durable, or never. Saves
     return when the tensors are in host memory; background threads write the files. One save of each kind is written
     at a time. A checkpointer whose collective call was interrupted (Ctrl-C) is closed: its next call raises.
+
+    The methods of `ReadonlyRoot` are not collective. With `on_failure="raise"` they raise the error of an earlier save.
 
     Args:
         root: the folder of all checkpoints, the same on all ranks; created if its parent exists.
@@ -100,7 +101,6 @@ class Checkpointer(LocalCalls):
         on_published: Sequence[Callable[[Path], Any]] = (),
         on_event: Callable[[str, str, int], Any] | None = None,
     ) -> None:
-        super().__init__()
         # A notebook that runs a cell again opens the root that the cell opened before.
         for opened in list(open_checkpointers):
             if opened.was_dropped:
@@ -123,9 +123,12 @@ class Checkpointer(LocalCalls):
             on_published=on_published,
             on_event=on_event,
         )
-        self.path = self._resources.path
         # A checkpointer that is dropped without `close` has its saves finished all the same.
         weakref.finalize(self, self._resources.drop).atexit = False
+        super().__init__(self._resources.path)
+
+    def _raise_pending(self) -> None:
+        self._resources.raise_pending()
 
     # ---- Saving ----
 
@@ -190,7 +193,7 @@ class Checkpointer(LocalCalls):
             ['model.safetensors', 'tundish.json']
         """
         resources = self._resources
-        with self._collective("save_hf"):
+        with resources.collective("save_hf"):
             request = SaveRequest(
                 kind="hf",
                 step=plain_step(step),
@@ -259,7 +262,7 @@ class Checkpointer(LocalCalls):
             'dcp-500'
         """
         resources = self._resources
-        with self._collective("save_dcp"):
+        with resources.collective("save_dcp"):
             request = SaveRequest(
                 kind="dcp",
                 step=plain_step(step),
@@ -279,7 +282,35 @@ class Checkpointer(LocalCalls):
             )
             return start_save(resources, request)
 
-    # ---- Going back and loading ----
+    # ---- Keeping, going back and loading ----
+
+    def protect(self, step: int) -> None:
+        """Keep the checkpoints of `step` whatever retention says, as long as this checkpointer is open. Not collective.
+
+        Any rank may protect any step. The first rank removes old checkpoints. It learns of the step with the next save
+        that begins.
+
+        Args:
+            step: a step that is published or being saved.
+
+        Raises:
+            NotFoundError: there is no checkpoint of `step`.
+            InvalidInputError: the checkpointer is closed, or `step` is no whole number of at least 0.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.Checkpointer("protected", keep_last=1) as checkpointer:
+            ...     for step in (1, 2, 3):
+            ...         _ = checkpointer.save_hf(step, {"w": torch.ones(2)}, blocking=True)
+            ...         if step == 1:
+            ...             checkpointer.protect(1)
+            ...     [checkpoint.step for checkpoint in checkpointer.list()]
+            [1, 3]
+        """
+        self._resources.check_open()
+        self._raise_pending()
+        self._resources.protect(check_step(plain_step(step)))
 
     def discard_after(self, step: int) -> None:
         """Collective: set all checkpoints above `step` aside, after a rollback to it. Nothing is deleted.
@@ -307,7 +338,7 @@ class Checkpointer(LocalCalls):
             [1]
         """
         resources, step = self._resources, plain_step(step)
-        with self._collective("discard_after"):
+        with resources.collective("discard_after"):
             # All ranks agree before anything is set aside.
             with resources.agreed(f"discard_after of step {step}"):
                 resources.failure.raise_pending()
@@ -355,7 +386,7 @@ class Checkpointer(LocalCalls):
             (tensor([1., 1.]), {'epoch': 3})
         """
         resources, step = self._resources, plain_step(step)
-        with self._collective("load_dcp"):
+        with resources.collective("load_dcp"):
             # A save of this checkpointer is visible to its load.
             resources.queues["dcp"].wait(None)
             with resources.agreed("load_dcp"):
@@ -385,7 +416,7 @@ class Checkpointer(LocalCalls):
             ...     save.done()
             True
         """
-        self._refuse_in_callback("wait")
+        self._resources.refuse_in_callback("wait")
         check_wait(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
         for queue in self._resources.queues.values():
@@ -434,16 +465,17 @@ class Checkpointer(LocalCalls):
             >>> save.done()
             True
         """
-        if os.getpid() != self._resources.process:
+        resources = self._resources
+        if os.getpid() != resources.process:
             return
-        self._refuse_in_callback("close")
-        self._closed_by = self._closed_by or ""
+        resources.refuse_in_callback("close")
+        resources.closed_by = resources.closed_by or ""
         try:
-            self._resources.close()
+            resources.close()
         except BaseException:
-            self._resources.close_later()
+            resources.close_later()
             raise
-        self._resources.failure.raise_pending()
+        resources.failure.raise_pending()
 
     def __enter__(self) -> Self:
         return self

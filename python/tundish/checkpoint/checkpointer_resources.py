@@ -1,4 +1,4 @@
-"""`CheckpointerResources`: everything that a rank holds while a checkpointer is open, and how it is closed.
+"""`CheckpointerResources`: what a rank holds while a checkpointer is open, which calls it accepts, and how it is closed.
 
 It outlives a checkpointer that was dropped with saves under way. The interpreter closes all of them when it exits.
 """
@@ -6,10 +6,11 @@ It outlives a checkpointer that was dropped with saves under way. The interprete
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,21 @@ from typing import Any
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy
-from tundish.checkpoint.publish.readonly_root import Kind, ReadonlyRoot
+from tundish.checkpoint.publish.readonly_root import Kind, ReadonlyRoot, format_steps
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.staging.budget import StagingBudget
 from tundish.checkpoint.staging.buffers import trim
 from tundish.distributed import Voter
+from tundish.errors import InvalidInputError, NotFoundError
 
 __all__ = ["CheckpointerResources", "open_checkpointers"]
 
 _logger = logging.getLogger("tundish.checkpoint")
+# More votes than a call takes.
+_VOTES_PER_CALL = 256
+# How long an interrupted rank waits for the others to hear of it.
+_REPORT_SECONDS = 0.3
 open_checkpointers: set[CheckpointerResources] = set()
 
 
@@ -51,6 +57,7 @@ class CheckpointerResources:
         protected: the steps that this rank protects.
         exit_stack: closes everything, after the queues.
         was_dropped: whether the checkpointer is garbage.
+        closed_by: None while the checkpointer is open, else why it was closed, for the message.
     """
 
     path: Path
@@ -69,9 +76,12 @@ class CheckpointerResources:
     protected: set[int]
     exit_stack: contextlib.ExitStack
     was_dropped: bool = False
+    closed_by: str | None = None
     process: int = field(default_factory=os.getpid)
     # Re-entrant for a signal handler that closes what its own thread is closing.
     _lock: Any = field(default_factory=threading.RLock)
+    # The collective call that each thread is in.
+    _current: threading.local = field(default_factory=threading.local)
 
     def __post_init__(self) -> None:
         open_checkpointers.add(self)
@@ -79,6 +89,88 @@ class CheckpointerResources:
     def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Collective: a block that ends in a vote; ranks that make different calls raise an error that says so."""
         return self.voter.agreed(what, same=what, timeout=self.timeout)
+
+    @contextlib.contextmanager
+    def collective(self, call: str) -> Iterator[None]:
+        """A block in which this rank makes a collective call; an interrupt in it closes the checkpointer."""
+        self.check_open()
+        self.refuse_in_callback(call)
+        outer = getattr(self._current, "call", None)
+        if outer is not None:
+            raise InvalidInputError(
+                f"{call}() was called inside {outer}(), by a signal handler or a function that was given: the other "
+                "ranks cannot know of it. Have the handler set a flag, and save between two steps"
+            )
+        self._current.call = call
+        try:
+            # The votes of a call have numbers of its own, so that ranks meet again after one left a call early.
+            self.voter.skip_to(-(-self.voter.last_vote.number // _VOTES_PER_CALL) * _VOTES_PER_CALL)
+            yield
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._close_after_interrupt(call, interrupt)
+            raise
+        finally:
+            self._current.call = None
+
+    def _close_after_interrupt(self, call: str, interrupt: BaseException) -> None:
+        """Tell the other ranks that this one left the call, and close."""
+        self.closed_by = f", since {call}() was interrupted by {type(interrupt).__name__}"
+        try:
+            with contextlib.suppress(Exception):
+                self.voter.vote(interrupt, what=call, timeout=_REPORT_SECONDS)
+        except BaseException as caught:
+            if caught is not interrupt:
+                raise
+        finally:
+            # Ranks that wait for this one in a vote or an exchange fail now; saves under way have voters of their own.
+            self.voter.close()
+            if self.exchange_group is not None:
+                self.exchange_group.close()
+            self.close_later()
+
+    def check_open(self) -> None:
+        """Refuse a call of a checkpointer that is closed."""
+        if os.getpid() != self.process:
+            raise InvalidInputError(
+                "this checkpointer was made before a fork: use it in the process that made it"
+            )
+        # Callbacks of the saves that a close waits for may still use it.
+        if self.closed_by is not None and not self._is_in_callback():
+            raise InvalidInputError(f"this checkpointer is closed{self.closed_by}: make a new one")
+
+    def raise_pending(self) -> None:
+        """Raise the error of a save on the training thread; a callback must not consume it."""
+        if not self._is_in_callback():
+            self.failure.raise_pending()
+
+    def refuse_in_callback(self, call: str) -> None:
+        """Refuse a call that would wait for the save whose callback makes it."""
+        if self._is_in_callback():
+            raise InvalidInputError(
+                f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
+            )
+
+    def _is_in_callback(self) -> bool:
+        """Whether the caller is a function of the user's on the thread of a save."""
+        return any(queue.is_own_thread() for queue in self.queues.values())
+
+    def protect(self, step: int) -> None:
+        """Keep the checkpoints of a step that is published or being saved."""
+        # First, since a save may be published between the two looks.
+        if not any(step in queue.steps_under_way() for queue in self.queues.values()):
+            steps = sorted({one.step for one in self.readonly.list()})
+            if step not in steps:
+                raise NotFoundError(
+                    errno.ENOENT,
+                    f"{self.path} has no checkpoint of step {step}, and none is being saved ({format_steps(steps)}): "
+                    "call protect after the save begins",
+                    str(self.path),
+                )
+        self.protected.add(step)
+        if self.writable is not None:
+            self.writable.protect([step])
 
     def close(self) -> None:
         """Finish the saves under way and release the root. The second call does nothing."""

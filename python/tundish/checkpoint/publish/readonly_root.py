@@ -209,7 +209,11 @@ def warn_without_checksums(folder: Path, unsummed: Sequence[str]) -> None:
 
 
 class ReadonlyRoot:
-    """The checkpoints under a root, for watchers and evaluators. Made by `open_readonly`."""
+    """The checkpoints under a root, for watchers and evaluators. Made by `open_readonly`; a `Checkpointer` is one too.
+
+    Attributes:
+        path: the folder of all checkpoints.
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.path = path_of(root, "root")
@@ -220,6 +224,9 @@ class ReadonlyRoot:
             raise NotFoundError(
                 error.errno, f"{self.path} does not exist: give the root of a Checkpointer", str(self.path)
             ) from None
+
+    def _raise_pending(self) -> None:
+        """Called first by every method: a `Checkpointer` raises the error of an earlier save here."""
 
     def list(self, kind: Kind | None = None) -> Checkpoints:
         """All published checkpoints, or those of one kind.
@@ -241,6 +248,7 @@ class ReadonlyRoot:
             >>> [one.step for one in td.checkpoint.open_readonly("listed").list()]
             [1]
         """
+        self._raise_pending()
         return checkpoints_of(self._root.list(), None if kind is None else check_kind(kind))
 
     def survey(self, kind: Kind | None = None) -> tuple[Checkpoints, _Damaged]:
@@ -261,6 +269,7 @@ class ReadonlyRoot:
             ...     td.checkpoint.open_readonly("surveyed").survey()
             ([], [])
         """
+        self._raise_pending()
         only = None if kind is None else check_kind(kind)
         whole, damaged = self._root.survey()
         return checkpoints_of(whole, only), [
@@ -287,6 +296,7 @@ class ReadonlyRoot:
             >>> td.checkpoint.open_readonly("newest").latest().name
             'hf-1'
         """
+        self._raise_pending()
         return self._root.latest(check_kind(kind))
 
     def verify(self, path: str | os.PathLike[str]) -> _Names:
@@ -310,13 +320,14 @@ class ReadonlyRoot:
             >>> td.checkpoint.open_readonly("verified").verify("hf-1")
             []
         """
+        self._raise_pending()
         # Whether it is one, before it is joined to the root.
         path_of(path, "path")
         return verify(self.path / path)
 
     @contextlib.contextmanager
     def reading(self, step: int, kind: Kind = "hf") -> Iterator[Path]:
-        """Keep the checkpoint of `step` from being removed while the block reads it.
+        """Keep the checkpoint of `step` from being removed or replaced while the block reads it.
 
         Args:
             step: of the checkpoint.
@@ -327,6 +338,7 @@ class ReadonlyRoot:
 
         Raises:
             NotFoundError: it is not there, or no longer.
+            InvalidInputError: `step` or `kind` cannot be one.
 
         Example:
             >>> import torch
@@ -337,6 +349,7 @@ class ReadonlyRoot:
             ...     (path / "model.safetensors").exists()
             True
         """
+        self._raise_pending()
         with releasing(self._root.read_lock(check_kind(kind), check_step(plain_step(step)))) as lock:
             yield lock.path
 
