@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from tundish import _native
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed import (
     PeerWatch,
     Voter,
@@ -39,7 +40,7 @@ from tundish.errors import PeerFailedError
 from tundish.scatter.participants import Participants
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.device import DeviceChannel
-from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, GlooWaitThread
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender
 from tundish.scatter.transport.liveness_sockets import LivenessListener, connect_to_source, is_source
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
@@ -248,7 +249,7 @@ class _Rendezvous:
         # torch's dispatcher would show these messages to the caller's dispatch modes.
         gloo = channels.gloo_group._get_backend(torch.device("cpu"))
         channels.arena = _native.SegmentArena(channels.arena_limit)
-        channels.thread = GlooWaitThread()
+        channels.thread = DaemonThread("tundish-scatter")
         if self._is_source:
             channels.to_other_nodes = [
                 GlooSender(rank, gloo, position) for position, rank in enumerate(members) if position

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from tundish.daemon_thread import DaemonThread
 from tundish.errors import TransferError
 from tundish.rtensor.workers.worker import Worker
 
@@ -21,25 +22,26 @@ class ServerlessDrains:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._running: dict[Worker, Future[None]] = {}
+        self._running: dict[Worker, Future[object]] = {}
 
     def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
         """Calls all functions at once; returns `{}` or the failure of each."""
         answers: dict[Worker, dict[str, Any] | Exception] = {}
-        begun: dict[Worker, Future[None]] = {}
+        begun: dict[Worker, Future[object]] = {}
         ids_of = dict(calls)
         wait([self._running[worker] for worker in ids_of if worker in self._running], self._timeout)
         for worker, ids in ids_of.items():
             if worker in self._running and not self._running[worker].done():
                 answers[worker] = TransferError(f"{worker} fails: an earlier call of its drain still runs")
-            else:
-                begun[worker] = self._running[worker] = _start(worker, ids)
+            elif worker.drain is not None:
+                thread = DaemonThread("tundish-rtensor-drain")
+                begun[worker] = self._running[worker] = thread.submit(functools.partial(worker.drain, ids))
         wait(begun.values(), self._timeout)
         for worker, future in begun.items():
             answers[worker] = self._answer(worker, future)
         return answers
 
-    def _answer(self, worker: Worker, future: Future[None]) -> dict[str, Any] | Exception:
+    def _answer(self, worker: Worker, future: Future[object]) -> dict[str, Any] | Exception:
         if not future.done():
             return TransferError(
                 f"{worker} fails: its drain function has not ended within {self._timeout:g} s"
@@ -50,20 +52,3 @@ class ServerlessDrains:
         failure = TransferError(f"{worker} fails: {type(error).__name__}: {error}")
         failure.__cause__ = error
         return failure
-
-
-def _start(worker: Worker, ids: list[str]) -> Future[None]:
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            if worker.drain is not None:
-                worker.drain(ids)
-        except BaseException as error:  # noqa: BLE001 (becomes the worker's answer)
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    # An executor's threads would be joined when the interpreter ends, however long the function takes.
-    threading.Thread(target=run, name="tundish-rtensor-drain", daemon=True).start()
-    return future

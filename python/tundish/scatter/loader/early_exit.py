@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from concurrent.futures import wait
 from typing import Any
 
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed import JobStore
 
 __all__ = ["EarlyExits"]
@@ -33,9 +35,8 @@ class EarlyExits:
         """Report that this rank left an iteration after so many steps. Errors name the first rank that left."""
         # In a thread, because a store whose host is stopped does not answer.
         with contextlib.suppress(RuntimeError):
-            thread = threading.Thread(target=self._write, args=(iteration, steps), daemon=True)
-            thread.start()
-            thread.join(_REPORT_SECONDS)
+            thread = DaemonThread("tundish-early-exit")
+            wait([thread.submit(lambda: self._write(iteration, steps))], _REPORT_SECONDS)
 
     def find(self, iteration: int) -> tuple[int, int] | None:
         """The rank that left an iteration and its number of steps; None if none is known to have left."""

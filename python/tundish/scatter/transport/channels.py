@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed import PeerWatch, torch_distributed
 from tundish.scatter.transport.device import DeviceChannel
-from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, GlooWaitThread
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 __all__ = ["Channels"]
@@ -36,7 +37,7 @@ class Channels:
         self.device: DeviceChannel | None = None
         self.arena: Any = None
         self.arena_limit = 0
-        self.thread: GlooWaitThread | None = None
+        self.thread: DaemonThread | None = None
         self.gloo_group: Any = None
 
     @property
@@ -44,11 +45,11 @@ class Channels:
         """To all ranks that get their batches from this one."""
         return [*self.to_node, *self.to_other_nodes]
 
-    def replace_thread(self) -> GlooWaitThread:
+    def replace_thread(self) -> DaemonThread:
         """A new thread that waits, beside the one that still waits for a late rank."""
         if self.thread is not None:
             self.thread.close()
-        self.thread = GlooWaitThread()
+        self.thread = DaemonThread("tundish-scatter")
         return self.thread
 
     def close(self) -> None:

@@ -7,21 +7,18 @@ Invariants:
   late rank still finds the messages.
 - All messages of a step are posted before any of them is waited for. Tensors are sent from a copy, so the caller may
   change a batch as soon as the call returns or fails.
-- gloo's waits cannot be interrupted: only a `GlooWaitThread` is in one.
+- gloo's waits cannot be interrupted: only a `DaemonThread` is in one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tundish import _native
+from tundish.daemon_thread import DaemonThread
 from tundish.errors import NotPicklableError
 from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.received_batch import ReceivedBatch, bytes_of
@@ -39,7 +37,6 @@ from tundish.tree import Schema
 __all__ = [
     "GlooReceiver",
     "GlooSender",
-    "GlooWaitThread",
     "OutgoingMessages",
     "copy_to_arena",
     "is_done",
@@ -49,41 +46,6 @@ _FOREVER = timedelta(days=365)
 # The first message: the header, and the text if it fits. gloo takes hardly longer for it than for one byte.
 _FIRST_BYTES = 4096
 _TAG = 0
-
-T = TypeVar("T")
-
-
-class GlooWaitThread:
-    """A thread that runs calls in order, and waits in gloo for its scatter.
-
-    It ends with this object, or when it is closed.
-    """
-
-    def __init__(self) -> None:
-        self._calls: _Calls = queue.SimpleQueue()
-        self.close = weakref.finalize(self, self._calls.put, None)
-        self.close.atexit = False
-        threading.Thread(target=_run, args=(self._calls,), name="tundish-scatter", daemon=True).start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Run `call` after all calls before it."""
-        future: Future[T] = Future()
-        self._calls.put((future, call))
-        return future
-
-
-_Calls = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
-
-
-def _run(calls: _Calls) -> None:
-    while (next_call := calls.get()) is not None:
-        future, call = next_call
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
-            future.set_exception(error)
-        # Else the last batch would live until the next one.
-        del next_call, future, call
 
 
 def is_done(future: Future[Any], seconds: float) -> bool:
@@ -122,7 +84,7 @@ class GlooSender:
 
 
 class OutgoingMessages:
-    """Messages that gloo is sending. `post` all of them, then have a `GlooWaitThread` `wait` for them.
+    """Messages that gloo is sending. `post` all of them, then have a `DaemonThread` `wait` for them.
 
     Attributes:
         waiting_for: the rank whose messages `wait` is waiting for.
@@ -180,7 +142,7 @@ class GlooReceiver:
     """
 
     def __init__(
-        self, group: Any, thread: GlooWaitThread, arena: _native.SegmentArena, *, passes_on: bool
+        self, group: Any, thread: DaemonThread, arena: _native.SegmentArena, *, passes_on: bool
     ) -> None:
         self._group = group
         self._thread = thread

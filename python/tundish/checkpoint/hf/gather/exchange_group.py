@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import distributed
 
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed import (
     Voter,
     second_client,
@@ -103,24 +104,18 @@ class ExchangeGroup:
 
     def _connect(self, name: str) -> tuple[Any, contextlib.ExitStack]:
         """Connect on another thread: neither Ctrl-C nor the death of a rank ends the wait of gloo."""
-        connected: Future[tuple[Any, contextlib.ExitStack]] = Future()
 
-        def run() -> None:
+        def connect() -> tuple[Any, contextlib.ExitStack]:
             stack = contextlib.ExitStack()
-            try:
-                client = None
-                if distributed.is_initialized():
-                    # gloo blocks the client of the job's store while it waits for a rank, so the group has its own.
-                    client = second_client(distributed.distributed_c10d._get_default_store())
-                # The group's reference to the client is not visible to Python.
-                stack.callback(id, client)
-                group = stack.enter_context(temporary_group(name, self._timeout, self._ranks, store=client))
-            except BaseException as error:  # noqa: BLE001 (raised on the caller's thread)
-                connected.set_exception(error)
-            else:
-                connected.set_result((group, stack))
+            client = None
+            if distributed.is_initialized():
+                # gloo blocks the client of the job's store while it waits for a rank, so the group has its own.
+                client = second_client(distributed.distributed_c10d._get_default_store())
+            # The group's reference to the client is not visible to Python.
+            stack.callback(id, client)
+            return stack.enter_context(temporary_group(name, self._timeout, self._ranks, store=client)), stack
 
-        threading.Thread(target=run, name="tundish-connect", daemon=True).start()
+        connected = DaemonThread("tundish-connect").submit(connect)
         pause = _POLL_SECONDS * store_load_factor(len(self._ranks))
         deadline = time.monotonic() + self._timeout
         try:
