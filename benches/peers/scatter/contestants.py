@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tundish.distributed import Voter
 from tundish.scatter.participants import participants_of
-from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.source import ScatterSource
 
@@ -34,7 +34,7 @@ def ours() -> Scatter:
         if isinstance(scatter_rank, ScatterSource):
             return scatter_rank.send(batches)()
         received = scatter_rank.receive()
-        assert isinstance(received, ReceivedBatch)
+        assert isinstance(received, IncomingBatch)
         return received.build(None)
 
     return scatter

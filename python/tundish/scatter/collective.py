@@ -21,7 +21,7 @@ from tundish.scatter.participants import (
     process_group,
     source_index,
 )
-from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.scatter_rank import ScatterStats
 from tundish.scatter.source import ScatterSource
@@ -85,7 +85,7 @@ def scatter_batch(
     if isinstance(scatter, ScatterSource):
         return scatter.send(batches, target)()
     received = scatter.receive(target)
-    return received.build(target) if isinstance(received, ReceivedBatch) else None
+    return received.build(target) if isinstance(received, IncomingBatch) else None
 
 
 def stats(group: Any = None) -> list[ScatterStats]:

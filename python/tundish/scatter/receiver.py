@@ -8,12 +8,12 @@ import torch
 
 from tundish._native import BufferLease
 from tundish.errors import OutOfMemoryError, PeerFailedError, StorageError
-from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
 from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.gloo import GlooReceiver
 from tundish.scatter.transport.message_header import DEVICE, MessageKind
-from tundish.scatter.transport.shared_memory import ReceivedMessage
+from tundish.scatter.transport.shared_memory import IncomingMessage
 
 __all__ = ["ControlMessage", "ScatterReceiver"]
 
@@ -27,7 +27,7 @@ class ControlMessage(NamedTuple):
 class ScatterReceiver(ScatterRank):
     """A scatter on a receiver. `receive` as often as the source sends."""
 
-    def receive(self, device: torch.device | None = None) -> ReceivedBatch | ControlMessage | None:
+    def receive(self, device: torch.device | None = None) -> IncomingBatch | ControlMessage | None:
         """The next step: returns the batch or the control message that the source sent; None if this rank gets nothing.
 
         Args:
@@ -66,7 +66,7 @@ class ScatterReceiver(ScatterRank):
             )
         if isinstance(content, Exception):
             raise content
-        if isinstance(content, ReceivedBatch):
+        if isinstance(content, IncomingBatch):
             self._batches += 1
             return content
         if header.kind == MessageKind.FAILED:
@@ -83,7 +83,7 @@ class ScatterReceiver(ScatterRank):
             # Else the error keeps the frames that it is raised from.
             del error
 
-    def _next_message(self, device: torch.device | None) -> ReceivedMessage:
+    def _next_message(self, device: torch.device | None) -> IncomingMessage:
         """The next message, once the ranks that get it from this one have it. Raises where it ends the scatter."""
         self._raise_if_closed()
         if self._end_error is not None:
@@ -113,13 +113,13 @@ class ScatterReceiver(ScatterRank):
         return message
 
     def _from_device(
-        self, channels: Channels, message: ReceivedMessage, device: torch.device | None
-    ) -> ReceivedMessage:
+        self, channels: Channels, message: IncomingMessage, device: torch.device | None
+    ) -> IncomingMessage:
         """The message with the tensors that come from device to device."""
         if channels.device is None:
             raise RuntimeError("a batch comes from device to device, and there is no channel for it")
         try:
-            if not isinstance(message.content, ReceivedBatch):
+            if not isinstance(message.content, IncomingBatch):
                 channels.device.connect(device)
                 return message
             buffer = channels.device.receive(message.header.size, device)
@@ -129,7 +129,7 @@ class ScatterReceiver(ScatterRank):
             self.end("could not take an earlier batch")
             raise
 
-    def _pass_on(self, channels: Channels, message: ReceivedMessage) -> None:
+    def _pass_on(self, channels: Channels, message: IncomingMessage) -> None:
         """Send the message to the ranks of this node that get the same batch."""
         self._raise_if_ended()
         header, lease = message.header, None if message.buffer is None else BufferLease(message.buffer)

@@ -17,7 +17,7 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
 from tundish.scatter.participants import participants_of
-from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.source import ScatterSource
 from tundish.scatter.transport import device as device_transport
@@ -171,7 +171,7 @@ def one_call_fails(rank: int, line: Line) -> None:
             scatter.send(given, host)
             return
         received = scatter.receive()
-        assert isinstance(received, ReceivedBatch)
+        assert isinstance(received, IncomingBatch)
         check(received.build(host), number, "cpu")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -227,7 +227,7 @@ def from_device_to_device(rank: int, line: Line) -> None:
         if given[rank] is None:
             assert received is None
             continue
-        assert isinstance(received, ReceivedBatch)
+        assert isinstance(received, IncomingBatch)
         assert (received.device_buffer is not None) == (number not in (2, 4)) or number == 4
         mine = received.build(host if number == 1 else None)
         if number == 4:
@@ -276,7 +276,7 @@ def to_another_device_than_the_current_one(rank: int, line: Line) -> None:
                 scatter.send([None, make(number)], host)
                 continue
             received = scatter.receive(None if wanted is None else torch.device(wanted))
-            assert isinstance(received, ReceivedBatch)
+            assert isinstance(received, IncomingBatch)
             check(received.build(None), number, "cpu")
     assert rank == 0 or (len(devices) > 4 and set(devices) == {torch.device("cuda", 1)}), devices
     scatter.close()

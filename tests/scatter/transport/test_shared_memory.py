@@ -14,7 +14,7 @@ import torch
 
 from tundish.errors import OutOfMemoryError, StorageError, TundishError
 from tundish.scatter.outgoing_batch import OutgoingBatch
-from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.transport import shared_memory
 from tundish.scatter.transport.message_header import MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
@@ -47,7 +47,7 @@ def send(sender: SharedMemorySender, step: int, value: Any, *, is_shared: bool =
 def receive(receiver: SharedMemoryReceiver) -> Any:
     assert receiver.wait(20)
     content = receiver.read().content
-    return content.build(None) if isinstance(content, ReceivedBatch) else content
+    return content.build(None) if isinstance(content, IncomingBatch) else content
 
 
 class Failing:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tundish.errors import PeerFailedError
 from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
-from tundish.scatter.received_batch import ReceivedBatch
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.receiver import ControlMessage, ScatterReceiver
 
 __all__ = ["EpochReceiver"]
@@ -56,7 +56,7 @@ class EpochReceiver(Epoch):
             except Exception:  # noqa: BLE001 (the caller has left)
                 errors += 1
 
-    def _receive(self) -> ReceivedBatch | ControlMessage | None:
+    def _receive(self) -> IncomingBatch | ControlMessage | None:
         """The next message. Handles control messages."""
         try:
             received = self.scatter.receive()

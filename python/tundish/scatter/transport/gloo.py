@@ -29,9 +29,9 @@ from tundish import _native
 from tundish.daemon_thread import DaemonThread
 from tundish.errors import NotPicklableError
 from tundish.scatter.outgoing_batch import OutgoingBatch
-from tundish.scatter.received_batch import ReceivedBatch, bytes_of
+from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
 from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, MessageHeader, MessageKind
-from tundish.scatter.transport.shared_memory import MAX_LEASES, ReceivedMessage
+from tundish.scatter.transport.shared_memory import MAX_LEASES, IncomingMessage
 from tundish.tree import Schema
 
 __all__ = [
@@ -148,7 +148,7 @@ class GlooReceiver:
         self._thread = thread
         self._arena = arena
         self._passes_on = passes_on
-        self._message: Future[ReceivedMessage] | None = None
+        self._message: Future[IncomingMessage] | None = None
         # Memory of the arena that holds batches of this rank.
         self._held: list[weakref.ref[Any]] = []
 
@@ -158,7 +158,7 @@ class GlooReceiver:
             self._message = self._thread.submit(self._receive)
         return is_done(self._message, seconds)
 
-    def read(self) -> ReceivedMessage:
+    def read(self) -> IncomingMessage:
         """The message that `wait` found.
 
         Raises:
@@ -174,14 +174,14 @@ class GlooReceiver:
     def close(self) -> None:
         """Leave the group to its owner."""
 
-    def _receive(self) -> ReceivedMessage:
+    def _receive(self) -> IncomingMessage:
         first = self._receive_into(np.empty(_FIRST_BYTES, np.uint8))
         header = MessageHeader.unpack(first[:HEADER_BYTES].tobytes())
         text = first[HEADER_BYTES : HEADER_BYTES + header.text_bytes]
         if len(text) < header.text_bytes:
             text = self._receive_into(np.empty(header.text_bytes, np.uint8))
         if header.kind != MessageKind.BATCH:
-            return ReceivedMessage(header, text.tobytes().decode(errors="replace"))
+            return IncomingMessage(header, text.tobytes().decode(errors="replace"))
         if self._passes_on:
             # Others read the schema behind the tensors.
             buffer = self._arena.take(header.size + header.text_bytes)
@@ -189,13 +189,13 @@ class GlooReceiver:
             everything[header.size : header.size + header.text_bytes] = text
             memory = self._receive_into(everything[: header.size]).copy() if header.size else None
             try:
-                return ReceivedMessage(header, ReceivedBatch(Schema.decode(text), memory), buffer)
+                return IncomingMessage(header, IncomingBatch(Schema.decode(text), memory), buffer)
             except NotPicklableError as error:
                 # The other ranks may know the type.
-                return ReceivedMessage(header, error, buffer)
+                return IncomingMessage(header, error, buffer)
         on_host = header.size and not header.flags & DEVICE
         memory = self._receive_into(self._memory_for(header.size)) if on_host else None
-        return ReceivedMessage(header, ReceivedBatch(Schema.decode(text), memory))
+        return IncomingMessage(header, IncomingBatch(Schema.decode(text), memory))
 
     def _memory_for(self, size: int) -> NDArray[np.uint8]:
         self._held = [held for held in self._held if held() is not None]

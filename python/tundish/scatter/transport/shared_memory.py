@@ -26,7 +26,7 @@ from tundish import _native
 from tundish._native import BufferLease
 from tundish.errors import NotPicklableError, StorageError, TimedOutError
 from tundish.scatter.outgoing_batch import OutgoingBatch
-from tundish.scatter.received_batch import ReceivedBatch, bytes_of
+from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
 from tundish.scatter.transport.message_header import (
     HEADER_BYTES,
     NEW_MEMORY,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_LEASES",
-    "ReceivedMessage",
+    "IncomingMessage",
     "SharedMemoryReceiver",
     "SharedMemorySender",
     "Waiter",
@@ -64,7 +64,7 @@ _MARK = b"d"
 Waiter = Callable[[Callable[[float], bool]], None]
 
 
-class ReceivedMessage(NamedTuple):
+class IncomingMessage(NamedTuple):
     """A message with its batch or its text.
 
     Attributes:
@@ -74,7 +74,7 @@ class ReceivedMessage(NamedTuple):
     """
 
     header: MessageHeader
-    content: ReceivedBatch | str | NotPicklableError
+    content: IncomingBatch | str | NotPicklableError
     buffer: _native.SendBuffer | None = None
 
 
@@ -208,7 +208,7 @@ class SharedMemoryReceiver:
                 self._message = self._queue.take(0, seconds)
         return self._message is not None
 
-    def read(self) -> ReceivedMessage:
+    def read(self) -> IncomingMessage:
         """The message that `wait` found. A message that cannot be read is gone.
 
         Raises:
@@ -222,8 +222,8 @@ class SharedMemoryReceiver:
         try:
             header, text = MessageHeader.unpack(message), message[HEADER_BYTES:]
             if header.kind != MessageKind.BATCH:
-                return ReceivedMessage(header, text.decode(errors="replace"))
-            return ReceivedMessage(header, self._batch(header))
+                return IncomingMessage(header, text.decode(errors="replace"))
+            return IncomingMessage(header, self._batch(header))
         finally:
             self._queue.finish(ticket, 0, b"")
 
@@ -231,17 +231,17 @@ class SharedMemoryReceiver:
         """Close the socket. Batches stay."""
         self._connection.close()
 
-    def _batch(self, header: MessageHeader) -> ReceivedBatch:
+    def _batch(self, header: MessageHeader) -> IncomingBatch:
         if header.flags & NEW_MEMORY:
             self._memory.adopt(self._receive_descriptor(), self._sender_process)
         memory: NDArray[np.uint8] = bytes_of(self._memory.open(header.memory))
         schema = Schema.decode(memory[header.size : header.size + header.text_bytes])
         if not header.size:
-            return ReceivedBatch(schema, None)
+            return IncomingBatch(schema, None)
         tensors = memory[: header.size]
         if header.flags & SHARED or self._memory.views > MAX_LEASES:
             tensors = tensors.copy()
-        return ReceivedBatch(schema, tensors)
+        return IncomingBatch(schema, tensors)
 
     def _receive_descriptor(self) -> int:
         """The next descriptor on the socket, which was sent before the message that needs it."""

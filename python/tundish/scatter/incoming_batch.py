@@ -1,4 +1,4 @@
-"""A received batch: from the bytes of its tensors to the object.
+"""An incoming batch: from the bytes of its tensors to the object.
 
 Invariants:
 - Each tensor has a storage of its own, and the storage keeps the memory alive. Saving one tensor saves no other.
@@ -26,7 +26,7 @@ from tundish.tree import (
     unflatten_unchecked,
 )
 
-__all__ = ["ReceivedBatch", "bytes_of"]
+__all__ = ["IncomingBatch", "bytes_of"]
 
 # DLPack's code and bits of the dtypes that the compiled module makes tensors of.
 _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
@@ -39,7 +39,7 @@ _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
 _Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
 
 
-class ReceivedBatch(NamedTuple):
+class IncomingBatch(NamedTuple):
     """A batch as it was received.
 
     Attributes:
@@ -52,7 +52,7 @@ class ReceivedBatch(NamedTuple):
     memory: NDArray[np.uint8] | None
     device_buffer: Tensor | None = None
 
-    def pinned(self, device: torch.device) -> ReceivedBatch:
+    def pinned(self, device: torch.device) -> IncomingBatch:
         """The same batch in pinned memory, if `device` can read that by itself."""
         if device.type != "cuda" or self.memory is None:
             return self

@@ -15,8 +15,8 @@ from support.distributed.programs import run
 import tundish as td
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.scatter import received_batch
-from tundish.scatter.received_batch import ReceivedBatch, bytes_of
+from tundish.scatter import incoming_batch
+from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
 from tundish.tree import DLPACK_EXCHANGE
 
 DTYPES = sorted(
@@ -36,7 +36,7 @@ class SharedMemory:
         self.arena = _native.SegmentArena(1 << 24)
         self.receiver = _native.BufferReceiver()
 
-    def send(self, batch: Any) -> ReceivedBatch:
+    def send(self, batch: Any) -> IncomingBatch:
         tensors, schema = td.tree.flatten(batch)
         taken = self.arena.take(schema.layout.total)
         buffer = torch.frombuffer(taken, dtype=torch.uint8)
@@ -45,7 +45,7 @@ class SharedMemory:
         del buffer, place
         received = self.receiver.open(taken.reference())
         taken.release()
-        return ReceivedBatch(schema, bytes_of(received))
+        return IncomingBatch(schema, bytes_of(received))
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_every_dtype(
     assert DLPACK_EXCHANGE is not None
     if not has_exchange:
         # As in torch before 2.10.
-        monkeypatch.setattr(received_batch, "DLPACK_EXCHANGE", None)
-    received_batch._places_and_builder.cache_clear()
+        monkeypatch.setattr(incoming_batch, "DLPACK_EXCHANGE", None)
+    incoming_batch._places_and_builder.cache_clear()
     raw = torch.arange(1, 49, dtype=torch.uint8)
     if dtype is torch.bool:
         raw %= 2
