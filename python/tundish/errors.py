@@ -103,8 +103,7 @@ class StorageError(TundishError, OSError):
     """A file system operation failed. `errno` and `filename` are set."""
 
     def __str__(self) -> str:
-        text = super().__str__()
-        return text.removesuffix(f": {self.filename!r}") if names_its_path(self) else text
+        return super().__str__() if self.errno is None else f"[Errno {self.errno}] {format_os_error(self)}"
 
 
 class NotFoundError(StorageError, FileNotFoundError):
@@ -117,9 +116,6 @@ class AlreadyExistsError(StorageError, FileExistsError):
 
 class SegmentGoneError(NotFoundError):
     """The shared memory of a handle was released or can no longer be opened. `filename` describes the segment."""
-
-    def __str__(self) -> str:
-        return super().__str__().removesuffix(f": {self.filename!r}")
 
 
 class NotPicklableError(TundishError, TypeError):
@@ -256,13 +252,14 @@ class MissingExtraError(TundishError, ImportError):
     """A feature needs an optional package that is not installed."""
 
 
-def names_its_path(error: OSError) -> bool:
-    """Return whether the message contains the path, which would otherwise be printed twice.
+def format_os_error(error: OSError) -> str:
+    """Format a system error as its path and its message. The path comes first, unless the message contains it.
 
-    Only absolute paths count: a relative one may also be an ordinary word of the message.
+    Only absolute paths are looked for in the message: a relative one may also be an ordinary word.
     """
-    path = error.filename
-    return isinstance(path, str) and path.startswith("/") and path in str(error.strerror)
+    path, message = error.filename, str(error.strerror)
+    is_named = isinstance(path, str) and path.startswith("/") and path in message
+    return message if path is None or is_named or isinstance(error, SegmentGoneError) else f"{path}: {message}"
 
 
 def format_integer(number: int) -> str:

@@ -145,8 +145,8 @@ def test_an_error_message_contains_its_path_and_errno_once(tmp_path: Path) -> No
             assert str(error).count("rrno") == 1 and "os error" not in str(error), str(error)
 
 
-def test_a_path_is_appended_when_the_message_lacks_it() -> None:
+def test_the_path_comes_first_where_the_message_lacks_it() -> None:
     error = StorageError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/plans/one")
-    assert str(error) == "[Errno 28] No space left on device: '/plans/one'"
+    assert str(error) == "[Errno 28] /plans/one: No space left on device"
     assert str(StorageError("without a path")) == "without a path"
-    assert str(StorageError(errno.ENOENT, "no such folder", "no")) == "[Errno 2] no such folder: 'no'"
+    assert str(StorageError(errno.ENOENT, "no such folder", "no")) == "[Errno 2] no: no such folder"

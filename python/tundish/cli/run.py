@@ -29,7 +29,7 @@ from tundish.errors import (
     PlanFormatError,
     PlanMismatchError,
     TundishError,
-    names_its_path,
+    format_os_error,
 )
 
 __all__ = ["main"]
@@ -107,8 +107,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        named = error.filename is None or names_its_path(error)
-        return error.strerror if named else f"{error.filename}: {error.strerror}"
+        return format_os_error(error)
     return " ".join(str(error).split()) or type(error).__name__
 
 
