@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -76,10 +77,17 @@ def assert_passes(example: doctest.DocTest) -> None:
     assert result.failed == 0, "".join(report)
 
 
+class Finder(doctest.DocTestFinder):
+    """Finds the docstrings of functions that a decorator wraps, too."""
+
+    def _from_module(self, module: ModuleType | None, object: Any) -> bool:  # noqa: A002 (doctest's name)
+        return super()._from_module(module, inspect.unwrap(object))  # type: ignore[misc]
+
+
 def docstrings() -> list[doctest.DocTest]:
     names = [found.name for found in pkgutil.walk_packages(td.__path__, "tundish.")]
     modules = [td, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))]
-    finder = doctest.DocTestFinder()
+    finder = Finder()
     found = [example for module in modules for example in finder.find(module, module.__name__)]
     return [example for example in found if example.examples]
 

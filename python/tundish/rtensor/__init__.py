@@ -28,7 +28,8 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.rtensor.backends.backend import Backend, set_backend
+    from tundish.rtensor.backends.backend import Backend
+    from tundish.rtensor.backends.current_backend import set_backend
     from tundish.rtensor.backends.http import HttpBackend
     from tundish.rtensor.backends.local import LocalBackend
     from tundish.rtensor.backends.ray import RayBackend
@@ -54,7 +55,8 @@ else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.rtensor.backends.backend": ("Backend", "set_backend"),
+            "tundish.rtensor.backends.backend": ("Backend",),
+            "tundish.rtensor.backends.current_backend": ("set_backend",),
             "tundish.rtensor.backends.http": ("HttpBackend",),
             "tundish.rtensor.backends.local": ("LocalBackend",),
             "tundish.rtensor.backends.ray": ("RayBackend",),

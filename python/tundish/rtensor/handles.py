@@ -32,6 +32,14 @@ class TensorShardInfo(NamedTuple):
         shard_id: its name: up to 128 characters out of `A-Z a-z 0-9 . _ : -`.
         node_addr: the address of its owner's server, `"host:port"`: up to 300 ASCII characters without spaces.
         ref: a reference of the backend: an `ObjectRef` of Ray, else None.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> td.rtensor.store("rewards", torch.ones(2)).shard
+        TensorShardInfo(shard_id='rewards', node_addr='local', ref=None)
+        >>> td.rtensor.set_backend(None)
     """
 
     shard_id: str
@@ -50,6 +58,11 @@ def dumps(obj: Any) -> bytes:
 
     Raises:
         InvalidTypeError: `obj` has anything else in it, or more than 500 nested containers. The message has the path.
+
+    Example:
+        >>> import tundish as td
+        >>> len(td.rtensor.dumps({"step": 3, "handles": []})) < 100
+        True
     """
     return dump_handles(obj)
 
@@ -66,6 +79,11 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
     Raises:
         InvalidInputError: `dumps` did not make these bytes.
         InvalidTypeError: `data` is not bytes.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.loads(td.rtensor.dumps({"step": 3, "handles": []}))
+        {'step': 3, 'handles': []}
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise InvalidTypeError(f"loads takes bytes, not a {type(data).__qualname__}")
@@ -119,6 +137,14 @@ def flatten_shard_ids(obj: Any) -> list[str]:
 
     Returns:
         Each id once, in the order of the handles.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> td.rtensor.flatten_shard_ids([td.rtensor.store("rewards", torch.ones(2))])
+        ['rewards']
+        >>> td.rtensor.set_backend(None)
     """
     return shard_ids(handles_of(obj))
 
@@ -131,6 +157,14 @@ def collect_shards(obj: Any) -> dict[str, list[str]]:
 
     Returns:
         For the address of each owner, the ids of its shards, each once.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> td.rtensor.collect_shards([td.rtensor.store("rewards", torch.ones(2))])
+        {'local': ['rewards']}
+        >>> td.rtensor.set_backend(None)
     """
     return by_owner(handles_of(obj))
 

@@ -54,6 +54,12 @@ class Server:
         addr: its address for other processes, `"host:port"`, as handles name it.
         token: the token that a request has to carry, or None.
         certificate: path of the PEM file with its certificate, or None without TLS.
+
+    Example:
+        >>> import tundish as td
+        >>> with td.rtensor.serve() as server:
+        ...     server.addr.partition(":")[0], server.token, server.certificate
+        ('127.0.0.1', None, None)
     """
 
     def __init__(self, addr: str, native: _native.ShardServer, options: _Options) -> None:
@@ -120,6 +126,11 @@ def serve(
         InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
         InvalidTypeError: an argument has the wrong type.
         StorageError: the port is taken (an `OSError` with its `errno`).
+
+    Example:
+        >>> import tundish as td
+        >>> server = td.rtensor.serve()  # between nodes: serve("0.0.0.0", token=..., tls=(certificate, key))
+        >>> server.close()
     """
     options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
     _check_options(options)
@@ -179,6 +190,11 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
     Raises:
         InvalidTypeError: `token` is missing.
         InvalidInputError: an address or the token is invalid, or the file cannot be read.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.trust("10.0.0.2:7000", "10.0.0.3:7000", token="secret")
+        >>> td.rtensor.trust("10.0.0.2:7000", "10.0.0.3:7000", token=None)
     """
     if token is _NOT_GIVEN:
         raise InvalidTypeError("trust needs token=: give the servers' token, or token=None to forget it")

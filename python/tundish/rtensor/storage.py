@@ -11,7 +11,7 @@ from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds, check_shard_ids
 from tundish.rtensor.backends.backend import Removed
-from tundish.rtensor.backends.http import current_backend
+from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.dense_tensors import dense
 from tundish.tree import Refusal
 
@@ -34,6 +34,15 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
     Raises:
         InvalidInputError: a shard of that name exists.
         StoreFullError, InvalidTypeError: as `remotize`.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> handle = td.rtensor.store("rewards", torch.ones(2))
+        >>> td.rtensor.localize(handle)
+        tensor([1., 1.])
+        >>> td.rtensor.set_backend(None)
     """
     timeout = check_seconds(timeout)
     _check_shard_id(shard_id)
@@ -52,8 +61,20 @@ def fetch(shard_id: str) -> Tensor:
     Args:
         shard_id: the name.
 
+    Returns:
+        A CPU tensor.
+
     Raises:
         ShardGoneError: this process stores no tensor under this name.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> handle = td.rtensor.store("rewards", torch.ones(2))
+        >>> td.rtensor.fetch("rewards")
+        tensor([1., 1.])
+        >>> td.rtensor.set_backend(None)
     """
     _check_shard_id(shard_id)
     found: Tensor = current_backend().handle_of(shard_id).to_local()
@@ -71,6 +92,15 @@ def remove(shard_ids: str | Iterable[str]) -> int:
 
     Returns:
         The number of shards that were removed.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> handle = td.rtensor.store("rewards", torch.ones(2))
+        >>> td.rtensor.remove(["rewards", "unknown"])
+        1
+        >>> td.rtensor.set_backend(None)
     """
     names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
     check_shard_ids(names, "remove")
@@ -82,6 +112,15 @@ def clear_node() -> Removed:
 
     Returns:
         The counts of the storage: `cleared_count` shards, `num_tensors` and `total_bytes`.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> handle = td.rtensor.store("rewards", torch.ones(2))
+        >>> td.rtensor.clear_node()
+        {'cleared_count': 1, 'num_tensors': 1, 'total_bytes': 8}
+        >>> td.rtensor.set_backend(None)
     """
     return current_backend().clear()
 
@@ -94,6 +133,11 @@ def storage_stats() -> dict[str, Any]:
         oldest, `oldest_unclaimed_seconds`; the largest `total_bytes` so far, `high_water_bytes`; and in `memory` the
         bytes of allocated memory: `limit_bytes`, `used_bytes`, `idle_bytes`, and `escaped_bytes`, which a view holds
         although they were removed.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.storage_stats()["num_tensors"]
+        0
     """
     storage = current_backend().stats()["storage"]
     return {"num_tensors": storage.pop("num_entries"), **storage}

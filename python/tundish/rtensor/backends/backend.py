@@ -1,4 +1,4 @@
-"""`Backend`: stores tensors in this process's `ShardStore` and fetches through its buffer; and `set_backend`.
+"""`Backend`: stores tensors in this process's `ShardStore` and fetches through its buffer.
 
 Invariants:
     The `ShardStore` knows every shard, so that claims and drains reach it.
@@ -14,11 +14,9 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
-from tundish.errors import InvalidTypeError
 from tundish.rtensor.dense_tensors import tensors_over
-from tundish.rtensor.process_state import state
 
-__all__ = ["Backend", "Removed", "set_backend"]
+__all__ = ["Backend", "Removed"]
 
 
 class Removed(TypedDict):
@@ -36,40 +34,99 @@ class Backend(ABC):
 
     Attributes:
         shared_memory: whether shards of owners on this node are read from the owner's shared memory.
+
+    Example:
+        >>> import tundish as td
+        >>> class ForwardedBackend(td.rtensor.HttpBackend):
+        ...     def address(self):
+        ...         return "gateway:7000"  # forwards to the server of this process
+        >>> td.rtensor.set_backend(ForwardedBackend())
+        >>> td.rtensor.set_backend(None)
     """
 
     shared_memory = True
 
     @abstractmethod
     def address(self) -> str:
-        """The owner's address in handles of this process's shards."""
+        """Returns the owner's address in handles of this process's shards.
+
+        Returns:
+            The address, `"host:port"`.
+        """
 
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
-        """Stores copies of dense CPU tensors, all of them or none; returns their handles."""
+        """Stores copies of tensors, all of them or none.
+
+        Args:
+            tensors: dense CPU tensors.
+            timeout: seconds to wait for memory.
+
+        Returns:
+            The handle of each tensor.
+        """
         return ShardStore.put(list(tensors), self.address(), timeout)
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
-        """Stores a copy of one dense CPU tensor under a name."""
+        """Stores a copy of one tensor under a name.
+
+        Args:
+            shard_id: the name.
+            tensor: a dense CPU tensor.
+            timeout: seconds to wait for memory.
+
+        Returns:
+            The handle.
+        """
         return ShardStore.put_as(shard_id, tensor, self.address(), timeout)
 
     def handle_of(self, shard_id: str) -> RTensor:
-        """The handle of a shard that this process stores."""
+        """Returns the handle of a shard that this process stores.
+
+        Args:
+            shard_id: the name of the shard.
+
+        Returns:
+            The handle.
+        """
         return ShardStore.handle_of(shard_id, self.address())
 
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
-        """The tensors of handles, in their order, which the caller may write to. No two handles are equal."""
+        """Fetches the tensors of handles.
+
+        Args:
+            handles: the handles; no two are equal.
+            timeout: seconds until everything has arrived.
+
+        Returns:
+            CPU tensors in the order of the handles, which the caller may write to.
+        """
         return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
-        """Removes shards that this process stores, and their fetched copies."""
+        """Removes shards that this process stores, and their fetched copies.
+
+        Args:
+            shard_ids: the names of the shards.
+
+        Returns:
+            The counts of what was removed.
+        """
         return _removed(ShardStore.remove(shard_ids))
 
     def clear(self) -> Removed:
-        """Removes all stored and fetched shards of this process."""
+        """Removes all stored and fetched shards of this process.
+
+        Returns:
+            The counts of what was removed.
+        """
         return _removed(ShardStore.clear())
 
     def stats(self) -> dict[str, Any]:
-        """`storage`, `buffer` and `steps` of this process."""
+        """Counts what this process stores and has fetched.
+
+        Returns:
+            `storage`, `buffer` and `steps`.
+        """
         found: dict[str, Any] = json.loads(ShardStore.stats())
         return found
 
@@ -77,19 +134,3 @@ class Backend(ABC):
 def _removed(counts: tuple[int, int, int]) -> Removed:
     cleared, tensors, total = counts
     return {"cleared_count": cleared, "num_tensors": tensors, "total_bytes": total}
-
-
-def set_backend(backend: Backend | None) -> None:
-    """Sets the backend of this process. Shards that are stored stay where they are.
-
-    Args:
-        backend: `HttpBackend()`, `LocalBackend()` or `RayBackend()`. None is the default, `HttpBackend()`.
-
-    Raises:
-        InvalidTypeError: it is no backend, or a class instead of an instance.
-    """
-    given: Any = backend
-    if given is not None and not isinstance(given, Backend):
-        shown = given.__qualname__ if isinstance(given, type) else type(given).__qualname__
-        raise InvalidTypeError(f"set_backend takes a backend, such as HttpBackend(), not {shown}")
-    state().backend = backend

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tundish.rtensor.backends.backend import Backend
-from tundish.rtensor.process_state import state
 from tundish.rtensor.server import server_address
 
-__all__ = ["HttpBackend", "current_backend"]
+__all__ = ["HttpBackend"]
 
 
 class HttpBackend(Backend):
@@ -14,6 +13,11 @@ class HttpBackend(Backend):
 
     Args:
         shared_memory: whether tensors of owners on the same node are read from their memory, not over a socket.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.HttpBackend(shared_memory=False))
+        >>> td.rtensor.set_backend(None)
     """
 
     def __init__(self, *, shared_memory: bool = True) -> None:
@@ -21,12 +25,3 @@ class HttpBackend(Backend):
 
     def address(self) -> str:
         return server_address()
-
-
-def current_backend() -> Backend:
-    """The backend of this process: the one that was set, or an `HttpBackend`."""
-    mine = state()
-    if mine.backend is None:
-        mine.backend = HttpBackend()
-    backend: Backend = mine.backend
-    return backend

@@ -16,7 +16,16 @@ _ADDRESS = "local"
 
 
 class LocalBackend(Backend):
-    """Tensors stay in this process, and no other process can fetch them. For jobs of one process, and for tests."""
+    """Tensors stay in this process, and no other process can fetch them. For jobs of one process, and for tests.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> td.rtensor.remotize(torch.ones(2)).node_addr
+        'local'
+        >>> td.rtensor.set_backend(None)
+    """
 
     def __init__(self) -> None:
         ShardStore.add_own_address(_ADDRESS)
@@ -25,13 +34,9 @@ class LocalBackend(Backend):
         return _ADDRESS
 
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
-        _check_local(handles)
+        for handle in handles:
+            if handle.node_addr != _ADDRESS:
+                raise InvalidInputError(
+                    f"{handle} is served over the network, and LocalBackend reads this process only: use HttpBackend"
+                )
         return super().fetch(handles, timeout)
-
-
-def _check_local(handles: Sequence[RTensor]) -> None:
-    for handle in handles:
-        if handle.node_addr != _ADDRESS:
-            raise InvalidInputError(
-                f"{handle} is served over the network, and LocalBackend reads this process only: use HttpBackend"
-            )

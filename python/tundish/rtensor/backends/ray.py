@@ -56,6 +56,12 @@ class RayBackend(Backend):
         MissingExtraError: ray is not installed.
         InvalidInputError: this process is not connected to a cluster, or not to the same one when it stores or
             fetches.
+
+    Example:
+        In every process of the job:
+
+            ray.init()
+            td.rtensor.set_backend(td.rtensor.RayBackend())
     """
 
     def __init__(self) -> None:
@@ -89,7 +95,7 @@ class RayBackend(Backend):
         return self._store([tensor], put, timeout)[0]
 
     def handle_of(self, shard_id: str) -> RTensor:
-        self.release([shard_id])
+        self._release([shard_id])
         with self._lock:
             handle = self._stored.get(shard_id)
         if handle is None:
@@ -109,31 +115,24 @@ class RayBackend(Backend):
     def remove(self, shard_ids: Iterable[str]) -> Removed:
         names = list(shard_ids)
         removed = super().remove(names)
-        removed["total_bytes"] = self.release(names)
+        removed["total_bytes"] = self._release(names)
         return removed
 
     def clear(self) -> Removed:
         removed = super().clear()
-        removed["total_bytes"] = self.release()
+        removed["total_bytes"] = self._release()
         return removed
 
     def stats(self) -> dict[str, Any]:
-        self.release()
+        self._release()
         found = super().stats()
         with self._lock:
             found["storage"]["total_bytes"] += sum(handle.nbytes for handle in self._stored.values())
             found["storage"]["memory"]["used_bytes"] += self._used
         return found
 
-    def release(self, shard_ids: Iterable[str] | None = None) -> int:
-        """Releases the references of shards that were removed or drained.
-
-        Args:
-            shard_ids: the shards to look at; None looks at all.
-
-        Returns:
-            The bytes that they took in Ray's store.
-        """
+    def _release(self, shard_ids: Iterable[str] | None = None) -> int:
+        """Releases the references of shards, or of all, that were removed or drained; returns their bytes."""
         with self._lock:
             known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
             gone = [self._stored.pop(one) for one in ShardStore.absent(list(known))]
@@ -193,7 +192,7 @@ class RayBackend(Backend):
                     self._used += size
                     break
             # Slow: it looks at all shards.
-            if self.release():
+            if self._release():
                 continue
             if size > limit or time.monotonic() >= deadline:
                 raise StoreFullError(
@@ -275,6 +274,6 @@ def _bytes_of(handle: RTensor, value: Any) -> Any:
 
 def _release_regularly(backend: weakref.ref[RayBackend]) -> None:
     while (one := backend()) is not None:
-        one.release()
+        one._release()
         del one
         time.sleep(_RELEASE_SECONDS)

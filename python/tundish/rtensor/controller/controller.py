@@ -124,6 +124,12 @@ class Controller:
 
         Raises:
             PeerFailedError: another rank failed.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.rtensor.serve(), td.rtensor.Controller.from_group(role="actor") as controller:
+            ...     [(worker.role, worker.rank) for worker in controller.workers]
+            [('actor', 0)]
         """
         voter = voter_of(group)
         own = ""
@@ -187,6 +193,14 @@ class Controller:
 
         Raises:
             DrainError: a worker has failed now and in the step or drain before.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.rtensor.serve(), td.rtensor.Controller([]) as controller:
+            ...     batch = td.rtensor.remotize({"rewards": torch.rand(8)})
+            ...     controller.clear_batches(batch).shards
+            1
         """
         self._check_open()
         handles = [handle for target in targets for handle in handles_of(target)]

@@ -38,6 +38,16 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
     Raises:
         PeerFailedError: another rank failed; raised on all ranks.
         InvalidInputError: this rank is in a `step` of its own, or `claim` has tensors and no handles.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> with td.rtensor.serve():
+        ...     batch = td.rtensor.remotize({"rewards": torch.ones(8)})
+        ...     rewards = td.rtensor.localize(batch)["rewards"]
+        ...     td.rtensor.drain(claim=batch)
+        ...     td.rtensor.storage_stats()["num_tensors"], rewards.sum()
+        (0, tensor(8.))
     """
     voter = voter_of(group)
     mine = state()

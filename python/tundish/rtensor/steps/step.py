@@ -46,6 +46,18 @@ def step(claim: Any = None) -> Iterator[Step]:
         ShardGoneError: a claimed shard does not exist here, or another step claims it. Nothing is drained then. A
             `Controller` claims shards of other processes.
         InvalidInputError: this process is in a step already, or `claim` has tensors and no handles.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> batch = td.rtensor.remotize({"rewards": torch.ones(8)})
+        >>> with td.rtensor.step(claim=batch):
+        ...     td.rtensor.localize(batch)["rewards"].sum()
+        tensor(8.)
+        >>> td.rtensor.storage_stats()["num_tensors"]
+        0
+        >>> td.rtensor.set_backend(None)
     """
     mine = state()
     ids = shard_ids(required_handles(claim, "claim"))
@@ -85,6 +97,18 @@ def keep(obj: Any) -> int:
 
     Raises:
         InvalidInputError: `obj` has tensors and no handles.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> batch = td.rtensor.remotize({"rewards": torch.ones(8)})
+        >>> with td.rtensor.step(claim=batch):
+        ...     td.rtensor.keep(batch)
+        1
+        >>> td.rtensor.localize(batch)["rewards"].sum()
+        tensor(8.)
+        >>> td.rtensor.set_backend(None)
     """
     handles = required_handles(obj, "obj")
     mine = state()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds, check_shard_ids
-from tundish.rtensor.backends.http import current_backend
+from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.handles import replace_handles
 from tundish.rtensor.steps.no_step_warning import warn_if_no_step_began
 from tundish.rtensor.transfer.output_buffers import output_buffers
@@ -80,6 +80,11 @@ def clear_fetch_buffer(shard_ids: str | Iterable[str] | None = None) -> int:
 
     Returns:
         The number of entries that were dropped.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.clear_fetch_buffer()
+        0
     """
     ids = [shard_ids] if isinstance(shard_ids, str) else shard_ids
     if ids is not None:
@@ -95,6 +100,11 @@ def fetch_buffer_stats() -> dict[str, Any]:
         largest `total_bytes` so far (`high_water_bytes`); `hits` and `misses`; `late_inserts_refused` (arrived after
         their step had ended); `in_flight`; the `oldest_step` that has bytes; and in `memory` the bytes of allocated
         memory, as in `storage_stats`.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.fetch_buffer_stats()["num_entries"]
+        0
     """
     found: dict[str, Any] = current_backend().stats()["buffer"]
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds
-from tundish.rtensor.backends.http import current_backend
+from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.dense_tensors import dense, is_whole
 from tundish.tree import map_only
 

@@ -31,6 +31,13 @@ def process_stats(
     Raises:
         InvalidInputError: an address is invalid.
         InvalidTypeError: `addresses` is neither a string nor several.
+
+    Example:
+        >>> import tundish as td
+        >>> with td.rtensor.serve() as server:
+        ...     stats = td.rtensor.process_stats(server.addr)[server.addr]
+        >>> stats["storage"]["num_entries"]
+        0
     """
     given: Any = [addresses] if isinstance(addresses, str) else addresses
     if not isinstance(given, Iterable):

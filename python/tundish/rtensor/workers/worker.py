@@ -21,6 +21,11 @@ class Worker(NamedTuple):
         drain: for a process without a server, such as an inference server's. The controller calls it with the ids of
             the shards to drop; at the end of a step these are the ids that the step claimed. It runs on a thread of
             its own. The controller waits for it no longer than its `timeout`.
+
+    Example:
+        >>> import tundish as td
+        >>> print(td.rtensor.Worker("10.0.0.2:7000", "actor", 3))
+        actor 3 at 10.0.0.2:7000
     """
 
     addr: str
