@@ -16,12 +16,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tundish.checkpoint.checkpointer_resources import open_checkpointers
 from tundish.checkpoint.dcp.loading.load import load_from_root
-from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.open_root import open_root
@@ -391,8 +389,7 @@ class Checkpointer(ReadonlyRoot):
             resources.queues["dcp"].wait(None)
             with resources.agreed("load_dcp"):
                 resources.failure.raise_pending()
-            ranks = LoadingRanks(resources.voter, resources.timeout)
-            return load_from_root(state_dict, resources.readonly, step, verify=verify, ranks=ranks)
+            return load_from_root(state_dict, resources.readonly, step, verify=verify, voter=resources.voter)
 
     # ---- Waiting and closing ----
 
@@ -480,9 +477,7 @@ class Checkpointer(ReadonlyRoot):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception:

@@ -44,7 +44,6 @@ class CheckpointerResources:
         path: the folder of all checkpoints.
         group: the process group that the user gave, or None.
         world_size: number of ranks in the group.
-        timeout: seconds that a step waits for the other ranks.
         voter: of the caller's thread.
         failure: what a failure in the background does.
         budget: host memory for staging.
@@ -63,7 +62,6 @@ class CheckpointerResources:
     path: Path
     group: Any
     world_size: int
-    timeout: float
     voter: Voter
     failure: FailurePolicy
     budget: StagingBudget
@@ -88,7 +86,7 @@ class CheckpointerResources:
 
     def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Collective: a block that ends in a vote; ranks that make different calls raise an error that says so."""
-        return self.voter.agreed(what, same=what, timeout=self.timeout)
+        return self.voter.agreed(what, same=what)
 
     @contextlib.contextmanager
     def collective(self, call: str) -> Iterator[None]:

@@ -85,7 +85,7 @@ def open_root(
             "checksum": checksum,
             "timeout": seconds,
         }
-        are_nodes_alike = _compare_ranks(path, voter, seconds, shared=shared)
+        are_nodes_alike = _compare_ranks(path, voter, shared=shared)
         exchange_group = None
         if world_size > 1:
             exchange_group = ExchangeGroup(member.ranks, seconds, voter)
@@ -104,14 +104,12 @@ def open_root(
                 notify=_safe_notifier(on_event),
                 on_published=tuple(on_published),
                 protected=protected,
-                timeout=seconds,
             )
             queues[kind] = SaveQueue(finalizer, failure.act)
         return CheckpointerResources(
             path=path,
             group=group,
             world_size=world_size,
-            timeout=seconds,
             voter=voter,
             failure=failure,
             budget=budget,
@@ -119,14 +117,14 @@ def open_root(
             readonly=ReadonlyRoot(path),
             exchange_group=exchange_group,
             are_nodes_alike=are_nodes_alike,
-            planner=SavePlanner(voter, seconds),
+            planner=SavePlanner(voter),
             queues=queues,
             protected=protected,
             exit_stack=stack.pop_all(),
         )
 
 
-def _compare_ranks(path: Path, voter: Voter, timeout: float, *, shared: Mapping[str, Any]) -> bool:
+def _compare_ranks(path: Path, voter: Voter, *, shared: Mapping[str, Any]) -> bool:
     """Make sure that all ranks see the same writable folder and were given the same arguments.
 
     Returns whether all nodes have as many ranks.
@@ -134,7 +132,7 @@ def _compare_ranks(path: Path, voter: Voter, timeout: float, *, shared: Mapping[
     what = f"opening {path}"
     text = json.dumps([_node_size(), {name: repr(value) for name, value in shared.items()}])
     # Only the first rank has the gathered texts.
-    given = [json.loads(one) for one in voter.gather(text, what=what, timeout=timeout)]
+    given = [json.loads(one) for one in voter.gather(text, what=what)]
     error: BaseException | None = None
     owner = ""
     try:
@@ -143,7 +141,7 @@ def _compare_ranks(path: Path, voter: Voter, timeout: float, *, shared: Mapping[
     except (InvalidInputError, StorageError) as caught:
         error = caught
     differ = len({size for size, _ in given}) > 1
-    return not voter.vote(error, what=what, same=f"owner {owner}", flag=differ, timeout=timeout)
+    return not voter.vote(error, what=what, same=f"owner {owner}", flag=differ)
 
 
 def _nonce_of_owner(path: Path) -> str:

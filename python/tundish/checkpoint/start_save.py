@@ -83,9 +83,7 @@ class _Attempt:
             # The frames hold memory that was being reserved.
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        any_needs = resources.voter.vote(
-            error, what=request.what, same=same, flag=flag, timeout=resources.timeout
-        )
+        any_needs = resources.voter.vote(error, what=request.what, same=same, flag=flag)
         # It fails on all ranks or on none.
         has_changed = stager.prepare(resources.voter.last_vote, any_needs=any_needs)
         if not any_needs:
@@ -96,7 +94,7 @@ class _Attempt:
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        resources.voter.vote(error, what=f"{request.what}: reserving", timeout=resources.timeout)
+        resources.voter.vote(error, what=f"{request.what}: reserving")
         return stager
 
     def release(self) -> None:
@@ -160,7 +158,7 @@ class _Attempt:
                 steps,
             )
         # The other ranks wait in the vote for `timeout`; this must end well before.
-        until = time.monotonic() + resources.timeout / 2
+        until = time.monotonic() + resources.voter.timeout / 2
         for queue in resources.queues.values():
             queue.wait(max(0.0, until - time.monotonic()))
 

@@ -51,7 +51,7 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
     for rank, name in zip(voter.ranks, voter.gather(own, error, what=what, timeout=timeout), strict=False):
         nodes.setdefault(name, []).append(rank)
     text = json.dumps(list(nodes.values())) if nodes else None
-    split = voter.broadcast(text, source=voter.ranks[0], what=what, timeout=timeout)
+    split = voter.broadcast(text, what=what, timeout=timeout)
     return [tuple(ranks) for ranks in json.loads(split)]
 
 
@@ -95,10 +95,10 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
         nodes = nodes_of(voter, timeout=timeout)
         known = _node_groups.get(key)
         is_gone = known is None or known not in distributed.distributed_c10d._world.pg_map
-        if not voter.vote(what="looking for the groups of the nodes", flag=is_gone, timeout=timeout):
+        if not voter.vote(what="looking for the groups of the nodes", flag=is_gone):
             return known
         (node,) = (node for node in nodes if voter.rank in node)
-        with voter.agreed("making the groups of the nodes", timeout=timeout):
+        with voter.agreed("making the groups of the nodes"):
             made = new_subgroup(distributed, node, f"{voter.last_vote.name}-{node[0]}", limit, "gloo")
         _node_groups[key] = made
         return made

@@ -22,8 +22,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from tundish.distributed.job_store import store_load_factor, torch_distributed
 from tundish.distributed.peer_watch import node_identity
@@ -46,6 +45,8 @@ from tundish.timeouts import timeout_seconds
 __all__ = ["DEFAULT_TIMEOUT", "Voter", "group_voters"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+# The default of `timeout` in votes: that of the voter.
+_VOTERS_TIMEOUT: Final[Any] = object()
 # Seconds after which a waiting vote logs the ranks that it waits for.
 WARN_AFTER = 60.0
 # How long after its deadline a caller waits for the store to record that the deadline passed.
@@ -78,7 +79,7 @@ class Voter:
     Args:
         group: the `ProcessGroup` (None: all ranks). Without torch.distributed, a world of one.
         ranks: the global ranks that vote, in order, this one among them; None for the whole group.
-        timeout: how long the constructor waits for the other members; seconds or a `timedelta`.
+        timeout: how long a vote waits for the other members; seconds or a `timedelta`.
         warn_after: seconds after which a waiting vote logs, on one rank, the ranks that it waits for; doubled after
             each warning. None for no warnings, where members often take long.
         first_vote: whether the constructor ends with a vote.
@@ -86,6 +87,9 @@ class Voter:
     Attributes:
         rank: this process's global rank.
         ranks: the global ranks of all members, in the group's order.
+        index: the place of this rank among them.
+        is_first: whether it is the first.
+        timeout: how long a vote waits, in seconds.
 
     Raises:
         What `vote` raises.
@@ -109,6 +113,9 @@ class Voter:
         if ranks is not None:
             member = dataclasses.replace(member, ranks=tuple(ranks), name="ranks")
         self.rank, self.ranks = member.rank, member.ranks
+        self.index = member.ranks.index(member.rank)
+        self.is_first = self.index == 0
+        self.timeout = timeout_seconds(timeout)
         self._warn_after = warn_after
         self._name = unique_name(member.name, member.ranks)
         self._process = os.getpid()
@@ -118,7 +125,7 @@ class Voter:
         self._check: tuple[int, Future[bool]] | None = None
         self._one_vote = threading.Lock()
         self._thread = StoreThread()
-        self._memory = SharedMemoryVotes(member.ranks.index(member.rank), len(member.ranks))
+        self._memory = SharedMemoryVotes(self.index, len(member.ranks))
         self._protocol_lock = threading.Lock()
         # None in a world of one.
         self._protocol: VoteProtocol | None = None
@@ -129,7 +136,7 @@ class Voter:
             )
         if first_vote:
             try:
-                self.vote(what="meeting of a new voter", timeout=timeout)
+                self.vote(what="meeting of a new voter")
             except BaseException:
                 self.close()
                 raise
@@ -141,7 +148,7 @@ class Voter:
         what: str,
         same: str | None = None,
         flag: bool = False,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = _VOTERS_TIMEOUT,
     ) -> bool:
         """Collective: report this rank's status; return when every rank reported success.
 
@@ -153,7 +160,8 @@ class Voter:
             same: a text, not empty, that must be equal on all ranks; a rank with another text fails. All ranks give it
                 or none.
             flag: all ranks learn whether one of them gave True.
-            timeout: how long this rank waits for the others; None for as long as it takes.
+            timeout: how long this rank waits for the others, by default as long as the voter says; None for as long as
+                it takes.
 
         Returns:
             Whether any rank gave a `flag`, the same on all ranks.
@@ -178,7 +186,7 @@ class Voter:
         error: BaseException | None = None,
         *,
         what: str,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = _VOTERS_TIMEOUT,
     ) -> list[str]:
         """Collective: a vote in which every rank also sends `value` to the group's first rank.
 
@@ -198,17 +206,17 @@ class Voter:
         text: str | None,
         error: BaseException | None = None,
         *,
-        source: int,
+        source: int | None = None,
         what: str,
         same: str | None = None,
-        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        timeout: timedelta | float | None = _VOTERS_TIMEOUT,
     ) -> str:
         """Collective: a vote in which every rank also receives the `text` of its `source`.
 
         Args:
             text: what this rank sends; None on ranks that are no source.
             error: as in `vote`.
-            source: the global rank whose text this rank gets. Ranks may name different ones.
+            source: the global rank whose text this rank gets; None is the group's first. Ranks may name different ones.
             what, same, timeout: as in `vote`.
 
         Returns:
@@ -218,6 +226,7 @@ class Voter:
             What `vote` raises.
             InvalidInputError: the source sent None, or the text has more than 8 MiB (the others are told).
         """
+        source = self.ranks[0] if source is None else source
         pending = self._hold(error, what, timeout, same=same, value=text, source=source)
         received = text if self._protocol is None else pending.received
         if received is None:
@@ -225,7 +234,7 @@ class Voter:
         return received
 
     def agreed(
-        self, what: str, *, same: str | None = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
+        self, what: str, *, same: str | None = None, timeout: timedelta | float | None = _VOTERS_TIMEOUT
     ) -> contextlib.AbstractContextManager[None]:
         """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises.
 
@@ -320,18 +329,15 @@ class Voter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _hold(
         self, error: BaseException | None, what: str, timeout: timedelta | float | None, **brought: Any
     ) -> PendingVote:
         """Hold the next vote. `brought`: fields of `PendingVote`."""
+        if timeout is _VOTERS_TIMEOUT:
+            timeout = self.timeout
         seconds = None if timeout is None else timeout_seconds(timeout)
         error = as_exception(error, what)
         if error is None and brought.get("same") is not None:
@@ -472,12 +478,7 @@ class _VoteAtExit(contextlib.AbstractContextManager[None]):
         self._same = same
         self._timeout = timeout
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._voter.vote(error, what=self._what, same=self._same, timeout=self._timeout)
 
 

@@ -15,7 +15,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from tundish.distributed import group_info, local_world_size, same_arguments
@@ -346,9 +345,7 @@ class DispatchLoader(Generic[T_co]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -150,7 +150,7 @@ def replicated_participants(
         error = caught
     gathered = voter.gather(mine, error, what=what, timeout=timeout)
     text = json.dumps([json.loads(one) for one in gathered]) if gathered else None
-    all_groups = json.loads(voter.broadcast(text, source=voter.ranks[0], what=what, timeout=timeout))
+    all_groups = json.loads(voter.broadcast(text, what=what, timeout=timeout))
     groups, positions = zip(*all_groups, strict=True)
     ranks = tuple(rank for group in groups for rank in group)
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):

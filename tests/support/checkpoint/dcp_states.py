@@ -149,9 +149,9 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
     return facts + others
 
 
-def new_planner(group: Any = None, *, timeout: float = 30) -> SavePlanner:
+def new_planner(group: Any = None) -> SavePlanner:
     """Collective: a planner of saves without a checkpointer."""
-    return SavePlanner(voter_of(group), timeout)
+    return SavePlanner(voter_of(group))
 
 
 def prepare(stager: DcpStager) -> None:

@@ -88,7 +88,6 @@ class Finalizer:
         notify: called with an event's name, the kind and the step.
         on_published: functions that are called with the published path.
         protected: steps that this rank protects; the first rank hears of them with every save.
-        timeout: seconds that a vote waits for the other ranks.
     """
 
     kind: Kind
@@ -100,7 +99,6 @@ class Finalizer:
     notify: Callable[[str, str, int], None]
     on_published: Sequence[Callable[[Path], Any]]
     protected: Collection[int]
-    timeout: float
 
     def finish(self, queued: QueuedSave) -> None:
         """Collective: write and publish a save.
@@ -114,7 +112,7 @@ class Finalizer:
         try:
             staged = self._stage(queued)
             reports = self._write(queued, staged)
-            with self._agreed(f"{queued.what}: publishing"):
+            with self.voter.agreed(f"{queued.what}: publishing"):
                 if self.writable is not None:
                     self.writable.protect(step for one in reports for step in one["protected"])
                     self._publish(self.writable, queued, self._manifest(queued, staged, reports))
@@ -126,7 +124,7 @@ class Finalizer:
             raise
         self.notify("published", self.kind, queued.save.step)
         failed: list[BaseException] = []
-        with self._agreed(f"{queued.what}: pruning"):
+        with self.voter.agreed(f"{queued.what}: pruning"):
             try:
                 if self.writable is not None:
                     self.writable.prune(self.kind)
@@ -167,7 +165,7 @@ class Finalizer:
     def _publish(self, writable: WritableRoot, queued: QueuedSave, manifest: str) -> None:
         """Publish; wait for readers of the checkpoint that is to be replaced."""
         # The other ranks wait for this rank's vote no longer than the whole of it.
-        until = time.monotonic() + self.timeout / 2
+        until = time.monotonic() + self.voter.timeout / 2
         is_logged = False
         while True:
             try:
@@ -192,14 +190,14 @@ class Finalizer:
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         what = f"{queued.what}: staging"
-        if self.voter.vote(error, what=what, flag=queued.needs_room, timeout=self.timeout):
+        if self.voter.vote(error, what=what, flag=queued.needs_room):
             self._make_room(f"{queued.what}: making room")
         return _staged_of(queued)
 
     def _make_room(self, what: str) -> None:
         """Remove old checkpoints, once the steps that any rank protects are known."""
-        gathered = self.voter.gather(json.dumps(list(self.protected)), what=what, timeout=self.timeout)
-        with self._agreed(what):
+        gathered = self.voter.gather(json.dumps(list(self.protected)), what=what)
+        with self.voter.agreed(what):
             if self.writable is not None:
                 self.writable.protect(step for one in gathered for step in json.loads(one))
                 self.writable.make_room()
@@ -225,7 +223,7 @@ class Finalizer:
             "protected": list(self.protected),
         }
         what = f"{queued.what}: writing"
-        gathered = self.voter.gather(json.dumps(report), error, what=what, timeout=self.timeout)
+        gathered = self.voter.gather(json.dumps(report), error, what=what)
         self.notify("voted", self.kind, queued.save.step)
         return [json.loads(text) for text in gathered]
 
@@ -247,9 +245,6 @@ class Finalizer:
             ],
         }
         return json.dumps(manifest, indent=2, allow_nan=False) + "\n"
-
-    def _agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self.voter.agreed(what, timeout=self.timeout)
 
 
 def _staged_of(queued: QueuedSave) -> StagedSave:

@@ -141,7 +141,7 @@ class Controller:
         what = "collect the addresses of the ranks"
         gathered = voter.gather(own, error, what=what)
         together = json.dumps([json.loads(one) for one in gathered]) if gathered else None
-        collected = json.loads(voter.broadcast(together, source=voter.ranks[0], what=what))
+        collected = json.loads(voter.broadcast(together, what=what))
         workers = [
             Worker(addr, role, rank) for rank, (addr, role) in zip(voter.ranks, collected, strict=True)
         ]

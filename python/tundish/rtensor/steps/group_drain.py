@@ -85,7 +85,7 @@ def _union(voter: Voter, ids: set[str], what: str) -> set[str]:
     """Collective: the union of the ids of all ranks."""
     gathered = voter.gather(json.dumps(sorted(ids)), what=what)
     union = json.dumps(sorted(set().union(*map(json.loads, gathered)))) if gathered else None
-    return set(json.loads(voter.broadcast(union, source=voter.ranks[0], what=what)))
+    return set(json.loads(voter.broadcast(union, what=what)))
 
 
 def remove_claimed(claims: dict[str, list[str]]) -> None:

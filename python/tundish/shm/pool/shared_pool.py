@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping
 from multiprocessing.context import BaseContext
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from tundish import _native
@@ -229,9 +228,7 @@ class SharedPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Shut down after all tasks. After an exception cancel waiting tasks; after Ctrl-C kill the workers."""
         if os.getpid() != self._dispatcher.pid:
             return

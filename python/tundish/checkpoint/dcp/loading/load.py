@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from tundish.checkpoint.dcp.file_layout import METADATA
 from tundish.checkpoint.dcp.flattened_state import flatten_state, is_stateful, plain_state
-from tundish.checkpoint.dcp.loading.open_checkpoint import LoadingRanks, OpenCheckpoint, open_checkpoint
+from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, open_checkpoint
 from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
 from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
 from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
@@ -78,39 +78,39 @@ def load_dcp(
     # A link is resolved once.
     folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
-        return _load_verified(state_dict, folder, None, verify=verify, ranks=LoadingRanks(voter, timeout))
+        return _load_verified(state_dict, folder, None, verify=verify, voter=voter)
 
 
 def load_from_root(
-    state_dict: dict[str, Any], root: ReadonlyRoot, step: int | None, *, verify: bool, ranks: LoadingRanks
+    state_dict: dict[str, Any], root: ReadonlyRoot, step: int | None, *, verify: bool, voter: Voter
 ) -> Loaded:
     """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says."""
     what = "choosing the checkpoint to load"
-    with ranks.agreed(what, same=same_arguments(call="load_dcp", step=repr(step), verify=bool(verify))):
+    with voter.agreed(what, same=same_arguments(call="load_dcp", step=repr(step), verify=bool(verify))):
         if step is not None:
             check_step(step)
     if step is not None:
-        return _load_verified(state_dict, root.path / f"dcp-{step}", step, verify=verify, ranks=ranks)
+        return _load_verified(state_dict, root.path / f"dcp-{step}", step, verify=verify, voter=voter)
     candidates = _CandidateCheckpoints(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
         with contextlib.ExitStack() as proposal_lock:
             proposed, error = None, None
             try:
-                if ranks.is_first:
+                if voter.is_first:
                     proposed = candidates.propose(proposal_lock)
             except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
-            step = json.loads(ranks.broadcast(json.dumps(proposed), error, what))
+            step = json.loads(voter.broadcast(json.dumps(proposed), error, what=what))
             if step is None:
                 # On all ranks: a first start is not the failure of one rank.
                 raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(root.path))
             path = root.path / f"dcp-{step}"
-            with open_checkpoint(path, step=step, every_byte=verify, ranks=ranks) as checkpoint:
+            with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
                     return _load(state_dict, checkpoint)
-        candidates.skip(step, problem, is_logged=ranks.is_first)
+        candidates.skip(step, problem, is_logged=voter.is_first)
 
 
 class _CandidateCheckpoints:
@@ -155,28 +155,28 @@ class _CandidateCheckpoints:
 
 
 def _load_verified(
-    state_dict: dict[str, Any], path: Path, step: int | None, *, verify: bool, ranks: LoadingRanks
+    state_dict: dict[str, Any], path: Path, step: int | None, *, verify: bool, voter: Voter
 ) -> Loaded:
     """Collective: load the checkpoint at `path`, which must have `step` where one is given."""
-    with open_checkpoint(path, step=step, every_byte=verify, ranks=ranks) as checkpoint:
+    with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
         problem = checkpoint.verify()
         if problem is not None:
-            with ranks.agreed(f"verifying {path}"):
-                if ranks.is_first:
+            with voter.agreed(f"verifying {path}"):
+                if voter.is_first:
                     raise problem
         return _load(state_dict, checkpoint)
 
 
 def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint) -> Loaded:
-    ranks = checkpoint.ranks
-    with ranks.agreed(f"reading what {checkpoint.path} holds"):
+    voter = checkpoint.voter
+    with voter.agreed(f"reading what {checkpoint.path} holds"):
         rank_extras = RankExtras(checkpoint)
         checkpoint.check({METADATA})
         load = _Load(state_dict, checkpoint.path)
         checkpoint.check(load.files())
-        if ranks.is_first:
+        if voter.is_first:
             load.warn_of_empty_mappings()
-    with ranks.agreed(f"loading {checkpoint.path}"):
+    with voter.agreed(f"loading {checkpoint.path}"):
         load.run()
     return checkpoint.extra, rank_extras
 

@@ -27,7 +27,7 @@ from tundish.checkpoint.publish.readonly_root import (
 from tundish.distributed import Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
 
-__all__ = ["LoadingRanks", "OpenCheckpoint", "files_of_reader", "open_checkpoint", "read_lock"]
+__all__ = ["OpenCheckpoint", "files_of_reader", "open_checkpoint", "read_lock"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -40,39 +40,8 @@ _MOST_REPORTED = 64
 _Damage = tuple[str, str, bool]
 
 
-class LoadingRanks:
-    """The ranks that load together.
-
-    Args:
-        voter: their voter; this rank is number `index` of `count`.
-        timeout: seconds that they wait for each other.
-    """
-
-    def __init__(self, voter: Voter, timeout: float) -> None:
-        self.voter = voter
-        self.timeout = timeout
-        self.index = voter.ranks.index(voter.rank)
-        self.count = len(voter.ranks)
-        self.is_first = self.index == 0
-
-    def agreed(self, what: str, *, same: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """As `Voter.agreed`."""
-        return self.voter.agreed(what, same=same, timeout=self.timeout)
-
-    def vote(
-        self, error: BaseException | None, what: str, *, same: str | None = None, flag: bool = False
-    ) -> bool:
-        """As `Voter.vote`."""
-        return self.voter.vote(error, what=what, same=same, flag=flag, timeout=self.timeout)
-
-    def broadcast(self, text: str | None, error: BaseException | None, what: str) -> str:
-        """As `Voter.broadcast`, of the first rank's text."""
-        voter = self.voter
-        return voter.broadcast(text, error, source=voter.ranks[0], what=what, timeout=self.timeout)
-
-
 class OpenCheckpoint:
-    """A checkpoint on which all `ranks` hold a read lock.
+    """A checkpoint on which all ranks of `voter` hold a read lock.
 
     Attributes:
         extra: the `extra` of its save.
@@ -82,12 +51,12 @@ class OpenCheckpoint:
     """
 
     def __init__(
-        self, lock: CheckpointReadLock, step: int | None, ranks: LoadingRanks, *, every_byte: bool
+        self, lock: CheckpointReadLock, step: int | None, voter: Voter, *, every_byte: bool
     ) -> None:
         described, files, checksum = lock.describe()
         self.lock = lock
         self.path = lock.path
-        self.ranks = ranks
+        self.voter = voter
         self._every_byte = every_byte
         self.files: Sequence[tuple[str, int, str | None]] = files
         self.checksum = checksum
@@ -116,26 +85,26 @@ class OpenCheckpoint:
         Returns:
             The damage, on all ranks or none; only the first rank's error lists all of it.
         """
-        ranks, what = self.ranks, f"verifying {self.path}"
+        voter, what = self.voter, f"verifying {self.path}"
         found: list[_Damage] = []
         foreign: list[str] = []
         error: BaseException | None = None
         is_alone = self._every_byte and self._are_copies()
-        index, count = (0, 1) if is_alone else (ranks.index, ranks.count)
+        index, count = (0, 1) if is_alone else (voter.index, len(voter.ranks))
         try:
             names = files_of_reader(index, count, (name for name, _, _ in self.files), self.savers)
             found = self.lock.verify_files(names, every_byte=self._every_byte)
-            if ranks.is_first and self._every_byte:
+            if voter.is_first and self._every_byte:
                 foreign = self.lock.foreign_files()
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        if ranks.vote(error, what, flag=bool(found)):
+        if voter.vote(error, what=what, flag=bool(found)):
             return self._agree_on(found)
         if foreign:
             _logger.warning(
                 "%s holds files that no save wrote, which are not read: %s", self.path, "; ".join(foreign)
             )
-        if ranks.is_first and self._every_byte:
+        if voter.is_first and self._every_byte:
             warn_without_checksums(self.path, [name for name, _, checksum in self.files if checksum is None])
         return None
 
@@ -143,7 +112,7 @@ class OpenCheckpoint:
         """Collective: whether nodes have copies of their own under this path."""
         what = f"comparing what the ranks see of {self.path.name}"
         own = self._change_times()
-        return self.ranks.vote(None, what, flag=own != self.ranks.broadcast(own, None, what))
+        return self.voter.vote(what=what, flag=own != self.voter.broadcast(own, what=what))
 
     def _change_times(self) -> str:
         """The change times of two files, which differ between copies.
@@ -159,21 +128,18 @@ class OpenCheckpoint:
         return ", ".join(times)
 
     def _agree_on(self, found: list[_Damage]) -> CorruptCheckpointError:
-        ranks = self.ranks
-        reports = ranks.voter.gather(
-            json.dumps(sorted(found)[:_MOST_REPORTED]),
-            what=f"collecting the damage of {self.path}",
-            timeout=ranks.timeout,
-        )
+        voter = self.voter
+        reported = json.dumps(sorted(found)[:_MOST_REPORTED])
+        reports = voter.gather(reported, what=f"collecting the damage of {self.path}")
         problem = CorruptCheckpointError(f"{self.path} is damaged, as the first rank reports")
-        with ranks.agreed(f"judging the damage of {self.path}"):
-            if ranks.is_first:
+        with voter.agreed(f"judging the damage of {self.path}"):
+            if voter.is_first:
                 problem = self._judge([json.loads(report) for report in reports])
         return problem
 
     def _judge(self, reports: Sequence[Any]) -> CorruptCheckpointError:
         """The damage that the ranks report; raises `StorageError` if one rank alone cannot reach a file."""
-        voter = self.ranks.voter
+        voter = self.voter
         damaged: dict[str, str] = {}
         unreached: dict[str, tuple[int, str]] = {}
         for rank, named in zip(voter.ranks, reports, strict=True):
@@ -228,7 +194,7 @@ def files_of_reader(index: int, count: int, files: Iterable[str], savers: int) -
 
 @contextlib.contextmanager
 def open_checkpoint(
-    path: Path, *, step: int | None, every_byte: bool, ranks: LoadingRanks
+    path: Path, *, step: int | None, every_byte: bool, voter: Voter
 ) -> Iterator[OpenCheckpoint]:
     """Collective: open the checkpoint at `path`; it does not change during the block.
 
@@ -236,7 +202,7 @@ def open_checkpoint(
         path: of the checkpoint.
         step: that it must have; None accepts any.
         every_byte: verify checksums; else only the sizes of the files.
-        ranks: the ranks that read it.
+        voter: of the ranks that read it.
     """
     with contextlib.ExitStack() as stack:
         checked = "every byte" if every_byte else "sizes"
@@ -244,12 +210,12 @@ def open_checkpoint(
         error: BaseException | None = None
         try:
             lock = stack.enter_context(releasing(read_lock(path)))
-            checkpoint = OpenCheckpoint(lock, step, ranks, every_byte=every_byte)
+            checkpoint = OpenCheckpoint(lock, step, voter, every_byte=every_byte)
             # Another checkpoint may have taken the name between two ranks' calls.
             same = same_arguments(folder=path.name, verified=checked, checksum=checkpoint.checksum)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        ranks.vote(error, f"opening {path.name}", same=same)
+        voter.vote(error, what=f"opening {path.name}", same=same)
         yield checkpoint
 
 

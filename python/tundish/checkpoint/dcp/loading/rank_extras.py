@@ -41,7 +41,7 @@ class RankExtras(Mapping[int, Any]):
         recorded = {name: (size, checksum) for name, size, checksum in checkpoint.files}
         # None for ranks without a `rank_extra`.
         self._files = {rank: recorded.get(rank_extra_name(rank)) for rank in range(checkpoint.savers)}
-        at_once = {0, checkpoint.ranks.index} & self._files.keys()
+        at_once = {0, checkpoint.voter.index} & self._files.keys()
         self._known = {rank: self._read(checkpoint.lock, rank) for rank in at_once}
 
     def __getitem__(self, rank: int) -> Any:

@@ -82,14 +82,12 @@ class SavePlanner:
 
     Args:
         voter: of the callers' threads.
-        timeout: seconds to wait for other ranks.
     """
 
-    def __init__(self, voter: Voter, timeout: float) -> None:
+    def __init__(self, voter: Voter) -> None:
         self.rank = voter.rank
-        self.index = voter.ranks.index(voter.rank)
+        self.index = voter.index
         self._voter = voter
-        self._timeout = timeout
         self._part: RankShare | None = None
 
     @property
@@ -113,7 +111,7 @@ class SavePlanner:
             text = _pack_values(local_values)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        texts = voter.gather(text, error, what=what, timeout=self._timeout)
+        texts = voter.gather(text, error, what=what)
         owned: list[list[int]] = []
         total, reply = 0, None
         try:
@@ -125,7 +123,7 @@ class SavePlanner:
                 reply = _pack([None if len(own) == len(values) else own for own, values in pairs])
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        reply = voter.broadcast(reply, error, source=voter.ranks[0], what=what, timeout=self._timeout)
+        reply = voter.broadcast(reply, error, what=what)
         numbers = _unpack(reply)[self.index]
         owned_here = range(len(local_values)) if numbers is None else numbers
         files = FilesByRank(texts, owned, total) if texts else None
