@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tundish.checkpoint.hf.adapters import load_adapters as load_adapters
     from tundish.checkpoint.hf.adapters import refuse_encoded as refuse_encoded
     from tundish.checkpoint.hf.adapters import refuse_mixed as refuse_mixed
-    from tundish.checkpoint.publish.readonly_root import KINDS as KINDS
+    from tundish.checkpoint.publish.kinds_and_steps import KINDS as KINDS
     from tundish.checkpoint.publish.readonly_root import Checkpoints as Checkpoints
     from tundish.checkpoint.publish.readonly_root import Damaged as Damaged
     from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, open_readonly, verify
@@ -37,8 +37,8 @@ else:
                 "refuse_encoded",
                 "refuse_mixed",
             ),
+            "tundish.checkpoint.publish.kinds_and_steps": ("KINDS",),
             "tundish.checkpoint.publish.readonly_root": (
-                "KINDS",
                 "Checkpoints",
                 "Damaged",
                 "ReadonlyRoot",

@@ -24,7 +24,8 @@ from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.open_root import open_root
 from tundish.checkpoint.publish.failure_policy import OnFailure
-from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, check_step, plain_step
+from tundish.checkpoint.publish.kinds_and_steps import check_step, plain_step
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save, check_wait
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging

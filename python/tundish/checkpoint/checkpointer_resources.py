@@ -18,7 +18,8 @@ from typing import Any
 from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy
-from tundish.checkpoint.publish.readonly_root import Kind, ReadonlyRoot, format_steps
+from tundish.checkpoint.publish.kinds_and_steps import Kind, format_steps
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.staging.budget import StagingBudget

@@ -22,7 +22,8 @@ from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
 from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer
-from tundish.checkpoint.publish.readonly_root import KINDS, Kind, ReadonlyRoot, path_of
+from tundish.checkpoint.publish.kinds_and_steps import KINDS, Kind
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, path_of
 from tundish.checkpoint.publish.retention import Retention
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WAIT_SECONDS, WritableRoot

@@ -18,7 +18,7 @@ from typing import Any
 
 from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.publish.finalizer import QueuedSave
-from tundish.checkpoint.publish.readonly_root import Kind, check_step
+from tundish.checkpoint.publish.kinds_and_steps import Kind, check_step
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import Stager
 from tundish.distributed import same_arguments

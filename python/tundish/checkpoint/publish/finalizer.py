@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish import _native
-from tundish.checkpoint.publish.readonly_root import Kind
+from tundish.checkpoint.publish.kinds_and_steps import Kind
 from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import StagedSave, WriteOptions

@@ -11,24 +11,20 @@ import errno
 import functools
 import logging
 import os
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any
 
 from tundish import _native
+from tundish.checkpoint.publish.kinds_and_steps import Kind, check_kind, check_step, plain_step
 from tundish.checkpoint.publish.retention import Checkpoint
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_count
 
 __all__ = [
-    "KINDS",
     "MANIFEST",
     "Checkpoints",
     "Damaged",
-    "Kind",
     "ReadonlyRoot",
     "checkpoints_of",
     "open_readonly",
@@ -38,11 +34,7 @@ __all__ = [
 
 _logger = logging.getLogger("tundish.checkpoint")
 
-Kind = Literal["hf", "dcp"]
-KINDS: tuple[Kind, ...] = ("hf", "dcp")
 MANIFEST = "tundish.json"
-_SHOWN_STEPS = 10
-
 
 Checkpoints = list[Checkpoint]  # classes below have a method called list
 
@@ -101,19 +93,6 @@ def _warn_without_locks(root: Path) -> None:
     )
 
 
-def check_kind(kind: object) -> Kind:
-    """Check that `kind` is "hf" or "dcp"."""
-    for known in KINDS:
-        if kind == known:
-            return known
-    raise InvalidInputError(f"kind is {kind!r}: give 'hf' or 'dcp'")
-
-
-def plain_step(step: Any) -> Any:
-    """Turn an integer of numpy into one of Python; return anything else as it is."""
-    return int(step) if isinstance(step, np.integer) else step
-
-
 def path_of(given: Any, name: str) -> Path:
     """The absolute path of the argument `name`."""
     if not isinstance(given, str | os.PathLike) or not isinstance(os.fspath(given), str):
@@ -144,20 +123,6 @@ def check_root(path: Path) -> None:
         raise InvalidInputError(
             f"{path} is itself a checkpoint: give {folder.parent}, the root that {folder.name} lies in"
         )
-
-
-def check_step(step: object) -> int:
-    """Check that `step` is a whole number of at least 0."""
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 63:
-        # Shortened: a state dict that was given in its place would take megabytes.
-        raise InvalidInputError(f"step is {reprlib.repr(step)}: give a whole number of at least 0")
-    return step
-
-
-def format_steps(steps: Sequence[int]) -> str:
-    """Ascending steps for a message, the newest ones if they are many."""
-    shown = ", ".join(map(str, steps[-_SHOWN_STEPS:])) or "none"
-    return f"steps there: {'…, ' if len(steps) > _SHOWN_STEPS else ''}{shown}"
 
 
 def verify(

@@ -19,14 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tundish import _native
-from tundish.checkpoint.publish.readonly_root import (
-    KINDS,
-    Checkpoints,
-    Kind,
-    check_root,
-    checkpoints_of,
-    verify,
-)
+from tundish.checkpoint.publish.kinds_and_steps import KINDS, Kind
+from tundish.checkpoint.publish.readonly_root import Checkpoints, check_root, checkpoints_of, verify
 from tundish.checkpoint.publish.retention import Retention
 from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
 

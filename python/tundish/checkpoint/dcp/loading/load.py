@@ -27,7 +27,8 @@ from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, open_
 from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
 from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
 from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
-from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, check_step
+from tundish.checkpoint.publish.kinds_and_steps import check_step
+from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError
 
