@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.rawbytes import raw_bytes
+from tundish.tensor_bytes import raw_bytes
 
 __all__ = ["from_json", "to_json"]
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from tundish.checkpoint.dcp.torch_record_format import record_frame_of
-from tundish.rawbytes import raw_bytes
+from tundish.tensor_bytes import raw_bytes
 
 __all__ = ["TensorReader"]
 

@@ -27,7 +27,7 @@ from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
 from tundish.checkpoint.tensor_checks import check_memory
 from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
-from tundish.rawbytes import raw_bytes
+from tundish.tensor_bytes import raw_bytes
 
 __all__ = ["Gather"]
 
