@@ -44,7 +44,8 @@ class Checkpointer(ReadonlyRoot):
     return when the tensors are in host memory; background threads write the files. One save of each kind is written
     at a time. A checkpointer whose collective call was interrupted (Ctrl-C) is closed: its next call raises.
 
-    The methods of `ReadonlyRoot` are not collective. With `on_failure="raise"` they raise the error of an earlier save.
+    `list`, `latest`, `verify`, `survey` and `reading`, those of `ReadonlyRoot`, are not collective. With
+    `on_failure="raise"` they too raise the error of an earlier save.
 
     Args:
         root: the folder of all checkpoints, the same on all ranks; created if its parent exists.
