@@ -16,7 +16,7 @@ __all__ = ["DaemonThread"]
 
 T = TypeVar("T")
 
-_Calls = queue.SimpleQueue["tuple[Future[Any], Callable[[], Any]] | None"]
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class DaemonThread:

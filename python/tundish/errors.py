@@ -258,8 +258,10 @@ def format_os_error(error: OSError) -> str:
     Only absolute paths are looked for in the message: a relative one may also be an ordinary word.
     """
     path, message = error.filename, str(error.strerror)
+    if path is None or isinstance(error, SegmentGoneError):
+        return message
     is_named = isinstance(path, str) and path.startswith("/") and path in message
-    return message if path is None or is_named or isinstance(error, SegmentGoneError) else f"{path}: {message}"
+    return message if is_named else f"{path}: {message}"
 
 
 def format_integer(number: int) -> str:

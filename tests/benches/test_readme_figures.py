@@ -16,7 +16,10 @@ TABLE = [
 FIGURE = re.compile(r"([\d.]+) times as fast as|1/(\d+) of the time that it costs with")
 # What stands after a figure, and texts of its row in the results.
 ROWS = {
-    "a chunked numpy loop": ("Hard plan in memory, order given | text, 10⁷ |", "| chunked numpy + Python loop |"),
+    "a chunked numpy loop": (
+        "Hard plan in memory, order given | text, 10⁷ |",
+        "| chunked numpy + Python loop |",
+    ),
     "vectorised numpy": ("Hard plan in memory, order given | text, 10⁷ |", "| vectorised numpy |"),
     "a pool on two `multiprocessing` queues": ("An empty task, 2 workers |", "| two-queue pool |"),
     "Accelerate's `DataLoaderDispatcher`": ("| VLM, 4 ranks |", "| Accelerate's DataLoaderDispatcher |"),

@@ -41,5 +41,7 @@ def test_the_thread_ends_after_its_last_call_once_it_is_closed_or_garbage(closes
 def test_a_process_ends_although_a_call_blocks() -> None:
     script = "import threading; from tundish.daemon_thread import DaemonThread\n"
     script += "thread = DaemonThread('blocked'); thread.submit(threading.Event().wait); print('end')"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=20, check=False
+    )
     assert (ran.stdout, ran.stderr, ran.returncode) == ("end\n", "", 0)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from tundish.distributed import Voter
-from tundish.scatter.participants import participants_of
 from tundish.scatter.incoming_batch import IncomingBatch
+from tundish.scatter.participants import participants_of
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.source import ScatterSource
 

@@ -1,4 +1,4 @@
-"""`CheckpointerResources`: what a rank holds while a checkpointer is open, which calls it accepts, and how it is closed.
+"""`CheckpointerResources`: what a rank holds while a checkpointer is open, which calls are accepted, and the closing.
 
 It outlives a checkpointer that was dropped with saves under way. The interpreter closes all of them when it exits.
 """

@@ -84,7 +84,9 @@ def agreed(
     failed on another rank, the vote raises `PeerFailedError`.
 
     Args:
-        what, group, timeout: as in `vote`.
+        what: as in `vote`.
+        group: as in `vote`.
+        timeout: as in `vote`.
 
     Returns:
         The context manager of the block.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -217,7 +218,9 @@ class Voter:
             text: what this rank sends; None on ranks that are no source.
             error: as in `vote`.
             source: the global rank whose text this rank gets; None is the group's first. Ranks may name different ones.
-            what, same, timeout: as in `vote`.
+            what: as in `vote`.
+            same: as in `vote`.
+            timeout: as in `vote`.
 
         Returns:
             The text of `source`. It travels through the job's store: kilobytes, not megabytes.
@@ -236,12 +239,8 @@ class Voter:
     def agreed(
         self, what: str, *, same: str | None = None, timeout: timedelta | float | None = _VOTERS_TIMEOUT
     ) -> contextlib.AbstractContextManager[None]:
-        """Collective: a block of fallible work that ends in a vote, whether it succeeds or raises.
-
-        Args:
-            what, same, timeout: as in `vote`.
-        """
-        return _VoteAtExit(self, what, same, timeout)
+        """Collective: a block of fallible work that ends in a `vote` with these arguments, also when it raises."""
+        return _VoteAtExit(functools.partial(self.vote, what=what, same=same, timeout=timeout))
 
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
@@ -472,14 +471,11 @@ class Voter:
 class _VoteAtExit(contextlib.AbstractContextManager[None]):
     """A block that ends in a vote. An unfinished generator would vote when it is garbage collected, so this is none."""
 
-    def __init__(self, voter: Voter, what: str, same: str | None, timeout: timedelta | float | None) -> None:
-        self._voter = voter
-        self._what = what
-        self._same = same
-        self._timeout = timeout
+    def __init__(self, vote: Callable[[BaseException | None], bool]) -> None:
+        self._vote = vote
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._voter.vote(error, what=self._what, same=self._same, timeout=self._timeout)
+        self._vote(error)
 
 
 def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:

@@ -15,13 +15,13 @@ from typing import Any
 
 from tundish.distributed import group_info, torch_distributed
 from tundish.errors import InvalidInputError
+from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.participants import (
     agree_on_participants,
     participants_of,
     process_group,
     source_index,
 )
-from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.receiver import ScatterReceiver
 from tundish.scatter.scatter_rank import ScatterStats
 from tundish.scatter.source import ScatterSource

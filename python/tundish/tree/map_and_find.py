@@ -133,7 +133,8 @@ def find_all(kinds: type | tuple[type, ...], obj: Any) -> list[Any]:
     """Return all parts of `obj` that are of one of the `kinds`.
 
     Args:
-        kinds, obj: as for `map_only`.
+        kinds: as for `map_only`.
+        obj: as for `map_only`.
 
     Returns:
         The parts in the order in which they are met, each as often as it is named.

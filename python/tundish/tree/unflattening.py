@@ -75,7 +75,8 @@ def unflatten_unchecked(schema: Schema, tensors: Sequence[Tensor]) -> Any:
     """Rebuild the object like `unflatten`, without checking the tensors.
 
     Args:
-        schema, tensors: as for `unflatten`.
+        schema: as for `unflatten`.
+        tensors: as for `unflatten`.
 
     Returns:
         The object.

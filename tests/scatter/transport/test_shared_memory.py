@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tundish.errors import OutOfMemoryError, StorageError, TundishError
-from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.incoming_batch import IncomingBatch
+from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.transport import shared_memory
 from tundish.scatter.transport.message_header import MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender

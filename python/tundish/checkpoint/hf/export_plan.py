@@ -105,7 +105,10 @@ def make_export_plan(
     """Decide which tensors are saved and where they lie.
 
     Args:
-        model_or_tensors, dtype, shard_bytes, to_hf: as `Checkpointer.save_hf` takes them.
+        model_or_tensors: as `Checkpointer.save_hf` takes it.
+        dtype: as `Checkpointer.save_hf` takes it.
+        shard_bytes: as `Checkpointer.save_hf` takes it.
+        to_hf: as `Checkpointer.save_hf` takes it.
         info: the ranks that save together.
         are_nodes_alike: whether all nodes have as many ranks as this one.
 

@@ -32,10 +32,10 @@ from tundish.errors import (
     TransferError,
     missing_extra,
 )
-from tundish.tensor_bytes import raw_bytes
 from tundish.rtensor.backends.backend import Backend, Removed
 from tundish.rtensor.handles import TensorShardInfo
 from tundish.rtensor.server import server_address
+from tundish.tensor_bytes import raw_bytes
 
 __all__ = ["RayBackend"]
 

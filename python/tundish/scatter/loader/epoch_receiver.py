@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from tundish.errors import PeerFailedError
-from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
 from tundish.scatter.incoming_batch import IncomingBatch
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
 from tundish.scatter.receiver import ControlMessage, ScatterReceiver
 
 __all__ = ["EpochReceiver"]

@@ -28,8 +28,8 @@ from torch import Tensor
 from tundish import _native
 from tundish.daemon_thread import DaemonThread
 from tundish.errors import NotPicklableError
-from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
+from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, MessageHeader, MessageKind
 from tundish.scatter.transport.shared_memory import MAX_LEASES, IncomingMessage
 from tundish.tree import Schema

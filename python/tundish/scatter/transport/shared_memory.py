@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from tundish import _native
 from tundish._native import BufferLease
 from tundish.errors import NotPicklableError, StorageError, TimedOutError
-from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
+from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.transport.message_header import (
     HEADER_BYTES,
     NEW_MEMORY,

@@ -45,9 +45,7 @@ class OpenCheckpoint:
         checksum: of the manifest.
     """
 
-    def __init__(
-        self, lock: CheckpointReadLock, step: int | None, voter: Voter, *, every_byte: bool
-    ) -> None:
+    def __init__(self, lock: CheckpointReadLock, step: int | None, voter: Voter, *, every_byte: bool) -> None:
         described, files, checksum = lock.describe()
         self.lock = lock
         self.path = lock.path
