@@ -7,6 +7,7 @@ blocks each line `$ tundish …` or `$ python …` is run and has to succeed. A 
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import importlib
 import inspect
@@ -133,6 +134,29 @@ def test_the_rtensor_guide_works_in_two_processes() -> None:
     ran = run(["-c", begin + there])
     assert (ran.stderr, ran.returncode) == ("", 0)
     exec(back, names)
+
+
+def needs_example(value: object) -> bool:
+    """Records, errors and classes of the compiled module need none."""
+    if not inspect.isclass(value):
+        return inspect.isfunction(value)
+    is_record = hasattr(value, "_fields") or dataclasses.is_dataclass(value)
+    return not is_record and not issubclass(value, Exception) and value.__module__ != "tundish._native"
+
+
+def has_example(value: object) -> bool:
+    """A class has one, or a method of it."""
+    documented = [value, *(vars(value).values() if inspect.isclass(value) else ())]
+    return any("Example:" in (one.__doc__ or "") for one in documented)
+
+
+@pytest.mark.parametrize(
+    "part", ["checkpoint", "distributed", "packing", "rtensor", "scatter", "shm", "tree"]
+)
+def test_every_public_name_has_an_example(part: str) -> None:
+    module = getattr(td, part)
+    public = {name: getattr(module, name) for name in module.__all__}
+    assert [name for name, value in public.items() if needs_example(value) and not has_example(value)] == []
 
 
 def test_the_readme_has_python_examples() -> None:
