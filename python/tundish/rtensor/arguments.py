@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any, Final
 
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -12,7 +10,6 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 __all__ = [
     "DEFAULT_TIMEOUT",
     "check_owners",
-    "check_seconds",
     "check_shard_ids",
     "check_token",
     "split_address",
@@ -40,20 +37,6 @@ def check_token(token: Any) -> None:
         raise InvalidInputError("token has to be a string of printable ASCII characters")
     if not token or " " in token or len(token) > 1024:
         raise InvalidInputError("token has 1 to 1024 characters, and no spaces")
-
-
-def check_seconds(timeout: Any, *, may_be_zero: bool = True) -> float:
-    """Returns a timeout in seconds as a float. Raises `InvalidTypeError` and `InvalidInputError`."""
-    if isinstance(timeout, bool) or not isinstance(timeout, Real):
-        raise InvalidTypeError(f"timeout is {timeout!r}, not a number of seconds")
-    try:
-        seconds = float(timeout)
-    except OverflowError:
-        seconds = -math.inf if timeout < 0 else math.inf
-    if math.isnan(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
-        least = "0 or more" if may_be_zero else "more than 0"
-        raise InvalidInputError(f"timeout is {seconds!r}, and must be {least} seconds")
-    return seconds
 
 
 def check_shard_ids(shard_ids: Any, function: str) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from tundish._native import RTensor
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds, check_shard_ids
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids
 from tundish.rtensor.backends.backend import Removed
 from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.dense_tensors import dense
+from tundish.timeouts import check_seconds
 from tundish.tree import Refusal
 
 __all__ = ["clear_node", "fetch", "remove", "storage_stats", "store"]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 from tundish._native import ShardStore, shard_ids
 from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.rtensor.arguments import check_owners, check_seconds
+from tundish.rtensor.arguments import check_owners
 from tundish.rtensor.controller.drained import Drained
 from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
 from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
@@ -32,6 +32,7 @@ from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 from tundish.rtensor.steps.step import Step
 from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker, as_worker
+from tundish.timeouts import check_seconds
 
 __all__ = ["Controller"]
 

@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from tundish._native import RTensor, ShardStore
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds, check_shard_ids
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids
 from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.handles import replace_handles
 from tundish.rtensor.steps.no_step_warning import warn_if_no_step_began
 from tundish.rtensor.transfer.output_buffers import output_buffers
+from tundish.timeouts import check_seconds
 from tundish.tree import find_all
 
 __all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]

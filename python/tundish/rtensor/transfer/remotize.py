@@ -9,9 +9,10 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import Tensor
 
-from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_seconds
+from tundish.rtensor.arguments import DEFAULT_TIMEOUT
 from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.dense_tensors import dense, is_whole
+from tundish.timeouts import check_seconds
 from tundish.tree import map_only
 
 __all__ = ["remotize"]

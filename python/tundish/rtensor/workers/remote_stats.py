@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tundish.errors import InvalidTypeError
-from tundish.rtensor.arguments import check_seconds
 from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
 from tundish.rtensor.workers.worker import Worker, as_worker
+from tundish.timeouts import check_seconds
 
 __all__ = ["process_stats"]
 

@@ -16,7 +16,6 @@ __all__ = [
     "MAIN_GUARD",
     "checked_context",
     "checked_count",
-    "checked_seconds",
     "checked_shared",
     "checked_workers",
 ]
@@ -65,16 +64,6 @@ def checked_workers(value: int | None) -> int:
     if count > _MAX_WORKERS:
         raise InvalidInputError(f"max_workers is {format_integer(count)}: give at most {_MAX_WORKERS}")
     return count
-
-
-def checked_seconds(value: Any) -> float:
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidTypeError(f"timeout is {value!r}: give a number of seconds, or None") from error
-    if not seconds >= 0:
-        raise InvalidInputError(f"timeout is {seconds}: give a number of seconds from 0 on, or None")
-    return seconds
 
 
 def checked_context(value: str | BaseContext | None) -> BaseContext:

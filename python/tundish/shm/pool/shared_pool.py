@@ -16,7 +16,6 @@ from tundish.shm.pool.arguments import (
     MAIN_GUARD,
     checked_context,
     checked_count,
-    checked_seconds,
     checked_shared,
     checked_workers,
 )
@@ -29,6 +28,7 @@ from tundish.shm.pool.processes import SpawnedWorkers
 from tundish.shm.pool.supervisor import STUCK_TIMEOUT_SECONDS, Supervisor
 from tundish.shm.pool.worker import ParentLink, serve
 from tundish.shm.pool.worker_messages import WorkerMessages
+from tundish.timeouts import check_seconds
 
 __all__ = ["SharedPool"]
 
@@ -218,7 +218,7 @@ class SharedPool:
             >>> result.result()
             3
         """
-        stuck_timeout = None if timeout is None else checked_seconds(timeout)
+        stuck_timeout = None if timeout is None else check_seconds(timeout)
         if os.getpid() != self._dispatcher.pid:
             return
         self._dispatcher.close(cancel=cancel, stuck_timeout=stuck_timeout)
