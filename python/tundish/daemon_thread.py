@@ -20,23 +20,40 @@ _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class DaemonThread:
-    """A thread that makes calls in order. It ends after its last call once this object is closed, or is garbage.
+    """A thread that makes calls in order. It starts with the first one, and ends once this object is closed or garbage.
 
-    Attributes:
-        close: a function that ends the thread after its current calls; it never waits.
+    Args:
+        name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._calls: _Calls = queue.SimpleQueue()
-        self.close = weakref.finalize(self, self._calls.put, None)
-        self.close.atexit = False
-        threading.Thread(target=_run, args=(self._calls,), name=name, daemon=True).start()
+        self._name = name
+        self._calls: _Calls | None = None
+        self._last: Future[Any] | None = None
+        self._is_closed = False
 
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Call `function` after all calls before it."""
-        future: Future[T] = Future()
-        self._calls.put((future, function))
+    def submit(self, function: Callable[[], T], *, waits: bool = True) -> Future[T]:
+        """Call `function` after all calls before it. If it does not wait for one that still runs, use a new thread."""
+        calls, future = self._calls, Future[T]()
+        if calls is None or not (waits or self._last is None or self._last.done()):
+            if calls is not None:
+                calls.put(None)
+            calls = self._calls = queue.SimpleQueue()
+            weakref.finalize(self, calls.put, None).atexit = False
+            threading.Thread(target=_run, args=(calls,), name=self._name, daemon=True).start()
+        self._last = future
+        calls.put((future, function))
+        if self._is_closed:
+            # Another thread may have called `close` meanwhile.
+            calls.put(None)
         return future
+
+    def close(self) -> None:
+        """End the thread after its calls; never waits."""
+        self._is_closed = True
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            calls.put(None)
 
 
 def _run(calls: _Calls) -> None:

@@ -38,6 +38,16 @@ def test_the_thread_ends_after_its_last_call_once_it_is_closed_or_garbage(closes
     assert not running.is_alive()
 
 
+def test_a_call_that_does_not_wait_leaves_a_blocked_one_behind() -> None:
+    go_on = threading.Event()
+    thread = DaemonThread("called beside")
+    blocked = thread.submit(lambda: go_on.wait(10))
+    assert thread.submit(lambda: 3, waits=False).result(10) == 3
+    assert not blocked.done()
+    go_on.set()
+    assert blocked.result(10)
+
+
 def test_a_process_ends_although_a_call_blocks() -> None:
     script = "import threading; from tundish.daemon_thread import DaemonThread\n"
     script += "thread = DaemonThread('blocked'); thread.submit(threading.Event().wait); print('end')"

@@ -97,8 +97,9 @@ def docstrings() -> list[doctest.DocTest]:
 def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     yield
-    # Pages may leave tensors; examples of docstrings count them.
+    # Pages and docstrings may leave tensors, which others count, and a server.
     td.rtensor.clear_node()
+    td.rtensor.serve().close()
 
 
 # peft asks transformers for it.

@@ -25,11 +25,11 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Final, Self, TypeVar
 
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed.job_store import store_load_factor, torch_distributed
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import VoteId, group_info, unique_name
 from tundish.distributed.shared_memory_vote import SharedMemoryVotes
-from tundish.distributed.store_thread import StoreThread
 from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
     PendingVote,
@@ -125,7 +125,7 @@ class Voter:
         self._store_error: Exception | None = None
         self._check: tuple[int, Future[bool]] | None = None
         self._one_vote = threading.Lock()
-        self._thread = StoreThread()
+        self._thread = DaemonThread("tundish-vote")
         self._memory = SharedMemoryVotes(self.index, len(member.ranks))
         self._protocol_lock = threading.Lock()
         # None in a world of one.
@@ -297,7 +297,9 @@ class Voter:
             number, check = self._number, self._check
             # The answer to an earlier check counts too, however late.
             if check is None or check[0] != number or (check[1].done() and not _fails(check[1])):
-                future = self._thread.submit(lambda: self._locked(lambda: protocol.fails(number)))
+                future = self._thread.submit(
+                    lambda: self._locked(lambda: protocol.fails(number)), waits=False
+                )
                 check = self._check = number, future
         wait([check[1]], seconds)
         return check[1].done() and _fails(check[1])
@@ -360,7 +362,7 @@ class Voter:
             task: Future[Any] | None = None
             try:
                 if not self._decide_in_memory(protocol, vote, seconds):
-                    task = self._thread.submit(lambda: self._hold_in_store(protocol, vote))
+                    task = self._thread.submit(lambda: self._hold_in_store(protocol, vote), waits=False)
                     self._wait(task, vote)
             except BaseException as interruption:
                 self._report_interruption(protocol, vote, interruption)
@@ -423,7 +425,7 @@ class Voter:
             vote.result = VoteResult(complete=True)
         self._memory.give_up(vote.number + 1)
         # The thread sees the interruption and ends a vote in progress early.
-        wait([self._thread.submit(report, waits=True)], _REPORT_SECONDS)
+        wait([self._thread.submit(report)], _REPORT_SECONDS)
         self.close("was interrupted in a vote and is closed: make a new one on all ranks")
 
     # On the background thread.

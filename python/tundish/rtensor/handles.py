@@ -141,10 +141,8 @@ def flatten_shard_ids(obj: Any) -> list[str]:
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> td.rtensor.flatten_shard_ids([td.rtensor.store("rewards", torch.ones(2))])
         ['rewards']
-        >>> td.rtensor.set_backend(None)
     """
     return shard_ids(handles_of(obj))
 

@@ -39,11 +39,9 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> handle = td.rtensor.store("rewards", torch.ones(2))
         >>> td.rtensor.localize(handle)
         tensor([1., 1.])
-        >>> td.rtensor.set_backend(None)
     """
     timeout = check_seconds(timeout)
     _check_shard_id(shard_id)
@@ -71,11 +69,9 @@ def fetch(shard_id: str) -> Tensor:
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> handle = td.rtensor.store("rewards", torch.ones(2))
         >>> td.rtensor.fetch("rewards")
         tensor([1., 1.])
-        >>> td.rtensor.set_backend(None)
     """
     _check_shard_id(shard_id)
     found: Tensor = current_backend().handle_of(shard_id).to_local()
@@ -97,11 +93,9 @@ def remove(shard_ids: str | Iterable[str]) -> int:
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> handle = td.rtensor.store("rewards", torch.ones(2))
         >>> td.rtensor.remove(["rewards", "unknown"])
         1
-        >>> td.rtensor.set_backend(None)
     """
     names: Sequence[str] | Iterable[str] = [shard_ids] if isinstance(shard_ids, str) else shard_ids
     check_shard_ids(names, "remove")
@@ -117,11 +111,9 @@ def clear_node() -> Removed:
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> handle = td.rtensor.store("rewards", torch.ones(2))
         >>> td.rtensor.clear_node()
         {'cleared_count': 1, 'num_tensors': 1, 'total_bytes': 8}
-        >>> td.rtensor.set_backend(None)
     """
     return current_backend().clear()
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from tundish import _native
-from tundish.daemon_thread import DaemonThread
 from tundish.distributed import (
     PeerWatch,
     Voter,
@@ -249,7 +248,6 @@ class _Rendezvous:
         # torch's dispatcher would show these messages to the caller's dispatch modes.
         gloo = channels.gloo_group._get_backend(torch.device("cpu"))
         channels.arena = _native.SegmentArena(channels.arena_limit)
-        channels.thread = DaemonThread("tundish-scatter")
         if self._is_source:
             channels.to_other_nodes = [
                 GlooSender(rank, gloo, position) for position, rank in enumerate(members) if position

@@ -237,11 +237,8 @@ class ScatterSource(ScatterRank):
 
     def _finish_in_thread(self, channels: Channels, outgoing: OutgoingMessages) -> Future[None]:
         """Have a thread wait until messages to other nodes are sent."""
-        thread = channels.thread
-        if thread is None or (self._outgoing is not None and not self._outgoing[1].done()):
-            # The thread waits for a rank that is late, perhaps for ever.
-            thread = channels.replace_thread()
-        self._outgoing = outgoing, thread.submit(outgoing.wait)
+        # A thread that waits for a late rank, perhaps for ever, is left behind.
+        self._outgoing = outgoing, channels.thread.submit(outgoing.wait, waits=False)
         return self._outgoing[1]
 
     def _wait_until_sent(self) -> None:

@@ -50,14 +50,12 @@ def step(claim: Any = None) -> Iterator[Step]:
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> batch = td.rtensor.remotize({"rewards": torch.ones(8)})
         >>> with td.rtensor.step(claim=batch):
         ...     td.rtensor.localize(batch)["rewards"].sum()
         tensor(8.)
         >>> td.rtensor.storage_stats()["num_tensors"]
         0
-        >>> td.rtensor.set_backend(None)
     """
     mine = state()
     ids = shard_ids(required_handles(claim, "claim"))
@@ -101,14 +99,12 @@ def keep(obj: Any) -> int:
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> batch = td.rtensor.remotize({"rewards": torch.ones(8)})
         >>> with td.rtensor.step(claim=batch):
         ...     td.rtensor.keep(batch)
         1
         >>> td.rtensor.localize(batch)["rewards"].sum()
         tensor(8.)
-        >>> td.rtensor.set_backend(None)
     """
     handles = required_handles(obj, "obj")
     mine = state()

@@ -49,13 +49,11 @@ def localize(
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> handle = td.rtensor.remotize(torch.arange(6).view(3, 2))
         >>> with td.rtensor.step(claim=handle):
         ...     td.rtensor.localize(handle[1:])  # only these rows are fetched
         tensor([[2, 3],
                 [4, 5]])
-        >>> td.rtensor.set_backend(None)
     """
     timeout = check_seconds(timeout)
     handles: list[RTensor] = find_all(RTensor, obj)

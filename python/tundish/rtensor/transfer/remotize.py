@@ -47,7 +47,6 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
     Example:
         >>> import torch
         >>> import tundish as td
-        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
         >>> batch = td.rtensor.remotize({"rewards": torch.ones(2, 3), "task": "sums"})
         >>> batch["rewards"].shape, batch["rewards"].dtype, batch["task"]
         (torch.Size([2, 3]), torch.float32, 'sums')
@@ -55,7 +54,6 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
         tensor(6.)
         >>> td.rtensor.remove(td.rtensor.flatten_shard_ids(batch))
         1
-        >>> td.rtensor.set_backend(None)
     """
     timeout = check_seconds(timeout)
     found: list[Tensor] = []

@@ -37,20 +37,13 @@ class Channels:
         self.device: DeviceChannel | None = None
         self.arena: Any = None
         self.arena_limit = 0
-        self.thread: DaemonThread | None = None
+        self.thread = DaemonThread("tundish-scatter")
         self.gloo_group: Any = None
 
     @property
     def senders(self) -> list[SharedMemorySender | GlooSender]:
         """To all ranks that get their batches from this one."""
         return [*self.to_node, *self.to_other_nodes]
-
-    def replace_thread(self) -> DaemonThread:
-        """A new thread that waits, beside the one that still waits for a late rank."""
-        if self.thread is not None:
-            self.thread.close()
-        self.thread = DaemonThread("tundish-scatter")
-        return self.thread
 
     def close(self) -> None:
         """Close sockets and free memory; not collective. The other ranks see this one leave."""
@@ -59,8 +52,7 @@ class Channels:
             sender.close()
         if self.receiver is not None:
             self.receiver.close()
-        if self.thread is not None:
-            self.thread.close()
+        self.thread.close()
         self.to_node, self.to_other_nodes, self.receiver = [], [], None
         group, self.gloo_group = self.gloo_group, None
         if group is not None:
