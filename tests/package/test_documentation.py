@@ -142,7 +142,8 @@ def needs_example(value: object) -> bool:
     if not inspect.isclass(value):
         return inspect.isfunction(value)
     is_record = hasattr(value, "_fields") or dataclasses.is_dataclass(value)
-    return not is_record and not issubclass(value, Exception) and value.__module__ != "tundish._native"
+    is_compiled = not value.__dictoffset__ and not hasattr(value, "__slots__")
+    return not (is_record or is_compiled or issubclass(value, Exception))
 
 
 def has_example(value: object) -> bool:
