@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Folders are listed because a folder's date changes when a file is added or removed.
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
-CORE_TESTS := --features tundish-commit/failpoints
+CORE_TESTS := --features tundish-commit/failpoints,tundish-python/failpoints
 PYTHON_FOLDERS := python tests benches examples
 # Where `.ci/vocabulary.txt` holds.
 SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
@@ -53,8 +53,6 @@ test: $(STAMPS)/with-test
 	    set -x; cargo test --lib --bins --tests $(CORE_TESTS); \
 	fi
 	cargo test --doc $(CORE_TESTS)
-	@# Build the module with failpoints here, so that the first fault test does not spend its timeout on it.
-	cargo build --quiet --locked --package tundish-python --features failpoints
 	$(BIN)/python -m pytest --numprocesses $(TESTS_AT_ONCE) --maxprocesses 4 --dist worksteal
 
 soak: export TUNDISH_SOAK := 1
@@ -140,10 +138,11 @@ $(STAMPS)/maturin: | tools
 	$(end)
 
 # The compiled module is in python/tundish, where `git clean` may have removed it. It is built in the profile of the Rust
-# tests, so that each dependency is compiled once. `make wheel` and `make bench` build in the release profile.
+# tests, so that each dependency is compiled once, and with the failpoints of the fault tests. `make wheel` and
+# `make bench` build in the release profile, without failpoints.
 $(STAMPS)/native: $(RUST_SOURCES) $(STAMPS)/maturin $(if $(wildcard python/tundish/_native*.so),,missing)
 	$(begin)
-	$(call locked,.venv)$(BIN)/maturin develop --skip-install
+	$(call locked,.venv)$(BIN)/maturin develop --skip-install --features failpoints
 	$(end)
 
 .PHONY: missing
@@ -151,8 +150,8 @@ missing:
 
 $(STAMPS)/with-%: pyproject.toml $(STAMPS)/maturin | $(STAMPS)/native
 	$(begin)
-	@# Without the profile, pip would build the module again, in the release profile.
-	$(call locked,.venv)env MATURIN_PEP517_ARGS='--profile dev' $(BIN)/python -m pip install --no-build-isolation --editable '.[$*]'
+	@# Without these arguments, pip would build the module again, in the release profile.
+	$(call locked,.venv)env MATURIN_PEP517_ARGS='--profile dev --features failpoints' $(BIN)/python -m pip install --no-build-isolation --editable '.[$*]'
 	$(end)
 
 $(PEER_STAMPS)/peers: benches/peers/requirements.txt benches/peers/requirements-alone.txt | tools

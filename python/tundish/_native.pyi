@@ -1,12 +1,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict, final, type_check_only
+from typing import Any, Final, TypedDict, final, type_check_only
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
+    "HAS_FAILPOINTS",
     "AtomicFolder",
     "BufferLease",
     "BufferReceiver",
@@ -66,6 +67,8 @@ __all__ = [
     "verify_plan",
     "write_small_file",
 ]
+
+HAS_FAILPOINTS: Final[bool]
 
 @type_check_only
 class PackRequest(TypedDict):

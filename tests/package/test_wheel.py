@@ -23,8 +23,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     maturin = Path(sysconfig.get_path("scripts")) / "maturin"
     subprocess.run(
-        # In the profile that `make test` has built already.
-        [maturin, "build", "--locked", "--out", folder],
+        # In the profile and with the features that `make test` has built already.
+        [maturin, "build", "--locked", "--features", "failpoints", "--out", folder],
         cwd=CHECKOUT,
         check=True,
         capture_output=True,

@@ -37,6 +37,9 @@ mod _native {
         super::shm::segment::forget_in_children(py)
     }
 
+    /// Whether environment variables can make the system calls of this module fail, for tests.
+    #[pymodule_export]
+    const HAS_FAILPOINTS: bool = cfg!(feature = "failpoints");
     #[pymodule_export]
     use super::atomic_folder::{AtomicFolder, replace_file};
     #[pymodule_export]

@@ -1,48 +1,16 @@
-"""The compiled module with its failpoints, for processes that a test starts.
+"""Failpoints for processes that a test starts: system calls that kill the process, fail or panic.
 
-It is built beside the one that users get and never installed: a process of a test loads it in place of the other,
-before it uses tundish. What the failpoints do is said in `rust/commit/src/disk/failpoints.rs`.
+The compiled module of a checkout has them, a wheel has not. `rust/commit/src/disk/failpoints.rs` says what they do. A
+process reads its setting from the environment at its first system call that changes a disk.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-
-_NAME = "tundish._native"
-_CHECKOUT = Path(__file__).parents[3]
-
-
-@functools.cache
-def built() -> Path:
-    """The module with failpoints; compiled where anything changed."""
-    command = ["cargo", "build", "--locked", "--package", "tundish-python", "--features", "failpoints"]
-    environment = {name: value for name, value in os.environ.items() if name != "CONDA_PREFIX"}
-    # As the Makefile has it: with another interpreter cargo would compile everything again.
-    environment["VIRTUAL_ENV"] = sys.prefix
-    finished = subprocess.run(
-        [*command, "--message-format", "json-render-diagnostics"],
-        cwd=_CHECKOUT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    messages = [json.loads(line) for line in finished.stdout.splitlines()]
-    (library,) = [
-        name
-        for message in messages
-        if message["reason"] == "compiler-artifact" and message["target"]["name"] == "_native"
-        for name in message["filenames"]
-    ]
-    return Path(library)
 
 
 @dataclass(frozen=True)
@@ -81,14 +49,9 @@ def environment(call: SystemCall, fault: str) -> dict[str, str]:
     }
 
 
-def load(library: Path) -> None:
-    """In a process that has not used tundish yet: make this module its compiled one."""
-    # Modules that the fork server of the tests imported, with the other one.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tundish"]:
-        del sys.modules[name]
-    specification = importlib.util.spec_from_file_location(_NAME, library)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[_NAME] = module
-    specification.loader.exec_module(module)
+def arm(setting: dict[str, str]) -> None:
+    """Set the failpoints of this process, which has not changed a disk yet."""
+    from tundish import _native
+
+    assert _native.HAS_FAILPOINTS, "the compiled module has no failpoints: run the tests with `make test`"
+    os.environ |= setting

@@ -19,7 +19,6 @@ class InterruptedRoot:
         self._prepared = folder / "prepared"
         self.root = folder / "run" / "root"
         prepare(self._prepared / "root", folder)
-        self.library = failpoints.built()
 
     def reset(self) -> Path:
         """The root as it was at first."""
@@ -28,8 +27,8 @@ class InterruptedRoot:
         return self.root
 
     def start(self, job: Job, rank: int, environment: dict[str, str]) -> None:
-        """Let a rank train for two steps or through failures to step 6, on the module with failpoints."""
-        order = {"root": str(self.root), "library": self.library, "environment": environment}
+        """Let a rank train for two steps or through failures to step 6."""
+        order = {"root": str(self.root), "failpoints": environment}
         job.tell(rank, order | {"steps": 2, "last": 6})
 
     def calls(self) -> list[tuple[int, SystemCall]]:

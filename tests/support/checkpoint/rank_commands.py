@@ -61,10 +61,8 @@ class _Rank:
 
         return outcome(open_it)
 
-    def arm(self, library: Path, environment: dict[str, str]) -> None:
-        """Take failpoints, before tundish is imported."""
-        os.environ |= environment
-        failpoints.load(library)
+    def arm(self, setting: dict[str, str]) -> None:
+        failpoints.arm(setting)
 
     def save(self, kind: str, step: int) -> Any:
         """The call alone."""

@@ -88,13 +88,6 @@ def save_dcp(checkpointer: Any, training: Training, step: int, rank: int) -> Any
     return checkpointer.save_dcp(step, training.state(), extra=extra, rank_extra=rank_extra)
 
 
-def arm(order: dict[str, Any]) -> None:
-    """Take what the test told about failpoints to this process, before it imports tundish."""
-    os.environ |= order.get("environment", {})
-    if "library" in order:
-        failpoints.load(order["library"])
-
-
 def hidden(root: Path) -> list[str]:
     """The hidden entries of a root, except its lock."""
     return [name for name in os.listdir(root) if name.startswith(".") and name != ".owner"]
@@ -106,7 +99,7 @@ def train(rank: int, line: Any) -> None:
     With `steps`, that many and the last one again. When something fails, it says what, and ends.
     """
     order = line.hear()
-    arm(order)
+    failpoints.arm(order.get("failpoints", {}))
     from tundish.checkpoint import Checkpointer
 
     root = Path(order["root"])
@@ -145,7 +138,7 @@ def train_through_failures(rank: int, line: Any) -> None:
     Where a start fails, there is a second one.
     """
     order = line.hear()
-    arm(order)
+    failpoints.arm(order.get("failpoints", {}))
     from tundish.checkpoint import Checkpointer
 
     root = Path(order["root"])
