@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use tundish_shm::Segment;
-use tundish_shm::arena::{Arena, ArenaUse};
+use tundish_shm::arena::{Arena, ArenaPurpose};
 
 const SIZES: [(&str, usize); 3] = [("400 KiB", 400 << 10), ("16 MiB", 16 << 20), ("256 MiB", 256 << 20)];
 
@@ -51,7 +51,7 @@ fn timed<T>(rounds: u64, mut work: impl FnMut() -> T, mut end: impl FnMut(T)) ->
 }
 
 fn segments(criterion: &mut Criterion) {
-    for (purpose, said) in [(ArenaUse::Arrays, "arrays"), (ArenaUse::Messages, "messages")] {
+    for (purpose, said) in [(ArenaPurpose::Arrays, "arrays"), (ArenaPurpose::Messages, "messages")] {
         let mut group = criterion.benchmark_group(format!("segments of {said}"));
         group.sample_size(10).sampling_mode(SamplingMode::Flat);
         group.warm_up_time(Duration::from_millis(200)).measurement_time(Duration::from_secs(1));

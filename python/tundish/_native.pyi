@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 __all__ = [
     "HAS_FAILPOINTS",
     "AtomicFolder",
-    "BufferLease",
+    "SentBuffer",
     "BufferReceiver",
     "CheckpointReadLock",
     "CheckpointRoot",
@@ -393,8 +393,8 @@ class SendBuffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class BufferLease:
-    def __new__(cls, buffer: SendBuffer) -> BufferLease: ...
+class SentBuffer:
+    def __new__(cls, buffer: SendBuffer) -> SentBuffer: ...
     @property
     def buffer(self) -> SendBuffer: ...
     @property

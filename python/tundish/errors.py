@@ -19,7 +19,7 @@ __all__ = [
     "InvalidInputError",
     "InvalidTypeError",
     "MissingExtraError",
-    "NoDatasetError",
+    "LoaderHasNoDatasetError",
     "NoSuchPackError",
     "NoSuchSampleError",
     "NotAuthorizedError",
@@ -27,7 +27,7 @@ __all__ = [
     "NotPicklableError",
     "OutOfMemoryError",
     "PeerFailedError",
-    "PeerStoppedError",
+    "PeerLeftLoopError",
     "PlanFormatError",
     "PlanMismatchError",
     "PoolError",
@@ -39,8 +39,8 @@ __all__ = [
     "StepExistsError",
     "StepOrderError",
     "StorageError",
-    "StoreFullError",
-    "StoreLostError",
+    "TensorStoreFullError",
+    "JobStoreLostError",
     "TimedOutError",
     "TransferError",
     "TundishError",
@@ -71,7 +71,7 @@ class InvalidTypeError(TundishError, TypeError):
     """An argument has an invalid type or dtype."""
 
 
-class NoDatasetError(TundishError, AttributeError):
+class LoaderHasNoDatasetError(TundishError, AttributeError):
     """A loader was asked for its dataset and has none."""
 
 
@@ -184,7 +184,7 @@ class PeerFailedError(_DetailedError, RuntimeError):
         self.rank = rank
 
 
-class PeerStoppedError(_DetailedError, RuntimeError):
+class PeerLeftLoopError(_DetailedError, RuntimeError):
     """Another rank left a collective loop early.
 
     Attributes:
@@ -212,7 +212,7 @@ class VoteTimeoutError(_DetailedError, TimeoutError):
         self.ranks = ranks
 
 
-class StoreLostError(TundishError, ConnectionError):
+class JobStoreLostError(TundishError, ConnectionError):
     """The job's c10d store no longer answers."""
 
 
@@ -224,7 +224,7 @@ class ShardMismatchError(TundishError, ValueError):
     """A fetched tensor has another shape or dtype than its handle says."""
 
 
-class StoreFullError(OutOfMemoryError):
+class TensorStoreFullError(OutOfMemoryError):
     """The storage or the fetch buffer of a process has reached its byte limit, and nothing was freed in time."""
 
 

@@ -13,12 +13,12 @@ import pytest
 from tundish.distributed import GroupInfo, RankFailure, Voter, vote_protocol
 from tundish.distributed import voter as voter_module
 from tundish.distributed.job_store import JobStore
-from tundish.distributed.vote_protocol import PendingVote
+from tundish.distributed.vote_protocol import RankVote
 from tundish.distributed.vote_result import VoteResult
 from tundish.errors import VoteTimeoutError, format_ranks
 
 # The error that a rank raises, or its vote.
-Result = tuple[Exception | None, PendingVote | None]
+Result = tuple[Exception | None, RankVote | None]
 
 SIZE = 200
 # More than a rank asks in any round that lasts no longer than a second or two, however many ranks there are.

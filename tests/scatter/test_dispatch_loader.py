@@ -309,7 +309,7 @@ def what_is_refused(rank: int, line: Line) -> None:
             loader.load_state_dict(state)
             assert "load the state on the source too" in outcome(lambda: list(loader))[1]
         else:
-            assert outcome(lambda: list(loader))[0] in ("PeerStoppedError", "")
+            assert outcome(lambda: list(loader))[0] in ("PeerLeftLoopError", "")
 
 
 def test_bad_arguments_are_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from tundish.distributed.job_store import second_client as second_client
 from tundish.distributed.job_store import store_address as store_address
 from tundish.distributed.job_store import store_load_factor as store_load_factor
 from tundish.distributed.job_store import torch_distributed as torch_distributed
-from tundish.distributed.local_ranks import env_integer as env_integer
-from tundish.distributed.local_ranks import is_local_rank0, local_rank, local_world_size
+from tundish.distributed.torchrun_local_rank import env_integer as env_integer
+from tundish.distributed.torchrun_local_rank import is_local_rank0, local_rank, local_world_size
 from tundish.distributed.nodes import node_group
 from tundish.distributed.nodes import nodes_of as nodes_of
 from tundish.distributed.peer_watch import PeerWatch as PeerWatch

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from tundish.distributed.job_store import torch_distributed
-from tundish.distributed.local_ranks import env_integer
+from tundish.distributed.torchrun_local_rank import env_integer
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import group_info, new_subgroup
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter

@@ -32,7 +32,7 @@ from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
     PeerFailedError,
-    StoreLostError,
+    JobStoreLostError,
     TundishError,
     VoteTimeoutError,
     format_ranks,
@@ -40,7 +40,7 @@ from tundish.errors import (
 
 __all__ = [
     "LINGER_SECONDS",
-    "PendingVote",
+    "RankVote",
     "VoteProtocol",
     "as_exception",
     "check_same",
@@ -71,7 +71,7 @@ _logger = logging.getLogger("tundish.distributed")
 
 
 @dataclass(kw_only=True)
-class PendingVote:
+class RankVote:
     """One vote of this rank.
 
     Attributes:
@@ -153,7 +153,7 @@ class VoteProtocol:
         self._store = JobStore(member.store, name)
         self._watch = PeerWatch()
 
-    def hold(self, vote: PendingVote) -> None:
+    def hold(self, vote: RankVote) -> None:
         """Take part in `vote` and set its result. Raises the errors of the store."""
         store, number = self._store, vote.number
         store.connect()
@@ -199,7 +199,7 @@ class VoteProtocol:
         self._watch.close()
         self._store.close()
 
-    def _post(self, vote: PendingVote) -> int:
+    def _post(self, vote: RankVote) -> int:
         """Report this rank's status; return how many ranks have reported theirs."""
         store, key = self._store, f"{vote.number}"
         if vote.same is not None and vote.failure is None:
@@ -221,7 +221,7 @@ class VoteProtocol:
         vote.posted = True
         return store.add(f"{key}/arrived", 1)
 
-    def _wait(self, vote: PendingVote) -> tuple[VoteResult, int | None]:
+    def _wait(self, vote: RankVote) -> tuple[VoteResult, int | None]:
         """Wait for the result, or write it if this rank sees that the vote is over.
 
         Returns the result and, if it saw that, this rank's place in the line of ranks that may write.
@@ -252,7 +252,7 @@ class VoteProtocol:
             if time.monotonic() >= turn_at:
                 return self._read_result(vote.number) or self._write_result(vote, lost), turn
 
-    def _check(self, vote: PendingVote) -> bool:
+    def _check(self, vote: RankVote) -> bool:
         """Meet new ranks of the node, warn, and return whether all ranks have arrived."""
         if not self.node_ranks:
             self._meet_node()
@@ -262,7 +262,7 @@ class VoteProtocol:
         # The last to arrive may have died before it could write the result.
         return self._store.add(f"{vote.number}/arrived", 0) >= len(self._ranks)
 
-    def _is_out_of_time(self, vote: PendingVote) -> bool:
+    def _is_out_of_time(self, vote: RankVote) -> bool:
         now = time.monotonic()
         if (
             vote.interruption is not None
@@ -272,7 +272,7 @@ class VoteProtocol:
             return True
         return vote.failure is not None and now >= vote.started + _GATHER_SECONDS
 
-    def _warn(self, vote: PendingVote, seconds: float) -> None:
+    def _warn(self, vote: RankVote, seconds: float) -> None:
         """Log, on one rank, which ranks the vote waits for."""
         key = f"{vote.number}/warned/{seconds:g}"
         if self._store.add(key, 1) > 1:
@@ -295,7 +295,7 @@ class VoteProtocol:
         return [ranks[key] for key in self._store.missing(list(ranks))]
 
     def _write_result(
-        self, vote: PendingVote, lost: Mapping[int, RankFailure], *, all_arrived: bool = False
+        self, vote: RankVote, lost: Mapping[int, RankFailure], *, all_arrived: bool = False
     ) -> VoteResult:
         """Write the result as this rank knows it, unless the store has one; return the stored one."""
         store, number = self._store, vote.number
@@ -328,7 +328,7 @@ class VoteProtocol:
         text = self._store.read(f"{number}/result")
         return None if text is None else VoteResult.from_json(text)
 
-    def _pass_values(self, vote: PendingVote, result: VoteResult) -> None:
+    def _pass_values(self, vote: RankVote, result: VoteResult) -> None:
         """Read the values for this rank after a successful vote."""
         if vote.value is not None:
             self._own_keys.append((vote.number, f"{vote.number}/value/{self._rank}"))
@@ -369,7 +369,7 @@ class VoteProtocol:
         process = self._processes.get(rank)
         return ("" if process is None else f"({process}) ") + "was killed or vanished"
 
-    def _clean_up(self, vote: PendingVote, result: VoteResult, *, deletes_common: bool) -> None:
+    def _clean_up(self, vote: RankVote, result: VoteResult, *, deletes_common: bool) -> None:
         """Delete keys that no rank reads again; one rank deletes the keys common to all."""
         store, number = self._store, vote.number
         if vote.posted:
@@ -386,7 +386,7 @@ class VoteProtocol:
         self._common_keys += [f"{number}/{key}" for key in common]
         self.has_values = bool(self._own_keys)
 
-    def _leave(self, vote: PendingVote, result: VoteResult) -> None:
+    def _leave(self, vote: RankVote, result: VoteResult) -> None:
         """Have the host of the store wait until the others have read the result.
 
         A host that was stopped may complete a vote that the others gave up. They tell it, and it raises as they did.
@@ -461,7 +461,7 @@ def no_result_error(
     if isinstance(trouble, InvalidInputError):
         return trouble
     if host is None or host == rank:
-        return StoreLostError(f"{what}: the job's store is gone or refuses ({trouble}): restart the job")
+        return JobStoreLostError(f"{what}: the job's store is gone or refuses ({trouble}): restart the job")
     return PeerFailedError(
         f"{what}: rank {host}, which hosts the job's store, was killed or vanished ({trouble})", host
     )

@@ -21,7 +21,7 @@ from tundish.distributed import group_info, local_world_size, same_arguments
 from tundish.errors import (
     InvalidInputError,
     InvalidTypeError,
-    NoDatasetError,
+    LoaderHasNoDatasetError,
     NotPicklableError,
     StateMismatchError,
     TimedOutError,
@@ -29,7 +29,7 @@ from tundish.errors import (
 from tundish.progress import ProgressLine
 from tundish.scatter.loader.batch_reader import Tail, step_count
 from tundish.scatter.loader.early_exit import EarlyExits
-from tundish.scatter.loader.epoch import Epoch, Step
+from tundish.scatter.loader.epoch import Epoch, LoaderStep
 from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
 from tundish.scatter.loader.epoch_receiver import EpochReceiver
 from tundish.scatter.loader.epoch_source import EpochSource
@@ -101,7 +101,7 @@ class DispatchLoader(Generic[T_co]):
         VoteTimeoutError: a rank did not make the call in time.
 
     Iterating raises the errors of `scatter_batch`, and also:
-        PeerStoppedError: another rank left the loop before its end, and this rank asked for more.
+        PeerLeftLoopError: another rank left the loop before its end, and this rank asked for more.
         InvalidInputError: the loader is closed, belongs to another process or has too few batches; or another iterator
             was begun since.
         StateMismatchError: this rank loaded a state, and the source did not.
@@ -324,7 +324,7 @@ class DispatchLoader(Generic[T_co]):
     def close(self) -> None:
         """End an iteration that is under way, and free threads and memory; not collective.
 
-        Batches stay valid. Ranks that go on with their loop get a `PeerStoppedError`, or a `PeerFailedError` if they
+        Batches stay valid. Ranks that go on with their loop get a `PeerLeftLoopError`, or a `PeerFailedError` if they
         begin another.
 
         Example:
@@ -367,7 +367,7 @@ class DispatchLoader(Generic[T_co]):
     @property
     def dataset(self) -> NoReturn:
         """Raises `AttributeError`: another loader over the dataset would give each rank only a part of it."""
-        raise NoDatasetError(
+        raise LoaderHasNoDatasetError(
             "a DispatchLoader has no dataset to make another loader over: it gives each rank its own batches already. "
             "Do not give it to accelerator.prepare_data_loader or skip_first_batches: iterate over it as it is, and "
             "leave batches out with skip_batches= or load_state_dict"
@@ -443,7 +443,7 @@ class DispatchLoader(Generic[T_co]):
         if iterator is not None:
             iterator.close(why)
 
-    def _hand_out(self, epoch: Epoch, step: Step | None, waited: float) -> T_co:
+    def _hand_out(self, epoch: Epoch, step: LoaderStep | None, waited: float) -> T_co:
         """The batch of a step; called with None at the end."""
         self._next_seconds += waited
         state, start = self._state, epoch.start

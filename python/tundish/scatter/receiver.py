@@ -6,7 +6,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from tundish._native import BufferLease
+from tundish._native import SentBuffer
 from tundish.errors import OutOfMemoryError, PeerFailedError, StorageError
 from tundish.scatter.incoming_batch import IncomingBatch
 from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
@@ -132,7 +132,7 @@ class ScatterReceiver(ScatterRank):
     def _pass_on(self, channels: Channels, message: IncomingMessage) -> None:
         """Send the message to the ranks of this node that get the same batch."""
         self._raise_if_ended()
-        header, lease = message.header, None if message.buffer is None else BufferLease(message.buffer)
+        header, lease = message.header, None if message.buffer is None else SentBuffer(message.buffer)
         for sender in channels.to_node:
             wait = self._waiter(sender.rank)
             try:

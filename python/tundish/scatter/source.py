@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tundish._native import BufferLease
+from tundish._native import SentBuffer
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
 from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
@@ -186,7 +186,7 @@ class ScatterSource(ScatterRank):
         self, senders: list[SharedMemorySender], contents: dict[int, _Content], waiting: _Senders
     ) -> None:
         readers = Counter(id(contents[sender.rank]) for sender in senders)
-        leases: dict[int, BufferLease] = {}
+        leases: dict[int, SentBuffer] = {}
         for sender in senders:
             content, wait = contents[sender.rank], self._waiter(sender.rank)
             if isinstance(content, tuple):

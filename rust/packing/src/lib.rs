@@ -1,7 +1,7 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
 //! `inputs` reads lengths and orders, `hard` computes a hard plan, `plan` holds a plan and looks packs up,
-//! `folder` keeps a plan on disk, `verify` checks a plan, `megatron_index` converts it for Megatron-LM. The
+//! `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM. The
 //! crate knows neither Python nor torch.
 //!
 //! Invariants:

@@ -152,7 +152,7 @@ fn store_error(error: &StoreError) -> PyErr {
     let message = without_number(&error.to_string());
     match error {
         StoreError::Memory(error) => shm_error(error),
-        StoreError::Full { .. } | StoreError::TooLarge { .. } => raise("StoreFullError", &message),
+        StoreError::Full { .. } | StoreError::TooLarge { .. } => raise("TensorStoreFullError", &message),
         StoreError::Missing { .. }
         | StoreError::StepEnded { .. }
         | StoreError::StepTaken { .. }

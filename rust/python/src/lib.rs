@@ -65,10 +65,10 @@ mod _native {
     };
     #[pymodule_export]
     use super::shm::buffers::{
-        BufferLease, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit,
+        SentBuffer, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit,
     };
     #[pymodule_export]
-    use super::shm::message_content::is_plain;
+    use super::shm::plain_values::is_plain;
     #[pymodule_export]
     use super::shm::named::sweep_segments;
     #[pymodule_export]

@@ -2,12 +2,12 @@
 #![cfg(unix)]
 #![allow(unsafe_code)]
 
-use tundish_shm::arena::{Arena, ArenaUse};
+use tundish_shm::arena::{Arena, ArenaPurpose};
 
 #[test]
 fn a_lease_that_a_child_inherited_lives_until_the_child_ends_or_lets_go() {
     for lets_go in [false, true] {
-        let arena = Arena::new(ArenaUse::Arrays, 1 << 20);
+        let arena = Arena::new(ArenaPurpose::Arrays, 1 << 20);
         let mut segment = arena.take(1000, &mut || Ok(())).unwrap();
         segment.publish(1000, &[]).unwrap();
         let mut lease = Some(segment.lease().unwrap());

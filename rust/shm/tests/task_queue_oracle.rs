@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use tundish_shm::task_queue::{ParentQueue, ResultWaiter, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, WaiterRole, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue};
 
 const CAPACITY: usize = 256;
 
@@ -132,7 +132,7 @@ fn a_wait_without_time_reports_present_results() {
     let wait = |role| queue.wait(role, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
     let take = || worker.take(3, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true)).unwrap();
     assert_eq!(
-        (wait(ResultWaiter::Caller), wait(ResultWaiter::Background)),
+        (wait(WaiterRole::Caller), wait(WaiterRole::Background)),
         (WaitOutcome::Nothing, WaitOutcome::Nothing)
     );
     assert_eq!(take(), TakeOutcome::Nothing);
@@ -141,7 +141,7 @@ fn a_wait_without_time_reports_present_results() {
     assert_eq!(take(), TakeOutcome::Task(task_id));
     assert_eq!(take(), TakeOutcome::Stop);
     worker.finish(task_id, 1, b"result").unwrap();
-    assert_eq!((wait(ResultWaiter::Caller), wait(ResultWaiter::Background)), (WaitOutcome::Ready, WaitOutcome::Ready));
+    assert_eq!((wait(WaiterRole::Caller), wait(WaiterRole::Background)), (WaitOutcome::Ready, WaitOutcome::Ready));
 }
 
 #[test]

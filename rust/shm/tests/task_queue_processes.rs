@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
-use tundish_shm::task_queue::{ParentQueue, ResultWaiter, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, WaiterRole, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue};
 
 /// Far longer than anything here takes.
 const STUCK: Duration = Duration::from_secs(20);
@@ -87,7 +87,7 @@ fn question(number: u64) -> Vec<u8> {
 /// Wait for results, and check them off.
 fn collect(queue: &ParentQueue, open: &mut HashMap<TaskId, u64>) {
     let begin = Instant::now();
-    while queue.wait(ResultWaiter::Caller, &mut TimeLimit::new(Some(STUCK), None, &mut || true)) != WaitOutcome::Ready {
+    while queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(STUCK), None, &mut || true)) != WaitOutcome::Ready {
         assert!(begin.elapsed() < STUCK, "{} tasks wait for nobody", open.len());
     }
     queue.collect(|task_id, kind, payload| {

@@ -8,12 +8,12 @@ use crc_fast::{CrcAlgorithm, Digest};
 
 /// Computes a checksum piece by piece.
 #[derive(Clone, Copy, Debug)]
-pub struct Checksum(Digest);
+pub struct RunningChecksum(Digest);
 
-impl Checksum {
+impl RunningChecksum {
     /// The checksum of no bytes.
     pub fn new() -> Self {
-        Checksum(Digest::new(CrcAlgorithm::Crc64Nvme))
+        RunningChecksum(Digest::new(CrcAlgorithm::Crc64Nvme))
     }
 
     /// The checksum of `bytes`.
@@ -32,9 +32,9 @@ impl Checksum {
     }
 }
 
-impl Default for Checksum {
+impl Default for RunningChecksum {
     fn default() -> Self {
-        Checksum::new()
+        RunningChecksum::new()
     }
 }
 
@@ -46,17 +46,17 @@ mod tests {
 
     #[test]
     fn it_is_the_one_that_the_catalogue_of_parametrised_crcs_lists() {
-        assert_eq!(Checksum::of(b"123456789"), 0xae8b_1486_0a79_9888);
+        assert_eq!(RunningChecksum::of(b"123456789"), 0xae8b_1486_0a79_9888);
     }
 
     proptest! {
         #[test]
         fn parts_make_the_same_as_the_whole(bytes: Vec<u8>, cut: proptest::sample::Index) {
             let (first, rest) = bytes.split_at(cut.index(bytes.len() + 1));
-            let mut checksum = Checksum::new();
+            let mut checksum = RunningChecksum::new();
             checksum.update(first);
             checksum.update(rest);
-            prop_assert_eq!(checksum.value(), Checksum::of(&bytes));
+            prop_assert_eq!(checksum.value(), RunningChecksum::of(&bytes));
         }
     }
 }

@@ -29,7 +29,7 @@ mod tensor_meta;
 mod time_limit;
 mod transport;
 
-pub use checksum::Checksum;
+pub use checksum::RunningChecksum;
 pub use error::{MissingShard, StoreError};
 pub use fetch::FetchReceiver;
 pub use memory::borrowed_tensors::{OutgoingShard, TensorToStore};

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tundish.checkpoint.staging.block_copies import CopyBlock, copy_from_device, transfers
+from tundish.checkpoint.staging.buffer_copy import BufferCopy, copy_from_device, transfers
 from tundish.checkpoint.staging.buffers import Buffer, Place
 
 _HOST = torch.device("cpu")
@@ -49,7 +49,7 @@ def _around(form: str, before: int = 0) -> list[Any]:
     ]
 
 
-def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[CopyBlock, list[Place]]:
+def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[BufferCopy, list[Place]]:
     """A block of the chosen tensors, and the places of the others; `is_free`: gaps may be overwritten."""
     places, sources, others, end = [], [], [], 0
     for (dtype, saved_as), shape, form, before in tensors:
@@ -68,7 +68,7 @@ def block_of(tensors: list[Any], *, is_free: bool = True) -> tuple[CopyBlock, li
         sources.append(source)
         if form in ("elsewhere", "not chosen"):
             others.append(places[-1])
-    block = CopyBlock(
+    block = BufferCopy(
         buffer=Buffer(end + 1),
         places=places,
         sources=sources,

@@ -23,7 +23,7 @@ from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.hf.hf_stager import HfStager
 from tundish.checkpoint.staging import copies as staging
-from tundish.checkpoint.staging.block_copies import CopyBlock
+from tundish.checkpoint.staging.buffer_copy import BufferCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.copies import Copies, LazyCopy, optimizers_of
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -143,7 +143,7 @@ def test_the_copy_begins_after_the_step_hooks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(staging._StepGate, "add", slowly_add)
     monkeypatch.setattr(staging.EagerCopy, "run", run_told)
     buffer = Buffer(12)
-    block = CopyBlock(
+    block = BufferCopy(
         buffer=buffer, places=[Place(0, 12, torch.float32, (3,))], sources=[parameter], names=["w"]
     )
     copy = LazyCopy([block], optimizers)
@@ -243,7 +243,7 @@ def test_tensors_without_an_optimizer_are_copied_at_once(gate: threading.Event) 
     parameter = nn.Parameter(owned)
     buffer = Buffer(48)
     targets = buffer.bytes.view(torch.float32).view(4, 3).zero_()
-    block = CopyBlock(
+    block = BufferCopy(
         buffer=buffer,
         places=[Place(start, start + 12, torch.float32, (3,)) for start in (0, 12, 24)],
         sources=[parameter, other, parameter.detach().view(3)],
@@ -380,7 +380,7 @@ def test_a_step_waits_again_after_ctrl_c(gate: threading.Event) -> None:
     parameter = nn.Parameter(torch.zeros(1000))
     optimizer = Adding(parameter)
     buffer, place = Buffer(4000), Place(0, 4000, torch.float32, (1000,))
-    block = CopyBlock(buffer=buffer, places=[place], sources=[parameter.detach()], names=["w"])
+    block = BufferCopy(buffer=buffer, places=[place], sources=[parameter.detach()], names=["w"])
     copy = LazyCopy([block], [optimizer])
     copy.start()
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

@@ -320,11 +320,11 @@ def test_limits_hold_on_both_sides(processes: tuple[Peer, Peer]) -> None:
     with Peer(limit_bytes=1 << 20, buffer_limit_bytes=1 << 20) as small:
         with pytest.raises(PeerError, match="never fit") as raised:
             small.call(peer_functions.make, 1, 1 << 20)
-        assert raised.value.kind == "StoreFullError"
+        assert raised.value.kind == "TensorStoreFullError"
         large = owner.call(peer_functions.make, 1, 1 << 20)
         with pytest.raises(PeerError, match="never fit") as raised:
             small.call(peer_functions.sums_over_sockets, large)
-        assert raised.value.kind == "StoreFullError"
+        assert raised.value.kind == "TensorStoreFullError"
         # A tensor in its owner's memory takes none of the consumer's.
         assert small.call(peer_functions.sums, large) == [0]
         several = owner.call(peer_functions.make, 3, 50_000)

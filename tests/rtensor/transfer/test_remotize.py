@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import tundish as td
 from tundish import rtensor
-from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, StoreFullError
+from tundish.errors import InvalidInputError, InvalidTypeError, ShardGoneError, TensorStoreFullError
 
 pytestmark = pytest.mark.usefixtures("local")
 
@@ -339,10 +339,10 @@ def test_at_the_limit_a_store_waits_and_then_raises() -> None:
     stats = rtensor.storage_stats()["memory"]
     td._native.ShardStore.set_limits(1 << 20, 1 << 20)
     try:
-        with pytest.raises(StoreFullError, match="never fit"):
+        with pytest.raises(TensorStoreFullError, match="never fit"):
             rtensor.remotize(torch.zeros(1 << 20))
         held = rtensor.remotize(torch.zeros(500_000, dtype=torch.uint8))
-        with pytest.raises(StoreFullError, match="do not fit"):
+        with pytest.raises(TensorStoreFullError, match="do not fit"):
             rtensor.remotize(torch.zeros(900_000, dtype=torch.uint8), timeout=0.2)
         assert rtensor.localize(held).numel() == 500_000
     finally:

@@ -94,7 +94,7 @@ def ends_for_no_reason(rank: int, line: Line) -> None:
                 assert kind == "PeerFailedError" and "StopIteration" in text, (prefetch, kind, text)
             else:
                 # The receiver has left the loop.
-                assert kind in ("", "PeerStoppedError"), (prefetch, kind, text)
+                assert kind in ("", "PeerLeftLoopError"), (prefetch, kind, text)
             dist.barrier()
 
 

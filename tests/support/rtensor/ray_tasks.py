@@ -19,7 +19,7 @@ from tundish.errors import (
     InvalidTypeError,
     ShardGoneError,
     ShardMismatchError,
-    StoreFullError,
+    TensorStoreFullError,
     TimedOutError,
     TransferError,
 )
@@ -189,7 +189,7 @@ def the_limit_holds_for_what_is_put() -> None:
         stats = rtensor.storage_stats()
         assert stats["total_bytes"] >= 3 << 18 and stats["memory"]["used_bytes"] >= 3 << 18
         for count in (1 << 19, 1 << 21):
-            with pytest.raises(StoreFullError, match=f"{count} bytes do not fit"):
+            with pytest.raises(TensorStoreFullError, match=f"{count} bytes do not fit"):
                 rtensor.remotize(torch.zeros(count, dtype=torch.uint8), timeout=0.1)
         rtensor.remove(first.shard_id)
         # Removed shards have made room, and failed ones take none.

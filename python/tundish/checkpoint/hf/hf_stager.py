@@ -32,7 +32,7 @@ from tundish.checkpoint.hf.shards import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, collect_sidecars
 from tundish.checkpoint.hf.staged_export import StagedExport
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
-from tundish.checkpoint.staging.block_copies import CopyBlock
+from tundish.checkpoint.staging.buffer_copy import BufferCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
@@ -216,7 +216,7 @@ class HfStager:
                 given[source] = buffer.view(place)
         return given
 
-    def _direct_block(self, buffer: ShardBuffer) -> CopyBlock:
+    def _direct_block(self, buffer: ShardBuffer) -> BufferCopy:
         """The tensors of a file that need neither other ranks nor a conversion."""
         units = [self._plan.conversion.unit_of[product] for product in buffer.file.products]
         block = self._block(buffer, buffer.file.places, [unit.sources[0] for unit in units])
@@ -224,8 +224,8 @@ class HfStager:
             return block
         return block.chosen([number for number, unit in enumerate(units) if self._plan.is_direct(unit)])
 
-    def _block(self, buffer: Buffer, places: Sequence[Place], sources: Sequence[int]) -> CopyBlock:
-        return CopyBlock(
+    def _block(self, buffer: Buffer, places: Sequence[Place], sources: Sequence[int]) -> BufferCopy:
+        return BufferCopy(
             buffer=buffer,
             places=places,
             sources=[self._local[source] for source in sources],

@@ -23,7 +23,7 @@ from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.distributed import Voter
-from tundish.errors import CallbackError, CheckpointInUseError, StoreLostError, VoteTimeoutError
+from tundish.errors import CallbackError, CheckpointInUseError, JobStoreLostError, VoteTimeoutError
 
 __all__ = ["Finalizer", "QueuedSave"]
 
@@ -117,7 +117,7 @@ class Finalizer:
                     self.writable.protect(step for one in reports for step in one["protected"])
                     self._publish(self.writable, queued, self._manifest(queued, staged, reports))
             queued.is_published = True
-        except (StoreLostError, VoteTimeoutError):
+        except (JobStoreLostError, VoteTimeoutError):
             # On the other ranks the vote may have succeeded.
             if queued.staged is not None and not isinstance(queued.staged, BaseException):
                 queued.staged.abort()
@@ -142,7 +142,7 @@ class Finalizer:
 
     def report(self, queued: QueuedSave, error: BaseException) -> None:
         """Bring the error of `finish` to the vote that the other ranks may have gone on to. Never raises."""
-        if isinstance(error, StoreLostError | VoteTimeoutError):
+        if isinstance(error, JobStoreLostError | VoteTimeoutError):
             with contextlib.suppress(Exception):
                 self.voter.vote(error, what=f"{queued.what}: going on", timeout=_REPORT_SECONDS)
 

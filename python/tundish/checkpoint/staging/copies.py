@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from tundish._native import TensorCopy
-from tundish.checkpoint.staging.block_copies import (
-    CopyBlock,
+from tundish.checkpoint.staging.buffer_copy import (
+    BufferCopy,
     begin_host_copy,
     copy_from_device,
     finish_host_copy,
@@ -39,7 +39,7 @@ class Copies:
         self._eager: list[EagerCopy] = []
         self._lazy: list[LazyCopy] = []
 
-    def begin(self, blocks: Sequence[CopyBlock], optimizers: Sequence[Any]) -> None:
+    def begin(self, blocks: Sequence[BufferCopy], optimizers: Sequence[Any]) -> None:
         """Begin to copy; `run` goes on. Tensors that steps of `optimizers` change are copied lazily."""
         now, later = _divided(blocks, optimizers) if optimizers else (blocks, ())
         # Noted before they begin, so that `release` stops them.
@@ -103,7 +103,7 @@ class EagerCopy:
         threads: for tensors on the host; None takes as many as torch does.
     """
 
-    def __init__(self, blocks: Sequence[CopyBlock], threads: int | None = None) -> None:
+    def __init__(self, blocks: Sequence[BufferCopy], threads: int | None = None) -> None:
         self._blocks = blocks
         self._threads = torch.get_num_threads() if threads is None else threads
         devices = {
@@ -184,7 +184,7 @@ class LazyCopy:
         optimizers: a step of any of them begins only after the copy.
     """
 
-    def __init__(self, blocks: Sequence[CopyBlock], optimizers: Sequence[Any]) -> None:
+    def __init__(self, blocks: Sequence[BufferCopy], optimizers: Sequence[Any]) -> None:
         # One processor is left to the training.
         self._copy = EagerCopy(blocks, max(1, torch.get_num_threads() - 1))
         # Without the buffer, which is released before the sources.
@@ -340,8 +340,8 @@ def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
 
 
 def _divided(
-    blocks: Sequence[CopyBlock], optimizers: Sequence[Any]
-) -> tuple[list[CopyBlock], list[CopyBlock]]:
+    blocks: Sequence[BufferCopy], optimizers: Sequence[Any]
+) -> tuple[list[BufferCopy], list[BufferCopy]]:
     """The tensors to copy at once, and those that share memory with parameters or states of optimizers."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     states = [state.values() for optimizer in optimizers for state in optimizer.state.values()]

@@ -27,7 +27,7 @@ from tundish.errors import (
     InvalidTypeError,
     ShardGoneError,
     ShardMismatchError,
-    StoreFullError,
+    TensorStoreFullError,
     TimedOutError,
     TransferError,
     missing_extra,
@@ -157,7 +157,7 @@ class RayBackend(Backend):
         try:
             return self._ray.put((str(tensor.dtype), tuple(tensor.shape), values))
         except self._ray.exceptions.ObjectStoreFullError as error:
-            raise StoreFullError(
+            raise TensorStoreFullError(
                 f"{tensor.nbytes} bytes do not fit in Ray's object store: drain what was consumed"
             ) from error
 
@@ -182,7 +182,7 @@ class RayBackend(Backend):
 
     @contextlib.contextmanager
     def _reserve(self, size: int, timeout: float) -> Iterator[None]:
-        """Reserves bytes within this process's limit, for the block. Raises `StoreFullError`."""
+        """Reserves bytes within this process's limit, for the block. Raises `TensorStoreFullError`."""
         deadline = time.monotonic() + timeout
         limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
         while True:
@@ -195,7 +195,7 @@ class RayBackend(Backend):
             if self._release():
                 continue
             if size > limit or time.monotonic() >= deadline:
-                raise StoreFullError(
+                raise TensorStoreFullError(
                     f"{size} bytes do not fit in the storage: {used} of its {limit} bytes are in use; drain what was "
                     "consumed, or raise the limit"
                 )

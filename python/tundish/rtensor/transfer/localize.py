@@ -11,7 +11,7 @@ from tundish._native import RTensor, ShardStore
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids
 from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.handles import replace_handles
-from tundish.rtensor.steps.no_step_warning import warn_if_no_step_began
+from tundish.rtensor.steps.no_step_began_warning import warn_if_no_step_began
 from tundish.rtensor.transfer.output_buffers import output_buffers
 from tundish.timeouts import check_seconds
 from tundish.tree import find_all
@@ -43,7 +43,7 @@ def localize(
         TransferError: an owner does not answer, or sent damaged bytes; the message has its address.
         NotAuthorizedError: an owner wants a token; see `serve`.
         ShardMismatchError: a tensor has another dtype or shape than its handle.
-        StoreFullError: the fetch buffer stayed at its limit.
+        TensorStoreFullError: the fetch buffer stayed at its limit.
         TimedOutError: it took too long.
 
     Example:

@@ -40,7 +40,7 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
         Containers like `obj`, with an `RTensor` of the same shape (after trimming) and dtype for each tensor.
 
     Raises:
-        StoreFullError: the storage stayed at its limit.
+        TensorStoreFullError: the storage stayed at its limit.
         InvalidTypeError: a tensor is sparse, quantized or otherwise more than values in memory, or its dtype cannot be
             sent. The message has the path.
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tundish.errors import PeerStoppedError
+from tundish.errors import PeerLeftLoopError
 from tundish.scatter.loader.early_exit import EarlyExits
 from tundish.scatter.scatter_rank import ScatterRank
 
-__all__ = ["ControlKind", "Epoch", "EpochStart", "Step", "early_exit_error"]
+__all__ = ["ControlKind", "Epoch", "EpochStart", "LoaderStep", "early_exit_error"]
 
 
 class ControlKind(StrEnum):
@@ -49,7 +49,7 @@ class EpochStart(NamedTuple):
     length: int | None
 
 
-class Step(NamedTuple):
+class LoaderStep(NamedTuple):
     """One step of a rank.
 
     Attributes:
@@ -102,7 +102,7 @@ class Epoch:
         # After how many steps the iteration ends; None as long as it goes on.
         self._ends_after: int | None = None
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> LoaderStep | None:
         """The next step; None after the last one. Raises the error that ends the iteration early."""
         raise NotImplementedError
 
@@ -125,9 +125,9 @@ class Epoch:
         return 0 if error is self.scatter.end_error else self._ends_after
 
 
-def early_exit_error(rank: int) -> PeerStoppedError:
+def early_exit_error(rank: int) -> PeerLeftLoopError:
     """The error of a rank that goes on where another one left the loop."""
-    return PeerStoppedError(
+    return PeerLeftLoopError(
         f"rank {rank} left the loop over the loader before its end, and this rank goes on: all ranks end it alike",
         rank,
     )

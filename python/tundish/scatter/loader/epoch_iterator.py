@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Self, TypeVar
 
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.epoch import Step
+from tundish.scatter.loader.epoch import LoaderStep
 from tundish.scatter.loader.prefetch import InlineSteps
 
 __all__ = ["FORKED", "EpochIterator"]
@@ -27,7 +27,7 @@ class EpochIterator(Iterator[T_co]):
             loop waited for the step.
     """
 
-    def __init__(self, steps: InlineSteps, hand_out: Callable[[Step | None, float], T_co]) -> None:
+    def __init__(self, steps: InlineSteps, hand_out: Callable[[LoaderStep | None, float], T_co]) -> None:
         self._steps = steps
         self._hand_out = hand_out
         self._process = os.getpid()

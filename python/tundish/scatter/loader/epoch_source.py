@@ -13,7 +13,7 @@ import torch
 from tundish.progress import ProgressLine
 from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail, step_count
 from tundish.scatter.loader.early_exit import EarlyExits
-from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, LoaderStep, early_exit_error
 from tundish.scatter.loader.wrapped_loader import length_of
 from tundish.scatter.source import ScatterSource
 from tundish.tree import flatten_with_addresses
@@ -98,7 +98,7 @@ class EpochSource(Epoch):
             if self._early_exits is not None:
                 self._early_exits.forget(self._iteration - 1)
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> LoaderStep | None:
         with self._ended_by_errors():
             with self._reported_reading():
                 drawn = None if self._reader is None else self._reader.draw()
@@ -132,7 +132,7 @@ class EpochSource(Epoch):
         with self._ended_by_errors():
             self.scatter.check_peers()
 
-    def _send(self, drawn: StepBatches) -> Step:
+    def _send(self, drawn: StepBatches) -> LoaderStep:
         scatter = self.scatter
         if drawn.new < len(drawn.batches):
             self._send_control(ControlKind.TAIL, drawn.new)
@@ -145,7 +145,7 @@ class EpochSource(Epoch):
             with contextlib.suppress(Exception):
                 size = flatten_with_addresses(drawn.batches[number])[1].layout.total
         is_padding = number >= drawn.new
-        return Step(make, is_padding, self._done, drawn.state, size)
+        return LoaderStep(make, is_padding, self._done, drawn.state, size)
 
     def _raise_if_left_early(self) -> None:
         found = None if self._early_exits is None else self._early_exits.find(self._iteration)

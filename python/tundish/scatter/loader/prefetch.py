@@ -16,7 +16,7 @@ from concurrent.futures import Future
 
 from tundish.callers_device import on_this_device
 from tundish.errors import TimedOutError
-from tundish.scatter.loader.epoch import Epoch, Step
+from tundish.scatter.loader.epoch import Epoch, LoaderStep
 from tundish.scatter.transport.gloo import is_done
 
 __all__ = ["InlineSteps", "PrefetchedSteps"]
@@ -52,7 +52,7 @@ class InlineSteps:
         """How many steps are prefetched, and their bytes."""
         return 0, 0
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> LoaderStep | None:
         """The next step; None at the end."""
         try:
             step = self.epoch.next_step()
@@ -97,7 +97,7 @@ class PrefetchedSteps(InlineSteps):
         self._max_bytes = max_bytes
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._steps: deque[Step] = deque()
+        self._steps: deque[LoaderStep] = deque()
         self._bytes = 0
         self._is_ended = False
         self._error: BaseException | None = None
@@ -108,7 +108,7 @@ class PrefetchedSteps(InlineSteps):
     def ready(self) -> tuple[int, int]:
         return len(self._steps), self._bytes
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> LoaderStep | None:
         begin = time.monotonic()
         while not self._wait_for(lambda: bool(self._steps) or self._is_ended):
             waited = time.monotonic() - max(begin, self.epoch.last_heard)

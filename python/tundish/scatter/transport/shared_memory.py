@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish._native import BufferLease
+from tundish._native import SentBuffer
 from tundish.errors import NotPicklableError, StorageError, TimedOutError
 from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
 from tundish.scatter.outgoing_batch import OutgoingBatch
@@ -94,7 +94,7 @@ class SharedMemorySender:
         self._arena = _native.SegmentArena(limit)
         self._queue = _native.TaskQueue(_MAX_MESSAGES + _ERROR_MESSAGES, _MESSAGE_BYTES)
         # Messages that the receiver has not read, by ticket: bytes of the batch, and its memory.
-        self._unread: dict[int, tuple[int, BufferLease | None]] = {}
+        self._unread: dict[int, tuple[int, SentBuffer | None]] = {}
         # Identities of segments, oldest first.
         self._known_segments: dict[int, None] = {}
 
@@ -102,7 +102,7 @@ class SharedMemorySender:
         """Send the receiver the descriptor of the queue."""
         socket.send_fds(self._connection, [_MARK], [self._queue.fd])
 
-    def write(self, batch: OutgoingBatch, wait: Waiter) -> BufferLease:
+    def write(self, batch: OutgoingBatch, wait: Waiter) -> SentBuffer:
         """Write a batch into shared memory, once the receiver has room for it."""
         self._wait_for_room(wait, size=batch.size)
         schema = batch.encoded_schema
@@ -110,13 +110,13 @@ class SharedMemorySender:
         try:
             batch.write(buffer)
             memoryview(buffer)[batch.size :] = schema
-            return BufferLease(buffer)
+            return SentBuffer(buffer)
         except BaseException:
             buffer.revoke()
             raise
 
     def send(
-        self, step: int, size: int, schema_bytes: int, lease: BufferLease, wait: Waiter, *, is_shared: bool
+        self, step: int, size: int, schema_bytes: int, lease: SentBuffer, wait: Waiter, *, is_shared: bool
     ) -> None:
         """Send a batch that lies in shared memory: `size` bytes of tensors, then the schema.
 
@@ -154,7 +154,7 @@ class SharedMemorySender:
                 lease.buffer.release()
         self._connection.close()
 
-    def _put(self, message: bytes, size: int, lease: BufferLease | None) -> None:
+    def _put(self, message: bytes, size: int, lease: SentBuffer | None) -> None:
         ticket = self._queue.put(0, message)
         if ticket is None:
             raise RuntimeError("the message queue is full though fewer messages are unread than it holds")

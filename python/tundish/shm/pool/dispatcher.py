@@ -53,7 +53,7 @@ class AnswerHandler(Protocol):
 class TaskFuture(Future[Any]):
     """The future that `SharedPool.submit` returns; `number` counts the pool's tasks."""
 
-    def __init__(self, dispatcher: Dispatcher, number: int, lease: _native.BufferLease | None) -> None:
+    def __init__(self, dispatcher: Dispatcher, number: int, lease: _native.SentBuffer | None) -> None:
         super().__init__()
         self._dispatcher = dispatcher
         self._lease = lease

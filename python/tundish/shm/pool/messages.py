@@ -107,7 +107,7 @@ class MessagePacker:
         self._known_segments: set[int] = set()
         self._arena: _native.SegmentArena | None = None
 
-    def pack(self, value: Any) -> tuple[int, Any, _native.BufferLease | None]:
+    def pack(self, value: Any) -> tuple[int, Any, _native.SentBuffer | None]:
         """Pack `value`.
 
         Returns:
@@ -134,7 +134,7 @@ class MessagePacker:
             room[: len(table)] = table
             for start, one in zip(starts, large, strict=True):
                 room[start : start + one.nbytes] = one
-        lease = _native.BufferLease(buffer)
+        lease = _native.SentBuffer(buffer)
         identity = lease.reference[2]
         if self._on_new_segment is not None and identity not in self._known_segments:
             self._on_new_segment(buffer)
@@ -152,7 +152,7 @@ class MessagePacker:
         self.receiver = _native.BufferReceiver()
 
 
-def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _native.BufferLease | None]:
+def pack_error(error: BaseException, packer: MessagePacker) -> tuple[int, Any, _native.SentBuffer | None]:
     """Pack the error of a task and its traceback. Returns what `MessagePacker.pack` does."""
     packed = packed_error(error)
     try:

@@ -105,7 +105,7 @@ class ParallelMap:
         # Packed, but not on the queue yet.
         self._payloads: list[Any] = []
         # By the number of a task whose payload refers to a buffer; kept until its answer comes.
-        self._leases: dict[int, _native.BufferLease] = {}
+        self._leases: dict[int, _native.SentBuffer] = {}
         self._items_taken = 0
         # By the number of a chunk: its first item, number of items, and bytes sent.
         self._spans: dict[int, tuple[int, int, int]] = {}

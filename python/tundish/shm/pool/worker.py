@@ -86,7 +86,7 @@ def _run(
 
 def _run_chunk(
     call: Call, items: list[Any], packer: MessagePacker
-) -> tuple[int, Any, _native.BufferLease | None]:
+) -> tuple[int, Any, _native.SentBuffer | None]:
     """Pack three values: seconds, results before the first error, and that error or None."""
     results: list[Any] = []
     failure: PackedError | None = None

@@ -17,7 +17,7 @@
 //! 5. A failed fsync is final for what it was meant to make durable. A checkpoint whose name may not be durable is not
 //!    counted until the next start has looked at it.
 //! 6. Two changes of what is visible never interleave. A checkpoint counts as published once it is durable and
-//!    recorded. Queries, and the beginning of a checkpoint, wait for no fsync (`locks.rs`).
+//!    recorded. Queries, and the beginning of a checkpoint, wait for no fsync (`thread_locks.rs`).
 //! 7. The next call that depends on a checkpoint notices that people removed, renamed or replaced it
 //!    (`external_changes.rs`).
 //!
@@ -27,7 +27,7 @@ mod checkpoint_root;
 mod contents;
 mod discard_after;
 mod external_changes;
-mod locks;
+mod thread_locks;
 mod open;
 mod publish;
 mod reading;

@@ -14,7 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView};
 use tundish_copying::{self as copying, AdaptiveCopy};
-use tundish_shm::arena::{Arena, ArenaUse, default_limit};
+use tundish_shm::arena::{Arena, ArenaPurpose, default_limit};
 use tundish_shm::{self as shm, BufferReference};
 
 use super::drop_without_gil::DropWithoutGil;
@@ -44,7 +44,7 @@ impl SegmentArena {
     fn new(limit_bytes: Option<usize>) -> Self {
         let limit = limit_bytes.unwrap_or_else(default_limit);
         SegmentArena {
-            arena: DropWithoutGil::new(Arc::new(Arena::new(ArenaUse::Messages, limit))),
+            arena: DropWithoutGil::new(Arc::new(Arena::new(ArenaPurpose::Messages, limit))),
             copier: Arc::default(),
         }
     }
@@ -78,7 +78,7 @@ pub(crate) fn default_arena_limit() -> usize {
 
 /// How a buffer is given back.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum GivenBack {
+enum ReleasedOrRevoked {
     Released,
     Revoked,
 }
@@ -87,7 +87,7 @@ struct State {
     /// Until it is given back.
     buffer: Option<DropWithoutGil<shm::SendBuffer>>,
     exports: usize,
-    end: Option<GivenBack>,
+    end: Option<ReleasedOrRevoked>,
 }
 
 /// A writable buffer that is to be sent.
@@ -102,7 +102,7 @@ impl SendBuffer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn end(&self, end: GivenBack) {
+    fn end(&self, end: ReleasedOrRevoked) {
         let mut state = self.lock();
         state.end = Some(end);
         let ended = state.take_if_over();
@@ -116,7 +116,7 @@ impl State {
     fn take_if_over(&mut self) -> Option<DropWithoutGil<shm::SendBuffer>> {
         let end = self.end.filter(|_| self.exports == 0)?;
         let mut buffer = self.buffer.take()?;
-        if end == GivenBack::Revoked {
+        if end == ReleasedOrRevoked::Revoked {
             buffer.revoke();
         }
         Some(buffer)
@@ -148,12 +148,12 @@ impl SendBuffer {
     /// Gives the buffer back. It is used again when its receiver has opened and dropped it, or at once if it was not
     /// sent; never before its exports in this process end. A second call does nothing.
     fn release(&self) {
-        self.end(GivenBack::Released);
+        self.end(ReleasedOrRevoked::Released);
     }
 
     /// Gives the buffer back and revokes it: a receiver that opens it later is refused.
     fn revoke(&self) {
-        self.end(GivenBack::Revoked);
+        self.end(ReleasedOrRevoked::Revoked);
     }
 
     /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to offset
@@ -236,7 +236,7 @@ impl SendBuffer {
 ///
 /// It is written in Rust since Ctrl-C would be lost in a `__del__` of Python.
 #[pyclass(frozen)]
-pub(crate) struct BufferLease {
+pub(crate) struct SentBuffer {
     #[pyo3(get)]
     buffer: Py<SendBuffer>,
     #[pyo3(get)]
@@ -244,16 +244,16 @@ pub(crate) struct BufferLease {
 }
 
 #[pymethods]
-impl BufferLease {
+impl SentBuffer {
     /// Marks `buffer` as sent.
     #[new]
     fn new(buffer: Bound<'_, SendBuffer>) -> PyResult<Self> {
         let reference = buffer.get().reference()?;
-        Ok(BufferLease { buffer: buffer.unbind(), reference })
+        Ok(SentBuffer { buffer: buffer.unbind(), reference })
     }
 }
 
-impl Drop for BufferLease {
+impl Drop for SentBuffer {
     fn drop(&mut self) {
         // At the end of the interpreter, receivers may still open the buffer.
         if !is_over() {

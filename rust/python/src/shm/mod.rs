@@ -7,7 +7,7 @@ pub(crate) mod buffers;
 mod claimed_name;
 mod descriptor;
 pub(crate) mod drop_without_gil;
-pub(crate) mod message_content;
+pub(crate) mod plain_values;
 pub(crate) mod named;
 pub(crate) mod segment;
 pub(crate) mod task_queue;

@@ -10,11 +10,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use tundish_shm::ShmError;
 use tundish_shm::task_queue::{
-    MAX_WORKERS, ParentQueue, ResultWaiter, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue,
+    MAX_WORKERS, ParentQueue, WaiterRole, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue,
 };
 
 use super::descriptor;
-use super::message_content::{self, MessageContent};
+use super::plain_values::{self, BytesOrPlainValue};
 use crate::error::BindingError;
 use crate::long_work::enter;
 
@@ -128,7 +128,7 @@ impl TaskQueue {
             return Ok(true);
         }
         let timeout = seconds(timeout)?;
-        let role = if caller { ResultWaiter::Caller } else { ResultWaiter::Background };
+        let role = if caller { WaiterRole::Caller } else { WaiterRole::Background };
         // A caller may be the main thread, the only one that handles signals.
         let check_every = caller.then_some(CALLER_CHECK_INTERVAL);
         enter(py, None, |signals| {
@@ -205,7 +205,7 @@ impl TaskQueue {
     /// Leaves a result that is plain and fits. Returns False, and does nothing, for any other value, also bytes.
     fn finish_plain(&self, task_id: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
         let queue = self.worker()?;
-        match MessageContent::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
+        match BytesOrPlainValue::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
             Some(content) => {
                 let kind = checked_kind(&content, kind)?;
                 queue.finish(TaskId::from_number(task_id), kind, content.as_ref()).map_err(BindingError::from)?;
@@ -251,17 +251,17 @@ pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> PyResult<()> {
 }
 
 fn message<'py>(py: Python<'py>, task_id: TaskId, kind: u32, payload: &[u8]) -> Message<'py> {
-    let (kind, content) = message_content::open(py, kind, payload);
+    let (kind, content) = plain_values::open(py, kind, payload);
     (task_id.number(), kind, content)
 }
 
-fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, MessageContent<'a>), BindingError> {
-    let content = MessageContent::of(content)
+fn message_of<'a>(kind: u32, content: &'a Bound<'_, PyAny>) -> Result<(u32, BytesOrPlainValue<'a>), BindingError> {
+    let content = BytesOrPlainValue::of(content)
         .ok_or_else(|| BindingError::Type("a message carries bytes or a plain value: pickle anything else".into()))?;
     Ok((checked_kind(&content, kind)?, content))
 }
 
-fn checked_kind(content: &MessageContent<'_>, kind: u32) -> Result<u32, BindingError> {
+fn checked_kind(content: &BytesOrPlainValue<'_>, kind: u32) -> Result<u32, BindingError> {
     content.kind(kind).ok_or_else(|| BindingError::Value(format!("the kind of a message is below 2²⁴, not {kind}")))
 }
 

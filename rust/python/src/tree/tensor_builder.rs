@@ -55,7 +55,7 @@ impl TensorBuilder {
             return Err(BindingError::Value(message).into());
         }
         let data = export.buf_ptr().cast::<u8>();
-        let keeper = Arc::new(Export(Some(export)));
+        let keeper = Arc::new(HeldBuffer(Some(export)));
         let tensors = PyList::empty(py);
         for (geometry, start) in &self.places {
             let (geometry, keeper) = (Arc::clone(geometry), Arc::clone(&keeper));
@@ -67,9 +67,9 @@ impl TensorBuilder {
 }
 
 /// An exported buffer, which is released with the GIL; never, if the interpreter has ended.
-struct Export(Option<PyBuffer<u8>>);
+struct HeldBuffer(Option<PyBuffer<u8>>);
 
-impl Drop for Export {
+impl Drop for HeldBuffer {
     fn drop(&mut self) {
         let export = self.0.take();
         if let Err(without_gil) = with_gil(move |_| drop(export)) {

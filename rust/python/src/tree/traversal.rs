@@ -1,7 +1,7 @@
 //! Traverses nested containers. Python's rules are called only for objects that are not of the built-in types.
 //!
 //! The result is a list of words of 32 bits, parts before the container that they belong to. The lowest four bits of a
-//! word are one of the constants below, the others a number. [`super::program`] builds the object again from them.
+//! word are one of the constants below, the others a number. [`super::rebuild_program`] builds the object again from them.
 //!
 //! Invariants:
 //!

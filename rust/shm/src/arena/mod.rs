@@ -35,7 +35,7 @@ const CLASSES: usize = 8;
 /// The smallest segment of a message, so that small messages use each other's segments.
 const SMALLEST_MESSAGE: usize = 64 << 10;
 
-static ARRAYS: PerProcess<Arena> = PerProcess::new(|| Arena::new(ArenaUse::Arrays, default_limit()));
+static ARRAYS: PerProcess<Arena> = PerProcess::new(|| Arena::new(ArenaPurpose::Arrays, default_limit()));
 
 /// Bytes that an arena keeps by default: a sixteenth of the memory that the process can have.
 pub fn default_limit() -> usize {
@@ -44,7 +44,7 @@ pub fn default_limit() -> usize {
 
 /// The use of an arena's segments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ArenaUse {
+pub enum ArenaPurpose {
     /// Written by their owner alone and read by many; they take hardly more than their data.
     Arrays,
     /// Written by their owner, then by their one receiver; of any sizes.
@@ -69,7 +69,7 @@ pub struct ArenaStats {
 /// Segments for one use, by one process.
 #[derive(Debug)]
 pub struct Arena {
-    purpose: ArenaUse,
+    purpose: ArenaPurpose,
     process: u32,
     state: Mutex<State>,
 }
@@ -116,9 +116,9 @@ struct State {
 
 impl Arena {
     /// An arena that keeps up to `limit` bytes.
-    pub fn new(purpose: ArenaUse, limit: usize) -> Self {
+    pub fn new(purpose: ArenaPurpose, limit: usize) -> Self {
         // Slabs that others still read count against their owner's limit, so none of them is forgotten.
-        let forgets_escaped = purpose != ArenaUse::Slabs;
+        let forgets_escaped = purpose != ArenaPurpose::Slabs;
         let state = State { limit, forgets_escaped, ..State::default() };
         Arena { purpose, process: process::id(), state: Mutex::new(state) }
     }
@@ -179,10 +179,10 @@ impl Arena {
 
     fn make(&self, len: usize, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
         let (capacity, writers) = match self.purpose {
-            ArenaUse::Arrays => (len, Writers::Present),
+            ArenaPurpose::Arrays => (len, Writers::Present),
             // Others do not write to slabs, but the kernel empties no segment that is sealed against writing.
-            ArenaUse::Slabs => (len, Writers::All),
-            ArenaUse::Messages => (rounded(len), Writers::All),
+            ArenaPurpose::Slabs => (len, Writers::All),
+            ArenaPurpose::Messages => (rounded(len), Writers::All),
         };
         let made = Segment::create(capacity, writers, go_on);
         let mut segment = match made {
@@ -192,7 +192,7 @@ impl Arena {
             }
             made => made?,
         };
-        if self.purpose == ArenaUse::Messages {
+        if self.purpose == ArenaPurpose::Messages {
             segment.seal()?;
             segment.populate(segment.capacity());
         }
@@ -291,7 +291,7 @@ impl Arena {
 
 impl State {
     /// A kept segment for `len` bytes, and segments that are to be dropped without the lock.
-    fn find(&mut self, purpose: ArenaUse, len: usize) -> (Option<Segment>, Vec<Segment>) {
+    fn find(&mut self, purpose: ArenaPurpose, len: usize) -> (Option<Segment>, Vec<Segment>) {
         let mut found = self.take_idle(purpose, len);
         if found.is_none() {
             self.settle();
@@ -301,7 +301,7 @@ impl State {
     }
 
     /// Takes the smallest idle segment that fits; of several the one that was used last, which is warm.
-    fn take_idle(&mut self, purpose: ArenaUse, len: usize) -> Option<Segment> {
+    fn take_idle(&mut self, purpose: ArenaPurpose, len: usize) -> Option<Segment> {
         let most = DATA_START + largest_for(purpose, len);
         let fits = |segment: &&Segment| segment.capacity() >= len && segment.size() <= most;
         let newest_first = self.idle.iter().rev().filter(fits);
@@ -390,11 +390,11 @@ fn rounded(len: usize) -> usize {
 }
 
 /// The largest segment that is not wasted on `len` bytes.
-fn largest_for(purpose: ArenaUse, len: usize) -> usize {
+fn largest_for(purpose: ArenaPurpose, len: usize) -> usize {
     match purpose {
-        ArenaUse::Arrays => len.saturating_add(len / 32).saturating_add(rustix::param::page_size()),
-        ArenaUse::Messages => rounded(len).saturating_mul(2),
-        ArenaUse::Slabs => len.saturating_add(len / SLACK_OF_SLABS).saturating_add(rustix::param::page_size()),
+        ArenaPurpose::Arrays => len.saturating_add(len / 32).saturating_add(rustix::param::page_size()),
+        ArenaPurpose::Messages => rounded(len).saturating_mul(2),
+        ArenaPurpose::Slabs => len.saturating_add(len / SLACK_OF_SLABS).saturating_add(rustix::param::page_size()),
     }
 }
 

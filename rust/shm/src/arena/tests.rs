@@ -44,7 +44,7 @@ proptest! {
     /// used again, each use has a generation of its own, and no more is kept than may be.
     #[test]
     fn segments_are_used_by_one_at_a_time_and_kept_within_the_limit(
-        steps in steps(), purpose in prop_oneof![Just(ArenaUse::Arrays), Just(ArenaUse::Messages), Just(ArenaUse::Slabs)],
+        steps in steps(), purpose in prop_oneof![Just(ArenaPurpose::Arrays), Just(ArenaPurpose::Messages), Just(ArenaPurpose::Slabs)],
     ) {
         let arena = Arena::new(purpose, 1 << 20);
         let (mut limit, mut used) = (1 << 20, Vec::<Segment>::new());
@@ -89,7 +89,7 @@ proptest! {
 
 #[test]
 fn arrays_fit_tightly_and_messages_use_segments_of_other_sizes() {
-    let arena = Arena::new(ArenaUse::Arrays, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Arrays, 1 << 30);
     let first = take(&arena, 10_000_000);
     assert!(first.size() <= 10_000_000 + 2 * DATA_START);
     let identity = first.address().identity;
@@ -98,13 +98,13 @@ fn arrays_fit_tightly_and_messages_use_segments_of_other_sizes() {
     assert_ne!(smaller.address().identity, identity);
     assert_eq!(take(&arena, 9_990_000).address().identity, identity);
 
-    let arena = Arena::new(ArenaUse::Messages, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Messages, 1 << 30);
     let first = take(&arena, 1_000_000);
     let identity = first.address().identity;
     arena.give_back(first);
     assert_eq!(take(&arena, 900_000).address().identity, identity);
 
-    let arena = Arena::new(ArenaUse::Slabs, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Slabs, 1 << 30);
     let first = take(&arena, 10_000_000);
     assert!(first.size() <= 10_000_000 + 2 * DATA_START);
     let identity = first.address().identity;
@@ -116,7 +116,7 @@ fn arrays_fit_tightly_and_messages_use_segments_of_other_sizes() {
 #[test]
 #[allow(unsafe_code)]
 fn a_segment_is_filled_in_parts_and_writes_to_private_mappings_stay_private() {
-    let arena = Arena::new(ArenaUse::Slabs, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Slabs, 1 << 30);
     // Fresh pages, and used ones.
     for generation in 1..3 {
         let mut segment = arena.take(1 << 20, &mut || Ok(())).unwrap();
@@ -145,7 +145,7 @@ fn a_segment_is_filled_in_parts_and_writes_to_private_mappings_stay_private() {
 
 #[test]
 fn of_those_that_fit_the_one_used_last_is_taken() {
-    let arena = Arena::new(ArenaUse::Messages, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Messages, 1 << 30);
     let segments: Vec<_> = (0..4).map(|_| take(&arena, 1000)).collect();
     let identities: Vec<_> = segments.iter().map(|segment| segment.address().identity).collect();
     segments.into_iter().for_each(|segment| arena.give_back(segment));
@@ -154,7 +154,7 @@ fn of_those_that_fit_the_one_used_last_is_taken() {
 
 #[test]
 fn kept_segments_make_way_for_a_new_one() {
-    let arena = Arena::new(ArenaUse::Arrays, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Arrays, 1 << 30);
     let (idle, escaped) = (take(&arena, 1 << 20), take(&arena, 1 << 20));
     let _view = escaped.lease().unwrap();
     arena.give_back(idle);
@@ -166,7 +166,7 @@ fn kept_segments_make_way_for_a_new_one() {
 
 #[test]
 fn slabs_with_a_view_are_not_forgotten_if_memory_is_missing() {
-    let arena = Arena::new(ArenaUse::Slabs, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Slabs, 1 << 30);
     let (idle, escaped) = (take(&arena, 1 << 20), take(&arena, 2 << 20));
     let (view, bytes) = (escaped.lease().unwrap(), escaped.size());
     arena.give_back(idle);
@@ -181,7 +181,7 @@ fn slabs_with_a_view_are_not_forgotten_if_memory_is_missing() {
 
 #[test]
 fn an_interrupted_take_leaves_nothing() {
-    let arena = Arena::new(ArenaUse::Arrays, 1 << 30);
+    let arena = Arena::new(ArenaPurpose::Arrays, 1 << 30);
     let error = arena.take(1 << 20, &mut || Err(ShmError::Interrupted)).unwrap_err();
     assert!(matches!(error, ShmError::Interrupted), "{error}");
     assert_eq!(arena.stats(), ArenaStats::default());

@@ -51,21 +51,21 @@ pub struct ReceivedBuffer {
     _lease: Lease,
     known: Arc<MappedSegment>,
     len: usize,
-    _counted: ViewCount,
+    _counted: CountedView,
 }
 
 /// One more view, as long as it lives.
 #[derive(Debug)]
-struct ViewCount(Arc<AtomicUsize>);
+struct CountedView(Arc<AtomicUsize>);
 
-impl ViewCount {
+impl CountedView {
     fn among(views: &Arc<AtomicUsize>) -> Self {
         views.fetch_add(1, Ordering::Relaxed);
-        ViewCount(Arc::clone(views))
+        CountedView(Arc::clone(views))
     }
 }
 
-impl Drop for ViewCount {
+impl Drop for CountedView {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -115,7 +115,7 @@ impl BufferReceiver {
             let released = self.surplus_of(&mut self.lock());
             drop(released);
         }
-        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: ViewCount::among(&self.views) })
+        Ok(ReceivedBuffer { _lease: lease, known, len: reference.len, _counted: CountedView::among(&self.views) })
     }
 
     /// How many buffers were opened and are still in use. Those of different segments take a descriptor each, and two
@@ -226,7 +226,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::arena::{Arena, ArenaUse};
+    use crate::arena::{Arena, ArenaPurpose};
     use crate::buffers::SendBuffer;
 
     #[derive(Clone, Debug)]
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn buffers_in_adopted_segments_can_be_opened_though_large_and_their_sender_gone() {
-        let arena = Arc::new(Arena::new(ArenaUse::Messages, 1 << 20));
+        let arena = Arc::new(Arena::new(ArenaPurpose::Messages, 1 << 20));
         let buffers = BufferReceiver { limit: 1000, ..BufferReceiver::default() };
         let mut references = Vec::new();
         for mark in 0..3 {
@@ -291,7 +291,7 @@ mod tests {
         /// it is dropped, and a revoked one is refused.
         #[test]
         fn received_buffers_stay_as_they_were_sent(actions in actions()) {
-            let arena = Arc::new(Arena::new(ArenaUse::Messages, 1 << 20));
+            let arena = Arc::new(Arena::new(ArenaPurpose::Messages, 1 << 20));
             let buffers = BufferReceiver::default();
             let (mut on_their_way, mut revoked, mut open) = (Vec::new(), Vec::new(), Vec::new());
             let mut kept = Vec::new();

@@ -54,13 +54,13 @@ pub enum AttachError {
     /// It is another one; the segment may be found elsewhere.
     Other(ShmError),
     /// It is the one, and was given back.
-    GivenBack(ShmError),
+    ReleasedOrRevoked(ShmError),
 }
 
 impl AttachError {
     pub(crate) fn into_error(self) -> ShmError {
         match self {
-            AttachError::Other(error) | AttachError::GivenBack(error) => error,
+            AttachError::Other(error) | AttachError::ReleasedOrRevoked(error) => error,
         }
     }
 }
@@ -149,7 +149,7 @@ pub fn attach_unregistered(address: &SegmentAddress) -> Result<Attachment, ShmEr
         let opened = memory_file::open_of(process, address.descriptor, OFlags::RDONLY).map_err(AttachError::Other);
         match opened.and_then(|file| Attachment::new(file, Some(address), true, None)) {
             Ok(attached) => return Ok(attached),
-            Err(AttachError::GivenBack(error)) => return Err(error),
+            Err(AttachError::ReleasedOrRevoked(error)) => return Err(error),
             // The segment may be there, but no other attempt can succeed now.
             Err(AttachError::Other(error)) if error.is_shortage() => return Err(error),
             Err(AttachError::Other(error)) => tried.push(error.to_string()),
@@ -188,7 +188,7 @@ fn lease(
     name: &str,
 ) -> Result<(SegmentHeader, usize), AttachError> {
     let gone =
-        |reason: &str| AttachError::GivenBack(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
+        |reason: &str| AttachError::ReleasedOrRevoked(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
     let size = usize::try_from(memory_file::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);
     let read = || SegmentHeader::read(file, size, name).map_err(AttachError::Other);
     // Read before the lock is taken, since the lock of another segment tells nothing about this one.

@@ -16,7 +16,7 @@ use std::thread::available_parallelism;
 
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use self::protocol::ResultWaiter;
+pub use self::protocol::WaiterRole;
 pub use self::protocol::parent::WaitOutcome;
 pub use self::protocol::slot_state::TaskId;
 pub(crate) use self::protocol::spin::SpinHistory;
@@ -110,7 +110,7 @@ impl ParentQueue {
     }
 
     /// Waits for results. A result wakes a caller rather than the background thread; the woken thread collects.
-    pub fn wait(&self, role: ResultWaiter, limit: &mut TimeLimit<'_>) -> WaitOutcome {
+    pub fn wait(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
         self.parent.wait(role, limit)
     }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::layout::{self, QueueLayout};
-use super::protocol::{QueueWords, ResultWaiter};
+use super::protocol::{QueueWords, WaiterRole};
 use crate::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, Writers};
@@ -152,7 +152,7 @@ impl QueueWords for QueueMemory {
         self.narrow(layout::CALLERS)
     }
 
-    fn result_word(&self, role: ResultWaiter) -> &AtomicU32 {
+    fn result_word(&self, role: WaiterRole) -> &AtomicU32 {
         self.narrow(layout::RESULT_WORDS + role as usize * 4)
     }
 

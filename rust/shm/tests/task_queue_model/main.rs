@@ -26,7 +26,7 @@ use protocol::parent::{ParentProtocol, WaitOutcome};
 use protocol::slot_state::TaskId;
 use protocol::time_limit::TimeLimit;
 use protocol::worker::{TakeOutcome, WorkerProtocol};
-use protocol::{QueueWords, ResultWaiter};
+use protocol::{QueueWords, WaiterRole};
 use words::{Memory, View, survives};
 
 /// Explore with at most `preemptions` of threads that could have gone on.
@@ -73,7 +73,7 @@ fn finish(worker: &WorkerProtocol<View>, task_id: TaskId) {
 /// Wait as a caller until so many results have come in total.
 fn collect(parent: &ParentProtocol<View>, expected: usize, results: &mut Vec<(TaskId, u8)>) {
     while results.len() < expected {
-        parent.wait(ResultWaiter::Caller, &mut TimeLimit::new(None, None, &mut || true));
+        parent.wait(WaiterRole::Caller, &mut TimeLimit::new(None, None, &mut || true));
         collect_now(parent, results);
     }
 }
@@ -215,7 +215,7 @@ fn a_caller_that_leaves_passes_the_results_on() {
             let (parent, results) = (Arc::clone(&parent), Arc::clone(&results));
             move || {
                 let waited =
-                    parent.wait(ResultWaiter::Caller, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
+                    parent.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
                 if waited == WaitOutcome::Ready {
                     let mut mine = Vec::new();
                     collect_now(&parent, &mut mine);
@@ -225,7 +225,7 @@ fn a_caller_that_leaves_passes_the_results_on() {
             }
         });
         while results.lock().unwrap().is_empty() {
-            parent.wait(ResultWaiter::Background, &mut TimeLimit::new(None, None, &mut || true));
+            parent.wait(WaiterRole::Background, &mut TimeLimit::new(None, None, &mut || true));
             let mut mine = Vec::new();
             collect_now(&parent, &mut mine);
             results.lock().unwrap().extend(mine);
@@ -288,7 +288,7 @@ fn a_parent_does_not_wait_for_the_dead() {
         });
         let mut found = Vec::new();
         while found.is_empty() {
-            parent.wait(ResultWaiter::Caller, &mut TimeLimit::new(None, None, &mut || true));
+            parent.wait(WaiterRole::Caller, &mut TimeLimit::new(None, None, &mut || true));
             parent.collect(|task_id, _, _| found.push(task_id));
             found.append(&mut lost.lock().unwrap());
         }

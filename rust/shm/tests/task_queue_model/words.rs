@@ -9,7 +9,7 @@ use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64};
 use loom::sync::{Condvar, Mutex};
 
-use crate::protocol::{QueueWords, ResultWaiter};
+use crate::protocol::{QueueWords, WaiterRole};
 
 const WORKERS: u16 = 2;
 /// Words on which threads may sleep: the listeners' and the workers'.
@@ -160,7 +160,7 @@ impl QueueWords for View {
         &self.memory.callers
     }
 
-    fn result_word(&self, role: ResultWaiter) -> &AtomicU32 {
+    fn result_word(&self, role: WaiterRole) -> &AtomicU32 {
         self.step();
         &self.memory.beds[role as usize]
     }

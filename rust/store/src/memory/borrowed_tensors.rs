@@ -60,7 +60,7 @@ impl OutgoingShard {
         self.0.bytes()
     }
 
-    /// Where the [`Checksum`](crate::Checksum) of a whole shard is kept from its first transfer on; `None` of rows of
+    /// Where the [`RunningChecksum`](crate::RunningChecksum) of a whole shard is kept from its first transfer on; `None` of rows of
     /// one.
     pub fn checksum(&self) -> Option<&OnceLock<u64>> {
         self.0.checksum.as_deref()

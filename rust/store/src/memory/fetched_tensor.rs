@@ -47,13 +47,13 @@ unsafe impl Sync for FetchedTensor {}
 enum Memory {
     Empty,
     Mapped { _mapping: Arc<SlabMapping> },
-    Copied { _blocks: Arc<[MaybeUninit<Block>]> },
+    Copied { _blocks: Arc<[MaybeUninit<AlignedUnit>]> },
 }
 
 /// As much as tensors are aligned to.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
-struct Block {
+struct AlignedUnit {
     _bytes: [u8; ALIGNMENT as usize],
 }
 
@@ -117,7 +117,7 @@ impl FetchedTensor {
             let dangling = std::ptr::without_provenance_mut(ALIGNMENT as usize);
             return FetchedTensor::new(tensor.meta, dangling, Memory::Empty, viewed);
         }
-        let mut blocks: Arc<[MaybeUninit<Block>]> = Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<Block>()));
+        let mut blocks: Arc<[MaybeUninit<AlignedUnit>]> = Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<AlignedUnit>()));
         let start = Arc::get_mut(&mut blocks).expect("nobody else has it").as_mut_ptr().cast::<u8>();
         // SAFETY: as many blocks as the bytes need, in memory that was just made.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };

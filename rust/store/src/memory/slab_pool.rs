@@ -15,7 +15,7 @@ use std::process;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::param::page_size;
-use tundish_shm::arena::{Arena, ArenaUse};
+use tundish_shm::arena::{Arena, ArenaPurpose};
 use tundish_shm::{DATA_START, Segment, ShmError};
 
 use crate::error::StoreError;
@@ -62,7 +62,7 @@ impl SlabPool {
     pub(crate) fn new(name: &'static str, limit: u64) -> Arc<Self> {
         let state = State { limit, used: 0, high_water: 0, least_idle: None };
         // The pool limits the idle memory, not the arena.
-        let arena = Arena::new(ArenaUse::Slabs, usize::MAX);
+        let arena = Arena::new(ArenaPurpose::Slabs, usize::MAX);
         Arc::new(SlabPool {
             name,
             process: process::id(),

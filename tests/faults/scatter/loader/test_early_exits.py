@@ -1,6 +1,6 @@
 """Ranks that leave a loop at rare moments: as it begins, as it ends, and while the end is read.
 
-The other ranks get the steps that all ranks had, and then a `PeerStoppedError`.
+The other ranks get the steps that all ranks had, and then a `PeerLeftLoopError`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def test_a_rank_may_leave_after_the_last_step_where_the_length_is_known(
             job.tell(rank)
         for kind, text, whom in job.hear_all(*others):
             # A source that is asked for more finds the end; one that leaves does not look for it.
-            expected = ("StopIteration", None) if is_sized or leaver else ("PeerStoppedError", 0)
+            expected = ("StopIteration", None) if is_sized or leaver else ("PeerLeftLoopError", 0)
             assert (kind, whom) == expected, text
         job.expect_end()
 

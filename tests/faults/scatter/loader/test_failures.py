@@ -93,7 +93,7 @@ def another_loop_stopped(rank: int, line: Line) -> None:
     def given() -> Iterator[dict[str, Any]]:
         yield from batches(3)
         # An inner DispatchLoader may raise this.
-        raise td.errors.PeerStoppedError("a rank of another loop left it", 7)
+        raise td.errors.PeerLeftLoopError("a rank of another loop left it", 7)
 
     with td.DispatchLoader(given() if rank == 0 else None, prefetch=3) as loader:
         line.say(*steps_until_it_fails(rank, loader))
@@ -104,7 +104,7 @@ def test_a_loader_may_raise_the_errors_of_another_loader(tmp_path: Path) -> None
     with Job(another_loop_stopped, 2, tmp_path) as job:
         for rank, (came, kind, text, lost, _) in enumerate(job.hear_all()):
             assert came == 3 and "another loop" in text
-            assert (kind, lost) == (("PeerFailedError", 0) if rank else ("PeerStoppedError", 7))
+            assert (kind, lost) == (("PeerFailedError", 0) if rank else ("PeerLeftLoopError", 7))
         for rank in range(2):
             job.tell(rank)
         job.expect_end()
@@ -201,7 +201,7 @@ def one_leaves(rank: int, line: Line) -> None:
             if rank == leaver:
                 assert not kind
             else:
-                assert (kind, lost) == ("PeerStoppedError", leaver), text
+                assert (kind, lost) == ("PeerLeftLoopError", leaver), text
                 assert f"rank {leaver} left the loop" in text
             line.say(came)
             line.hear()
@@ -266,7 +266,7 @@ def test_a_rank_that_leaves_when_all_was_read_is_named_unless_it_took_the_last_s
         told = job.hear_all()
         assert told[leaver] == (steps, "", None)
         came, *how = told[1 - leaver]
-        assert how == (["PeerStoppedError", leaver] if steps == 8 else ["", None])
+        assert how == (["PeerLeftLoopError", leaver] if steps == 8 else ["", None])
         # The source finds out at the end of the data that a receiver left.
         assert came == steps or (leaver == 1 and steps <= came <= 10)
         for rank in range(2):
@@ -369,7 +369,7 @@ def interrupted(rank: int, line: Line) -> None:
                 pass
         except KeyboardInterrupt:
             line.say("interrupted", time.monotonic())
-        except (td.errors.PeerStoppedError, td.errors.PeerFailedError) as error:
+        except (td.errors.PeerLeftLoopError, td.errors.PeerFailedError) as error:
             line.say(type(error).__name__, error.rank)
         line.hear()
 

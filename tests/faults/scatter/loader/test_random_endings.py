@@ -63,7 +63,7 @@ def in_the_loop(rank: int, line: Line) -> None:
                 check(rank, came, mine)
         except KeyboardInterrupt:
             line.say(rank, time.monotonic())
-        except (td.errors.PeerFailedError, td.errors.PeerStoppedError) as error:
+        except (td.errors.PeerFailedError, td.errors.PeerLeftLoopError) as error:
             line.say(error.rank, time.monotonic())
         if line.hear():
             for came, mine in zip(range(5), loader, strict=False):

@@ -68,7 +68,7 @@ def test_a_source_that_leaves_while_it_reads_is_named_by_all(node: int, tmp_path
         job.tell(1, node)
         for _ in range(2):
             kind, text, leaver, at = job.hear(1)
-            assert (kind, leaver) == ("PeerStoppedError", 0), text
+            assert (kind, leaver) == ("PeerLeftLoopError", 0), text
             (left,) = job.hear(0)
             assert at - left < KNOWN
         job.expect_end()

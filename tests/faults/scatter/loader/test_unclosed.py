@@ -166,7 +166,7 @@ def test_a_loader_that_is_collected_with_its_iterator_has_left_the_loop(
     with Job(garbage, 2, tmp_path) as job:
         for rank in range(2):
             job.tell(rank, prefetch)
-        assert job.hear_all() == [("collected",), ("PeerStoppedError",)]
+        assert job.hear_all() == [("collected",), ("PeerLeftLoopError",)]
         for rank in range(2):
             job.tell(rank)
         job.expect_end()

@@ -22,7 +22,7 @@ from tundish.checkpoint.dcp.rank_extra_json import to_json
 from tundish.checkpoint.dcp.saving.local_values import local_values_of
 from tundish.checkpoint.dcp.saving.save_planner import RankShare, SavePlanner
 from tundish.checkpoint.dcp.saving.staged_state import StagedState
-from tundish.checkpoint.staging.block_copies import CopyBlock
+from tundish.checkpoint.staging.buffer_copy import BufferCopy
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, local_of
@@ -125,7 +125,7 @@ class DcpStager:
         """Copy this rank's part; after `prepare`."""
         layout, part = self._file_layout(), self._planned_part()
         blocks = [
-            CopyBlock(
+            BufferCopy(
                 buffer=buffer,
                 places=layout.tensor_places,
                 sources=self._sources,

@@ -9,7 +9,7 @@ import torch
 
 from tundish.checkpoint.hf.gather.schedule import ROUND_BYTES
 from tundish.checkpoint.hf.shards import ShardBuffer
-from tundish.checkpoint.staging.block_copies import CopyBlock
+from tundish.checkpoint.staging.buffer_copy import BufferCopy
 from tundish.checkpoint.staging.copies import Copies, EagerCopy
 
 __all__ = ["FileSink"]
@@ -45,7 +45,7 @@ class FileSink:
     def put(self, product: int, tensor: torch.Tensor) -> None:
         """Copy a whole product to its place; from a CUDA device, queue the copy."""
         buffer, place = self._places[product]
-        copy = EagerCopy([CopyBlock(buffer=buffer, places=[place], sources=[tensor], names=["a product"])])
+        copy = EagerCopy([BufferCopy(buffer=buffer, places=[place], sources=[tensor], names=["a product"])])
         if tensor.is_cuda:
             self._copies.add(copy)
         copy.run()

@@ -21,7 +21,7 @@ import torch
 
 from tundish.checkpoint.hf.export_plan import ExportPlan
 from tundish.checkpoint.hf.gather.file_sink import FileSink
-from tundish.checkpoint.hf.gather.schedule import GatherBatch, GatherItem
+from tundish.checkpoint.hf.gather.schedule import GatherBatch, GatherUnit
 from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
 from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
 from tundish.checkpoint.tensor_checks import check_memory
@@ -134,7 +134,7 @@ class Gather:
         return {tensor_in.source: tensor_in.whole() for tensor_in in incoming}
 
     def _receive(
-        self, source: int, item: GatherItem, rank_parts: Sequence[RankPart], *, to_files: bool
+        self, source: int, item: GatherUnit, rank_parts: Sequence[RankPart], *, to_files: bool
     ) -> _IncomingTensor:
         shape, dtype = tuple(self._plan.tensors[source].shape), self._plan.sent_dtype(item.unit, source)
         if item.unit.convert is None and to_files and self._transport.device.type == "cpu":
@@ -150,7 +150,7 @@ class Gather:
             tensor_in.operations.append(self._operation("irecv", place, rank_part.rank))
         return tensor_in
 
-    def _outgoing(self, source: int, item: GatherItem) -> torch.Tensor:
+    def _outgoing(self, source: int, item: GatherUnit) -> torch.Tensor:
         local = self._local[source].detach()
         return local.to(
             device=self._transport.device, dtype=self._plan.sent_dtype(item.unit, source)
@@ -167,7 +167,7 @@ class Gather:
             tag=self._transport.tag + self._messages % TAGS,
         )
 
-    def _fill(self, item: GatherItem, whole: dict[int, torch.Tensor]) -> None:
+    def _fill(self, item: GatherUnit, whole: dict[int, torch.Tensor]) -> None:
         tensors = [whole[source] if source in whole else self._local[source] for source in item.unit.sources]
         if item.unit.convert is None:
             if not (item.unit.sources[0] in whole and tensors[0].device.type == "cpu"):

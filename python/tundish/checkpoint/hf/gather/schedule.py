@@ -18,7 +18,7 @@ from tundish.checkpoint.placements import rank_parts_of
 __all__ = [
     "ROUND_BYTES",
     "GatherBatch",
-    "GatherItem",
+    "GatherUnit",
     "Snapshot",
     "exchange_bytes",
     "gather_rounds",
@@ -33,7 +33,7 @@ Snapshot = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatherItem:
+class GatherUnit:
     """A unit, and the numbers of those of its products that a writer needs."""
 
     unit: ConversionUnit
@@ -45,9 +45,9 @@ class GatherBatch:
     """The items of one writer in one round. `writer`: its rank in the job."""
 
     writer: int
-    items: tuple[GatherItem, ...]
+    items: tuple[GatherUnit, ...]
 
-    def sources(self) -> Iterator[tuple[GatherItem, int]]:
+    def sources(self) -> Iterator[tuple[GatherUnit, int]]:
         """Each source of each item."""
         return ((item, source) for item in self.items for source in item.unit.sources)
 
@@ -85,7 +85,7 @@ def exchange_bytes(plan: ExportPlan, rounds: Sequence[Sequence[GatherBatch]], ra
 
 
 def _batches(plan: ExportPlan, writer: int, sizes: Sequence[int]) -> Iterator[GatherBatch]:
-    taken: list[GatherItem] = []
+    taken: list[GatherUnit] = []
     filled = 0
     for item in _items(plan, writer):
         size = sum(sizes[source] for source in item.unit.sources)
@@ -98,7 +98,7 @@ def _batches(plan: ExportPlan, writer: int, sizes: Sequence[int]) -> Iterator[Ga
         yield GatherBatch(writer=writer, items=tuple(taken))
 
 
-def _items(plan: ExportPlan, writer: int) -> list[GatherItem]:
+def _items(plan: ExportPlan, writer: int) -> list[GatherUnit]:
     """All units in the files of `writer` that are sharded or converted."""
     wanted: dict[int, tuple[ConversionUnit, list[int]]] = {}
     for file in plan.files_of(writer):
@@ -106,7 +106,7 @@ def _items(plan: ExportPlan, writer: int) -> list[GatherItem]:
             unit = plan.conversion.unit_of[product]
             if not plan.is_direct(unit):
                 wanted.setdefault(id(unit), (unit, []))[1].append(product)
-    return [GatherItem(unit=unit, products=tuple(products)) for unit, products in wanted.values()]
+    return [GatherUnit(unit=unit, products=tuple(products)) for unit, products in wanted.values()]
 
 
 def _batch_bytes(plan: ExportPlan, batch: GatherBatch, rank: int) -> int:

@@ -30,7 +30,7 @@ use super::atomic::{AtomicU32, AtomicU64};
 
 /// The role of a thread that waits for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ResultWaiter {
+pub enum WaiterRole {
     /// A thread that needs a result now. While one waits, results wake only callers.
     Caller,
     /// The thread that collects results that no caller waits for.
@@ -66,7 +66,7 @@ pub(crate) trait QueueWords {
     /// How many threads of the parent wait as callers.
     fn callers(&self) -> &AtomicU32;
     /// The word on which threads in this role sleep.
-    fn result_word(&self, role: ResultWaiter) -> &AtomicU32;
+    fn result_word(&self, role: WaiterRole) -> &AtomicU32;
 
     /// Put a message into a slot that is the caller's; `payload` fits into it.
     fn write(&self, slot: usize, kind: u32, payload: &[u8]);

@@ -10,7 +10,7 @@ use super::super::atomic::{AcqRel, Acquire, AtomicU32, Mutex, Relaxed, Release};
 use super::slot_state::{self as state, FREE, TaskId};
 use super::spin::SpinHistory;
 use super::time_limit::TimeLimit;
-use super::{QueueWords, ResultWaiter, idle_workers, result_wakeups, ring};
+use super::{QueueWords, WaiterRole, idle_workers, result_wakeups, ring};
 
 /// The outcome of a wait for results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -139,11 +139,11 @@ impl<W: QueueWords> ParentProtocol<W> {
     }
 
     /// Wait until there are results.
-    pub(crate) fn wait(&self, role: ResultWaiter, limit: &mut TimeLimit<'_>) -> WaitOutcome {
+    pub(crate) fn wait(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
         if result_wakeups::is_ready(&self.words) {
             return WaitOutcome::Ready;
         }
-        if role == ResultWaiter::Background {
+        if role == WaiterRole::Background {
             return self.sleep_until_ready(role, limit);
         }
         result_wakeups::add_caller(&self.words);
@@ -200,14 +200,14 @@ impl<W: QueueWords> ParentProtocol<W> {
 
     /// End all waits for results, or the next one in each role.
     pub(crate) fn end_waits(&self) {
-        for role in [ResultWaiter::Caller, ResultWaiter::Background] {
+        for role in [WaiterRole::Caller, WaiterRole::Background] {
             self.wait_ended(role).store(1, Release);
             result_wakeups::wake(&self.words, role);
         }
     }
 
     /// Wait asleep.
-    fn sleep_until_ready(&self, role: ResultWaiter, limit: &mut TimeLimit<'_>) -> WaitOutcome {
+    fn sleep_until_ready(&self, role: WaiterRole, limit: &mut TimeLimit<'_>) -> WaitOutcome {
         loop {
             if let Some(waited) = self.wait_outcome(role) {
                 return waited;
@@ -223,7 +223,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             self.words.sleep(result_word, seen, limit.next_sleep());
             // A caller that was woken returns, to see whether another thread has collected its result.
             let was_woken = result_word.load(Acquire) != seen;
-            if was_woken && role == ResultWaiter::Caller && !result_wakeups::is_ready(&self.words) {
+            if was_woken && role == WaiterRole::Caller && !result_wakeups::is_ready(&self.words) {
                 return WaitOutcome::Nothing;
             }
             if !was_woken && !limit.may_continue() {
@@ -232,7 +232,7 @@ impl<W: QueueWords> ParentProtocol<W> {
         }
     }
 
-    fn wait_outcome(&self, role: ResultWaiter) -> Option<WaitOutcome> {
+    fn wait_outcome(&self, role: WaiterRole) -> Option<WaitOutcome> {
         if result_wakeups::is_ready(&self.words) {
             return Some(WaitOutcome::Ready);
         }
@@ -240,7 +240,7 @@ impl<W: QueueWords> ParentProtocol<W> {
         is_ended.then_some(WaitOutcome::Nothing)
     }
 
-    fn wait_ended(&self, role: ResultWaiter) -> &AtomicU32 {
+    fn wait_ended(&self, role: WaiterRole) -> &AtomicU32 {
         &self.wait_ended[role as usize]
     }
 

@@ -7,7 +7,7 @@
 //! stops counting as one and then checks for results again, so a result for it is seen by it or wakes another thread.
 
 use super::super::atomic::{AcqRel, Acquire, Relaxed, Release, SeqCst, fence};
-use super::{QueueWords, ResultWaiter};
+use super::{QueueWords, WaiterRole};
 
 /// A thread sleeps on the word, or is about to.
 const ARMED: u32 = 1;
@@ -44,24 +44,24 @@ pub(super) fn wake_for_result(words: &impl QueueWords) {
     fence(SeqCst);
     wake_if_armed(
         words,
-        if words.callers().load(Relaxed) > 0 { ResultWaiter::Caller } else { ResultWaiter::Background },
+        if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background },
     );
 }
 
 /// Wakes the threads that sleep in this role, or are about to. The awaited change was written before.
-pub(super) fn wake(words: &impl QueueWords, role: ResultWaiter) {
+pub(super) fn wake(words: &impl QueueWords, role: WaiterRole) {
     fence(SeqCst);
     wake_if_armed(words, role);
 }
 
 /// Wakes the threads for which a dead worker counted the word up without waking them.
 pub(super) fn wake_again(words: &impl QueueWords) {
-    for role in [ResultWaiter::Caller, ResultWaiter::Background] {
+    for role in [WaiterRole::Caller, WaiterRole::Background] {
         words.wake_all(words.result_word(role));
     }
 }
 
-fn wake_if_armed(words: &impl QueueWords, role: ResultWaiter) {
+fn wake_if_armed(words: &impl QueueWords, role: WaiterRole) {
     let result_word = words.result_word(role);
     let seen = result_word.load(Relaxed);
     // If the exchange fails, another thread has woken the sleepers.
@@ -73,7 +73,7 @@ fn wake_if_armed(words: &impl QueueWords, role: ResultWaiter) {
 }
 
 /// Announces a sleep in this role; returns the value to sleep on. The caller checks for results again before it sleeps.
-pub(super) fn arm(words: &impl QueueWords, role: ResultWaiter) -> u32 {
+pub(super) fn arm(words: &impl QueueWords, role: WaiterRole) -> u32 {
     let seen = words.result_word(role).fetch_or(ARMED, AcqRel) | ARMED;
     fence(SeqCst);
     seen

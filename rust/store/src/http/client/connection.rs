@@ -22,7 +22,7 @@ use rustls::StreamOwned;
 
 use super::response_head::ResponseHead;
 use super::stream::{Blocking, Stream};
-use crate::checksum::Checksum;
+use crate::checksum::RunningChecksum;
 use crate::error::StoreError;
 use crate::http::fork_safe_sockets::Socket;
 use crate::http::tls::ClientTls;
@@ -203,7 +203,7 @@ impl Connection {
         rest: u64,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<u64, ConnectionFailure> {
-        let mut checksum = Checksum::new();
+        let mut checksum = RunningChecksum::new();
         let here = &self.inbox[self.taken..];
         let mut filled = here.len().min(target.len());
         target[..filled].copy_from_slice(&here[..filled]);

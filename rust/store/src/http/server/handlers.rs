@@ -9,11 +9,11 @@ use hyper::body::{Body, Bytes, Incoming};
 use hyper::header::{ACCEPT, HeaderMap, HeaderName};
 use hyper::http::request;
 
-use super::connection_claims::Session;
+use super::client_session::Session;
 use super::metrics;
 use super::response::{Answer, ResponseBody};
 use crate::Claimant;
-use crate::checksum::Checksum;
+use crate::checksum::RunningChecksum;
 use crate::error::StoreError;
 use crate::http::NODE_FIELD;
 use crate::http::json::{self, ClaimAnswer, ClearedAnswer, KeepAnswer, OkAnswer, RemovedAnswer};
@@ -186,7 +186,7 @@ fn distinct(wanted: Vec<ShardRows>) -> (Vec<ShardRows>, Vec<usize>) {
 /// Appends a shard with its header.
 fn append_shard(body: &mut ResponseBody, shard: OutgoingShard) {
     // That of a whole shard is computed once; that of rows each time.
-    let sum = || Checksum::of(shard.bytes());
+    let sum = || RunningChecksum::of(shard.bytes());
     let checksum = shard.checksum().map_or_else(sum, |known| *known.get_or_init(sum));
     body.text(ShardHeader { meta: shard.meta().clone(), payload: Payload::Bytes(checksum) }.to_vec());
     body.bytes(shard);

@@ -6,7 +6,7 @@
 //! - A silent or slow client loses its connection and nothing else, sooner where others wait for its place.
 //! - Its threads take no signals, which are for those of the process's own.
 
-mod connection_claims;
+mod client_session;
 mod connections;
 mod handlers;
 mod metrics;
@@ -37,7 +37,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::time::{sleep, timeout};
 use tundish_shm::without_signals;
 
-use self::connection_claims::Session;
+use self::client_session::Session;
 use self::connections::{Admitted, Connections};
 use self::metrics::Metrics;
 use self::stream::ClientStream;

@@ -24,7 +24,7 @@ const STR: u32 = 6;
 const NUMBER_BYTES: usize = 16;
 
 /// The content of a message.
-pub(super) struct MessageContent<'a> {
+pub(super) struct BytesOrPlainValue<'a> {
     form: u32,
     payload: Payload<'a>,
 }
@@ -34,7 +34,7 @@ enum Payload<'a> {
     Number([u8; NUMBER_BYTES], usize),
 }
 
-impl<'a> MessageContent<'a> {
+impl<'a> BytesOrPlainValue<'a> {
     /// Returns the content for a plain value; `None` for everything else.
     pub(super) fn plain(value: &'a Bound<'_, PyAny>) -> Option<Self> {
         if value.is_exact_instance_of::<PyInt>() {
@@ -81,7 +81,7 @@ impl<'a> MessageContent<'a> {
     }
 }
 
-impl AsRef<[u8]> for MessageContent<'_> {
+impl AsRef<[u8]> for BytesOrPlainValue<'_> {
     fn as_ref(&self) -> &[u8] {
         match &self.payload {
             Payload::Borrowed(bytes) => bytes,
@@ -95,7 +95,7 @@ impl AsRef<[u8]> for MessageContent<'_> {
 /// Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types.
 #[pyfunction]
 pub(crate) fn is_plain(value: &Bound<'_, PyAny>, room: usize) -> bool {
-    MessageContent::plain(value).is_some_and(|content| content.as_ref().len() <= room)
+    BytesOrPlainValue::plain(value).is_some_and(|content| content.as_ref().len() <= room)
 }
 
 /// Returns the kind, without the form, and the content of a message.

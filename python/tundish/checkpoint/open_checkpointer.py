@@ -32,13 +32,13 @@ from tundish.distributed import Voter, group_info, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 from tundish.timeouts import timeout_seconds
 
-__all__ = ["open_root"]
+__all__ = ["open_checkpointer"]
 
 
 _logger = logging.getLogger("tundish.checkpoint")
 
 
-def open_root(
+def open_checkpointer(
     root: Any,
     *,
     group: Any,

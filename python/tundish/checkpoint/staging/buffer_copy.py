@@ -18,7 +18,7 @@ from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.tensor_checks import INSPECTOR, check_memory
 
 __all__ = [
-    "CopyBlock",
+    "BufferCopy",
     "begin_host_copy",
     "copy_from_device",
     "finish_host_copy",
@@ -39,7 +39,7 @@ _PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CopyBlock:
+class BufferCopy:
     """Local tensors and their places in one buffer.
 
     Attributes:
@@ -56,11 +56,11 @@ class CopyBlock:
     names: Sequence[str]
     are_gaps_free: bool = False
 
-    def chosen(self, numbers: Sequence[int]) -> CopyBlock:
+    def chosen(self, numbers: Sequence[int]) -> BufferCopy:
         """The block of some of the tensors, by number, in order."""
         if len(numbers) == len(self.sources):
             return self
-        return CopyBlock(
+        return BufferCopy(
             buffer=self.buffer,
             places=[self.places[number] for number in numbers],
             sources=[self.sources[number] for number in numbers],
@@ -68,7 +68,7 @@ class CopyBlock:
         )
 
 
-def copy_from_device(device: torch.device, block: CopyBlock, side: torch.cuda.Stream) -> None:
+def copy_from_device(device: torch.device, block: BufferCopy, side: torch.cuda.Stream) -> None:
     """Queue the copies of tensors on `device` on the current stream, which is `side`."""
     for numbers in transfers(block, device):
         sources = [block.sources[number] for number in numbers]
@@ -84,7 +84,7 @@ def copy_from_device(device: torch.device, block: CopyBlock, side: torch.cuda.St
             source.record_stream(side)
 
 
-def transfers(block: CopyBlock, device: torch.device) -> Iterator[list[int]]:
+def transfers(block: BufferCopy, device: torch.device) -> Iterator[list[int]]:
     """The numbers of the tensors of each transfer from `device`: a large one, or small ones that lie close together."""
     packed: list[int] = []
     packed_key, start, end = None, 0, 0
@@ -139,12 +139,12 @@ def _pack(sources: Sequence[torch.Tensor], places: Sequence[Place], device: torc
     return flat
 
 
-def begin_host_copy(block: CopyBlock, threads: int) -> TensorCopy:
+def begin_host_copy(block: BufferCopy, threads: int) -> TensorCopy:
     """Let Rust threads begin with the tensors on the host that are copied as they are."""
     return block.buffer.image.begin_copy(block.places, block.sources, threads, INSPECTOR)
 
 
-def finish_host_copy(block: CopyBlock, copy: TensorCopy) -> None:
+def finish_host_copy(block: BufferCopy, copy: TensorCopy) -> None:
     """Finish `copy`, and let torch copy the tensors on the host that are converted or not contiguous."""
     copy.finish()
     for number in copy.left:
