@@ -257,7 +257,8 @@ def test_loads_allocates_nothing_for_claimed_lengths() -> None:
 def test_a_hundred_thousand_handles_are_small_and_fast() -> None:
     def best(call: Any) -> float:
         seconds = []
-        for _ in range(3):
+        # The least of several: other tests share the processor's caches.
+        for _ in range(10):
             start = time.process_time()
             call()
             seconds.append(time.process_time() - start)
