@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 __all__ = [
     "HAS_FAILPOINTS",
     "AtomicFolder",
-    "SentBuffer",
     "BufferReceiver",
     "CheckpointReadLock",
     "CheckpointRoot",
@@ -23,6 +22,7 @@ __all__ = [
     "SegmentArena",
     "SegmentView",
     "SendBuffer",
+    "SentBuffer",
     "ShardServer",
     "ShardStore",
     "ShardView",

@@ -15,8 +15,6 @@ from tundish.distributed.job_store import second_client as second_client
 from tundish.distributed.job_store import store_address as store_address
 from tundish.distributed.job_store import store_load_factor as store_load_factor
 from tundish.distributed.job_store import torch_distributed as torch_distributed
-from tundish.distributed.torchrun_local_rank import env_integer as env_integer
-from tundish.distributed.torchrun_local_rank import is_local_rank0, local_rank, local_world_size
 from tundish.distributed.nodes import node_group
 from tundish.distributed.nodes import nodes_of as nodes_of
 from tundish.distributed.peer_watch import PeerWatch as PeerWatch
@@ -27,6 +25,8 @@ from tundish.distributed.process_groups import group_info as group_info
 from tundish.distributed.process_groups import new_subgroup as new_subgroup
 from tundish.distributed.process_groups import temporary_group as temporary_group
 from tundish.distributed.process_groups import unique_name as unique_name
+from tundish.distributed.torchrun_local_rank import env_integer as env_integer
+from tundish.distributed.torchrun_local_rank import is_local_rank0, local_rank, local_world_size
 from tundish.distributed.vote_result import RankFailure as RankFailure
 from tundish.distributed.vote_result import same_arguments as same_arguments
 from tundish.distributed.voter import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT

@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 from tundish.distributed.job_store import torch_distributed
-from tundish.distributed.torchrun_local_rank import env_integer
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import group_info, new_subgroup
+from tundish.distributed.torchrun_local_rank import env_integer
 from tundish.distributed.voter import DEFAULT_TIMEOUT, Voter
 from tundish.timeouts import timeout_seconds
 

@@ -65,12 +65,12 @@ mod _native {
     };
     #[pymodule_export]
     use super::shm::buffers::{
-        SentBuffer, BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, default_arena_limit,
+        BufferReceiver, ReceivedBuffer, SegmentArena, SendBuffer, SentBuffer, default_arena_limit,
     };
     #[pymodule_export]
-    use super::shm::plain_values::is_plain;
-    #[pymodule_export]
     use super::shm::named::sweep_segments;
+    #[pymodule_export]
+    use super::shm::plain_values::is_plain;
     #[pymodule_export]
     use super::shm::segment::{SegmentView, SharedSegment, set_shared_cache_limit, shared_stats};
     #[pymodule_export]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use proptest::prelude::*;
-use tundish_shm::task_queue::{ParentQueue, WaiterRole, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue};
 
 const CAPACITY: usize = 256;
 
@@ -131,10 +131,7 @@ fn a_wait_without_time_reports_present_results() {
     let worker = WorkerQueue::open(queue.descriptor()).unwrap();
     let wait = |role| queue.wait(role, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true));
     let take = || worker.take(3, &mut TimeLimit::new(Some(Duration::ZERO), None, &mut || true)).unwrap();
-    assert_eq!(
-        (wait(WaiterRole::Caller), wait(WaiterRole::Background)),
-        (WaitOutcome::Nothing, WaitOutcome::Nothing)
-    );
+    assert_eq!((wait(WaiterRole::Caller), wait(WaiterRole::Background)), (WaitOutcome::Nothing, WaitOutcome::Nothing));
     assert_eq!(take(), TakeOutcome::Nothing);
     let task_id = queue.put(1, b"task").unwrap().unwrap();
     queue.stop();

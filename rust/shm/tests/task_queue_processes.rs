@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use rustix::fd::AsFd;
-use tundish_shm::task_queue::{ParentQueue, WaiterRole, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue};
 
 /// Far longer than anything here takes.
 const STUCK: Duration = Duration::from_secs(20);

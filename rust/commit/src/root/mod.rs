@@ -27,12 +27,12 @@ mod checkpoint_root;
 mod contents;
 mod discard_after;
 mod external_changes;
-mod thread_locks;
 mod open;
 mod publish;
 mod reading;
 mod recovery;
 mod remove;
+mod thread_locks;
 mod writer_lock;
 
 pub use checkpoint_root::Root;

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyList;
 use tundish_shm::ShmError;
 use tundish_shm::task_queue::{
-    MAX_WORKERS, ParentQueue, WaiterRole, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WorkerQueue,
+    MAX_WORKERS, ParentQueue, TakeOutcome, TaskId, TimeLimit, WaitOutcome, WaiterRole, WorkerQueue,
 };
 
 use super::descriptor;

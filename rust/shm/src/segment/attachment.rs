@@ -187,8 +187,9 @@ fn lease(
     expected: Option<&SegmentAddress>,
     name: &str,
 ) -> Result<(SegmentHeader, usize), AttachError> {
-    let gone =
-        |reason: &str| AttachError::ReleasedOrRevoked(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() });
+    let gone = |reason: &str| {
+        AttachError::ReleasedOrRevoked(ShmError::Gone { segment: name.to_owned(), reason: reason.to_owned() })
+    };
     let size = usize::try_from(memory_file::status(file).map_err(AttachError::Other)?.st_size).unwrap_or(0);
     let read = || SegmentHeader::read(file, size, name).map_err(AttachError::Other);
     // Read before the lock is taken, since the lock of another segment tells nothing about this one.

@@ -117,7 +117,8 @@ impl FetchedTensor {
             let dangling = std::ptr::without_provenance_mut(ALIGNMENT as usize);
             return FetchedTensor::new(tensor.meta, dangling, Memory::Empty, viewed);
         }
-        let mut blocks: Arc<[MaybeUninit<AlignedUnit>]> = Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<AlignedUnit>()));
+        let mut blocks: Arc<[MaybeUninit<AlignedUnit>]> =
+            Arc::new_uninit_slice(bytes.len().div_ceil(size_of::<AlignedUnit>()));
         let start = Arc::get_mut(&mut blocks).expect("nobody else has it").as_mut_ptr().cast::<u8>();
         // SAFETY: as many blocks as the bytes need, in memory that was just made.
         unsafe { start.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };

@@ -42,10 +42,7 @@ pub(super) fn take_marks(words: &impl QueueWords, mut each: impl FnMut(usize)) {
 /// Wakes a caller for a result that was marked before, or else the background thread.
 pub(super) fn wake_for_result(words: &impl QueueWords) {
     fence(SeqCst);
-    wake_if_armed(
-        words,
-        if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background },
-    );
+    wake_if_armed(words, if words.callers().load(Relaxed) > 0 { WaiterRole::Caller } else { WaiterRole::Background });
 }
 
 /// Wakes the threads that sleep in this role, or are about to. The awaited change was written before.
