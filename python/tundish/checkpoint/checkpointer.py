@@ -22,7 +22,7 @@ from tundish.checkpoint.checkpointer_resources import open_checkpointers
 from tundish.checkpoint.dcp.loading.load import load_from_root
 from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
 from tundish.checkpoint.hf.hf_stager import HfStager
-from tundish.checkpoint.open_root import open_root
+from tundish.checkpoint.open_checkpointer import open_checkpointer
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.kinds_and_steps import check_step, plain_step
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
@@ -105,7 +105,7 @@ class Checkpointer(ReadonlyRoot):
         for opened in list(open_checkpointers):
             if opened.was_dropped:
                 opened.close()
-        self._resources = open_root(
+        self._resources = open_checkpointer(
             root,
             group=group,
             timeout=timeout,

@@ -32,7 +32,7 @@ from tundish.distributed.process_groups import VoteId, group_info, unique_name
 from tundish.distributed.shared_memory_vote import SharedMemoryVotes
 from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
-    PendingVote,
+    RankVote,
     VoteProtocol,
     as_exception,
     check_same,
@@ -173,7 +173,7 @@ class Voter:
                 errors of up to eight ranks and names up to 64.
             VoteTimeoutError: a rank did not vote in time (`ranks` has the lowest 256 of them), or this rank came after
                 the others had given up. All ranks are in step for the next vote.
-            StoreLostError: the launcher's store is gone. Votes that succeed on a single node do not need it.
+            JobStoreLostError: the launcher's store is gone. Votes that succeed on a single node do not need it.
             InvalidInputError: the timeout is not positive, `same` is empty (the others are told), or the voter is
                 closed, was interrupted, or was created before a fork.
             InvalidTypeError: `error` is no exception (the others are told).
@@ -335,8 +335,8 @@ class Voter:
 
     def _hold(
         self, error: BaseException | None, what: str, timeout: timedelta | float | None, **brought: Any
-    ) -> PendingVote:
-        """Hold the next vote. `brought`: fields of `PendingVote`."""
+    ) -> RankVote:
+        """Hold the next vote. `brought`: fields of `RankVote`."""
         if timeout is _VOTERS_TIMEOUT:
             timeout = self.timeout
         seconds = None if timeout is None else timeout_seconds(timeout)
@@ -347,14 +347,14 @@ class Voter:
         if protocol is None:
             if error is not None:
                 raise error
-            return PendingVote(number=0, what=what)
+            return RankVote(number=0, what=what)
         refusal = check_size(brought.get("value"), what)
         if refusal is not None:
             brought["value"], error = None, error or refusal
         self._refuse_unusable(what)
         with self._one_vote:
             failure = None if error is None else RankFailure.of(self.rank, error)
-            vote = PendingVote(
+            vote = RankVote(
                 number=self._number, what=what, failure=failure, warn_after=self._warn_after, **brought
             )
             vote.deadline = None if seconds is None else vote.started + seconds
@@ -389,14 +389,14 @@ class Voter:
                 f"{what}: this voter was made before a fork: make one in the process that votes"
             )
 
-    def _decide_in_memory(self, protocol: VoteProtocol, vote: PendingVote, seconds: float | None) -> bool:
+    def _decide_in_memory(self, protocol: VoteProtocol, vote: RankVote, seconds: float | None) -> bool:
         needs_store = (vote.failure, vote.value, vote.source, self._store_error)
         is_plain = not (vote.flag or protocol.has_values) and all(one is None for one in needs_store)
         if self._memory.decide(vote.number, is_plain=is_plain, same=vote.same, seconds=seconds):
             vote.result = VoteResult(complete=True)
         return vote.result is not None
 
-    def _wait(self, task: Future[Any], vote: PendingVote) -> None:
+    def _wait(self, task: Future[Any], vote: RankVote) -> None:
         """Wait until the vote is over, or a little after its deadline."""
         while not task.done():
             left = _LONGEST_WAIT if vote.deadline is None else vote.deadline - time.monotonic()
@@ -410,7 +410,7 @@ class Voter:
             wait([task], LINGER_SECONDS + _ANSWER_SECONDS)
 
     def _report_interruption(
-        self, protocol: VoteProtocol, vote: PendingVote, interruption: BaseException
+        self, protocol: VoteProtocol, vote: RankVote, interruption: BaseException
     ) -> None:
         """Tell the other ranks in this vote, or in the next one if this one has succeeded; then close."""
         failure = vote.interruption = RankFailure.of(self.rank, interruption)
@@ -430,7 +430,7 @@ class Voter:
 
     # On the background thread.
 
-    def _hold_in_store(self, protocol: VoteProtocol, vote: PendingVote) -> None:
+    def _hold_in_store(self, protocol: VoteProtocol, vote: RankVote) -> None:
         def hold() -> None:
             is_first = not protocol.node_ranks
             protocol.hold(vote)

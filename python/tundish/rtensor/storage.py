@@ -34,7 +34,7 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
 
     Raises:
         InvalidInputError: a shard of that name exists.
-        StoreFullError, InvalidTypeError: as `remotize`.
+        TensorStoreFullError, InvalidTypeError: as `remotize`.
 
     Example:
         >>> import torch

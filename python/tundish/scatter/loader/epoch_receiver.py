@@ -8,7 +8,7 @@ from typing import Any
 
 from tundish.errors import PeerFailedError
 from tundish.scatter.incoming_batch import IncomingBatch
-from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, Step, early_exit_error
+from tundish.scatter.loader.epoch import ControlKind, Epoch, EpochStart, LoaderStep, early_exit_error
 from tundish.scatter.receiver import ControlMessage, ScatterReceiver
 
 __all__ = ["EpochReceiver"]
@@ -24,23 +24,23 @@ class EpochReceiver(Epoch):
     # How many batches of the last step are new; None before the source has said so.
     _new: int | None = None
 
-    def next_step(self) -> Step | None:
+    def next_step(self) -> LoaderStep | None:
         received = self._receive()
         while isinstance(received, ControlMessage):
             if self._ends_after is not None:
                 return None
             received = self._receive()
         if received is None:
-            return Step(lambda: None, False, self._done, None, 0)
+            return LoaderStep(lambda: None, False, self._done, None, 0)
         participants, device = self.scatter.participants, self._device
         is_padding = self._new is not None and participants.batch_number(participants.rank) >= self._new
         size = received.schema.layout.total
         if device is None:
             batch = received.build(None)
-            return Step(lambda: batch, is_padding, self._done, None, size)
+            return LoaderStep(lambda: batch, is_padding, self._done, None, size)
         # On the caller's stream, so that its work on the batch comes after the copy.
         pinned = received.pinned(device)
-        return Step(lambda: pinned.build(device), is_padding, self._done, None, size)
+        return LoaderStep(lambda: pinned.build(device), is_padding, self._done, None, size)
 
     def report_exit(self, steps: int) -> None:
         if self._early_exits is not None and (self._ends_after is None or steps < self._ends_after):
