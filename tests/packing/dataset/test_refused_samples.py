@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.packing.samples import BatchedRows, Rows
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, PlanMismatchError
@@ -35,6 +37,7 @@ def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
         ({"input_ids": [1, 2], "labels": torch.zeros(2, device="meta")}, "labels of sample 1 of dataset 0 cannot be"),
         (torch.ones(2).to_sparse(), "sample 1 of dataset 0 cannot be read as an array of token ids: can't convert"),
         (torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged), "sample 1 of dataset 0 cannot be"),
+        (np.ma.masked_less([1, 2], 2), "sample 1 of dataset 0 is a masked array; give its data, and the mask as"),
         ("ab", "sample 1 of dataset 0 must be one-dimensional"),
         (None, "sample 1 of dataset 0 must be one-dimensional"),
     ],
@@ -201,3 +204,38 @@ def test_a_dataset_that_gives_tables_for_rows_is_refused(form: str, monkeypatch:
     ):
         td.PackedDataset([rows, tables], plan)
     assert td.PackedDataset([rows, tables.with_format(None)], plan)[1]["input_ids"].tolist() == [1, 2, 3, 4]
+
+
+class Stream(IterableDataset[Any]):
+    """A stream of torch; its own `__getitem__` raises NotImplementedError."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield [1]
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("form", ["torch", "hf", "hf in a list", "generator"])
+def test_streams_are_refused_with_what_to_use(form: str) -> None:
+    hf = pytest.importorskip("datasets")
+    table = hf.Dataset.from_dict({"input_ids": [[1], [2], [3]]})
+    makers: dict[str, Any] = {
+        "torch": Stream,
+        "hf": table.to_iterable_dataset,
+        "hf in a list": lambda: [table.to_iterable_dataset()],
+        "generator": lambda: iter([[1], [2], [3]]),
+    }
+    with pytest.raises(
+        InvalidTypeError,
+        match=r"which gives samples in an order of its own.* map-style dataset, .* or a list",
+    ):
+        td.PackedDataset(makers[form](), td.pack([1, 1, 1], 1))
+
+
+@pytest.mark.parametrize("make", [str, Path])
+def test_paths_are_refused_with_what_to_use(make: Any) -> None:
+    with pytest.raises(
+        InvalidTypeError, match=r"dataset 0 is of type \w+, .*: td\.packing\.open_samples\('data\.parquet'\)"
+    ):
+        td.PackedDataset(make("data.parquet"), td.pack([1, 1, 1], 1))

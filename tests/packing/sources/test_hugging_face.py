@@ -28,7 +28,7 @@ DATASETS: dict[str, Callable[[], Dataset]] = {
     "select of a shuffle": lambda: PLAIN.shuffle(seed=3).select([9, 1, 8]),
     "shuffle of a range": lambda: PLAIN.select(range(20, 50)).shuffle(seed=4),
     "filter": lambda: PLAIN.filter(lambda row: len(row["input_ids"]) % 2 == 1),
-    "sort": lambda: PLAIN.add_column("key", list(range(60, 0, -1))).sort("key"),
+    "sort": lambda: PLAIN.add_column("key", list(range(60, 0, -1))).sort("key").remove_columns("key"),
     "concatenated": lambda: datasets.concatenate_datasets([PLAIN, PLAIN.select(range(5, 9)), PLAIN]),
     "concatenated shuffles": lambda: datasets.concatenate_datasets(
         [PLAIN.shuffle(seed=1), Dataset.from_list(draw_rows(30, seed=2)).shuffle(seed=2)]

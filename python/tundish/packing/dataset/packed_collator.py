@@ -14,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.packing.dataset.packed_dataset import IGNORED_LABEL
+from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS
+from tundish.packing.dataset.sample_values import collected
+from tundish.packing.dataset.samples import IGNORED_LABEL
 
 __all__ = ["PackedCollator"]
 
@@ -34,6 +36,12 @@ class PackedCollator:
     | `seq_idx` | int32, (1, tokens): number of the piece in the batch | `return_seq_idx=True` |
     | `cu_seq_lens_q`, `cu_seq_lens_k` | int32, (pieces + 1,) | `return_flash_attn_kwargs=True` |
     | `max_length_q`, `max_length_k` | int | `return_flash_attn_kwargs=True` |
+    | each of the dataset's `columns` | as in the items, (1, tokens) | the dataset has columns |
+    | each of its `sample_columns` | tensor or list | an item has it |
+
+    Values of `sample_columns` are in the order of the items: tensors of one dtype, and of one shape but for the first
+    dimension, are concatenated. Otherwise the batch has one list, in which an item's list counts entry by entry, and an
+    item's tensor as one.
 
     The label of each piece's first token is -100, whatever the dataset's `mask_first_token` is: the model shifts
     labels by one over the whole row, and would otherwise learn to predict it from another piece.
@@ -74,7 +82,8 @@ class PackedCollator:
             The arguments by name, as in the table above.
 
         Raises:
-            InvalidInputError: There are no items, or an item's labels, positions or bounds do not fit its tokens.
+            InvalidInputError: There are no items; an item's labels, positions, bounds or columns do not fit its
+                tokens; or items have different columns.
             InvalidTypeError: An item does not come from a `PackedDataset`, or holds something else than
                 one-dimensional integers on the CPU.
 
@@ -124,7 +133,61 @@ class PackedCollator:
                 "max_length_q": longest,
                 "max_length_k": longest,
             }
+        if any(len(item) > len(_ITEM_KEYS) for item in items):
+            _carry(batch, items)
         return batch
+
+
+def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
+    """Add the columns and the sample columns of the items to their batch."""
+    columns = items[0].get(COLUMN_PADDING, {})
+    known = {*_ITEM_KEYS, COLUMN_PADDING, *columns}
+    values: dict[str, list[Any]] = {}
+    for number, item in enumerate(items):
+        own = item.get(COLUMN_PADDING, {})
+        if own.keys() != columns.keys():
+            raise InvalidInputError(
+                f"item {number} of the batch has the columns {list(own)}, and item 0 has {list(columns)}: batches are "
+                "made of items with the same columns"
+            )
+        for key in columns:
+            _check_column(key, item, items[0], number)
+        for key, value in item.items():
+            if key in known:
+                continue
+            if key in MADE_KEYS or not isinstance(value, torch.Tensor | list):
+                raise InvalidInputError(
+                    f"item {number} of the batch has {key!r}, which no PackedDataset gives: remove it, or let "
+                    "PackedDataset carry it by columns or sample_columns"
+                )
+            values.setdefault(key, []).append(value)
+    for key in columns:
+        batch[key] = torch.cat([item[key] for item in items])[None]
+    for key, parts in values.items():
+        batch[key] = _joined_values(parts)
+
+
+def _check_column(key: str, item: Mapping[str, Any], first: Mapping[str, Any], number: int) -> None:
+    """Refuse a column that was changed after the `PackedDataset`."""
+    column, tokens = item.get(key), tuple(item["input_ids"].shape)
+    if not isinstance(column, torch.Tensor) or column.layout is not torch.strided or not column.is_cpu:
+        wrong = "is no dense tensor on the CPU"
+    elif tuple(column.shape) != tokens:
+        wrong = f"has the shape {tuple(column.shape)}, and its input_ids {tokens}"
+    elif column.dtype != first[key].dtype:
+        names = [str(tensor.dtype).removeprefix("torch.") for tensor in (column, first[key])]
+        wrong = f"has the dtype {names[0]}, and that of item 0 {names[1]}"
+    else:
+        return
+    raise InvalidInputError(f"{key} of item {number} of the batch {wrong}: a column has one number a token")
+
+
+def _joined_values(values: list[Any]) -> Any:
+    """One tensor, or one list of all entries."""
+    joined = collected(values)
+    if isinstance(joined, torch.Tensor):
+        return joined
+    return [entry for value in joined for entry in (value if isinstance(value, list) else [value])]
 
 
 def _check(items: Any) -> None:

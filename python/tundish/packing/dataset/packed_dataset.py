@@ -1,7 +1,8 @@
 """`PackedDataset`: the packs of a plan as training items.
 
 Invariants: an item is built only from samples that agree with the plan, as far as the plan can tell. Each sample is
-read once for all packs of a batch. The tensors of an item own their memory and share none with others.
+read once for all packs of a batch. The tensors of an item own their memory and share none with others; only a list of
+`sample_columns` holds the samples' own objects.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import torch
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
-from tundish.packing.dataset.samples import Sample, SampleSource, as_datasets, as_sample, joined
+from tundish.packing.dataset.loss_masks import apply_masks
+from tundish.packing.dataset.row_reader import RowReader
+from tundish.packing.dataset.sample_keys import COLUMN_PADDING, Padding, dtype_of
+from tundish.packing.dataset.sample_values import collected
+from tundish.packing.dataset.samples import IGNORED_LABEL, Sample, SampleSource, as_datasets, joined
 from tundish.packing.plan.pack_plan import PackPlan
 
-__all__ = ["IGNORED_LABEL", "PackedDataset"]
-
-# Cross-entropy in torch and transformers ignores this label by default.
-IGNORED_LABEL = -100
+__all__ = ["PackedDataset"]
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
@@ -33,15 +35,21 @@ class PackedDataset(Dataset[dict[str, Any]]):
     | key | type | meaning |
     |---|---|---|
     | `input_ids` | int64, (tokens,) | the pieces' tokens, one after the other |
-    | `labels` | int64, (tokens,) | the samples' own `labels`; `input_ids` for samples that have none |
+    | `labels` | int64, (tokens,) | the samples' own `labels`, else `input_ids`; -100 where a mask is 0 |
     | `position_ids` | int64, (tokens,) | counts from 0 in each piece, wherever in its sample it begins |
     | `cu_seqlens` | int32, (pieces + 1,) | bounds of the pieces, from 0 to the number of tokens |
     | `max_seqlen` | int | tokens of the longest piece |
+    | each of `columns` | int64, float32 or bool, (tokens,) | the column beside the tokens |
+    | `column_padding` | dict | the padding value of each column, if there are columns |
+    | each of `sample_columns` | tensor or list | the values of the samples, in the order of the pieces |
 
     Pieces without tokens (samples of length 0) leave no trace: `cu_seqlens` rises strictly.
 
-    A sample is a mapping with `input_ids` and, if it has them, `labels` (a row of a HF `Dataset` is one), or
-    a plain one-dimensional array, tensor or sequence of integers. Samples whose length disagrees with the
+    A sample is a mapping with `input_ids` (a row of a HF `Dataset` is one), or a plain one-dimensional array, tensor or
+    sequence of integers. A mapping may have `labels`, and the masks `completion_mask`, `assistant_masks` and
+    `loss_mask`: a token is learned where all masks are 1. `attention_mask` of ones, `token_type_ids` of zeros,
+    `length`, `num_tokens`, `text`, `messages`, `prompt` and `completion` are left out. Any other key is refused unless
+    `columns` or `sample_columns` names it. The value None counts as no value. Samples whose length disagrees with the
     plan are refused when they are read: with the lengths attached to the plan each sample is compared;
     without them the offsets, the pack's total and its longest piece are.
 
@@ -52,9 +60,17 @@ class PackedDataset(Dataset[dict[str, Any]]):
             indices count through all datasets.
         mask_first_token: Set the label of each piece's first token to -100, because the token that predicts it belongs
             to another piece. `PackedCollator` does this in any case.
+        columns: Further columns with one number a token, by name, each with the value that pads it. A float makes
+            the column float32, an integer int64, False bool. Every sample must have them.
+        sample_columns: Names of values that a sample has once, for example an image. Tensors (or arrays) of one dtype,
+            and of one shape but for the first dimension, are concatenated; anything else is a list. Every sample must
+            have the key. A sample without a value has None; if no sample of a pack has one, the item lacks the key. A
+            sample that is cut gives its value to each of its pieces.
 
     Raises:
-        InvalidTypeError: `datasets` or one of them is no dataset.
+        InvalidTypeError: `datasets` or one of them is no dataset, or an argument is of the wrong type.
+        InvalidInputError: A HF `Dataset` has a column that is not known or lacks one that is named, or a name in
+            `columns` or `sample_columns` has another meaning.
         PlanMismatchError: The number of datasets, or of samples in one, is not the plan's.
 
     Example:
@@ -71,6 +87,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         plan: PackPlan,
         *,
         mask_first_token: bool = False,
+        columns: Mapping[str, Padding] | None = None,
+        sample_columns: Sequence[str] | None = None,
     ) -> None:
         if not isinstance(plan, PackPlan):
             raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
@@ -78,7 +96,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise InvalidTypeError(f"mask_first_token must be True or False, got {mask_first_token!r}")
         self.plan = plan
         self.mask_first_token = mask_first_token
+        self._reader = RowReader(columns, sample_columns)
+        self.columns = self._reader.columns
+        self.sample_columns = self._reader.sample_columns
         self.datasets = as_datasets(datasets, plan.num_samples)
+        for number, dataset in enumerate(self.datasets):
+            if plan.num_samples[number]:
+                self._reader.check_dataset(dataset, number)
         # With global_pack, sample s is sample s - offset of the last dataset whose offset is not above s.
         self._offsets = [0, *itertools.accumulate(plan.num_samples[:-1])]
 
@@ -105,8 +129,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             NoSuchPackError: There is no such pack (an `IndexError`).
             PlanMismatchError: A sample's length disagrees with the plan, or the plan names a sample that does not
                 exist.
-            InvalidTypeError: A sample holds something else than token ids.
-            InvalidInputError: A sample's labels are not as many as its tokens, or one of its ids is 2⁶³ or more.
+            InvalidTypeError: A sample holds something else than token ids, or a mask or column is of a wrong dtype.
+            InvalidInputError: A sample's labels, masks or columns are not as many as its tokens, a mask holds another
+                number than 0 and 1, a key is unknown or missing, or an id is 2⁶³ or more.
 
         Example:
             >>> import tundish as td
@@ -221,16 +246,16 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return [samples[key] for key in pieces.keys]
 
     def _fetch(self, number: int, wanted: list[int]) -> list[Sample]:
-        dataset = self.datasets[number]
+        dataset, read = self.datasets[number], self._reader.read
         fetch_many = getattr(dataset, "__getitems__", None)
         if not fetch_many:
-            return [as_sample(dataset[index], number, index) for index in wanted]
+            return [read(dataset[index], number, index) for index in wanted]
         rows = self._rows(number, fetch_many(wanted))
         if len(rows) != len(wanted):
             raise InvalidTypeError(
                 f"__getitems__ of dataset {number} gave {len(rows)} samples for {len(wanted)} indices"
             )
-        return [as_sample(row, number, index) for index, row in zip(wanted, rows, strict=True)]
+        return [read(row, number, index) for index, row in zip(wanted, rows, strict=True)]
 
     @staticmethod
     def _rows(number: int, rows: Any) -> list[Any]:
@@ -322,22 +347,45 @@ class PackedDataset(Dataset[dict[str, Any]]):
             stops = list(itertools.compress(stops, sizes))
             sizes = [size for size in sizes if size]
         bounds = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
-        tokens = joined(samples, starts, stops, "input_ids")
-        if all(sample.labels is sample.tokens for sample in samples):
+        # All samples at once: there may be many in an item.
+        all_tokens, all_labels, _, _, all_extras = zip(*samples, strict=True)
+        tokens = joined("input_ids", all_tokens, samples, starts, stops)
+        if all(map(operator.is_, all_labels, all_tokens)):
             labels = tokens.copy()
         else:
-            labels = joined(samples, starts, stops, "labels")
+            labels = joined("labels", all_labels, samples, starts, stops)
+        has_extras = any(all_extras)
+        if has_extras:
+            apply_masks(labels, samples, starts, stops)
         if self.mask_first_token:
             labels[bounds[:-1]] = IGNORED_LABEL
         positions = np.arange(len(tokens), dtype=np.int64)
         positions -= bounds[:-1].repeat(sizes)
-        return {
+        item: dict[str, Any] = {
             "input_ids": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),
             "position_ids": torch.from_numpy(positions),
             "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
             "max_seqlen": max(sizes),
         }
+        if has_extras:
+            self._carry(item, samples, starts, stops)
+        return item
+
+    def _carry(
+        self, item: dict[str, Any], samples: list[Sample], starts: list[int], stops: list[int]
+    ) -> None:
+        """Add `columns` and `sample_columns` to an item; samples without extras have neither."""
+        extras = [sample.extras for sample in samples if sample.extras]
+        for key, padding in self.columns.items():
+            arrays = [extra.columns[key] for extra in extras]
+            item[key] = torch.from_numpy(joined(key, arrays, samples, starts, stops, dtype_of(padding)))
+        if self.columns:
+            item[COLUMN_PADDING] = dict(self.columns)
+        for key in self.sample_columns:
+            values = [value for extra in extras if (value := extra.values[key]) is not None]
+            if values:
+                item[key] = collected(values)
 
 
 @dataclass(slots=True)

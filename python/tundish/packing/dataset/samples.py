@@ -1,21 +1,42 @@
 """Reads samples as arrays, from the datasets that users have.
 
 Invariants: arrays and tensors are viewed and not copied, so that a piece of a long memory-mapped sample costs only the
-piece. Any other content is refused, and the message names the sample.
+piece. Values are checked only where a piece takes them. Any other content is refused, and the message names the sample.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError, format_count, format_type
 
-__all__ = ["Sample", "SampleSource", "as_datasets", "as_sample", "joined"]
+__all__ = [
+    "BOOLEANS",
+    "IGNORED_LABEL",
+    "INTEGERS",
+    "MASK",
+    "NUMBERS",
+    "TOKEN_IDS",
+    "ArrayKind",
+    "Extras",
+    "Sample",
+    "SampleSource",
+    "as_array",
+    "as_datasets",
+    "column_names",
+    "joined",
+    "name_sample",
+]
+
+# Cross-entropy in torch and transformers ignores this label by default.
+IGNORED_LABEL = -100
 
 
 class SampleSource(Protocol):
@@ -25,68 +46,71 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class Extras(NamedTuple):
+    """Further content of a sample by key. Arrays are (tokens,), views of what the dataset gave.
+
+    `masks` say which tokens are learned, `constants` hold the same number everywhere, `columns` are carried beside the
+    tokens, and `values` are those that the sample has once.
+    """
+
+    masks: dict[str, NDArray[Any]]
+    constants: dict[str, NDArray[Any]]
+    columns: dict[str, NDArray[Any]]
+    values: dict[str, Any]
+
+
 class Sample(NamedTuple):
     """One sample as arrays of any integer dtype, both (tokens,), views of what the dataset gave.
 
-    `labels` is `tokens` itself if the sample has no labels. `dataset` and `number` name the sample in errors.
+    `labels` is `tokens` itself if the sample has no labels. `dataset` and `number` name the sample in errors. `extras`
+    is None if the sample has nothing else.
     """
 
     tokens: NDArray[Any]
     labels: NDArray[Any]
     dataset: int
     number: int
+    extras: Extras | None = None
+
+
+class ArrayKind(NamedTuple):
+    """Names numpy's kinds of dtypes that an array may have, and what to call them."""
+
+    name: str
+    kinds: str
+    dtypes: str
+
+
+TOKEN_IDS = ArrayKind("token ids", "iu", "integers")
+MASK = ArrayKind("zeros and ones", "biu", "booleans or integers")
+INTEGERS = ArrayKind("integers", "iu", "integers")
+NUMBERS = ArrayKind("numbers", "fiu", "floats or integers")
+BOOLEANS = ArrayKind("booleans", "b", "booleans")
 
 
 def joined(
+    key: str,
+    arrays: Sequence[NDArray[Any]],
     samples: Sequence[Sample],
     starts: Sequence[int],
     stops: Sequence[int],
-    key: Literal["input_ids", "labels"],
-) -> NDArray[np.int64]:
-    """The tokens or the labels from `starts` to `stops` of each sample, one after the other.
+    dtype: type[np.generic] = np.int64,
+) -> NDArray[Any]:
+    """The values from `starts` to `stops` of each array, one after the other; `key` and `samples` name them.
 
     Raises:
         InvalidInputError: one does not fit int64.
     """
-    parts = [
-        (sample.tokens if key == "input_ids" else sample.labels)[start:stop]
-        for sample, start, stop in zip(samples, starts, stops, strict=True)
-    ]
-    if any(part.dtype.kind == "u" for part in parts):
+    parts = [array[start:stop] for array, start, stop in zip(arrays, starts, stops, strict=True)]
+    if dtype is np.int64 and any(part.dtype.kind == "u" for part in parts):
         for sample, start, part in zip(samples, starts, parts, strict=True):
             _check_range(part, start, key, sample)
     # Kinds and values were checked; "unsafe" lets unsigned 64-bit ids through.
-    return np.concatenate(parts, dtype=np.int64, casting="unsafe")
+    return np.concatenate(parts, dtype=dtype, casting="unsafe")
 
 
-def as_sample(row: Any, dataset: int, number: int) -> Sample:
-    """Read one row of a dataset; `dataset` and `number` name it in errors.
-
-    Raises:
-        InvalidTypeError: it holds something else than token ids.
-        InvalidInputError: its labels are not as many as its tokens.
-    """
-    if isinstance(row, np.ndarray) or not isinstance(row, Mapping):
-        tokens = _as_token_array(row, None, dataset, number)
-        return Sample(tokens, tokens, dataset, number)
-    if "input_ids" not in row:
-        raise InvalidTypeError(
-            f"{_name(None, dataset, number)} has no input_ids; its keys are {sorted(map(str, row))[:8]}"
-        )
-    tokens = _as_token_array(row["input_ids"], "input_ids", dataset, number)
-    own = row.get("labels")
-    if own is None:
-        return Sample(tokens, tokens, dataset, number)
-    labels = _as_token_array(own, "labels", dataset, number)
-    if len(labels) != len(tokens):
-        raise InvalidInputError(
-            f"{_name(None, dataset, number)} has {len(tokens)} input_ids but {len(labels)} labels: "
-            "they must be as many"
-        )
-    return Sample(tokens, labels, dataset, number)
-
-
-def _name(key: str | None, dataset: int, number: int) -> str:
+def name_sample(dataset: int, number: int, key: str | None = None) -> str:
+    """Name a sample, or what it has as its `key`, in a message."""
     sample = f"sample {number} of dataset {dataset}"
     return sample if key is None else f"{key} of {sample}"
 
@@ -98,13 +122,19 @@ def _check_range(values: NDArray[Any], start: int, key: str, sample: Sample) -> 
     beyond = np.flatnonzero(values > np.iinfo(np.int64).max)
     if len(beyond):
         raise InvalidInputError(
-            f"{_name(key, sample.dataset, sample.number)} hold {values[beyond[0]]} at position {start + beyond[0]}: "
-            "tensors of ids are int64, so they must be below 2**63"
+            f"{name_sample(sample.dataset, sample.number, key)} hold {values[beyond[0]]} at position "
+            f"{start + beyond[0]}: tensors of ids are int64, so they must be below 2**63"
         )
 
 
-def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> NDArray[Any]:
-    """The value of a sample's `key` as an array; `dataset` and `number` name the sample in errors."""
+def as_array(value: Any, key: str | None, dataset: int, number: int, kind: ArrayKind) -> NDArray[Any]:
+    """The value of a sample's `key`, or the sample itself, as an array of one dimension.
+
+    Raises:
+        InvalidTypeError: it is none, or of another kind.
+    """
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in kind.kinds:
+        return value
     try:
         array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -116,16 +146,21 @@ def _as_token_array(value: Any, key: str | None, dataset: int, number: int) -> N
         if is_tensor and value.is_meta:
             reason = "it is a tensor on the meta device, which holds no values; make samples on the CPU"
         raise InvalidTypeError(
-            f"{_name(key, dataset, number)} cannot be read as an array of token ids: {reason}"
+            f"{name_sample(dataset, number, key)} cannot be read as an array of {kind.name}: {reason}"
         ) from error
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidTypeError(
+            f"{name_sample(dataset, number, key)} is a masked array; give its data, and the mask as loss_mask"
+        )
     if array.ndim != 1:
         raise InvalidTypeError(
-            f"{_name(key, dataset, number)} must be one-dimensional token ids, got {type(value).__name__} of shape "
-            f"{array.shape}"
+            f"{name_sample(dataset, number, key)} must be one-dimensional {kind.name}, got {type(value).__name__} of "
+            f"shape {array.shape}"
         )
-    if array.dtype.kind not in "iu" and array.size:
+    if array.dtype.kind not in kind.kinds and array.size:
         raise InvalidTypeError(
-            f"{_name(key, dataset, number)} must be integers, got {type(value).__name__} of dtype {array.dtype}"
+            f"{name_sample(dataset, number, key)} must be {kind.dtypes}, got {type(value).__name__} of dtype "
+            f"{array.dtype}"
         )
     return array
 
@@ -158,8 +193,19 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
                 f"dataset {number} is of type {type(dataset).__name__} and has one dimension, which is one sample: a "
                 f"dataset of this sample alone is a list of it; several datasets are a list of datasets{hint}"
             )
+        if isinstance(dataset, str | os.PathLike):
+            raise InvalidTypeError(
+                f"dataset {number} is of type {type(dataset).__name__}, and no dataset: "
+                f"td.packing.open_samples({os.fspath(dataset)!r}) opens files and folders{hint}"
+            )
+        if _is_stream(dataset):
+            raise InvalidTypeError(
+                f"dataset {number} is of type {type(dataset).__name__}, which gives samples in an order of its own, "
+                "and packs ask for them by number: give a map-style dataset, as HF's load_dataset gives without "
+                f"streaming=True, or a list of the samples{hint}"
+            )
         usable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not usable or isinstance(dataset, Mapping | str | bytes):
+        if not usable or isinstance(dataset, Mapping | bytes):
             raise InvalidTypeError(
                 f"dataset {number} is of type {type(dataset).__name__}: a dataset has a length and gives "
                 f"samples by their numbers; several datasets are a list{hint}"
@@ -189,13 +235,37 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
     return found
 
 
+def _is_stream(dataset: Any) -> bool:
+    """Whether a dataset can only be iterated over."""
+    if isinstance(dataset, IterableDataset):
+        # Torch gives it a __getitem__, which raises.
+        return True
+    if isinstance(dataset, Mapping):
+        return False
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def _hf_format(dataset: Any) -> Mapping[str, Any]:
+    """The format of a HF `Dataset`; empty for any other dataset."""
+    if type(dataset).__module__.partition(".")[0] != "datasets":
+        return {}
+    described = getattr(dataset, "format", None)
+    return described if isinstance(described, Mapping) else {}
+
+
 def _table_format(dataset: Any) -> str | None:
     """The format of a HF `Dataset` whose rows are tables, or None for any other dataset."""
-    if type(dataset).__module__.partition(".")[0] != "datasets":
-        return None
-    described = getattr(dataset, "format", None)
-    form = described.get("type") if isinstance(described, Mapping) else None
+    form = _hf_format(dataset).get("type")
     return form if form in ("arrow", "polars") else None
+
+
+def column_names(dataset: Any) -> list[str] | None:
+    """The keys of all rows, if the dataset is a HF `Dataset` without a function that makes others of them."""
+    form = _hf_format(dataset)
+    if not form or form["type"] == "custom":
+        return None
+    names: list[str] = dataset.column_names if form["output_all_columns"] else form["columns"]
+    return names
 
 
 def _holds_samples(items: Sequence[Any], num_samples: tuple[int, ...]) -> bool:
