@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_integer
+from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_integer, format_type
 
 __all__ = ["IntegerArray", "as_integer_array", "as_length_arrays", "is_memory_map", "truncated_file"]
 
@@ -51,6 +52,15 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
         # `dataset["length"]`: reading each entry is a query of its own, reading all of them is one.
         values = values[:]
         package = type(values).__module__.partition(".")[0]
+    if isinstance(values, str | os.PathLike):
+        raise InvalidTypeError(
+            f"{name} is of type {type(values).__name__}; {_NEEDED}{_lengths_hint(name, repr(os.fspath(values)))}"
+        )
+    if package == "datasets":
+        # numpy would read all samples.
+        raise InvalidTypeError(
+            f"{name} is {format_type(values)}, which holds samples; {_NEEDED}{_lengths_hint(name, 'dataset')}"
+        )
     if package == "torch":
         values = _from_torch(values, name)
     elif package == "pyarrow":
@@ -71,7 +81,8 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
         # numpy takes a mapping, a set, a generator, a text or None for one object.
         raise InvalidTypeError(f"{name} is of type {type(values).__name__}; {_NEEDED}")
     if array.ndim != 1:
-        raise InvalidInputError(f"{name} must have one dimension; its shape is {array.shape}")
+        hint = _lengths_hint(name, "samples") if array.ndim else ""
+        raise InvalidInputError(f"{name} must have one dimension; its shape is {array.shape}{hint}")
     if array.dtype.kind not in "iu":
         if array.size == 0 and array.dtype.kind == "f":
             # numpy makes floats of an empty list.
@@ -87,6 +98,10 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
     return array
 
 
+def _lengths_hint(name: str, source: str) -> str:
+    return f": td.packing.lengths({source}) reads them" if name.startswith("lengths") else ""
+
+
 def _check_entries(values: Any, name: str) -> None:
     """Refuse the first entry of a sequence that is not an integer, if there is one."""
     if isinstance(values, np.ndarray) or not hasattr(values, "__len__"):
@@ -94,7 +109,12 @@ def _check_entries(values: Any, name: str) -> None:
     for position, value in enumerate(values):
         if type(value) in _BOOLEANS or not isinstance(value, int | np.integer):
             kind = type(value).__name__
-            raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer")
+            hint = (
+                _lengths_hint(name, "samples")
+                if hasattr(value, "__len__") and not isinstance(value, str)
+                else ""
+            )
+            raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer{hint}")
         if not -(2**63) <= value < 2**63:
             raise InvalidInputError(
                 f"{name}[{position}] is {format_integer(int(value))}, beyond what int64 holds"
