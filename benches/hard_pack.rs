@@ -1,9 +1,8 @@
 //! Hard packing in the core: nanoseconds a sample, order given and checked, in memory and published.
 
 use criterion::{BatchSize, BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
-use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::{Integers, NoProgress};
+use tundish_packing::{Integers, Mode, NoProgress, PackRequest, Packer};
 
 mod distributions;
 use distributions::{Lengths, permutation};
@@ -23,14 +22,14 @@ fn hard_pack(criterion: &mut Criterion) {
                     lengths: vec![Integers::from(&lengths[..])],
                     order: SampleOrder::Given(Integers::from(&order[..])),
                     max_length: MAX_LENGTH,
-                    drop_last: true,
+                    mode: Mode::Hard { drop_last: true },
                     global_pack: false,
                     threads,
                 };
                 let name = format!("{distribution:?}/{threads} threads");
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
                     bencher.iter(|| {
-                        let packer = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
+                        let packer = Packer::new(request(), &mut NoProgress).expect("good lengths");
                         packer.pack(&mut NoProgress).expect("a good order")
                     });
                 });
@@ -50,7 +49,7 @@ fn published(criterion: &mut Criterion) {
         lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Given(Integers::from(&order[..])),
         max_length: MAX_LENGTH,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads: 1,
     };
@@ -60,7 +59,7 @@ fn published(criterion: &mut Criterion) {
             || tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a folder for a plan"),
             |folder| {
                 let target = folder.path().join("plan");
-                let packer = HardPacker::new(request(), &mut NoProgress).expect("good lengths");
+                let packer = Packer::new(request(), &mut NoProgress).expect("good lengths");
                 packer.write(&target, &mut NoProgress).expect("a disk with room");
                 tundish_packing::folder::open(&target, &mut NoProgress).expect("a whole plan");
                 // The plan goes with it, once the clock stands.

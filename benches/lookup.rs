@@ -1,10 +1,9 @@
 //! Look-ups in batches of 1024 random packs: nanoseconds a pack.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::{RandomState, SampleOrder};
 use tundish_packing::plan::lookup;
-use tundish_packing::{Integers, NoProgress};
+use tundish_packing::{Integers, Mode, NoProgress, PackRequest, Packer};
 
 #[allow(dead_code)]
 mod distributions;
@@ -16,12 +15,11 @@ fn look_up(criterion: &mut Criterion) {
         lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Seed(0),
         max_length: 4096,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads: 1,
     };
-    let plan =
-        HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).expect("a plan");
+    let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).expect("a plan");
     let packs = RandomState::new(3)
         .shuffled::<i64>(plan.metadata.packs as usize, &mut NoProgress)
         .expect("memory for an order");

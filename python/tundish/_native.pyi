@@ -41,13 +41,13 @@ __all__ = [
     "default_arena_limit",
     "dump_handles",
     "exit_with_parent",
-    "hard_pack",
-    "hard_pack_to_folder",
-    "hard_plan_fingerprint",
     "is_plain",
     "load_handles",
     "open_checkpoints_readonly",
     "open_plan",
+    "pack",
+    "pack_to_folder",
+    "plan_fingerprint",
     "plan_sample_index",
     "replace_file",
     "save_plan",
@@ -76,20 +76,25 @@ class PackRequest(TypedDict):
     order: NDArray[Any] | None
     seed: int | None
     max_length: int
+    mode: str
     drop_last: bool
+    overlong: str
+    window: int
+    max_samples: int | None
+    align: int
     global_pack: bool
     threads: int | None
 
 _Progress = Callable[[str, int, int], object]
 _Path = str | PathLike[str]
 
-def hard_pack(
+def pack(
     request: PackRequest, progress: _Progress | None = None, expected: str | None = None
 ) -> tuple[str, tuple[NDArray[Any], ...]]: ...
-def hard_pack_to_folder(
+def pack_to_folder(
     request: PackRequest, target: _Path, progress: _Progress | None = None, expected: str | None = None
 ) -> str: ...
-def hard_plan_fingerprint(request: PackRequest, progress: _Progress | None = None) -> str: ...
+def plan_fingerprint(request: PackRequest, progress: _Progress | None = None) -> str: ...
 def save_plan(
     columns: Sequence[NDArray[Any]], metadata: str, target: _Path, progress: _Progress | None = None
 ) -> None: ...

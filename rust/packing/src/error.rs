@@ -28,6 +28,23 @@ pub enum PackError {
         /// Which sample in it.
         sample: usize,
     },
+    /// Samples longer than a pack, where they are refused.
+    #[error(
+        "{count} {} longer than max_length={max_length}; the longest is sample {sample} of dataset {dataset} with {length} tokens: pass overlong=\"split\" to cut such samples into parts, overlong=\"truncate\" to keep their first {max_length} tokens, or overlong=\"drop\" to leave them out",
+        if *count == 1 { "sample is" } else { "samples are" }
+    )]
+    Overlong {
+        /// How many there are.
+        count: u64,
+        /// The dataset of the longest.
+        dataset: usize,
+        /// The longest, or the first of several.
+        sample: usize,
+        /// Its length.
+        length: u64,
+        /// Tokens a pack.
+        max_length: u64,
+    },
     /// An entry of the order that names no sample.
     #[error("order[{position}] is {value}, but the dataset has {samples} samples, the first of which is 0")]
     OrderOutOfRange {
@@ -65,7 +82,7 @@ pub enum PackError {
         "the plan takes {bytes} bytes ({packs} packs, up to {pieces} pieces), more than this machine's {available} bytes of memory; write it to a folder with out= or cache_dir=, or raise max_length"
     )]
     TooLarge {
-        /// Bytes of the six arrays.
+        /// Bytes of its arrays.
         bytes: u128,
         /// Packs of the plan.
         packs: u64,

@@ -1,7 +1,7 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
-//! `inputs` reads lengths and orders, `hard` computes a hard plan, `plan` holds a plan and looks packs up,
-//! `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM. The
+//! `inputs` reads lengths and orders, `packer` computes a plan with `hard` or `whole`, `plan` holds a plan and looks packs
+//! up, `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM. The
 //! crate knows neither Python nor torch.
 //!
 //! Invariants:
@@ -9,7 +9,8 @@
 //! 2. Inputs may change during a call, because another thread writes to the array. The result is then an error or a
 //!    wrong plan, never an access out of bounds.
 //! 3. Working memory beyond inputs and outputs is bounded: a constant, a constant for each thread, one bit a sample
-//!    while an order is checked, and one index a sample for an order that is drawn from a seed.
+//!    while an order is checked, and one index a sample for an order that is drawn from a seed. `whole` says what more
+//!    it takes.
 #![deny(unsafe_code)]
 
 // Columns are mapped from files and hashed as they lie in memory.
@@ -18,17 +19,22 @@ const _: () = assert!(cfg!(target_endian = "little"), "plan files and fingerprin
 pub mod error;
 pub mod fingerprint;
 pub mod folder;
-pub mod hard;
+mod hard;
 pub mod inputs;
 pub mod megatron_sample_index;
 mod memory;
+mod packer;
 pub mod plan;
 pub mod progress;
+pub mod request;
 mod simd;
 mod threads;
 pub mod verify;
+mod whole;
 
 pub use error::PackError;
 pub use inputs::Integers;
+pub use packer::{Packer, plan_fingerprint};
 pub use plan::{Field, Plan};
 pub use progress::{NoProgress, Progress};
+pub use request::{Mode, Overlong, PackRequest, Placement, WholeOptions};

@@ -8,10 +8,11 @@
 
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
-use crate::hard::{self, PackRequest};
 use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, SampleLengths, SampleOrder, WINDOW};
-use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
+use crate::packer::unchecked_fingerprint;
+use crate::plan::{Column, Field, HardMetadata, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
+use crate::request::{Mode, PackRequest};
 
 /// The name of the work in progress reports.
 const PHASE: &str = "indexing samples";
@@ -42,27 +43,34 @@ pub fn sample_index(
     progress: &mut dyn Progress,
 ) -> Result<Column, PackError> {
     metadata.check().map_err(|reason| PackError::Mismatch(format!("{METADATA_FILE} contradicts itself: {reason}")))?;
-    if metadata.tail_start.len() != 1 {
+    let Some(hard) = &metadata.hard else {
+        return Err(PackError::Invalid(format!(
+            "sample_index needs a plan of mode=\"hard\", which is one stream of tokens; this one is \"{}\"",
+            metadata.mode
+        )));
+    };
+    if hard.tail_start.len() != 1 {
         return Err(PackError::Invalid(
             "sample_index needs a plan of one dataset, or of several with global_pack=True".into(),
         ));
     }
     if let Some(order) = &inputs.order {
-        check_order(plan, metadata, inputs, order, progress)?;
+        check_order(plan, metadata, hard, inputs, order, progress)?;
     }
     let fits = |value: u64| i32::try_from(value).is_ok();
     let samples = metadata.samples.iter().fold(0u64, |sum, &samples| sum.saturating_add(samples));
     let narrow = plan.column(Field::StartOffset).kind() == IntegerKind::I32;
-    if narrow && fits(samples) && fits(metadata.tail_start[0]) {
-        return Rows::new(plan, metadata, false)?.filled(inputs, progress);
+    if narrow && fits(samples) && fits(hard.tail_start[0]) {
+        return Rows::new(plan, metadata, hard, false)?.filled(inputs, progress);
     }
-    Ok(Rows::new(plan, metadata, true)?.filled(inputs, progress)?.narrowed())
+    Ok(Rows::new(plan, metadata, hard, true)?.filled(inputs, progress)?.narrowed())
 }
 
 /// Whether `order` is the one that the plan was made with.
 fn check_order(
     plan: &PlanView<'_>,
     metadata: &PlanMetadata,
+    hard: &HardMetadata,
     inputs: &PlanInputs<'_>,
     order: &Integers<'_>,
     progress: &mut dyn Progress,
@@ -78,15 +86,16 @@ fn check_order(
         )));
     }
     match inputs.lengths {
-        Some(lengths) => check_fingerprint(metadata, lengths, *order, inputs.threads, progress),
+        Some(lengths) => check_fingerprint(metadata, hard, lengths, *order, inputs.threads, progress),
         // `fill_from_lengths` will ask for the lengths.
-        None if metadata.empty_on_boundary > 0 => Ok(()),
+        None if hard.empty_on_boundary > 0 => Ok(()),
         None => check_pieces(plan, order, progress),
     }
 }
 
 fn check_fingerprint(
     metadata: &PlanMetadata,
+    hard: &HardMetadata,
     lengths: &[Integers<'_>],
     order: Integers<'_>,
     threads: usize,
@@ -96,11 +105,11 @@ fn check_fingerprint(
         lengths: lengths.to_vec(),
         order: SampleOrder::Given(order),
         max_length: metadata.max_length,
-        drop_last: metadata.drop_last,
+        mode: Mode::Hard { drop_last: hard.drop_last },
         global_pack: metadata.global_pack,
         threads,
     };
-    let found = hard::fingerprint(request, progress)?.to_string();
+    let found = unchecked_fingerprint(request, progress)?.to_string();
     if found != metadata.fingerprint {
         return Err(PackError::Mismatch(format!(
             "the plan (fingerprint {}) was made with another order, or the attached lengths are not those it was made \
@@ -214,6 +223,7 @@ fn damaged(reason: String) -> PackError {
 struct Rows<'a> {
     plan: &'a PlanView<'a>,
     metadata: &'a PlanMetadata,
+    hard: &'a HardMetadata,
     /// Position and offset of each row, end to end.
     values: Column,
     /// One row a pack, and one more where there is a tail.
@@ -221,14 +231,19 @@ struct Rows<'a> {
 }
 
 impl<'a> Rows<'a> {
-    fn new(plan: &'a PlanView<'a>, metadata: &'a PlanMetadata, is_wide: bool) -> Result<Self, PackError> {
+    fn new(
+        plan: &'a PlanView<'a>,
+        metadata: &'a PlanMetadata,
+        hard: &'a HardMetadata,
+        is_wide: bool,
+    ) -> Result<Self, PackError> {
         let total = plan.packs() + usize::from(metadata.tokens > metadata.tokens_packed);
-        Ok(Self { plan, metadata, values: Column::with_capacity(2 * total, is_wide)?, total })
+        Ok(Self { plan, metadata, hard, values: Column::with_capacity(2 * total, is_wide)?, total })
     }
 
     fn filled(mut self, inputs: &PlanInputs<'_>, progress: &mut dyn Progress) -> Result<Column, PackError> {
         if self.total > 0 {
-            if self.metadata.empty_on_boundary == 0 {
+            if self.hard.empty_on_boundary == 0 {
                 self.fill_from_columns(progress)?;
             } else {
                 self.fill_from_lengths(inputs, progress)?;
@@ -246,7 +261,7 @@ impl<'a> Rows<'a> {
     fn next(&self, packs: &mut PackStarts<'_>, progress: &mut dyn Progress) -> Result<Option<(u64, u64)>, PackError> {
         Ok(match packs.next(progress)? {
             Some(PackStart { offset, begin, .. }) => Some((offset, begin as u64)),
-            None if self.filled_rows() < self.total => Some((self.metadata.tail_start[0], packs.pieces as u64)),
+            None if self.filled_rows() < self.total => Some((self.hard.tail_start[0], packs.pieces as u64)),
             None => None,
         })
     }

@@ -1,10 +1,9 @@
 //! Orders, good and bad: the error names the first wrong entry of a bad one, for a plan in memory and in a folder, on any
 //! number of threads, and nothing is left behind.
 
-use tundish_packing::hard::{HardPacker, PackRequest, fingerprint};
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::plan::{Column, Plan};
-use tundish_packing::{Field, Integers, NoProgress, PackError};
+use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, plan_fingerprint};
 
 const SAMPLES: usize = 300_000;
 
@@ -25,7 +24,7 @@ where
         lengths: vec![Integers::from(lengths)],
         order,
         max_length: 64,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads,
     }
@@ -64,7 +63,7 @@ fn the_first_wrong_entry_is_named_and_nothing_is_left_behind() {
             for threads in 1..5 {
                 let order = SampleOrder::Given(Integers::from(order));
                 let target = parent.path().join("plan");
-                let packer = HardPacker::new(request(lengths, order, threads), &mut NoProgress).unwrap();
+                let packer = Packer::new(request(lengths, order, threads), &mut NoProgress).unwrap();
                 for is_written in [false, true] {
                     let error = match is_written {
                         true => packer.write(&target, &mut NoProgress).map(|_| ()).unwrap_err(),
@@ -88,7 +87,7 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
     let sample = |place: usize| place * 670_421 % samples;
     let mut order: Vec<i32> = (0..samples).map(|place| sample(place) as i32).collect();
     let ordered: Vec<u8> = (0..samples).map(|place| length(sample(place))).collect();
-    let plan = |request| HardPacker::new(request, &mut NoProgress).unwrap().pack(&mut NoProgress);
+    let plan = |request| Packer::new(request, &mut NoProgress).unwrap().pack(&mut NoProgress);
     let expected = plan(request(&ordered, SampleOrder::Natural, 2)).unwrap();
     for threads in [1, 3] {
         let found = plan(request(&lengths, SampleOrder::Given(Integers::from(&order[..])), threads)).unwrap();
@@ -98,14 +97,14 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
     let request_of_few =
         PackRequest { max_length: 1 << 20, ..request(&lengths, SampleOrder::Given(Integers::from(&order[..])), 2) };
     let target = good.path().join("plan");
-    let written = HardPacker::new(request_of_few, &mut NoProgress).unwrap().write(&target, &mut NoProgress).unwrap();
+    let written = Packer::new(request_of_few, &mut NoProgress).unwrap().write(&target, &mut NoProgress).unwrap();
     assert_eq!(written.packs, expected.metadata.tokens >> 20);
     let parent = tempfile::tempdir().unwrap();
     let (wrong, before) = (samples - 70_000, samples / 2);
     order[wrong] = order[before];
     for threads in [1, 3] {
         let request = request(&lengths, SampleOrder::Given(Integers::from(&order[..])), threads);
-        let packer = HardPacker::new(request, &mut NoProgress).unwrap();
+        let packer = Packer::new(request, &mut NoProgress).unwrap();
         assert_eq!(named(&packer.pack(&mut NoProgress).unwrap_err()), (wrong, false));
         let to_files = packer.write(&parent.path().join("plan"), &mut NoProgress).unwrap_err();
         assert_eq!(named(&to_files), (wrong, false));
@@ -114,7 +113,7 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
 
 /// The plan of `ordered`, lengths in the order that is given, is that of the order but for the indices.
 fn assert_is_that_of(expected: &Plan, found: &Plan, order: &[i32], what: &str) {
-    for (field, (found, expected)) in Field::ALL.into_iter().zip(found.columns.iter().zip(&expected.columns)) {
+    for (field, (found, expected)) in Field::REQUIRED.into_iter().zip(found.columns.iter().zip(&expected.columns)) {
         let (Column::I32(found), Column::I32(expected)) = (found, expected) else { panic!("{field:?} has 32 bits") };
         match field {
             Field::Indices => {
@@ -135,10 +134,10 @@ fn a_plan_that_is_computed_again_is_the_same() {
         let order: Vec<i32> = (0..samples).map(|place| sample(place) as i32).collect();
         let ordered: Vec<i32> = (0..samples).map(|place| lengths[sample(place)]).collect();
         let natural = request(&ordered, SampleOrder::Natural, 2);
-        let expected = HardPacker::new(natural, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
+        let expected = Packer::new(natural, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
         for threads in [1, 2] {
             let request = request(&lengths, SampleOrder::Given(Integers::from(&order[..])), threads);
-            let packer = HardPacker::new(request, &mut NoProgress).unwrap();
+            let packer = Packer::new(request, &mut NoProgress).unwrap();
             for time in ["first", "second"] {
                 let found = packer.pack(&mut NoProgress).unwrap();
                 assert_is_that_of(&expected, &found, &order, &format!("{time}, {longest}, {threads} threads"));
@@ -152,9 +151,9 @@ fn no_plan_is_made_in_the_place_of_the_one_that_is_expected() {
     let (lengths, changed) = (vec![10u16, 70, 3, 40], vec![10u16, 70, 4, 40]);
     let order = [3i64, 1, 2, 0];
     for source in [SampleOrder::Natural, SampleOrder::Seed(1), SampleOrder::Given(Integers::from(&order[..]))] {
-        let fingerprint = fingerprint(request(&lengths, source, 1), &mut NoProgress).unwrap().to_string();
+        let fingerprint = plan_fingerprint(request(&lengths, source, 1), &mut NoProgress).unwrap().to_string();
         let expecting =
-            |lengths| HardPacker::new(request(lengths, source, 1), &mut NoProgress)?.expect_fingerprint(&fingerprint);
+            |lengths| Packer::new(request(lengths, source, 1), &mut NoProgress)?.expect_fingerprint(&fingerprint);
         let plan = expecting(&lengths).unwrap().pack(&mut NoProgress).unwrap();
         assert_eq!(plan.metadata.fingerprint, fingerprint);
 

@@ -7,30 +7,32 @@ use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 use tundish_packing::folder::MappedColumn;
-use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::plan::PlanMetadata;
-use tundish_packing::{Field, Integers, NoProgress, PackError, Progress, folder};
+use tundish_packing::plan::{HardMetadata, PlanMetadata};
+use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, Progress, folder};
 
 mod reading;
-use reading::{request, use_folder, values};
+use reading::{request, split_request, use_folder, values};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn damaged_bytes_are_an_error_or_change_nothing(
-        file in 0usize..7,
+        file in any::<prop::sample::Index>(),
+        is_split in any::<bool>(),
         damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         length in prop::option::of(0usize..600),
     ) {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        HardPacker::new(request(), &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
+        let request = if is_split { split_request() } else { request() };
+        Packer::new(request, &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
         let whole = use_folder(&target).expect("an undamaged plan");
         let mut names: Vec<_> =
             fs::read_dir(&target).expect("a folder").map(|entry| entry.expect("a name").path()).collect();
         names.sort();
+        let file = file.index(names.len());
         let mut bytes = fs::read(&names[file]).expect("a file");
         for (position, value) in damage {
             let position = position.index(bytes.len());
@@ -51,7 +53,7 @@ proptest! {
 fn a_pipe_in_place_of_a_file_is_refused_and_not_waited_for() {
     let parent = tempfile::tempdir().expect("a temporary folder");
     let target = parent.path().join("plan");
-    HardPacker::new(request(), &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
+    Packer::new(request(), &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
     for name in ["plan.json", "longest.npy"] {
         let file = target.join(name);
         let kept = fs::read(&file).expect("a file");
@@ -71,7 +73,7 @@ fn two_datasets(drop_last: bool, global_pack: bool) -> PackRequest<'static> {
         lengths: TWO.iter().map(|&column| Integers::from(column)).collect(),
         order: SampleOrder::Natural,
         max_length: 8,
-        drop_last,
+        mode: Mode::Hard { drop_last },
         global_pack,
         threads: 1,
     }
@@ -82,10 +84,14 @@ fn opened(request: PackRequest<'_>, change: impl Fn(&mut PlanMetadata)) -> Resul
     let parent = tempfile::tempdir().expect("a temporary folder");
     let target = parent.path().join("plan");
     let mut metadata =
-        HardPacker::new(request, &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
+        Packer::new(request, &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
     change(&mut metadata);
     fs::write(target.join("plan.json"), metadata.to_json().expect("JSON")).expect("a write");
     folder::open(&target, &mut NoProgress).map(drop)
+}
+
+fn hard(metadata: &mut PlanMetadata) -> &mut HardMetadata {
+    metadata.hard.as_mut().expect("a hard plan")
 }
 
 fn is_refused_by_its_file(name: &str, outcome: Result<(), PackError>) {
@@ -109,16 +115,16 @@ fn numbers_that_no_plan_can_have_are_refused() {
         }),
         ("packs that are nearly empty", |metadata| metadata.max_length = 800),
         ("more pieces than samples and cuts", |metadata| metadata.samples[0] = 0),
-        ("more empty samples than samples", |metadata| metadata.empty_on_boundary += 7),
+        ("more empty samples than samples", |metadata| hard(metadata).empty_on_boundary += 7),
         ("no samples", |metadata| metadata.samples.iter_mut().for_each(|samples| *samples = 0)),
-        ("a tail that starts behind all tokens", |metadata| metadata.tail_start[0] = metadata.tokens),
+        ("a tail that starts behind all tokens", |metadata| hard(metadata).tail_start[0] = metadata.tokens),
         ("tails of nothing", |metadata| {
             metadata.tokens = metadata.packs * 8;
             metadata.tokens_packed = metadata.tokens;
-            metadata.tail_start[0] = 1;
+            hard(metadata).tail_start[0] = 1;
         }),
-        ("a tail too many", |metadata| metadata.tail_start.push(0)),
-        ("no tail", |metadata| metadata.tail_start.clear()),
+        ("a tail too many", |metadata| hard(metadata).tail_start.push(0)),
+        ("no tail", |metadata| hard(metadata).tail_start.clear()),
     ];
     for (drop_last, global_pack) in [(true, false), (true, true), (false, false), (false, true)] {
         opened(two_datasets(drop_last, global_pack), |_| {}).expect("nothing was changed");
@@ -177,18 +183,18 @@ fn two_plans(parent: &Path) -> (PathBuf, PathBuf) {
     let targets = (parent.join("plan"), parent.join("other"));
     for (target, seed) in [(&targets.0, 1), (&targets.1, 2)] {
         let request = PackRequest { order: SampleOrder::Seed(seed), ..request() };
-        HardPacker::new(request, &mut NoProgress).and_then(|p| p.write(target, &mut NoProgress)).expect("a plan");
+        Packer::new(request, &mut NoProgress).and_then(|p| p.write(target, &mut NoProgress)).expect("a plan");
     }
     targets
 }
 
-fn mapped(columns: &[MappedColumn; 6]) -> Vec<Vec<i64>> {
+fn mapped(columns: &[MappedColumn]) -> Vec<Vec<i64>> {
     columns.iter().map(|column| values(&column.view())).collect()
 }
 
 #[test]
 fn what_takes_the_place_of_a_file_after_its_check_is_never_mapped() {
-    for field in Field::ALL {
+    for field in Field::REQUIRED {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let (target, other) = two_plans(parent.path());
         let (_, columns) = folder::open(&target, &mut NoProgress).expect("a plan");

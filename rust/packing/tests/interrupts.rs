@@ -3,11 +3,13 @@
 use std::fs;
 use std::path::Path;
 
-use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::{AttachedLengths, lookup};
-use tundish_packing::{Integers, NoProgress, PackError, Plan, Progress, verify};
+use tundish_packing::{
+    Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Packer, Placement, Plan, Progress, WholeOptions,
+    verify,
+};
 
 /// Interrupts at the tick number `stop_at`, which counts from 0.
 struct Stop {
@@ -41,14 +43,14 @@ fn request(lengths: &[i64], max_length: u64) -> PackRequest<'_> {
         lengths: vec![Integers::from(lengths)],
         order: SampleOrder::Natural,
         max_length,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads: 1,
     }
 }
 
 fn plan(lengths: &[i64], max_length: u64) -> Plan {
-    HardPacker::new(request(lengths, max_length), &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap()
+    Packer::new(request(lengths, max_length), &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap()
 }
 
 #[test]
@@ -57,10 +59,40 @@ fn packing_samples_of_many_packs() {
     for lengths in [vec![5_000i64; 4000], vec![20_000_000]] {
         for threads in [1, 2] {
             let request = PackRequest { threads, ..request(&lengths, 1) };
-            let prepared = HardPacker::new(request, &mut NoProgress).unwrap();
+            let prepared = Packer::new(request, &mut NoProgress).unwrap();
             ends_at_any_tick(20_000_000 / (1 << 20), |progress| prepared.pack(progress).map(drop));
         }
     }
+}
+
+#[test]
+fn packing_and_verifying_whole_samples() {
+    let lengths: Vec<i64> = (0..1 << 18).map(|sample| sample % 1000).collect();
+    let order: Vec<u32> = (0..1 << 18).rev().collect();
+    for placement in [Placement::BestFit, Placement::Ordered { window: 8 }, Placement::Sequential] {
+        let options = WholeOptions { placement, overlong: Overlong::Split, max_samples: None, align: 1 };
+        let request = PackRequest {
+            order: SampleOrder::Given(Integers::from(&order[..])),
+            mode: Mode::Whole(options),
+            ..request(&lengths, 700)
+        };
+        let prepared = Packer::new(request, &mut NoProgress).unwrap();
+        ends_at_any_tick((1 << 18) / 8192, |progress| prepared.pack(progress).map(drop));
+        let plan = prepared.pack(&mut NoProgress).unwrap();
+        let (columns, order) = ([Integers::from(&lengths[..])], Some(Integers::from(&order[..])));
+        ends_at_any_tick((1 << 18) / 1024, |progress| {
+            verify::verify(&plan.view(), &plan.metadata, &columns, order, 1, progress)
+        });
+    }
+}
+
+#[test]
+fn packing_one_sample_of_many_parts() {
+    let options =
+        WholeOptions { placement: Placement::Sequential, overlong: Overlong::Split, max_samples: None, align: 1 };
+    let request = PackRequest { mode: Mode::Whole(options), ..request(&[5_000_000], 1) };
+    let prepared = Packer::new(request, &mut NoProgress).unwrap();
+    ends_at_any_tick(5_000_000 / (1 << 20), |progress| prepared.pack(progress).map(drop));
 }
 
 /// Weighs what lies in the only folder of `parent`, and the most that came between two ticks.
@@ -88,7 +120,7 @@ fn writing_files_is_looked_after_one_by_one() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
     for (lengths, threads) in [(vec![1i64; 4_000_000], 1), (vec![1i64; 4_000_000], 2), (vec![4_000_000], 1)] {
-        let prepared = HardPacker::new(PackRequest { threads, ..request(&lengths, 1) }, &mut NoProgress).unwrap();
+        let prepared = Packer::new(PackRequest { threads, ..request(&lengths, 1) }, &mut NoProgress).unwrap();
         let mut progress = Weigh { parent: parent.path(), before: 0, most: 0 };
         prepared.write(&target, &mut progress).unwrap();
         assert!(progress.before > 6 * 4 * 3_900_000, "{} bytes", progress.before);
@@ -179,7 +211,7 @@ fn checking_the_order_of_an_index() {
     let order: Vec<u32> = (0..300_000).rev().collect();
     let order = Integers::from(&order[..]);
     let with_order = PackRequest { order: SampleOrder::Given(order), ..request(&lengths, 300_000) };
-    let plan = HardPacker::new(with_order, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
+    let plan = Packer::new(with_order, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
     let inputs = PlanInputs { order: Some(order), ..PlanInputs::default() };
     ends_at_any_tick(300_000 / 1024, |progress| {
         sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop)

@@ -1,12 +1,10 @@
 //! Hard packing against its definition, by brute force: nothing here uses the crate's algorithms.
 
 use proptest::prelude::*;
-use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::{RandomState, SampleOrder};
 use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
-use tundish_packing::plan::Column;
-use tundish_packing::plan::{self, AttachedLengths, TO_THE_END};
-use tundish_packing::{Field, Integers, NoProgress, PackError, Plan, verify};
+use tundish_packing::plan::{self, AttachedLengths, Column, HardMetadata, TO_THE_END};
+use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, Plan, verify};
 
 /// The six columns, by the definition over cumulative lengths.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -38,8 +36,12 @@ fn oracle(lengths: &[u64], order: &[usize], max_length: u64, drop_last: bool, da
     }
 }
 
+fn hard(plan: &Plan) -> &HardMetadata {
+    plan.metadata.hard.as_ref().expect("a hard plan")
+}
+
 fn columns(plan: &Plan) -> Expected {
-    Expected { columns: plan.columns.each_ref().map(|column| column.to_i64()) }
+    Expected { columns: Field::REQUIRED.map(|field| plan.column(field).to_i64()) }
 }
 
 fn pack(
@@ -53,11 +55,11 @@ fn pack(
         lengths: lengths.iter().map(|&column| Integers::from(column)).collect(),
         order,
         max_length,
-        drop_last,
+        mode: Mode::Hard { drop_last },
         global_pack,
         threads,
     };
-    HardPacker::new(request, &mut NoProgress)?.pack(&mut NoProgress)
+    Packer::new(request, &mut NoProgress)?.pack(&mut NoProgress)
 }
 
 /// Empty samples on a boundary, and where the tail or the last, short pack starts in its first sample.
@@ -113,7 +115,7 @@ proptest! {
         let full = total / max_length * max_length;
         prop_assert_eq!(plan.metadata.tokens_packed, if drop_last { full } else { total });
         prop_assert_eq!(
-            (plan.metadata.empty_on_boundary, plan.metadata.tail_start[0]),
+            (hard(&plan).empty_on_boundary, hard(&plan).tail_start[0]),
             leftovers(&lengths, &order, max_length)
         );
         check(&plan, &[&lengths], given.then(|| Integers::from(&wide[..])));
@@ -183,7 +185,7 @@ proptest! {
         };
         let order = reversed.then_some(given);
         prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone()));
-        if plan.metadata.empty_on_boundary == 0 {
+        if hard(&plan).empty_on_boundary == 0 {
             prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone()));
             prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected));
         } else if !expected.is_empty() {
@@ -323,21 +325,21 @@ fn bad_orders_and_lengths_are_refused() {
         lengths: vec![lengths],
         order: SampleOrder::Natural,
         max_length: 4,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads: 1,
     };
     assert!(matches!(
-        HardPacker::new(request(Integers::from(&negative[..])), &mut NoProgress),
+        Packer::new(request(Integers::from(&negative[..])), &mut NoProgress),
         Err(PackError::NegativeLength { sample: 2, value: -2, .. })
     ));
     let large = [1u64 << 62, 1 << 62, 1];
     assert!(matches!(
-        HardPacker::new(request(Integers::from(&large[..])), &mut NoProgress),
+        Packer::new(request(Integers::from(&large[..])), &mut NoProgress),
         Err(PackError::TotalTooLarge { sample: 1, .. })
     ));
     assert!(matches!(
-        HardPacker::new(request(Integers::from(&[1u64 << 62][..])), &mut NoProgress).unwrap().pack(&mut NoProgress),
+        Packer::new(request(Integers::from(&[1u64 << 62][..])), &mut NoProgress).unwrap().pack(&mut NoProgress),
         Err(PackError::TooLarge { .. })
     ));
 }
@@ -350,12 +352,12 @@ fn a_plan_that_no_disk_has_room_for_is_refused_before_it_is_made() {
         lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Natural,
         max_length: 1,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads: 1,
     };
     let target = folder.path().join("plan");
-    match HardPacker::new(request, &mut NoProgress).unwrap().write(&target, &mut NoProgress) {
+    match Packer::new(request, &mut NoProgress).unwrap().write(&target, &mut NoProgress) {
         Err(PackError::NoRoom { path, needed, packs, pieces, .. }) => {
             // With the headers of six files.
             assert_eq!((path, needed), (target, (24 << 60) + 6 * 128));

@@ -1,9 +1,8 @@
 //! What `verify` finds: whatever is changed in a plan, in its metadata, in the lengths or in the order.
 
-use tundish_packing::hard::{HardPacker, PackRequest};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::plan::{Column, OrderKind};
-use tundish_packing::{Field, Integers, NoProgress, PackError, Plan, verify};
+use tundish_packing::plan::{Column, HardMetadata, OrderKind};
+use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, Plan, verify};
 
 /// Empty samples everywhere, on boundaries too; the second dataset has no tail.
 const FIRST: [u64; 24] = [0, 5, 11, 0, 0, 16, 0, 3, 40, 0, 5, 0, 0, 1, 2, 0, 13, 0, 0, 50, 0, 7, 0, 2];
@@ -26,9 +25,15 @@ struct Case {
 impl Case {
     fn new(lengths: &[&'static [u64]], order: SampleOrder<'static>, drop_last: bool, global_pack: bool) -> Self {
         let lengths = columns(lengths);
-        let request =
-            PackRequest { lengths: lengths.clone(), order, max_length: MAX_LENGTH, drop_last, global_pack, threads: 1 };
-        let plan = HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
+        let request = PackRequest {
+            lengths: lengths.clone(),
+            order,
+            max_length: MAX_LENGTH,
+            mode: Mode::Hard { drop_last },
+            global_pack,
+            threads: 1,
+        };
+        let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
         let order = match order {
             SampleOrder::Given(order) => Some(order),
             _ => None,
@@ -59,7 +64,10 @@ impl Case {
 fn nothing_changed_is_fine() {
     for case in Case::all() {
         case.verify(&case.plan).unwrap();
-        assert!(case.plan.metadata.empty_on_boundary > 0, "the case shows nothing about empty samples");
+        assert!(
+            case.plan.metadata.hard.as_ref().unwrap().empty_on_boundary > 0,
+            "the case shows nothing about empty samples"
+        );
     }
 }
 
@@ -84,7 +92,7 @@ fn any_changed_value_of_a_column_is_found() {
 fn columns_of_another_width_are_found() {
     let too_wide = |column: &Column| Column::I64(column.to_i64());
     for case in Case::all() {
-        for field in Field::ALL {
+        for field in Field::REQUIRED {
             let mut broken = case.plan.clone();
             broken.columns[field as usize] = too_wide(case.plan.column(field));
             match case.verify(&broken) {
@@ -95,7 +103,7 @@ fn columns_of_another_width_are_found() {
     }
     let none = Case::new(&[&[]], SampleOrder::Natural, true, false);
     let mut broken = none.plan.clone();
-    broken.columns = broken.columns.each_ref().map(too_wide);
+    broken.columns = broken.columns.iter().map(too_wide).collect();
     assert!(matches!(none.verify(&broken), Err(PackError::Mismatch(_))));
     none.verify(&none.plan).unwrap();
 }
@@ -109,11 +117,11 @@ fn columns_that_need_64_bits_are_fine() {
         lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Natural,
         max_length: 1 << 35,
-        drop_last: false,
+        mode: Mode::Hard { drop_last: false },
         global_pack: false,
         threads: 1,
     };
-    let plan = HardPacker::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
+    let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
     assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
     let lengths = [Integers::from(&lengths[..])];
     verify::verify(&plan.view(), &plan.metadata, &lengths, None, 1, &mut NoProgress).unwrap();
@@ -121,13 +129,17 @@ fn columns_that_need_64_bits_are_fine() {
 
 type Change = fn(&mut Plan);
 
+fn hard(plan: &mut Plan) -> &mut HardMetadata {
+    plan.metadata.hard.as_mut().expect("a hard plan")
+}
+
 #[test]
 fn any_changed_fact_is_found() {
     let changes: [(&str, Change); 16] = [
         ("format_version", |plan| plan.metadata.format_version += 1),
         ("mode", |plan| plan.metadata.mode = "soft".into()),
         ("max_length", |plan| plan.metadata.max_length += 1),
-        ("drop_last", |plan| plan.metadata.drop_last ^= true),
+        ("drop_last", |plan| hard(plan).drop_last ^= true),
         ("global_pack", |plan| plan.metadata.global_pack ^= true),
         ("seed", |plan| plan.metadata.seed = plan.metadata.seed.map_or(Some(3), |seed| Some(seed + 1))),
         ("samples", |plan| plan.metadata.samples[0] += 1),
@@ -136,9 +148,9 @@ fn any_changed_fact_is_found() {
         ("tokens_packed", |plan| plan.metadata.tokens_packed -= 1),
         ("packs", |plan| plan.metadata.packs -= 1),
         ("pieces", |plan| plan.metadata.pieces += 1),
-        ("empty_on_boundary", |plan| plan.metadata.empty_on_boundary -= 1),
-        ("tail_start", |plan| plan.metadata.tail_start[0] += 1),
-        ("tails", |plan| plan.metadata.tail_start.clear()),
+        ("empty_on_boundary", |plan| hard(plan).empty_on_boundary -= 1),
+        ("tail_start", |plan| hard(plan).tail_start[0] += 1),
+        ("tails", |plan| hard(plan).tail_start.clear()),
         ("fingerprint", |plan| plan.metadata.fingerprint = "0".repeat(32)),
     ];
     for case in Case::all() {

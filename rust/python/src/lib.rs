@@ -60,8 +60,8 @@ mod _native {
     use super::checkpoint::tensor_copy::TensorCopy;
     #[pymodule_export]
     use super::packing::{
-        PackLookup, hard_pack, hard_pack_to_folder, hard_plan_fingerprint, open_plan, plan_sample_index, save_plan,
-        shuffled_indices, verify_plan,
+        PackLookup, open_plan, pack, pack_to_folder, plan_fingerprint, plan_sample_index, save_plan, shuffled_indices,
+        verify_plan,
     };
     #[pymodule_export]
     use super::shm::buffers::{

@@ -208,7 +208,7 @@ def share_in(line: Line, destination: dict[str, Any]) -> None:
 def long_build(rank: int, line: Line) -> None:
     size, destination = line.hear()
     on_node(rank, size)
-    pack, write, until = _native.hard_pack, _native.hard_pack_to_folder, time.monotonic() + 20
+    pack, write, until = _native.pack, _native.pack_to_folder, time.monotonic() + 20
 
     def build(job: Any, *arguments: Any) -> Any:
         # As it is for a hundred times as many samples: the work of minutes.
@@ -222,7 +222,7 @@ def long_build(rank: int, line: Line) -> None:
 
     if rank == 0:
         # In this process alone.
-        _native.hard_pack, _native.hard_pack_to_folder = (pack, build) if destination else (build, write)
+        _native.pack, _native.pack_to_folder = (pack, build) if destination else (build, write)
     share_in(line, destination)
 
 

@@ -182,7 +182,7 @@ def test_inputs_that_change_once_they_were_hashed_make_no_plan(
         if destination is None
         else {destination: tmp_path if destination == "cache_dir" else tmp_path / "plan"}
     )
-    hashing = _native.hard_plan_fingerprint
+    hashing = _native.plan_fingerprint
 
     def fingerprint(request: _native.PackRequest, progress: Callable[[str, int, int], None] | None) -> str:
         found = hashing(request, progress)
@@ -190,7 +190,7 @@ def test_inputs_that_change_once_they_were_hashed_make_no_plan(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(_native, "hard_plan_fingerprint", fingerprint)
+        patch.setattr(_native, "plan_fingerprint", fingerprint)
         with pytest.raises(InvalidInputError, match="changed while"):
             td.pack(**inputs, max_length=128, share=share, progress=False, **where)
     assert os.listdir(tmp_path) == []

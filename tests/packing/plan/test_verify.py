@@ -68,16 +68,17 @@ def test_columns_that_need_int64_are_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fact", ["tokens", "empty_on_boundary", "tail_start", "fingerprint", "seed"])
 def test_any_changed_fact_is_found(fact: str, tmp_path: Path) -> None:
     plan = td.pack(LENGTHS, 16, seed=5)
-    assert plan.metadata["empty_on_boundary"] > 0
+    hard = plan.metadata["hard"]
+    assert hard["empty_on_boundary"] > 0
     changed = {
-        "tokens": plan.num_tokens + 1,
-        "empty_on_boundary": plan.metadata["empty_on_boundary"] - 1,
-        "tail_start": [plan.metadata["tail_start"][0] + 1],
-        "fingerprint": "0" * 32,
-        "seed": 6,
+        "tokens": {"tokens": plan.num_tokens + 1},
+        "empty_on_boundary": {"hard": {**hard, "empty_on_boundary": hard["empty_on_boundary"] - 1}},
+        "tail_start": {"hard": {**hard, "tail_start": [hard["tail_start"][0] + 1]}},
+        "fingerprint": {"fingerprint": "0" * 32},
+        "seed": {"seed": 6},
     }
     plan.save(tmp_path / "plan")
-    broken = edit(tmp_path / "plan", **{fact: changed[fact]})
+    broken = edit(tmp_path / "plan", **changed[fact])
     with pytest.raises(PlanMismatchError, match="order has sample" if fact == "seed" else fact.split("_")[0]):
         broken.verify(LENGTHS)
 

@@ -26,12 +26,12 @@ def build_local_plan(request: Callable[[], _native.PackRequest], destination: Pl
         destination.check()
         checked = request()
         if destination.is_memory:
-            metadata, columns = _native.hard_pack(checked, line.callback)
+            metadata, columns = _native.pack(checked, line.callback)
             return PackPlan(columns, metadata, lengths=checked["lengths"])
         if destination.cache_dir is None:
             expected = publish_plan(checked, destination.folder(""), line.callback, None)
         else:
-            expected = _native.hard_plan_fingerprint(checked, line.callback)
+            expected = _native.plan_fingerprint(checked, line.callback)
         return map_plan(checked, destination, expected, line.callback)
 
 
@@ -47,12 +47,12 @@ def publish_plan(request: _native.PackRequest, target: Path, tick: Tick | None, 
     # An existing plan needs no room on the disk, so this comes first.
     if not path_exists(target / "plan.json"):
         try:
-            metadata = _native.hard_pack_to_folder(request, target, tick, expected)
+            metadata = _native.pack_to_folder(request, target, tick, expected)
             return str(json.loads(metadata)["fingerprint"])
         except AlreadyExistsError:
             if not path_exists(target / "plan.json"):
                 raise
-    return expected or _native.hard_plan_fingerprint(request, tick)
+    return expected or _native.plan_fingerprint(request, tick)
 
 
 def map_plan(

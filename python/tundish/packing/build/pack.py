@@ -185,7 +185,12 @@ def _request(
         "order": None if order is None else as_integer_array(order, "order"),
         "seed": None if seed is None else as_integer(seed, "seed", 0, 2**32 - 1),
         "max_length": as_integer(max_length, "max_length", 1, 2**63 - 1),
+        "mode": mode,
         "drop_last": drop_last,
+        "overlong": "error",
+        "window": 64,
+        "max_samples": None,
+        "align": 1,
         "global_pack": global_pack,
         "threads": as_threads(threads),
     }

@@ -36,7 +36,7 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
             line = progress_lines.enter_context(ProgressLine("pack", destination.progress))
             destination.check()
             checked = request()
-            expected = _native.hard_plan_fingerprint(checked, line.callback)
+            expected = _native.plan_fingerprint(checked, line.callback)
         # If two plans were both in the cache, each rank would find its own.
         voter.vote(
             what="comparing the plans that the ranks ask for (share=True needs the same arguments on all ranks), by "
@@ -83,7 +83,7 @@ def _build_in_memory(
     from tundish.shm import SharedArray, node_shared
 
     def build() -> SharedArray:
-        metadata, columns = _native.hard_pack(request, tick, expected)
+        metadata, columns = _native.pack(request, tick, expected)
         remaining = list(columns)
         del columns
         return as_block(metadata, remaining, tick)

@@ -116,7 +116,7 @@ class PackPlan:
         self.max_length: int = self._metadata["max_length"]
         self.mode: str = self._metadata["mode"]
         self.seed: int | None = self._metadata["seed"]
-        self.drop_last: bool = self._metadata["drop_last"]
+        self.drop_last: bool = self._metadata["hard"]["drop_last"]
         self.global_pack: bool = self._metadata["global_pack"]
         self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
         self.num_tokens: int = self._metadata["tokens"]

@@ -38,7 +38,7 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
         was_inside = bool(inside[-1])
     dropped = plan.num_tokens - metadata["tokens_packed"]
     if dropped:
-        cut += _cut_by_tails(plan, metadata["tail_start"])
+        cut += _cut_by_tails(plan, metadata["hard"]["tail_start"])
     packs, pieces = len(plan), len(plan.indices)
     return {
         "packs": packs,

@@ -4,12 +4,14 @@ use std::path::Path;
 
 use super::npy::NpyHeader;
 use crate::error::PackError;
+use crate::packer::WideColumns;
 use crate::plan::Field;
 
-/// Bytes of the files of the six columns; `wide` tells which columns have 8 bytes a value.
-pub(super) fn bytes_of_columns(packs: u64, pieces: u64, wide: [bool; 6]) -> u128 {
-    let len = |field| if field == Field::Indices { pieces } else { packs };
-    Field::ALL.into_iter().zip(wide).map(|(field, wide)| NpyHeader { wide, len: len(field) }.file_bytes()).sum()
+/// Bytes of the files of the columns; `wide` tells which columns have 8 bytes a value.
+pub(super) fn bytes_of_columns(packs: u64, pieces: u64, fields: &[Field], wide: WideColumns) -> u128 {
+    let len = |field: Field| if field.is_per_piece() { pieces } else { packs };
+    let bytes = |&field: &Field| NpyHeader { wide: wide[field as usize], len: len(field) }.file_bytes();
+    fields.iter().map(bytes).sum()
 }
 
 /// Refuse a plan of `needed` bytes that is to appear as `target` where fewer bytes are free.

@@ -20,24 +20,21 @@ use crate::error::PackError;
 use crate::plan::{FORMAT_VERSION, Field, PlanMetadata};
 use crate::progress::Progress;
 
-/// Check a plan folder and map its columns, in the order of `Field::ALL`.
+/// Check a plan folder and map its columns, six or eight, in the order of `Field::ALL`.
 ///
 /// Checked are the version, the parameters, each file's header and size, and that the offset
 /// table rises strictly to the number of pieces. Time is linear in the packs, memory constant.
 ///
 /// # Errors
 /// `Missing` or `Format` with the file at fault.
-pub fn open(folder: &Path, progress: &mut dyn Progress) -> Result<(PlanMetadata, [MappedColumn; 6]), PackError> {
+pub fn open(folder: &Path, progress: &mut dyn Progress) -> Result<(PlanMetadata, Vec<MappedColumn>), PackError> {
     let folder = PlanFolder::open(folder)?;
     let metadata = folder.metadata()?;
-    let files = all(Field::ALL.map(|field| folder.column(field, &metadata)))?;
+    let fields = Field::of_plan(metadata.has_piece_ranges());
+    let files: Vec<ColumnFile> =
+        fields.iter().map(|&field| folder.column(field, &metadata)).collect::<Result<_, _>>()?;
     files[Field::IndicesCuLen as usize].check_offsets(&metadata, progress)?;
-    Ok((metadata, all(files.map(ColumnFile::map))?))
-}
-
-fn all<T>(columns: [Result<T, PackError>; 6]) -> Result<[T; 6], PackError> {
-    let [a, b, c, d, e, f] = columns;
-    Ok([a?, b?, c?, d?, e?, f?])
+    Ok((metadata, files.into_iter().map(ColumnFile::map).collect::<Result<_, _>>()?))
 }
 
 /// A folder, opened once: files of a folder that takes its place meanwhile are not mixed with its own.
@@ -119,7 +116,7 @@ impl PlanFolder {
         let (path, mut file) = self.file(&file_name(field))?;
         let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
         let header = npy::read_header(&mut file, &path)?;
-        let expected = if field == Field::Indices { metadata.pieces } else { metadata.packs };
+        let expected = if field.is_per_piece() { metadata.pieces } else { metadata.packs };
         if header.len != expected {
             return Err(wrong(format!(
                 "has the shape ({},), but {METADATA_FILE} says ({expected},); make the plan again",

@@ -12,6 +12,7 @@ use super::npy::{HEADER_BYTES, NpyHeader};
 use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, disk_space, file_name};
 use crate::error::PackError;
 use crate::inputs::IntegerKind;
+use crate::packer::WideColumns;
 use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView};
 use crate::progress::Progress;
 
@@ -69,15 +70,15 @@ pub(crate) struct FolderWriter {
 }
 
 impl FolderWriter {
-    /// Create the folder; `wide` tells which columns have 8 bytes a value.
-    pub(crate) fn create(target: &Path, wide: [bool; 6]) -> Result<Self, PackError> {
+    /// Create the folder for columns in the order of `Field::ALL`; `wide` tells which have 8 bytes a value.
+    pub(crate) fn create(target: &Path, fields: &[Field], wide: WideColumns) -> Result<Self, PackError> {
         let folder = AtomicFolder::create(target)?;
-        let mut columns = Vec::with_capacity(6);
-        for (field, wide) in Field::ALL.into_iter().zip(wide) {
+        let mut columns = Vec::with_capacity(fields.len());
+        for &field in fields {
             let mut file = folder.create_file(&file_name(field))?;
             // The length is known last; until then zeros hold the place of the header.
             file.append(&[0; HEADER_BYTES])?;
-            columns.push(ColumnWriter { file, wide, len: 0, buffer: Vec::new() });
+            columns.push(ColumnWriter { file, wide: wide[field as usize], len: 0, buffer: Vec::new() });
         }
         Ok(Self { folder, columns })
     }
@@ -165,8 +166,9 @@ fn metadata_text(metadata: &PlanMetadata) -> Result<String, PackError> {
 ///
 /// # Errors
 /// `NoRoom`; `PackError::Commit` when the file system cannot be asked.
-pub(crate) fn check_disk_space(target: &Path, packs: u64, pieces: u64) -> Result<(), PackError> {
-    disk_space::check(target, disk_space::bytes_of_columns(packs, pieces, [false; 6]), packs, pieces)
+pub(crate) fn check_disk_space(target: &Path, packs: u64, pieces: u64, fields: &[Field]) -> Result<(), PackError> {
+    let bytes = disk_space::bytes_of_columns(packs, pieces, fields, WideColumns::default());
+    disk_space::check(target, bytes, packs, pieces)
 }
 
 /// Write a plan to a folder that is published when it is complete and durable.
@@ -181,10 +183,17 @@ pub fn save(
     progress: &mut dyn Progress,
 ) -> Result<(), PackError> {
     let wide = Field::ALL.map(|field| plan.column(field).kind() == IntegerKind::I64);
+    let fields = plan.fields();
+    if plan.has_piece_ranges() != metadata.has_piece_ranges() {
+        return Err(PackError::Mismatch(format!(
+            "the plan has {} columns, which {METADATA_FILE} contradicts",
+            fields.len()
+        )));
+    }
     let (packs, pieces) = (plan.packs() as u64, plan.column(Field::Indices).len() as u64);
-    let needed = disk_space::bytes_of_columns(packs, pieces, wide) + metadata_text(metadata)?.len() as u128;
+    let needed = disk_space::bytes_of_columns(packs, pieces, fields, wide) + metadata_text(metadata)?.len() as u128;
     disk_space::check(target, needed, packs, pieces)?;
-    let mut writer = FolderWriter::create(target, wide)?;
+    let mut writer = FolderWriter::create(target, fields, wide)?;
     match append_all(&mut writer, plan, progress) {
         Ok(()) => writer.publish(metadata, progress),
         Err(error) => {
@@ -196,7 +205,7 @@ pub fn save(
 
 fn append_all(writer: &mut FolderWriter, plan: &PlanView<'_>, progress: &mut dyn Progress) -> Result<(), PackError> {
     let mut values = vec![0i64; BUFFER_BYTES / 8];
-    for field in Field::ALL {
+    for &field in plan.fields() {
         let column = plan.column(field);
         for start in (0..column.len()).step_by(values.len()) {
             progress.tick("saving", start as u64, column.len() as u64)?;
@@ -211,7 +220,7 @@ fn append_all(writer: &mut FolderWriter, plan: &PlanView<'_>, progress: &mut dyn
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{FORMAT_VERSION, OrderKind};
+    use crate::plan::{FORMAT_VERSION, HardMetadata, OrderKind};
 
     #[test]
     fn metadata_that_could_not_be_read_is_not_written() {
@@ -219,7 +228,6 @@ mod tests {
             format_version: FORMAT_VERSION,
             mode: "hard".into(),
             max_length: 1,
-            drop_last: true,
             global_pack: true,
             order: OrderKind::Natural,
             seed: None,
@@ -228,8 +236,8 @@ mod tests {
             tokens_packed: 0,
             packs: 0,
             pieces: 0,
-            empty_on_boundary: 0,
-            tail_start: vec![0],
+            hard: Some(HardMetadata { drop_last: true, empty_on_boundary: 0, tail_start: vec![0] }),
+            whole: None,
             fingerprint: "0".repeat(32),
         };
         let text = metadata_text(&few).expect("a million datasets");

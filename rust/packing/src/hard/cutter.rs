@@ -5,7 +5,7 @@
 //! the samples are.
 #![allow(unsafe_code)]
 
-use super::samples::{CHUNK, Samples};
+use crate::packer::{CHUNK, PackColumns, Samples};
 use crate::plan::PlanInteger;
 
 /// Packs that one call of `cut` closes at most: bounds the memory of its output.
@@ -60,13 +60,10 @@ impl<P: PlanInteger> CutPacks<P> {
         self.packs
     }
 
-    pub(super) fn indices(&self) -> &[P] {
-        &self.indices[..self.pieces]
-    }
-
-    /// The columns with one entry a pack: cumulative piece counts, starts, ends, longest pieces.
-    pub(super) fn pack_columns(&self) -> [&[P]; 4] {
-        [&self.cumulative, &self.starts, &self.ends, &self.longests].map(|column| &column[..self.packs])
+    /// The columns, of packs that are drawn from dataset `dataset_id`.
+    pub(super) fn columns(&self, dataset_id: usize) -> PackColumns<'_, P> {
+        let packs = [&self.cumulative, &self.starts, &self.ends, &self.longests].map(|column| &column[..self.packs]);
+        PackColumns { dataset_id, indices: &self.indices[..self.pieces], packs, piece_ranges: None }
     }
 
     /// Pieces up to the end of the last pack closed here.
@@ -84,7 +81,7 @@ impl<P: PlanInteger> CutPacks<P> {
         }
     }
 
-    /// Hold one pack without new pieces, in place of what was there; entries as in `pack_columns`.
+    /// Hold one pack without new pieces, in place of what was there; entries as in `PackColumns::packs`.
     pub(super) fn set_short_pack(&mut self, [cumulative, start, end, longest]: [P; 4]) {
         (self.pieces, self.packs, self.empty_on_boundary) = (0, 1, 0);
         (self.cumulative[0], self.starts[0], self.ends[0], self.longests[0]) = (cumulative, start, end, longest);

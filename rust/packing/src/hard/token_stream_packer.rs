@@ -5,21 +5,16 @@
 //! them are cut, again each on any thread. Then the packs are appended in order.
 
 use super::cutter::{Cutter, OpenPack};
-use super::output::PlanOutput;
-use super::repeated_samples::SeenSamples;
-use super::samples::{CHUNK, IndexSource, ReadFailure, SampleReader, Samples};
-use super::scan::ScanResult;
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
-use crate::inputs::{Integers, SampleLengths, check_order};
+use crate::inputs::SampleLengths;
+use crate::packer::{
+    CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, PlanOutput, ReadFailure, SampleReader, Samples, ScanResult,
+    SeenSamples, bad_order,
+};
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
 use crate::threads::Threads;
-
-/// Up to this many samples one thread is as fast.
-pub(super) const FEW_SAMPLES: usize = 1 << 18;
-/// Chunks a thread in one window; more than one, so that a thread that is held up is relieved.
-const CHUNKS_A_THREAD: usize = 8;
 
 /// What the plan holds so far.
 #[derive(Clone, Copy, Default)]
@@ -99,13 +94,11 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
         indices: IndexSource<'_, P>,
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
+        let reader = SampleReader::new(lengths, indices, self.threads)?;
         let IndexSource::Given(order) = indices else {
-            let reader = SampleReader { lengths, indices, used: None };
             let stream = self.pack_samples(&reader, scan, progress)?;
             return self.finish(stream, lengths.dataset_id(), progress);
         };
-        let used = SeenSamples::new(lengths.len(), self.threads.count())?;
-        let reader = SampleReader { lengths, indices, used: Some(used) };
         let stream = match self.pack_samples(&reader, scan, progress) {
             // There may be too many tokens because a sample was read twice, on two threads.
             Err(PackError::InputChanged) => return Err(bad_order(&order, lengths, progress)),
@@ -175,7 +168,7 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
         loop {
             let packs = &mut chunk.cutter.output;
             packs.connect(self.totals.pieces, before);
-            self.output.append(packs, dataset_id, progress)?;
+            self.output.append(&packs.columns(dataset_id), progress)?;
             if let Some(pieces_closed) = packs.pieces_closed() {
                 self.totals.pieces_closed = pieces_closed as usize;
                 before = None;
@@ -225,18 +218,12 @@ impl<'r, P: PlanInteger> TokenStreamPacker<'r, P> {
         let Some(chunk) = self.chunks.first_mut() else { return Ok(()) };
         let pack = &mut chunk.cutter.output;
         pack.set_short_pack([pieces, open.start, last_length, open.longest]);
-        self.output.append(pack, dataset_id, progress)?;
+        self.output.append(&pack.columns(dataset_id), progress)?;
         self.totals.pieces_closed = self.totals.pieces;
         self.totals.packs += 1;
         self.totals.tokens_packed += filled;
         Ok(())
     }
-}
-
-/// The error that names the first wrong entry of an order, or that says that the inputs changed.
-#[cold]
-fn bad_order(order: &Integers<'_>, lengths: &SampleLengths<'_>, progress: &mut dyn Progress) -> PackError {
-    check_order(order, lengths.len(), progress).err().unwrap_or(PackError::InputChanged)
 }
 
 impl<P: PlanInteger> Chunk<P> {

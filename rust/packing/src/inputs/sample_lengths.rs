@@ -45,6 +45,12 @@ impl<'a> SampleLengths<'a> {
         &self.parts
     }
 
+    /// The length of one sample, which exists.
+    pub(crate) fn get(&self, sample: usize) -> u64 {
+        let part = self.part_of(sample);
+        self.parts[part].get(sample - self.starts[part])
+    }
+
     /// As `Integers::read`, across parts.
     pub(crate) fn read<W: ColumnWord>(&self, start: usize, out: &mut [W]) -> u64 {
         let mut seen = 0u64;
@@ -58,6 +64,12 @@ impl<'a> SampleLengths<'a> {
             part += 1;
         }
         seen
+    }
+
+    /// The dataset of a sample of the stream, and its number there.
+    pub(crate) fn locate(&self, sample: usize) -> (usize, usize) {
+        let part = self.part_of(sample);
+        (self.dataset_id + part, sample - self.starts[part])
     }
 
     fn part_of(&self, index: usize) -> usize {

@@ -110,7 +110,17 @@ impl RandomState {
                 *slot = I::from_usize(number * SWAPS_A_TICK + offset);
             }
         }
+        self.shuffle(&mut order, progress)?;
+        Ok(order)
+    }
+
+    /// Shuffle values in place as numpy's `shuffle` does, going on in this generator's stream.
+    ///
+    /// # Errors
+    /// An interrupt.
+    pub(crate) fn shuffle<I: Index>(&mut self, order: &mut [I], progress: &mut dyn Progress) -> Result<(), PackError> {
         // Positions above 2³² take 64-bit draws.
+        let len = order.len();
         let mut unswapped = len;
         let wide = usize::try_from(1u64 << 32).unwrap_or(usize::MAX);
         while unswapped > wide {
@@ -128,8 +138,7 @@ impl RandomState {
                 progress.tick("shuffling", (len - unswapped) as u64, len as u64)?;
             }
         }
-        vectorized(|| self.shuffle_front(&mut order[..unswapped], len, progress))?;
-        Ok(order)
+        vectorized(|| self.shuffle_front(&mut order[..unswapped], len, progress))
     }
 
     /// Shuffle an array of at most 2³² elements.

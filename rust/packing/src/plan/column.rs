@@ -21,12 +21,39 @@ pub enum Field {
     EndOffset,
     /// Tokens of each pack's longest piece.
     Longest,
+    /// First token of its sample that each piece takes; only in plans whose inner pieces may be parts of samples.
+    PieceStart,
+    /// One past the last token that each piece takes; only where `PieceStart` is.
+    PieceStop,
 }
 
 impl Field {
     /// All fields, in order.
-    pub const ALL: [Self; 6] =
+    pub const ALL: [Self; 8] = [
+        Self::DatasetId,
+        Self::Indices,
+        Self::IndicesCuLen,
+        Self::StartOffset,
+        Self::EndOffset,
+        Self::Longest,
+        Self::PieceStart,
+        Self::PieceStop,
+    ];
+    /// The fields that every plan has, in order.
+    pub const REQUIRED: [Self; 6] =
         [Self::DatasetId, Self::Indices, Self::IndicesCuLen, Self::StartOffset, Self::EndOffset, Self::Longest];
+
+    /// The fields of a plan with or without `PieceStart` and `PieceStop`.
+    #[must_use]
+    pub fn of_plan(has_piece_ranges: bool) -> &'static [Self] {
+        if has_piece_ranges { &Self::ALL } else { &Self::REQUIRED }
+    }
+
+    /// Whether the column has one value a piece; else it has one a pack.
+    #[must_use]
+    pub fn is_per_piece(self) -> bool {
+        matches!(self, Self::Indices | Self::PieceStart | Self::PieceStop)
+    }
 
     /// The name, as in `plan.arrays()` and in the file names.
     #[must_use]
@@ -38,6 +65,8 @@ impl Field {
             Self::StartOffset => "start_offset",
             Self::EndOffset => "end_offset",
             Self::Longest => "longest",
+            Self::PieceStart => "piece_start",
+            Self::PieceStop => "piece_stop",
         }
     }
 }

@@ -186,16 +186,15 @@ impl LocatedPacks {
         progress: &mut dyn Progress,
     ) -> Result<PackBatch, PackError> {
         let packs = self.numbers.len();
-        let (mut dataset_id, mut starts) = (memory::zeroed::<i64>(packs)?, memory::zeroed::<i64>(self.pieces())?);
-        let indices = plan.column(Field::Indices);
-        let mut pieces = PieceReader::new(&self, lengths)?;
+        let mut dataset_id = memory::zeroed::<i64>(packs)?;
+        let mut pieces = PieceReader::new(plan, &self, lengths)?;
         let mut scratch = [(); 3].map(|()| vec![0u64; packs.min(WINDOW)]);
         for start in (0..packs).step_by(WINDOW) {
             progress.tick("reading packs", start as u64, packs as u64)?;
             let window = start..(start + WINDOW).min(packs);
             let (numbers, begins) = (&self.numbers[window.clone()], &self.begins[window.clone()]);
             for &begin in begins {
-                indices.prefetch(begin as usize);
+                pieces.prefetch(begin as usize);
             }
             let [ids, first, last] = scratch.each_mut().map(|column| &mut column[..window.len()]);
             gather(plan, Field::DatasetId, numbers, ids)?;
@@ -204,43 +203,63 @@ impl LocatedPacks {
             for (pack, (&dataset, &begin)) in window.clone().zip(ids.iter().zip(begins)) {
                 dataset_id[pack] = dataset as i64;
                 let count = self.piece_cu[pack + 1] - self.piece_cu[pack];
-                pieces.read(&indices, begin as usize, count as usize, dataset, progress)?;
+                pieces.read(begin as usize, count as usize, dataset, progress)?;
             }
             pieces.finish_window()?;
+            if plan.has_piece_ranges() {
+                continue;
+            }
             for (pack, (&first, &last)) in window.zip(first.iter().zip(&*last)) {
-                starts[self.piece_cu[pack] as usize] = first as i64;
+                pieces.start[self.piece_cu[pack] as usize] = first;
                 pieces.stop[self.piece_cu[pack + 1] as usize - 1] = last;
             }
         }
         // Collected in place.
         let signed = |values: Vec<u64>| values.into_iter().map(|value| value as i64).collect();
-        let (sample, stop) = (signed(pieces.sample), signed(pieces.stop));
-        Ok(PackBatch { dataset_id, piece_cu: self.piece_cu, sample, start: starts, stop })
+        let [sample, start, stop] = [pieces.sample, pieces.start, pieces.stop].map(signed);
+        Ok(PackBatch { dataset_id, piece_cu: self.piece_cu, sample, start, stop })
     }
 }
 
 /// The pieces of all the packs, as far as they are read. Lengths are read for a window of them: up to `WINDOW`, all of
 /// one dataset.
 struct PieceReader<'a, C> {
+    plan: &'a PlanView<'a>,
     located: &'a LocatedPacks,
     lengths: Option<&'a AttachedLengths<C>>,
     sample: Vec<u64>,
+    start: Vec<u64>,
     stop: Vec<u64>,
+    /// Lengths of the samples of a window, to check the stops that the plan holds.
+    ends: Vec<u64>,
     window: Range<usize>,
     /// Of the window.
     dataset: u64,
 }
 
 impl<'a, C: AsIntegers> PieceReader<'a, C> {
-    fn new(located: &'a LocatedPacks, lengths: Option<&'a AttachedLengths<C>>) -> Result<Self, PackError> {
-        let (sample, stop) = (memory::zeroed(located.pieces())?, memory::zeroed(located.pieces())?);
-        Ok(Self { located, lengths, sample, stop, window: 0..0, dataset: 0 })
+    fn new(
+        plan: &'a PlanView<'a>,
+        located: &'a LocatedPacks,
+        lengths: Option<&'a AttachedLengths<C>>,
+    ) -> Result<Self, PackError> {
+        let column = || memory::zeroed(located.pieces());
+        let (sample, start, stop) = (column()?, column()?, column()?);
+        Ok(Self { plan, located, lengths, sample, start, stop, ends: Vec::new(), window: 0..0, dataset: 0 })
     }
 
-    /// Read the next `count` pieces, which `indices` has from `begin` on.
+    /// Prefetch the piece at `begin`.
+    fn prefetch(&self, begin: usize) {
+        self.plan.column(Field::Indices).prefetch(begin);
+        if self.plan.has_piece_ranges() {
+            self.plan.column(Field::PieceStart).prefetch(begin);
+            self.plan.column(Field::PieceStop).prefetch(begin);
+        }
+    }
+
+    /// Read the next `count` pieces, which the columns have from `begin` on.
     fn read(
         &mut self,
-        indices: &Integers<'_>,
         mut begin: usize,
         mut count: usize,
         dataset: u64,
@@ -253,8 +272,19 @@ impl<'a, C: AsIntegers> PieceReader<'a, C> {
         while count > 0 {
             let take = count.min(WINDOW - self.window.len());
             let slots = self.window.end..self.window.end + take;
-            if indices.read(begin, &mut self.sample[slots.clone()]) >> 63 != 0 {
-                return Err(PackError::Mismatch("indices has negative values; the plan is damaged".into()));
+            for &field in self.plan.fields() {
+                let values = match field {
+                    Field::Indices => &mut self.sample,
+                    Field::PieceStart => &mut self.start,
+                    Field::PieceStop => &mut self.stop,
+                    _ => continue,
+                };
+                if self.plan.column(field).read(begin, &mut values[slots.clone()]) >> 63 != 0 {
+                    return Err(PackError::Mismatch(format!(
+                        "{} has negative values; the plan is damaged",
+                        field.name()
+                    )));
+                }
             }
             self.window.end = slots.end;
             (begin, count) = (begin + take, count - take);
@@ -266,8 +296,11 @@ impl<'a, C: AsIntegers> PieceReader<'a, C> {
         Ok(())
     }
 
-    /// Give the pieces of the window the ends of their samples, and begin another one.
+    /// Give the pieces of the window the ends of their samples, where the plan does not hold them, and begin another one.
     fn finish_window(&mut self) -> Result<(), PackError> {
+        if self.plan.has_piece_ranges() {
+            return self.check_stops();
+        }
         let window = self.window.clone();
         let stops = &mut self.stop[window.clone()];
         match self.lengths {
@@ -281,12 +314,44 @@ impl<'a, C: AsIntegers> PieceReader<'a, C> {
         Ok(())
     }
 
+    /// Compare the stops that the plan holds with the lengths, and begin another window.
+    fn check_stops(&mut self) -> Result<(), PackError> {
+        let window = self.window.clone();
+        if let (Some(lengths), false) = (self.lengths, window.is_empty()) {
+            let mut ends = std::mem::take(&mut self.ends);
+            ends.resize(window.len(), 0);
+            let stops = &self.stop[window.clone()];
+            lengths
+                .read(self.dataset, &self.sample[window.clone()], &mut ends)
+                .map_err(|position| self.no_such_sample(window.start + position))?;
+            if let Some(position) = stops.iter().zip(&ends).position(|(stop, end)| stop > end) {
+                let piece = window.start + position;
+                return Err(PackError::Mismatch(format!(
+                    "pack {} takes tokens up to {} of sample {}, which has {}",
+                    self.pack_of(piece),
+                    self.stop[piece],
+                    self.sample[piece],
+                    ends[position]
+                )));
+            }
+            self.ends = ends;
+        }
+        self.window = window.end..window.end;
+        Ok(())
+    }
+
+    /// The number of the pack that a piece belongs to.
+    fn pack_of(&self, piece: usize) -> u64 {
+        self.located.numbers[self.located.piece_cu.partition_point(|&pieces| pieces as usize <= piece) - 1]
+    }
+
     #[cold]
     fn no_such_sample(&self, piece: usize) -> PackError {
-        let pack = self.located.piece_cu.partition_point(|&pieces| pieces as usize <= piece) - 1;
         PackError::Mismatch(format!(
             "pack {} takes sample {} of dataset {}, but the lengths have no such sample, or none of 0 to 2^63 - 1 for it",
-            self.located.numbers[pack], self.sample[piece], self.dataset
+            self.pack_of(piece),
+            self.sample[piece],
+            self.dataset
         ))
     }
 }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::PackError;
+use crate::request::{Mode, Overlong, Placement, WholeOptions};
 
 /// Where the order of the samples came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,12 +26,10 @@ pub const FORMAT_VERSION: u32 = 1;
 pub struct PlanMetadata {
     /// Always `FORMAT_VERSION`.
     pub format_version: u32,
-    /// The algorithm: `hard`.
+    /// The algorithm: `hard`, `best_fit`, `ordered` or `sequential`.
     pub mode: String,
     /// Tokens a pack.
     pub max_length: u64,
-    /// Whether the tail shorter than a pack was left out.
-    pub drop_last: bool,
     /// Whether all datasets were packed as one.
     pub global_pack: bool,
     /// Where the order came from.
@@ -47,12 +46,67 @@ pub struct PlanMetadata {
     pub packs: u64,
     /// Pieces.
     pub pieces: u64,
+    /// Only of `hard`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hard: Option<HardMetadata>,
+    /// Only of the other modes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub whole: Option<WholeMetadata>,
+    /// 32 hexadecimal digits.
+    pub fingerprint: String,
+}
+
+/// What only plans of the mode `hard` have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HardMetadata {
+    /// Whether the tail shorter than a pack was left out.
+    pub drop_last: bool,
     /// Empty samples that fell on a pack's boundary and belong to no pack.
     pub empty_on_boundary: u64,
     /// Where the left-out tail starts in its first sample, for each group of samples that was cut as one stream.
     pub tail_start: Vec<u64>,
-    /// 32 hexadecimal digits.
-    pub fingerprint: String,
+}
+
+/// What only plans of whole samples have.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WholeMetadata {
+    /// What happened to samples longer than `max_length`.
+    pub overlong: Overlong,
+    /// Packs that were open at once; null where all of them were.
+    pub window: Option<u64>,
+    /// Pieces a pack at most; null for any number.
+    pub max_samples: Option<u64>,
+    /// Each piece takes a multiple of so many tokens of its pack.
+    pub align: u64,
+    /// Samples without tokens, which belong to no pack.
+    pub samples_empty: u64,
+    /// Samples longer than `max_length`.
+    pub samples_overlong: u64,
+    /// Tokens of overlong samples that were left out.
+    pub tokens_overlong_cut: u64,
+    /// Tokens of packs that pieces take beyond their own because of `align`.
+    pub padding_align: u64,
+    /// Samples that the packs take tokens of.
+    pub samples_packed: u64,
+}
+
+impl WholeMetadata {
+    /// Metadata of a plan that holds nothing yet.
+    pub(crate) fn new(options: &WholeOptions) -> Self {
+        Self {
+            overlong: options.overlong,
+            window: options.placement.window(),
+            max_samples: options.max_samples,
+            align: options.align,
+            samples_empty: 0,
+            samples_overlong: 0,
+            tokens_overlong_cut: 0,
+            padding_align: 0,
+            samples_packed: 0,
+        }
+    }
 }
 
 impl PlanMetadata {
@@ -72,27 +126,49 @@ impl PlanMetadata {
         serde_json::from_str(text).map_err(|error| PackError::Invalid(format!("does not describe a plan: {error}")))
     }
 
+    /// Whether the plan has `piece_start` and `piece_stop`.
+    #[must_use]
+    pub fn has_piece_ranges(&self) -> bool {
+        self.whole.as_ref().is_some_and(|whole| matches!(whole.overlong, Overlong::Split | Overlong::Truncate))
+    }
+
+    /// The algorithm that made the plan; an error is a clause that says why there is none.
+    pub(crate) fn made_with(&self) -> Result<Mode, String> {
+        let mode = match (&self.hard, &self.whole) {
+            (Some(hard), None) if self.mode == "hard" => Mode::Hard { drop_last: hard.drop_last },
+            (None, Some(whole)) if self.mode != "hard" => {
+                let placement = Placement::from_name(&self.mode, whole.window.unwrap_or(0))
+                    .ok_or_else(|| format!("mode {:?} is unknown", self.mode))?;
+                if placement.window() != whole.window {
+                    return Err(format!("mode {:?} and window {:?} do not go together", self.mode, whole.window));
+                }
+                Mode::Whole(WholeOptions {
+                    placement,
+                    overlong: whole.overlong,
+                    max_samples: whole.max_samples,
+                    align: whole.align,
+                })
+            }
+            _ if self.mode != "hard" && Placement::from_name(&self.mode, 1).is_none() => {
+                return Err(format!("mode {:?} is unknown", self.mode));
+            }
+            _ => return Err(format!("mode {:?} needs either \"hard\" or \"whole\", the one that fits", self.mode)),
+        };
+        mode.check(self.max_length).map(|()| mode)
+    }
+
     /// Check that the values agree; an error is a clause that says which do not.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.format_version != FORMAT_VERSION {
             return Err(format!("format version {} is unknown", self.format_version));
         }
-        if self.mode != "hard" {
-            return Err(format!("mode {:?} is unknown", self.mode));
-        }
-        if self.max_length == 0 || self.max_length > i64::MAX as u64 {
-            return Err(format!("max_length is {}", self.max_length));
-        }
+        self.made_with()?;
         let hexadecimal = |digit: u8| digit.is_ascii_digit() || (b'a'..=b'f').contains(&digit);
         if self.fingerprint.len() != 32 || !self.fingerprint.bytes().all(hexadecimal) {
             return Err("the fingerprint is not 32 hexadecimal digits".into());
         }
         if self.seed.is_some() != (self.order == OrderKind::Seed) {
             return Err("order and seed do not go together".into());
-        }
-        let streams = if self.global_pack { 1 } else { self.samples.len() };
-        if self.tail_start.len() != streams {
-            return Err(format!("tails are of {} datasets, and there are {}", self.tail_start.len(), streams));
         }
         if self.order == OrderKind::Given && self.samples.len() != 1 {
             return Err("an order is given for a single dataset only".into());
@@ -101,45 +177,103 @@ impl PlanMetadata {
         {
             return Err("the numbers of samples overflow".into());
         }
-        self.check_pieces()?;
-        self.check_tokens()
+        let full = u128::from(self.packs) * u128::from(self.max_length);
+        let packed = u128::from(self.tokens_packed);
+        if self.tokens > i64::MAX as u64 || packed > u128::from(self.tokens) || packed > full {
+            return Err(format!("{} packs hold {packed} of {} tokens", self.packs, self.tokens));
+        }
+        match (&self.hard, &self.whole) {
+            (Some(hard), _) => hard.check(self),
+            (_, Some(whole)) => whole.check(self),
+            _ => Ok(()),
+        }
+    }
+
+    fn all_samples(&self) -> u128 {
+        self.samples.iter().map(|&samples| u128::from(samples)).sum()
+    }
+}
+
+impl HardMetadata {
+    fn check(&self, plan: &PlanMetadata) -> Result<(), String> {
+        let streams = if plan.global_pack { 1 } else { plan.samples.len() };
+        if self.tail_start.len() != streams {
+            return Err(format!("tails are of {} datasets, and there are {}", self.tail_start.len(), streams));
+        }
+        self.check_pieces(plan)?;
+        self.check_tokens(plan)
     }
 
     /// Check the counts of pieces: a piece is the beginning of a sample, or its continuation in another pack.
-    fn check_pieces(&self) -> Result<(), String> {
-        let samples = self.samples.iter().map(|&samples| u128::from(samples)).sum::<u128>();
-        let most = samples + u128::from(self.packs.saturating_sub(1));
-        let (pieces, empty) = (u128::from(self.pieces), u128::from(self.empty_on_boundary));
-        if self.pieces < self.packs || pieces + empty > most {
+    fn check_pieces(&self, plan: &PlanMetadata) -> Result<(), String> {
+        let samples = plan.all_samples();
+        let most = samples + u128::from(plan.packs.saturating_sub(1));
+        let (pieces, empty) = (u128::from(plan.pieces), u128::from(self.empty_on_boundary));
+        if plan.pieces < plan.packs || pieces + empty > most {
             return Err(format!(
                 "{samples} samples give {} packs, {pieces} pieces and {empty} empty samples between packs",
-                self.packs
+                plan.packs
             ));
         }
         Ok(())
     }
 
     /// Check the counts of tokens: each stream drops less than a pack, or lacks less than that in its last pack.
-    fn check_tokens(&self) -> Result<(), String> {
-        let full = u128::from(self.packs) * u128::from(self.max_length);
-        let (tokens, packed) = (u128::from(self.tokens), u128::from(self.tokens_packed));
-        if self.tokens > i64::MAX as u64 || packed > tokens || packed > full {
-            return Err(format!("{} packs hold {packed} of {tokens} tokens", self.packs));
-        }
+    fn check_tokens(&self, plan: &PlanMetadata) -> Result<(), String> {
+        let full = u128::from(plan.packs) * u128::from(plan.max_length);
+        let (tokens, packed) = (u128::from(plan.tokens), u128::from(plan.tokens_packed));
         let (complete, rest) =
             if self.drop_last { (packed == full, tokens - packed) } else { (packed == tokens, full - packed) };
-        let with_samples = self.samples.iter().filter(|&&samples| samples > 0).count() as u128;
+        let with_samples = plan.samples.iter().filter(|&&samples| samples > 0).count() as u128;
         let with_samples = with_samples.min(self.tail_start.len() as u128);
-        if !complete || rest > with_samples * u128::from(self.max_length - 1) {
+        if !complete || rest > with_samples * u128::from(plan.max_length - 1) {
             return Err(format!(
                 "{} packs of {} tokens hold {packed} of {tokens}, with drop_last={}",
-                self.packs, self.max_length, self.drop_last
+                plan.packs, plan.max_length, self.drop_last
             ));
         }
         let tails = self.tail_start.iter().filter(|&&start| start > 0).count() as u128;
-        if tails > rest.min(self.packs.into()) || self.tail_start.iter().any(|&start| start > 0 && start >= self.tokens)
+        if tails > rest.min(plan.packs.into()) || self.tail_start.iter().any(|&start| start > 0 && start >= plan.tokens)
         {
             return Err("a tail starts where no sample is".into());
+        }
+        Ok(())
+    }
+}
+
+impl WholeMetadata {
+    fn check(&self, plan: &PlanMetadata) -> Result<(), String> {
+        let [packs, pieces, packed] = [plan.packs, plan.pieces, plan.tokens_packed].map(u128::from);
+        let [empty, overlong, samples_packed] =
+            [self.samples_empty, self.samples_overlong, self.samples_packed].map(u128::from);
+        let [cut, padding] = [self.tokens_overlong_cut, self.padding_align].map(u128::from);
+        let is_split = self.overlong == Overlong::Split;
+        let left_out = if self.overlong == Overlong::Drop { overlong } else { 0 };
+        let samples = samples_packed + empty + left_out;
+        let all = plan.all_samples();
+        let are_all_used = plan.order != OrderKind::Given;
+        if samples > all || (are_all_used && samples < all) {
+            return Err(format!(
+                "of {all} samples {samples_packed} are packed, {empty} are empty, and {left_out} are left out"
+            ));
+        }
+        let most_pieces = packs.saturating_mul(u128::from(self.max_samples.unwrap_or(u64::MAX)));
+        if pieces < packs || pieces > most_pieces || pieces < samples_packed || (pieces > samples_packed && !is_split) {
+            return Err(format!("{packs} packs hold {pieces} pieces of {samples_packed} samples"));
+        }
+        let may_be_cut = matches!(self.overlong, Overlong::Drop | Overlong::Truncate) && overlong > 0;
+        if packed + cut != u128::from(plan.tokens) || (cut > 0) != may_be_cut {
+            return Err(format!("{packed} tokens are packed and {cut} cut of {}", plan.tokens));
+        }
+        if self.overlong == Overlong::Error && overlong > 0 {
+            return Err(format!("{overlong} samples are too long, which overlong=\"error\" refuses"));
+        }
+        let full = packs * u128::from(plan.max_length);
+        if packed < pieces || packed + padding > full || padding > pieces * u128::from(self.align - 1) {
+            return Err(format!(
+                "{packs} packs of {} tokens hold {packed} in {pieces} pieces, and {padding} of padding",
+                plan.max_length
+            ));
         }
         Ok(())
     }

@@ -1,4 +1,5 @@
-//! A plan: six columns, and the metadata that says how they were made.
+//! A plan: six columns, or eight where inner pieces may be parts of samples, and the metadata that says how they were
+//! made.
 //!
 //! Invariants: a column is 32 bits wide where every value of it fits, 64 bits otherwise; no value is negative;
 //! `indices_cu_len` rises strictly and ends at the number of pieces.
@@ -13,19 +14,22 @@ use crate::inputs::Integers;
 pub(crate) use column::PlanInteger;
 pub use column::{Column, Field};
 pub use lookup::{AsIntegers, AttachedLengths, LocatedPacks, PackBatch, TO_THE_END, locate, lookup};
-pub use metadata::{FORMAT_VERSION, OrderKind, PlanMetadata};
+pub use metadata::{FORMAT_VERSION, HardMetadata, OrderKind, PlanMetadata, WholeMetadata};
 
 /// A plan in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The six columns in the order of `Field::ALL`.
-    pub columns: [Column; 6],
+    /// The columns in the order of `Field::ALL`.
+    pub columns: Vec<Column>,
     /// How they were made.
     pub metadata: PlanMetadata,
 }
 
 impl Plan {
     /// One column.
+    ///
+    /// # Panics
+    /// When the plan has no such column.
     #[must_use]
     pub fn column(&self, field: Field) -> &Column {
         &self.columns[field as usize]
@@ -34,33 +38,60 @@ impl Plan {
     /// The columns as integers of any width.
     #[must_use]
     pub fn view(&self) -> PlanView<'_> {
-        PlanView { columns: self.columns.each_ref().map(Column::view) }
+        let mut columns = [Integers::from(&[] as &[i32]); 8];
+        columns.iter_mut().zip(&self.columns).for_each(|(slot, column)| *slot = column.view());
+        PlanView { columns, has_piece_ranges: self.columns.len() == Field::ALL.len() }
     }
 }
 
-/// The six columns of a plan, wherever they lie.
+/// The columns of a plan, wherever they lie.
 #[derive(Clone, Copy)]
 pub struct PlanView<'a> {
-    columns: [Integers<'a>; 6],
+    /// In the order of `Field::ALL`; those that the plan lacks are empty.
+    columns: [Integers<'a>; 8],
+    has_piece_ranges: bool,
 }
 
 impl<'a> PlanView<'a> {
-    /// Columns in the order of `Field::ALL`.
+    /// Six columns, or eight, in the order of `Field::ALL`.
     ///
     /// # Errors
-    /// `Mismatch` where columns of packs differ in length.
-    pub fn new(columns: [Integers<'a>; 6]) -> Result<Self, PackError> {
-        let packs = columns[Field::IndicesCuLen as usize].len();
-        for field in Field::ALL {
-            let len = columns[field as usize].len();
-            if field != Field::Indices && len != packs {
-                return Err(PackError::Mismatch(format!("{} has {len} entries for {packs} packs", field.name())));
-            }
+    /// `Mismatch` for another number of columns, and where columns of packs or columns of pieces differ in length.
+    pub fn new(columns: &[Integers<'a>]) -> Result<Self, PackError> {
+        let has_piece_ranges = columns.len() == Field::ALL.len();
+        let fields = Field::of_plan(has_piece_ranges);
+        if columns.len() != fields.len() {
+            return Err(PackError::Mismatch(format!("a plan has 6 or 8 columns, not {}", columns.len())));
         }
-        Ok(Self { columns })
+        let (packs, pieces) = (columns[Field::IndicesCuLen as usize].len(), columns[Field::Indices as usize].len());
+        let mut all = [Integers::from(&[] as &[i32]); 8];
+        for (&field, &column) in fields.iter().zip(columns) {
+            let (expected, of) = if field.is_per_piece() { (pieces, "pieces") } else { (packs, "packs") };
+            if column.len() != expected {
+                return Err(PackError::Mismatch(format!(
+                    "{} has {} entries for {expected} {of}",
+                    field.name(),
+                    column.len()
+                )));
+            }
+            all[field as usize] = column;
+        }
+        Ok(Self { columns: all, has_piece_ranges })
     }
 
-    /// One column.
+    /// The fields that the plan has, in order.
+    #[must_use]
+    pub fn fields(&self) -> &'static [Field] {
+        Field::of_plan(self.has_piece_ranges)
+    }
+
+    /// Whether the plan has `Field::PieceStart` and `Field::PieceStop`.
+    #[must_use]
+    pub fn has_piece_ranges(&self) -> bool {
+        self.has_piece_ranges
+    }
+
+    /// One column; empty where the plan lacks it.
     #[must_use]
     pub fn column(&self, field: Field) -> Integers<'a> {
         self.columns[field as usize]

@@ -3,12 +3,13 @@
 use std::path::Path;
 
 use tundish_packing::folder::MappedColumn;
-use tundish_packing::hard::PackRequest;
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::PlanView;
 use tundish_packing::plan::{AttachedLengths, lookup};
-use tundish_packing::{Field, Integers, NoProgress, PackError, folder, verify};
+use tundish_packing::{
+    Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Placement, WholeOptions, folder, verify,
+};
 
 /// The lengths that the good plan is made for.
 pub const LENGTHS: [u64; 12] = [5, 0, 17, 3, 300, 1, 0, 64, 9, 2, 40, 11];
@@ -19,16 +20,23 @@ pub fn request() -> PackRequest<'static> {
         lengths: vec![Integers::from(&LENGTHS[..])],
         order: SampleOrder::Seed(1),
         max_length: 16,
-        drop_last: true,
+        mode: Mode::Hard { drop_last: true },
         global_pack: false,
         threads: 1,
     }
 }
 
+/// A good plan of the same samples with columns for parts of samples.
+pub fn split_request() -> PackRequest<'static> {
+    let options =
+        WholeOptions { placement: Placement::BestFit, overlong: Overlong::Split, max_samples: Some(3), align: 2 };
+    PackRequest { mode: Mode::Whole(options), ..request() }
+}
+
 /// Open a folder and use whatever it holds: packs are looked up and indexed, with and without lengths, and verified.
 pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
     let (metadata, columns) = folder::open(path, &mut NoProgress)?;
-    let plan = PlanView::new(columns.each_ref().map(MappedColumn::view))?;
+    let plan = PlanView::new(&columns.iter().map(MappedColumn::view).collect::<Vec<_>>())?;
     let lengths = Integers::from(&LENGTHS[..]);
     let attached = AttachedLengths::new(vec![lengths], metadata.global_pack);
     for pack in 0..plan.packs() as u64 {
@@ -40,7 +48,7 @@ pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
         let _ = sample_index(&plan, &metadata, &PlanInputs { lengths, ..PlanInputs::default() }, &mut NoProgress);
     }
     verify::verify(&plan, &metadata, &[lengths], None, 1, &mut NoProgress)?;
-    Ok(Field::ALL.map(|field| values(&plan.column(field))).to_vec())
+    Ok(plan.fields().iter().map(|&field| values(&plan.column(field))).collect())
 }
 
 /// A column as 64-bit integers.

@@ -16,17 +16,17 @@ use crate::long_work::enter;
 #[pyo3(signature = (columns, metadata, target, progress=None))]
 pub(crate) fn save_plan(
     py: Python<'_>,
-    columns: [Bound<'_, PyUntypedArray>; 6],
+    columns: Vec<Bound<'_, PyUntypedArray>>,
     metadata: &str,
     target: PathBuf,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let columns = IntegerArray::six(&columns)?;
+    let columns = IntegerArray::all(&columns)?;
     let metadata = from_json(metadata)?;
     enter(py, progress, move |signals| Ok(folder::save(&view(&columns)?, &metadata, &target, signals)?))
 }
 
-/// Check a plan folder and map it: the metadata as JSON, and the six columns.
+/// Check a plan folder and map it: the metadata as JSON, and the six or eight columns.
 #[pyfunction]
 #[pyo3(signature = (path, progress=None))]
 pub(crate) fn open_plan<'py>(

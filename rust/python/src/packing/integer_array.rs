@@ -57,12 +57,6 @@ impl IntegerArray {
         arrays.iter().map(Self::new).collect()
     }
 
-    /// The six columns of a plan.
-    pub(super) fn six(arrays: &[Bound<'_, PyUntypedArray>; 6]) -> Result<[Self; 6], BindingError> {
-        let [a, b, c, d, e, f] = arrays.each_ref().map(Self::new);
-        Ok([a?, b?, c?, d?, e?, f?])
-    }
-
     /// The integers.
     pub(super) fn view(&self) -> Integers<'_> {
         let _kept = &self.array;
@@ -78,7 +72,8 @@ impl AsIntegers for IntegerArray {
     }
 }
 
-/// The plan whose six columns are given.
-pub(super) fn view(columns: &[IntegerArray; 6]) -> Result<PlanView<'_>, BindingError> {
-    Ok(PlanView::new(columns.each_ref().map(IntegerArray::view))?)
+/// The plan whose six or eight columns are given.
+pub(super) fn view(columns: &[IntegerArray]) -> Result<PlanView<'_>, BindingError> {
+    let columns: Vec<Integers<'_>> = columns.iter().map(IntegerArray::view).collect();
+    Ok(PlanView::new(&columns)?)
 }

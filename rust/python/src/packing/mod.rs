@@ -1,16 +1,16 @@
 //! Binds `tundish-packing`.
 
 mod folder;
-mod hard;
 mod integer_array;
 mod mapped_array;
 mod pack_lookup;
+mod packer;
 mod plan_conversions;
 mod shuffle;
 
 pub(crate) use folder::{open_plan, save_plan};
-pub(crate) use hard::{hard_pack, hard_pack_to_folder, hard_plan_fingerprint};
 pub(crate) use pack_lookup::PackLookup;
+pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};
 pub(crate) use plan_conversions::{plan_sample_index, verify_plan};
 pub(crate) use shuffle::shuffled_indices;
 

@@ -12,7 +12,7 @@ use crate::long_work::enter;
 /// Looks packs up in the columns of a plan.
 #[pyclass(frozen)]
 pub(crate) struct PackLookup {
-    columns: [IntegerArray; 6],
+    columns: Vec<IntegerArray>,
     lengths: Option<AttachedLengths<IntegerArray>>,
 }
 
@@ -36,11 +36,11 @@ impl PackLookup {
     #[new]
     #[pyo3(signature = (columns, lengths, global_pack))]
     fn new(
-        columns: [Bound<'_, PyUntypedArray>; 6],
+        columns: Vec<Bound<'_, PyUntypedArray>>,
         lengths: Option<Vec<Bound<'_, PyUntypedArray>>>,
         global_pack: bool,
     ) -> PyResult<Self> {
-        let columns = IntegerArray::six(&columns)?;
+        let columns = IntegerArray::all(&columns)?;
         view(&columns)?;
         let lengths = lengths.as_deref().map(IntegerArray::all).transpose()?;
         Ok(Self { columns, lengths: lengths.map(|columns| AttachedLengths::new(columns, global_pack)) })

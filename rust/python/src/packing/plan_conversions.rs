@@ -15,14 +15,14 @@ use crate::long_work::enter;
 #[pyo3(signature = (columns, metadata, lengths, order=None, threads=None, progress=None))]
 pub(crate) fn verify_plan(
     py: Python<'_>,
-    columns: [Bound<'_, PyUntypedArray>; 6],
+    columns: Vec<Bound<'_, PyUntypedArray>>,
     metadata: &str,
     lengths: Vec<Bound<'_, PyUntypedArray>>,
     order: Option<Bound<'_, PyUntypedArray>>,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let columns = IntegerArray::six(&columns)?;
+    let columns = IntegerArray::all(&columns)?;
     let lengths = IntegerArray::all(&lengths)?;
     let order = order.as_ref().map(IntegerArray::new).transpose()?;
     let metadata = from_json(metadata)?;
@@ -39,13 +39,13 @@ pub(crate) fn verify_plan(
 #[pyo3(signature = (columns, metadata, lengths=None, order=None, progress=None))]
 pub(crate) fn plan_sample_index<'py>(
     py: Python<'py>,
-    columns: [Bound<'py, PyUntypedArray>; 6],
+    columns: Vec<Bound<'py, PyUntypedArray>>,
     metadata: &str,
     lengths: Option<Vec<Bound<'py, PyUntypedArray>>>,
     order: Option<Bound<'py, PyUntypedArray>>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let columns = IntegerArray::six(&columns)?;
+    let columns = IntegerArray::all(&columns)?;
     let lengths = lengths.as_deref().map(IntegerArray::all).transpose()?;
     let order = order.as_ref().map(IntegerArray::new).transpose()?;
     let metadata = from_json(metadata)?;

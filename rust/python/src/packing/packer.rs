@@ -1,16 +1,16 @@
-//! Computes hard plans.
+//! Computes plans.
 
 use std::path::PathBuf;
 
 use numpy::PyUntypedArray;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use tundish_packing::PackError;
-use tundish_packing::hard::{self, HardPacker, PackRequest};
 use tundish_packing::inputs::SampleOrder;
+use tundish_packing::{Mode, Overlong, PackError, PackRequest, Packer, Placement, WholeOptions};
 
 use super::integer_array::IntegerArray;
 use super::{as_numpy, available_threads, to_json};
+use crate::error::BindingError;
 use crate::long_work::{SignalCheck, enter};
 
 /// The arguments of a plan, as a dict.
@@ -21,12 +21,31 @@ pub(crate) struct RequestDict<'py> {
     order: Option<Bound<'py, PyUntypedArray>>,
     seed: Option<u32>,
     max_length: u64,
+    mode: String,
     drop_last: bool,
+    overlong: String,
+    window: u64,
+    max_samples: Option<u64>,
+    align: u64,
     global_pack: bool,
     threads: Option<usize>,
 }
 
 impl RequestDict<'_> {
+    fn mode(&self) -> Result<Mode, BindingError> {
+        if self.mode == "hard" {
+            return Ok(Mode::Hard { drop_last: self.drop_last });
+        }
+        let unknown = |name: &str, value: &str, choices: &str| {
+            BindingError::Value(format!("{name} is '{value}'; it is one of {choices}"))
+        };
+        let placement = Placement::from_name(&self.mode, self.window)
+            .ok_or_else(|| unknown("mode", &self.mode, "'hard', 'best_fit', 'ordered', 'sequential'"))?;
+        let overlong = Overlong::from_name(&self.overlong)
+            .ok_or_else(|| unknown("overlong", &self.overlong, "'error', 'split', 'truncate', 'drop'"))?;
+        Ok(Mode::Whole(WholeOptions { placement, overlong, max_samples: self.max_samples, align: self.align }))
+    }
+
     /// Call `work` with the request, without the GIL.
     fn run<T: Send>(
         &self,
@@ -36,7 +55,7 @@ impl RequestDict<'_> {
     ) -> PyResult<T> {
         let lengths = IntegerArray::all(&self.lengths)?;
         let order = self.order.as_ref().map(IntegerArray::new).transpose()?;
-        let (seed, max_length, drop_last, global_pack) = (self.seed, self.max_length, self.drop_last, self.global_pack);
+        let (seed, max_length, mode, global_pack) = (self.seed, self.max_length, self.mode()?, self.global_pack);
         let threads = self.threads.unwrap_or_else(available_threads);
         enter(py, progress, move |signals| {
             let request = PackRequest {
@@ -47,7 +66,7 @@ impl RequestDict<'_> {
                     (None, None) => SampleOrder::Natural,
                 },
                 max_length,
-                drop_last,
+                mode,
                 global_pack,
                 threads,
             };
@@ -61,18 +80,18 @@ fn packer<'r>(
     request: PackRequest<'r>,
     expected: Option<&str>,
     signals: &mut SignalCheck,
-) -> Result<HardPacker<'r>, PackError> {
-    let packer = HardPacker::new(request, signals)?;
+) -> Result<Packer<'r>, PackError> {
+    let packer = Packer::new(request, signals)?;
     match expected {
         Some(fingerprint) => packer.expect_fingerprint(fingerprint),
         None => Ok(packer),
     }
 }
 
-/// Compute a plan in memory: its metadata as JSON, and its six columns.
+/// Compute a plan in memory: its metadata as JSON, and its six or eight columns.
 #[pyfunction]
 #[pyo3(signature = (request, progress=None, expected=None))]
-pub(crate) fn hard_pack<'py>(
+pub(crate) fn pack<'py>(
     py: Python<'py>,
     request: RequestDict<'py>,
     progress: Option<Py<PyAny>>,
@@ -80,14 +99,14 @@ pub(crate) fn hard_pack<'py>(
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
     let plan =
         request.run(py, progress, |request, signals| packer(request, expected.as_deref(), signals)?.pack(signals))?;
-    let columns = plan.columns.into_iter().map(|column| as_numpy(py, column));
+    let columns: Vec<_> = plan.columns.into_iter().map(|column| as_numpy(py, column)).collect();
     Ok((to_json(&plan.metadata)?, PyTuple::new(py, columns)?))
 }
 
 /// Compute a plan straight into the folder `target`: its metadata as JSON.
 #[pyfunction]
 #[pyo3(signature = (request, target, progress=None, expected=None))]
-pub(crate) fn hard_pack_to_folder(
+pub(crate) fn pack_to_folder(
     py: Python<'_>,
     request: RequestDict<'_>,
     target: PathBuf,
@@ -100,13 +119,13 @@ pub(crate) fn hard_pack_to_folder(
     to_json(&request.run(py, progress, work)?)
 }
 
-/// The fingerprint of the plan that `hard_pack` would compute.
+/// The fingerprint of the plan that `pack` would compute.
 #[pyfunction]
 #[pyo3(signature = (request, progress=None))]
-pub(crate) fn hard_plan_fingerprint(
+pub(crate) fn plan_fingerprint(
     py: Python<'_>,
     request: RequestDict<'_>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    request.run(py, progress, |request, signals| Ok(hard::fingerprint(request, signals)?.to_string()))
+    request.run(py, progress, |request, signals| Ok(tundish_packing::plan_fingerprint(request, signals)?.to_string()))
 }

@@ -14,7 +14,7 @@ const OWN_BYTES: usize = 32 << 20;
 ///
 /// Each thread marks a bitmap of its own, and the bitmaps are compared at the end. Where they would take more than
 /// `OWN_BYTES`, all threads mark one bitmap with atomic instructions, which take twice the time.
-pub(super) struct SeenSamples {
+pub(crate) struct SeenSamples {
     bitmaps: Vec<Vec<AtomicU64>>,
     is_shared: bool,
 }
@@ -27,7 +27,7 @@ fn word_and_bit(sample: u64) -> (usize, u64) {
 
 /// The bitmap of one thread.
 #[derive(Clone, Copy)]
-pub(super) struct Bitmap<'a> {
+pub(crate) struct Bitmap<'a> {
     words: &'a [AtomicU64],
     is_shared: bool,
 }
@@ -35,13 +35,13 @@ pub(super) struct Bitmap<'a> {
 impl Bitmap<'_> {
     /// Prefetch the bit of a sample.
     #[inline(always)]
-    pub(super) fn prefetch(self, sample: u64) {
+    pub(crate) fn prefetch(self, sample: u64) {
         memory::prefetch(self.words, word_and_bit(sample).0);
     }
 
     /// Mark a sample, which is in range; not zero if it was marked before.
     #[inline(always)]
-    pub(super) fn mark(self, sample: u64) -> u64 {
+    pub(crate) fn mark(self, sample: u64) -> u64 {
         let (word, bit) = word_and_bit(sample);
         let word = &self.words[word];
         if self.is_shared {
@@ -55,7 +55,7 @@ impl Bitmap<'_> {
 
 impl SeenSamples {
     /// For `samples` samples, marked by the threads numbered 0 … `threads` - 1.
-    pub(super) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
+    pub(crate) fn new(samples: usize, threads: usize) -> Result<Self, PackError> {
         Self::with_own_bytes(samples, threads, OWN_BYTES)
     }
 
@@ -67,13 +67,13 @@ impl SeenSamples {
     }
 
     /// The bitmap that a thread marks.
-    pub(super) fn bitmap(&self, thread: usize) -> Bitmap<'_> {
+    pub(crate) fn bitmap(&self, thread: usize) -> Bitmap<'_> {
         let words = if self.is_shared { &self.bitmaps[0] } else { &self.bitmaps[thread] };
         Bitmap { words, is_shared: self.is_shared }
     }
 
     /// Whether no sample is marked in two bitmaps.
-    pub(super) fn are_disjoint(self) -> bool {
+    pub(crate) fn are_disjoint(self) -> bool {
         let mut bitmaps = self.bitmaps.into_iter();
         let Some(mut all) = bitmaps.next() else { return true };
         bitmaps.all(|bitmap| {

@@ -11,13 +11,13 @@ use crate::threads::Threads;
 const LEAVES_A_TICK: usize = 256;
 
 /// What the first pass found in the lengths of one stream.
-pub(super) struct ScanResult {
-    pub(super) tokens: u64,
-    pub(super) longest: u64,
+pub(crate) struct ScanResult {
+    pub(crate) tokens: u64,
+    pub(crate) longest: u64,
     /// Samples with one token or more.
-    pub(super) filled: u64,
+    pub(crate) filled: u64,
     /// Samples and hash of each part.
-    pub(super) parts: Vec<(u64, u128)>,
+    pub(crate) parts: Vec<(u64, u128)>,
 }
 
 /// What one leaf of a column holds.
@@ -36,7 +36,7 @@ struct LeafSummary {
 ///
 /// # Errors
 /// `NegativeLength` or `TotalTooLarge` with the first sample at fault; an interrupt.
-pub(super) fn scan(
+pub(crate) fn scan(
     lengths: &SampleLengths<'_>,
     threads: &Threads,
     progress: &mut dyn Progress,
@@ -62,7 +62,7 @@ pub(super) fn scan(
 }
 
 /// The hash of a column of any integers.
-pub(super) fn hash_column(
+pub(crate) fn hash_column(
     column: &Integers<'_>,
     threads: &Threads,
     progress: &mut dyn Progress,

@@ -1,0 +1,352 @@
+//! What all modes share: checks and hashes the lengths, bounds the plan, and computes it in memory or in a folder.
+//!
+//! A first pass checks, sums and hashes the lengths (`scan`). Then the mode reads the ordered samples a chunk at a time
+//! (`samples`) and appends packs to the plan (`output`).
+
+mod output;
+mod repeated_samples;
+mod samples;
+mod scan;
+
+use std::path::Path;
+
+use crate::error::PackError;
+use crate::fingerprint::{Fingerprint, LEAF, ParameterHash};
+use crate::folder::{FolderWriter, check_disk_space};
+use crate::hard;
+use crate::inputs::{OrderedSamples, SampleLengths, SampleOrder, check_order};
+use crate::memory;
+use crate::plan::{FORMAT_VERSION, Field, HardMetadata, OrderKind, Plan, PlanInteger, PlanMetadata, WholeMetadata};
+use crate::progress::Progress;
+use crate::request::{Mode, Overlong, PackRequest, WholeOptions};
+use crate::threads::Threads;
+use crate::whole;
+
+use output::{MemoryOutput, WidthProbe};
+pub(crate) use output::{PackColumns, PlanOutput, WideColumns};
+pub(crate) use repeated_samples::SeenSamples;
+pub(crate) use samples::{
+    CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, ReadFailure, SampleReader, Samples, bad_order,
+};
+pub(crate) use scan::ScanResult;
+
+/// Packs a request whose lengths were checked and hashed.
+pub struct Packer<'a> {
+    pub(crate) request: PackRequest<'a>,
+    pub(crate) streams: Vec<SampleLengths<'a>>,
+    /// One for each stream.
+    pub(crate) scans: Vec<ScanResult>,
+    pub(crate) threads: Threads,
+    expected_fingerprint: Option<String>,
+}
+
+/// What a mode reports of the plan that it appended to an output.
+pub(crate) struct Packed {
+    pub(crate) tokens: u64,
+    pub(crate) tokens_packed: u64,
+    pub(crate) packs: u64,
+    pub(crate) pieces: u64,
+    pub(crate) hard: Option<HardMetadata>,
+    pub(crate) whole: Option<WholeMetadata>,
+    /// Hash of an order that was given.
+    pub(crate) order_digest: u128,
+}
+
+/// The fingerprint of the plan that a request asks for.
+///
+/// # Errors
+/// As `Packer::new`. The order is only hashed, not checked, except where it may name samples that are too long.
+pub fn plan_fingerprint(request: PackRequest<'_>, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
+    Packer::new(request, progress)?.with_order_hashed(progress)
+}
+
+/// As `plan_fingerprint`, but samples that are too long are not refused.
+pub(crate) fn unchecked_fingerprint(
+    request: PackRequest<'_>,
+    progress: &mut dyn Progress,
+) -> Result<Fingerprint, PackError> {
+    Packer::scanned(request, progress)?.with_order_hashed(progress)
+}
+
+impl<'a> Packer<'a> {
+    /// Check and hash the lengths.
+    ///
+    /// # Errors
+    /// Lengths that are negative or add up to 2⁶³ tokens, or longer than a pack where that is refused; options that
+    /// contradict each other; an order with several datasets; an interrupt.
+    pub fn new(request: PackRequest<'a>, progress: &mut dyn Progress) -> Result<Self, PackError> {
+        let packer = Self::scanned(request, progress)?;
+        if let Mode::Whole(WholeOptions { overlong: Overlong::Error, .. }) = packer.request.mode {
+            packer.refuse_overlong(progress)?;
+        }
+        Ok(packer)
+    }
+
+    fn scanned(request: PackRequest<'a>, progress: &mut dyn Progress) -> Result<Self, PackError> {
+        request.check()?;
+        let streams = SampleLengths::streams(&request.lengths, request.global_pack);
+        let samples = request.lengths.iter().fold(0usize, |sum, lengths| sum.saturating_add(lengths.len()));
+        // More threads than leaves would find nothing to do.
+        let threads = if samples > FEW_SAMPLES { request.threads.min(samples.div_ceil(LEAF)) } else { 1 };
+        let threads = Threads::new(threads);
+        let scans: Vec<ScanResult> =
+            streams.iter().map(|stream| scan::scan(stream, &threads, progress)).collect::<Result<_, _>>()?;
+        // The sum over all streams has to fit too.
+        let mut total = 0u64;
+        for (dataset, scan) in scans.iter().enumerate() {
+            total = total
+                .checked_add(scan.tokens)
+                .filter(|&sum| sum < 1 << 63)
+                .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
+        }
+        Ok(Self { request, streams, scans, threads, expected_fingerprint: None })
+    }
+
+    /// Refuse samples of the order that are longer than a pack.
+    fn refuse_overlong(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
+        let max_length = self.request.max_length;
+        let mut count = 0u64;
+        let mut longest: Option<(u64, &SampleLengths<'_>, u64)> = None;
+        for (stream, scan) in self.streams.iter().zip(&self.scans) {
+            if scan.longest <= max_length {
+                continue;
+            }
+            let order = match self.request.order {
+                SampleOrder::Given(order) => {
+                    check_order(&order, stream.len(), progress)?;
+                    Some(order)
+                }
+                _ => None,
+            };
+            let mut samples = OrderedSamples::new("checking lengths", stream, order);
+            while let Some((sample, length)) = samples.next(progress)? {
+                if length > max_length {
+                    count += 1;
+                    if longest.is_none_or(|(most, ..)| length > most) {
+                        longest = Some((length, stream, sample));
+                    }
+                }
+            }
+        }
+        let Some((length, stream, sample)) = longest else { return Ok(()) };
+        let (dataset, sample) = stream.locate(sample as usize);
+        Err(PackError::Overlong { count, dataset, sample, length, max_length })
+    }
+
+    /// Compute no other plan than the one with this fingerprint, which the same inputs gave before.
+    ///
+    /// # Errors
+    /// `InputChanged` when the inputs give another plan by now. With an order, which is hashed as it is read, `pack` and
+    /// `write` raise it, before anything is published.
+    pub fn expect_fingerprint(mut self, fingerprint: &str) -> Result<Self, PackError> {
+        self.expected_fingerprint = Some(fingerprint.into());
+        match self.request.order {
+            SampleOrder::Given(_) => Ok(self),
+            SampleOrder::Natural | SampleOrder::Seed(_) => {
+                self.check_fingerprint(&self.fingerprint(0).to_string()).map(|()| self)
+            }
+        }
+    }
+
+    fn check_fingerprint(&self, found: &str) -> Result<(), PackError> {
+        let is_other = self.expected_fingerprint.as_deref().is_some_and(|expected| expected != found);
+        if is_other { Err(PackError::InputChanged) } else { Ok(()) }
+    }
+
+    fn with_order_hashed(&self, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
+        let order_digest = match self.request.order {
+            SampleOrder::Given(order) => scan::hash_column(&order, &self.threads, progress)?,
+            _ => 0,
+        };
+        Ok(self.fingerprint(order_digest))
+    }
+
+    fn fingerprint(&self, order_digest: u128) -> Fingerprint {
+        let mut hash = ParameterHash::new("tundish plan");
+        hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
+        hash.push("mode", self.request.mode.name().as_bytes());
+        hash.push("max_length", &self.request.max_length.to_le_bytes());
+        match self.request.mode {
+            Mode::Hard { drop_last } => hash.push("drop_last", &[u8::from(drop_last)]),
+            Mode::Whole(WholeOptions { placement, overlong, max_samples, align }) => {
+                hash.push("overlong", overlong.name().as_bytes());
+                hash.push("align", &align.to_le_bytes());
+                for (name, value) in [("window", placement.window()), ("max_samples", max_samples)] {
+                    if let Some(value) = value {
+                        hash.push(name, &value.to_le_bytes());
+                    }
+                }
+            }
+        }
+        hash.push("global_pack", &[u8::from(self.request.global_pack)]);
+        match self.request.order {
+            SampleOrder::Natural => hash.push("order", b"natural"),
+            SampleOrder::Seed(seed) => hash.push("seed", &seed.to_le_bytes()),
+            SampleOrder::Given(_) => hash.push("order", &order_digest.to_le_bytes()),
+        }
+        for scan in &self.scans {
+            for (samples, digest) in &scan.parts {
+                hash.push("samples", &samples.to_le_bytes());
+                hash.push("lengths", &digest.to_le_bytes());
+            }
+        }
+        hash.finish()
+    }
+
+    /// How many samples of a stream are packed, and how many an order leaves out.
+    pub(crate) fn ordered_samples(&self, stream: &SampleLengths<'_>) -> (u64, u64) {
+        match self.request.order {
+            SampleOrder::Given(order) => (order.len() as u64, (stream.len() - order.len()) as u64),
+            _ => (stream.len() as u64, 0),
+        }
+    }
+
+    /// The sum of what `bound` says of the packs and pieces of each stream.
+    fn bounds(&self, bound: impl Fn(&SampleLengths<'a>, &ScanResult) -> (u64, u64)) -> (u64, u64) {
+        self.streams.iter().zip(&self.scans).fold((0, 0), |(packs, pieces), (stream, scan)| {
+            let (more_packs, more_pieces) = bound(stream, scan);
+            (packs.saturating_add(more_packs), pieces.saturating_add(more_pieces))
+        })
+    }
+
+    /// The most packs and pieces that the plan can have.
+    fn most(&self) -> (u64, u64) {
+        self.bounds(|stream, scan| match self.request.mode {
+            Mode::Hard { drop_last } => hard::most(self, drop_last, stream, scan),
+            Mode::Whole(options) => whole::most(self, &options, stream, scan),
+        })
+    }
+
+    /// The least packs and pieces that the plan can have, whatever the order is.
+    fn least(&self) -> (u64, u64) {
+        self.bounds(|stream, scan| match self.request.mode {
+            Mode::Hard { drop_last } => hard::least(self, drop_last, stream, scan),
+            Mode::Whole(options) => whole::least(self, &options, stream, scan),
+        })
+    }
+
+    fn fields(&self) -> &'static [Field] {
+        Field::of_plan(self.request.mode.has_piece_ranges())
+    }
+
+    /// Whether the plan is computed in 32 bits: all sums that the modes make fit.
+    fn is_narrow(&self) -> bool {
+        let largest = i32::MAX as u64;
+        let (packs, pieces) = self.most();
+        let longest = self.scans.iter().map(|scan| scan.longest).max().unwrap_or(0);
+        packs <= largest
+            && pieces <= largest
+            && self.request.max_length.saturating_add(longest) <= largest
+            && self.streams.iter().all(|stream| stream.len() as u64 <= largest)
+    }
+
+    /// Which columns have 8 bytes a value, if the plan is not narrow: a pass over all samples that keeps nothing.
+    fn wide_columns(&self, progress: &mut dyn Progress) -> Result<WideColumns, PackError> {
+        let mut probe = WidthProbe::default();
+        self.run::<i64>(&mut probe, progress)?;
+        Ok(probe.wide_columns())
+    }
+
+    /// Compute the plan in memory.
+    ///
+    /// # Errors
+    /// A bad order; a plan larger than the machine's memory; an interrupt.
+    pub fn pack(&self, progress: &mut dyn Progress) -> Result<Plan, PackError> {
+        let (packs, pieces) = self.most();
+        let fields = self.fields();
+        let is_narrow = self.is_narrow();
+        let of_pieces = fields.iter().filter(|field| field.is_per_piece()).count();
+        let values = u128::from(packs) * (fields.len() - of_pieces) as u128 + u128::from(pieces) * of_pieces as u128;
+        let bytes = values * if is_narrow { 4 } else { 8 };
+        let available = memory::physical_bytes();
+        if bytes > u128::from(available) {
+            return Err(PackError::TooLarge { bytes, packs, pieces, available });
+        }
+        let wide = if is_narrow { WideColumns::default() } else { self.wide_columns(progress)? };
+        let computed = MemoryOutput::new(packs, pieces, fields, wide).and_then(|output| match is_narrow {
+            true => self.pack_into::<i32>(output, progress),
+            false => self.pack_into::<i64>(output, progress),
+        });
+        computed.map_err(|error| match error {
+            PackError::OutOfMemory { bytes, .. } => PackError::OutOfMemory { bytes, plan_in_memory: true },
+            other => other,
+        })
+    }
+
+    fn pack_into<P: PlanInteger>(
+        &self,
+        mut output: MemoryOutput,
+        progress: &mut dyn Progress,
+    ) -> Result<Plan, PackError> {
+        let metadata = self.run::<P>(&mut output, progress)?;
+        Ok(Plan { columns: output.into_columns(), metadata })
+    }
+
+    /// Compute the plan straight into a folder that is published when it is complete and durable.
+    ///
+    /// # Errors
+    /// As `pack`; `NoRoom`, before any work; `PackError::Commit` when the folder cannot be written or `target` is taken.
+    pub fn write(&self, target: &Path, progress: &mut dyn Progress) -> Result<PlanMetadata, PackError> {
+        let (packs, pieces) = self.least();
+        check_disk_space(target, packs, pieces, self.fields())?;
+        if self.is_narrow() {
+            self.write_columns::<i32>(target, WideColumns::default(), progress)
+        } else {
+            self.write_columns::<i64>(target, self.wide_columns(progress)?, progress)
+        }
+    }
+
+    fn write_columns<P: PlanInteger>(
+        &self,
+        target: &Path,
+        wide: WideColumns,
+        progress: &mut dyn Progress,
+    ) -> Result<PlanMetadata, PackError> {
+        let mut writer = FolderWriter::create(target, self.fields(), wide)?;
+        match self.run::<P>(&mut writer, progress) {
+            Ok(metadata) => writer.publish(&metadata, progress).map(|()| metadata),
+            Err(error) => {
+                writer.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn run<P: PlanInteger>(
+        &self,
+        output: &mut dyn PlanOutput<P>,
+        progress: &mut dyn Progress,
+    ) -> Result<PlanMetadata, PackError> {
+        let request = &self.request;
+        let packed = match request.mode {
+            Mode::Hard { drop_last } => hard::run(self, drop_last, output, progress)?,
+            Mode::Whole(options) => whole::run(self, &options, output, progress)?,
+        };
+        let (order, seed) = match request.order {
+            SampleOrder::Natural => (OrderKind::Natural, None),
+            SampleOrder::Given(_) => (OrderKind::Given, None),
+            SampleOrder::Seed(seed) => (OrderKind::Seed, Some(seed)),
+        };
+        let fingerprint = self.fingerprint(packed.order_digest).to_string();
+        self.check_fingerprint(&fingerprint)?;
+        Ok(PlanMetadata {
+            format_version: FORMAT_VERSION,
+            mode: request.mode.name().into(),
+            max_length: request.max_length,
+            global_pack: request.global_pack,
+            order,
+            seed,
+            samples: request.lengths.iter().map(|lengths| lengths.len() as u64).collect(),
+            tokens: packed.tokens,
+            tokens_packed: packed.tokens_packed,
+            packs: packed.packs,
+            pieces: packed.pieces,
+            hard: packed.hard,
+            whole: packed.whole,
+            fingerprint,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,295 @@
+//! Verifies plans of whole samples: every sample is in a pack exactly once, or counted as left out, and no pack exceeds
+//! its limits. Packs of the modes that keep the order are made again and compared; of `best_fit`, their number and the room
+//! that is left in them is.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::placement::{OpenPacks, PacksByRoom, Piece, best_fit_packs};
+use super::{StreamWalk, check_all_walked, check_totals, ordered, wrong_pack};
+use crate::error::PackError;
+use crate::inputs::{Integers, SampleLengths, WINDOW};
+use crate::memory;
+use crate::plan::{Field, PlanMetadata, PlanView, WholeMetadata};
+use crate::progress::Progress;
+use crate::request::{Overlong, WholeOptions};
+
+/// Pieces that were found in packs.
+struct FoundPieces {
+    /// One bit a sample.
+    samples: Vec<u64>,
+    /// Sample and first token of the pieces of samples that are split.
+    parts: BTreeSet<(u64, u64)>,
+    pieces: u64,
+}
+
+/// How far the check is.
+pub(super) struct PlanWalk<'a> {
+    plan: &'a PlanView<'a>,
+    metadata: &'a PlanMetadata,
+    options: WholeOptions,
+    pack: usize,
+    piece: usize,
+    tokens: u64,
+    counted: WholeMetadata,
+    /// Packs of the stream.
+    packs_by_room: PacksByRoom,
+}
+
+impl FoundPieces {
+    fn new(samples: usize) -> Result<Self, PackError> {
+        Ok(Self { samples: memory::zeroed(samples.div_ceil(64))?, parts: BTreeSet::new(), pieces: 0 })
+    }
+
+    /// Note a piece; false if it was found before.
+    fn insert(&mut self, sample: u64, start: u64, is_part: bool) -> bool {
+        self.pieces += 1;
+        if is_part {
+            return self.parts.insert((sample, start));
+        }
+        let (word, bit) = (&mut self.samples[(sample / 64) as usize], 1u64 << (sample % 64));
+        let is_new = *word & bit == 0;
+        *word |= bit;
+        is_new
+    }
+
+    fn contains(&self, sample: u64, start: u64, is_part: bool) -> bool {
+        if is_part {
+            return self.parts.contains(&(sample, start));
+        }
+        self.samples[(sample / 64) as usize] >> (sample % 64) & 1 == 1
+    }
+}
+
+impl<'a> PlanWalk<'a> {
+    pub(super) fn new(plan: &'a PlanView<'a>, metadata: &'a PlanMetadata, options: WholeOptions) -> Self {
+        let counted = WholeMetadata::new(&options);
+        Self { plan, metadata, options, pack: 0, piece: 0, tokens: 0, counted, packs_by_room: PacksByRoom::new() }
+    }
+
+    /// Whether a sample of `length` tokens is packed in parts.
+    fn is_split(&self, length: u64) -> bool {
+        length > self.metadata.max_length && self.options.overlong == Overlong::Split
+    }
+
+    /// Start and stop of piece `piece`, of a sample of `length` tokens.
+    fn range(&self, piece: usize, length: u64) -> [u64; 2] {
+        if self.plan.has_piece_ranges() {
+            [Field::PieceStart, Field::PieceStop].map(|field| self.plan.column(field).get(piece))
+        } else {
+            [0, length]
+        }
+    }
+
+    /// Why no piece may have this range, if so.
+    fn refused_range(&self, length: u64, [start, stop]: [u64; 2]) -> Option<String> {
+        let max_length = self.metadata.max_length;
+        let expected = match self.options.overlong {
+            _ if length == 0 => return Some("has no tokens".into()),
+            _ if length <= max_length => [0, length],
+            Overlong::Error | Overlong::Drop => return Some("is longer than a pack".into()),
+            Overlong::Truncate => [0, max_length],
+            Overlong::Split if start.is_multiple_of(max_length) && start < length => {
+                [start, length.min(start.saturating_add(max_length))]
+            }
+            Overlong::Split => return Some(format!("is cut every {max_length} tokens, not at {start}")),
+        };
+        let [from, to] = expected;
+        (expected != [start, stop]).then(|| format!("is taken from {start} to {stop} instead of {from} to {to}"))
+    }
+
+    /// Check one pack by itself.
+    fn one_pack(
+        &mut self,
+        stream: &SampleLengths<'_>,
+        found: &mut FoundPieces,
+        progress: &mut dyn Progress,
+    ) -> Result<(), PackError> {
+        let pack = self.pack;
+        let indices = self.plan.column(Field::Indices);
+        let [stop_piece, first_start, last_stop, recorded] =
+            [Field::IndicesCuLen, Field::StartOffset, Field::EndOffset, Field::Longest]
+                .map(|field| self.plan.column(field).get(pack));
+        let begin = self.piece as u64;
+        if stop_piece <= begin || stop_piece > indices.len() as u64 {
+            return wrong_pack(pack, format!("indices_cu_len goes from {begin} to {stop_piece}"));
+        }
+        let count = stop_piece - begin;
+        if count > self.options.most_pieces() {
+            return wrong_pack(pack, format!("has {count} pieces; max_samples is {}", self.options.most_pieces()));
+        }
+        let (mut taken, mut longest) = (0u64, 0u64);
+        for piece in self.piece..stop_piece as usize {
+            if piece.is_multiple_of(WINDOW) {
+                progress.tick("verifying", piece as u64, indices.len() as u64)?;
+            }
+            let sample = indices.get(piece);
+            if sample >= stream.len() as u64 {
+                return wrong_pack(pack, format!("uses sample {sample} of {}", stream.len()));
+            }
+            let length = stream.get(sample as usize);
+            let [start, stop] = self.range(piece, length);
+            if let Some(reason) = self.refused_range(length, [start, stop]) {
+                return wrong_pack(pack, format!("sample {sample} of {length} tokens {reason}"));
+            }
+            if !found.insert(sample, start, self.is_split(length)) {
+                return wrong_pack(pack, format!("takes sample {sample} from token {start} on again"));
+            }
+            if piece as u64 == begin && first_start != start {
+                return wrong_pack(pack, format!("starts at token {start} of its sample, not {first_start}"));
+            }
+            if piece as u64 + 1 == stop_piece && last_stop != stop {
+                return wrong_pack(pack, format!("ends at token {stop} of its sample, not {last_stop}"));
+            }
+            taken = taken.saturating_add(self.options.aligned(stop - start));
+            longest = longest.max(stop - start);
+        }
+        if taken > self.metadata.max_length {
+            return wrong_pack(pack, format!("its pieces take {taken} tokens, more than {}", self.metadata.max_length));
+        }
+        if recorded != longest {
+            return wrong_pack(pack, format!("its longest piece has {longest} tokens, not {recorded}"));
+        }
+        self.piece = stop_piece as usize;
+        if self.options.placement.window().is_none() {
+            *self.packs_by_room.entry((self.metadata.max_length - taken, count)).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    /// Compare a pack that was made again with pack `pack` of the plan.
+    fn compare(&self, pack: usize, pieces: &[Piece]) -> Result<(), PackError> {
+        if pack >= self.pack {
+            return Err(PackError::Mismatch(format!("the plan has no pack for sample {}", pieces[0].0)));
+        }
+        let ends = self.plan.column(Field::IndicesCuLen);
+        let begin = pack.checked_sub(1).map_or(0, |before| ends.get(before)) as usize;
+        let has = (begin..ends.get(pack) as usize).map(|piece| {
+            let start = if self.plan.has_piece_ranges() { self.plan.column(Field::PieceStart).get(piece) } else { 0 };
+            (self.plan.column(Field::Indices).get(piece), start)
+        });
+        if has.clone().eq(pieces.iter().copied()) {
+            return Ok(());
+        }
+        let found: Vec<u64> = has.take(8).map(|(sample, _)| sample).collect();
+        let expected: Vec<u64> = pieces.iter().take(8).map(|&(sample, _)| sample).collect();
+        wrong_pack(pack, format!("holds the samples {found:?} …, but the order puts {expected:?} … there"))
+    }
+}
+
+impl StreamWalk for PlanWalk<'_> {
+    fn needs_drawn_order(&self) -> bool {
+        self.options.placement.window().is_some()
+    }
+
+    fn stream(
+        &mut self,
+        stream: &SampleLengths<'_>,
+        order: Option<Integers<'_>>,
+        progress: &mut dyn Progress,
+    ) -> Result<(), PackError> {
+        let (ids, first_pack) = (self.plan.column(Field::DatasetId), self.pack);
+        let mut found = FoundPieces::new(stream.len())?;
+        self.packs_by_room.clear();
+        while self.pack < self.plan.packs() && ids.get(self.pack) == stream.dataset_id() as u64 {
+            self.one_pack(stream, &mut found, progress)?;
+            self.pack += 1;
+        }
+        let max_length = self.metadata.max_length;
+        let mut open = self.options.placement.window().map(|window| OpenPacks::new(window, max_length, &self.options));
+        let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut replayed = first_pack;
+        let mut pieces = 0u64;
+        let mut samples = ordered(stream, order);
+        while let Some((sample, length)) = samples.next(progress)? {
+            self.tokens = self.tokens.saturating_add(length);
+            let is_overlong = length > max_length;
+            self.counted.samples_empty += u64::from(length == 0);
+            self.counted.samples_overlong += u64::from(is_overlong);
+            let packed = match self.options.overlong {
+                _ if !is_overlong => length,
+                Overlong::Error => {
+                    let id = stream.dataset_id();
+                    return Err(PackError::Mismatch(format!(
+                        "dataset {id}: sample {sample} has {length} tokens, but the plan was made of samples of at most \
+                         {max_length}"
+                    )));
+                }
+                Overlong::Split => length,
+                Overlong::Truncate => max_length,
+                Overlong::Drop => 0,
+            };
+            self.counted.tokens_overlong_cut = self.counted.tokens_overlong_cut.saturating_add(length - packed);
+            self.counted.samples_packed += u64::from(packed > 0);
+            for start in (0..packed).step_by(max_length as usize) {
+                let tokens = max_length.min(packed - start);
+                if !found.contains(sample, start, self.is_split(length)) {
+                    return Err(PackError::Mismatch(format!(
+                        "dataset {}: no pack takes sample {sample} from token {start} on",
+                        stream.dataset_id()
+                    )));
+                }
+                pieces += 1;
+                if pieces.is_multiple_of(WINDOW as u64) {
+                    progress.tick("verifying", pieces, found.pieces)?;
+                }
+                let size = self.options.aligned(tokens);
+                self.counted.padding_align = self.counted.padding_align.saturating_add(size - tokens);
+                let Some(open) = &mut open else {
+                    *sizes.entry(size).or_default() += 1;
+                    continue;
+                };
+                if let Some(closed) = open.place((sample, start), size) {
+                    self.compare(replayed, &closed)?;
+                    replayed += 1;
+                }
+            }
+        }
+        if pieces != found.pieces {
+            return Err(PackError::Mismatch(format!(
+                "dataset {}: packs hold {} pieces, and the order has {pieces}",
+                stream.dataset_id(),
+                found.pieces
+            )));
+        }
+        while let Some(closed) = open.as_mut().and_then(OpenPacks::close) {
+            self.compare(replayed, &closed)?;
+            replayed += 1;
+        }
+        if open.is_none() {
+            let expected = best_fit_packs(&sizes, max_length, &self.options, progress)?;
+            replayed += expected.values().sum::<u64>() as usize;
+            if replayed == self.pack && expected != self.packs_by_room {
+                return Err(PackError::Mismatch(format!(
+                    "dataset {}: the packs have other room left than those of best_fit",
+                    stream.dataset_id()
+                )));
+            }
+        }
+        if replayed != self.pack {
+            return Err(PackError::Mismatch(format!(
+                "dataset {} has {} packs, but {} makes {}",
+                stream.dataset_id(),
+                self.pack - first_pack,
+                self.metadata.mode,
+                replayed - first_pack
+            )));
+        }
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<(), PackError> {
+        check_all_walked(self.plan, self.pack)?;
+        let Some(said) = &self.metadata.whole else { return Ok(()) };
+        let counted = &self.counted;
+        check_totals(&[
+            ("tokens", self.tokens, self.metadata.tokens),
+            ("tokens_packed", self.tokens.saturating_sub(counted.tokens_overlong_cut), self.metadata.tokens_packed),
+            ("pieces", self.piece as u64, self.metadata.pieces),
+            ("samples_empty", counted.samples_empty, said.samples_empty),
+            ("samples_overlong", counted.samples_overlong, said.samples_overlong),
+            ("tokens_overlong_cut", counted.tokens_overlong_cut, said.tokens_overlong_cut),
+            ("padding_align", counted.padding_align, said.padding_align),
+            ("samples_packed", counted.samples_packed, said.samples_packed),
+        ])
+    }
+}
