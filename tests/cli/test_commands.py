@@ -219,6 +219,36 @@ BAD = {
         "one dataset",
         2,
     ),
+    "a tail of whole samples": (
+        ["pack", "good.npy", "--max-length", "9", "--mode", "best_fit", "--keep-last", "--out", "new"],
+        "leave out --keep-last",
+        2,
+    ),
+    "a window of one mode": (
+        ["pack", "good.npy", "--max-length", "9", "--mode", "best_fit", "--window", "8", "--out", "new"],
+        "takes no window",
+        2,
+    ),
+    "an align of hard packing": (
+        ["pack", "good.npy", "--max-length", "9", "--align", "3", "--out", "new"],
+        "takes no align",
+        2,
+    ),
+    "a max length that is not aligned": (
+        ["pack", "good.npy", "--max-length", "9", "--mode", "best_fit", "--align", "2", "--out", "new"],
+        "choose 8 or 10",
+        2,
+    ),
+    "an unknown mode": (
+        ["pack", "good.npy", "--max-length", "9", "--mode", "best-fit", "--out", "new"],
+        "best_fit",
+        2,
+    ),
+    "overlong samples": (
+        ["pack", "good.npy", "--max-length", "8", "--mode", "best_fit", "--out", "new"],
+        "sample 2",
+        2,
+    ),
     "bad order": (
         ["pack", "good.npy", "--max-length", "8", "--order", "good.npy", "--out", "new"],
         "order",

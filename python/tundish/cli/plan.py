@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, path_of, progress_of
-from tundish.cli.output import rows
+from tundish.cli.output import readable, rows
 from tundish.errors import InvalidInputError, PlanMismatchError, format_count
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ def add_plan_commands(commands: Any) -> None:
         "--max-length", type=int, required=True, metavar="L", help="tokens a pack (for example 8192)"
     )
     pack.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="the plan folder to make")
-    pack.add_argument("--mode", choices=["hard"], default="hard", help="how to pack (default: hard)")
+    pack.add_argument(
+        "--mode",
+        choices=["hard", "best_fit", "ordered", "sequential"],
+        default="hard",
+        help="cut samples where a pack is full (hard, the default), or pack whole samples",
+    )
+    _add_whole_options(pack, "error", "; not with --mode hard")
     order = pack.add_mutually_exclusive_group()
     order.add_argument(
         "--seed", type=int, metavar="S", help="shuffle the samples as numpy's RandomState(S) does"
@@ -42,7 +48,9 @@ def add_plan_commands(commands: Any) -> None:
         "--order", type=path_of, metavar="FILE.npy", help="take the samples in this order (one dataset only)"
     )
     pack.add_argument(
-        "--keep-last", action="store_true", help="keep the tail that fills no pack, as a shorter last pack"
+        "--keep-last",
+        action="store_true",
+        help="keep the tail that fills no pack, as a shorter last pack; only with --mode hard",
     )
     pack.add_argument("--global-pack", action="store_true", help="let packs span datasets")
     _add_threads(pack)
@@ -50,6 +58,25 @@ def add_plan_commands(commands: Any) -> None:
 
     plan = commands.add_parser("plan", help="show or verify a plan")
     verbs = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    compare = add_command(
+        verbs,
+        "compare",
+        summary="compare the packing modes",
+        description="Pack token counts in every mode, in memory, and print what each costs.",
+    )
+    compare.add_argument(
+        "lengths",
+        type=path_of,
+        metavar="SOURCE",
+        help="token counts or samples, as `tundish pack` takes them",
+    )
+    _add_column(compare)
+    compare.add_argument("--max-length", type=int, required=True, metavar="L", help="tokens a pack")
+    compare.add_argument("--seed", type=int, metavar="S", help="shuffle as in `tundish pack`")
+    _add_whole_options(compare, "split", "; the mode hard does not use it")
+    _add_threads(compare)
+    compare.set_defaults(run=run_compare, needs="tundish.packing.mode_comparison")
 
     show = add_command(
         verbs,
@@ -94,6 +121,10 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     several = len(options.lengths) > 1 or options.global_pack
     if options.order is not None and several:
         raise InvalidInputError("--order is for one dataset: give one SOURCE, and no --global-pack")
+    if options.keep_last and options.mode != "hard":
+        raise InvalidInputError(
+            f"--mode {options.mode} packs whole samples, and has no tail: leave out --keep-last, or use --mode hard"
+        )
     from tundish.packing import lengths as read_lengths
     from tundish.packing import pack, pack_datasets
 
@@ -101,7 +132,11 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     shared: dict[str, Any] = {
         "mode": options.mode,
         "seed": options.seed,
-        "drop_last": not options.keep_last,
+        "drop_last": False if options.keep_last else None,
+        "overlong": options.overlong,
+        "window": options.window,
+        "max_samples": options.max_samples,
+        "align": options.align,
         "threads": options.threads,
         "out": options.out,
         "progress": progress_of(options),
@@ -118,6 +153,33 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     done = "found the plan there already, of" if was_there else "packed"
     head = f"{done} {facts['samples']:,} samples in {seconds:.2f} s"
     return {"json": {**facts, "seconds": round(seconds, 6)}, "text": f"{head}\n{rows(facts)}"}
+
+
+def run_compare(options: argparse.Namespace) -> dict[str, Any]:
+    """`tundish plan compare`: one row for each mode."""
+    from tundish.packing import compare, lengths
+
+    table = compare(
+        lengths(options.lengths, options.column),
+        options.max_length,
+        overlong=options.overlong,
+        window=options.window,
+        max_samples=options.max_samples,
+        align=options.align,
+        seed=options.seed,
+        threads=options.threads,
+        progress=progress_of(options),
+    )
+    names = list(table["hard"])
+    lines = [["mode", *(name.replace("_", " ") for name in names)]]
+    for mode, row in table.items():
+        shown = [f"{row[name]:.4f}" if name == "fill" else readable(name, row[name]) for name in names]
+        lines.append([mode, *shown])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
+    )
+    return {"json": {"max_length": options.max_length, "modes": table}, "text": text}
 
 
 def run_show(options: argparse.Namespace) -> dict[str, Any]:
@@ -155,20 +217,19 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
     """Describe a plan in plain values for JSON; `bytes` is the size of its columns in memory or on disk."""
-    from tundish.packing import FIELDS
-
+    options = ("drop_last",) if plan.mode == "hard" else ("overlong", "window", "max_samples", "align")
     return {
         "plan": str(path),
         "mode": plan.mode,
         "max_length": plan.max_length,
         "order": plan.metadata["order"],
         "seed": plan.seed,
-        "drop_last": plan.drop_last,
+        **{name: getattr(plan, name) for name in options},
         "global_pack": plan.global_pack,
         "datasets": len(plan.num_samples),
         "fingerprint": plan.fingerprint,
         "format_version": plan.metadata["format_version"],
-        "bytes": sum(getattr(plan, field).nbytes for field in FIELDS),
+        "bytes": plan.nbytes,
         **plan.stats(),
     }
 
@@ -190,6 +251,27 @@ def _add_column(parser: argparse.ArgumentParser) -> None:
         "--column",
         metavar="NAME",
         help="the column with the token counts or the tokens (default: length, else input_ids)",
+    )
+
+
+def _add_whole_options(parser: argparse.ArgumentParser, overlong: str, where: str) -> None:
+    """Add the options of whole samples; `overlong` is the default of one of them."""
+    parser.add_argument(
+        "--overlong",
+        choices=["error", "split", "truncate", "drop"],
+        default=None if overlong == "error" else overlong,
+        help=f"what happens to samples longer than a pack (default: {overlong}){where}",
+    )
+    parser.add_argument(
+        "--window", type=int, metavar="W", help="open packs of the mode ordered (default: 64)"
+    )
+    parser.add_argument("--max-samples", type=int, metavar="N", help=f"pieces a pack at most{where}")
+    parser.add_argument(
+        "--align",
+        type=int,
+        default=1,
+        metavar="A",
+        help=f"each piece takes a multiple of so many tokens of its pack{where}",
     )
 
 

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from tundish.packing.build.pack import pack, pack_datasets
     from tundish.packing.dataset.packed_collator import PackedCollator
     from tundish.packing.dataset.packed_dataset import PackedDataset
+    from tundish.packing.mode_comparison import compare
+    from tundish.packing.plan.fields import FIELDS
     from tundish.packing.plan.pack import Pack, PackBatch, Piece
-    from tundish.packing.plan.pack_plan import FIELDS, PackPlan
+    from tundish.packing.plan.pack_plan import PackPlan
     from tundish.packing.sampler.packed_batch_sampler import PackedBatchSampler
     from tundish.packing.shuffle import shuffled_indices
     from tundish.packing.sources.lengths import lengths, open_samples
@@ -26,8 +28,10 @@ else:
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
             "tundish.packing.dataset.packed_collator": ("PackedCollator",),
             "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
+            "tundish.packing.mode_comparison": ("compare",),
+            "tundish.packing.plan.fields": ("FIELDS",),
             "tundish.packing.plan.pack": ("Pack", "PackBatch", "Piece"),
-            "tundish.packing.plan.pack_plan": ("FIELDS", "PackPlan"),
+            "tundish.packing.plan.pack_plan": ("PackPlan",),
             "tundish.packing.sampler.packed_batch_sampler": ("PackedBatchSampler",),
             "tundish.packing.shuffle": ("shuffled_indices",),
             "tundish.packing.sources.lengths": ("lengths", "open_samples"),
@@ -44,6 +48,7 @@ __all__ = [
     "PackedDataset",
     "Piece",
     "as_integer_array",
+    "compare",
     "lengths",
     "open_samples",
     "pack",

@@ -150,7 +150,7 @@ def slow_build(rank: int, line: Line) -> None:
     folder = Path(line.hear())
     if rank == 0:
         # A builder that takes longer than the default group's timeout, and can be killed on the way.
-        from tundish.packing.build import shared as build
+        from tundish.packing.build import local as build
 
         publish = build.publish_plan
 

@@ -210,7 +210,7 @@ def test_a_total_of_several_datasets_that_is_too_large_is_not_laid_to_the_last_o
         (
             {"mode": np.array(["hard", "soft"])},
             InvalidTypeError,
-            "mode must be the name of one, 'hard', not array",
+            "mode must be one of 'hard', 'best_fit', 'ordered', 'sequential', not array",
         ),
         ({"mode": None}, InvalidTypeError, "mode .* not None"),
         ({"drop_last": 1}, InvalidTypeError, "drop_last"),

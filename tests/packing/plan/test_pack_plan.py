@@ -135,6 +135,14 @@ def test_stats_add_up(lengths: list[int], max_length: int, drop_last: bool, seed
     assert stats["tokens"] == sum(lengths)
     assert stats["tokens_packed"] == sum(taken.values())
     assert stats["tokens_dropped"] == sum(lengths) - sum(taken.values())
+    ordered = [lengths[sample] for sample in td.packing.shuffled_indices(len(lengths), seed)]
+    before = [sum(ordered[:position]) for position in range(len(ordered))]
+    on_boundary = [
+        length == 0 and begin % max_length == 0 for length, begin in zip(ordered, before, strict=True)
+    ]
+    assert stats["samples_empty"] == sum(on_boundary)
+    assert (stats["samples_overlong"], stats["padding_align"]) == (0, 0)
+    assert stats["padding"] == len(plan) * max_length - sum(taken.values())
     counts = [len(pack.pieces) for pack in plan]
     assert stats["max_pieces_per_pack"] == max(counts, default=0)
     assert stats["pieces_per_pack"] == (sum(counts) / len(counts) if counts else 0)

@@ -65,6 +65,13 @@ def use_a_shared_plan(rank: int, line: Line) -> None:
     several = td.pack_datasets([LENGTHS, LENGTHS[:1000]], 128, share=True, progress=False)
     assert several.fingerprint == td.pack_datasets([LENGTHS, LENGTHS[:1000]], 128).fingerprint
     several.verify()
+    whole = share(mode="best_fit", overlong="split", max_length=200)
+    own = td.pack(LENGTHS, 200, seed=4, mode="best_fit", overlong="split")
+    assert {name: column.tolist() for name, column in whole.arrays().items()} == {
+        name: column.tolist() for name, column in own.arrays().items()
+    }
+    assert whole.piece_start is not None and pickle.loads(pickle.dumps(whole))[3] == own[3]
+    whole.verify()
     empty = share(lengths=LENGTHS[:0])
     assert len(empty) == 0
     line.say(*outcome(lambda: share(cache_dir=folder / "cache" if rank == 1 else None)))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tundish.errors import AlreadyExistsError, NotFoundError, PlanFormatError, StorageError
-from tundish.packing.plan.pack_plan import FIELDS, PackPlan
+from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["cached_plan", "map_existing_plan", "path_exists"]
 
@@ -20,7 +20,6 @@ __all__ = ["cached_plan", "map_existing_plan", "path_exists"]
 ATTEMPTS = 3
 # Seconds that removing a plan file by file may take.
 REMOVAL = 1.0
-FILES = {"plan.json", *(f"{field}.npy" for field in FIELDS)}
 
 
 def path_exists(path: Path) -> bool:
@@ -51,11 +50,16 @@ def map_existing_plan(target: Path) -> PackPlan:
         raise NotFoundError(error.errno, f"{error.strerror}; {advice}", error.filename) from error
 
 
-def cached_plan(target: Path, publish: Callable[[], object]) -> PackPlan:
+def cached_plan(target: Path, fields: Sequence[str], publish: Callable[[], object]) -> PackPlan:
     """Map the plan at `target` in a cache, and call `publish` to build it if it is missing.
 
     If another process publishes first, its plan is mapped. A plan that is removed before it is mapped is built again;
     once mapped, it stays readable.
+
+    Args:
+        target: The plan's folder.
+        fields: The columns of the plan.
+        publish: Builds the plan in the folder.
 
     Raises:
         PlanFormatError: The plan is damaged.
@@ -73,11 +77,11 @@ def cached_plan(target: Path, publish: Callable[[], object]) -> PackPlan:
                 publish()
             return map_existing_plan(target)
         except AlreadyExistsError as error:
-            if not _is_being_removed(target):
+            if not _is_being_removed(target, fields):
                 reason = "is no whole plan, though it is named like one of this cache; remove it, and the plan is made"
                 raise AlreadyExistsError(errno.EEXIST, reason, str(target)) from error
         except NotFoundError:
-            if not _is_being_removed(target):
+            if not _is_being_removed(target, fields):
                 raise
     raise NotFoundError(
         errno.ENOENT,
@@ -97,8 +101,9 @@ def _make_folder(cache: Path) -> None:
         raise StorageError(error.errno, f"cannot make the cache_dir: {error.strerror}", str(cache)) from error
 
 
-def _is_being_removed(target: Path) -> bool:
+def _is_being_removed(target: Path, fields: Sequence[str]) -> bool:
     """Wait until a plan that lacks a file is gone, or whole because it was built again; False if it stays."""
+    whole = {"plan.json", *(f"{field}.npy" for field in fields)}
     deadline = time.monotonic() + REMOVAL
     while True:
         try:
@@ -107,7 +112,7 @@ def _is_being_removed(target: Path) -> bool:
             return True
         except OSError:
             return False
-        if not files or files >= FILES:
+        if not files or files >= whole:
             return True
         if time.monotonic() > deadline:
             return False

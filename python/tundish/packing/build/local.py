@@ -11,10 +11,11 @@ from tundish import _native
 from tundish.errors import AlreadyExistsError
 from tundish.packing.build.cache import cached_plan, map_existing_plan, path_exists
 from tundish.packing.build.destination import PlanDestination
+from tundish.packing.plan.fields import fields_of
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.progress import ProgressLine
 
-__all__ = ["Tick", "build_local_plan", "map_plan", "publish_plan"]
+__all__ = ["Tick", "build_local_plan", "cached_or_published", "map_plan", "publish_plan"]
 
 # Receives the progress of long work: phase, done, total. An exception that it raises ends the work.
 Tick = Callable[[str, int, int], None]
@@ -55,6 +56,14 @@ def publish_plan(request: _native.PackRequest, target: Path, tick: Tick | None, 
     return expected or _native.plan_fingerprint(request, tick)
 
 
+def cached_or_published(
+    request: _native.PackRequest, target: Path, tick: Tick | None, expected: str
+) -> PackPlan:
+    """Map the plan at `target` in a cache, and build it if it is missing."""
+    fields = fields_of(request["overlong"])
+    return cached_plan(target, fields, lambda: publish_plan(request, target, tick, expected))
+
+
 def map_plan(
     request: _native.PackRequest, destination: PlanDestination, expected: str, tick: Tick | None
 ) -> PackPlan:
@@ -65,7 +74,7 @@ def map_plan(
     """
     target = destination.folder(expected)
     if destination.cache_dir is not None:
-        plan = cached_plan(target, lambda: publish_plan(request, target, tick, expected))
+        plan = cached_or_published(request, target, tick, expected)
     else:
         plan = map_existing_plan(target)
     if plan.fingerprint != expected:

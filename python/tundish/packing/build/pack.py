@@ -10,17 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
-from tundish.packing.arguments.integers import as_integer, as_threads
+from tundish.packing.arguments.integer_arrays import as_integer_array, as_length_arrays
 from tundish.packing.build.destination import PlanDestination
 from tundish.packing.build.local import build_local_plan
+from tundish.packing.build.request import pack_request
 from tundish.packing.build.shared import build_shared_plan
 from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["pack", "pack_datasets"]
 
-MODES = ("hard",)
 PathLike = str | os.PathLike[str]
 
 
@@ -31,7 +29,11 @@ def pack(
     mode: str = "hard",
     seed: int | None = None,
     order: Any = None,
-    drop_last: bool = True,
+    drop_last: bool | None = None,
+    overlong: str | None = None,
+    window: int | None = None,
+    max_samples: int | None = None,
+    align: int = 1,
     threads: int | None = None,
     out: PathLike | None = None,
     cache_dir: PathLike | None = None,
@@ -39,12 +41,18 @@ def pack(
     group: Any = None,
     progress: bool | None = None,
 ) -> PackPlan:
-    """Plan fixed-length sequences over the samples of one dataset.
+    """Plan training sequences over the samples of one dataset.
 
-    Hard packing: the samples, in order, are one stream of tokens, cut every `max_length` tokens.
-    Pack *i* holds the tokens `i * max_length` … `(i + 1) * max_length - 1` of the stream. Samples of
-    length 0 inside a pack are pieces of it; those on a boundary belong to no pack. The same
-    inputs give the same plan, bit for bit, for any dtype, stride, number of threads and platform.
+    | mode | packs |
+    |---|---|
+    | "hard" | The samples, in order, are one stream of tokens, cut every `max_length` tokens. |
+    | "best_fit" | Whole samples: best-fit decreasing over all samples. The packs come in random order. |
+    | "ordered" | Whole samples: each goes into the fullest pack with room for it, of the last `window` packs. |
+    | "sequential" | Whole samples, in order: a sample that does not fit opens the next pack. |
+
+    In hard packing, samples of length 0 inside a pack are pieces of it; those on a boundary belong to no pack. The
+    other modes leave all of them out. The same inputs give the same plan, bit for bit, for any dtype, stride, number
+    of threads and platform.
 
     Args:
         lengths: Tokens of each sample, shape (n,): a numpy array of any integer dtype (strided and
@@ -52,13 +60,23 @@ def pack(
             The plan keeps them, so that every `Piece.stop` is known, and they are pickled in full with the plan,
             unless they come from `tundish.shm.node_shared` or are mapped whole from a file. Do not write to them
             during the call.
-        max_length: Tokens a pack, at least 1.
-        mode: "hard".
+        max_length: Tokens a pack, at least 1, and at most 2**28 in all modes but "hard". Packs of whole samples may
+            have fewer.
+        mode: "hard", "best_fit", "ordered" or "sequential".
         seed: 0 … 2**32 - 1 to shuffle the samples exactly as
-            `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` does. None keeps their order.
+            `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` does. None keeps their order. In "best_fit" the
+            seed shuffles the samples of each length, and the packs.
         order: The order itself: integers, shape (k,), each in 0 … n - 1, and no two the same. A subset leaves
             samples out. With an order the seed is not used.
-        drop_last: Leave out the tail shorter than a pack. False makes it a shorter last pack.
+        drop_last: For "hard" only, which takes None as True: leave out the tail shorter than a pack. False makes it a
+            shorter last pack.
+        overlong: For whole samples only: what happens to samples longer than `max_length`. "error", the default,
+            refuses them. "split" cuts them into parts of `max_length` and a rest, which are packed like samples.
+            "truncate" takes their first `max_length` tokens. "drop" leaves them out.
+        window: For "ordered" only: open packs, 1 … 2**16, by default 64. A sample moves by at most `window` packs.
+        max_samples: For whole samples only: pieces a pack at most.
+        align: For whole samples only: each piece takes a multiple of so many tokens of its pack. `max_length` must be
+            a multiple of it. The plan leaves room for this padding and counts it; your collator adds it.
         threads: Threads to compute on at most, 1 … 512. The default is the number of processors that this process
             may run on.
         out: Publish the plan as this folder. The plan is computed straight into its files, so that memory beyond
@@ -72,12 +90,13 @@ def pack(
 
     Returns:
         The plan, mapped from its files with `out` or `cache_dir`, else in memory. With `share` a node has one copy of
-        its arrays. Too few tokens for a pack give an empty plan.
+        its arrays. No tokens, or too few for a pack of "hard", give an empty plan.
 
     Raises:
         InvalidTypeError: An argument is of the wrong type.
         InvalidInputError: A length is negative, all lengths add up to 2**63 tokens or more, the order is bad, an
-            argument is out of range, the plan is larger than memory, or the inputs changed during the call.
+            argument is out of range or not one of the mode's, a sample is longer than `max_length` with
+            `overlong="error"`, the plan is larger than memory, or the inputs changed during the call.
         OutOfMemoryError: The system gave no more memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: The plan that lies there is damaged; the message names the file.
@@ -95,11 +114,27 @@ def pack(
         (2, 3)
         >>> plan[1]
         Pack(dataset_id=0, pieces=[Piece(sample=2, start=0, stop=8)])
+        >>> whole = pack([5, 3, 9, 2], 10, mode="sequential")
+        >>> [[piece.sample for piece in pack.pieces] for pack in whole]
+        [[0, 1], [2], [3]]
     """
 
     def request() -> _native.PackRequest:
         array = as_integer_array(lengths, "lengths")
-        return _request([array], max_length, mode, seed, order, drop_last, False, threads)
+        return pack_request(
+            [array],
+            max_length,
+            mode=mode,
+            seed=seed,
+            order=order,
+            drop_last=drop_last,
+            overlong=overlong,
+            window=window,
+            max_samples=max_samples,
+            align=align,
+            global_pack=False,
+            threads=threads,
+        )
 
     return _build(
         request, PlanDestination(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress)
@@ -113,7 +148,11 @@ def pack_datasets(
     mode: str = "hard",
     global_pack: bool = False,
     seed: int | None = None,
-    drop_last: bool = True,
+    drop_last: bool | None = None,
+    overlong: str | None = None,
+    window: int | None = None,
+    max_samples: int | None = None,
+    align: int = 1,
     threads: int | None = None,
     out: PathLike | None = None,
     cache_dir: PathLike | None = None,
@@ -121,19 +160,23 @@ def pack_datasets(
     group: Any = None,
     progress: bool | None = None,
 ) -> PackPlan:
-    """Plan fixed-length sequences over several datasets.
+    """Plan training sequences over several datasets.
 
     Packs never span datasets, except with `global_pack`, which joins the datasets to one: sample indices count
     through, and `dataset_id` is 0. With a seed, one `numpy.random.RandomState(seed)` shuffles one dataset after the
-    other. A dataset too short for a pack contributes none.
+    other. The packs of the first dataset come first. A dataset too short for a pack contributes none.
 
     Args:
         lengths: The lengths of each dataset, as `pack` takes them.
-        max_length: Tokens a pack, at least 1.
-        mode: "hard".
+        max_length: As in `pack`.
+        mode: As in `pack`.
         global_pack: Pack all datasets as one.
         seed: As in `pack`, in one random stream over all datasets.
         drop_last: As in `pack`; each dataset has a tail of its own.
+        overlong: As in `pack`.
+        window: As in `pack`; each dataset has a window of its own.
+        max_samples: As in `pack`.
+        align: As in `pack`.
         threads: As in `pack`.
         out: As in `pack`.
         cache_dir: As in `pack`.
@@ -156,44 +199,24 @@ def pack_datasets(
 
     def request() -> _native.PackRequest:
         arrays = as_length_arrays(lengths, single=False)
-        return _request(arrays, max_length, mode, seed, None, drop_last, global_pack, threads)
+        return pack_request(
+            arrays,
+            max_length,
+            mode=mode,
+            seed=seed,
+            order=None,
+            drop_last=drop_last,
+            overlong=overlong,
+            window=window,
+            max_samples=max_samples,
+            align=align,
+            global_pack=global_pack,
+            threads=threads,
+        )
 
     return _build(
         request, PlanDestination(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress)
     )
-
-
-def _request(
-    lengths: list[IntegerArray],
-    max_length: Any,
-    mode: str,
-    seed: Any,
-    order: Any,
-    drop_last: Any,
-    global_pack: Any,
-    threads: Any,
-) -> _native.PackRequest:
-    if not isinstance(mode, str):
-        raise InvalidTypeError(f"mode must be the name of one, {', '.join(map(repr, MODES))}, not {mode!r}")
-    if mode not in MODES:
-        raise InvalidInputError(f"mode is {mode!r}; the modes are {', '.join(map(repr, MODES))}")
-    for name, flag in (("drop_last", drop_last), ("global_pack", global_pack)):
-        if not isinstance(flag, bool):
-            raise InvalidTypeError(f"{name} must be True or False, not {flag!r}")
-    return {
-        "lengths": lengths,
-        "order": None if order is None else as_integer_array(order, "order"),
-        "seed": None if seed is None else as_integer(seed, "seed", 0, 2**32 - 1),
-        "max_length": as_integer(max_length, "max_length", 1, 2**63 - 1),
-        "mode": mode,
-        "drop_last": drop_last,
-        "overlong": "error",
-        "window": 64,
-        "max_samples": None,
-        "align": 1,
-        "global_pack": global_pack,
-        "threads": as_threads(threads),
-    }
 
 
 def _build(request: Callable[[], _native.PackRequest], destination: PlanDestination) -> PackPlan:

@@ -10,10 +10,11 @@ from contextlib import ExitStack
 
 from tundish import _native
 from tundish.errors import PlanMismatchError
-from tundish.packing.build.cache import cached_plan, path_exists
+from tundish.packing.build.cache import path_exists
 from tundish.packing.build.destination import PlanDestination
-from tundish.packing.build.local import Tick, map_plan, publish_plan
-from tundish.packing.plan.pack_plan import PackPlan, plan_in_block
+from tundish.packing.build.local import Tick, cached_or_published, map_plan, publish_plan
+from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.plan.pickling import plan_in_block
 from tundish.packing.plan.shared_block import as_block
 from tundish.progress import ProgressLine
 
@@ -64,7 +65,7 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
             if destination.cache_dir is None:
                 publish_plan(checked, target, tick, expected)
             else:
-                cached_plan(target, lambda: publish_plan(checked, target, tick, expected))
+                cached_or_published(checked, target, tick, expected)
 
         voter.build_once_per_node(build, what="building the plan")
         with voter.agreed("mapping the plan", timeout=TIMEOUT):
@@ -89,4 +90,4 @@ def _build_in_memory(
         return as_block(metadata, remaining, tick)
 
     block = node_shared(build, key=f"plan {expected}", group=destination.group)
-    return plan_in_block(block, list(request["lengths"]))
+    return plan_in_block(PackPlan, block, list(request["lengths"]))

@@ -294,9 +294,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
         tokens = [len(sample.tokens) for sample in samples]
         stops = [length if stop < 0 else stop for length, stop in zip(tokens, pieces.stops, strict=True)]
         sizes = [stop - start for start, stop in zip(pieces.starts, stops, strict=True)]
-        if min(sizes) < 0 or any(stop > length for stop, length in zip(stops, tokens, strict=True)):
+        # Where every piece is a whole sample, it stops at the sample's end.
+        misfit = operator.ne if self.plan.overlong in ("error", "drop") else operator.gt
+        if min(sizes) < 0 or any(map(misfit, stops, tokens)):
             piece = next(
-                piece for piece, size in enumerate(sizes) if size < 0 or stops[piece] > tokens[piece]
+                piece for piece, size in enumerate(sizes) if size < 0 or misfit(stops[piece], tokens[piece])
             )
             row = pieces.row_of(piece)
             end = "its end" if pieces.stops[piece] < 0 else f"{pieces.stops[piece]}"
@@ -328,6 +330,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """The least and the most tokens that a pack may hold."""
         plan = self.plan
         most = plan.max_length
+        if plan.mode != "hard":
+            # The columns do not say how full a pack of whole samples is.
+            return 1, most
         if plan.drop_last:
             return most, most
         if plan.global_pack or len(plan.num_samples) == 1:

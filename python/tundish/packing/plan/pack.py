@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Pack", "PackBatch", "Piece"]
+from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, format_integer
+
+__all__ = ["Pack", "PackBatch", "Piece", "pack_numbers"]
 
 
 class Piece(NamedTuple):
@@ -54,3 +57,30 @@ class PackBatch:
         pieces = [Piece(sample, start, None if stop < 0 else stop) for sample, start, stop in rows]
         for number, dataset in enumerate(self.dataset_id.tolist()):
             yield Pack(dataset, pieces[bounds[number] : bounds[number + 1]])
+
+
+def pack_numbers(index: Any, packs: int) -> int | range:
+    """The number of the pack that `plan[index]` is, or the numbers that a slice gives, for a plan of `packs` packs.
+
+    Raises:
+        NoSuchPackError: There is no such pack.
+        InvalidTypeError: The index is neither an integer nor a slice of integers.
+        InvalidInputError: The step of a slice is 0.
+    """
+    if isinstance(index, slice):
+        try:
+            return range(*index.indices(packs))
+        except TypeError:
+            raise InvalidTypeError(f"packs are asked for by a slice of integers, got {index!r}") from None
+        except ValueError:
+            raise InvalidInputError(
+                f"packs are asked for by a slice whose step is not 0, got {index!r}"
+            ) from None
+    try:
+        asked = operator.index(index)
+    except TypeError:
+        raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
+    number = asked + packs if asked < 0 else asked
+    if not 0 <= number < packs:
+        raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the plan has {packs} packs")
+    return number

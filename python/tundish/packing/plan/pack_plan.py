@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,37 +18,29 @@ from numpy.typing import NDArray
 
 from tundish import _native
 from tundish.errors import (
-    AlreadyExistsError,
     InvalidInputError,
-    InvalidTypeError,
-    NoSuchPackError,
     OutOfMemoryError,
     PlanMismatchError,
-    TundishError,
     format_count,
-    format_integer,
 )
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
-from tundish.packing.arguments.integers import as_threads
-from tundish.packing.arguments.paths import as_absolute, as_new_folder
-from tundish.packing.plan.pack import Pack, PackBatch, Piece
-from tundish.packing.plan.pickled_lengths import pickled_lengths, unpickled_lengths
-from tundish.packing.plan.shared_block import columns_in
+from tundish.packing.arguments.paths import as_absolute
+from tundish.packing.plan.fields import fields_of
+from tundish.packing.plan.pack import Pack, PackBatch, Piece, pack_numbers
+from tundish.packing.plan.pickling import pickled_lengths, plan_in_block, plan_in_folder, plan_of_columns
 
-__all__ = ["FIELDS", "PackPlan", "plan_in_block"]
+__all__ = ["PackPlan"]
 
 # Packs that are made together when a plan is iterated. Python's garbage collector would walk the pieces of many more
 # packs again and again while they are made.
 _ITERATED = 32
 
-FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
-
 
 class PackPlan:
-    """The tokens and samples that make up each pack of `max_length` tokens.
+    """The tokens and samples that make up each pack of at most `max_length` tokens.
 
     `tundish.pack`, `tundish.pack_datasets` and `PackPlan.load` make plans. `plan[i]` is pack *i*, and `lookup` gives
-    many packs at once as arrays. The six columns are attributes: read-only numpy arrays of int32 or int64.
+    many packs at once as arrays. The columns are attributes: read-only numpy arrays of int32 or int64.
 
     Attributes:
         dataset_id: Dataset of each pack, (packs,).
@@ -59,10 +50,16 @@ class PackPlan:
         start_offset: First token taken from each pack's first sample, (packs,).
         end_offset: One past the last token taken from each pack's last sample, (packs,).
         longest: Tokens of each pack's longest piece, (packs,).
-        max_length: Tokens a pack.
-        mode: The algorithm, "hard".
+        piece_start, piece_stop: First token taken of each piece's sample, and one past the last, (pieces,). None unless
+            `overlong` is "split" or "truncate".
+        max_length: Tokens a pack at most; in mode "hard" all packs but the last are full.
+        mode: "hard", "best_fit", "ordered" or "sequential".
         seed: The seed that the order was drawn from, or None.
-        drop_last: Whether the tail shorter than a pack was left out.
+        drop_last: Whether the tail shorter than a pack was left out; None unless the mode is "hard".
+        overlong: What happened to samples longer than `max_length`; None in mode "hard".
+        window: Packs that were open at a time; None in modes "hard" and "best_fit".
+        max_samples: Pieces a pack at most, or None.
+        align: Each piece takes a multiple of so many tokens of its pack; 1 for no padding.
         global_pack: Whether all datasets were packed as one.
         num_samples: Samples of each dataset.
         num_tokens: Tokens of the ordered samples.
@@ -82,6 +79,8 @@ class PackPlan:
     start_offset: IntegerArray
     end_offset: IntegerArray
     longest: IntegerArray
+    piece_start: IntegerArray | None = None
+    piece_stop: IntegerArray | None = None
 
     def __init__(
         self,
@@ -95,18 +94,20 @@ class PackPlan:
         """Make a plan of columns that were checked; `pack`, `pack_datasets` and `load` call it.
 
         Args:
-            columns: The six columns, in the order of `FIELDS`.
+            columns: The columns, in the order of `fields_of`.
             metadata: The content of `plan.json`.
             lengths: The lengths to attach, one array a dataset.
             path: The folder that the columns are mapped from.
             block: The shared memory that the columns lie in; a pickled plan refers to it.
         """
-        self._columns = tuple(columns)
-        for name, column in zip(FIELDS, self._columns, strict=True):
-            column.flags.writeable = False
-            setattr(self, name, column)
         self._metadata_json = metadata
         self._metadata: dict[str, Any] = json.loads(metadata)
+        hard, whole = (self._metadata.get(family) or {} for family in ("hard", "whole"))
+        self._columns = tuple(columns)
+        self._fields = fields_of(whole.get("overlong"))
+        for name, column in zip(self._fields, self._columns, strict=True):
+            column.flags.writeable = False
+            setattr(self, name, column)
         self._lengths = None if lengths is None else list(lengths)
         if self._lengths is not None:
             self._check_sample_counts(self._lengths)
@@ -116,7 +117,11 @@ class PackPlan:
         self.max_length: int = self._metadata["max_length"]
         self.mode: str = self._metadata["mode"]
         self.seed: int | None = self._metadata["seed"]
-        self.drop_last: bool = self._metadata["hard"]["drop_last"]
+        self.drop_last: bool | None = hard.get("drop_last")
+        self.overlong: str | None = whole.get("overlong")
+        self.window: int | None = whole.get("window")
+        self.max_samples: int | None = whole.get("max_samples")
+        self.align: int = whole.get("align", 1)
         self.global_pack: bool = self._metadata["global_pack"]
         self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
         self.num_tokens: int = self._metadata["tokens"]
@@ -163,6 +168,11 @@ class PackPlan:
             self._columns, self._metadata_json, lengths=columns, path=self.path, block=self._block
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns, in memory or in files."""
+        return sum(column.nbytes for column in self._columns)
+
     def __len__(self) -> int:
         return len(self._columns[2])
 
@@ -178,25 +188,9 @@ class PackPlan:
             InvalidTypeError: The index is neither an integer nor a slice of integers.
             InvalidInputError: The step of a slice is 0.
         """
-        if isinstance(index, slice):
-            try:
-                start, stop, step = index.indices(len(self))
-            except TypeError:
-                raise InvalidTypeError(f"packs are asked for by a slice of integers, got {index!r}") from None
-            except ValueError:
-                raise InvalidInputError(
-                    f"packs are asked for by a slice whose step is not 0, got {index!r}"
-                ) from None
-            return list(self.lookup(np.arange(start, stop, step, dtype=np.int64)))
-        try:
-            asked = operator.index(index)
-        except TypeError:
-            raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
-        number = asked + len(self) if asked < 0 else asked
-        if not 0 <= number < len(self):
-            raise NoSuchPackError(
-                f"pack {format_integer(asked)} does not exist: the plan has {len(self)} packs"
-            )
+        number = pack_numbers(index, len(self))
+        if isinstance(number, range):
+            return list(self.lookup(np.arange(number.start, number.stop, number.step, dtype=np.int64)))
         dataset_id, pieces = self._reader.pack(number)
         return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
 
@@ -208,7 +202,8 @@ class PackPlan:
     def __repr__(self) -> str:
         where = f", path={str(self.path)!r}" if self.path else ""
         return (
-            f"PackPlan({len(self)} packs of {self.max_length} tokens, {len(self.indices)} pieces, "
+            f"PackPlan({len(self)} packs of {'' if self.mode == 'hard' else 'up to '}{self.max_length} tokens, "
+            f"{len(self.indices)} pieces, "
             f"mode={self.mode!r}, fingerprint={self.fingerprint[:12]}…{where})"
         )
 
@@ -234,10 +229,11 @@ class PackPlan:
         return PackBatch(*self._reader.lookup(as_integer_array(pack_ids, "pack_ids")))
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
-        """Copy the six columns as int64.
+        """Copy the columns as int64.
 
         Returns:
-            The columns by the names in `tundish.packing.FIELDS`.
+            The columns by the names in `tundish.packing.FIELDS`, and `piece_start` and `piece_stop` if the plan has
+            them.
 
         Raises:
             OutOfMemoryError: There is no room for them; the columns themselves are attributes of the plan.
@@ -248,12 +244,13 @@ class PackPlan:
             [0, 1, 2]
         """
         try:
-            return {name: column.astype(np.int64) for name, column in zip(FIELDS, self._columns, strict=True)}
+            pairs = zip(self._fields, self._columns, strict=True)
+            return {name: column.astype(np.int64) for name, column in pairs}
         except MemoryError as error:
             needed = 8 * sum(map(len, self._columns))
             raise OutOfMemoryError(
                 f"the columns as int64 need {needed} bytes of memory, which the system does not have; use the plan's "
-                f"attributes ({', '.join(FIELDS)}), which are the columns without a copy"
+                f"attributes ({', '.join(self._fields)}), which are the columns without a copy"
             ) from error
 
     def stats(self) -> dict[str, int | float]:
@@ -262,8 +259,12 @@ class PackPlan:
         Returns:
             packs, pieces: Their numbers.
             samples: Samples that the plan takes tokens of (or that lie in a pack without any).
-            samples_cut: Samples that are in more than one pack, or lose their end to the dropped tail.
+            samples_cut: Samples that are in more than one pack, or lose their end.
+            samples_empty: Samples of length 0 that are left out; in mode "hard", those on a boundary of packs.
+            samples_overlong: Samples that `overlong` split, truncated or dropped; 0 in mode "hard".
             tokens, tokens_packed, tokens_dropped: Tokens of the ordered samples.
+            padding: Tokens that the packs lack to `max_length`; padding_align: those of them that `align` adds after
+                pieces.
             fill: tokens_packed over packs times max_length; 1.0 for an empty plan.
             pieces_per_pack: Mean number of pieces; max_pieces_per_pack: the largest.
             longest: Tokens of the longest piece.
@@ -277,6 +278,31 @@ class PackPlan:
         from tundish.packing.plan.stats import plan_stats
 
         return plan_stats(self)
+
+    def ledger(self) -> dict[str, int]:
+        """Account for every token, in bounded memory. The plan needs the lengths.
+
+        Returns:
+            tokens: Tokens of the ordered samples: `packed` + `truncated` + `dropped`.
+            packed: Tokens in packs; cut: those of them in pieces that are no whole samples.
+            truncated: Tokens behind `max_length` of samples that `overlong="truncate"` shortened.
+            dropped: Tokens of the tail, or of samples that `overlong="drop"` left out.
+            capacity: Packs times `max_length`: `packed` + `padding`.
+            padding: Tokens that packs lack; padding_align: those of them that `align` adds.
+
+        Raises:
+            InvalidInputError: The plan has no lengths.
+            PlanMismatchError: The sums do not agree: the lengths are others, or the plan is damaged.
+
+        Example:
+            >>> from tundish import pack
+            >>> ledger = pack([5, 3, 9], 8, mode="sequential", overlong="truncate").ledger()
+            >>> ledger["packed"], ledger["truncated"], ledger["padding"]
+            (16, 1, 0)
+        """
+        from tundish.packing.plan.ledger import plan_ledger
+
+        return plan_ledger(self)
 
     def sample_index(self, order: Any = None, *, progress: bool | None = None) -> IntegerArray:
         """Convert the plan to Megatron-LM's `sample_index`.
@@ -298,7 +324,8 @@ class PackPlan:
             on boundaries, an order from a seed takes one index a sample.
 
         Raises:
-            InvalidInputError: The plan is of several datasets, or the order or the lengths are needed and missing.
+            InvalidInputError: The plan is not of mode "hard" or is of several datasets, or the order or the lengths are
+                needed and missing.
             PlanMismatchError: The plan was made with another order or other lengths, or its columns are damaged.
 
         Example:
@@ -308,6 +335,11 @@ class PackPlan:
         """
         from tundish.progress import ProgressLine
 
+        if self.mode != "hard":
+            raise InvalidInputError(
+                f"this plan is of mode {self.mode!r}, and Megatron's sample_index can only say where one stream of "
+                "tokens is cut. Read the packs with plan.lookup, or pack with mode='hard'"
+            )
         given = None if order is None else as_integer_array(order, "order")
         with ProgressLine("plan", progress) as line:
             return _native.plan_sample_index(
@@ -341,23 +373,9 @@ class PackPlan:
             >>> td.PackPlan.load(folder).fingerprint == plan.fingerprint
             True
         """
-        from tundish.progress import ProgressLine
+        from tundish.packing.plan.saving import save_plan
 
-        try:
-            with ProgressLine("plan", progress) as line:
-                _native.save_plan(
-                    self._columns, self._metadata_json, as_new_folder(path, "path"), line.callback
-                )
-        except AlreadyExistsError:
-            if not self._lies_at(path):
-                raise
-
-    def _lies_at(self, path: str | os.PathLike[str]) -> bool:
-        try:
-            metadata, _ = _native.open_plan(path)
-        except (TundishError, OSError):
-            return False
-        return bool(json.loads(metadata) == self._metadata)
+        save_plan(self._columns, self._metadata_json, path, progress=progress)
 
     @classmethod
     def load(
@@ -408,12 +426,15 @@ class PackPlan:
         threads: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Check the whole plan against the samples' lengths, with other code than the code that cut the packs.
+        """Check the whole plan against the samples' lengths, with other code than the code that made the packs.
 
-        It checks every entry of the six columns, their dtypes, and every value of `plan.json`. Each piece must be of
-        the next sample, or go on where the pack before stopped. Each pack must be full. The tail, the empty samples on
-        boundaries and all tokens are counted, and the fingerprint of lengths, order and parameters must be the plan's.
-        The shuffle and the hash are the code that made the plan.
+        It checks every entry of the columns, their dtypes, and every value of `plan.json`. The fingerprint of lengths,
+        order and parameters must be the plan's. The shuffle and the hash are the code that made the plan.
+
+        In mode "hard", each piece must be of the next sample, or go on where the pack before stopped. Each pack must
+        be full. The tail, the empty samples on boundaries and all tokens are counted. In the other modes, each sample
+        must be packed once, or be accounted for as empty or overlong. No pack may hold more than its limits. The
+        packs must be those of a simple packer that places one sample after the other; for "best_fit", as many.
 
         It does not check that the lengths are those of your samples; `PackedDataset` does as it reads them.
 
@@ -434,33 +455,23 @@ class PackPlan:
             >>> pack([5, 3, 9], 8, seed=1).verify()
             >>> pack([5, 3, 9], 8, order=[2, 0]).verify(order=[2, 0])
         """
-        from tundish.progress import ProgressLine
+        from tundish.packing.plan.verification import verify_plan
 
         if lengths is None:
             if self._lengths is None:
                 raise InvalidInputError("verify needs the lengths: pass them, or load the plan with lengths=")
             lengths = self._lengths
-        columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
-        self._check_sample_counts(columns)
-        given = None if order is None else as_integer_array(order, "order")
-        try:
-            with ProgressLine("plan", progress) as line:
-                _native.verify_plan(
-                    self._columns, self._metadata_json, columns, given, as_threads(threads), line.callback
-                )
-        except PlanMismatchError as error:
-            if given is not None and "an order was given" in str(error):
-                raise
-            raise PlanMismatchError(
-                f"{error}; either these are not the lengths and the order that the plan was made from, or the plan is "
-                "damaged: pass those of the plan, or make it anew"
-            ) from None
+        arrays = as_length_arrays(lengths, single=len(self.num_samples) == 1)
+        self._check_sample_counts(arrays)
+        verify_plan(
+            self._columns, self._metadata_json, arrays, order=order, threads=threads, progress=progress
+        )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.
 
         The plot shows the samples' lengths (each pack's longest piece if no lengths are attached), pieces a pack, how
-        many samples are cut, and the tokens that are lost, beside the cost of padding.
+        many samples are cut or overlong, and the tokens that are lost, beside the cost of padding.
 
         Args:
             path: The file to write; it appears complete and durable.
@@ -476,25 +487,9 @@ class PackPlan:
         plot_plan(self, path)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        kind, lengths = type(self), pickled_lengths(self._lengths)
         if self.path is not None:
-            return _reload, (self.path, self.fingerprint, pickled_lengths(self._lengths))
+            return plan_in_folder, (kind, self.path, self.fingerprint, lengths)
         if self._block is not None:
-            return plan_in_block, (self._block, pickled_lengths(self._lengths))
-        return _rebuild, (self._columns, self._metadata_json, pickled_lengths(self._lengths))
-
-
-def _reload(path: Path, fingerprint: str, lengths: list[Any] | None) -> PackPlan:
-    plan = PackPlan.load(path, unpickled_lengths(lengths), progress=False)
-    if plan.fingerprint != fingerprint:
-        raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
-    return plan
-
-
-def plan_in_block(block: NDArray[np.uint8], lengths: list[Any] | None) -> PackPlan:
-    """Make the plan that lies in a block of shared memory; `lengths` may be pickled ones."""
-    metadata, columns = columns_in(block)
-    return PackPlan(columns, metadata, lengths=unpickled_lengths(lengths), block=block)
-
-
-def _rebuild(columns: Sequence[NDArray[Any]], metadata: str, lengths: list[Any] | None) -> PackPlan:
-    return PackPlan(columns, metadata, lengths=unpickled_lengths(lengths))
+            return plan_in_block, (kind, self._block, lengths)
+        return plan_of_columns, (kind, self._columns, self._metadata_json, lengths)

@@ -46,10 +46,10 @@ class PlotCounts:
 
     Attributes:
         share: The part of the plan's packs that was read, 0 to 1.
-        lengths: Samples by length, in bins of equal ratio (bin 0: empty samples); packs by their longest piece if no
-            lengths are attached.
+        lengths: Samples by length, in bins of equal ratio (bin 0: empty samples). Of a plan that splits or truncates
+            samples, pieces by their tokens. Packs by their longest piece if neither is known.
         pieces: Packs by their number of pieces.
-        parts: Samples by the number of packs that they lie in.
+        parts: In hard packing, samples by the number of packs that they lie in.
         tokens: Tokens of these samples.
         padded: Tokens if each sample were padded to whole packs instead.
     """
@@ -115,7 +115,30 @@ def _count_slice(plan: ReadablePlan, first: int, stop: int, counts: PlotCounts) 
     cu = np.asarray(plan.indices_cu_len[first:stop], np.int64)
     pieces = np.diff(cu, prepend=before)
     counts.pieces = _add(counts.pieces, np.bincount(np.minimum(pieces, LAST_BIN)))
+    goes_on = _count_parts(plan, first, stop, pieces, counts) if plan.mode == "hard" else None
+    if not _has_sizes(plan):
+        longest = np.asarray(plan.longest[first:stop], np.int64)
+        counts.lengths += _by_length(longest, len(counts.lengths))
+        return
+    batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
+    lengths = batch.stop - batch.start
+    if goes_on is not None:
+        # A sample's last piece stops at the sample's length.
+        lengths = np.delete(batch.stop, batch.piece_cu[1:][goes_on] - 1)
+    counts.lengths += _by_length(lengths, len(counts.lengths))
+    counts.tokens += int(lengths.sum())
+    counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
 
+
+def _has_sizes(plan: ReadablePlan) -> bool:
+    """Whether the tokens of every piece are known."""
+    return plan.has_lengths or plan.piece_stop is not None
+
+
+def _count_parts(
+    plan: ReadablePlan, first: int, stop: int, pieces: np.ndarray, counts: PlotCounts
+) -> np.ndarray:
+    """Count the packs that samples lie in, and return which packs the next one goes on with."""
     # A pack that starts inside a sample holds a later part of it. That part is the last one unless it fills the
     # pack and the next pack goes on with it, which the first pack of a dataset never does. Before it, the sample
     # filled all its packs but the first.
@@ -129,17 +152,7 @@ def _count_slice(plan: ReadablePlan, first: int, stop: int, counts: PlotCounts) 
     counts.parts = _add(counts.parts, np.bincount(np.minimum(parts, LAST_BIN)))
     whole = int(pieces.sum()) - int((start > 0).sum()) - int((goes_on & ((start == 0) | (pieces > 1))).sum())
     counts.parts = _add(counts.parts, np.array([0, whole]))
-
-    if not plan.has_lengths:
-        longest = np.asarray(plan.longest[first:stop], np.int64)
-        counts.lengths += _by_length(longest, len(counts.lengths))
-        return
-    batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
-    # A sample's last piece stops at the sample's length.
-    lengths = np.delete(batch.stop, batch.piece_cu[1:][goes_on] - 1)
-    counts.lengths += _by_length(lengths, len(counts.lengths))
-    counts.tokens += int(lengths.sum())
-    counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
+    return goes_on
 
 
 def _by_length(lengths: np.ndarray, bins: int) -> np.ndarray:
@@ -178,13 +191,19 @@ def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
     figure.text(0.07, 0.905, line, fontsize=11, color=SOFT)
     _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts)
     _draw_pieces(figure.add_subplot(grid[0, 1]), stats, counts)
-    _draw_cuts(figure.add_subplot(grid[1, 0]), counts)
-    _draw_tokens(figure.add_subplot(grid[1, 1]), stats, counts)
+    if plan.mode == "hard":
+        _draw_cuts(figure.add_subplot(grid[1, 0]), counts)
+    else:
+        _draw_overlong(figure.add_subplot(grid[1, 0]), plan, stats)
+    _draw_tokens(figure.add_subplot(grid[1, 1]), plan, stats, counts)
 
 
 def _draw_lengths(axes: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
-    title = "Length of samples" if plan.has_lengths else "Longest piece of each pack"
-    _frame(axes, title, "tokens", "samples" if plan.has_lengths else "packs")
+    title, counted = "Longest piece of each pack", "packs"
+    if _has_sizes(plan):
+        counted = "samples" if plan.piece_stop is None else "pieces"
+        title = f"Length of {counted}"
+    _frame(axes, title, "tokens", counted)
     filled = np.flatnonzero(counts.lengths[1:])
     if not len(filled):
         _nothing(axes)
@@ -266,23 +285,54 @@ def _draw_cuts(axes: Any, counts: PlotCounts) -> None:
     _note(axes, f"{_percent(cut)} of the samples are cut")
 
 
-def _draw_tokens(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
+def _draw_overlong(axes: Any, plan: ReadablePlan, stats: dict[str, Any]) -> None:
+    _frame(axes, "Samples longer than a pack", "", "samples")
+    bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
+    note = "none"
+    if plan.overlong != "error":
+        done = {"split": "split", "truncate": "truncated"}.get(plan.overlong or "", "dropped")
+        bars.append((done, stats["samples_overlong"], ORANGE))
+        note = (
+            f"{stats['samples_overlong']:,} are {done}, and {_short(stats['tokens_dropped'])} tokens left out"
+        )
+    bars.append(("empty, left out", stats["samples_empty"], PALE))
+    names, heights, colors = zip(*bars, strict=True)
+    total = sum(heights)
+    if not total:
+        _nothing(axes)
+        return
+    drawn = axes.bar(names, heights, color=colors, width=0.7)
+    labels = [_percent(height / total) for height in heights]
+    axes.bar_label(drawn, labels, color=INK, fontsize=9.5, padding=3)
+    axes.margins(y=0.15)
+    _note(axes, note)
+
+
+def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: PlotCounts) -> None:
     _frame(axes, "Where the tokens go", "", "")
     axes.grid(False)
-    rows = [("packed", stats["tokens_packed"], stats["tokens_dropped"], ORANGE, "dropped")]
+    packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
+    losses: list[tuple[float, str, str]] = [(dropped, ORANGE, "dropped")]
+    if padding:
+        losses.append((padding, PALE, "padding"))
+    rows: list[tuple[str, float, list[tuple[float, str, str]]]] = [("packed", packed, losses)]
     if counts.padded:
         # The share is of the samples that were read; it stands for all.
-        padding = (counts.padded / counts.tokens - 1) * stats["tokens"]
-        rows.append(("padded", stats["tokens"], padding, PALE, "padding"))
-    widest = max(1.0, max(kept + lost for _, kept, lost, _, _ in rows))
-    for row, (name, kept, lost, color, word) in enumerate(rows):
+        kept = stats["tokens"] if plan.mode == "hard" else packed
+        rows.append(("padded", kept, [((counts.padded / counts.tokens - 1) * kept, PALE, "padding")]))
+    widest = max(1.0, *(kept + sum(lost for lost, _, _ in losses) for _, kept, losses in rows))
+    for row, (name, kept, losses) in enumerate(rows):
         axes.barh(row, kept / widest, color=BLUE, height=0.42)
-        axes.barh(row, lost / widest, left=kept / widest, color=color, height=0.42)
-        share = lost / (kept + lost) if kept + lost else 0.0
+        total = kept + sum(lost for lost, _, _ in losses)
+        left, said = kept, []
+        for lost, color, word in losses:
+            axes.barh(row, lost / widest, left=left / widest, color=color, height=0.42)
+            left += lost
+            said.append(f"{_short(lost)} {word} ({_percent(lost / total if total else 0.0)})")
         axes.text(
             0,
             row - 0.29,
-            f"{name}: {_short(kept)} tokens, {_short(lost)} {word} ({_percent(share)})",
+            f"{name}: {_short(kept)} tokens, {', '.join(said)}",
             color=INK,
             fontsize=10.5,
             va="bottom",
@@ -293,7 +343,8 @@ def _draw_tokens(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
     if counts.padded:
-        _below(axes, "padded: each sample filled up to a whole number of packs")
+        each = "sample" if plan.piece_stop is None else "piece"
+        _below(axes, f"padded: each {each} filled up to a whole number of packs")
 
 
 def _frame(axes: Any, title: str, below: str, beside: str) -> None:

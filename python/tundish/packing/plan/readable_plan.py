@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,14 +22,21 @@ class ReadablePlan(Protocol):
     start_offset: NDArray[np.integer[Any]]
     end_offset: NDArray[np.integer[Any]]
     longest: NDArray[np.integer[Any]]
+    piece_start: NDArray[np.integer[Any]] | None
+    piece_stop: NDArray[np.integer[Any]] | None
     max_length: int
     mode: str
     seed: int | None
+    overlong: str | None
+    global_pack: bool
     num_tokens: int
     fingerprint: str
 
     @property
     def has_lengths(self) -> bool: ...
+
+    @property
+    def lengths(self) -> Sequence[NDArray[np.integer[Any]]] | None: ...
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...

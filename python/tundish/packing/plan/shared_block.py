@@ -32,7 +32,7 @@ def as_block(
 
     Args:
         metadata: The content of `plan.json`.
-        columns: The six columns; each is removed from the list once it is copied, so that its memory can be freed.
+        columns: The plan's columns; each is removed from the list once it is copied, so that its memory can be freed.
         tick: Receives progress in bytes; an exception that it raises ends the copy.
     """
     from tundish.shm import SharedArray

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,10 +17,51 @@ PACKS_AT_ONCE = 1 << 18
 def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     """Compute the statistics that `PackPlan.stats` documents."""
     metadata = plan.metadata
+    packs, pieces, packed = len(plan), len(plan.indices), metadata["tokens_packed"]
+    room = packs * plan.max_length
+    counted = _count_hard(plan, metadata) if plan.mode == "hard" else _count_whole(metadata["whole"])
+    return {
+        "packs": packs,
+        "pieces": pieces,
+        **counted,
+        "tokens": plan.num_tokens,
+        "tokens_packed": packed,
+        "tokens_dropped": plan.num_tokens - packed,
+        "padding": room - packed,
+        "padding_align": 0 if plan.mode == "hard" else metadata["whole"]["padding_align"],
+        "fill": packed / room if packs else 1.0,
+        "pieces_per_pack": pieces / packs if packs else 0.0,
+        **_largest(plan),
+    }
+
+
+def _largest(plan: ReadablePlan) -> dict[str, int]:
+    most = 0
+    longest = 0
+    before = 0
+    for start, stop in _slices(len(plan)):
+        cu = plan.indices_cu_len[start:stop].astype(np.int64)
+        most = max(most, int(np.diff(cu, prepend=before).max(initial=0)))
+        longest = max(longest, int(plan.longest[start:stop].max(initial=0)))
+        before = int(cu[-1])
+    return {"max_pieces_per_pack": most, "longest": longest}
+
+
+def _count_whole(whole: Mapping[str, Any]) -> dict[str, int]:
+    """Count the samples of a plan of whole samples."""
+    is_cut = whole["overlong"] in ("split", "truncate")
+    return {
+        "samples": whole["samples_packed"],
+        "samples_cut": whole["samples_overlong"] if is_cut else 0,
+        "samples_empty": whole["samples_empty"],
+        "samples_overlong": whole["samples_overlong"],
+    }
+
+
+def _count_hard(plan: ReadablePlan, metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Count the samples of a plan of hard packing."""
     continued = 0
     cut = 0
-    largest = 0
-    longest = 0
     piece_before = 0
     was_inside = False
     for start, stop in _slices(len(plan)):
@@ -32,26 +73,15 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
         passed_on = np.concatenate(([was_inside], inside[:-1]))
         continued += int(continues.sum())
         cut += int((continues & ~passed_on).sum())
-        largest = max(largest, int(counts.max(initial=0)))
-        longest = max(longest, int(plan.longest[start:stop].max(initial=0)))
         piece_before = int(cu[-1])
         was_inside = bool(inside[-1])
-    dropped = plan.num_tokens - metadata["tokens_packed"]
-    if dropped:
+    if plan.num_tokens > metadata["tokens_packed"]:
         cut += _cut_by_tails(plan, metadata["hard"]["tail_start"])
-    packs, pieces = len(plan), len(plan.indices)
     return {
-        "packs": packs,
-        "pieces": pieces,
-        "samples": pieces - continued,
+        "samples": len(plan.indices) - continued,
         "samples_cut": cut,
-        "tokens": plan.num_tokens,
-        "tokens_packed": metadata["tokens_packed"],
-        "tokens_dropped": dropped,
-        "fill": metadata["tokens_packed"] / (packs * plan.max_length) if packs else 1.0,
-        "pieces_per_pack": pieces / packs if packs else 0.0,
-        "max_pieces_per_pack": largest,
-        "longest": longest,
+        "samples_empty": metadata["hard"]["empty_on_boundary"],
+        "samples_overlong": 0,
     }
 
 

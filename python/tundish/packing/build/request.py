@@ -1,0 +1,130 @@
+"""Checks the arguments of `pack` and `pack_datasets`.
+
+Invariants: an argument that the mode does not use is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tundish import _native
+from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
+from tundish.packing.arguments.integers import as_integer, as_threads
+
+__all__ = ["DEFAULT_WINDOW", "MODES", "OVERLONG", "pack_request"]
+
+MODES = ("hard", "best_fit", "ordered", "sequential")
+OVERLONG = ("error", "split", "truncate", "drop")
+DEFAULT_WINDOW = 64
+# Each sample is compared with that many packs.
+LARGEST_WINDOW = 2**16
+# The modes of whole samples count the samples of each length, up to `max_length`.
+LARGEST_WHOLE_LENGTH = 2**28
+
+
+def pack_request(
+    lengths: list[IntegerArray],
+    max_length: Any,
+    *,
+    mode: Any,
+    seed: Any,
+    order: Any,
+    drop_last: Any,
+    overlong: Any,
+    window: Any,
+    max_samples: Any,
+    align: Any,
+    global_pack: Any,
+    threads: Any,
+) -> _native.PackRequest:
+    """The arguments of `pack` as the core takes them.
+
+    Raises:
+        InvalidTypeError: An argument is of the wrong type.
+        InvalidInputError: An argument is out of range, or the mode does not use it.
+    """
+    _check_choice(mode, "mode", MODES)
+    for name, flag in (("drop_last", drop_last), ("global_pack", global_pack)):
+        if not isinstance(flag, bool) and not (name == "drop_last" and flag is None):
+            raise InvalidTypeError(f"{name} must be True or False, not {flag!r}")
+    if overlong is not None:
+        _check_choice(overlong, "overlong", OVERLONG)
+    tokens = as_integer(max_length, "max_length", 1, 2**63 - 1)
+    aligned = as_integer(align, "align", 1, LARGEST_WHOLE_LENGTH)
+    most = None if max_samples is None else as_integer(max_samples, "max_samples", 1, 2**63 - 1)
+    opened = None if window is None else as_integer(window, "window", 1, LARGEST_WINDOW)
+    _check_use(mode, drop_last, overlong, opened, most, aligned)
+    if mode != "hard":
+        _check_length(mode, tokens, aligned)
+    if opened is None:
+        opened = DEFAULT_WINDOW if mode == "ordered" else 1
+    return {
+        "lengths": lengths,
+        "order": None if order is None else as_integer_array(order, "order"),
+        "seed": None if seed is None else as_integer(seed, "seed", 0, 2**32 - 1),
+        "max_length": tokens,
+        "mode": mode,
+        "drop_last": mode == "hard" and drop_last is not False,
+        "overlong": overlong or "error",
+        "window": opened,
+        "max_samples": most,
+        "align": aligned,
+        "global_pack": global_pack,
+        "threads": as_threads(threads),
+    }
+
+
+def _check_choice(value: Any, name: str, choices: tuple[str, ...]) -> None:
+    listed = ", ".join(map(repr, choices))
+    if not isinstance(value, str):
+        raise InvalidTypeError(f"{name} must be one of {listed}, not {value!r}")
+    if value not in choices:
+        raise InvalidInputError(f"{name} is {value!r}; it must be one of {listed}")
+
+
+def _check_use(
+    mode: str, drop_last: bool | None, overlong: str | None, window: int | None, most: int | None, align: int
+) -> None:
+    """Refuse arguments that the mode would ignore."""
+    if mode == "hard":
+        given = [
+            name
+            for name, is_given in (
+                ("overlong", overlong is not None),
+                ("max_samples", most is not None),
+                ("align", align != 1),
+            )
+            if is_given
+        ]
+        if given:
+            raise InvalidInputError(
+                f"mode 'hard' takes no {given[0]}: it cuts samples of any length where a pack is full. Leave "
+                f"{given[0]} out, or choose mode='best_fit', 'ordered' or 'sequential', which pack whole samples"
+            )
+    elif drop_last is not None:
+        raise InvalidInputError(
+            f"mode {mode!r} takes no drop_last: it packs whole samples, and no tail is left over. Leave drop_last "
+            "out, or choose mode='hard'"
+        )
+    if window is not None and mode != "ordered":
+        raise InvalidInputError(
+            f"mode {mode!r} takes no window: only mode='ordered' keeps a window of open packs. Leave window out, or "
+            "choose mode='ordered'"
+        )
+
+
+def _check_length(mode: str, max_length: int, align: int) -> None:
+    """Refuse a `max_length` that hard packing alone can have, or that is no multiple of `align`."""
+    if max_length > LARGEST_WHOLE_LENGTH:
+        raise InvalidInputError(
+            f"max_length is {max_length}; in mode {mode!r} it must be in 1 … {LARGEST_WHOLE_LENGTH} (2**28), because "
+            "the samples of each length are counted. Choose a smaller one, or mode='hard'"
+        )
+    if rest := max_length % align:
+        around = (max_length - rest, max_length - rest + align)
+        fitting = [length for length in around if 0 < length <= LARGEST_WHOLE_LENGTH]
+        raise InvalidInputError(
+            f"max_length is {max_length}, which is no multiple of align={align}: choose "
+            f"{' or '.join(map(str, fitting))}, or another align"
+        )

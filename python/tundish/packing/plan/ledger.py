@@ -1,0 +1,115 @@
+"""Accounts for every token of a plan, in bounded memory.
+
+Invariants: tokens are counted piece by piece. Sums that do not agree with `plan.json` are an error, never a result.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tundish.errors import InvalidInputError, PlanMismatchError
+
+if TYPE_CHECKING:
+    from tundish.packing.plan.readable_plan import ReadablePlan
+
+__all__ = ["plan_ledger"]
+
+# Packs and pieces that are counted together: some tens of megabytes of temporaries.
+PACKS_AT_ONCE = 1 << 18
+PIECES_AT_ONCE = 1 << 20
+
+
+def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
+    """Account for the tokens as `PackPlan.ledger` documents.
+
+    Raises:
+        InvalidInputError: The plan has no lengths.
+        PlanMismatchError: The sums do not agree.
+    """
+    if plan.lengths is None:
+        raise InvalidInputError(
+            "ledger needs the lengths: load the plan with lengths=, or use plan.with_lengths(…).ledger()"
+        )
+    packed, cut = _count_pieces(plan, plan.lengths)
+    metadata = plan.metadata
+    truncated = metadata["whole"]["tokens_overlong_cut"] if plan.overlong == "truncate" else 0
+    capacity = len(plan) * plan.max_length
+    stats = plan.stats()
+    ledger = {
+        "tokens": plan.num_tokens,
+        "packed": packed,
+        "cut": cut,
+        "truncated": truncated,
+        "dropped": plan.num_tokens - packed - truncated,
+        "capacity": capacity,
+        "padding": capacity - packed,
+        "padding_align": int(stats["padding_align"]),
+    }
+    _check(plan, plan.lengths, ledger)
+    return ledger
+
+
+def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str, int]) -> None:
+    metadata = plan.metadata
+    sums = [("tokens_packed", ledger["packed"], metadata["tokens_packed"])]
+    if metadata["order"] != "given":
+        sums.append(("tokens", sum(int(column.sum(dtype=np.int64)) for column in lengths), plan.num_tokens))
+    if plan.overlong == "drop":
+        sums.append(("tokens_overlong_cut", ledger["dropped"], metadata["whole"]["tokens_overlong_cut"]))
+    if plan.overlong in ("error", "split", "truncate"):
+        sums.append(("dropped", ledger["dropped"], 0))
+    for name, found, said in sums:
+        if found != said:
+            raise PlanMismatchError(
+                f"the pieces and the attached lengths give {found} for {name}, and the plan says {said}: these are not "
+                "the lengths that it was made from, or it is damaged. plan.verify() says where"
+            )
+    if min(ledger.values()) < 0 or ledger["padding_align"] > ledger["padding"]:
+        raise PlanMismatchError(f"the plan is damaged: its tokens are {ledger}. plan.verify() says where")
+
+
+def _count_pieces(plan: ReadablePlan, lengths: Sequence[NDArray[Any]]) -> tuple[int, int]:
+    """The tokens of all pieces, and those of them in parts of samples."""
+    starts = np.cumsum([0, *map(len, lengths[:-1])])
+    packed = cut = 0
+    for first, stop in _slices(plan):
+        batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
+        sizes = batch.stop - batch.start
+        dataset, sample = np.repeat(batch.dataset_id, np.diff(batch.piece_cu)), batch.sample
+        if plan.global_pack:
+            dataset = np.searchsorted(starts, sample, side="right") - 1
+            sample = sample - starts[dataset]
+        packed += int(sizes.sum())
+        cut += int(sizes[sizes != _lengths_of(lengths, dataset, sample)].sum())
+    return packed, cut
+
+
+def _slices(plan: ReadablePlan) -> Iterator[tuple[int, int]]:
+    cu = plan.indices_cu_len
+    # In the column's own dtype: numpy would convert the whole column for any other.
+    most = np.iinfo(cu.dtype).max
+    first = 0
+    while first < len(plan):
+        before = int(cu[first - 1]) if first else 0
+        last = int(np.searchsorted(cu, cu.dtype.type(min(before + PIECES_AT_ONCE, most)), side="right"))
+        stop = min(first + PACKS_AT_ONCE, max(last, first + 1), len(plan))
+        yield first, stop
+        first = stop
+
+
+def _lengths_of(
+    lengths: Sequence[NDArray[Any]], dataset: NDArray[np.int64], sample: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The length of each of `sample`, which are of `dataset`."""
+    found = np.empty(len(sample), np.int64)
+    order = np.argsort(dataset, kind="stable")
+    bounds = np.flatnonzero(np.diff(dataset[order], prepend=-1, append=-1))
+    for begin, end in itertools.pairwise(bounds):
+        chosen = order[begin:end]
+        found[chosen] = lengths[dataset[chosen[0]]][sample[chosen]]
+    return found

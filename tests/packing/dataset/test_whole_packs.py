@@ -1,0 +1,139 @@
+"""`PackedDataset`, sampler and collator over plans of whole samples."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.packing.whole_plan import Options, packed_in_order, parts_of
+from torch.utils.data import DataLoader
+
+import tundish as td
+from tundish.errors import PlanMismatchError
+
+MODES = ["best_fit", "ordered", "sequential"]
+Samples = list[list[int]]
+
+
+def samples_of(lengths: list[int]) -> Samples:
+    """Samples in which no token occurs twice, so that a token out of place is seen."""
+    tokens = iter(range(sum(lengths)))
+    return [[next(tokens) for _ in range(length)] for length in lengths]
+
+
+def without_lengths(plan: td.PackPlan) -> td.PackPlan:
+    """The plan as a load from disk without `lengths=` gives it."""
+    return td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
+
+
+def check_item(item: dict[str, Any], pieces: Samples) -> None:
+    bounds = np.cumsum([0, *map(len, pieces)]).tolist()
+    assert item["input_ids"].tolist() == [token for piece in pieces for token in piece]
+    assert item["labels"].tolist() == item["input_ids"].tolist()
+    assert item["position_ids"].tolist() == [place for piece in pieces for place in range(len(piece))]
+    assert item["cu_seqlens"].tolist() == bounds
+    assert item["max_seqlen"] == max(map(len, pieces))
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), max_size=25),
+    max_length=st.integers(1, 6).map(lambda n: 2 * n),
+    mode=st.sampled_from(MODES),
+    overlong=st.sampled_from(["split", "truncate", "drop"]),
+    align=st.sampled_from([1, 2]),
+    attached=st.booleans(),
+)
+def test_items_are_the_packs(
+    lengths: list[int], max_length: int, mode: str, overlong: str, align: int, attached: bool
+) -> None:
+    samples = samples_of(lengths)
+    plan = td.pack(lengths, max_length, mode=mode, overlong=overlong, align=align)
+    options = Options(max_length, overlong, align=align)
+    parts = parts_of(lengths, list(range(len(lengths))), options)
+    pieces = [samples[part.sample][part.start : part.stop] for part in parts]
+    dataset = td.PackedDataset(samples, plan if attached else without_lengths(plan))
+    items = dataset.__getitems__(range(len(dataset)))
+    if mode != "best_fit":
+        window = 64 if mode == "ordered" else 1
+        packs = packed_in_order(parts, options, window)
+        expected = [[samples[part.sample][part.start : part.stop] for part in pack] for pack in packs]
+        for item, pack in zip(items, expected, strict=True):
+            check_item(item, pack)
+    found = []
+    for number, item in enumerate(items):
+        bounds = item["cu_seqlens"].tolist()
+        tokens = item["input_ids"].tolist()
+        own = [tokens[start:stop] for start, stop in pairwise(bounds)]
+        check_item(item, own)
+        check_item(dataset[number], own)
+        found += own
+    assert sorted(found) == sorted(pieces)
+
+
+@pytest.mark.parametrize("global_pack", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_several_datasets(mode: str, global_pack: bool) -> None:
+    lengths = [[9, 4, 0, 3], [], [5, 17, 2]]
+    samples = samples_of([length for part in lengths for length in part])
+    datasets = [samples[:4], [], samples[4:]]
+    plan = td.pack_datasets(lengths, 8, mode=mode, overlong="split", seed=2, global_pack=global_pack)
+    dataset = td.PackedDataset(datasets, plan)
+    tokens = [token for item in dataset for token in item["input_ids"].tolist()]
+    assert sorted(tokens) == [token for sample in samples for token in sample]
+    for pack, item in zip(plan, dataset, strict=True):
+        if not global_pack:
+            assert all((token < 16) == (pack.dataset_id == 0) for token in item["input_ids"].tolist())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
+def test_batches_hold_the_packed_tokens(mode: str, overlong: str) -> None:
+    lengths = np.random.default_rng(0).integers(0, 90, 300).tolist()
+    plan = td.pack(lengths, 64, mode=mode, overlong=overlong, seed=1)
+    dataset = td.PackedDataset(samples_of(lengths), plan)
+    sampler = td.PackedBatchSampler(
+        plan, 4, rank=0, world_size=1, drop_last=True, group_by_longest=True, seed=5
+    )
+    loader: Any = DataLoader(dataset, batch_sampler=sampler, collate_fn=td.PackedCollator())
+    batches = list(loader)
+    assert len(batches) == len(plan) // 4
+    joined = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
+    assert len(set(joined)) == len(joined)
+    chosen = [number for step in sampler for number in step]
+    assert len(joined) == sum(len(dataset[number]["input_ids"]) for number in chosen)
+    whole = sum(len(item["input_ids"]) for item in dataset)
+    assert whole == plan.stats()["tokens_packed"] <= len(plan) * 64
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlong", ["error", "split", "truncate", "drop"])
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("change", [1, -1])
+def test_samples_that_do_not_fit_the_plan_are_refused(
+    mode: str, overlong: str, attached: bool, change: int
+) -> None:
+    # One sample a pack, so that its length is known in every plan.
+    lengths = [7, 6, 5, 7]
+    plan = td.pack(lengths, 8, mode=mode, overlong=overlong)
+    samples = samples_of(lengths)
+    samples[2] = list(range(5 + change))
+    dataset = td.PackedDataset(samples, plan if attached else without_lengths(plan))
+    number = next(number for number, pack in enumerate(plan) if pack.pieces[0].sample == 2)
+    if not attached and change > 0 and overlong in ("split", "truncate"):
+        # The plan then says which tokens are taken, and not where the sample ends.
+        assert len(dataset[number]["input_ids"]) == 5
+        return
+    with pytest.raises(PlanMismatchError, match=rf"sample 2\b.* has {5 + change}\b"):
+        dataset[number]
+
+
+def test_a_pack_that_would_be_too_long_is_refused() -> None:
+    plan = without_lengths(td.pack([3, 3], 8, mode="sequential"))
+    with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 9 tokens"):
+        td.PackedDataset([[1] * 6, [1] * 3], plan)[0]

@@ -1,0 +1,219 @@
+"""Plans of whole samples: folders, caches, pickles, verification, plots and Megatron's index."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tundish as td
+from tundish.errors import InvalidInputError, NotFoundError, PlanFormatError, PlanMismatchError
+from tundish.packing.plan import plot
+
+MODES = ["best_fit", "ordered", "sequential"]
+OVERLONG = ["split", "truncate", "drop"]
+FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
+PIECE_FIELDS = (*FIELDS, "piece_start", "piece_stop")
+LENGTHS = np.random.default_rng(11).integers(0, 300, 2000)
+
+
+def fields_of(overlong: str) -> tuple[str, ...]:
+    return FIELDS if overlong == "drop" else PIECE_FIELDS
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    td.pack(LENGTHS, 128, mode="best_fit", overlong="split", seed=5, out=tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlong", OVERLONG)
+def test_what_is_saved_is_loaded(mode: str, overlong: str, tmp_path: Path) -> None:
+    plan = td.pack(LENGTHS, 128, mode=mode, overlong=overlong, seed=5)
+    plan.save(tmp_path / "plan")
+    plan.save(tmp_path / "plan")
+    fields = fields_of(overlong)
+    assert sorted(file.name for file in (tmp_path / "plan").iterdir()) == sorted(
+        [f"{name}.npy" for name in fields] + ["plan.json"]
+    )
+    loaded = td.PackPlan.load(tmp_path / "plan", LENGTHS)
+    assert loaded.metadata == plan.metadata
+    assert list(loaded.arrays()) == list(fields)
+    for name in fields:
+        column = np.load(tmp_path / "plan" / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+        assert column.dtype == np.int32
+        assert np.array_equal(column, getattr(plan, name))
+        assert not getattr(loaded, name).flags.writeable
+    assert list(loaded) == list(plan)
+    assert loaded.stats() == plan.stats()
+    assert loaded.nbytes == sum(getattr(plan, name).nbytes for name in fields)
+    loaded.verify()
+    for sent in (plan, loaded):
+        again = pickle.loads(pickle.dumps(sent))
+        assert list(again) == list(plan)
+        assert again.lookup([0, 1]).start.tolist() == plan.lookup([0, 1]).start.tolist()
+
+
+@pytest.mark.parametrize("overlong", OVERLONG)
+def test_without_lengths_the_stops_are_those_that_the_columns_hold(overlong: str, tmp_path: Path) -> None:
+    plan = td.pack(LENGTHS, 128, mode="ordered", overlong=overlong, out=tmp_path / "plan")
+    loaded = td.PackPlan.load(tmp_path / "plan")
+    for open_pack, full_pack in zip(loaded, plan, strict=True):
+        if overlong != "drop":
+            assert open_pack == full_pack
+            continue
+        *inner, last = open_pack.pieces
+        assert all(piece.stop is None for piece in inner)
+        assert last == full_pack.pieces[-1]
+        assert [piece.sample for piece in open_pack.pieces] == [piece.sample for piece in full_pack.pieces]
+
+
+@pytest.mark.parametrize("name", ["piece_start", "piece_stop"])
+def test_a_damaged_or_missing_column_of_pieces_is_named(folder: Path, name: str) -> None:
+    file = folder / f"{name}.npy"
+    column = np.load(file)
+    for damaged in (column[:-1], column.astype(np.float32), column.astype(np.int16)):
+        np.save(file, damaged)
+        with pytest.raises(PlanFormatError) as caught:
+            td.PackPlan.load(folder)
+        assert str(file) in str(caught.value)
+    file.unlink()
+    with pytest.raises(NotFoundError) as missing:
+        td.PackPlan.load(folder)
+    assert missing.value.filename == str(file)
+
+
+@pytest.mark.parametrize("name", ["piece_start", "piece_stop"])
+def test_a_plan_in_a_cache_that_lacks_a_column_of_pieces_is_refused(name: str, tmp_path: Path) -> None:
+    def cached() -> td.PackPlan:
+        return td.pack(LENGTHS, 128, mode="ordered", overlong="split", cache_dir=tmp_path)
+
+    plan = cached()
+    assert plan.path is not None and cached().path == plan.path
+    (plan.path / f"{name}.npy").unlink()
+    with pytest.raises(NotFoundError, match=f"remove {plan.path} ") as caught:
+        cached()
+    assert caught.value.filename == str(plan.path / f"{name}.npy")
+    shutil.rmtree(plan.path)
+    cached().verify()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlong", OVERLONG)
+def test_any_changed_value_is_found(mode: str, overlong: str) -> None:
+    lengths = LENGTHS[:20] // 10
+    options: dict[str, Any] = {"mode": mode, "overlong": overlong, "max_samples": 3, "align": 2}
+    plan = td.pack(lengths, 16, **options)
+    assert len(plan) > 5
+    for name in fields_of(overlong):
+        for position in range(len(getattr(plan, name))):
+            columns = {field: getattr(plan, field).copy() for field in fields_of(overlong)}
+            columns[name][position] += 1
+            broken = td.PackPlan(list(columns.values()), json.dumps(plan.metadata))
+            with pytest.raises(PlanMismatchError):
+                broken.verify(lengths)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": 1},
+        {"tokens_packed": -1},
+        {"whole": {"align": 1}},
+        {"whole": {"max_samples": 1}},
+        {"whole": {"window": 1}},
+        {"whole": {"samples_empty": 1}},
+        {"whole": {"samples_overlong": -1}},
+        {"whole": {"tokens_overlong_cut": 1}},
+        {"whole": {"padding_align": 1}},
+        {"whole": {"samples_packed": 1}},
+        {"fingerprint": "0" * 32},
+        {"seed": 1},
+    ],
+)
+def test_any_changed_fact_is_found(changes: dict[str, Any], tmp_path: Path) -> None:
+    plan = td.pack(
+        LENGTHS[:200],
+        128,
+        mode="ordered",
+        window=8,
+        overlong="truncate",
+        seed=5,
+        max_samples=7,
+        align=2,
+        out=tmp_path / "plan",
+    )
+    assert plan.metadata["whole"]["tokens_overlong_cut"] > 0
+    file = tmp_path / "plan" / "plan.json"
+    facts = json.loads(file.read_text())
+
+    def change(facts: dict[str, Any], changes: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            if isinstance(value, dict):
+                change(facts[name], value)
+            else:
+                facts[name] = value if isinstance(value, str) else facts[name] + value
+
+    change(facts, changes)
+    file.write_text(json.dumps(facts))
+    with pytest.raises((PlanFormatError, PlanMismatchError)):
+        td.PackPlan.load(tmp_path / "plan").verify(LENGTHS[:200])
+
+
+def test_other_lengths_are_found() -> None:
+    plan = td.pack(LENGTHS, 128, mode="best_fit", overlong="split", seed=5)
+    other = LENGTHS.copy()
+    other[np.flatnonzero(other)[3]] -= 1
+    with pytest.raises(PlanMismatchError, match="these are not the lengths and the order"):
+        plan.verify(other)
+    with pytest.raises(PlanMismatchError, match="order was given"):
+        plan.verify(order=np.arange(len(LENGTHS)))
+    ordered = td.pack(LENGTHS, 128, mode="ordered", overlong="split", order=np.arange(2000)[::-1])
+    ordered.verify(order=np.arange(2000)[::-1])
+    with pytest.raises(InvalidInputError, match="order="):
+        ordered.verify()
+    with pytest.raises(PlanMismatchError):
+        ordered.verify(order=np.arange(2000))
+
+
+def test_there_is_no_sample_index_of_whole_samples() -> None:
+    with pytest.raises(
+        InvalidInputError, match=r"mode 'best_fit', .* plan\.lookup, or pack with mode='hard'"
+    ):
+        td.pack([5, 3], 8, mode="best_fit").sample_index()
+
+
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("overlong", OVERLONG)
+@pytest.mark.parametrize("slice_packs", [3, 1 << 16])
+def test_a_plot_counts_the_pieces(
+    overlong: str, attached: bool, slice_packs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plot, "SLICE_PACKS", slice_packs)
+    plan = td.pack(LENGTHS, 128, mode="ordered", overlong=overlong, out=tmp_path / "plan")
+    sizes = [piece.stop - piece.start for pack in plan for piece in pack.pieces if piece.stop is not None]
+    drawn = plan if attached else td.PackPlan.load(tmp_path / "plan")
+    counts = plot.count(drawn)
+    expected = Counter(len(pack.pieces) for pack in plan)
+    assert {number: int(count) for number, count in enumerate(counts.pieces) if count} == expected
+    if attached or overlong != "drop":
+        assert (counts.lengths.sum(), counts.tokens) == (len(sizes), sum(sizes))
+        assert counts.padded == len(sizes) * 128
+    else:
+        assert (counts.lengths.sum(), counts.tokens) == (len(plan), 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("overlong", ["error", *OVERLONG])
+@pytest.mark.parametrize("lengths", [[5, 3, 9, 2, 0], []], ids=["few", "none"])
+def test_every_plan_has_a_picture(mode: str, overlong: str, lengths: list[int], tmp_path: Path) -> None:
+    plan = td.pack(lengths, 16 if overlong == "error" else 8, mode=mode, overlong=overlong)
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
