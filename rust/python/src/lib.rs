@@ -43,21 +43,21 @@ mod _native {
     #[pymodule_export]
     use super::atomic_folder::{AtomicFolder, replace_file};
     #[pymodule_export]
-    use super::checkpoint::checkpoint_files::{
-        FileMetadata, checksum_file, sweep_writer_slots, verify_checkpoint, write_small_file,
-    };
-    #[pymodule_export]
     use super::checkpoint::checkpoint_root::CheckpointRoot;
     #[pymodule_export]
     use super::checkpoint::file_image::{FileImage, staging_stats, trim_staging};
+    #[pymodule_export]
+    use super::checkpoint::file_metadata::{FileMetadata, checksum_file, write_small_file};
     #[pymodule_export]
     use super::checkpoint::read_lock::CheckpointReadLock;
     #[pymodule_export]
     use super::checkpoint::readonly_root::{ReadonlyCheckpointRoot, open_checkpoints_readonly};
     #[pymodule_export]
-    use super::checkpoint::shard_writer::ShardWriter;
+    use super::checkpoint::shard_writer::{ShardWriter, sweep_writer_slots};
     #[pymodule_export]
     use super::checkpoint::tensor_copy::TensorCopy;
+    #[pymodule_export]
+    use super::checkpoint::verify_checkpoint::verify_checkpoint;
     #[pymodule_export]
     use super::packing::{
         PackLookup, open_plan, pack, pack_to_folder, plan_fingerprint, plan_sample_index, save_plan, shuffled_indices,

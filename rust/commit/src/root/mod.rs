@@ -25,13 +25,13 @@
 
 mod checkpoint_root;
 mod contents;
-mod discard_after;
 mod external_changes;
 mod open;
 mod publish;
 mod reading;
 mod recovery;
 mod remove;
+mod set_aside;
 mod thread_locks;
 mod writer_lock;
 

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::contents::root_names::RootEntry;
 use super::contents::whole_checkpoint::{ExamineFailure, examine};
 use super::contents::{Checkpoints, OpenFolder, registry_and_links, root_names};
-use super::discard_after;
+use super::set_aside;
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
@@ -54,9 +54,9 @@ pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoi
     // The lowest step covers all others.
     discard_markers.sort_unstable();
     for step in discard_markers {
-        let set_aside = discard_after::complete(root, &mut published, step)?;
+        let moved = set_aside::complete(root, &mut published, step)?;
         recovery.ignored.retain(|path, _| root.look_at(file_name(path)).is_ok_and(|found| found.is_some()));
-        recovery.set_aside.extend(set_aside.iter().map(|path| path.display().to_string()));
+        recovery.set_aside.extend(moved.iter().map(|path| path.display().to_string()));
     }
     repair(root, &published, &mut recovery)?;
     Ok((published, recovery))
@@ -83,7 +83,7 @@ fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) ->
                 Err(ExamineFailure::Unreadable(error)) => return Err(error),
             },
             RootEntry::Leftover => found.leftovers.push(name),
-            RootEntry::DiscardMarker(step) if discard_after::is_discard_marker(root, &name)? => {
+            RootEntry::DiscardMarker(step) if set_aside::is_discard_marker(root, &name)? => {
                 found.discard_markers.push(step)
             }
             RootEntry::DiscardMarker(_) | RootEntry::Other => {}

@@ -1,4 +1,4 @@
-//! [`ShardWriter`].
+//! [`ShardWriter`], and the sweep of the slots of killed writers.
 //!
 //! Invariant: no writer is joined with the GIL held.
 
@@ -10,8 +10,8 @@ use tundish_commit::shards::{self, WriterOptions};
 use tundish_packing::Progress;
 
 use super::callbacks::tick;
-use super::checkpoint_files::FileMetadata;
 use super::file_image::FileImage;
+use super::file_metadata::FileMetadata;
 use crate::error::BindingError;
 use crate::long_work::enter;
 
@@ -42,8 +42,8 @@ impl ShardWriter {
         enter(py, None, move |signals| {
             let files: Vec<_> = files.iter().map(|(name, size)| (name.as_str(), *size)).collect();
             let options = WriterOptions { checksum, writers_per_node };
-            let mut go_on = || tick(signals, "preallocate", 0, 0);
-            Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut go_on)? })
+            let mut check_cancelled = || tick(signals, "preallocate", 0, 0);
+            Ok(Self { writer: shards::ShardWriter::create(folder, &files, options, &mut check_cancelled)? })
         })
     }
 
@@ -87,4 +87,12 @@ impl Drop for ShardWriter {
         // Wait for the threads without the GIL.
         Python::try_attach(|py| py.detach(|| self.writer.abort()));
     }
+}
+
+/// Remove the slot files that killed writers of this user left, unless `dry_run`; returns their paths. `root` restricts
+/// it to writers under that folder.
+#[pyfunction]
+#[pyo3(signature = (root = None, *, dry_run = false))]
+pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
+    enter(py, None, |_| Ok(shards::sweep_slots(root.as_deref(), dry_run)))
 }

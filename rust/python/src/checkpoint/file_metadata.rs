@@ -1,10 +1,9 @@
-//! Small files, checksums, manifests and verification of checkpoints.
+//! `FileMetadata`, and the functions that make a file durable and return it.
 
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use tundish_commit::Checksum;
-use tundish_commit::shards;
 
 use super::callbacks::tick;
 use crate::error::BindingError;
@@ -64,27 +63,7 @@ pub(crate) fn write_small_file(
 #[pyfunction]
 pub(crate) fn checksum_file(py: Python<'_>, path: PathBuf) -> PyResult<FileMetadata> {
     enter(py, None, move |signals| {
-        let mut go_on = |read, total| tick(signals, "checksum", read, total);
-        Ok(FileMetadata { metadata: tundish_commit::checksum_file(path, &mut go_on)? })
+        let mut on_progress = |read, total| tick(signals, "checksum", read, total);
+        Ok(FileMetadata { metadata: tundish_commit::checksum_file(path, &mut on_progress)? })
     })
-}
-
-/// Read every file of the checkpoint in `folder` and compare it with the manifest.
-///
-/// Raises `CorruptCheckpointError`, whose `paths` are all files that are missing, changed, cut off or in no manifest.
-#[pyfunction]
-#[pyo3(signature = (folder, *, progress=None))]
-pub(crate) fn verify_checkpoint(py: Python<'_>, folder: PathBuf, progress: Option<Py<PyAny>>) -> PyResult<Vec<String>> {
-    enter(py, progress, move |signals| {
-        let mut go_on = |read, total| tick(signals, "verify", read, total);
-        Ok(tundish_commit::root::verify_checkpoint(folder, &mut go_on)?)
-    })
-}
-
-/// Remove the slot files that killed writers of this user left, unless `dry_run`; returns their paths. `root` restricts it
-/// to writers under that folder.
-#[pyfunction]
-#[pyo3(signature = (root = None, *, dry_run = false))]
-pub(crate) fn sweep_writer_slots(py: Python<'_>, root: Option<PathBuf>, dry_run: bool) -> PyResult<Vec<PathBuf>> {
-    enter(py, None, |_| Ok(shards::sweep_slots(root.as_deref(), dry_run)))
 }

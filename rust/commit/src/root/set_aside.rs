@@ -1,4 +1,4 @@
-//! Sets checkpoints aside after a rollback.
+//! `discard_after`: sets checkpoints aside after a rollback.
 //!
 //! An empty marker file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed, and removed
 //! after the last.
