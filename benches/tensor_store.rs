@@ -45,8 +45,8 @@ impl Transport for LocalTransport {
 }
 
 fn within_a_minute<T>(work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
-    let mut go_on = || Ok(());
-    work(&mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on))
+    let mut check_cancelled = || Ok(());
+    work(&mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut check_cancelled))
 }
 
 fn store() -> Arc<ProcessStore> {

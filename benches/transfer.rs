@@ -75,9 +75,9 @@ fn beside(owner: &Owner) {
 }
 
 fn fetch(store: &Arc<ProcessStore>, client: &Client, wanted: &[Wanted]) -> Duration {
-    let mut go_on = || Ok(());
+    let mut check_cancelled = || Ok(());
     let begin = Instant::now();
-    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
+    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut check_cancelled);
     let views = store.fetch(wanted, client, &mut time_limit).expect("shards");
     std::hint::black_box(views.iter().map(sum).fold(0, u64::wrapping_add));
     let spent = begin.elapsed();
@@ -140,8 +140,8 @@ fn own() {
     println!("{}", server.address());
     for (_, count, bytes, _) in CASES {
         let data: Vec<u8> = (0..bytes).map(|place| (place >> 3) as u8).collect();
-        let mut go_on = || Ok(());
-        let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+        let mut check_cancelled = || Ok(());
+        let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut check_cancelled);
         let sources: Vec<_> = (0..count).map(|_| TensorToStore::new(meta(bytes), &data).expect("a source")).collect();
         let ids = store.put(&sources, &mut time_limit).expect("space");
         println!("{}", ids.iter().map(ShardId::to_string).collect::<Vec<_>>().join(" "));

@@ -182,7 +182,7 @@ fn is_refusal(error: &CommitError) -> bool {
     )
 }
 
-/// What is known, recorded and there is the same, and the next start has nothing to mend.
+/// The root object, the registry and the folder have the same checkpoints, and the next start has nothing to mend.
 fn check(root: Root<WatchedDisk>, path: &Path, context: &str) {
     for (kind, step) in [(CheckpointKind::Hf, 5), (CheckpointKind::Hf, 6), (CheckpointKind::Dcp, 3)] {
         root.abandon(kind, step).unwrap();

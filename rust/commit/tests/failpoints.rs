@@ -140,7 +140,7 @@ impl Run {
         self.parent.path().join("plan")
     }
 
-    /// What the writer printed after `key=`.
+    /// The text that the writer printed after `key=`.
     fn printed(&self, key: &str) -> Option<String> {
         let text = String::from_utf8_lossy(&self.output.stdout).into_owned();
         let (_, rest) = text.split_once(&format!("{key}="))?;

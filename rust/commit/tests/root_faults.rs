@@ -1,6 +1,6 @@
 //! A root on the real disk: killed at every failpoint, and every system call failing in turn.
 //!
-//! The scenario begins with what a dead owner left and goes once through all that a root does. Whatever happens,
+//! The scenario begins with a root that a dead owner left, and makes every call of a root once. After each failure,
 //! opening the root again has to give the state before the call that did not return, or the one after it, bit by bit.
 
 #![expect(clippy::disallowed_methods, reason = "the tests build what the crate has to cope with")]
@@ -68,7 +68,7 @@ fn save(root: &Root<RealDisk>, kind: CheckpointKind, step: u64, save: u8, overwr
     write(&folder, kind, step, save);
     let published = root.publish(kind, step, &manifest(kind, step, save), overwrite);
     if published.is_err() {
-        // As a failed save does. What it cannot remove, the next start does.
+        // As a failed save does. The next start removes leftovers that it cannot remove.
         let _ = root.abandon(kind, step);
     }
     published.map(|_| ())

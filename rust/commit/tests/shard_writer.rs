@@ -304,12 +304,12 @@ fn existing_files_are_not_overwritten() {
 fn an_interrupted_preallocation_names_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let mut asked = 0;
-    let mut go_on = || {
+    let mut check_cancelled = || {
         asked += 1;
         if asked == 2 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
     let files = [("a", 1), ("b", 1), ("c", 1)];
-    let error = ShardWriter::create(folder.path(), &files, options(), &mut go_on).err().expect("interrupted");
+    let error = ShardWriter::create(folder.path(), &files, options(), &mut check_cancelled).err().expect("interrupted");
     assert!(matches!(error, CommitError::Interrupted { .. }), "{error}");
     assert_eq!(error.path(), folder.path().join("b"));
     assert!(!folder.path().join("c").exists());

@@ -226,19 +226,19 @@ fn an_interrupted_verification_reports_that() {
 #[test]
 fn foreign_files_are_summed_and_made_durable() {
     let folder = tempfile::tempdir().unwrap();
-    let mut go_on = |_, _| ControlFlow::Continue(());
+    let mut on_progress = |_, _| ControlFlow::Continue(());
     for length in [0, 1, 4096, 8 << 20, (17 << 20) + 3] {
         let path = folder.path().join(format!("file-{length}"));
         fs::write(&path, bytes(length, 3)).unwrap();
-        let metadata = checksum_file(&path, &mut go_on).unwrap();
+        let metadata = checksum_file(&path, &mut on_progress).unwrap();
         assert_eq!((metadata.name, metadata.size), (format!("file-{length}"), length as u64));
         assert_eq!(metadata.checksum.unwrap().to_string(), format!("crc64nvme:{:016x}", crc64(&bytes(length, 3))));
     }
     std::os::unix::fs::symlink("file-1", folder.path().join("link")).unwrap();
     for other in ["missing", "link", "."] {
-        assert!(checksum_file(folder.path().join(other), &mut go_on).is_err(), "{other}");
+        assert!(checksum_file(folder.path().join(other), &mut on_progress).is_err(), "{other}");
     }
-    let error = checksum_file(folder.path(), &mut go_on).unwrap_err();
+    let error = checksum_file(folder.path(), &mut on_progress).unwrap_err();
     assert_eq!(error.path(), folder.path());
 }
 

@@ -24,7 +24,7 @@ fn child() {
         "hold" => {
             let folder = AtomicFolder::create(&target).unwrap();
             fill(&folder, mark).unwrap();
-            common::wait_for_go();
+            common::wait_for_resume();
             folder.publish().unwrap();
         }
         "race" => {
@@ -75,7 +75,7 @@ fn a_live_writer_is_never_swept_and_a_killed_one_is() {
     assert!(report.removed[0].to_str().unwrap().contains(".other."));
     assert_eq!(report.live, [live_path]);
 
-    assert!(live.go_on());
+    assert!(live.resume());
     assert_complete(&target, 1);
     assert_eq!(entries(parent.path()), ["plan"]);
 }
@@ -100,7 +100,7 @@ fn sweepers_in_a_loop_leave_live_writers_alone() {
     for mut sweeper in sweepers {
         assert!(sweeper.wait().unwrap().success());
     }
-    assert!(live.go_on());
+    assert!(live.resume());
     assert_complete(&target, 1);
 }
 
@@ -168,8 +168,8 @@ fn one_of_two_complete_folders_wins() {
     let target = parent.path().join("plan");
     let first = Waiting::start(writer("hold", &target, 1));
     let second = Waiting::start(writer("hold", &target, 2));
-    assert!(second.go_on());
-    assert!(!first.go_on());
+    assert!(second.resume());
+    assert!(!first.resume());
     assert_complete(&target, 2);
     assert_eq!(entries(parent.path()), ["plan"]);
 }

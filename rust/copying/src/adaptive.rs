@@ -37,7 +37,7 @@ pub struct AdaptiveCopy {
 }
 
 impl AdaptiveCopy {
-    /// Copies as [`background_copy::copy`]. Only large copies use several threads and call `go_on`.
+    /// Copies as [`background_copy::copy`]. Only large copies use several threads and call `on_progress`.
     ///
     /// # Safety
     /// As for [`background_copy::copy`].
@@ -45,18 +45,18 @@ impl AdaptiveCopy {
         &self,
         copies: &[CopyRange],
         threads: usize,
-        go_on: impl FnMut(usize) -> Result<(), E>,
+        on_progress: impl FnMut(usize) -> Result<(), E>,
     ) -> Result<(), E> {
         let total: usize = copies.iter().map(|copy| copy.length).sum();
         if total >= LARGE {
             // SAFETY: the caller's promise.
-            return unsafe { background_copy::copy(copies, threads, go_on) };
+            return unsafe { background_copy::copy(copies, threads, on_progress) };
         }
         let is_past = self.is_past();
         let begin = Instant::now();
         if is_past {
             // SAFETY: the caller's promise.
-            unsafe { background_copy::copy(copies, 1, go_on) }?;
+            unsafe { background_copy::copy(copies, 1, on_progress) }?;
         } else {
             for copy in copies {
                 // SAFETY: the caller's promise.

@@ -22,11 +22,11 @@ pub const WORTH_A_THREAD: usize = 8 << 20;
 /// Bytes that a thread takes at a time. With fixed shares, all threads would wait for the one whose processor is busy.
 const CHUNK: usize = 1 << 20;
 
-/// Chunks between two calls of `go_on`: some milliseconds, ten times that if memory is fresh.
+/// Chunks between two calls of `on_progress`: some milliseconds, ten times that if memory is fresh.
 const CHUNKS_PER_CALL: usize = 32;
 
-/// Copies all of `copies` on up to `threads` threads, including the caller's. The caller's thread calls `go_on` now and
-/// then with the number of bytes that were begun. If that fails, no more is begun, and its error is returned.
+/// Copies all of `copies` on up to `threads` threads, including the caller's. The caller's thread calls `on_progress` at
+/// intervals with the number of bytes that were begun. If that fails, no more is begun, and its error is returned.
 ///
 /// # Safety
 /// All sources can be read and all targets written until this returns. No target overlaps another target or a source,
@@ -34,10 +34,10 @@ const CHUNKS_PER_CALL: usize = 32;
 pub unsafe fn copy<E>(
     copies: &[CopyRange],
     threads: usize,
-    go_on: impl FnMut(usize) -> Result<(), E>,
+    on_progress: impl FnMut(usize) -> Result<(), E>,
 ) -> Result<(), E> {
     // SAFETY: the caller's promise.
-    unsafe { BackgroundCopy::start(copies.to_vec(), threads) }.finish(go_on)
+    unsafe { BackgroundCopy::start(copies.to_vec(), threads) }.finish(on_progress)
 }
 
 /// Copies that other threads make while the caller does other work. [`finish`](Self::finish) takes part; dropping this
@@ -69,18 +69,19 @@ impl BackgroundCopy {
         BackgroundCopy { queue, helpers, process: process::id() }
     }
 
-    /// Copies everything that no other thread has begun, and waits for the others. Calls `go_on` as [`copy`](fn@copy).
+    /// Copies everything that no other thread has begun, and waits for the others. Calls `on_progress` as
+    /// [`copy`](fn@copy).
     ///
     /// # Errors
-    /// The error of `go_on`.
-    pub fn finish<E>(mut self, mut go_on: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
+    /// The error of `on_progress`.
+    pub fn finish<E>(mut self, mut on_progress: impl FnMut(usize) -> Result<(), E>) -> Result<(), E> {
         let (mut copied, mut own) = (Ok(()), 0);
         while copied.is_ok()
             && let Some(begun) = self.queue.copy_next()
         {
             own += 1;
             if own % CHUNKS_PER_CALL == 0 {
-                copied = go_on(begun);
+                copied = on_progress(begun);
             }
         }
         self.queue.stop();

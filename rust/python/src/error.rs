@@ -187,7 +187,7 @@ fn system_message(source: &std::io::Error) -> String {
 fn without_number(text: &str) -> String {
     let mut parts = text.split(" (os error ");
     let first = parts.next().unwrap_or_default();
-    // Of several errors that are told of together, each has one.
+    // A message of several errors has one for each.
     parts.fold(first.to_owned(), |words, part| words + part.split_once(')').map_or(part, |(_, rest)| rest))
 }
 

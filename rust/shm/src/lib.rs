@@ -26,7 +26,7 @@ pub mod votes;
 
 pub use buffers::{BufferReceiver, BufferReference, ReceivedBuffer, SendBuffer};
 pub use error::ShmError;
-pub use memory::memory_file::{DATA_START, GoOn};
+pub use memory::memory_file::{CheckCancelled, DATA_START};
 pub use process::{PerProcess, exit_with_parent, without_signals};
 pub use segment::attachment;
 pub use segment::header::SegmentHeader;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tundish_shm::ShmError;
 
 use crate::Step;
-use crate::shard_id::ShardId;
+use crate::shard_id::{InvalidShardId, ShardId};
 
 /// Why shards could not be stored, fetched or found.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -167,6 +167,12 @@ pub struct MissingShard {
     pub id: ShardId,
     /// Whether the owner had it, and has removed or drained it since.
     pub was_removed: bool,
+}
+
+impl From<InvalidShardId> for StoreError {
+    fn from(error: InvalidShardId) -> Self {
+        StoreError::Invalid(error.to_string())
+    }
 }
 
 impl From<ShmError> for StoreError {

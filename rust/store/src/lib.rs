@@ -27,19 +27,18 @@ mod shard_id;
 mod stats;
 mod tensor_meta;
 mod time_limit;
-mod transport;
 
 pub use checksum::RunningChecksum;
 pub use error::{MissingShard, StoreError};
-pub use fetch::FetchReceiver;
+pub use fetch::{FetchReceiver, Transport, Wanted};
 pub use memory::borrowed_tensors::{OutgoingShard, TensorToStore};
 pub use memory::fetched_tensor::FetchedTensor;
+pub use memory::segment_range::SegmentRange;
 pub use process_store::ProcessStore;
-pub use shard_id::{Rows, ShardId, ShardRows};
+pub use shard_id::{InvalidShardId, Rows, ShardId, ShardRows};
 pub use stats::{BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Removed, Stats, StepStats, StorageStats};
 pub use tensor_meta::{Dtype, Shape, TensorMeta};
-pub use time_limit::{GoOn, TimeLimit};
-pub use transport::{SegmentRange, Transport, Wanted};
+pub use time_limit::{CheckCancelled, TimeLimit};
 
 /// The number of a step, given by its controller. Numbers are only compared for equality.
 pub type Step = u64;

@@ -42,7 +42,7 @@ pub struct ProcessStore {
 const ADAPTIVE_COPY_BYTES: usize = 128 << 10;
 
 /// Threads of one such copy: more do not make memory faster.
-const MOST_THREADS: usize = 4;
+const MAX_THREADS: usize = 4;
 
 /// How long `clear_all` waits for memory that is freed in the background.
 const DROP_WAIT: Duration = Duration::from_secs(5);
@@ -278,12 +278,12 @@ impl ProcessStore {
         let total: usize = copies.iter().map(|copy| copy.length).sum();
         if segment.is_used() && total >= ADAPTIVE_COPY_BYTES {
             segment.populate(segment.capacity());
-            let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MOST_THREADS));
+            let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
             // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has, and it
             // is nobody's source.
             return unsafe { self.adaptive_copy.copy(&copies, threads, |_| check()) };
         }
-        let mut go_on = || {
+        let mut check_cancelled = || {
             check().map_err(|error| {
                 failure = Some(error);
                 ShmError::Interrupted
@@ -292,7 +292,7 @@ impl ProcessStore {
         let filled = copies.iter().try_for_each(|copy| {
             let offset = copy.target.addr() - segment.data().addr();
             // SAFETY: the maker of the source promised it.
-            unsafe { segment.fill_at(offset, copy.source, copy.length, &mut go_on) }
+            unsafe { segment.fill_at(offset, copy.source, copy.length, &mut check_cancelled) }
         });
         filled.map_err(|error| failure.unwrap_or_else(|| error.into()))
     }

@@ -9,8 +9,6 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize, Serializer};
 
-use crate::error::StoreError;
-
 /// Bytes of the longest name.
 const LONGEST: usize = 128;
 
@@ -46,22 +44,27 @@ impl ShardId {
     }
 }
 
+/// Why a text is not a [`ShardId`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct InvalidShardId(String);
+
 impl FromStr for ShardId {
-    type Err = StoreError;
+    type Err = InvalidShardId;
 
     /// # Errors
-    /// [`StoreError::Invalid`] where the text is empty, too long or has other characters.
-    fn from_str(text: &str) -> Result<Self, StoreError> {
+    /// [`InvalidShardId`] where the text is empty, too long or has other characters.
+    fn from_str(text: &str) -> Result<Self, InvalidShardId> {
         if let Some(found) = parse_numbered(text) {
             return Ok(found);
         }
         if text.is_empty() || text.len() > LONGEST {
             let long = text.len();
-            return Err(StoreError::Invalid(format!("a shard id has 1 to {LONGEST} characters, and this one {long}")));
+            return Err(InvalidShardId(format!("a shard id has 1 to {LONGEST} characters, and this one {long}")));
         }
         let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"._:-".contains(byte);
         if let Some(place) = text.bytes().position(|byte| !is_allowed(&byte)) {
-            return Err(StoreError::Invalid(format!(
+            return Err(InvalidShardId(format!(
                 "a shard id is made of A-Z, a-z, 0-9, '.', '_', ':' and '-'; character {place} of {text:?} is none of these"
             )));
         }
@@ -70,9 +73,9 @@ impl FromStr for ShardId {
 }
 
 impl TryFrom<String> for ShardId {
-    type Error = StoreError;
+    type Error = InvalidShardId;
 
-    fn try_from(text: String) -> Result<Self, StoreError> {
+    fn try_from(text: String) -> Result<Self, InvalidShardId> {
         text.parse()
     }
 }
@@ -136,8 +139,8 @@ mod tests {
     #[test]
     fn names_that_cannot_stand_in_a_url_are_refused() {
         for text in ["", "a/b", "a b", "ü", "a\n", "a%20", &"a".repeat(129)] {
-            let error = text.parse::<ShardId>().unwrap_err();
-            assert!(matches!(error, StoreError::Invalid(_)), "{text:?}");
+            let InvalidShardId(reason) = text.parse::<ShardId>().unwrap_err();
+            assert!(reason.starts_with("a shard id "), "{text:?}: {reason}");
         }
         assert_eq!("a".repeat(128).parse::<ShardId>().unwrap().to_string(), "a".repeat(128));
     }

@@ -64,7 +64,7 @@ pub struct MemoryStats {
     pub high_water_bytes: u64,
 }
 
-/// What a process holds as an owner.
+/// The counters of a process as an owner.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StorageStats {
     /// Stored shards.
@@ -83,7 +83,7 @@ pub struct StorageStats {
     pub memory: MemoryStats,
 }
 
-/// What a process holds as a consumer.
+/// The counters of a process as a consumer.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct BufferStats {
     /// Tensors, or rows of them.

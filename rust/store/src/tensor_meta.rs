@@ -11,7 +11,7 @@ use crate::shard_id::Rows;
 pub type Shape = SmallVec<[u64; 4]>;
 
 /// The most dimensions that a tensor of torch has.
-const MOST_DIMENSIONS: usize = 64;
+const MAX_DIMENSIONS: usize = 64;
 
 /// The type of a tensor's elements, by the code that torch's `c10::ScalarType` has for it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -131,11 +131,11 @@ impl TensorMeta {
     /// [`StoreError::Invalid`] for more than 64 dimensions, and for more bytes than an address can name.
     pub fn new(dtype: Dtype, shape: impl Into<Shape>) -> Result<Self, StoreError> {
         let shape = shape.into();
-        if shape.len() > MOST_DIMENSIONS {
+        if shape.len() > MAX_DIMENSIONS {
             let many = shape.len();
-            return Err(StoreError::Invalid(format!("a tensor has at most {MOST_DIMENSIONS} dimensions, not {many}")));
+            return Err(StoreError::Invalid(format!("a tensor has at most {MAX_DIMENSIONS} dimensions, not {many}")));
         }
-        // What counts is the product without a zero in it: strides are made of that.
+        // Zeros are left out of the product, because strides are computed without them.
         let product = shape.iter().try_fold(dtype.size(), |product, &size| product.checked_mul(size.max(1)));
         let Some(product) = product.filter(|&product| isize::try_from(product).is_ok()) else {
             return Err(StoreError::Invalid(format!("a tensor of the shape {shape:?} is larger than any memory")));

@@ -138,7 +138,7 @@ fn a_waiting_thread_does_not_fail_for_another_shard_of_the_batch() {
     });
 }
 
-/// What becomes of those who ask while somebody fetches `first`, and how many requests there were.
+/// Fetches `then` on other threads while one thread fetches `first`. Returns their outcomes and the number of requests.
 fn join(
     first: &[Wanted],
     then: &[&[Wanted]],
@@ -342,8 +342,9 @@ fn ctrl_c_ends_a_wait_for_another_threads_fetch_and_so_does_the_deadline() {
         scope.spawn(|| fetch(&consumer, &wanted, &transport).unwrap());
         wait_until(|| transport.requests.load(Ordering::SeqCst) == 1);
         let begin = Instant::now();
-        let mut go_on = || if begin.elapsed().as_millis() > 50 { Err(StoreError::Interrupted) } else { Ok(()) };
-        let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
+        let mut check_cancelled =
+            || if begin.elapsed().as_millis() > 50 { Err(StoreError::Interrupted) } else { Ok(()) };
+        let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut check_cancelled);
         assert!(matches!(consumer.fetch(&wanted, &transport, &mut time_limit), Err(StoreError::Interrupted)));
         let late = within(0.1, |time_limit| consumer.fetch(&wanted, &transport, time_limit)).unwrap_err();
         assert!(matches!(late, StoreError::TimedOut { .. }) && begin.elapsed() < Duration::from_secs(10));

@@ -21,11 +21,11 @@ fn at_the_limit_a_store_waits_and_then_says_so() {
     assert!(matches!(put(&owner, &[vec![0; 4 << 20]]), Err(StoreError::TooLarge { .. })));
     // Called off.
     let mut looks = 0;
-    let mut go_on = || {
+    let mut check_cancelled = || {
         looks += 1;
         if looks > 2 { Err(StoreError::Interrupted) } else { Ok(()) }
     };
-    let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+    let mut time_limit = TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut check_cancelled);
     assert!(matches!(owner.put(&[source()], &mut time_limit), Err(StoreError::Interrupted)));
     // Freed by another thread meanwhile.
     std::thread::scope(|scope| {

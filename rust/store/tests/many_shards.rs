@@ -29,7 +29,7 @@ fn fetch_all(consumer: &ProcessStore, ids: &[ShardId], transport: &LocalTranspor
     }
 }
 
-/// What this thread has worked: other work on the machine does not add to it.
+/// The processor time of this thread: other work on the machine does not add to it.
 fn thread_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -40,10 +40,10 @@ fn a_step_of_a_million_entries_is_dropped_in_a_millisecond() {
     let (owner, consumer, transport) =
         (ProcessStore::new(LIMITS), ProcessStore::new(LIMITS), LocalTransport::new(SendAs::Bytes));
     transport.add(OWNER, &owner);
-    // What frees in the background starts with the first drain.
+    // The first drain starts the thread that frees memory.
     [&owner, &consumer].into_iter().for_each(|store| assert!(store.end_step(0).has_ended));
-    // The lock is held within the call, so that no longer than that; a millisecond would do for the call. The machine
-    // may be busy, so one quiet round is enough.
+    // The call takes under a millisecond, and holds the lock for a part of it. The machine may be busy, so one quiet
+    // round is enough.
     let mut rounds = (1..=4).map(|step| {
         consumer.begin_step(step, 0).unwrap();
         let ids = fill(&owner, MANY);

@@ -1,4 +1,4 @@
-//! What a store promises as an owner and as a consumer, to callers that come one after the other.
+//! A store as an owner and as a consumer, called by one thread.
 
 mod common;
 

@@ -84,7 +84,7 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
     let before = store.stats();
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Whatever lock it holds at the fork, nobody lets go of in the child.
+        // A lock that this thread holds at the fork stays locked in the child.
         scope.spawn(|| {
             while !is_over.load(Ordering::SeqCst) {
                 let ids = put(&store, &[vec![3; 1000]]).unwrap();
@@ -100,7 +100,7 @@ fn a_child_starts_empty_and_its_parent_notices_nothing() {
                 assert!(matches!(own.look_up(&[select(&stored[0])]), Err(StoreError::Missing { .. })));
                 let ids = put(&own, &[pattern(4, LEN)]).unwrap();
                 assert_eq!(own.look_up(&[select(&ids[0])]).unwrap()[0].bytes(), pattern(4, LEN));
-                // What the parent handed out is the child's to read and to write, and nobody sees it.
+                // The child may read and write tensors that the parent handed out; no other process sees its writes.
                 assert_eq!(views[0].bytes(), pattern(2, LEN));
                 overwrite(&views[0], 9);
                 assert_eq!(own.remove(&ids).cleared_count, 1);
@@ -131,7 +131,7 @@ fn select(id: &ShardId) -> ShardRows {
     ShardRows { id: id.clone(), rows: None }
 }
 
-/// What an owner answers to a consumer on its node.
+/// The references that an owner answers with to a consumer on its node.
 struct Answer(Vec<SegmentRange>);
 
 impl Transport for Answer {
@@ -268,7 +268,7 @@ fn entries_of_a_killed_owner_can_be_dropped() {
     let mappings = mappings_of(&answer.0[0]);
     let views = fetch_by(&consumer, std::slice::from_ref(&named), &answer).unwrap();
     drop(child);
-    // What is in use is good, though its owner is dead.
+    // Tensors in use stay valid after the death of their owner.
     assert_eq!(views[0].bytes(), pattern(1, LEN));
     consumer.clear_buffer(Some(&[named]));
     drop(views);

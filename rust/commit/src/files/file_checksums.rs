@@ -22,9 +22,9 @@ const CHUNK: u64 = 8 << 20;
 const BUFFER: usize = 1 << 20;
 
 /// More threads were not faster on any disk measured.
-const MOST_THREADS: usize = 8;
+const MAX_THREADS: usize = 8;
 
-/// Between two calls of `go_on`.
+/// Between two calls of `on_progress`.
 const INTERVAL: Duration = Duration::from_millis(20);
 
 /// A file to read, of `size` bytes: the name `base_name` in an open folder.
@@ -50,12 +50,12 @@ struct FileChunk {
     outcome: Result<Checksum, ChecksumFailure>,
 }
 
-/// The checksum of each source. Calls `go_on` now and then with the bytes read and the bytes in total.
+/// The checksum of each source. Calls `on_progress` now and then with the bytes read and the bytes in total.
 pub(crate) fn checksums<D: Disk>(
     disk: &D,
     sources: &[FileToSum<'_, D>],
     path: &Path,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Result<Checksum, ChecksumFailure>>, CommitError> {
     let chunks: Vec<(usize, u64)> = sources
         .iter()
@@ -68,7 +68,7 @@ pub(crate) fn checksums<D: Disk>(
     thread::scope(|scope| {
         let (send, receive) = mpsc::channel();
         let available = thread::available_parallelism().map_or(1, usize::from);
-        for number in 0..available.min(MOST_THREADS).min(work.chunks.len()) {
+        for number in 0..available.min(MAX_THREADS).min(work.chunks.len()) {
             let (work, send) = (&work, send.clone());
             let thread = thread::Builder::new().name(format!("tundish-read-{number}"));
             if let Err(source) = thread.spawn_scoped(scope, move || work.run(&send))
@@ -79,7 +79,7 @@ pub(crate) fn checksums<D: Disk>(
             }
         }
         drop(send);
-        work.gather(&receive, path, go_on)
+        work.gather(&receive, path, on_progress)
     })
 }
 
@@ -132,7 +132,7 @@ impl<D: Disk> Work<'_, D> {
         &self,
         receive: &mpsc::Receiver<FileChunk>,
         path: &Path,
-        go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+        on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<Vec<Result<Checksum, ChecksumFailure>>, CommitError> {
         let mut files: Vec<Result<FileProgress, ChecksumFailure>> =
             self.sources.iter().map(|source| Ok(FileProgress::new(source.size))).collect();
@@ -151,7 +151,7 @@ impl<D: Disk> Work<'_, D> {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            if go_on(read, total).is_break() {
+            if on_progress(read, total).is_break() {
                 self.stopped.store(true, Ordering::Relaxed);
                 return Err(CommitError::Interrupted { path: path.to_path_buf() });
             }

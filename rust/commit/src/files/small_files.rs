@@ -34,14 +34,14 @@ pub fn write_small_file(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> R
 }
 
 /// Makes a file that another program wrote durable, with its name, and computes its checksum. The name in the metadata is
-/// the last part of `path`. `go_on` is called now and then with the bytes read and the bytes in total.
+/// the last part of `path`. `on_progress` is called now and then with the bytes read and the bytes in total.
 ///
 /// # Errors
 /// [`CommitError::InvalidName`]; [`CommitError::Io`], also for anything but a regular file (`EINVAL`) and for one that
 /// becomes shorter meanwhile (`ESTALE`); [`CommitError::Interrupted`].
 pub fn checksum_file(
     path: impl AsRef<Path>,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<FileMetadata, CommitError> {
     let disk = RealDisk;
     let path = path.as_ref();
@@ -60,7 +60,7 @@ pub fn checksum_file(
     disk.fsync_folder(&parent, &parent_path)?;
     let sources = [FileToSum { folder: &parent, base_name: &base_name, path, size: stat.size }];
     let mut checksum = Checksum::EMPTY;
-    for outcome in file_checksums::checksums(&disk, &sources, path, go_on)? {
+    for outcome in file_checksums::checksums(&disk, &sources, path, on_progress)? {
         checksum = outcome.map_err(|failure| match failure {
             ChecksumFailure::Short => CommitError::io("read to its end", path, Errno::STALE),
             ChecksumFailure::Failed(error) => error,

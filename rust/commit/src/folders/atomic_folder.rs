@@ -124,10 +124,9 @@ impl AtomicFolder {
     /// - [`CommitError::ParentMissing`]: the parent was removed meanwhile.
     /// - [`CommitError::Io`]: the fsync of the folder or the rename failed.
     /// - [`CommitError::NotDurable`]: the fsync of the parent failed after the rename. The folder is whole, its
-    ///   contents are durable, and it is visible: others may be reading it, so it is not taken back. What is in
-    ///   doubt is its name, which a crash of the machine may undo as a whole; after such a crash the folder is a
-    ///   leftover that the next sweep removes. Do not count it as saved (do not delete what it replaces); to be
-    ///   sure of it, remove it and publish again.
+    ///   contents are durable, and it is visible: others may be reading it, so it is not taken back. A crash
+    ///   of the machine may undo the rename as a whole; the folder is then a leftover that the next sweep removes. Do
+    ///   not count it as saved, and do not delete its predecessor. To be sure of it, remove it and publish again.
     pub fn publish(mut self) -> Result<(), CommitError> {
         self.write_status.check_complete()?;
         RealDisk.open_to_readers(&self.unfinished.folder, &self.unfinished.path)?;

@@ -151,7 +151,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.state()?.published.insert(key, published);
         let hidden = match &replaced {
             Some(_) if recorded.is_ok() => self.hide_unfinished(key).ok(),
-            // What it replaced keeps the hidden name until the step is begun again, or until the next start.
+            // The replaced checkpoint keeps the hidden name until the step is begun again, or until the next start.
             _ => None,
         };
         // Its hidden name is free again.
@@ -184,7 +184,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         // A rename that may have happened is not durable before the root is.
         self.state()?.uncertain.insert(key);
         let replaced = self.rename(key, target).inspect_err(|_| self.resolve_uncertainty(key, &unfinished))?;
-        // What it replaced is gone, and it is not durable itself yet.
+        // The replaced checkpoint is gone, and the new one is not durable yet.
         self.state()?.published.remove(&key);
         let path = self.checkpoint_path(key);
         if let Err(error) = self.root.sync() {

@@ -51,17 +51,17 @@ impl ShardWriter {
         folder: impl AsRef<Path>,
         files: &[(&str, u64)],
         options: WriterOptions,
-        go_on: &mut dyn FnMut() -> ControlFlow<()>,
+        check_cancelled: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Self, CommitError> {
-        Self::on_disk(RealDisk, folder.as_ref(), files, options, go_on)
+        Self::on_disk(RealDisk, folder.as_ref(), files, options, check_cancelled)
     }
 }
 
 impl<D: Disk> ShardWriter<D> {
     /// Creates `files` at their full length and starts the threads. Names are relative to `folder`, sizes in bytes.
     ///
-    /// `folder` must exist; inner folders are created. Modes are those that the umask leaves. `go_on` is called after
-    /// each file.
+    /// `folder` must exist; inner folders are created. Modes are those that the umask leaves. Calls `check_cancelled`
+    /// after each file.
     ///
     /// # Errors
     /// Before anything is created: [`CommitError::InvalidWrite`] for invalid options, names and sizes, and
@@ -72,7 +72,7 @@ impl<D: Disk> ShardWriter<D> {
         folder: &Path,
         files: &[(&str, u64)],
         options: WriterOptions,
-        go_on: &mut dyn FnMut() -> ControlFlow<()>,
+        check_cancelled: &mut dyn FnMut() -> ControlFlow<()>,
     ) -> Result<Self, CommitError> {
         let refuse = |path: &Path, reason: &str| {
             Err(CommitError::InvalidWrite { path: path.to_path_buf(), reason: reason.to_owned() })
@@ -85,7 +85,7 @@ impl<D: Disk> ShardWriter<D> {
             return refuse(folder, "its files are larger together than a file can be");
         }
         let (tree, tree_files) = FolderTree::open(&disk, folder, files.iter().map(|(name, _)| *name))?;
-        preallocate(&disk, &tree, &tree_files, files, go_on)?;
+        preallocate(&disk, &tree, &tree_files, files, check_cancelled)?;
         let root = *tree.parent();
         let sizes = files.iter().map(|(_, size)| *size);
         let shared = Arc::new(SharedWriterState::new(disk, tree, tree_files.into_iter().zip(sizes), options, &root));
@@ -203,7 +203,7 @@ fn preallocate<D: Disk>(
     tree: &FolderTree<D>,
     tree_files: &[TreeFile],
     files: &[(&str, u64)],
-    go_on: &mut dyn FnMut() -> ControlFlow<()>,
+    check_cancelled: &mut dyn FnMut() -> ControlFlow<()>,
 ) -> Result<(), CommitError> {
     let sizes = files.iter().map(|(_, size)| *size);
     let mut left: u64 = sizes.clone().sum();
@@ -224,7 +224,7 @@ fn preallocate<D: Disk>(
             disk.truncate(&file, size, &tree_file.path)?;
         }
         left -= size;
-        if go_on().is_break() {
+        if check_cancelled().is_break() {
             return Err(CommitError::Interrupted { path: tree_file.path.clone() });
         }
     }

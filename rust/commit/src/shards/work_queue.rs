@@ -14,7 +14,7 @@ use crate::files::file_progress::FileProgress;
 
 /// Written files that wait for their fsync while there is more to write. The first fsync of many small files commits
 /// the others too, and each waiting file has two open descriptors.
-const MOST_UNSYNCED: usize = 64;
+const MAX_UNSYNCED: usize = 64;
 
 /// The next step of one thread.
 pub(super) enum WorkItem {
@@ -108,7 +108,7 @@ impl WorkQueue {
     /// Begins an item; a write only while a slot is held. [`done`](WorkQueue::done) or [`fail`](WorkQueue::fail) ends
     /// it.
     pub(super) fn next_item(&mut self) -> Option<WorkItem> {
-        if self.written.len() < MOST_UNSYNCED
+        if self.written.len() < MAX_UNSYNCED
             && matches!(self.slot, WritePermission::Granted(_))
             && let Some(write) = self.queue.front_mut()
         {
@@ -271,9 +271,9 @@ mod tests {
 
     #[test]
     fn few_files_wait_for_their_fsync_at_once() {
-        let mut queue = queue_of(2 * MOST_UNSYNCED);
+        let mut queue = queue_of(2 * MAX_UNSYNCED);
         queue.slot = WritePermission::Granted(WriterSlot::without_lock());
-        for _ in 0..MOST_UNSYNCED {
+        for _ in 0..MAX_UNSYNCED {
             let file = begin_write(&mut queue);
             wrote(&mut queue, file);
         }

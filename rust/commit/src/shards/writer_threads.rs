@@ -21,8 +21,8 @@ use crate::files::folder_tree::{FolderTree, TreeFile};
 use crate::manifest::FileMetadata;
 
 /// Between two attempts to take a slot: a fraction of the time waited so far, within these limits.
-const LEAST_SLOT_INTERVAL: Duration = Duration::from_micros(500);
-const MOST_SLOT_INTERVAL: Duration = Duration::from_millis(5);
+const MIN_SLOT_INTERVAL: Duration = Duration::from_micros(500);
+const MAX_SLOT_INTERVAL: Duration = Duration::from_millis(5);
 const PART_OF_WAIT: u32 = 64;
 
 /// The state that the threads of a writer share.
@@ -237,7 +237,7 @@ impl<D: Disk> SharedWriterState<D> {
             if state.is_over() {
                 return None;
             }
-            let interval = (begun.elapsed() / PART_OF_WAIT).clamp(LEAST_SLOT_INTERVAL, MOST_SLOT_INTERVAL);
+            let interval = (begun.elapsed() / PART_OF_WAIT).clamp(MIN_SLOT_INTERVAL, MAX_SLOT_INTERVAL);
             drop(self.changed.wait_timeout(state, interval));
         }
     }

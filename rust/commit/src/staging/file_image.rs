@@ -12,7 +12,7 @@ use super::mapped_memory;
 const POPULATED_AT_ONCE: usize = 64 << 20;
 
 /// More threads do not help: the kernel's lock of the address space, and memory itself, are the limit.
-const MOST_THREADS: usize = 16;
+const MAX_THREADS: usize = 16;
 
 /// `size` bytes of page-aligned memory, laid out as a file on the disk.
 ///
@@ -87,7 +87,7 @@ impl FileImage {
             }
         };
         let available = thread::available_parallelism().map_or(1, usize::from);
-        let threads = self.capacity.div_ceil(POPULATED_AT_ONCE).min(available).min(MOST_THREADS);
+        let threads = self.capacity.div_ceil(POPULATED_AT_ONCE).min(available).min(MAX_THREADS);
         thread::scope(|scope| {
             for _ in 1..threads {
                 // If a thread cannot be started, the others do its part.

@@ -102,8 +102,8 @@ fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, st
     let contents = contents(kind, step, version);
     let files: Vec<_> = contents.iter().map(|(name, bytes)| (*name, bytes.len() as u64)).collect();
     let options = WriterOptions { checksum: true, writers_per_node: 1 };
-    let mut go_on = || ControlFlow::Continue(());
-    let writer = ShardWriter::on_disk(disk.clone(), folder, &files, options, &mut go_on).unwrap();
+    let mut check_cancelled = || ControlFlow::Continue(());
+    let writer = ShardWriter::on_disk(disk.clone(), folder, &files, options, &mut check_cancelled).unwrap();
     for (name, bytes) in &contents {
         writer.write(name, 0, &image(bytes), 0, bytes.len()).unwrap();
     }
@@ -115,7 +115,7 @@ fn write_by_the_writer(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, st
 /// machines may have made the files, and what those sync here is theirs.
 pub fn write_files(disk: &ModelDisk, folder: &Path, kind: CheckpointKind, step: u64, version: Version) {
     let mut writing = Writing::start(disk, folder, kind, step, version);
-    while writing.go_on(disk) {}
+    while writing.make_change(disk) {}
 }
 
 /// The files of a checkpoint while they are written, a change at a time.
@@ -150,7 +150,7 @@ impl Writing {
     }
 
     /// Makes one more change; `false` when there is none left to make.
-    fn go_on(&mut self, disk: &ModelDisk) -> bool {
+    fn make_change(&mut self, disk: &ModelDisk) -> bool {
         let Some((file, bytes)) = self.files.first() else {
             return false;
         };
@@ -212,7 +212,7 @@ impl Run {
                 let folder = root.path().join(format!(".{kind}-{step}.incomplete"));
                 Writing::start(disk, &folder, kind, step, version)
             });
-            while writing.iter_mut().map(|writing| writing.go_on(disk)).fold(false, std::ops::BitOr::bitor) {}
+            while writing.iter_mut().map(|writing| writing.make_change(disk)).fold(false, std::ops::BitOr::bitor) {}
         });
         for kind in CheckpointKind::ALL {
             let mut after = self.state.clone();

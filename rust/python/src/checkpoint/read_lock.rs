@@ -70,8 +70,8 @@ impl CheckpointReadLock {
     #[pyo3(signature = (names, *, every_byte))]
     fn verify_files(&self, py: Python<'_>, names: BTreeSet<String>, every_byte: bool) -> PyResult<Vec<FileDamage>> {
         let damaged = enter(py, None, |signals| {
-            let mut go_on = |read, total| tick(signals, "verify", read, total);
-            Ok(self.open_lock()?.verify_files(&names, every_byte, &mut go_on)?)
+            let mut on_progress = |read, total| tick(signals, "verify", read, total);
+            Ok(self.open_lock()?.verify_files(&names, every_byte, &mut on_progress)?)
         })?;
         Ok(damaged.into_iter().map(file_damage).collect())
     }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tundish_shm::arena::Arena;
 use tundish_shm::attachment::Keeper;
 use tundish_shm::named::{NameClaim, NameHold, SegmentFolder, SegmentName};
-use tundish_shm::{GoOn, Segment, ShmError};
+use tundish_shm::{CheckCancelled, Segment, ShmError};
 
 use super::check_signals;
 use crate::long_work::SignalCheck;
@@ -27,22 +27,22 @@ pub(super) fn make_segment(
     name: Option<&str>,
     signals: &mut SignalCheck,
 ) -> Result<(Segment, Option<ClaimedName>), ShmError> {
-    let mut go_on = || check_signals(signals);
+    let mut check_cancelled = || check_signals(signals);
     let Some(name) = name else {
-        return Ok((Arena::of_arrays().take(len, &mut go_on)?, None));
+        return Ok((Arena::of_arrays().take(len, &mut check_cancelled)?, None));
     };
     let folder = Arc::new(SegmentFolder::standard()?);
-    let claim = NameClaim::new(folder, SegmentName::new(name)?, &mut go_on)?;
-    let segment = claim.make_segment(len, &mut go_on)?;
+    let claim = NameClaim::new(folder, SegmentName::new(name)?, &mut check_cancelled)?;
+    let segment = claim.make_segment(len, &mut check_cancelled)?;
     Ok((segment, Some(ClaimedName(Mutex::new(State::Claimed(claim))))))
 }
 
 impl ClaimedName {
     /// Gives the name to the segment. A second call does nothing.
-    pub(super) fn publish_name(&self, segment: &Segment, go_on: GoOn<'_>) -> Result<(), ShmError> {
+    pub(super) fn publish_name(&self, segment: &Segment, check_cancelled: CheckCancelled<'_>) -> Result<(), ShmError> {
         let mut state = self.lock();
         match std::mem::replace(&mut *state, State::Lost) {
-            State::Claimed(claim) => *state = State::Held(Arc::new(claim.publish(segment.file(), go_on)?)),
+            State::Claimed(claim) => *state = State::Held(Arc::new(claim.publish(segment.file(), check_cancelled)?)),
             other => *state = other,
         }
         Ok(())

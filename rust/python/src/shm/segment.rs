@@ -294,7 +294,7 @@ fn find_named(
             outcome => Ok(outcome),
         }
     })?;
-    Ok(found.and_then(|found| attachment::attach_named(found, expected)))
+    Ok(found.and_then(|found| found.into_attachment(expected)))
 }
 
 /// Bytes of shared memory of this process.

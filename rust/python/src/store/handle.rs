@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
 use tundish_store::handles::{HandleWriter, ShardHandle, SharedFields, check_owner};
-use tundish_store::{ShardId, TensorMeta, Wanted};
+use tundish_store::{ShardId, StoreError, TensorMeta, Wanted};
 
 use super::dtypes::{meta_of, object_of};
 use crate::error::BindingError;
@@ -89,7 +89,8 @@ fn text_of<'py>(shard: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyRes
 
 /// Parses a shard id. A lone surrogate becomes a character that no id has.
 pub(super) fn name_of(text: &Bound<'_, PyString>) -> PyResult<ShardId> {
-    Ok(text.to_string_lossy().parse().map_err(BindingError::from)?)
+    let name = text.to_string_lossy().parse::<ShardId>().map_err(StoreError::from);
+    Ok(name.map_err(BindingError::from)?)
 }
 
 fn kind_of(object: &Bound<'_, PyAny>) -> String {

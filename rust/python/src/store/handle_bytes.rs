@@ -12,8 +12,8 @@ use tundish_store::handles::{DEEPEST, HandleReader, HandleWriter, Value};
 use super::handle::RTensor;
 use crate::error::BindingError;
 
-/// Items to allocate for before they are read.
-const MOST_AT_ONCE: usize = 1024;
+/// The most items for which memory is allocated before they are read.
+const MAX_PREALLOCATED: usize = 1024;
 
 /// An error, and the path to the refused object from the inside out.
 struct ErrorAtPath {
@@ -193,8 +193,8 @@ fn read_all<'py>(
     length: usize,
     depth: usize,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    // Each of the nested containers may announce as many items as there are bytes left.
-    let mut items = Vec::with_capacity(length.min(MOST_AT_ONCE));
+    // Each of the nested containers may declare as many items as there are bytes left.
+    let mut items = Vec::with_capacity(length.min(MAX_PREALLOCATED));
     for _ in 0..length {
         items.push(read(py, reader, depth + 1)?);
     }

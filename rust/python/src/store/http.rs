@@ -101,8 +101,8 @@ impl WorkerClient {
         let deadline = deadline_of(timeout)?;
         let client = &self.client;
         let (status, answer) = enter(py, None, move |signals| {
-            let mut go_on = || check_signals(signals);
-            let mut time_limit = TimeLimit::new(deadline, &mut go_on);
+            let mut check_cancelled = || check_signals(signals);
+            let mut time_limit = TimeLimit::new(deadline, &mut check_cancelled);
             Ok(client.request(method, path, body.unwrap_or_default(), &mut time_limit)?)
         })?;
         Ok((status, PyBytes::new(py, &answer)))

@@ -105,8 +105,8 @@ impl ShardStore {
             let place = place;
             // SAFETY: the caller holds the tensor until this returns, and it is dense.
             let source = unsafe { TensorToStore::from_raw(named, place.0) };
-            let mut go_on = || check_signals(signals);
-            Ok(ProcessStore::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut go_on))?)
+            let mut check_cancelled = || check_signals(signals);
+            Ok(ProcessStore::of_process().put_as(&name, source, &mut TimeLimit::new(deadline, &mut check_cancelled))?)
         })?;
         let shared = Arc::new(SharedFields { owner: owner.into(), meta });
         Ok(RTensor::new(ShardHandle { id, shared, rows: None }))

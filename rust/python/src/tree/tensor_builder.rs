@@ -17,7 +17,7 @@ use super::dlpack::{CPU, Device, Dtype, MAJOR_VERSION, Make, Managed, Tensor, Ve
 use crate::error::BindingError;
 use crate::with_gil::with_gil;
 
-/// Builds the tensors of a batch over its memory, of which it knows where each lies.
+/// Builds the tensors of a batch over its memory, each at its own offset.
 #[pyclass(frozen)]
 pub(crate) struct TensorBuilder {
     make: Make,

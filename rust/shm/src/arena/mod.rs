@@ -15,7 +15,7 @@ use std::process;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::ShmError;
-use crate::memory::memory_file::{DATA_START, GoOn, Writers};
+use crate::memory::memory_file::{CheckCancelled, DATA_START, Writers};
 use crate::memory::memory_limits;
 use crate::process::PerProcess;
 use crate::segment::Segment;
@@ -151,7 +151,7 @@ impl Arena {
     /// # Errors
     /// [`ShmError::NoHeadroom`] where no more memory is left, [`ShmError::Io`] where the kernel refuses, and
     /// [`ShmError::Invalid`] in a child of the process that made the arena.
-    pub fn take(&self, len: usize, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+    pub fn take(&self, len: usize, check_cancelled: CheckCancelled<'_>) -> Result<Segment, ShmError> {
         if self.process != process::id() {
             let reason = "an arena belongs to the process that made it; make one after the fork";
             return Err(ShmError::Invalid(reason.to_owned()));
@@ -159,7 +159,7 @@ impl Arena {
         if let Some(kept) = self.take_kept(len) {
             return Ok(kept);
         }
-        let segment = self.make(len, go_on)?;
+        let segment = self.make(len, check_cancelled)?;
         self.lock().count_in(&segment);
         Ok(segment)
     }
@@ -177,18 +177,18 @@ impl Arena {
         found
     }
 
-    fn make(&self, len: usize, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+    fn make(&self, len: usize, check_cancelled: CheckCancelled<'_>) -> Result<Segment, ShmError> {
         let (capacity, writers) = match self.purpose {
             ArenaPurpose::Arrays => (len, Writers::Present),
             // Others do not write to slabs, but the kernel empties no segment that is sealed against writing.
             ArenaPurpose::Slabs => (len, Writers::All),
             ArenaPurpose::Messages => (rounded(len), Writers::All),
         };
-        let made = Segment::create(capacity, writers, go_on);
+        let made = Segment::create(capacity, writers, check_cancelled);
         let mut segment = match made {
             // Kept segments may have the memory or descriptors that are missing.
             Err(ShmError::NoHeadroom { .. } | ShmError::Io { .. }) if self.drop_kept() > 0 => {
-                Segment::create(capacity, writers, go_on)?
+                Segment::create(capacity, writers, check_cancelled)?
             }
             made => made?,
         };

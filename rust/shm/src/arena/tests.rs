@@ -1,4 +1,4 @@
-//! What an arena promises, whatever is asked of it in whatever order.
+//! An arena keeps its promises for all calls in all orders.
 
 use std::collections::HashMap;
 

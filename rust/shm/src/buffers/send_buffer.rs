@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::arena::Arena;
 use crate::error::ShmError;
-use crate::memory::memory_file::GoOn;
+use crate::memory::memory_file::CheckCancelled;
 use crate::segment::{Segment, SegmentAddress};
 
 /// The address and size of a buffer, for its receiver.
@@ -34,8 +34,8 @@ impl SendBuffer {
     ///
     /// # Errors
     /// As of [`Arena::take`].
-    pub fn take(arena: &Arc<Arena>, len: usize, go_on: GoOn<'_>) -> Result<Self, ShmError> {
-        let segment = arena.take(len, go_on)?;
+    pub fn take(arena: &Arc<Arena>, len: usize, check_cancelled: CheckCancelled<'_>) -> Result<Self, ShmError> {
+        let segment = arena.take(len, check_cancelled)?;
         Ok(SendBuffer { segment: Some(segment), arena: Arc::clone(arena), len, is_sent: false })
     }
 

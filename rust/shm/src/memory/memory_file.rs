@@ -20,7 +20,7 @@ use crate::memory::mapping::{Access, Mapping};
 /// Offset of a segment's data: behind the page of its header, and thus aligned.
 pub const DATA_START: usize = 4096;
 
-/// Bytes that are reserved between two calls of `go_on`: some ten milliseconds.
+/// Bytes that are reserved between two calls of `check_cancelled`: some ten milliseconds.
 const STRIDE: usize = 256 << 20;
 
 /// The same on huge pages, which may take longer: each call interrupts all processors.
@@ -41,7 +41,7 @@ static REUSE_BUDGET_MICROS: AtomicI64 = AtomicI64::new(MAX_REUSE_BUDGET_MICROS);
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
 /// Called at intervals in long work; an error ends it.
-pub type GoOn<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
+pub type CheckCancelled<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
 
 /// The processes that may write to a segment once it is sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,13 +73,20 @@ pub(crate) fn create() -> Result<OwnedFd, ShmError> {
 /// huge pages: these take a quarter of the time, and one page fault for 2 MiB.
 ///
 /// # Errors
-/// [`ShmError::Io`] if there is no room, and the error of `go_on`.
-pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on: GoOn<'_>) -> Result<usize, ShmError> {
+/// [`ShmError::Io`] if there is no room, and the error of `check_cancelled`.
+pub(crate) fn reserve(
+    file: BorrowedFd<'_>,
+    len: usize,
+    writers: Writers,
+    check_cancelled: CheckCancelled<'_>,
+) -> Result<usize, ShmError> {
     let on_huge_pages = match writers {
-        Writers::Present => reserve_huge(file, len, (&AtomicI64::new(MAX_BUDGET_MICROS), MAX_BUDGET_MICROS), go_on),
-        Writers::All => reserve_huge(file, len, (&REUSE_BUDGET_MICROS, MAX_REUSE_BUDGET_MICROS), go_on),
+        Writers::Present => {
+            reserve_huge(file, len, (&AtomicI64::new(MAX_BUDGET_MICROS), MAX_BUDGET_MICROS), check_cancelled)
+        }
+        Writers::All => reserve_huge(file, len, (&REUSE_BUDGET_MICROS, MAX_REUSE_BUDGET_MICROS), check_cancelled),
     }?;
-    reserve_in_strides(on_huge_pages..len, |start, stride| reserve_part(file, start, stride, len), go_on)?;
+    reserve_in_strides(on_huge_pages..len, |start, stride| reserve_part(file, start, stride, len), check_cancelled)?;
     Ok(on_huge_pages)
 }
 
@@ -88,7 +95,7 @@ pub(crate) fn reserve(file: BorrowedFd<'_>, len: usize, writers: Writers, go_on:
 fn reserve_in_strides(
     range: Range<usize>,
     mut reserve_part: impl FnMut(usize, usize) -> Result<bool, ShmError>,
-    go_on: GoOn<'_>,
+    check_cancelled: CheckCancelled<'_>,
 ) -> Result<(), ShmError> {
     let (mut start, mut most) = (range.start, STRIDE);
     while start < range.end {
@@ -98,7 +105,7 @@ fn reserve_in_strides(
         } else {
             most = (stride / 2).next_multiple_of(rustix::param::page_size());
         }
-        go_on()?;
+        check_cancelled()?;
     }
     Ok(())
 }
@@ -119,7 +126,7 @@ fn reserve_huge(
     file: BorrowedFd<'_>,
     len: usize,
     budget: (&AtomicI64, i64),
-    go_on: GoOn<'_>,
+    check_cancelled: CheckCancelled<'_>,
 ) -> Result<usize, ShmError> {
     // A kernel with larger huge pages makes none of a part, and may report success all the same.
     if len < HUGE_PAGE || huge_page_of(rustix::param::page_size()) != HUGE_PAGE {
@@ -131,13 +138,13 @@ fn reserve_huge(
     let whole = len / HUGE_PAGE * HUGE_PAGE;
     let mut end = 0;
     while end < whole {
-        go_on()?;
+        check_cancelled()?;
         let begun = Instant::now();
         // One first, to measure the time.
         let stride = if end == 0 { HUGE_PAGE } else { HUGE_STRIDE.min(whole - end) };
         for start in (end..end + stride).step_by(HUGE_PAGE) {
             while !reserve_part(file, start, rustix::param::page_size(), len)? {
-                go_on()?;
+                check_cancelled()?;
             }
         }
         if !map.put_on_huge_pages(end..end + stride) {

@@ -31,10 +31,11 @@ use segment_folder::FileIdentity;
 pub use segment_folder::{SegmentFolder, SegmentName};
 
 use crate::error::ShmError;
-use crate::memory::memory_file::{self, GoOn, Writers};
+use crate::memory::memory_file::{self, CheckCancelled, Writers};
 use crate::memory::memory_limits;
 use crate::process::PerProcess;
-use crate::segment::{Segment, size_for};
+use crate::segment::attachment::{self, AttachError, Attachment};
+use crate::segment::{Segment, SegmentAddress, size_for};
 use sweep::sweep;
 
 static HAS_SWEPT: PerProcess<AtomicBool> = PerProcess::new(|| AtomicBool::new(false));
@@ -51,38 +52,43 @@ impl NameClaim {
     /// room. The first claim of a process sweeps all names.
     ///
     /// # Errors
-    /// [`ShmError::Exists`] if the name is taken, and the error of `go_on`.
-    pub fn new(folder: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<Self, ShmError> {
+    /// [`ShmError::Exists`] if the name is taken, and the error of `check_cancelled`.
+    pub fn new(
+        folder: Arc<SegmentFolder>,
+        name: SegmentName,
+        check_cancelled: CheckCancelled<'_>,
+    ) -> Result<Self, ShmError> {
         if !HAS_SWEPT.get().swap(true, Ordering::Relaxed) {
             // Segments that cannot be swept are left to the next sweep.
-            if let Err(ShmError::Interrupted) = sweep(&folder, false, go_on) {
+            if let Err(ShmError::Interrupted) = sweep(&folder, false, check_cancelled) {
                 return Err(ShmError::Interrupted);
             }
         }
-        clear(&folder, &name, go_on)?;
+        clear(&folder, &name, check_cancelled)?;
         Ok(Self { folder, name })
     }
 
     /// A segment for `len` bytes of data, zeros, which is to get the name.
     ///
     /// # Errors
-    /// [`ShmError::NoSpace`] if the file system has no room, [`ShmError::NoHeadroom`], and the error of `go_on`.
-    pub fn make_segment(&self, len: usize, go_on: GoOn<'_>) -> Result<Segment, ShmError> {
+    /// [`ShmError::NoSpace`] if the file system has no room, [`ShmError::NoHeadroom`], and the error of
+    /// `check_cancelled`.
+    pub fn make_segment(&self, len: usize, check_cancelled: CheckCancelled<'_>) -> Result<Segment, ShmError> {
         let size = size_for(len)?.next_multiple_of(rustix::param::page_size());
-        let (file, on_huge_pages) = self.make_file(size, go_on)?;
+        let (file, on_huge_pages) = self.make_file(size, check_cancelled)?;
         Segment::in_file(file, size, on_huge_pages)
     }
 
     /// Returns a file of `size` reserved bytes, and how many of them lie on huge pages. Its descriptor
     /// carries the hold, and so do the maps that are made of it.
-    fn make_file(&self, size: usize, go_on: GoOn<'_>) -> Result<(OwnedFd, usize), ShmError> {
+    fn make_file(&self, size: usize, check_cancelled: CheckCancelled<'_>) -> Result<(OwnedFd, usize), ShmError> {
         let full = |free| ShmError::NoSpace { path: self.folder.path_of(&self.name), asked: size as u64, free };
         match self.folder.free()? {
             Some(free) if free < size as u64 => return Err(full(free)),
             _ => memory_limits::check(size as u64)?,
         }
         let file = self.folder.make()?;
-        let on_huge_pages = match memory_file::reserve(file.as_fd(), size, Writers::Present, go_on) {
+        let on_huge_pages = match memory_file::reserve(file.as_fd(), size, Writers::Present, check_cancelled) {
             // Another process took the room meanwhile. Closing the file frees the reserved part.
             Err(ShmError::Io { source, .. }) if source.kind() == ErrorKind::StorageFull => {
                 let reserved = memory_file::status(file.as_fd())?.st_blocks.unsigned_abs() * 512;
@@ -98,12 +104,12 @@ impl NameClaim {
     /// Gives the name to the segment in `file`, whose header and data are written.
     ///
     /// # Errors
-    /// [`ShmError::Exists`] if another process was faster, and the error of `go_on`.
-    pub fn publish(self, file: BorrowedFd<'_>, go_on: GoOn<'_>) -> Result<NameHold, ShmError> {
+    /// [`ShmError::Exists`] if another process was faster, and the error of `check_cancelled`.
+    pub fn publish(self, file: BorrowedFd<'_>, check_cancelled: CheckCancelled<'_>) -> Result<NameHold, ShmError> {
         let Self { folder, name } = self;
         let identity = FileIdentity::of(&memory_file::status(file)?);
         while !folder.link(file, &name)? {
-            clear(&folder, &name, go_on)?;
+            clear(&folder, &name, check_cancelled)?;
         }
         Ok(NameHold { folder, name, file: identity })
     }
@@ -118,13 +124,29 @@ pub struct NamedFile {
     pub hold: NameHold,
 }
 
+impl NamedFile {
+    /// Maps the segment and registers its attachment, if it is the one that was expected.
+    ///
+    /// # Errors
+    /// As of [`attachment::attach`].
+    pub fn into_attachment(self, expected: Option<&SegmentAddress>) -> Result<Arc<Attachment>, ShmError> {
+        let NamedFile { file, hold } = self;
+        let attached = Attachment::new(file, expected, false, Some(Arc::new(hold)));
+        attached.map(attachment::add).map_err(AttachError::into_error)
+    }
+}
+
 /// Attaches to the segment of this name.
 ///
 /// # Errors
-/// [`ShmError::Missing`] if no process holds a segment of this name, and the error of `go_on`.
-pub fn attach(folder: Arc<SegmentFolder>, name: SegmentName, go_on: GoOn<'_>) -> Result<NamedFile, ShmError> {
+/// [`ShmError::Missing`] if no process holds a segment of this name, and the error of `check_cancelled`.
+pub fn attach(
+    folder: Arc<SegmentFolder>,
+    name: SegmentName,
+    check_cancelled: CheckCancelled<'_>,
+) -> Result<NamedFile, ShmError> {
     let missing = || ShmError::Missing { path: folder.path_of(&name) };
-    let probe = ProbedFile::take(&folder, &name, go_on)?.ok_or_else(missing)?;
+    let probe = ProbedFile::take(&folder, &name, check_cancelled)?.ok_or_else(missing)?;
     if !probe.is_held()? {
         return Err(missing());
     }
@@ -163,8 +185,8 @@ impl Drop for NameHold {
 }
 
 /// Removes a dead segment of this name.
-fn clear(folder: &SegmentFolder, name: &SegmentName, go_on: GoOn<'_>) -> Result<(), ShmError> {
-    let holder = match ProbedFile::take(folder, name, go_on)? {
+fn clear(folder: &SegmentFolder, name: &SegmentName, check_cancelled: CheckCancelled<'_>) -> Result<(), ShmError> {
+    let holder = match ProbedFile::take(folder, name, check_cancelled)? {
         None if folder.status(name)?.is_none() => return Ok(()),
         None => "another user or program, which made it".to_owned(),
         Some(probe) if probe.is_held()? => {

@@ -19,7 +19,7 @@ use rustix::io::Errno;
 
 use super::segment_folder::{FileIdentity, SegmentFolder, SegmentName};
 use crate::error::ShmError;
-use crate::memory::memory_file::{self, GoOn};
+use crate::memory::memory_file::{self, CheckCancelled};
 use crate::segment::header::SegmentHeader;
 
 /// Longest wait for the lock, which is held for microseconds.
@@ -44,11 +44,11 @@ impl<'a> ProbedFile<'a> {
     /// nothing is locked then. A file is a segment from the moment it gets its name.
     ///
     /// # Errors
-    /// If another process keeps the lock for longer than [`LOCK_TIMEOUT`], and the error of `go_on`.
+    /// If another process keeps the lock for longer than [`LOCK_TIMEOUT`], and the error of `check_cancelled`.
     pub(crate) fn take(
         folder: &'a SegmentFolder,
         name: &'a SegmentName,
-        go_on: GoOn<'_>,
+        check_cancelled: CheckCancelled<'_>,
     ) -> Result<Option<Self>, ShmError> {
         let deadline = Instant::now() + LOCK_TIMEOUT;
         let failed = |operation, errno| ShmError::io(operation, folder.path_of(name).display().to_string(), errno);
@@ -72,7 +72,7 @@ impl<'a> ProbedFile<'a> {
                 Err(Errno::AGAIN | Errno::ACCESS) => std::thread::sleep(RETRY_INTERVAL),
                 Err(errno) => return Err(failed("lock", errno)),
             }
-            go_on()?;
+            check_cancelled()?;
             if Instant::now() > deadline {
                 return Err(failed("lock", Errno::AGAIN));
             }

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use super::probe::ProbedFile;
 use super::{SegmentFolder, SegmentName};
 use crate::error::ShmError;
-use crate::memory::memory_file::GoOn;
+use crate::memory::memory_file::CheckCancelled;
 
 /// A named segment of this user.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,11 +39,15 @@ pub struct SweepReport {
 /// Removes the named segments of this user that no process holds; with `dry_run` it changes nothing.
 ///
 /// # Errors
-/// If the folder cannot be listed, and the error of `go_on`. The report holds the errors of single segments.
-pub fn sweep(folder: &SegmentFolder, dry_run: bool, go_on: GoOn<'_>) -> Result<SweepReport, ShmError> {
+/// If the folder cannot be listed, and the error of `check_cancelled`. The report holds the errors of single segments.
+pub fn sweep(
+    folder: &SegmentFolder,
+    dry_run: bool,
+    check_cancelled: CheckCancelled<'_>,
+) -> Result<SweepReport, ShmError> {
     let mut report = SweepReport::default();
     for name in folder.names()? {
-        let probe = match ProbedFile::take(folder, &name, go_on) {
+        let probe = match ProbedFile::take(folder, &name, check_cancelled) {
             Ok(Some(probe)) => probe,
             Ok(None) => continue,
             Err(ShmError::Interrupted) => return Err(ShmError::Interrupted),

@@ -78,7 +78,7 @@ impl TestFolder {
     }
 }
 
-/// What tells a segment from any other, also from one whose inode has its number.
+/// The number that tells a segment from any other, also from one with the same inode number.
 fn identity_of(file: &OwnedFd) -> u64 {
     SegmentHeader::read(file.as_fd(), BYTES, "a segment").unwrap().identity
 }

@@ -21,7 +21,6 @@ use rustix::fs::OFlags;
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, DATA_START};
-use crate::named::NamedFile;
 use crate::segment::header::SegmentHeader;
 use crate::segment::private_copy::PrivateCopy;
 use crate::segment::{Segment, SegmentAddress};
@@ -170,15 +169,6 @@ pub fn attach_own(segment: &Segment, keeper: Option<Keeper>) -> Result<Arc<Attac
     }
     let file = memory_file::reopen(segment.file(), OFlags::RDONLY)?;
     Attachment::new(file, Some(&address), false, keeper).map(add).map_err(AttachError::into_error)
-}
-
-/// Attaches to a segment that was found by its name, if it is the one that was expected.
-///
-/// # Errors
-/// As of [`attach`].
-pub fn attach_named(found: NamedFile, expected: Option<&SegmentAddress>) -> Result<Arc<Attachment>, ShmError> {
-    let NamedFile { file, hold } = found;
-    Attachment::new(file, expected, false, Some(Arc::new(hold))).map(add).map_err(AttachError::into_error)
 }
 
 /// Takes the lock that is a lease; returns the header, read under the lock, and the bytes of the file.

@@ -21,10 +21,10 @@ use self::lease::Lease;
 use self::private_copy::PrivateCopy;
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
-use crate::memory::memory_file::{self, DATA_START, GoOn, Writers};
+use crate::memory::memory_file::{self, CheckCancelled, DATA_START, Writers};
 use crate::memory::memory_limits;
 
-/// Bytes that are copied between two calls of `go_on`: some milliseconds.
+/// Bytes that are copied between two calls of `check_cancelled`: some milliseconds.
 const STRIDE: usize = 32 << 20;
 
 /// The address of a segment, for other processes.
@@ -65,11 +65,11 @@ impl Segment {
     ///
     /// # Errors
     /// [`ShmError::NoHeadroom`] if too little memory is left, [`ShmError::Io`] if the kernel refuses.
-    pub(crate) fn create(len: usize, writers: Writers, go_on: GoOn<'_>) -> Result<Self, ShmError> {
+    pub(crate) fn create(len: usize, writers: Writers, check_cancelled: CheckCancelled<'_>) -> Result<Self, ShmError> {
         let size = size_for(len)?.next_multiple_of(rustix::param::page_size());
         memory_limits::check(size as u64)?;
         let file = memory_file::create()?;
-        let cleared = memory_file::reserve(file.as_fd(), size, writers, go_on)?;
+        let cleared = memory_file::reserve(file.as_fd(), size, writers, check_cancelled)?;
         let mut segment = Self::over(file, size, writers)?;
         segment.cleared = cleared;
         Ok(segment)
@@ -155,16 +155,21 @@ impl Segment {
     /// is found by a fault.
     ///
     /// # Errors
-    /// [`ShmError::Io`] if the kernel cannot read the source, and the error of `go_on`.
+    /// [`ShmError::Io`] if the kernel cannot read the source, and the error of `check_cancelled`.
     ///
     /// # Safety
     /// `source` can be read for `len` bytes until this returns. If they change meanwhile, the segment gets a mixture.
     ///
     /// # Panics
     /// When the segment has no room for them.
-    pub unsafe fn fill(&mut self, source: *const u8, len: usize, go_on: GoOn<'_>) -> Result<(), ShmError> {
+    pub unsafe fn fill(
+        &mut self,
+        source: *const u8,
+        len: usize,
+        check_cancelled: CheckCancelled<'_>,
+    ) -> Result<(), ShmError> {
         // SAFETY: the caller's promise.
-        unsafe { self.fill_at(0, source, len, go_on) }
+        unsafe { self.fill_at(0, source, len, check_cancelled) }
     }
 
     /// As [`fill`](Segment::fill), from byte `at` of the data on.
@@ -182,7 +187,7 @@ impl Segment {
         at: usize,
         source: *const u8,
         len: usize,
-        go_on: GoOn<'_>,
+        check_cancelled: CheckCancelled<'_>,
     ) -> Result<(), ShmError> {
         let fits = at.checked_add(len).is_some_and(|end| end <= self.capacity());
         assert!(fits, "{len} bytes from {at} on for a segment of {}", self.capacity());
@@ -198,7 +203,7 @@ impl Segment {
                 let from = source.add(start);
                 if is_fresh { self.write_at(from, stride, at + start)? } else { self.copy_to(from, stride, at + start) }
             };
-            go_on()?;
+            check_cancelled()?;
         }
         Ok(())
     }
@@ -231,11 +236,11 @@ impl Segment {
     /// Zeros the first `len` bytes of data, which an earlier use may have left.
     ///
     /// # Errors
-    /// The error of `go_on`.
+    /// The error of `check_cancelled`.
     ///
     /// # Panics
     /// When the segment has no room for them.
-    pub fn clear(&mut self, len: usize, go_on: GoOn<'_>) -> Result<(), ShmError> {
+    pub fn clear(&mut self, len: usize, check_cancelled: CheckCancelled<'_>) -> Result<(), ShmError> {
         assert!(len <= self.capacity(), "{len} bytes of a segment of {}", self.capacity());
         // An earlier use may have written to it and ended before it was published.
         if self.generation == 1 {
@@ -246,7 +251,7 @@ impl Segment {
             self.populate(start + stride);
             // SAFETY: within the segment, which no other process has.
             unsafe { self.data().add(start).write_bytes(0, stride) };
-            go_on()?;
+            check_cancelled()?;
         }
         Ok(())
     }
@@ -330,7 +335,7 @@ impl Segment {
 
     /// As [`reclaim`](Self::reclaim), and keeps the exclusive lock.
     fn invalidate_handles(&mut self) -> bool {
-        // Whatever the kernel says instead, the segment is not used again.
+        // On any other answer of the kernel, the segment is not used again.
         if !self.is_own() || !matches!(memory_file::lock_exclusive(self.file.as_fd()), Ok(true)) {
             return false;
         }

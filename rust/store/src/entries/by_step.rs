@@ -17,7 +17,7 @@ use crate::shard_id::ShardId;
 use crate::{Claimant, Step};
 
 /// Ended steps that are remembered.
-const MOST_ENDED: usize = 256;
+const MAX_ENDED: usize = 256;
 
 /// The token of the entries of no step.
 pub(crate) const UNCLAIMED: u64 = 0;
@@ -144,7 +144,7 @@ impl<V> EntriesByStep<V> {
             step_counts.freed_bytes += std::mem::take(&mut step_counts.held_bytes);
             let token = step_entries.as_ref().map(|step_entries| step_entries.token);
             self.ended.push_back(EndedStep { step, token, step_counts, viewed });
-            if self.ended.len() > MOST_ENDED {
+            if self.ended.len() > MAX_ENDED {
                 self.ended.pop_front();
             }
         }

@@ -1,18 +1,18 @@
-//! A fair lock: a thread with much to do works in turns, and threads that wait get the lock between two of them.
+//! A fair lock: a thread works on many items in chunks, and waiting threads get the lock between two chunks.
 //!
 //! Draining a million shards must not stall a fetch. With a plain mutex, the draining thread mostly gets the lock back
 //! before any other thread.
 //!
-//! Invariant: no thread works on more than [`TURN`] entries with the lock held.
+//! Invariant: no thread works on more than [`CHUNK_LEN`] entries with the lock held.
 
 use std::sync::PoisonError;
 
 use crate::entries::sync::{AtomicUsize, Mutex, MutexGuard, Ordering, yield_now};
 
-/// Entries that are worked on with the lock held, at most: some ten microseconds.
-pub(crate) const TURN: usize = 128;
+/// The most entries that are worked on with the lock held: some ten microseconds.
+pub(crate) const CHUNK_LEN: usize = 128;
 
-/// A lock with turns.
+/// A mutex that does not starve waiting threads while another one works in chunks.
 pub(crate) struct FairLock<T> {
     state: Mutex<T>,
     waiting: AtomicUsize,
@@ -37,22 +37,23 @@ impl<T> FairLock<T> {
         }
     }
 
-    /// Works on `items` in turns. Between two turns all waiting threads get the lock.
-    pub(crate) fn in_turns<I, R>(&self, items: &[I], mut turn: impl FnMut(&mut T, &[I]) -> R) -> Vec<R> {
-        let mut results = Vec::with_capacity(items.len().div_ceil(TURN));
-        for some in items.chunks(TURN) {
-            self.pass();
-            results.push(turn(&mut self.lock(), some));
+    /// Calls `work` with each chunk of `items`, and returns the results. Between two chunks all waiting threads get the
+    /// lock.
+    pub(crate) fn in_chunks<I, R>(&self, items: &[I], mut work: impl FnMut(&mut T, &[I]) -> R) -> Vec<R> {
+        let mut results = Vec::with_capacity(items.len().div_ceil(CHUNK_LEN));
+        for chunk in items.chunks(CHUNK_LEN) {
+            self.yield_to_waiting();
+            results.push(work(&mut self.lock(), chunk));
         }
         results
     }
 
-    /// Yields until no thread waits for the lock, at most `PATIENCE` times.
-    fn pass(&self) {
-        /// There may be many waiting threads, and they may come back.
-        const PATIENCE: usize = 1000;
+    /// Yields until no thread waits for the lock, at most `MAX_YIELDS` times.
+    fn yield_to_waiting(&self) {
+        /// Limited, because there may be many waiting threads, and they may wait again.
+        const MAX_YIELDS: usize = 1000;
 
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_YIELDS {
             if self.waiting.load(Ordering::SeqCst) == 0 {
                 break;
             }

@@ -118,7 +118,8 @@ impl<P: Clone> FetchBuffer<P> {
         CallStep { step, token: step_entries.token, viewed: Arc::clone(&step_entries.viewed) }
     }
 
-    /// Looks up at most [`TURN`](crate::entries::fair_lock) shards. `is_first` if the caller looks them up for the first time.
+    /// Looks up at most [`CHUNK_LEN`](crate::entries::fair_lock::CHUNK_LEN) shards. `is_first` if the caller looks them up
+    /// for the first time.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where the call's step has.
@@ -180,16 +181,16 @@ impl<P: Clone> FetchBuffer<P> {
 
     /// Takes the entries of these shards out, to be dropped. Fetches of them that are under way will not be kept.
     pub(crate) fn remove(&self, ids: &[ShardId]) -> Vec<Vec<ShardEntries<P>>> {
-        // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
-        let turns = self.state.in_turns(ids, |state, some| {
-            let mut removed = Vec::with_capacity(some.len());
-            for id in some {
+        // A list for each chunk: one long list would be moved as it grows, with the lock held.
+        let chunks = self.state.in_chunks(ids, |state, chunk| {
+            let mut removed = Vec::with_capacity(chunk.len());
+            for id in chunk {
                 state.by_step.iter_mut().for_each(|(_, step_entries)| removed.extend(take(step_entries, id)));
             }
-            let cancelled: Vec<_> = some.iter().filter_map(|id| state.in_flight.remove(id)).flatten().collect();
+            let cancelled: Vec<_> = chunk.iter().filter_map(|id| state.in_flight.remove(id)).flatten().collect();
             (removed, cancelled)
         });
-        let (removed, cancelled): (Vec<_>, Vec<_>) = turns.into_iter().unzip();
+        let (removed, cancelled): (Vec<_>, Vec<_>) = chunks.into_iter().unzip();
         cancelled.into_iter().flatten().for_each(|in_flight| in_flight.cancel());
         removed
     }
@@ -201,8 +202,8 @@ impl<P: Clone> FetchBuffer<P> {
 
     /// Keeps the entries of these shards beyond their step. Returns their number.
     pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
-        let turns = self.state.in_turns(ids, |state, some| some.iter().map(|id| state.keep(id)).sum::<u64>());
-        turns.into_iter().sum()
+        let counts = self.state.in_chunks(ids, |state, chunk| chunk.iter().map(|id| state.keep(id)).sum::<u64>());
+        counts.into_iter().sum()
     }
 }
 

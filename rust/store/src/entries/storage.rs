@@ -48,9 +48,9 @@ impl<P: Clone> Storage<P> {
     /// Stores payloads, unclaimed, under new ids.
     pub(crate) fn put(&self, payloads: Vec<(P, u64)>) -> Vec<ShardId> {
         let since = Instant::now();
-        let turns = self.state.in_turns(&payloads, |state, some| {
-            let mut ids = Vec::with_capacity(some.len());
-            for (payload, bytes) in some {
+        let ids = self.state.in_chunks(&payloads, |state, chunk| {
+            let mut ids = Vec::with_capacity(chunk.len());
+            for (payload, bytes) in chunk {
                 let id = ShardId::numbered(self.nonce, state.next_counter);
                 state.next_counter += 1;
                 state.insert(&id, StoredShard { payload: payload.clone(), bytes: *bytes, since, was_kept: false });
@@ -59,7 +59,7 @@ impl<P: Clone> Storage<P> {
             state.by_step.update_high_water();
             ids
         });
-        turns.concat()
+        ids.concat()
     }
 
     /// Stores a payload, unclaimed, under this id.
@@ -91,8 +91,8 @@ impl<P: Clone> Storage<P> {
     pub(crate) fn get(&self, ids: &[ShardId]) -> Result<Vec<P>, Vec<MissingShard>> {
         let mut missing = Vec::new();
         let mut found = Vec::with_capacity(ids.len());
-        self.state.in_turns(ids, |state, some| {
-            for id in some {
+        self.state.in_chunks(ids, |state, chunk| {
+            for id in chunk {
                 match state.find(id) {
                     Some(stored) => found.push(stored.payload.clone()),
                     None => missing.push(MissingShard { id: id.clone(), was_removed: self.was_here(state, id) }),
@@ -114,13 +114,13 @@ impl<P: Clone> Storage<P> {
 
     /// Removes shards, and returns them to be dropped.
     pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Vec<StoredShard<P>>>) {
-        // In pieces of a turn each: one long list would be moved as it grows, with the lock held.
-        let taken = self.state.in_turns(ids, |state, some| {
-            let mut taken = Vec::with_capacity(some.len());
-            taken.extend(some.iter().filter_map(|id| state.remove(id)));
+        // A list for each chunk: one long list would be moved as it grows, with the lock held.
+        let taken = self.state.in_chunks(ids, |state, chunk| {
+            let mut taken = Vec::with_capacity(chunk.len());
+            taken.extend(chunk.iter().filter_map(|id| state.remove(id)));
             taken
         });
-        let count = taken.iter().map(|some| some.len() as u64).sum();
+        let count = taken.iter().map(|chunk| chunk.len() as u64).sum();
         let total_bytes = taken.iter().flatten().map(|stored| stored.bytes).sum();
         (Removed { cleared_count: count, num_tensors: count, total_bytes }, taken)
     }
@@ -140,14 +140,14 @@ impl<P: Clone> Storage<P> {
     pub(crate) fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
         self.state.lock().by_step.begin(step, claimant)?;
-        let turns = self.state.in_turns(ids, |state, some| {
+        let outcomes = self.state.in_chunks(ids, |state, chunk| {
             if state.by_step.get(Some(step)).is_none() {
                 return Err(StoreError::StepEnded { step });
             }
-            some.iter().for_each(|id| state.claim(step, id, &mut claimed));
+            chunk.iter().for_each(|id| state.claim(step, id, &mut claimed));
             Ok(())
         });
-        turns.into_iter().collect::<Result<(), _>>()?;
+        outcomes.into_iter().collect::<Result<(), _>>()?;
         Ok(claimed)
     }
 
@@ -167,8 +167,8 @@ impl<P: Clone> Storage<P> {
 
     /// Unclaims these shards. Returns the number of those that were claimed.
     pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
-        let turns = self.state.in_turns(ids, |state, some| some.iter().filter(|id| state.keep(id)).count());
-        turns.into_iter().sum::<usize>() as u64
+        let counts = self.state.in_chunks(ids, |state, chunk| chunk.iter().filter(|id| state.keep(id)).count());
+        counts.into_iter().sum::<usize>() as u64
     }
 
     /// Seconds since the oldest unclaimed shard was stored.

@@ -1,6 +1,8 @@
 //! Fetching: from the buffer, from the fetches of other threads, and the rest in one request an owner, all at once.
 
 mod receiver;
+mod transport;
+mod wanted;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +11,9 @@ use std::time::Duration;
 
 pub use self::receiver::FetchReceiver;
 use self::receiver::RequestedShard;
-use crate::entries::fair_lock::TURN;
+pub use self::transport::Transport;
+pub use self::wanted::Wanted;
+use crate::entries::fair_lock::CHUNK_LEN;
 use crate::entries::fetch_buffer::{BufferLookup, CallStep, Found, ShardKey};
 use crate::entries::in_flight::{InFlight, Outcome};
 use crate::error::StoreError;
@@ -18,13 +22,12 @@ use crate::memory::tensor::Tensor;
 use crate::process_store::ProcessStore;
 use crate::shard_id::{Rows, ShardId};
 use crate::time_limit::TimeLimit;
-use crate::transport::{Transport, Wanted};
 
 /// The most owners that are asked at the same time.
-const MOST_AT_ONCE: usize = 64;
+const MAX_OWNERS_AT_ONCE: usize = 64;
 
 /// How often the calling thread checks for cancellation while other threads work.
-const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 impl ProcessStore {
     /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.
@@ -80,7 +83,7 @@ impl ProcessStore {
         let mut receivers: HashMap<&str, FetchReceiver<'_>> = HashMap::new();
         let mut own: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
         let mut others: Vec<(usize, Arc<InFlight<Tensor>>)> = Vec::new();
-        for some in open.chunks(TURN) {
+        for some in open.chunks(CHUNK_LEN) {
             let keys: Vec<ShardKey> = some.iter().map(|index| key(each[*index])).collect();
             for (index, asked) in some.iter().zip(self.buffer.look_up(call_step, &keys, is_first)?) {
                 let wanted = each[*index];
@@ -191,6 +194,17 @@ fn wait(in_flight: &InFlight<Tensor>, time_limit: &mut TimeLimit<'_>) -> Result<
     }
 }
 
+/// Sends one request, and receives its answer.
+fn send(
+    request: &mut FetchReceiver<'_>,
+    transport: &dyn Transport,
+    time_limit: &mut TimeLimit<'_>,
+) -> Result<(), StoreError> {
+    let (owner, shards) = request.request();
+    let sent = transport.fetch(owner, &shards, request, time_limit);
+    request.finish(sent)
+}
+
 /// Sends all requests at once. Only this thread calls the caller's function. When one request fails, the others are
 /// cancelled.
 fn send_all(
@@ -199,24 +213,24 @@ fn send_all(
     time_limit: &mut TimeLimit<'_>,
 ) -> Result<(), StoreError> {
     if requests.len() < 2 {
-        return requests.iter_mut().try_for_each(|request| request.send(transport, time_limit));
+        return requests.iter_mut().try_for_each(|request| send(request, transport, time_limit));
     }
     let deadline = time_limit.deadline();
     let is_off = AtomicBool::new(false);
     let first_error: Mutex<Option<StoreError>> = Mutex::new(None);
-    let threads = requests.len().min(MOST_AT_ONCE);
+    let threads = requests.len().min(MAX_OWNERS_AT_ONCE);
     let queue = Mutex::new(requests.into_iter());
     let fail = |error| {
         // First, so that the failures of cancelled requests do not replace it.
         first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         is_off.store(true, Ordering::Relaxed);
     };
-    let go_on = || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
+    let check_others = || if is_off.load(Ordering::Relaxed) { Err(StoreError::Interrupted) } else { Ok(()) };
     let work = |time_limit: &mut TimeLimit<'_>| {
         while !is_off.load(Ordering::Relaxed) {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some(mut request) = next else { break };
-            if let Err(error) = request.send(transport, time_limit) {
+            if let Err(error) = send(&mut request, transport, time_limit) {
                 fail(error);
             }
         }
@@ -225,17 +239,17 @@ fn send_all(
     std::thread::scope(|scope| {
         for _ in 1..threads {
             let done = done.clone();
-            let (work, go_on) = (&work, &go_on);
+            let (work, check_others) = (&work, &check_others);
             // Without more threads, fewer do it.
             let _ = std::thread::Builder::new().name("tundish-fetch".to_owned()).spawn_scoped(scope, move || {
-                let mut go_on = go_on;
-                work(&mut TimeLimit::new(deadline, &mut go_on));
+                let mut check_others = check_others;
+                work(&mut TimeLimit::new(deadline, &mut check_others));
                 drop(done);
             });
         }
-        work(&mut TimeLimit::new(deadline, &mut || time_limit.check_cancelled().and_then(|()| go_on())));
+        work(&mut TimeLimit::new(deadline, &mut || time_limit.check_cancelled().and_then(|()| check_others())));
         drop(done);
-        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(BETWEEN_LOOKS) {
+        while let Err(mpsc::RecvTimeoutError::Timeout) = all_done.recv_timeout(CHECK_INTERVAL) {
             if let Err(error) = time_limit.check_cancelled() {
                 fail(error);
             }

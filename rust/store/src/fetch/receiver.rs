@@ -5,17 +5,19 @@
 
 use std::sync::Arc;
 
+use super::wanted::Wanted;
 use crate::entries::fetch_buffer::FetchBuffer;
 use crate::entries::in_flight::{InFlight, Outcome};
 use crate::error::{MissingShard, StoreError};
 use crate::memory::attached_segments::AttachedSegments;
+use crate::memory::segment_range::SegmentRange;
 use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
 use crate::process_store::ProcessStore;
+use crate::shard_id::ShardRows;
 use crate::tensor_meta::TensorMeta;
 use crate::time_limit::TimeLimit;
-use crate::transport::{SegmentRange, Transport, Wanted};
 
 /// Receives the shards of one request to one owner into the fetch buffer.
 pub struct FetchReceiver<'a> {
@@ -45,17 +47,23 @@ impl<'a> FetchReceiver<'a> {
         FetchReceiver { buffer, pool, attached_segments, shards: Vec::new() }
     }
 
-    /// Sends the request.
-    pub(super) fn send(&mut self, transport: &dyn Transport, time_limit: &mut TimeLimit<'_>) -> Result<(), StoreError> {
-        let selections: Vec<_> = self.shards.iter().map(|shard| shard.wanted.selection()).collect();
-        let first = self.shards[0].wanted;
-        let sent = transport.fetch(&first.owner, &selections, self, time_limit);
+    /// The owner that the request goes to, and the shards in the order of their indices.
+    pub(super) fn request(&self) -> (&'a Arc<str>, Vec<ShardRows>) {
+        (&self.shards[0].wanted.owner, self.shards.iter().map(|shard| shard.wanted.selection()).collect())
+    }
+
+    /// Ends the request with its outcome. Shards that have not arrived fail.
+    ///
+    /// # Errors
+    /// That of the request, or [`StoreError::Corrupt`] if the answer lacks a shard.
+    pub(super) fn finish(&mut self, sent: Result<(), StoreError>) -> Result<(), StoreError> {
         let done = sent.and_then(|()| {
             if self.shards.iter().all(|shard| shard.is_over) {
                 return Ok(());
             }
+            let Wanted { id, owner, .. } = self.shards[0].wanted;
             let reason = "the answer ended before all that was asked for had come".to_owned();
-            Err(StoreError::Corrupt { id: first.id.clone(), owner: Arc::clone(&first.owner), reason })
+            Err(StoreError::Corrupt { id: id.clone(), owner: Arc::clone(owner), reason })
         });
         if let Err(error) = &done {
             self.fail(error);
@@ -136,7 +144,7 @@ impl<'a> FetchReceiver<'a> {
         let location = match shard.space.take() {
             Some(space) => Location::Here(space.into_range()),
             None if shard.wanted.meta.nbytes() == 0 => Location::Nowhere,
-            None => return Err(StoreError::Invalid(format!("nothing was announced at {index}"))),
+            None => return Err(StoreError::Invalid(format!("no space was asked for at {index}"))),
         };
         self.insert(index, location)
     }

@@ -1,4 +1,4 @@
-//! What was written is read; what somebody else made is read or refused.
+//! Written handles are read back; bytes from elsewhere are read or refused.
 
 use proptest::prelude::*;
 

@@ -39,7 +39,7 @@ impl HandleWriter {
         self.out
     }
 
-    /// Writes a value. What follows the beginning of a container is the caller's to write.
+    /// Writes a value. For a container this is its beginning: the caller writes its items next.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] for an owner whose address can be none.

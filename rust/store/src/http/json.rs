@@ -2,7 +2,7 @@
 //!
 //! It is the form of AReaL's clients, and as there the elements of a bfloat16 tensor travel as float32, which has all
 //! their values. Base64 is made piece by piece, so that no shard is ever whole in it. No list that is read names more
-//! than [`MOST_IDS`] shards.
+//! than [`MAX_IDS`] shards.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -22,7 +22,7 @@ use crate::tensor_meta::TensorMeta;
 pub(super) const STRIDE: usize = 48 << 10;
 
 /// Shards that one list names, in a body of less than ten megabytes.
-pub(super) const MOST_IDS: usize = 1 << 16;
+pub(super) const MAX_IDS: usize = 1 << 16;
 
 const PREFIX: &str = "torch.";
 const BFLOAT16: &str = "bfloat16";
@@ -106,7 +106,7 @@ pub fn read_ids(body: &[u8]) -> Result<Option<Vec<ShardId>>, Refusal> {
     Ok(ids.shard_ids.map(|List(names)| names))
 }
 
-/// A list of at most [`MOST_IDS`] items; a longer one is an error.
+/// A list of at most [`MAX_IDS`] items; a longer one is an error.
 struct List<T>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
@@ -123,8 +123,8 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
             fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<List<T>, A::Error> {
                 let mut list = Vec::new();
                 while let Some(item) = items.next_element()? {
-                    if list.len() == MOST_IDS {
-                        return Err(A::Error::custom(format!("a request names at most {MOST_IDS} of them")));
+                    if list.len() == MAX_IDS {
+                        return Err(A::Error::custom(format!("a request names at most {MAX_IDS} of them")));
                     }
                     list.push(item);
                 }
@@ -297,9 +297,8 @@ mod tests {
     #[test]
     fn lists_have_an_end() {
         let list = |names: usize| format!(r#"{{"shard_ids": [{}]}}"#, vec![r#""a""#; names].join(","));
-        assert_eq!(read_batch(list(MOST_IDS).as_bytes()).unwrap().len(), MOST_IDS);
-        for refused in [read_batch(list(MOST_IDS + 1).as_bytes()).err(), read_ids(list(MOST_IDS + 1).as_bytes()).err()]
-        {
+        assert_eq!(read_batch(list(MAX_IDS).as_bytes()).unwrap().len(), MAX_IDS);
+        for refused in [read_batch(list(MAX_IDS + 1).as_bytes()).err(), read_ids(list(MAX_IDS + 1).as_bytes()).err()] {
             let refusal = refused.expect("too many");
             assert!(refusal.status == 400 && refusal.reason.contains("at most 65536"), "{refusal:?}");
         }

@@ -4,8 +4,7 @@ use hyper::Method;
 
 use super::refusal::Refusal;
 use crate::Step;
-use crate::error::StoreError;
-use crate::shard_id::ShardId;
+use crate::shard_id::{InvalidShardId, ShardId};
 
 /// The largest number of a step: every reader of JSON represents it exactly.
 const LAST_STEP: Step = (1 << 53) - 1;
@@ -50,7 +49,7 @@ impl Route {
             (["data", "batch"], &Method::POST) => Route::Batch,
             (["data", "clear"], &Method::DELETE) => Route::Remove,
             (["data", id], &Method::GET | &Method::HEAD) => {
-                Route::Read(id.parse().map_err(|error: StoreError| Refusal::new(400, error.to_string()))?)
+                Route::Read(id.parse().map_err(|error: InvalidShardId| Refusal::new(400, error.to_string()))?)
             }
             (["buffer", "clear"], &Method::DELETE) => Route::ClearBuffer,
             (["buffer", "stats"], &Method::GET) => Route::BufferStats,

@@ -18,8 +18,8 @@
 use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
+use crate::memory::segment_range::SegmentRange;
 use crate::tensor_meta::{Dtype, Shape, TensorMeta};
-use crate::transport::SegmentRange;
 
 const MAGIC: [u8; 4] = *b"TSHD";
 const VERSION: u8 = 1;

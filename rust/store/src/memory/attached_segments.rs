@@ -10,7 +10,7 @@ use tundish_shm::attachment::{Attachment, attach_unregistered};
 use tundish_shm::{SegmentAddress, ShmError};
 
 use crate::error::StoreError;
-use crate::transport::SegmentRange;
+use crate::memory::segment_range::SegmentRange;
 
 /// From so many entries on, dead ones are removed before one is added.
 const CROWDED: usize = 64;
@@ -86,8 +86,8 @@ mod tests {
     fn detached_segments_are_forgotten() {
         let owner = ProcessStore::new(Limits { storage_bytes: 16 << 20, buffer_bytes: 1 << 20 });
         let attached_segments = AttachedSegments::default();
-        let (mut go_on, bytes) = (|| Ok(()), [7; 300_000]);
-        let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut go_on);
+        let (mut check_cancelled, bytes) = (|| Ok(()), [7; 300_000]);
+        let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(60), &mut check_cancelled);
         let meta = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [bytes.len() as u64].as_slice()).unwrap();
         // Each time it is the same memory, given out anew.
         for _ in 0..10 * CROWDED {

@@ -5,9 +5,9 @@ use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use crate::error::StoreError;
+use crate::memory::segment_range::SegmentRange;
 use crate::memory::tensor::{Location, Tensor};
 use crate::tensor_meta::TensorMeta;
-use crate::transport::SegmentRange;
 
 /// A tensor to be stored: its bytes lie one after the other.
 #[derive(Debug)]
@@ -38,8 +38,7 @@ impl<'a> TensorToStore<'a> {
     /// The `meta.nbytes()` bytes at `start`.
     ///
     /// # Safety
-    /// They can be read as long as `'a`. Who changes them while they are stored gets some of the old and some of the
-    /// new.
+    /// They can be read as long as `'a`. If they change while they are stored, the shard mixes old and new bytes.
     pub unsafe fn from_raw(meta: TensorMeta, start: *const u8) -> Self {
         TensorToStore { meta, start, bytes: PhantomData }
     }

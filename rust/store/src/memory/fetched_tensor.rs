@@ -21,10 +21,10 @@ use crate::memory::tensor::{Location, Tensor};
 use crate::tensor_meta::TensorMeta;
 
 /// A copy of up to so many bytes is faster than a mapping of the slab, and keeps none of it.
-const MOST_COPIED: u64 = 64 << 10;
+const MAX_COPIED: u64 = 64 << 10;
 
 /// The kernel lets a process have 65530 mappings, and ends it in the oddest places when it has more.
-const MOST_MAPPINGS: usize = 16 << 10;
+const MAX_MAPPINGS: usize = 16 << 10;
 
 static MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 
@@ -65,7 +65,7 @@ struct SlabMapping(PrivateCopy);
 impl SlabMapping {
     /// `None` where there are too many, or the system has no space for it: a copy will do.
     fn new(location: &Location, range: Range<u64>) -> Option<Self> {
-        if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MOST_MAPPINGS {
+        if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MAX_MAPPINGS {
             let bytes = range.start as usize..range.end as usize;
             let copy = match location {
                 Location::Here(slab_range) => slab_range.slab.copy(bytes).ok(),
@@ -163,7 +163,7 @@ pub(crate) fn views_of(tensors: Vec<Tensor>, viewed: &Viewed) -> Vec<FetchedTens
         });
         for group in std::iter::once(together.as_slice()).chain(apart.chunks(1)) {
             let bytes: u64 = group.iter().map(|member| member.range.end - member.range.start).sum();
-            if bytes <= MOST_COPIED {
+            if bytes <= MAX_COPIED {
                 continue;
             }
             let range = group[0].range.start..group[group.len() - 1].range.end;
@@ -195,11 +195,11 @@ mod tests {
     #[test]
     fn mappings_that_have_ended_count_no_longer() {
         let pool = SlabPool::new("storage", 1 << 20);
-        let space: Allocation = allocate(&pool, &[MOST_COPIED + 1], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
-        let meta = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [MOST_COPIED + 1].as_slice()).unwrap();
+        let space: Allocation = allocate(&pool, &[MAX_COPIED + 1], None, &mut |_, _, _, _| Ok(())).unwrap().remove(0);
+        let meta = TensorMeta::new(Dtype::from_name("uint8").unwrap(), [MAX_COPIED + 1].as_slice()).unwrap();
         let tensor = Tensor::fetched(meta, Location::Here(space.into_range()));
         let viewed = Viewed::default();
-        for _ in 0..=MOST_MAPPINGS {
+        for _ in 0..=MAX_MAPPINGS {
             let view = views_of(vec![tensor.clone()], &viewed).remove(0);
             assert!(matches!(view._memory, Memory::Mapped { .. }));
         }

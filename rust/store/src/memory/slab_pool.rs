@@ -213,7 +213,7 @@ impl Reservation {
             usize::try_from(space).map_err(|_| StoreError::Invalid(format!("{space} bytes exceed any memory")))?;
         let set_aside = SlabPool::size_for(space).min(self.bytes);
         let (mut time_limit, failure) = (time_limit, Cell::new(None));
-        let mut go_on = || {
+        let mut check_cancelled = || {
             let checked = time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::check_cancelled);
             checked.map_err(|error| {
                 failure.set(Some(error));
@@ -227,7 +227,7 @@ impl Reservation {
                 Some(kept) => Ok(kept),
                 None => {
                     self.pool.make_room(0);
-                    self.pool.arena.take(len, &mut go_on)
+                    self.pool.arena.take(len, &mut check_cancelled)
                 }
             };
             let segment = taken.map_err(|error| failure.take().unwrap_or_else(|| error.into()))?;

@@ -1,4 +1,4 @@
-//! What a pool promises of its memory.
+//! The memory of a slab pool: sharing, limits and reuse.
 
 use super::*;
 use crate::memory::slab::{Allocation, SlabRange, allocate};
@@ -44,10 +44,10 @@ fn small_ones_share_a_slab_and_large_ones_have_one_each() {
     let is_one = |a: &SlabRange, b: &SlabRange| Arc::ptr_eq(&a.slab, &b.slab);
     assert!(is_one(&first[0], &first[2]) && !is_one(&first[0], &first[1]) && !is_one(&first[1], &first[3]));
     assert_eq!((first[0].offset, first[2].offset % 64), (0, 0));
-    // What comes later goes where there is space.
+    // A later allocation goes into the space that is left.
     let later = places(&pool, &[50]).unwrap();
     assert!(is_one(&first[0], &later[0]) && later[0].offset >= first[2].offset + 200);
-    // However many small ones there are, they take few slabs.
+    // Many small ones take few slabs.
     let many = places(&pool, &vec![10_000; 20_000]).unwrap();
     let mut slabs: Vec<_> = many.iter().map(|place| Arc::as_ptr(&place.slab)).collect();
     slabs.dedup();

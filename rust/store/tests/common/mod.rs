@@ -96,8 +96,8 @@ impl Transport for LocalTransport {
 
 /// Runs `work` with a time limit of so many seconds.
 pub fn within<T>(seconds: f64, work: impl FnOnce(&mut TimeLimit<'_>) -> T) -> T {
-    let mut go_on = || Ok(());
-    work(&mut TimeLimit::new(Instant::now() + Duration::from_secs_f64(seconds), &mut go_on))
+    let mut check_cancelled = || Ok(());
+    work(&mut TimeLimit::new(Instant::now() + Duration::from_secs_f64(seconds), &mut check_cancelled))
 }
 
 pub fn bytes_meta(len: u64) -> TensorMeta {

@@ -140,7 +140,7 @@ fn answers_that_make_no_sense_are_errors() {
         let error = fetch(&Liar::new(vec![Does::Says(says)]), 5.0).unwrap_err();
         assert!(is_right(&error), "{what}: {error:?}");
     }
-    // What comes beyond it spoils nothing but the connection.
+    // Bytes after the answer spoil only the connection.
     let longer = Liar::new(vec![Does::Says(answer(&[&good[..], b"x"].concat()))]);
     assert_eq!(fetch(&longer, 5.0).unwrap(), pattern(1, LEN as usize));
 }
@@ -198,8 +198,8 @@ fn a_deadline_holds_and_so_does_a_callers_word() {
     let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
     let begin = Instant::now();
     let end = begin + Duration::from_millis(200);
-    let mut go_on = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
-    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(10), &mut go_on);
+    let mut check_cancelled = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
+    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(10), &mut check_cancelled);
     let error = store.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut time_limit).unwrap_err();
     assert!(matches!(error, StoreError::Interrupted), "{error}");
     assert!(begin.elapsed() < Duration::from_millis(350), "{:?}", begin.elapsed());
@@ -229,8 +229,8 @@ fn a_deadline_holds_also_where_something_keeps_coming() {
     let (store, id) = (ProcessStore::new(LIMITS), "a".parse().unwrap());
     let begin = Instant::now();
     let end = begin + Duration::from_millis(200);
-    let mut go_on = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
-    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut go_on);
+    let mut check_cancelled = || if Instant::now() < end { Ok(()) } else { Err(StoreError::Interrupted) };
+    let mut time_limit = TimeLimit::new(begin + Duration::from_secs(60), &mut check_cancelled);
     let error = store.fetch(&[whole(&liar.address, &id, LEN)], &Client::new(), &mut time_limit).unwrap_err();
     assert!(matches!(error, StoreError::Interrupted), "{error}");
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());

@@ -15,7 +15,7 @@ const REQUEST: &str = "TUNDISH_TEST_REQUEST";
 
 const NOBODY: u32 = 65_534;
 
-/// What [`as_nobody`] starts: sends a request as another user and prints the status of the response.
+/// Sends a request as another user and prints the status of the response. [`as_nobody`] starts it.
 #[test]
 fn a_client_of_another_user() {
     let (Ok(address), Ok(request)) = (std::env::var(WHERE), std::env::var(REQUEST)) else { return };

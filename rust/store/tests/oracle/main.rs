@@ -247,7 +247,7 @@ impl World {
                 unique.push(((id.clone(), *range), taken(part)));
             }
         }
-        // What comes in the same call counts for what is asked for after it.
+        // A piece that an earlier entry of the same call fetches is not fetched again.
         let covers = |have: &FetchedRows, want: &FetchedRows| {
             let fits = match (have.1, want.1) {
                 (None, _) => true,

@@ -15,7 +15,7 @@ pub(crate) struct StepCounts {
     pub(crate) has_ended: bool,
 }
 
-/// What is known of a store's entries: in which step each is.
+/// The entries of a store, each with its step and its bytes.
 pub(crate) struct Model<K> {
     pub(crate) entries: BTreeMap<K, (Option<u64>, u64)>,
     pub(crate) all_counts: BTreeMap<u64, StepCounts>,

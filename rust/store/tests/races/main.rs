@@ -30,7 +30,7 @@ use shard_id::ShardId;
 type Step = u64;
 type Claimant = u64;
 
-/// What is fetched, in place of bytes.
+/// Stands for the bytes of a fetched shard.
 type Payload = u32;
 
 const BYTES: u64 = 64;
@@ -142,7 +142,7 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
                 Err(StoreError::Drained { .. }) => assert_eq!((removed, standing(&buffer)), (0, ((0, 0), 0, 1))),
                 Err(other) => panic!("{other}"),
             }
-            // Who asks now asks anew.
+            // A later lookup misses, and leads a new fetch.
             drop(lead(&buffer, &call_step));
         });
     }

@@ -103,9 +103,9 @@ impl<D: Disk + Clone> ReadLock<D> {
         &self,
         names: &BTreeSet<String>,
         every_byte: bool,
-        go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+        on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
     ) -> Result<Vec<Damage>, CommitError> {
-        verify::verify_files(&self.folder, &self.contents()?.manifest, names, every_byte, go_on)
+        verify::verify_files(&self.folder, &self.contents()?.manifest, names, every_byte, on_progress)
     }
 
     /// The files that the manifest does not list: no save wrote them.
@@ -142,7 +142,7 @@ impl<D: Disk + Clone> ReadLock<D> {
 }
 
 /// Reads every file of the checkpoint in `folder` and compares it with the manifest. The checkpoint is not removed or
-/// replaced meanwhile. `go_on` is called now and then with the bytes read and the bytes in total.
+/// replaced meanwhile. `on_progress` is called now and then with the bytes read and the bytes in total.
 ///
 /// Returns the names of the files that were saved without a checksum: only their sizes were compared.
 ///
@@ -153,9 +153,9 @@ impl<D: Disk + Clone> ReadLock<D> {
 /// [`CommitError::Io`] where the folder cannot be read, or this process has no descriptors or memory left.
 pub fn verify_checkpoint(
     folder: impl AsRef<Path>,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
-    verify::verify(&lock_at(&RealDisk, folder.as_ref())?.folder, go_on)
+    verify::verify(&lock_at(&RealDisk, folder.as_ref())?.folder, on_progress)
 }
 
 /// Keeps the checkpoint in `folder` from being removed or replaced as long as the lock lives, by any process. Gives an

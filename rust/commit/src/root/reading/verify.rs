@@ -19,10 +19,10 @@ use crate::root::contents::{Damage, OpenFolder};
 /// were saved without a checksum: only their sizes were compared. The caller keeps the checkpoint from being removed.
 pub(super) fn verify<D: Disk + Clone>(
     folder: &OpenFolder<D>,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<String>, CommitError> {
     let ReadManifest { manifest, .. } = read_manifest(folder).map_err(|problem| problem.into_error(folder))?;
-    let mut damaged = damage_in(folder, manifest.files.iter(), true, go_on)?;
+    let mut damaged = damage_in(folder, manifest.files.iter(), true, on_progress)?;
     damaged.extend(unlisted_in(folder, &manifest)?);
     refuse_damaged(folder, damaged)?;
     Ok(manifest.files.into_iter().filter(|file| file.checksum.is_none()).map(|file| file.name).collect())
@@ -34,11 +34,11 @@ pub(super) fn verify_files<D: Disk + Clone>(
     manifest: &Manifest,
     names: &BTreeSet<String>,
     every_byte: bool,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
     let files: BTreeMap<&str, &ManifestEntry> = manifest.files.iter().map(|file| (file.name.as_str(), file)).collect();
     let wanted = || names.iter().map(|name| (name, files.get(name.as_str()).copied()));
-    let mut damaged = damage_in(folder, wanted().filter_map(|(_, file)| file), every_byte, go_on)?;
+    let mut damaged = damage_in(folder, wanted().filter_map(|(_, file)| file), every_byte, on_progress)?;
     let unknown = wanted().filter(|(_, file)| file.is_none());
     damaged.extend(unknown.map(|(name, _)| Damage::unlisted(name.clone())));
     Ok(damaged)
@@ -85,12 +85,12 @@ fn damage_in<'a, D: Disk + Clone>(
     folder: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestEntry> + Clone,
     every_byte: bool,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
     let mut damaged = compare_sizes(folder, files.clone())?;
     if every_byte {
         let bad: BTreeSet<String> = damaged.iter().map(|damage| damage.name.clone()).collect();
-        damaged.extend(compare_bytes(folder, files.filter(|file| !bad.contains(&file.name)), go_on)?);
+        damaged.extend(compare_bytes(folder, files.filter(|file| !bad.contains(&file.name)), on_progress)?);
     }
     Ok(damaged)
 }
@@ -104,7 +104,7 @@ fn unlisted_in<D: Disk + Clone>(folder: &OpenFolder<D>, manifest: &Manifest) -> 
 fn compare_bytes<'a, D: Disk + Clone>(
     top: &OpenFolder<D>,
     files: impl Iterator<Item = &'a ManifestEntry>,
-    go_on: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
+    on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,
 ) -> Result<Vec<Damage>, CommitError> {
     let mut damaged = Vec::new();
     let mut summed = Vec::new();
@@ -126,7 +126,7 @@ fn compare_bytes<'a, D: Disk + Clone>(
             FileToSum { folder: &folder.folder, base_name: OsStr::new(base_name), path, size: file.size }
         })
         .collect();
-    let outcomes = file_checksums::checksums(&top.disk, &sources, &top.path, go_on)?;
+    let outcomes = file_checksums::checksums(&top.disk, &sources, &top.path, on_progress)?;
     for ((file, expected), outcome) in summed.iter().zip(outcomes) {
         damaged.push(match outcome {
             Ok(found) if found == *expected => continue,

@@ -165,7 +165,7 @@ impl Waiting {
     }
 
     /// Lets the writer go on; returns whether it ended well.
-    pub fn go_on(mut self) -> bool {
+    pub fn resume(mut self) -> bool {
         drop(self.process.stdin.take());
         // Read to the end, so that the writer cannot stand still before a full pipe.
         std::io::copy(&mut self.output, &mut std::io::sink()).unwrap();
@@ -186,8 +186,8 @@ impl Drop for Waiting {
     }
 }
 
-/// In a writer: prints `ready`, then waits for [`Waiting::go_on`].
-pub fn wait_for_go() {
+/// In a writer: prints `ready`, then waits for [`Waiting::resume`].
+pub fn wait_for_resume() {
     println!("ready");
     let mut nothing = String::new();
     std::io::stdin().read_line(&mut nothing).unwrap();

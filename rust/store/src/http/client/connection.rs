@@ -4,7 +4,8 @@
 //!
 //! Invariants:
 //!
-//! - No system call takes longer than [`TURN`]. Between two of them the deadline is checked, also while bytes keep coming.
+//! - No system call takes longer than [`MAX_WAIT`]. The deadline is checked between two of them, also while bytes keep
+//!   coming.
 //! - `inbox` holds what was received and not parsed yet, never more than the response.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
@@ -28,8 +29,8 @@ use crate::http::fork_safe_sockets::Socket;
 use crate::http::tls::ClientTls;
 use crate::time_limit::TimeLimit;
 
-/// Between two looks at whether to go on.
-const TURN: Duration = Duration::from_millis(50);
+/// The longest system call: between two of them the caller may cancel.
+const MAX_WAIT: Duration = Duration::from_millis(50);
 
 /// How long the kernel of an owner may take to answer that it is there. Asked for twice, within a second.
 const REACH: Duration = Duration::from_millis(400);
@@ -47,7 +48,7 @@ const READ_AHEAD: usize = 64;
 const READ_AT_ONCE: usize = 8 << 10;
 
 /// The most interim answers (status 1xx) before the final one.
-const MOST_INTERIM: usize = 16;
+const MAX_INTERIM: usize = 16;
 
 /// The failure of a connection.
 #[derive(Debug)]
@@ -151,7 +152,7 @@ impl Connection {
 
     /// The head of the answer. Interim answers are skipped.
     pub(super) fn head(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<ResponseHead, ConnectionFailure> {
-        for _ in 0..=MOST_INTERIM {
+        for _ in 0..=MAX_INTERIM {
             let head = self.parse(time_limit, |bytes| ResponseHead::parse(bytes).map_err(ConnectionFailure::Broken))?;
             if head.status >= 200 {
                 self.keeps_alive = head.keeps_alive;
@@ -296,8 +297,8 @@ fn open_socket(
             let end = Instant::now() + REACH;
             let is_connected = || -> rustix::io::Result<bool> {
                 let mut event = [PollFd::new(&*socket, PollFlags::OUT)];
-                let turn = end.saturating_duration_since(Instant::now()).min(TURN);
-                match poll(&mut event, Some(&Timespec { tv_sec: 0, tv_nsec: turn.subsec_nanos().into() })) {
+                let wait = end.saturating_duration_since(Instant::now()).min(MAX_WAIT);
+                match poll(&mut event, Some(&Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() })) {
                     Err(Errno::INTR) => Ok(false),
                     polled => Ok(polled? > 0),
                 }
@@ -319,8 +320,8 @@ fn open_socket(
 
 fn set_socket_options(socket: &TcpStream) -> rustix::io::Result<()> {
     set_tcp_nodelay(socket, true)?;
-    set_socket_timeout(socket, Timeout::Recv, Some(TURN))?;
-    set_socket_timeout(socket, Timeout::Send, Some(TURN))?;
+    set_socket_timeout(socket, Timeout::Recv, Some(MAX_WAIT))?;
+    set_socket_timeout(socket, Timeout::Send, Some(MAX_WAIT))?;
     set_socket_keepalive(socket, true)?;
     set_tcp_keepidle(socket, Duration::from_secs(1))?;
     set_tcp_keepintvl(socket, Duration::from_secs(1))?;

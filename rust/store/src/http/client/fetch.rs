@@ -15,23 +15,22 @@ use super::connection::{Connection, ConnectionFailure};
 use super::request::HttpRequest;
 use super::response_head::ResponseHead;
 use crate::error::{MissingShard, StoreError};
-use crate::fetch::FetchReceiver;
+use crate::fetch::{FetchReceiver, Transport};
 use crate::http::json::{self, ErrorAnswer};
 use crate::http::media_type::MediaType;
 use crate::http::shard_header::{self, Payload, ShardHeader};
 use crate::http::this_node;
 use crate::shard_id::ShardRows;
 use crate::time_limit::TimeLimit;
-use crate::transport::Transport;
 
 /// Tries of a request that fails each time.
-const MOST_FAILURES: u32 = 3;
+const MAX_FAILURES: u32 = 3;
 
 /// Bytes of an error answer that are read, beside the ids that it repeats.
-const MOST_READ: u64 = 1 << 20;
+const MAX_ERROR_BYTES: u64 = 1 << 20;
 
 /// An error answer may repeat the ids of a request twice: as missing and as removed.
-const MOST_REPEATED: u64 = 2;
+const MAX_ID_REPEATS: u64 = 2;
 
 /// Before the next try.
 const PAUSE: Duration = Duration::from_millis(50);
@@ -94,7 +93,7 @@ impl Transport for Client {
                     // Connections that wait lead to the same process.
                     self.idle_connections.forget(owner);
                     failures += 1;
-                    if failures == MOST_FAILURES || !matches!(failure, ConnectionFailure::Broken(_)) {
+                    if failures == MAX_FAILURES || !matches!(failure, ConnectionFailure::Broken(_)) {
                         let id = &wanted[batch.done.min(wanted.len() - 1)].id;
                         return Err(failure.into_error(owner, Some(id)));
                     }
@@ -119,7 +118,7 @@ impl Client {
         reads_memory: bool,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), FetchFailure> {
-        let end = batch.wanted.len().min(batch.done + json::MOST_IDS);
+        let end = batch.wanted.len().min(batch.done + json::MAX_IDS);
         let body = json::batch_body(&batch.wanted[batch.done..end]);
         let node = if reads_memory { this_node() } else { None };
         let request =
@@ -128,7 +127,7 @@ impl Client {
         let head = connection.head(time_limit)?;
         if head.status != 200 {
             let length = head.content_length;
-            if length > MOST_READ + MOST_REPEATED * body.len() as u64 {
+            if length > MAX_ERROR_BYTES + MAX_ID_REPEATS * body.len() as u64 {
                 let reason = format!("its answer of {length} bytes is too long to be read");
                 return Err(StoreError::Refused { owner: Arc::clone(batch.owner), status: head.status, reason }.into());
             }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::connection::Connection;
 
 /// Connections to one owner that are kept.
-const MOST_OF_ONE: usize = 8;
+const MAX_PER_OWNER: usize = 8;
 
 /// Connections that are kept: each takes a descriptor, and many systems allow a process 1024.
 const MOST: usize = 256;
@@ -67,7 +67,7 @@ impl IdleConnections {
         let mut state = self.lock();
         let is_full = state.count >= MOST;
         let of_owner = state.waiting.entry(Arc::clone(owner)).or_default();
-        if of_owner.len() < MOST_OF_ONE && !is_full {
+        if of_owner.len() < MAX_PER_OWNER && !is_full {
             of_owner.push(IdleConnection { connection, since: Instant::now() });
             state.count += 1;
         }

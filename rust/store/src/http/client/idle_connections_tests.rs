@@ -12,8 +12,8 @@ use crate::stats::Limits;
 use crate::time_limit::TimeLimit;
 
 fn ask(client: &Client, server: &Server) {
-    let mut go_on = || Ok(());
-    let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
+    let mut check_cancelled = || Ok(());
+    let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut check_cancelled);
     let owner = server.address().to_string().into();
     let mut connection = client.take_or_open(&owner, time_limit).unwrap();
     HttpRequest::new("GET", "/health", &[]).send(&mut connection, &owner, None, time_limit).unwrap();
@@ -44,8 +44,8 @@ fn owners_that_come_and_go_leave_no_connections_behind() {
 fn where_one_address_of_a_name_refuses_the_next_one_is_asked() {
     let living = serve();
     let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let mut go_on = || Ok(());
-    let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut go_on);
+    let mut check_cancelled = || Ok(());
+    let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut check_cancelled);
     assert!(Connection::open("a:1", &[dead, living.address()], None, time_limit).unwrap().is_idle());
     assert!(matches!(Connection::open("a:1", &[dead], None, time_limit), Err(ConnectionFailure::Broken(_))));
 }

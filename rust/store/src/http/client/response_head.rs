@@ -7,7 +7,7 @@
 const LONGEST_HEAD: usize = 16 << 10;
 
 /// The most fields of a head.
-const MOST_FIELDS: usize = 64;
+const MAX_FIELDS: usize = 64;
 
 /// The head of a response, as far as a client acts on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl ResponseHead {
     /// # Errors
     /// A description of the error.
     pub fn parse(bytes: &[u8]) -> Result<Option<(Self, usize)>, String> {
-        let mut fields = [httparse::EMPTY_HEADER; MOST_FIELDS];
+        let mut fields = [httparse::EMPTY_HEADER; MAX_FIELDS];
         let mut response = httparse::Response::new(&mut fields);
         let length = match response.parse(bytes) {
             Ok(httparse::Status::Complete(length)) => length,

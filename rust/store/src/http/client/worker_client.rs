@@ -75,14 +75,14 @@ impl WorkerClient {
         }
         let request = HttpRequest::new(method, path, body);
         let deadline = time_limit.deadline();
-        let mut go_on = || {
+        let mut check_cancelled = || {
             if self.is_closed.load(Ordering::Relaxed) {
                 let reason = "the connection was closed by this process".to_owned();
                 return Err(StoreError::Unanswered { owner: Arc::clone(&self.addr), reason });
             }
             time_limit.check_cancelled()
         };
-        let mut time_limit = TimeLimit::new(deadline, &mut go_on);
+        let mut time_limit = TimeLimit::new(deadline, &mut check_cancelled);
         let answered = self.exchange(&request, &mut time_limit);
         answered.map_err(|failure| failure.into_error(&self.addr, None))
     }

@@ -60,7 +60,7 @@ struct Progress {
     holds_claims: bool,
 }
 
-/// What a connection waits for, and since when.
+/// The event that a connection waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitsFor {
     /// For the client's next request.

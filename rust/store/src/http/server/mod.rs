@@ -59,7 +59,7 @@ const BACKLOG: i32 = 4096;
 const LONGEST_HEAD: usize = 16 << 10;
 
 /// The most fields of a head.
-const MOST_FIELDS: usize = 64;
+const MAX_FIELDS: usize = 64;
 
 /// Bytes that a connection reads or writes at once.
 const BUFFER: usize = 256 << 10;
@@ -242,7 +242,7 @@ async fn serve_http(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static
     http1::Builder::new()
         .auto_date_header(false)
         .header_read_timeout(None)
-        .max_headers(MOST_FIELDS)
+        .max_headers(MAX_FIELDS)
         .max_header_size(LONGEST_HEAD)
         .max_buf_size(BUFFER)
         .serve_connection(TokioIo::new(stream), service)
