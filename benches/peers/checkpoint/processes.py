@@ -49,7 +49,7 @@ def run_ranks(request: Mapping[str, Any], *, threads: int) -> dict[str, Any]:
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=said,
                 text=True,
-                # What a rank leaves behind when it fails is of its group.
+                # A group of its own, so that its children can be killed with it.
                 start_new_session=True,
                 env={
                     **os.environ,

@@ -72,13 +72,13 @@ def own_parts(read: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> dic
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it, seen as integers, so that every bit counts."""
+    """This rank's part of a tensor as integers, so that every bit is compared."""
     held = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return held.detach().view(torch.int16)
 
 
 class Changes:
-    """What training does to the tensors after a save: an element at each end of each, and back."""
+    """Changes tensors as training does after a save: the first and last element of each, and back."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._ends = [

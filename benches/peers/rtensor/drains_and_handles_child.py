@@ -93,11 +93,11 @@ def _of_areal(entries: int) -> tuple[Callable[[], object], Callable[[], int]]:
 
 
 def _drained(fetch: Callable[[], object], drain: Callable[[], int]) -> dict[str, float]:
-    """What a drain costs, and who fetches from the buffer meanwhile."""
+    """The time of a drain, and the longest fetch from the buffer during it."""
     longest = 0.0
     is_on, is_over = threading.Event(), threading.Event()
 
-    def go_on() -> None:
+    def fetch_repeatedly() -> None:
         nonlocal longest
         while not is_over.is_set():
             begin = time.perf_counter()
@@ -110,7 +110,7 @@ def _drained(fetch: Callable[[], object], drain: Callable[[], int]) -> dict[str,
     gc.collect()
     gc.freeze()
     gc.disable()
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=fetch_repeatedly)
     thread.start()
     time.sleep(0.1)
     is_on.set()

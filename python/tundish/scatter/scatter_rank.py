@@ -29,7 +29,7 @@ __all__ = ["GONE", "MAKE_NEW", "ScatterRank", "ScatterStats"]
 
 # Of a rank whose connection was closed, in messages.
 GONE: Final = "was killed, has ended, or has left the scatter"
-# What to do once a scatter is closed.
+# The advice of errors once a scatter is closed.
 MAKE_NEW: Final = "make a new group, or a new DispatchLoader, on all ranks"
 
 # How often a rank that waits looks for ranks that are gone.

@@ -21,7 +21,7 @@ def spread(model: Any, *, is_by_layer: bool = True) -> Any:
 
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     apart = ("LlamaDecoderLayer", "LlamaForCausalLM") if is_by_layer else ("PromptEmbedding",)
-    # What is within another module first.
+    # Inner modules come first.
     for module in reversed(list(model.modules())):
         if type(module).__name__ in apart:
             fully_shard(module, mesh=mesh)

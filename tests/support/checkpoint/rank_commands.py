@@ -1,7 +1,7 @@
-"""Ranks that open, save and close as they are told, and say what came of it.
+"""Ranks that open, save and close on command, and report the outcome.
 
-A test tells all ranks the same with `each`, and one of them something else by `Job.tell`. What a rank saves is known
-from the step alone: `assert_saved` reads it back.
+A test sends all ranks the same command with `each`, and one of them another with `Job.tell`. The step alone determines
+the tensors that a rank saves: `assert_saved` compares them.
 """
 
 from __future__ import annotations

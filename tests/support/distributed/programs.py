@@ -1,10 +1,10 @@
 """Programs of users for tests, as `subprocess` starts them with `python`, without the time of their imports.
 
 Their processes come from the fork server, which has torch imported already: one costs tenths of a second instead of
-seconds. What always holds: a program has a `__main__`, arguments, an environment, a folder and standard streams of its
-own, sees the mounts of its test, and comes to its end as an interpreter does: threads are waited for, `atexit` is
-called, modules are taken down. One that Ctrl-C ends has the status 1 and is not killed by the signal: where that,
-imports or the memory of a bare interpreter are what is tested, it takes an interpreter.
+seconds. A program has a `__main__`, arguments, an environment, a folder and standard streams of its own. It sees the
+mounts of its test, and ends as an interpreter does: threads are joined, `atexit` functions run, modules are cleared. A
+program that Ctrl-C ends has the status 1 and is not killed by the signal. A test of that, of imports or of the memory
+of a bare interpreter starts an interpreter instead.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tundish.checkpoint.tensor_checks import INSPECTOR
 
 
 class EagerCopy:
-    """What a stall is compared with: `Tensor.copy_` of the same tensors into buffers that were used before."""
+    """The floor of a stall: `Tensor.copy_` of the same tensors into buffers that were used before."""
 
     def __init__(self, root: Path, state: State) -> None:
         self._buffers = whole_of(state)

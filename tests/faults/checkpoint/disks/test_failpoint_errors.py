@@ -1,7 +1,7 @@
 """While two ranks train, each operation on the disk goes wrong once: it fails, is cut short, or panics.
 
-The calls are those of `test_failpoint_kills`. Whatever goes wrong on one rank, all ranks are told the same of every
-save, later saves succeed, and the root is what the ranks were told. Here some calls, under `make soak` all of them.
+The calls are those of `test_failpoint_kills`. After any failure on one rank, all ranks report the same outcome of every
+save, later saves succeed, and the root has the reported checkpoints. Tests some calls, and under `make soak` all.
 """
 
 from __future__ import annotations
