@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "a delete that does nothing",
         "rust/store/src/entries/storage.rs",
-        "taken.extend(some.iter().filter_map(|id| state.remove(id)));",
-        "taken.extend(some.iter().filter_map(|_| None::<StoredShard<P>>));",
+        "taken.extend(chunk.iter().filter_map(|id| state.remove(id)));",
+        "taken.extend(chunk.iter().filter_map(|_| None::<StoredShard<P>>));",
     ),
     Mutant(
         "a clear_node that forgets what was fetched",
@@ -75,7 +75,7 @@ MUTANTS = [
     Mutant(
         "no retry of a request",
         "rust/store/src/http/client/fetch.rs",
-        "if failures == MOST_FAILURES ||",
+        "if failures == MAX_FAILURES ||",
         "if failures > 0 ||",
     ),
     Mutant(
