@@ -17,8 +17,9 @@
 //! themselves: the kernel lets only processes of the same user attach.
 //!
 //! The server is hyper's, and sends shards from the memory that they are stored in. The client is a small blocking one
-//! on `httparse`: it receives into the memory that a shard stays in, and handing a request over to another thread and
-//! back would cost as much as fetching a small shard.
+//! on `httparse`: it receives into the memory that a shard stays in, where hyper receives into memory of its own that is
+//! copied afterwards. Through a client of hyper 1 in the calling thread, 256 MiB took 1.15 times as long, and 64 KiB 1.16
+//! times (medians of alternating fetches over loopback, checksums included, two busy processors).
 //!
 //! Checksums are always verified, while the bytes are in the processor's cache.
 
