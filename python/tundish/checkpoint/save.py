@@ -46,7 +46,7 @@ class Save(Future[Path]):
         self._is_queue_thread = is_queue_thread
         self._total = file_bytes
         self._written: Callable[[], int] = lambda: 0
-        # None before staging began and once the save is over.
+        # Set by the checkpointer: None before staging began and once the save is over; whether all is in host memory.
         self._staged_save: StagedSave | None = None
         self._was_staged = False
 
@@ -170,14 +170,6 @@ class Save(Future[Path]):
             )
 
     # Only the checkpointer calls the methods below.
-
-    def _set_staged_save(self, staged: StagedSave) -> None:
-        """Set what `staged` waits for."""
-        self._staged_save = staged
-
-    def _mark_staged(self) -> None:
-        """Note that host memory holds everything."""
-        self._was_staged = True
 
     def _set_progress(self, written: Callable[[], int]) -> None:
         """Set the function that returns how many bytes are written."""

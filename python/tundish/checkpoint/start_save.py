@@ -108,7 +108,9 @@ class _Attempt:
         resources, request = self._resources, self._request
         resources.failure.raise_pending()
         check_step(request.step)
-        _check_tag(request.tag)
+        tag = request.tag
+        if tag is not None and (not isinstance(tag, str) or not tag or not tag.isprintable()):
+            raise InvalidInputError(f"tag is {tag!r}: give a word of printable characters, or None")
         _check_flag("overwrite", request.overwrite)
         _check_flag("blocking", request.blocking)
         queue = resources.queues[request.kind]
@@ -180,7 +182,7 @@ def start_save(resources: CheckpointerResources, request: SaveRequest) -> Save:
     try:
         try:
             queued.staged = stager.stage()
-            queued.save._set_staged_save(queued.staged)
+            queued.save._staged_save = queued.staged
         except BaseException as caught:
             # The finalizer's next vote tells the other ranks.
             queued.staged, queued.caller_raises = caught, True
@@ -231,8 +233,3 @@ def _queued_save(
 def _check_flag(name: str, flag: object) -> None:
     if not isinstance(flag, bool):
         raise InvalidTypeError(f"{name} must be True or False, not {flag!r}")
-
-
-def _check_tag(tag: object) -> None:
-    if tag is not None and (not isinstance(tag, str) or not tag or not tag.isprintable()):
-        raise InvalidInputError(f"tag is {tag!r}: give a word of printable characters, or None")

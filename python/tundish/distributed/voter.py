@@ -245,21 +245,10 @@ class Voter:
     def build_once_per_node(
         self, build: Callable[[], T], *, what: str, timeout: timedelta | float | None = None
     ) -> T | None:
-        """Collective: run `build` on one rank of every node while the others wait.
+        """Collective: the public `build_once_per_node`, with this voter.
 
-        The builder of a node is its first rank in the group (local rank 0, where the group holds it).
-
-        Args:
-            build: slow work that may raise anything. It must not vote with this voter; it may call
-                `raise_if_peer_lost`.
-            what: a name of the result, for messages.
-            timeout: how long the others wait for the builders; None, the default, for as long as they take.
-
-        Returns:
-            The result of `build` on builders, None on the others, once all builders are done.
-
-        Raises:
-            What `vote` raises: a builder's own error on it, `PeerFailedError` on all others.
+        The builder of a node is its first rank in the group (local rank 0, where the group holds it). `build` must not
+        vote with this voter; it may call `raise_if_peer_lost`.
         """
         self.vote(what=f"{what}: meeting before it")
         built: T | None = None

@@ -95,7 +95,7 @@ def node_shared(
     try:
         if voter.rank == builder:
             backing = _build(array_or_callable, key, None if path is None else Path(path).absolute())
-            address = json.dumps(_to_json(backing))
+            address = json.dumps(asdict(backing if isinstance(backing, ArrayFile) else backing.handle))
     except BaseException as caught:  # noqa: BLE001 (raised again by the broadcast)
         error = caught
     address = voter.broadcast(address, error, source=builder, what=what, timeout=None)
@@ -147,12 +147,8 @@ def _build(array_or_callable: Any, key: str | None, folder: Path | None) -> Shar
     return SharedArray.from_array(array) if folder is None else publish_array(array, layout, folder, key)
 
 
-def _to_json(backing: SharedArray | ArrayFile) -> dict[str, Any]:
-    """Return the address of an array as a JSON object."""
-    return asdict(backing if isinstance(backing, ArrayFile) else backing.handle)
-
-
 def _from_json(address: dict[str, Any]) -> SharedArray | ArrayFile:
+    """Open an array at the address that its builder sent."""
     if "path" in address:
         return ArrayFile(**address)
     return SharedArray.attach(Handle(**address))

@@ -185,7 +185,7 @@ class Finalizer:
         error: BaseException | None = None
         try:
             _staged_of(queued).wait_staged(None)
-            queued.save._mark_staged()
+            queued.save._was_staged = True
             self.notify("staged", self.kind, queued.save.step)
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught

@@ -7,7 +7,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -31,8 +30,6 @@ from tundish.errors import InvalidTypeError
 
 __all__ = ["DcpStager"]
 
-# A longer `extra` appears in messages as a digest.
-_READABLE = 200
 _SIMPLE = (int, float, str, bytes, type(None))
 
 
@@ -84,7 +81,7 @@ class DcpStager:
         else:
             self._rank_values = self._part.local_values
         self.fingerprint = (
-            f"staging {staging}, extra (what differs by rank goes into rank_extra) {_shortened(extra_text)}"
+            f"staging {staging}, extra (what differs by rank goes into rank_extra) {extra_text}"
         )
 
     @property
@@ -227,11 +224,6 @@ def _not_json(value: Any, where: str) -> str | None:
     else:
         return f"{where} is of type {type(value).__qualname__}"
     return next((problem for problem in found if problem), None)
-
-
-def _shortened(text: str) -> str:
-    """`text`, or its digest if it is too long for a message."""
-    return text if len(text) <= _READABLE else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _pickled(name: str, value: Any) -> bytes:
