@@ -35,6 +35,7 @@ NOTE = f"""\
 - The loops take `len` of each list of `input_ids`, in batches of 1000: `ds.iter(1000)`, and `to_pylist` of what \
 `ParquetFile.iter_batches` gives. They run over {count(LOOP_ROWS)} rows, and their time is multiplied by the number of \
 samples over that.
+- Parquet has no offsets: tokens are decoded to be counted, by all contestants.
 - The counts of a shuffled dataset are gathered through its indices."""
 
 

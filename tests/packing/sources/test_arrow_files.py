@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,28 @@ def test_a_damaged_file_is_refused_by_its_name(name: str, tmp_path: Path) -> Non
                 continue
             with pytest.raises(InvalidInputError, match=name.replace(".", r"\.")):
                 ask(path)
+
+
+@pytest.mark.parametrize("offsets", [(0, 2, 2**30), (0, 2**30, 3), (0, 2, -1)])
+def test_offsets_beyond_the_tokens_are_refused(offsets: tuple[int, ...], tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    write_file(pa.table({"input_ids": [[11, 12], [13]]}), path)
+    whole, own = path.read_bytes(), struct.pack("<3i", 0, 2, 3)
+    assert whole.count(own) == 1
+    path.write_bytes(whole.replace(own, struct.pack("<3i", *offsets)))
+    with pytest.raises(InvalidInputError, match=r"a\.arrow: "):
+        td.packing.lengths(path)
+    with pytest.raises(InvalidInputError, match=r"a\.arrow: cannot be read as an Arrow IPC file: "):
+        list(td.packing.open_samples(path))
+
+
+def test_counts_beyond_int32_are_int64_in_files_too(tmp_path: Path) -> None:
+    table = pa.table({"length": [3, 5, 2**31, 7]})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    write_file(table, tmp_path / "a.arrow")
+    for name in ("a.parquet", "a.arrow"):
+        found = td.packing.lengths(tmp_path / name)
+        assert (found.tolist(), found.dtype) == ([3, 5, 2**31, 7], np.int64)
 
 
 def test_refusals_name_the_file_and_the_row_in_it(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
     counts = array("q")
     for sample in samples:
         value = sample
-        if isinstance(sample, Mapping):
+        # Asking for the type of a dict takes a tenth of the time.
+        is_mapping = type(sample) is dict or isinstance(sample, Mapping)
+        if is_mapping:
             if column is None or column not in sample:
                 # That of the first sample holds for all.
                 column = choose_column(list(map(str, sample)), column, LENGTH_COLUMNS, where(len(counts)))
@@ -46,7 +48,7 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
             if type(value) is int and 0 <= value <= _MOST_TOKENS:
                 counts.append(value)
                 continue
-        counts.append(_count(value, column if isinstance(sample, Mapping) else None, where, len(counts)))
+        counts.append(_count(value, column if is_mapping else None, where, len(counts)))
     return narrowed(np.frombuffer(counts, dtype=np.int64) if counts else np.empty(0, dtype=np.int64))
 
 
