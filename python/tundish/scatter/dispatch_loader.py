@@ -146,6 +146,7 @@ class DispatchLoader(Generic[T_co]):
         with agree_on_participants(group, src, replicate) as (voter, participants, timeout):
             is_source = participants.rank == participants.source
             job = group_info(None)
+            # 1. Check this rank's arguments. The vote raises the error on all ranks.
             error, length = None, None
             try:
                 self._loader = self._check_loader(
@@ -170,6 +171,7 @@ class DispatchLoader(Generic[T_co]):
                 length = length_of(dataloader) if is_source else None
             except Exception as caught:  # noqa: BLE001 (the vote raises it again)
                 error = caught
+            # 2. Compare them with those of other ranks, and learn the source's length and the loader's name.
             # Receivers would wait without end for a source that may prefetch more than they do.
             same = same_arguments(tail=repr(tail), prefetch=prefetch, prefetch_bytes=prefetch_bytes)
             text = json.dumps((length, secrets.token_hex(16))) if is_source else None
@@ -182,6 +184,7 @@ class DispatchLoader(Generic[T_co]):
                 timeout=timeout,
             )
             self._length, name = json.loads(text)
+            # 3. Connect the ranks.
             kind = ScatterSource if is_source else ScatterReceiver
             self._scatter = kind(voter, participants, timeout=timeout, in_loop=True)
         self._timeout = timeout.total_seconds()
