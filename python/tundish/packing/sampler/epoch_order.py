@@ -80,6 +80,7 @@ class EpochOrder:
         self._order = self._window = None
 
     def _ordered(self, start: int, stop: int) -> _Packs:
+        """The packs at the positions from `start` to `stop` in the order, which repeats from its beginning."""
         positions = np.arange(start, stop, dtype=np.int64) % self._packs
         if not self._shuffle:
             return positions
@@ -88,6 +89,11 @@ class EpochOrder:
         return self._order[positions]
 
     def _grouped(self, number: int, longest: _Packs) -> _Packs:
+        """The packs of window `number`, one row for each global batch.
+
+        For two batches of two packs, with longest pieces of 9, 1, 8 and 2 tokens, the rows become in turn:
+        `[1 2] [8 9]`, sorted and cut; `[8 9] [1 2]`, batches shuffled; `[9 8] [1 2]`, each batch shuffled.
+        """
         first = number * _WINDOW_BATCHES
         batches = min(_WINDOW_BATCHES, self._steps - first)
         packs = self._ordered(first * self._global_batch, (first + batches) * self._global_batch)
