@@ -451,10 +451,10 @@ class DispatchLoader(Generic[T_co]):
         self._next_seconds += waited
         state, start = self._state, epoch.start
         if start is not None and not self._scatter.is_source:
-            if state.loaded not in (None, (start.epoch, start.done)):
+            if state.loaded not in (None, (start.epoch, start.skipped)):
                 raise StateMismatchError(
-                    f"this rank loaded a state of epoch {state.epoch} after {state.done} batches, and the source "
-                    f"begins with epoch {start.epoch} after {start.done}: load the state on the source too"
+                    f"this rank loaded a state of epoch {state.epoch} after {state.batches} batches, and the source "
+                    f"begins with epoch {start.epoch} after {start.skipped}: load the state on the source too"
                 )
             state.epoch, self._length = start.epoch, start.length
         if step is None:
@@ -463,8 +463,8 @@ class DispatchLoader(Generic[T_co]):
         # Bringing it to a device may fail: then it was not handed out.
         batch: T_co = step.make()
         length = None if start is None else start.length
-        is_last = length is not None and not self._step_count(length - step.done)
-        state.advance(step.done, step.state, is_last=is_last)
+        is_last = length is not None and not self._step_count(length - step.drawn)
+        state.advance(step.drawn, step.state, is_last=is_last)
         self._handed_out += 1
         self.is_padding = step.is_padding
         return batch

@@ -40,12 +40,12 @@ class EpochStart(NamedTuple):
 
     Attributes:
         epoch: the number of its epoch.
-        done: how many of the epoch's batches are left out.
+        skipped: how many of the epoch's batches are left out.
         length: how many batches the source's loader has; None where that is not known.
     """
 
     epoch: int
-    done: int
+    skipped: int
     length: int | None
 
 
@@ -55,14 +55,14 @@ class LoaderStep(NamedTuple):
     Attributes:
         make: makes the batch, on the caller's thread.
         is_padding: whether another rank gets the batch too, because the last batches are too few.
-        done: how many batches of the epoch were drawn by now.
+        drawn: how many batches of the epoch were drawn or left out by now.
         state: of the source's loader after them; None on other ranks and where it has none.
         size: bytes of the batch.
     """
 
     make: Callable[[], Any]
     is_padding: bool
-    done: int
+    drawn: int
     state: Any
     size: int
 

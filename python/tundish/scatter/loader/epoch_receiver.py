@@ -74,7 +74,7 @@ class EpochReceiver(Epoch):
     def _handle_control(self, kind: str, *values: Any) -> None:
         if kind == ControlKind.BEGIN:
             self.start = EpochStart(*values)
-            self._done = self.start.done
+            self._done = self.start.skipped
         elif kind == ControlKind.TAIL:
             (self._new,) = values
         elif kind == ControlKind.END:

@@ -27,7 +27,7 @@ class LoaderState:
 
     Attributes:
         epoch: the epoch of the iteration under way, or of the next one.
-        done: how many batches of that epoch were handed out or left out, over all ranks.
+        batches: how many batches of that epoch were handed out or left out, over all ranks.
         loader_state: the state of the source's loader after them; None on other ranks and where it has none.
         requested_epoch: the last argument of `set_epoch`; None before its first call.
         loaded: epoch and batches of a state that was loaded, until a step after it is handed out.
@@ -35,7 +35,7 @@ class LoaderState:
 
     def __init__(self, skip: int) -> None:
         self.epoch = 0
-        self.done = skip
+        self.batches = skip
         self.loader_state: Any = None
         self.requested_epoch: int | None = None
         self.loaded: tuple[int, int] | None = None
@@ -49,13 +49,13 @@ class LoaderState:
             self.end()
         skip, state = self._skip, None
         if self.loaded is not None:
-            skip, state = self.done, self.loader_state
-        self.done, self.loader_state = skip, state
+            skip, state = self.batches, self.loader_state
+        self.batches, self.loader_state = skip, state
         return skip, state
 
-    def advance(self, done: int, state: Any, *, is_last: bool) -> None:
+    def advance(self, batches: int, state: Any, *, is_last: bool) -> None:
         """Count a step that was handed out. `is_last`: whether it is known to be the last of its epoch."""
-        self.done, self.loader_state, self._is_complete = done, state, is_last
+        self.batches, self.loader_state, self._is_complete = batches, state, is_last
         self._skip, self.loaded = 0, None
 
     def end(self) -> None:
@@ -75,7 +75,7 @@ class LoaderState:
             "kind": _KIND,
             "version": _VERSION,
             "epoch": self.epoch,
-            "batches": self.done,
+            "batches": self.batches,
             "requested_epoch": self.requested_epoch,
             "loader": self.loader_state,
         }
@@ -111,13 +111,13 @@ class LoaderState:
             )
         except (InvalidInputError, InvalidTypeError) as error:
             raise StateMismatchError(f"the loader's state was edited: {error}") from None
-        self.epoch, self.done, self.requested_epoch = epoch, batches, told
+        self.epoch, self.batches, self.requested_epoch = epoch, batches, told
         self.loader_state = state["loader"]
         self.loaded = epoch, batches
         self._skip, self._is_complete = 0, False
 
     def _move_to(self, epoch: int) -> None:
-        self.epoch, self.done, self.loader_state, self.loaded = epoch, self._skip, None, None
+        self.epoch, self.batches, self.loader_state, self.loaded = epoch, self._skip, None, None
         self._is_complete = False
 
 
