@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tundish.errors import (
@@ -279,27 +279,8 @@ class PackedBatchSampler:
             >>> list(resumed)
             [[2, 3], [4, 5]]
         """
-        if not isinstance(state, Mapping):
-            raise StateMismatchError(f"state is {format_type(state)}: give what state_dict() returned")
-        if state.get("kind") != "PackedBatchSampler":
-            keys = ", ".join(map(str, state)) or "none"
-            found = (
-                f"its 'kind' is {state['kind']!r:.100}"
-                if "kind" in state
-                else f"it has no 'kind' (keys: {keys:.200})"
-            )
-            raise StateMismatchError(
-                f"this is not the state of a PackedBatchSampler: {found}; pass what its state_dict() returned"
-            )
-        if state.get("version") != STATE_VERSION:
-            raise StateMismatchError(
-                f"the state has version {state.get('version')!r}, this release of tundish reads "
-                f"{STATE_VERSION}: load it with the release that saved it"
-            )
         identity = self._identity()
-        missing = [key for key in (*identity, "epoch", "step") if key not in state]
-        if missing:
-            raise StateMismatchError(f"the sampler's state lacks {', '.join(missing)}: it was cut or edited")
+        _check_form(state, (*identity, "epoch", "step"))
         for key, mine in identity.items():
             theirs = _value_of_state(state, key, type(mine))
             if theirs != mine:
@@ -389,6 +370,30 @@ class _Steps:
         self.step += 1
         start = sampler.rank * sampler.batch_size
         return packs[start : start + sampler.batch_size]
+
+
+def _check_form(state: Any, keys: Iterable[str]) -> None:
+    """Refuse what is no state of this class and version, and a state without one of `keys`."""
+    if not isinstance(state, Mapping):
+        raise StateMismatchError(f"state is {format_type(state)}: give what state_dict() returned")
+    if state.get("kind") != "PackedBatchSampler":
+        names = ", ".join(map(str, state)) or "none"
+        found = (
+            f"its 'kind' is {state['kind']!r:.100}"
+            if "kind" in state
+            else f"it has no 'kind' (keys: {names:.200})"
+        )
+        raise StateMismatchError(
+            f"this is not the state of a PackedBatchSampler: {found}; pass what its state_dict() returned"
+        )
+    if state.get("version") != STATE_VERSION:
+        raise StateMismatchError(
+            f"the state has version {state.get('version')!r}, this release of tundish reads "
+            f"{STATE_VERSION}: load it with the release that saved it"
+        )
+    missing = [key for key in keys if key not in state]
+    if missing:
+        raise StateMismatchError(f"the sampler's state lacks {', '.join(missing)}: it was cut or edited")
 
 
 def _value_of_state(state: Mapping[str, Any], key: str, kind: type) -> Any:
