@@ -1,7 +1,7 @@
 """Checkpoints that are saved while training goes on, and are complete or not there.
 
-`Checkpointer` saves Hugging Face exports (`hf`) and torch DCP checkpoints (`dcp`) under one root. A save is submitted
-on the caller's thread (`submit`), staged in host memory (`staging`) and published in the background (`publish`).
+`Checkpointer` saves Hugging Face exports (`hf`) and torch DCP checkpoints (`dcp`) under one root. A save is taken
+on the caller's thread (`start_save`), staged in host memory (`staging`) and published in the background (`publish`).
 `open_readonly` reads a root from elsewhere, without importing torch.
 """
 

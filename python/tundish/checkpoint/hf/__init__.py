@@ -1,1 +1,1 @@
-"""Hugging Face exports: planned (`export_plan`), staged (`stager`, `gather`), written (`staged_export`, `sidecars`)."""
+"""Hugging Face exports: plan (`export_plan`), staging (`hf_stager`, `gather`), files (`staged_export`, `sidecars`)."""
