@@ -79,13 +79,14 @@ class Retention:
 
         Raises `CallbackError` where `keep` fails.
         """
-        counted: dict[str | None, int] = {}
+        newer_of_tag: dict[str | None, int] = {}
         surplus = []
-        for position, checkpoint in enumerate(reversed(published)):
-            rank = counted.get(checkpoint.tag, 0)
-            counted[checkpoint.tag] = rank + 1
+        for checkpoint in reversed(published):
+            newer = newer_of_tag.get(checkpoint.tag, 0)
+            newer_of_tag[checkpoint.tag] = newer + 1
             limit = self.keep_last if checkpoint.tag is None else self.keep_tagged.get(checkpoint.tag)
-            if limit is None or rank < limit or position == 0 or self._is_kept(checkpoint):
+            is_newest = checkpoint is published[-1]
+            if is_newest or limit is None or newer < limit or self._is_kept(checkpoint):
                 continue
             surplus.append(checkpoint.step)
         # `keep` may have protected what was judged before.
