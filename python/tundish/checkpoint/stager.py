@@ -1,4 +1,4 @@
-"""The seam between `Checkpointer` and the kinds of checkpoints: `Stager` copies, `StagedSave` writes.
+"""The interface between `Checkpointer` and the kinds of checkpoints: `Stager` copies, `StagedSave` writes.
 
 The caller's thread of every rank makes a `Stager`, which refuses bad arguments early. `Stager.stage` copies the
 tensors into host memory. The save queue's thread then works on the `StagedSave`.
@@ -86,6 +86,9 @@ class StagedSave(ABC):
 
 class Stager(Protocol):
     """One save before it is staged, known from names, shapes and dtypes alone.
+
+    `start_save` calls `reserve`, `prepare` and `stage` in this order. A rank that needs preparation reserves after
+    `prepare`; one whose `prepare` returns True reserves again. If `stage` does not succeed, `release` is called.
 
     Attributes:
         file_bytes: bytes of the files that this rank writes; after `prepare`.
