@@ -115,7 +115,13 @@ def load_from_root(
 
 
 class _CandidateCheckpoints:
-    """The DCP checkpoints of a root that were not skipped, for the rank that proposes one."""
+    """The DCP checkpoints of a root that were not skipped, for the rank that proposes one.
+
+    - It proposes the newest whole checkpoint. Damaged ones above it are skipped, with an error in the log.
+    - A proposed checkpoint that fails its verification is skipped, and the one before it is proposed.
+    - If all were skipped, loading fails: training must not start anew by itself.
+    - If there is none at all, nothing is proposed: this is a first start.
+    """
 
     def __init__(self, root: ReadonlyRoot) -> None:
         self._root = root
