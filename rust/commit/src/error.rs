@@ -7,10 +7,11 @@ use rustix::io::Errno;
 
 use crate::manifest::CheckpointKind;
 
-/// Why a folder could not be written, published or swept.
+/// Why a folder, a file or a checkpoint could not be written, published, read or removed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommitError {
+    // ---- Folders, files and shards, also those of a root ----
     /// A system call failed.
     #[error("cannot {operation} {}: {source}", path.display())]
     Io {
@@ -94,6 +95,8 @@ pub enum CommitError {
         /// The path that was being worked on.
         path: PathBuf,
     },
+
+    // ---- Checkpoint roots ----
     /// Another process owns the checkpoint root.
     #[error("{} is owned by {owner}; end that process, or save elsewhere", path.display())]
     RootInUse {
@@ -201,6 +204,8 @@ pub enum CommitError {
         /// The folder that was to be replaced.
         path: PathBuf,
     },
+
+    // ---- Folders and checkpoints ----
     /// The folder is complete and visible under its final name, but the fsync of its parent failed: a crash of
     /// the machine may take the name away again (never a part of the folder). See
     /// [`AtomicFolder::publish`](crate::AtomicFolder::publish).
