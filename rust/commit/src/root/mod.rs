@@ -22,6 +22,26 @@
 //!    (`external_changes.rs`).
 //!
 //! Everything goes through a [`Disk`](crate::disk::Disk), so that tests can cut the power between any two steps.
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use tundish_commit::disk::RealDisk;
+//! use tundish_commit::root::{OpenOptions, Root};
+//! use tundish_commit::{CheckpointKind, write_small_file};
+//!
+//! let parent = tempfile::tempdir().unwrap();
+//! let options = OpenOptions::new(Duration::ZERO);
+//! let root = Root::open(RealDisk, &parent.path().join("run"), options, &mut || Ok(()))?;
+//! let folder = root.begin(CheckpointKind::Hf, 100, false)?;
+//! write_small_file(folder, "config.json", b"{}")?;
+//! let manifest = r#"{"format_version": 1, "kind": "hf", "step": 100, "files": [{"name": "config.json", "size": 2}]}"#;
+//! let path = root.publish(CheckpointKind::Hf, 100, manifest, false)?;
+//! assert_eq!(path, parent.path().join("run/hf-100"));
+//! assert_eq!(root.list()?.len(), 1);
+//! root.close();
+//! # Ok::<(), tundish_commit::CommitError>(())
+//! ```
 
 mod checkpoint_root;
 mod contents;
