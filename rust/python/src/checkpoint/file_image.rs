@@ -51,7 +51,9 @@ impl FileImage {
 
     /// Begin to copy `tensors`, each to its place, on up to `threads` threads. With an `inspector` this is faster.
     ///
-    /// A place is a tuple that begins with the first byte, the end and the dtype. Places are ascending and disjoint.
+    /// `places[i]` is a tuple that begins with the first byte, the end and the dtype of `tensors[i]`, as in
+    /// `(0, 4096, torch.float32)`. Places are ascending and disjoint. The copy holds references to the image and the
+    /// tensors. Do not change the tensors, or free their storages, before its `finish` or `abort` returns.
     #[pyo3(signature = (places, tensors, threads, inspector=None))]
     fn begin_copy(
         &self,
