@@ -11,6 +11,13 @@ use crate::disk::Disk;
 use crate::manifest::CheckpointKind;
 
 /// A root that this process owns, and alone may change. Its methods may be called from several threads.
+///
+/// - [`open`](Root::open) takes the writer lock and recovers the root; [`close`](Root::close) releases it.
+/// - [`begin`](Root::begin) makes the folder of a checkpoint. [`publish`](Root::publish) or [`abandon`](Root::abandon)
+///   ends what it began.
+/// - [`list`](Root::list) returns the published checkpoints.
+/// - [`remove`](Root::remove) removes one of them, unless [`protect`](Root::protect) was called for its step.
+/// - [`discard_after`](Root::discard_after) sets newer ones aside after a rollback.
 pub struct Root<D: Disk + Clone + 'static> {
     pub(super) root: OpenFolder<D>,
     pub(super) process: u32,
