@@ -1,4 +1,11 @@
-//! Binds `tundish-shm`: one file for each class that Python has.
+//! Binds `tundish-shm`.
+//!
+//! - `segment`: segments that hold an array, and views of them; `named`: the sweep of segments with a name.
+//! - `buffers`: memory that one process writes and another receives, and the arena that keeps it.
+//! - `task_queue`: the queue of a pool, and the watcher that ends a worker with its parent.
+//! - `votes`: votes of the ranks of a node.
+//!
+//! The other files hold what these share, and export no class.
 //!
 //! Invariants: memory of a buffer that Python has stays where it is as long as the object that exported it. The registry
 //! of attachments is used with the GIL held.
