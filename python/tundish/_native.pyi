@@ -1,3 +1,6 @@
+# The signatures of `tundish._native`. The docstrings are in the folders of `rust/python/src` that the headings name;
+# `help(tundish._native.ShardStore)` shows them.
+
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -70,6 +73,8 @@ __all__ = [
 
 HAS_FAILPOINTS: Final[bool]
 
+# ---- packing, atomic_folder ----
+
 @type_check_only
 class PackRequest(TypedDict):
     lengths: Sequence[NDArray[Any]]
@@ -138,6 +143,8 @@ class PackLookup:
     ) -> tuple[
         NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]
     ]: ...
+
+# ---- checkpoint ----
 
 @final
 class FileImage:
@@ -276,6 +283,8 @@ class CheckpointReadLock:
     def close(self) -> None: ...
 
 def open_checkpoints_readonly(path: _Path) -> ReadonlyCheckpointRoot: ...
+
+# ---- shm ----
 
 # Bytes, or what `is_plain`.
 _Content = bytes | None | bool | int | float | complex | str
@@ -419,6 +428,8 @@ class ReceivedBuffer:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+# ---- tree, tensor_inspector ----
+
 def are_apart(addresses: list[int], sizes: bytes) -> bool: ...
 def traverse(
     root: object,
@@ -462,6 +473,8 @@ class TensorInspector:
 class TensorBuilder:
     def build(self, memory: object) -> list[Any]: ...
 
+# ---- store ----
+
 def dump_handles(value: object) -> bytes: ...
 def load_handles(data: bytes) -> Any: ...
 
@@ -503,6 +516,8 @@ class RTensor:
 
 # Shards, tensors, bytes.
 _Removed = tuple[int, int, int]
+# Bytes of the claimed shards, ids that are not stored here, ids that belong to other steps.
+_Claimed = tuple[int, list[str], list[str]]
 
 @final
 class ShardStore:
@@ -529,7 +544,7 @@ class ShardStore:
     @staticmethod
     def begin_step(step: int, claimant: int) -> None: ...
     @staticmethod
-    def claim(step: int, claimant: int, shard_ids: Iterable[str]) -> tuple[int, list[str], list[str]]: ...
+    def claim(step: int, claimant: int, shard_ids: Iterable[str]) -> _Claimed: ...
     @staticmethod
     def end_step(step: int) -> str: ...
     @staticmethod
