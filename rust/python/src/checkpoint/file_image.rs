@@ -65,13 +65,13 @@ impl FileImage {
         TensorCopy::begin(&self.image, places, tensors, threads, inspector)
     }
 
-    /// The buffer protocol of Python 3.12 (PEP 688).
+    /// Returns a `memoryview`. Python 3.12 and later have this method built in (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
 
     /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
+    /// Called by Python alone, with a `view` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let image = &slf.get().image;
         // SAFETY: `view` is Python's; the memory lives and stays where it is as long as `slf`, to which the view holds

@@ -19,7 +19,7 @@ struct MappedBuffer {
 #[pymethods]
 impl MappedBuffer {
     /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
+    /// Called by Python alone, with a `view` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let (data, len) = slf.get().column.bytes();
         // SAFETY: `view` is Python's; the bytes are mapped as long as `slf` lives, of which the view takes a

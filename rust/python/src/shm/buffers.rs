@@ -198,7 +198,7 @@ impl SendBuffer {
         Ok(self.lock().buffer()?.len())
     }
 
-    /// Python has this method of its own from 3.12 on (PEP 688).
+    /// Returns a `memoryview`. Python 3.12 and later have this method built in (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
@@ -322,7 +322,7 @@ impl ReceivedBuffer {
         self.view.len()
     }
 
-    /// Python has this method of its own from 3.12 on (PEP 688).
+    /// Returns a `memoryview`. Python 3.12 and later have this method built in (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }

@@ -257,7 +257,7 @@ impl SharedSegment {
 
 #[pymethods]
 impl SegmentView {
-    /// Python has this method of its own from 3.12 on (PEP 688).
+    /// Returns a `memoryview`. Python 3.12 and later have this method built in (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }

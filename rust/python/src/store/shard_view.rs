@@ -56,13 +56,13 @@ impl ShardView {
         Ok(usize::try_from(self.kept.view().meta().nbytes())?)
     }
 
-    /// Python 3.12 and later have it built in (PEP 688).
+    /// Returns a `memoryview`. Python 3.12 and later have this method built in (PEP 688).
     fn __buffer__<'py>(slf: &Bound<'py, Self>, _flags: c_int) -> PyResult<Bound<'py, PyMemoryView>> {
         PyMemoryView::from(slf)
     }
 
     /// # Safety
-    /// Called by Python alone, with a `view` to be filled.
+    /// Called by Python alone, with a `view` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let memory = slf.get().kept.view();
         let length = isize::try_from(memory.meta().nbytes())?;
