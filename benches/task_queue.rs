@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use tundish_shm::task_queue::{ParentQueue, ResultWaiter, TakeOutcome, TimeLimit, WorkerQueue};
+use tundish_shm::task_queue::{ParentQueue, TakeOutcome, TimeLimit, WaiterRole, WorkerQueue};
 
 const PAYLOAD: [u8; 32] = [7; 32];
 const BATCH: usize = 64;
@@ -54,14 +54,14 @@ fn stream(queue: &ParentQueue, rounds: u64) {
     while collected < rounds {
         let count = BATCH.min((rounds - put) as usize);
         queue.put_many(core::iter::repeat_n((0, PAYLOAD), count), |_| put += 1);
-        queue.wait(ResultWaiter::Caller, &mut TimeLimit::new(Some(Duration::from_secs(10)), None, &mut || true));
+        queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(Duration::from_secs(10)), None, &mut || true));
         queue.collect(|_, _, _| collected += 1);
     }
 }
 
 fn there_and_back(queue: &ParentQueue) {
     queue.put(0, &PAYLOAD).expect("a small payload").expect("room");
-    queue.wait(ResultWaiter::Caller, &mut TimeLimit::new(Some(Duration::from_secs(10)), None, &mut || true));
+    queue.wait(WaiterRole::Caller, &mut TimeLimit::new(Some(Duration::from_secs(10)), None, &mut || true));
     queue.collect(|_, _, payload| assert_eq!(payload, PAYLOAD));
 }
 
