@@ -25,14 +25,14 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 RESULTS = CHECKOUT / "benches" / "RESULTS.md"
 NOT_A_DISK = ("tmpfs", "ramfs")
 MEASURES = {
-    "packing": ("plan", "published", "shuffle", "lookup", "lengths", "curve"),
+    "packing": ("plan", "published", "shuffle", "lookup", "lengths", "balance", "curve"),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
     "scatter": ("local", "gloo", "peers", "tree", "overlap", "worlds", "nodes"),
     "rtensor": ("sockets", "transports", "ray", "stores", "memory", "beside", "drains", "handles"),
 }
 PACKAGES = {
-    "packing": ("tundish", "numpy", "torch", "numba", "megatron-core", "pyarrow", "datasets"),
+    "packing": ("tundish", "numpy", "torch", "numba", "megatron-core", "pyarrow", "datasets", "verl"),
     "checkpoint": (
         "tundish",
         "torch",
@@ -49,6 +49,7 @@ PACKAGES = {
 
 def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[], Sequence[object]]], str]:
     """Return the measures of packing, and a sentence about their rounds."""
+    from packing.balance.cases import balance
     from packing.cases import Scale, hard_plan, published, shuffle
     from packing.lengths_case import lengths
     from packing.lookup_case import lookup
@@ -68,6 +69,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "shuffle": lambda: [shuffle(scale)],
         "lookup": lambda: [lookup(scale)],
         "lengths": lambda: [lengths(scale)],
+        "balance": lambda: [balance(scale)],
         "curve": lambda: curve(scale),
     }, summary
 

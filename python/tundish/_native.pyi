@@ -40,12 +40,14 @@ __all__ = [
     "WorkerClient",
     "are_apart",
     "available_processors",
+    "balanced_parts",
     "checksum_file",
     "default_arena_limit",
     "dump_handles",
     "exit_with_parent",
     "is_plain",
     "load_handles",
+    "micro_batches",
     "open_checkpoints_readonly",
     "open_plan",
     "pack",
@@ -128,6 +130,16 @@ class AtomicFolder:
     def publish(self) -> None: ...
     def abandon(self) -> None: ...
 
+def balanced_parts(
+    lengths: NDArray[Any],
+    parts: int,
+    costs: NDArray[Any] | None = None,
+    attention: bool = False,
+    equal_counts: bool = False,
+) -> list[NDArray[np.int64]]: ...
+def micro_batches(
+    lengths: NDArray[Any], max_tokens: int, count: int | None = None
+) -> list[NDArray[np.int64]]: ...
 def shuffled_indices(
     samples: int, seed: int, epoch: int | None = None, progress: _Progress | None = None
 ) -> NDArray[Any]: ...

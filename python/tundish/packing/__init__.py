@@ -10,6 +10,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
     from tundish.packing.arguments.integer_arrays import as_integer_array
+    from tundish.packing.balancing import balance, micro_batches
     from tundish.packing.build.pack import pack, pack_datasets
     from tundish.packing.dataset.packed_collator import PackedCollator
     from tundish.packing.dataset.packed_dataset import PackedDataset
@@ -25,6 +26,7 @@ else:
         __name__,
         {
             "tundish.packing.arguments.integer_arrays": ("as_integer_array",),
+            "tundish.packing.balancing": ("balance", "micro_batches"),
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
             "tundish.packing.dataset.packed_collator": ("PackedCollator",),
             "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
@@ -48,8 +50,10 @@ __all__ = [
     "PackedDataset",
     "Piece",
     "as_integer_array",
+    "balance",
     "compare",
     "lengths",
+    "micro_batches",
     "open_samples",
     "pack",
     "pack_datasets",

@@ -1,8 +1,9 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
 //! `inputs` reads lengths and orders, `packer` computes a plan with `hard` or `whole`, `plan` holds a plan and looks packs
-//! up, `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM. The
-//! crate knows neither Python nor torch.
+//! up, `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM.
+//! `balance` splits the samples of one training step over ranks and into micro-batches. The crate knows neither Python
+//! nor torch.
 //!
 //! Invariants:
 //! 1. The same inputs give the same plan, for any number of threads and on any processor.
@@ -16,6 +17,7 @@
 // Columns are mapped from files and hashed as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "plan files and fingerprints are little-endian");
 
+pub mod balance;
 pub mod error;
 pub mod fingerprint;
 pub mod folder;

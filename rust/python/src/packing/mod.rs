@@ -1,5 +1,6 @@
 //! Binds `tundish-packing`.
 
+mod balance;
 mod folder;
 mod integer_array;
 mod mapped_array;
@@ -8,6 +9,7 @@ mod packer;
 mod plan_conversions;
 mod shuffle;
 
+pub(crate) use balance::{balanced_parts, micro_batches};
 pub(crate) use folder::{open_plan, save_plan};
 pub(crate) use pack_lookup::PackLookup;
 pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};

@@ -1,0 +1,1 @@
+"""Balanced parts, beside verl."""
