@@ -30,9 +30,7 @@ fn good(is_split: bool) -> &'static [Vec<u8>] {
         let request = if is_split { split_request() } else { request() };
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        Packer::new(request, &mut NoProgress)
-            .and_then(|plan| plan.write(&target, &mut NoProgress))
-            .expect("a plan");
+        Packer::new(request, &mut NoProgress).and_then(|plan| plan.write(&target, &mut NoProgress)).expect("a plan");
         names(is_split).iter().map(|name| fs::read(target.join(name)).expect("a file")).collect()
     })
 }
