@@ -61,6 +61,14 @@ def test_what_is_saved_is_loaded(mode: str, overlong: str, tmp_path: Path) -> No
         assert again.lookup([0, 1]).start.tolist() == plan.lookup([0, 1]).start.tolist()
 
 
+def test_a_pickled_plan_whose_folder_was_replaced_is_refused(folder: Path) -> None:
+    sent = pickle.dumps(td.PackPlan.load(folder))
+    shutil.rmtree(folder)
+    td.pack(LENGTHS, 128, mode="sequential", overlong="split", out=folder)
+    with pytest.raises(PlanMismatchError, match="holds another plan now"):
+        pickle.loads(sent)
+
+
 @pytest.mark.parametrize("overlong", OVERLONG)
 def test_without_lengths_the_stops_are_those_that_the_columns_hold(overlong: str, tmp_path: Path) -> None:
     plan = td.pack(LENGTHS, 128, mode="ordered", overlong=overlong, out=tmp_path / "plan")

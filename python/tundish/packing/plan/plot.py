@@ -177,7 +177,7 @@ def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
     figure.text(
         0.07,
         0.945,
-        f"{len(plan):,} packs of {plan.max_length:,} tokens",
+        f"{len(plan):,} packs of {'' if plan.mode == 'hard' else 'up to '}{plan.max_length:,} tokens",
         fontsize=20,
         color=INK,
         weight="bold",
@@ -286,7 +286,7 @@ def _draw_cuts(axes: Any, counts: PlotCounts) -> None:
 
 
 def _draw_overlong(axes: Any, plan: ReadablePlan, stats: dict[str, Any]) -> None:
-    _frame(axes, "Samples longer than a pack", "", "samples")
+    _frame(axes, "Overlong samples", "", "samples")
     bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
     note = "none"
     if plan.overlong != "error":
@@ -312,7 +312,9 @@ def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: P
     _frame(axes, "Where the tokens go", "", "")
     axes.grid(False)
     packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
-    losses: list[tuple[float, str, str]] = [(dropped, ORANGE, "dropped")]
+    losses: list[tuple[float, str, str]] = []
+    if dropped or not padding:
+        losses.append((dropped, ORANGE, "dropped"))
     if padding:
         losses.append((padding, PALE, "padding"))
     rows: list[tuple[str, float, list[tuple[float, str, str]]]] = [("packed", packed, losses)]
@@ -332,7 +334,7 @@ def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: P
         axes.text(
             0,
             row - 0.29,
-            f"{name}: {_short(kept)} tokens, {', '.join(said)}",
+            f"{name}: {_short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}",
             color=INK,
             fontsize=10.5,
             va="bottom",
