@@ -13,8 +13,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 USE = re.compile(r"\bcrate::(?:(\w+)|\{([^;]*)\})")
-# `packer` of packing calls the modes of packing, which use its samples, scans and outputs.
-ALLOWED = {("folder", "packer"), ("hard", "packer"), ("whole", "packer")}
 UNIT_TESTS = re.compile(r"^#\[cfg\(test\)\]\s+mod \w+ \{", re.MULTILINE)
 
 
@@ -45,7 +43,7 @@ def imports(crate: Path) -> dict[str, set[str]]:
         module = file.relative_to(crate).parts[0].removesuffix(".rs")
         if module in modules and not file.stem.endswith("tests"):
             used = {module_of[name] for name in names_used(code(file)) if name in module_of} - {module}
-            graph[module] |= {name for name in used if (module, name) not in ALLOWED}
+            graph[module] |= used
     return graph
 
 

@@ -21,7 +21,6 @@ pub mod balance;
 pub mod error;
 pub mod fingerprint;
 pub mod folder;
-mod hard;
 pub mod inputs;
 pub mod megatron_sample_index;
 mod memory;
@@ -32,7 +31,6 @@ pub mod request;
 mod simd;
 mod threads;
 pub mod verify;
-mod whole;
 
 pub use error::PackError;
 pub use inputs::Integers;

@@ -4,8 +4,7 @@ use std::path::Path;
 
 use super::npy::NpyHeader;
 use crate::error::PackError;
-use crate::packer::WideColumns;
-use crate::plan::Field;
+use crate::plan::{Field, WideColumns};
 
 /// Bytes of the files of the columns; `wide` tells which columns have 8 bytes a value.
 pub(super) fn bytes_of_columns(packs: u64, pieces: u64, fields: &[Field], wide: WideColumns) -> u128 {

@@ -12,8 +12,7 @@ use super::npy::{HEADER_BYTES, NpyHeader};
 use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, disk_space, file_name};
 use crate::error::PackError;
 use crate::inputs::IntegerKind;
-use crate::packer::WideColumns;
-use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView};
+use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView, WideColumns};
 use crate::progress::Progress;
 
 /// One column on its way to its file.

@@ -3,27 +3,29 @@
 //! A first pass checks, sums and hashes the lengths (`scan`). Then the mode reads the ordered samples a chunk at a time
 //! (`samples`) and appends packs to the plan (`output`).
 
+mod hard;
 mod output;
 mod repeated_samples;
 mod samples;
 mod scan;
+mod whole;
 
 use std::path::Path;
 
 use crate::error::PackError;
 use crate::fingerprint::{Fingerprint, LEAF, ParameterHash};
 use crate::folder::{FolderWriter, check_disk_space};
-use crate::hard;
 use crate::inputs::{OrderedSamples, SampleLengths, SampleOrder, check_order};
 use crate::memory;
-use crate::plan::{FORMAT_VERSION, Field, HardMetadata, OrderKind, Plan, PlanInteger, PlanMetadata, WholeMetadata};
+use crate::plan::{
+    FORMAT_VERSION, Field, HardMetadata, OrderKind, Plan, PlanInteger, PlanMetadata, WholeMetadata, WideColumns,
+};
 use crate::progress::Progress;
 use crate::request::{Mode, Overlong, PackRequest, WholeOptions};
 use crate::threads::Threads;
-use crate::whole;
 
 use output::{MemoryOutput, WidthProbe};
-pub(crate) use output::{PackColumns, PlanOutput, WideColumns};
+pub(crate) use output::{PackColumns, PlanOutput};
 pub(crate) use repeated_samples::SeenSamples;
 pub(crate) use samples::{
     CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, ReadFailure, SampleReader, Samples, bad_order,

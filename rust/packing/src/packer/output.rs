@@ -2,11 +2,8 @@
 
 use crate::error::PackError;
 use crate::folder::FolderWriter;
-use crate::plan::{Column, Field, PlanInteger};
+use crate::plan::{Column, Field, PlanInteger, WideColumns};
 use crate::progress::Progress;
-
-/// Which columns have 8 bytes a value, by field.
-pub(crate) type WideColumns = [bool; Field::ALL.len()];
 
 /// The fields of `PackColumns::packs`.
 const PACK_FIELDS: [Field; 4] = [Field::IndicesCuLen, Field::StartOffset, Field::EndOffset, Field::Longest];

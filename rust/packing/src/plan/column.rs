@@ -27,6 +27,9 @@ pub enum Field {
     PieceStop,
 }
 
+/// Which columns have 8 bytes a value, by field.
+pub(crate) type WideColumns = [bool; Field::ALL.len()];
+
 impl Field {
     /// All fields, in order.
     pub const ALL: [Self; 8] = [

@@ -11,8 +11,8 @@ mod metadata;
 use crate::error::PackError;
 use crate::inputs::Integers;
 
-pub(crate) use column::PlanInteger;
 pub use column::{Column, Field};
+pub(crate) use column::{PlanInteger, WideColumns};
 pub use lookup::{AsIntegers, AttachedLengths, LocatedPacks, PackBatch, TO_THE_END, locate, lookup};
 pub use metadata::{FORMAT_VERSION, HardMetadata, OrderKind, PlanMetadata, WholeMetadata};
 
