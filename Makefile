@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Folders are listed because a folder's date changes when a file is added or removed.
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' -o -name Cargo.toml)
-CORE_TESTS := --features tundish-commit/failpoints,tundish-python/failpoints
+CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples .ci
 # Where `.ci/vocabulary.txt` holds.
 SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run .ci/rust_cycles.py rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
