@@ -6,7 +6,7 @@ Invariants: lists are counted by their offsets; no token is read, and no row bec
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,16 @@ import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, missing_extra
 from tundish.packing.arguments.integer_arrays import IntegerArray
-from tundish.packing.sources.columns import INPUT_IDS, LENGTH_COLUMNS, choose_column, format_names
+from tundish.packing.sources.columns import (
+    INPUT_IDS,
+    LENGTH_COLUMNS,
+    LengthsBuffer,
+    choose_column,
+    format_names,
+)
 
 __all__ = [
+    "append_lengths",
     "arrow_errors",
     "check_lengths",
     "choose_length_column",
@@ -156,6 +163,25 @@ def lengths_of(column: Any) -> IntegerArray:
     found = _as_signed(counts.fill_null(0)).astype(np.int64)
     found[counts.is_null().to_numpy()] = -1
     return found
+
+
+def append_lengths(found: LengthsBuffer, batches: Iterable[Any], name: str, where: str) -> None:
+    """Append the token counts of the column `name` of all record batches of a file to `found`.
+
+    Raises:
+        InvalidInputError: A row is null or holds no token count.
+    """
+    import pyarrow
+
+    row = 0
+    for batch in batches:
+        column = pyarrow.chunked_array([batch.column(name)])
+        # Checks that there are as many offsets as rows: reading others would end the process.
+        column.validate()
+        counts = lengths_of(column)
+        check_lengths(counts, column, name, where, row)
+        found.append(counts)
+        row += len(counts)
 
 
 def check_lengths(lengths: IntegerArray, column: Any, name: str, where: str, first_row: int = 0) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 from tundish.errors import InvalidInputError
 from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.sources.arrow.columns import (
+    append_lengths,
     arrow_errors,
-    check_lengths,
     choose_length_column,
     choose_sample_columns,
     import_pyarrow,
-    lengths_of,
     same_columns,
 )
 from tundish.packing.sources.arrow.samples import ArrowSamples
@@ -34,21 +33,13 @@ class ArrowFiles:
     paths: Sequence[Path]
 
     def lengths(self, column: str | None) -> IntegerArray:
-        pyarrow = import_pyarrow("reading an Arrow file")
+        import_pyarrow("reading an Arrow file")
         found = LengthsBuffer()
         for path in self.paths:
             where = str(path)
             with arrow_errors(where, _KIND):
                 name = choose_length_column(_open(path).schema, column, where)
-                row = 0
-                for batch in _batches(path, [name]):
-                    held = pyarrow.chunked_array([batch.column(name)])
-                    # Whether its offsets are as many as its rows: reading others would end the process.
-                    held.validate()
-                    counts = lengths_of(held)
-                    check_lengths(counts, held, name, where, row)
-                    found.append(counts)
-                    row += len(counts)
+                append_lengths(found, _batches(path, [name]), name, where)
         return found.finish()
 
     def samples(self, column: str | None, columns: Sequence[str] | None) -> ArrowSamples:

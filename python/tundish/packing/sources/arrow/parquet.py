@@ -13,12 +13,11 @@ from typing import Any
 
 from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.sources.arrow.columns import (
+    append_lengths,
     arrow_errors,
-    check_lengths,
     choose_length_column,
     choose_sample_columns,
     import_pyarrow,
-    lengths_of,
     same_columns,
 )
 from tundish.packing.sources.arrow.samples import ArrowSamples
@@ -40,19 +39,13 @@ class ParquetFiles:
     paths: Sequence[Path]
 
     def lengths(self, column: str | None) -> IntegerArray:
-        pyarrow = import_pyarrow("reading a Parquet file")
+        import_pyarrow("reading a Parquet file")
         found = LengthsBuffer()
         for path in self.paths:
             where = str(path)
             with arrow_errors(where, _KIND), _open(where) as file:
                 name = choose_length_column(file.schema_arrow, column, where)
-                row = 0
-                for batch in _batches(file, name):
-                    held = pyarrow.chunked_array([batch.column(name)])
-                    counts = lengths_of(held)
-                    check_lengths(counts, held, name, where, row)
-                    found.append(counts)
-                    row += len(counts)
+                append_lengths(found, _batches(file, name), name, where)
         return found.finish()
 
     def samples(self, column: str | None, columns: Sequence[str] | None) -> ArrowSamples:
