@@ -15,7 +15,7 @@ from support.packing.whole_plan import Options, packed_in_order, parts_of
 from torch.utils.data import DataLoader
 
 import tundish as td
-from tundish.errors import PlanMismatchError
+from tundish.errors import PlanMismatchError, TundishError
 
 MODES = ["best_fit", "ordered", "sequential"]
 Samples = list[list[int]]
@@ -32,21 +32,26 @@ def without_lengths(plan: td.PackPlan) -> td.PackPlan:
     return td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
 
 
-def check_item(item: dict[str, Any], pieces: Samples) -> None:
-    bounds = np.cumsum([0, *map(len, pieces)]).tolist()
-    assert item["input_ids"].tolist() == [token for piece in pieces for token in piece]
-    assert item["labels"].tolist() == item["input_ids"].tolist()
-    assert item["position_ids"].tolist() == [place for piece in pieces for place in range(len(piece))]
-    assert item["cu_seqlens"].tolist() == bounds
-    assert item["max_seqlen"] == max(map(len, pieces))
+PADDING = 99_999
+
+
+def check_item(item: dict[str, Any], pieces: Samples, align: int = 1) -> None:
+    paddings = [-len(piece) % align for piece in pieces]
+    padded = [piece + [PADDING] * padding for piece, padding in zip(pieces, paddings, strict=True)]
+    labels = [piece + [-100] * padding for piece, padding in zip(pieces, paddings, strict=True)]
+    assert item["input_ids"].tolist() == [token for piece in padded for token in piece]
+    assert item["labels"].tolist() == [label for piece in labels for label in piece]
+    assert item["position_ids"].tolist() == [place for piece in padded for place in range(len(piece))]
+    assert item["cu_seqlens"].tolist() == np.cumsum([0, *map(len, padded)]).tolist()
+    assert item["max_seqlen"] == max(map(len, padded))
 
 
 @given(
     lengths=st.lists(st.integers(0, 30), max_size=25),
-    max_length=st.integers(1, 6).map(lambda n: 2 * n),
+    max_length=st.integers(1, 3).map(lambda n: 6 * n),
     mode=st.sampled_from(MODES),
     overlong=st.sampled_from(["split", "truncate", "drop"]),
-    align=st.sampled_from([1, 2]),
+    align=st.sampled_from([1, 2, 3]),
     attached=st.booleans(),
 )
 def test_items_are_the_packs(
@@ -57,21 +62,23 @@ def test_items_are_the_packs(
     options = Options(max_length, overlong, align=align)
     parts = parts_of(lengths, list(range(len(lengths))), options)
     pieces = [samples[part.sample][part.start : part.stop] for part in parts]
-    dataset = td.PackedDataset(samples, plan if attached else without_lengths(plan))
+    dataset = td.PackedDataset(samples, plan if attached else without_lengths(plan), pad_token_id=PADDING)
     items = dataset.__getitems__(range(len(dataset)))
+    assert sum(len(item["input_ids"]) for item in items) == sum(map(options.taken, parts))
     if mode != "best_fit":
         window = 64 if mode == "ordered" else 1
         packs = packed_in_order(parts, options, window)
         expected = [[samples[part.sample][part.start : part.stop] for part in pack] for pack in packs]
         for item, pack in zip(items, expected, strict=True):
-            check_item(item, pack)
+            check_item(item, pack, align)
     found = []
     for number, item in enumerate(items):
         bounds = item["cu_seqlens"].tolist()
         tokens = item["input_ids"].tolist()
-        own = [tokens[start:stop] for start, stop in pairwise(bounds)]
-        check_item(item, own)
-        check_item(dataset[number], own)
+        padded = [tokens[start:stop] for start, stop in pairwise(bounds)]
+        own = [[token for token in piece if token != PADDING] for piece in padded]
+        check_item(item, own, align)
+        check_item(dataset[number], own, align)
         found += own
     assert sorted(found) == sorted(pieces)
 
@@ -137,3 +144,36 @@ def test_a_pack_that_would_be_too_long_is_refused() -> None:
     plan = without_lengths(td.pack([3, 3], 8, mode="sequential"))
     with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 9 tokens"):
         td.PackedDataset([[1] * 6, [1] * 3], plan)[0]
+
+
+def test_columns_of_aligned_pieces_have_their_padding_values() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "labels": [7, 8, 9], "weight": [0.5] * 3, "kind": [1] * 3, "code": [True] * 3},
+        {"input_ids": [4], "loss_mask": [1], "weight": [0.25], "kind": [2], "code": [False]},
+    ]
+    columns = {"weight": 9.5, "kind": -1, "code": True}
+    plan = td.pack([3, 1], 8, mode="sequential", align=4)
+    for row in rows:
+        row.setdefault("loss_mask", None)
+        row.setdefault("labels", None)
+    item = td.PackedDataset(rows, plan, columns=columns, mask_first_token=True)[0]
+    assert item["input_ids"].tolist() == [1, 2, 3, 0, 4, 0, 0, 0]
+    assert item["labels"].tolist() == [-100, 8, 9, -100, -100, -100, -100, -100]
+    assert item["weight"].tolist() == [0.5, 0.5, 0.5, 9.5, 0.25, 9.5, 9.5, 9.5]
+    assert item["kind"].tolist() == [1, 1, 1, -1, 2, -1, -1, -1]
+    assert item["code"].tolist() == [True, True, True, True, False, True, True, True]
+    assert (item["weight"].dtype, item["code"].dtype) == (torch.float32, torch.bool)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**63, True, "0", 0.5])
+def test_a_wrong_padding_token_is_refused(wrong: Any) -> None:
+    with pytest.raises(TundishError, match="pad_token_id"):
+        td.PackedDataset([[1]], td.pack([1], 4), pad_token_id=wrong)
+    with pytest.raises(TundishError, match="pad_token_id"):
+        td.PackedCollator(pad_token_id=wrong)
+
+
+def test_a_pack_that_would_be_too_long_with_its_padding_is_refused() -> None:
+    plan = without_lengths(td.pack([5, 1], 12, mode="sequential", overlong="split", align=4))
+    with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 16 tokens"):
+        td.PackedDataset([[1] * 5, [1] * 5], plan)[0]

@@ -1,7 +1,7 @@
 """`PackedCollator`: items of a `PackedDataset` as the keyword arguments of a transformers model.
 
-Invariants: keys, shapes, dtypes and values equal those of transformers' `DataCollatorWithFlattening` for the same
-pieces, each as a feature of its own.
+Invariants: without padding and columns, keys, shapes, dtypes and values equal those of transformers'
+`DataCollatorWithFlattening` for the same pieces, each as a feature of its own. Padding is one more piece, the last.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.packing.arguments.integers import as_integer
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS
 from tundish.packing.dataset.sample_values import collected
 from tundish.packing.dataset.samples import IGNORED_LABEL
@@ -28,7 +30,7 @@ _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.
 
 
 class PackedCollator:
-    """The `collate_fn` that lays the packs of a batch end to end in one row, without padding.
+    """The `collate_fn` that lays the packs of a batch end to end in one row.
 
     | key | type | when |
     |---|---|---|
@@ -46,13 +48,26 @@ class PackedCollator:
     The label of each piece's first token is -100, whatever the dataset's `mask_first_token` is: the model shifts
     labels by one over the whole row, and would otherwise learn to predict it from another piece.
 
+    The row has no padding unless `pad_to` or `pad_to_multiple_of` asks for it. The padding is one more piece after the
+    last: `input_ids` are `pad_token_id`, `labels` -100, `position_ids` count from 0, columns have their padding values,
+    and the bounds and `seq_idx` count it as a piece. So no piece sees it.
+
     Args:
         return_flash_attn_kwargs: Give the bounds to flash attention, so that it does not compute them from
             `position_ids` in each layer.
         return_seq_idx: Give the number of the piece that each token is in, which Mamba-like layers take.
+        pad_to: Tokens of every row, so that compiled models and CUDA graphs see one shape: packs of a batch ×
+            `max_length` of the plan. A batch with more tokens is refused.
+        pad_to_multiple_of: Pad each row to the next multiple of so many tokens; not with `pad_to`.
+        pad_pieces_to: Pieces that `cu_seq_lens_q` and `cu_seq_lens_k` have room for, the padding among them, so that
+            their shape is fixed, too: (pad_pieces_to + 1,). They end with repetitions of the last bound, which are
+            pieces without tokens, and `max_length_q` and `max_length_k` are `pad_to`. It needs `pad_to` and
+            `return_flash_attn_kwargs`.
+        pad_token_id: The token of the padding.
 
     Raises:
-        InvalidTypeError: An option is not a boolean.
+        InvalidTypeError: An option is of a wrong type.
+        InvalidInputError: An option is below 1, `pad_token_id` below 0, or options exclude or need each other.
 
     Example:
         >>> import tundish as td
@@ -62,7 +77,16 @@ class PackedCollator:
         ([[1, 2, 3, 4, 5, 6, 7, 8]], [[0, 1, 2, 0, 0, 1, 2, 3]])
     """
 
-    def __init__(self, *, return_flash_attn_kwargs: bool = False, return_seq_idx: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        return_flash_attn_kwargs: bool = False,
+        return_seq_idx: bool = False,
+        pad_to: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        pad_pieces_to: int | None = None,
+        pad_token_id: int = 0,
+    ) -> None:
         for name, value in (
             ("return_flash_attn_kwargs", return_flash_attn_kwargs),
             ("return_seq_idx", return_seq_idx),
@@ -71,6 +95,17 @@ class PackedCollator:
                 raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
         self.return_flash_attn_kwargs = return_flash_attn_kwargs
         self.return_seq_idx = return_seq_idx
+        self.pad_to = _size(pad_to, "pad_to")
+        self.pad_to_multiple_of = _size(pad_to_multiple_of, "pad_to_multiple_of")
+        self.pad_pieces_to = _size(pad_pieces_to, "pad_pieces_to")
+        self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
+        if self.pad_to and self.pad_to_multiple_of:
+            raise InvalidInputError("pad_to and pad_to_multiple_of exclude each other: give one of them")
+        if self.pad_pieces_to and not (self.pad_to and return_flash_attn_kwargs):
+            raise InvalidInputError(
+                "pad_pieces_to pads the bounds of flash attention in rows of one length: give pad_to and "
+                "return_flash_attn_kwargs=True, too"
+            )
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the model's arguments for a batch of items.
@@ -83,7 +118,8 @@ class PackedCollator:
 
         Raises:
             InvalidInputError: There are no items; an item's labels, positions, bounds or columns do not fit its
-                tokens; or items have different columns.
+                tokens; items have different columns; or they have more tokens than `pad_to` or pieces than
+                `pad_pieces_to`.
             InvalidTypeError: An item does not come from a `PackedDataset`, or holds something else than
                 one-dimensional integers on the CPU.
 
@@ -109,24 +145,32 @@ class PackedCollator:
         # One check over all items: a check of each item would take as long as all others together.
         if (sizes <= 0).any():
             raise _first_misfit(items)
-        if before > _MOST_TOKENS:
+        padding = self._padding(before, items)
+        if padding:
+            joined = np.append(joined, before + padding)
+            sizes = np.append(sizes, padding)
+        if joined[-1] > _MOST_TOKENS:
             raise InvalidInputError(
-                f"the batch has {before} tokens, and the int32 bounds of its pieces end at {_MOST_TOKENS}"
+                f"the batch has {joined[-1]} tokens, and the int32 bounds of its pieces end at {_MOST_TOKENS}"
             )
         cu_seqlens = joined.astype(np.int32)
-        # Items may hold integers of any width; `long` does not copy int64.
-        labels = torch.cat([item["labels"] for item in items]).long()
-        labels.numpy()[cu_seqlens[:-1]] = IGNORED_LABEL
+        labels = _row(items, "labels", padding, IGNORED_LABEL)
+        labels.numpy()[0, cu_seqlens[:-1]] = IGNORED_LABEL
         batch: dict[str, Any] = {
-            "input_ids": torch.cat([item["input_ids"] for item in items]).long()[None],
-            "labels": labels[None],
-            "position_ids": torch.cat([item["position_ids"] for item in items]).long()[None],
+            "input_ids": _row(items, "input_ids", padding, self.pad_token_id),
+            "labels": labels,
+            "position_ids": _row(items, "position_ids", padding, 0),
         }
+        if padding:
+            batch["position_ids"][..., before:] = torch.arange(padding, device="cpu")
         if self.return_seq_idx:
             pieces = np.arange(len(cu_seqlens) - 1, dtype=np.int32)
             batch["seq_idx"] = torch.from_numpy(pieces.repeat(sizes))[None]
         if self.return_flash_attn_kwargs:
-            longest = max(item["max_seqlen"] for item in items)
+            longest = max(padding, *(item["max_seqlen"] for item in items))
+            if self.pad_pieces_to:
+                cu_seqlens = _padded_bounds(cu_seqlens, self.pad_pieces_to, padding)
+                longest = int(cu_seqlens[-1])
             batch |= {
                 "cu_seq_lens_q": torch.from_numpy(cu_seqlens),
                 "cu_seq_lens_k": torch.from_numpy(cu_seqlens.copy()),
@@ -134,11 +178,50 @@ class PackedCollator:
                 "max_length_k": longest,
             }
         if any(len(item) > len(_ITEM_KEYS) for item in items):
-            _carry(batch, items)
+            _carry(batch, items, padding)
         return batch
 
+    def _padding(self, tokens: int, items: Sequence[Mapping[str, Any]]) -> int:
+        """Tokens of padding that a row of so many tokens gets."""
+        if self.pad_to_multiple_of:
+            return -tokens % self.pad_to_multiple_of
+        if not self.pad_to:
+            return 0
+        if tokens > self.pad_to:
+            sizes = [len(item["input_ids"]) for item in items]
+            longest = max(sizes)
+            raise InvalidInputError(
+                f"the batch has {tokens} tokens, and pad_to is {self.pad_to}; its longest pack, item "
+                f"{sizes.index(longest)}, has {longest}: pad_to is the number of packs in a batch times the plan's "
+                "max_length"
+            )
+        return self.pad_to - tokens
 
-def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
+
+def _padded_bounds(bounds: NDArray[np.int32], pieces: int, padding: int) -> NDArray[np.int32]:
+    """The bounds of so many pieces, the last ones without tokens."""
+    missing = pieces + 1 - len(bounds)
+    if missing < 0:
+        own = " with its padding" if padding else ""
+        raise InvalidInputError(
+            f"the batch has {len(bounds) - 1} pieces{own}, and pad_pieces_to is {pieces}: limit the pieces of a pack "
+            "with td.pack(..., max_samples=...), and add 1 for the padding"
+        )
+    return np.pad(bounds, (0, missing), mode="edge")
+
+
+def _size(value: Any, name: str) -> int | None:
+    return None if value is None else as_integer(value, name, 1, _MOST_TOKENS)
+
+
+def _row(items: Sequence[Mapping[str, Any]], key: str, padding: int, value: int) -> torch.Tensor:
+    """The items' tensors end to end, int64, (1, tokens), with so many times the value after them."""
+    # Items may hold integers of any width; `long` does not copy int64.
+    joined = torch.cat([item[key] for item in items]).long()
+    return functional.pad(joined, (0, padding), value=value)[None] if padding else joined[None]
+
+
+def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]], padding: int) -> None:
     """Add the columns and the sample columns of the items to their batch."""
     columns = items[0].get(COLUMN_PADDING, {})
     known = {*_ITEM_KEYS, COLUMN_PADDING, *columns}
@@ -161,8 +244,11 @@ def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]]) -> None:
                     "PackedDataset carry it by columns or sample_columns"
                 )
             values.setdefault(key, []).append(value)
-    for key in columns:
-        batch[key] = torch.cat([item[key] for item in items])[None]
+    for key, value in columns.items():
+        column = torch.cat([item[key] for item in items])
+        if padding:
+            column = torch.cat([column, column.new_full((padding,), value)])
+        batch[key] = column[None]
     for key, parts in values.items():
         batch[key] = _joined_values(parts)
 

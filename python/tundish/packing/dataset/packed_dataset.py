@@ -19,7 +19,9 @@ import torch
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
+from tundish.packing.arguments.integers import as_integer
 from tundish.packing.dataset.loss_masks import apply_masks
+from tundish.packing.dataset.piece_layout import PieceLayout, aligned_sizes
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, Padding, dtype_of
 from tundish.packing.dataset.sample_values import collected
@@ -45,6 +47,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Pieces without tokens (samples of length 0) leave no trace: `cu_seqlens` rises strictly.
 
+    If the plan was made with `align`, each piece is padded to a multiple of it: `input_ids` with `pad_token_id`, `labels`
+    with -100, columns with their padding values. The padding counts as part of its piece in `position_ids`,
+    `cu_seqlens` and `max_seqlen`. With causal attention no token before it sees it.
+
     A sample is a mapping with `input_ids` (a row of a HF `Dataset` is one), or a plain one-dimensional array, tensor or
     sequence of integers. A mapping may have `labels`, and the masks `completion_mask`, `assistant_masks` and
     `loss_mask`: a token is learned where all masks are 1. `attention_mask` of ones, `token_type_ids` of zeros,
@@ -60,6 +66,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             indices count through all datasets.
         mask_first_token: Set the label of each piece's first token to -100, because the token that predicts it belongs
             to another piece. `PackedCollator` does this in any case.
+        pad_token_id: The token that pads the pieces of a plan made with `align`.
         columns: Further columns with one number a token, by name, each with the value that pads it. A float makes
             the column float32, an integer int64, False bool. Every sample must have them.
         sample_columns: Names of values that a sample has once, for example an image. Tensors (or arrays) of one dtype,
@@ -87,6 +94,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         plan: PackPlan,
         *,
         mask_first_token: bool = False,
+        pad_token_id: int = 0,
         columns: Mapping[str, Padding] | None = None,
         sample_columns: Sequence[str] | None = None,
     ) -> None:
@@ -96,6 +104,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise InvalidTypeError(f"mask_first_token must be True or False, got {mask_first_token!r}")
         self.plan = plan
         self.mask_first_token = mask_first_token
+        self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
         self._reader = RowReader(columns, sample_columns)
         self.columns = self._reader.columns
         self.sample_columns = self._reader.sample_columns
@@ -313,7 +322,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Compare the tokens of each pack with what a plan without lengths says about it."""
         planned = self.plan.longest[pieces.packs].tolist()
         for row, (first, last) in enumerate(pieces.bounds()):
-            total, longest = sum(sizes[first:last]), max(sizes[first:last])
+            total = sum(aligned_sizes(sizes[first:last], self.plan.align))
+            longest = max(sizes[first:last])
             pack, dataset = pieces.packs[row], pieces.datasets[row]
             least, most = self._expected_total(pack, dataset)
             if not least <= total <= most or longest != planned[row]:
@@ -351,7 +361,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             starts = list(itertools.compress(starts, sizes))
             stops = list(itertools.compress(stops, sizes))
             sizes = [size for size in sizes if size]
-        bounds = np.array([0, *itertools.accumulate(sizes)], dtype=np.int64)
+        layout = PieceLayout(sizes, self.plan.align)
         # All samples at once: there may be many in an item.
         all_tokens, all_labels, _, _, all_extras = zip(*samples, strict=True)
         tokens = joined("input_ids", all_tokens, samples, starts, stops)
@@ -363,28 +373,32 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if has_extras:
             apply_masks(labels, samples, starts, stops)
         if self.mask_first_token:
-            labels[bounds[:-1]] = IGNORED_LABEL
-        positions = np.arange(len(tokens), dtype=np.int64)
-        positions -= bounds[:-1].repeat(sizes)
+            labels[layout.tokens[:-1]] = IGNORED_LABEL
         item: dict[str, Any] = {
-            "input_ids": torch.from_numpy(tokens),
-            "labels": torch.from_numpy(labels),
-            "position_ids": torch.from_numpy(positions),
-            "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
-            "max_seqlen": max(sizes),
+            "input_ids": torch.from_numpy(layout.padded(tokens, self.pad_token_id)),
+            "labels": torch.from_numpy(layout.padded(labels, IGNORED_LABEL)),
+            "position_ids": torch.from_numpy(layout.positions()),
+            "cu_seqlens": torch.from_numpy(layout.bounds.astype(np.int32)),
+            "max_seqlen": max(layout.sizes),
         }
         if has_extras:
-            self._carry(item, samples, starts, stops)
+            self._carry(item, samples, starts, stops, layout)
         return item
 
     def _carry(
-        self, item: dict[str, Any], samples: list[Sample], starts: list[int], stops: list[int]
+        self,
+        item: dict[str, Any],
+        samples: list[Sample],
+        starts: list[int],
+        stops: list[int],
+        layout: PieceLayout,
     ) -> None:
         """Add `columns` and `sample_columns` to an item; samples without extras have neither."""
         extras = [sample.extras for sample in samples if sample.extras]
         for key, padding in self.columns.items():
             arrays = [extra.columns[key] for extra in extras]
-            item[key] = torch.from_numpy(joined(key, arrays, samples, starts, stops, dtype_of(padding)))
+            column = joined(key, arrays, samples, starts, stops, dtype_of(padding))
+            item[key] = torch.from_numpy(layout.padded(column, padding))
         if self.columns:
             item[COLUMN_PADDING] = dict(self.columns)
         for key in self.sample_columns:
