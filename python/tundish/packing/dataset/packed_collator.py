@@ -7,7 +7,7 @@ Invariants: without padding and columns, keys, shapes, dtypes and values equal t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from tundish.packing.dataset.sample_values import collected
 from tundish.packing.dataset.samples import IGNORED_LABEL
 
 __all__ = ["PackedCollator"]
+
+Attention = Literal["none", "mask", "flex"]
 
 _TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
 _ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
@@ -38,6 +40,9 @@ class PackedCollator:
     | `seq_idx` | int32, (1, tokens): number of the piece in the batch | `return_seq_idx=True` |
     | `cu_seq_lens_q`, `cu_seq_lens_k` | int32, (pieces + 1,) | `return_flash_attn_kwargs=True` |
     | `max_length_q`, `max_length_k` | int | `return_flash_attn_kwargs=True` |
+    | `attention_mask` | float32, (1, 1, tokens, tokens): 0, or the least float32 | `attention="mask"` |
+    | `attention_mask` | `BlockMask` of torch's FlexAttention, (1, 1, tokens, tokens) | `attention="flex"` |
+    | `document_ids` | int32, (1, tokens): number of the piece in the batch | `attention="flex"` |
     | each of the dataset's `columns` | as in the items, (1, tokens) | the dataset has columns |
     | each of its `sample_columns` | tensor or list | an item has it |
 
@@ -56,6 +61,9 @@ class PackedCollator:
         return_flash_attn_kwargs: Give the bounds to flash attention, so that it does not compute them from
             `position_ids` in each layer.
         return_seq_idx: Give the number of the piece that each token is in, which Mamba-like layers take.
+        attention: "none" leaves it to the model to derive the pieces from positions or bounds. "mask" gives a causal
+            mask in which pieces do not see each other, for models that ignore positions; it is added to the scores.
+            "flex" gives it as a `BlockMask` for FlexAttention, which `to` moves to a device with its document ids.
         pad_to: Tokens of every row, so that compiled models and CUDA graphs see one shape: packs of a batch ×
             `max_length` of the plan. A batch with more tokens is refused.
         pad_to_multiple_of: Pad each row to the next multiple of so many tokens; not with `pad_to`.
@@ -67,7 +75,8 @@ class PackedCollator:
 
     Raises:
         InvalidTypeError: An option is of a wrong type.
-        InvalidInputError: An option is below 1, `pad_token_id` below 0, or options exclude or need each other.
+        InvalidInputError: An option is below 1, `pad_token_id` below 0, `attention` is another word, or options exclude
+            or need each other.
 
     Example:
         >>> import tundish as td
@@ -82,6 +91,7 @@ class PackedCollator:
         *,
         return_flash_attn_kwargs: bool = False,
         return_seq_idx: bool = False,
+        attention: Attention = "none",
         pad_to: int | None = None,
         pad_to_multiple_of: int | None = None,
         pad_pieces_to: int | None = None,
@@ -95,6 +105,9 @@ class PackedCollator:
                 raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
         self.return_flash_attn_kwargs = return_flash_attn_kwargs
         self.return_seq_idx = return_seq_idx
+        if attention not in get_args(Attention):
+            raise InvalidInputError(f'attention is {attention!r}; it must be "none", "mask" or "flex"')
+        self.attention = attention
         self.pad_to = _size(pad_to, "pad_to")
         self.pad_to_multiple_of = _size(pad_to_multiple_of, "pad_to_multiple_of")
         self.pad_pieces_to = _size(pad_pieces_to, "pad_pieces_to")
@@ -164,8 +177,17 @@ class PackedCollator:
         if padding:
             batch["position_ids"][..., before:] = torch.arange(padding, device="cpu")
         if self.return_seq_idx:
-            pieces = np.arange(len(cu_seqlens) - 1, dtype=np.int32)
-            batch["seq_idx"] = torch.from_numpy(pieces.repeat(sizes))[None]
+            batch["seq_idx"] = _piece_numbers(sizes)
+        if self.attention != "none":
+            # It takes a second to import FlexAttention.
+            from tundish.packing.batch.attention import PackedBlockMask, causal_mask
+
+            document_ids = _piece_numbers(sizes)
+            if self.attention == "mask":
+                batch["attention_mask"] = causal_mask(document_ids)
+            else:
+                batch["document_ids"] = document_ids
+                batch["attention_mask"] = PackedBlockMask.of(document_ids)
         if self.return_flash_attn_kwargs:
             longest = max(padding, *(item["max_seqlen"] for item in items))
             if self.pad_pieces_to:
@@ -212,6 +234,11 @@ def _padded_bounds(bounds: NDArray[np.int32], pieces: int, padding: int) -> NDAr
 
 def _size(value: Any, name: str) -> int | None:
     return None if value is None else as_integer(value, name, 1, _MOST_TOKENS)
+
+
+def _piece_numbers(sizes: NDArray[np.int64]) -> torch.Tensor:
+    """The number of the piece of each token, int32, (1, tokens)."""
+    return torch.from_numpy(np.arange(len(sizes), dtype=np.int32).repeat(sizes))[None]
 
 
 def _row(items: Sequence[Mapping[str, Any]], key: str, padding: int, value: int) -> torch.Tensor:

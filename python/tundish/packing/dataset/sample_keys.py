@@ -47,6 +47,7 @@ MADE_KEYS = frozenset(
         "max_seqlen",
         COLUMN_PADDING,
         "seq_idx",
+        "document_ids",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
         "max_length_q",
