@@ -11,6 +11,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.packing.arguments.integer_arrays import as_integer_array
     from tundish.packing.balancing import balance, micro_batches
+    from tundish.packing.batch.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.build.pack import pack, pack_datasets
     from tundish.packing.dataset.packed_collator import PackedCollator
     from tundish.packing.dataset.packed_dataset import PackedDataset
@@ -27,6 +28,7 @@ else:
         {
             "tundish.packing.arguments.integer_arrays": ("as_integer_array",),
             "tundish.packing.balancing": ("balance", "micro_batches"),
+            "tundish.packing.batch.loss_weights": ("num_items_in_batch", "weighted_loss"),
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
             "tundish.packing.dataset.packed_collator": ("PackedCollator",),
             "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
@@ -54,8 +56,10 @@ __all__ = [
     "compare",
     "lengths",
     "micro_batches",
+    "num_items_in_batch",
     "open_samples",
     "pack",
     "pack_datasets",
     "shuffled_indices",
+    "weighted_loss",
 ]

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.packing.arguments.integers import as_integer
+from tundish.packing.batch.loss_weights import token_weights
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS
 from tundish.packing.dataset.sample_values import collected
 from tundish.packing.dataset.samples import IGNORED_LABEL
@@ -23,6 +24,7 @@ from tundish.packing.dataset.samples import IGNORED_LABEL
 __all__ = ["PackedCollator"]
 
 Attention = Literal["none", "mask", "flex"]
+LossWeights = Literal["tokens", "samples"]
 
 _TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
 _ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
@@ -43,6 +45,8 @@ class PackedCollator:
     | `attention_mask` | float32, (1, 1, tokens, tokens): 0, or the least float32 | `attention="mask"` |
     | `attention_mask` | `BlockMask` of torch's FlexAttention, (1, 1, tokens, tokens) | `attention="flex"` |
     | `document_ids` | int32, (1, tokens): number of the piece in the batch | `attention="flex"` |
+    | `loss_weights` | float32, (1, tokens): weight of each label | `loss_weights` is given |
+    | `num_unlearned_pieces` | int: pieces without a token to learn from | `loss_weights` is given |
     | each of the dataset's `columns` | as in the items, (1, tokens) | the dataset has columns |
     | each of its `sample_columns` | tensor or list | an item has it |
 
@@ -64,6 +68,9 @@ class PackedCollator:
         attention: "none" leaves it to the model to derive the pieces from positions or bounds. "mask" gives a causal
             mask in which pieces do not see each other, for models that ignore positions; it is added to the scores.
             "flex" gives it as a `BlockMask` for FlexAttention, which `to` moves to a device with its document ids.
+        loss_weights: "tokens" gives every learned token the weight 1. "samples" gives the learned tokens of a piece
+            weights that sum to 1, so that every sample counts alike whatever its length; a sample that is cut counts
+            once for each of its pieces. None gives no weights. See `td.packing.weighted_loss`.
         pad_to: Tokens of every row, so that compiled models and CUDA graphs see one shape: packs of a batch ×
             `max_length` of the plan. A batch with more tokens is refused.
         pad_to_multiple_of: Pad each row to the next multiple of so many tokens; not with `pad_to`.
@@ -75,8 +82,8 @@ class PackedCollator:
 
     Raises:
         InvalidTypeError: An option is of a wrong type.
-        InvalidInputError: An option is below 1, `pad_token_id` below 0, `attention` is another word, or options exclude
-            or need each other.
+        InvalidInputError: An option is below 1, `pad_token_id` below 0, `attention` or `loss_weights` is another word, or
+            options exclude or need each other.
 
     Example:
         >>> import tundish as td
@@ -92,6 +99,7 @@ class PackedCollator:
         return_flash_attn_kwargs: bool = False,
         return_seq_idx: bool = False,
         attention: Attention = "none",
+        loss_weights: LossWeights | None = None,
         pad_to: int | None = None,
         pad_to_multiple_of: int | None = None,
         pad_pieces_to: int | None = None,
@@ -108,6 +116,9 @@ class PackedCollator:
         if attention not in get_args(Attention):
             raise InvalidInputError(f'attention is {attention!r}; it must be "none", "mask" or "flex"')
         self.attention = attention
+        if loss_weights not in (None, *get_args(LossWeights)):
+            raise InvalidInputError(f'loss_weights is {loss_weights!r}; it must be "tokens", "samples" or None')
+        self.loss_weights = loss_weights
         self.pad_to = _size(pad_to, "pad_to")
         self.pad_to_multiple_of = _size(pad_to_multiple_of, "pad_to_multiple_of")
         self.pad_pieces_to = _size(pad_pieces_to, "pad_pieces_to")
@@ -159,6 +170,7 @@ class PackedCollator:
         if (sizes <= 0).any():
             raise _first_misfit(items)
         padding = self._padding(before, items)
+        pieces = joined
         if padding:
             joined = np.append(joined, before + padding)
             sizes = np.append(sizes, padding)
@@ -178,6 +190,11 @@ class PackedCollator:
             batch["position_ids"][..., before:] = torch.arange(padding, device="cpu")
         if self.return_seq_idx:
             batch["seq_idx"] = _piece_numbers(sizes)
+        if self.loss_weights:
+            learned = labels.numpy()[0] != IGNORED_LABEL
+            weights, unlearned = token_weights(learned, pieces, self.loss_weights)
+            batch["loss_weights"] = torch.from_numpy(weights)[None]
+            batch["num_unlearned_pieces"] = unlearned
         if self.attention != "none":
             # It takes a second to import FlexAttention.
             from tundish.packing.batch.attention import PackedBlockMask, causal_mask

@@ -48,6 +48,8 @@ MADE_KEYS = frozenset(
         COLUMN_PADDING,
         "seq_idx",
         "document_ids",
+        "loss_weights",
+        "num_unlearned_pieces",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
         "max_length_q",
