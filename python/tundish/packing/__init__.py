@@ -11,6 +11,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.packing.arguments.integer_arrays import as_integer_array
     from tundish.packing.balancing import balance, micro_batches
+    from tundish.packing.batch.context_parallel import context_parallel, undo_context_parallel
     from tundish.packing.batch.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.build.pack import pack, pack_datasets
     from tundish.packing.dataset.packed_collator import PackedCollator
@@ -28,6 +29,7 @@ else:
         {
             "tundish.packing.arguments.integer_arrays": ("as_integer_array",),
             "tundish.packing.balancing": ("balance", "micro_batches"),
+            "tundish.packing.batch.context_parallel": ("context_parallel", "undo_context_parallel"),
             "tundish.packing.batch.loss_weights": ("num_items_in_batch", "weighted_loss"),
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
             "tundish.packing.dataset.packed_collator": ("PackedCollator",),
@@ -54,6 +56,7 @@ __all__ = [
     "as_integer_array",
     "balance",
     "compare",
+    "context_parallel",
     "lengths",
     "micro_batches",
     "num_items_in_batch",
@@ -61,5 +64,6 @@ __all__ = [
     "pack",
     "pack_datasets",
     "shuffled_indices",
+    "undo_context_parallel",
     "weighted_loss",
 ]

@@ -228,3 +228,4 @@ def test_ranks_get_one_denominator_and_every_error(tmp_path: Path) -> None:
         assert (mine[0], mine[2], other[0]) == ("PeerFailedError", 1, "InvalidInputError")
         for rank in range(2):
             job.tell(rank)
+        job.expect_end()

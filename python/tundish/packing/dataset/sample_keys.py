@@ -49,6 +49,8 @@ MADE_KEYS = frozenset(
         "seq_idx",
         "document_ids",
         "loss_weights",
+        "shift_labels",
+        "shift_loss_weights",
         "num_unlearned_pieces",
         "cu_seq_lens_q",
         "cu_seq_lens_k",

@@ -1,0 +1,158 @@
+"""`context_parallel`: the split of a batch over context-parallel ranks, and its inverse.
+
+Invariants: a rank's part of a piece is its chunk `rank` and then its chunk `2 * world - 1 - rank` of `2 * world` equal
+ones. Attention that is causal costs every rank the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.packing.arguments.integers import as_integer
+
+__all__ = ["context_parallel", "undo_context_parallel"]
+
+# Keys of a batch that have one entry a token.
+_PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx", "loss_weights")
+_IGNORED_LABEL = -100
+_MOST_RANKS = 2**20
+
+
+def context_parallel(
+    batch: Mapping[str, Any], rank: int, world: int, *, columns: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A context-parallel rank's part of a batch: of each piece, one chunk from its front and one from its back.
+
+    Each piece is cut into 2 × world equal chunks, of which the rank takes number `rank` and number 2 × world - 1 -
+    `rank`, so that causal attention costs all ranks the same. This is the split that Megatron-LM's
+    `get_batch_on_this_cp_rank` makes of whole sequences, and Transformer Engine's `thd_get_partitioned_indices` and
+    torch's `_PerDocumentHeadTailLoadBalancer` of packed ones.
+
+    Every piece must have a multiple of 2 × world tokens. Make the plan with `align=2 * world`, and pad rows to a
+    multiple of it.
+
+    Args:
+        batch: What `PackedCollator(return_flash_attn_kwargs=True)` gave, with `attention="none"`; the same on all ranks.
+        rank: The context-parallel rank, 0 … world - 1.
+        world: The number of context-parallel ranks.
+        columns: Names of the dataset's `columns`, whose entries are split, too.
+
+    Returns:
+        A new dict. `input_ids`, `labels`, `position_ids`, `seq_idx`, `loss_weights` and the columns hold this rank's
+        tokens, their last dimension divided by `world`. Further keys are new, because a loss cannot shift labels
+        whose successors are on another rank: `shift_labels`, the label of each token's successor, which transformers'
+        models take; and `shift_loss_weights` if the batch has loss weights. Anything else is unchanged, so that
+        `cu_seq_lens_q` and `cu_seq_lens_k` bound the whole pieces, as Transformer Engine expects.
+
+    Raises:
+        InvalidTypeError: An argument is of a wrong type.
+        InvalidInputError: The rank is not below `world`; the batch has no bounds, or an attention mask; or the tokens
+            of a piece are no multiple of 2 × world.
+
+    Example:
+        >>> import tundish as td
+        >>> plan = td.pack([7, 3], max_length=12, mode="sequential", align=4)
+        >>> dataset = td.PackedDataset([[1, 2, 3, 4, 5, 6, 7], [11, 12, 13]], plan)
+        >>> batch = td.PackedCollator(return_flash_attn_kwargs=True)([dataset[0]])
+        >>> [td.packing.context_parallel(batch, rank, 2)["input_ids"].tolist() for rank in range(2)]
+        [[[1, 2, 7, 0, 11, 0]], [[3, 4, 5, 6, 12, 13]]]
+    """
+    ranks = as_integer(world, "world", 1, _MOST_RANKS)
+    number = as_integer(rank, "rank", 0, ranks - 1)
+    if not isinstance(batch, Mapping):
+        raise InvalidTypeError(f"batch is {format_type(batch)}: give a batch of PackedCollator")
+    if "attention_mask" in batch:
+        raise InvalidInputError(
+            'the batch has an attention_mask, whose rows and columns are on several ranks: use attention="none"; '
+            "context-parallel attention takes the bounds of the pieces"
+        )
+    if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
+        raise InvalidTypeError("columns is no list of names: give the names of the dataset's columns")
+    if missing := [name for name in columns if name not in batch]:
+        raise InvalidInputError(f"the batch has no {', '.join(missing)}, named in columns")
+    whole = dict(batch)
+    whole["shift_labels"] = functional.pad(batch["labels"][..., 1:], (0, 1), value=_IGNORED_LABEL)
+    if "loss_weights" in batch:
+        whole["shift_loss_weights"] = functional.pad(batch["loss_weights"][..., 1:], (0, 1))
+    places = _places(_bounds_of(batch), number, ranks).to(batch["labels"].device)
+    for key in (*_PER_TOKEN, "shift_labels", "shift_loss_weights", *columns):
+        if key in whole:
+            whole[key] = whole[key].index_select(-1, places)
+    return whole
+
+
+def undo_context_parallel(
+    parts: Sequence[torch.Tensor], cu_seq_lens: torch.Tensor, *, dim: int = 1
+) -> torch.Tensor:
+    """Put the parts of all context-parallel ranks back into the order of the tokens.
+
+    Args:
+        parts: One tensor for each rank, in the order of the ranks, with that rank's tokens along `dim`.
+        cu_seq_lens: The bounds of the whole pieces, (pieces + 1,), as `cu_seq_lens_q` of the batch.
+        dim: The dimension of the tokens.
+
+    Returns:
+        A tensor of the parts' shape, but with all tokens along `dim`. Gradients flow through it.
+
+    Raises:
+        InvalidTypeError: `parts` is no list of tensors.
+        InvalidInputError: A part has not as many tokens as its rank has of the pieces, or their tokens are no multiple of
+            twice the number of parts.
+
+    Example:
+        >>> import torch
+        >>> parts = [torch.tensor([[1, 2, 7, 8]]), torch.tensor([[3, 4, 5, 6]])]
+        >>> undo_context_parallel(parts, torch.tensor([0, 8])).tolist()
+        [[1, 2, 3, 4, 5, 6, 7, 8]]
+    """
+    if (
+        not isinstance(parts, list | tuple)
+        or not parts
+        or not all(isinstance(part, torch.Tensor) for part in parts)
+    ):
+        raise InvalidTypeError(f"parts is {format_type(parts)}: give a list of one tensor for each rank")
+    world = len(parts)
+    places = torch.cat([_places(cu_seq_lens, rank, world) for rank in range(world)])
+    each = len(places) // world
+    for rank, part in enumerate(parts):
+        if part.shape[dim] != each:
+            raise InvalidInputError(
+                f"part {rank} has {part.shape[dim]} tokens, and a rank has {each} of the pieces: give the part of each "
+                f"of the {world} ranks, and the bounds of the whole pieces"
+            )
+    joined = torch.cat(list(parts), dim)
+    return joined.index_select(dim, places.argsort().to(joined.device))
+
+
+def _bounds_of(batch: Mapping[str, Any]) -> torch.Tensor:
+    bounds = batch.get("cu_seq_lens_q")
+    if not isinstance(bounds, torch.Tensor):
+        raise InvalidInputError(
+            "the batch has no cu_seq_lens_q, the bounds of its pieces: give the collator return_flash_attn_kwargs=True"
+        )
+    return bounds
+
+
+def _places(cu_seq_lens: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """Where a rank's tokens are in the row, int64, (tokens / world,), on the CPU."""
+    bounds = cu_seq_lens.to("cpu", torch.int64)
+    sizes = bounds.diff()
+    odd = (sizes % (2 * world)).nonzero()
+    if len(odd):
+        piece = int(odd[0])
+        raise InvalidInputError(
+            f"piece {piece} of the batch has {sizes[piece]} tokens, and {world} ranks need multiples of {2 * world}: "
+            f"make the plan with align={2 * world}, and pad rows with pad_to or pad_to_multiple_of to a multiple of it"
+        )
+    chunks = sizes // (2 * world)
+    # Two chunks of each piece, one after the other.
+    starts = torch.stack([bounds[:-1] + rank * chunks, bounds[1:] - (rank + 1) * chunks], 1).flatten()
+    each = chunks.repeat_interleave(2)
+    ends = each.cumsum(0)
+    places = torch.arange(int(each.sum()), device="cpu")
+    return places + (starts - (ends - each)).repeat_interleave(each)
