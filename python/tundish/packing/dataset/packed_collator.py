@@ -38,7 +38,8 @@ class PackedCollator:
 
     | key | type | when |
     |---|---|---|
-    | `input_ids`, `labels`, `position_ids` | int64, (1, tokens) | always |
+    | `input_ids`, `labels` | int64, (1, tokens) | always |
+    | `position_ids` | int64, (1, tokens), or (rows, 1, tokens) with the dataset's `positions` | always |
     | `seq_idx` | int32, (1, tokens): number of the piece in the batch | `return_seq_idx=True` |
     | `cu_seq_lens_q`, `cu_seq_lens_k` | int32, (pieces + 1,) | `return_flash_attn_kwargs=True` |
     | `max_length_q`, `max_length_k` | int | `return_flash_attn_kwargs=True` |
@@ -259,10 +260,10 @@ def _piece_numbers(sizes: NDArray[np.int64]) -> torch.Tensor:
 
 
 def _row(items: Sequence[Mapping[str, Any]], key: str, padding: int, value: int) -> torch.Tensor:
-    """The items' tensors end to end, int64, (1, tokens), with so many times the value after them."""
+    """The items' tensors end to end, int64, (…, 1, tokens), with so many times the value after them."""
     # Items may hold integers of any width; `long` does not copy int64.
-    joined = torch.cat([item[key] for item in items]).long()
-    return functional.pad(joined, (0, padding), value=value)[None] if padding else joined[None]
+    joined = torch.cat([item[key] for item in items], -1).long().unsqueeze(-2)
+    return functional.pad(joined, (0, padding), value=value) if padding else joined
 
 
 def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]], padding: int) -> None:
@@ -336,7 +337,7 @@ def _check(items: Any) -> None:
         elif others := [key for key in _TENSOR_KEYS if not isinstance(item[key], torch.Tensor)]:
             wrong = f"has no tensor as its {', '.join(others)}"
         else:
-            _check_tensors(item, number)
+            _check_tensors(item, number, items[0])
             continue
         raise InvalidTypeError(
             f"item {number} of the batch {wrong}: PackedCollator takes whole items of a PackedDataset. (The Trainer of "
@@ -344,16 +345,17 @@ def _check(items: Any) -> None:
         )
 
 
-def _check_tensors(item: Mapping[str, Any], number: int) -> None:
+def _check_tensors(item: Mapping[str, Any], number: int, first: Mapping[str, Any]) -> None:
     """Refuse tensors that do not fit together, because they were changed after the `PackedDataset`."""
     for key in _TENSOR_KEYS:
         tensor = item[key]
         is_dense = tensor.layout is torch.strided
-        if tensor.dtype in _INTEGERS and tensor.ndim == 1 and is_dense and tensor.is_cpu:
+        dimensions = (1, 2) if key == "position_ids" else (1,)
+        if tensor.dtype in _INTEGERS and tensor.ndim in dimensions and is_dense and tensor.is_cpu:
             continue
         if tensor.dtype not in _INTEGERS:
             wrong = f"of dtype {str(tensor.dtype).removeprefix('torch.')}: they are integers"
-        elif tensor.ndim != 1:
+        elif tensor.ndim not in dimensions:
             wrong = f"of shape {tuple(tensor.shape)}: items are collated one by one, and have one dimension"
         else:
             where = tensor.device if is_dense else str(tensor.layout).removeprefix("torch.")
@@ -361,12 +363,19 @@ def _check_tensors(item: Mapping[str, Any], number: int) -> None:
                 f"on {where}: batches are made of dense tensors on the CPU, and sent to a device afterwards"
             )
         raise InvalidTypeError(f"item {number} of the batch has {key} {wrong}")
-    shape = item["input_ids"].shape
+    tokens = len(item["input_ids"])
     for key in ("labels", "position_ids"):
-        if item[key].shape != shape:
+        count = item[key].shape[-1]
+        if count != tokens:
             raise InvalidInputError(
-                f"item {number} of the batch has {shape[0]} input_ids but {len(item[key])} {key}: they must be as many"
+                f"item {number} of the batch has {tokens} input_ids but {count} {key}: they must be as many"
             )
+    rows, expected = (tuple(one["position_ids"].shape[:-1]) for one in (item, first))
+    if rows != expected:
+        raise InvalidInputError(
+            f"item {number} of the batch has position_ids of shape {(*rows, tokens)}, and those of item 0 begin with "
+            f"{expected}: batches are made of items whose positions have as many rows"
+        )
 
 
 def _first_misfit(items: Sequence[Mapping[str, Any]]) -> InvalidInputError:

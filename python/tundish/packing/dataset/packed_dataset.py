@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.dataset.loss_masks import apply_masks
+from tundish.packing.dataset.own_positions import Positions, own_positions
 from tundish.packing.dataset.piece_layout import PieceLayout, aligned_sizes
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, Padding, dtype_of
@@ -38,7 +40,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     |---|---|---|
     | `input_ids` | int64, (tokens,) | the pieces' tokens, one after the other |
     | `labels` | int64, (tokens,) | the samples' own `labels`, else `input_ids`; -100 where a mask is 0 |
-    | `position_ids` | int64, (tokens,) | counts from 0 in each piece, wherever in its sample it begins |
+    | `position_ids` | int64, (tokens,) | counts from 0 in each piece, wherever in its sample it begins; or as `positions` |
     | `cu_seqlens` | int32, (pieces + 1,) | bounds of the pieces, from 0 to the number of tokens |
     | `max_seqlen` | int | tokens of the longest piece |
     | each of `columns` | int64, float32 or bool, (tokens,) | the column beside the tokens |
@@ -73,6 +75,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
             and of one shape but for the first dimension, are concatenated; anything else is a list. Every sample must
             have the key. A sample without a value has None; if no sample of a pack has one, the item lacks the key. A
             sample that is cut gives its value to each of its pieces.
+        positions: A function that gives the positions of a piece, for models that do not count tokens. It is called
+            with a dict of the piece's `input_ids`, its part of each of `columns`, and its sample's `sample_columns`.
+            It returns integers that begin as if the piece stood alone: (tokens,), or (rows, tokens). With rows,
+            `position_ids` are (1 + rows, tokens), and their first row counts from 0 in each piece: Qwen2-VL and its
+            like take (4, 1, tokens) in this order, and derive the pieces from the first row.
 
     Raises:
         InvalidTypeError: `datasets` or one of them is no dataset, or an argument is of the wrong type.
@@ -97,6 +104,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         pad_token_id: int = 0,
         columns: Mapping[str, Padding] | None = None,
         sample_columns: Sequence[str] | None = None,
+        positions: Positions | None = None,
     ) -> None:
         if not isinstance(plan, PackPlan):
             raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
@@ -105,6 +113,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.plan = plan
         self.mask_first_token = mask_first_token
         self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
+        if positions is not None and not callable(positions):
+            raise InvalidTypeError(f"positions is {format_type(positions)}: give a function of a piece, or None")
+        self.positions = positions
         self._reader = RowReader(columns, sample_columns)
         self.columns = self._reader.columns
         self.sample_columns = self._reader.sample_columns
@@ -370,41 +381,47 @@ class PackedDataset(Dataset[dict[str, Any]]):
         else:
             labels = joined("labels", all_labels, samples, starts, stops)
         has_extras = any(all_extras)
+        columns: dict[str, NDArray[Any]] = {}
         if has_extras:
             apply_masks(labels, samples, starts, stops)
+            columns = self._column_arrays(samples, starts, stops)
         if self.mask_first_token:
             labels[layout.tokens[:-1]] = IGNORED_LABEL
+        if self.positions is None:
+            positions = layout.positions()
+        else:
+            named = self.sample_columns
+            positions = own_positions(self.positions, tokens, columns, named, samples, layout)
         item: dict[str, Any] = {
             "input_ids": torch.from_numpy(layout.padded(tokens, self.pad_token_id)),
             "labels": torch.from_numpy(layout.padded(labels, IGNORED_LABEL)),
-            "position_ids": torch.from_numpy(layout.positions()),
+            "position_ids": torch.from_numpy(positions),
             "cu_seqlens": torch.from_numpy(layout.bounds.astype(np.int32)),
             "max_seqlen": max(layout.sizes),
         }
-        if has_extras:
-            self._carry(item, samples, starts, stops, layout)
-        return item
-
-    def _carry(
-        self,
-        item: dict[str, Any],
-        samples: list[Sample],
-        starts: list[int],
-        stops: list[int],
-        layout: PieceLayout,
-    ) -> None:
-        """Add `columns` and `sample_columns` to an item; samples without extras have neither."""
-        extras = [sample.extras for sample in samples if sample.extras]
-        for key, padding in self.columns.items():
-            arrays = [extra.columns[key] for extra in extras]
-            column = joined(key, arrays, samples, starts, stops, dtype_of(padding))
-            item[key] = torch.from_numpy(layout.padded(column, padding))
-        if self.columns:
+        for key, column in columns.items():
+            item[key] = torch.from_numpy(layout.padded(column, self.columns[key]))
+        if columns:
             item[COLUMN_PADDING] = dict(self.columns)
         for key in self.sample_columns:
-            values = [value for extra in extras if (value := extra.values[key]) is not None]
+            given = [extra.values[key] for extra in all_extras]
+            values = [value for value in given if value is not None]
             if values:
                 item[key] = collected(values)
+        return item
+
+    def _column_arrays(
+        self, samples: list[Sample], starts: list[int], stops: list[int]
+    ) -> dict[str, NDArray[Any]]:
+        """The columns of all pieces, without padding, one after the other."""
+        # Every sample has extras if there are columns.
+        extras = [sample.extras for sample in samples if sample.extras]
+        return {
+            key: joined(
+                key, [extra.columns[key] for extra in extras], samples, starts, stops, dtype_of(padding)
+            )
+            for key, padding in self.columns.items()
+        }
 
 
 @dataclass(slots=True)
