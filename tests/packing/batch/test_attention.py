@@ -93,9 +93,11 @@ def test_a_mask_fits_weights_of_half_precision(attention: str) -> None:
     assert abs(loss.item() - apart) < 0.05
 
 
+# FlexAttention has no backward on the CPU.
+@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_a_block_mask_keeps_pieces_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Compiled for the CPU, FlexAttention takes ten seconds and has no backward.
+    # It takes ten seconds to compile it for the CPU.
     def unfused(query: Any, key: Any, value: Any, training: bool = False, **options: Any) -> Any:
         return flex_attention(query, key, value, **options)
 
@@ -107,7 +109,10 @@ def test_a_block_mask_keeps_pieces_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert batch["document_ids"].dtype == torch.int32
     del batch["position_ids"]
     assert abs(model(**batch).loss.item() - apart.item()) < 1e-5
-    del batch["attention_mask"]
+    tokens = batch["input_ids"].shape[1]
+    batch["attention_mask"] = create_block_mask(
+        lambda b, h, query, key: query >= key, 1, None, tokens, tokens, device="cpu"
+    )
     assert abs(model(**batch).loss.item() - apart.item()) > 1e-2
 
 
@@ -131,7 +136,12 @@ def test_the_blocks_are_those_that_comparing_all_tokens_gives(lengths: list[int]
     mask, ids = batch["attention_mask"], batch["document_ids"][0]
     assert torch.equal(batch["document_ids"], batch["seq_idx"])
     tokens = len(ids)
-    for moved in (mask, mask.to("cpu"), mask.to(torch.device("cpu"), non_blocking=True), pickle.loads(pickle.dumps(mask))):
+    for moved in (
+        mask,
+        mask.to("cpu"),
+        mask.to(torch.device("cpu"), non_blocking=True),
+        pickle.loads(pickle.dumps(mask)),
+    ):
 
         def seen(b: Any, h: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return (query >= key) & (ids[query] == ids[key])
@@ -140,9 +150,7 @@ def test_the_blocks_are_those_that_comparing_all_tokens_gives(lengths: list[int]
         assert moved.shape == own.shape == (1, 1, tokens, tokens)
         for kind in ("kv", "full_kv", "q", "full_q"):
             names = f"{kind}_num_blocks", f"{kind}_indices"
-            found, expected = (
-                blocks_of(*(getattr(one, name) for name in names)) for one in (moved, own)
-            )
+            found, expected = (blocks_of(*(getattr(one, name) for name in names)) for one in (moved, own))
             assert found == expected, kind
         place = torch.arange(tokens)
         zero = torch.zeros((), dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def make_batch(lengths: list[int], align: int, **options: Any) -> dict[str, Any]
 def places_of(bounds: list[int], rank: int, world: int) -> list[int]:
     """The definition: of each piece, chunk `rank` and chunk `2 * world - 1 - rank` of equal ones."""
     places = []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         piece = list(range(start, stop))
         size = len(piece) // (2 * world)
         chunks = [piece[chunk * size : (chunk + 1) * size] for chunk in range(2 * world)]
@@ -51,7 +52,9 @@ def test_each_rank_gets_its_chunks_of_every_piece(lengths: list[int], world: int
     row = sum(-(-length // align) * align for length in lengths) + padding * align
     options: dict[str, Any] = {"pad_to": row, "pad_pieces_to": len(lengths) + 2}
     batch = make_batch(lengths, align, return_seq_idx=True, loss_weights="samples", **options)
-    before = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    before = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()
+    }
     bounds = batch["cu_seq_lens_q"].tolist()
     split = ("input_ids", "labels", "position_ids", "seq_idx", "loss_weights", "weight")
     shifted = {
@@ -105,7 +108,7 @@ def test_positions_of_several_dimensions_are_split_by_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "arguments", "kind", "says"),
     [
-        ({}, (0, 4), InvalidInputError, r"piece 1 of the batch has 4 tokens, and 4 ranks need multiples of 8: .*align=8"),
+        ({}, (0, 4), InvalidInputError, r"piece 1 of the batch has 4 tokens, and 4 ranks need mult.* of 8: .*align=8"),
         ({}, (2, 2), InvalidInputError, "rank is 2; it must be in 0 … 1"),
         ({}, (0, 0), InvalidInputError, "world is 0"),
         ({}, (0, 2.0), InvalidTypeError, "world must be an integer"),
@@ -175,7 +178,8 @@ def train(rank: int, line: Line) -> None:
 
     def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         keys, values = (
-            td.packing.undo_context_parallel(all_gather(part.contiguous()), bounds, dim=2) for part in (key, value)
+            td.packing.undo_context_parallel(all_gather(part.contiguous()), bounds, dim=2)
+            for part in (key, value)
         )
         output = torch.nn.functional.scaled_dot_product_attention(
             query, keys, values, attn_mask=seen[options["place"][0]], scale=options["scaling"]
@@ -207,6 +211,8 @@ def test_a_model_on_two_ranks_computes_what_it_computes_on_one(tmp_path: Path) -
         job.expect_end()
     losses, logits, gradients = zip(*said, strict=True)
     assert abs(sum(losses) - output.loss.item()) < 1e-5
-    joined = td.packing.undo_context_parallel([torch.from_numpy(part) for part in logits], whole["cu_seq_lens_q"])
+    joined = td.packing.undo_context_parallel(
+        [torch.from_numpy(part) for part in logits], whole["cu_seq_lens_q"]
+    )
     torch.testing.assert_close(joined, output.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(torch.from_numpy(sum(gradients)), expected, rtol=1e-4, atol=1e-5)

@@ -82,7 +82,9 @@ def test_the_gradient_of_all_steps_is_that_of_the_samples_apart(mode: Any, optio
     model.zero_grad()
     collate = td.PackedCollator(loss_weights=mode, **options)
     # Every batch is an accumulation step of one rank or another.
-    batches = [collate(dataset.__getitems__(range(first, min(first + 2, len(dataset))))) for first in (0, 2, 4)]
+    batches = [
+        collate(dataset.__getitems__(range(first, min(first + 2, len(dataset))))) for first in (0, 2, 4)
+    ]
     assert sum(len(dataset.plan[number].pieces) for number in range(len(dataset))) == 12
     items = td.packing.num_items_in_batch(batches)
     model.loss_function = td.packing.weighted_loss

@@ -19,7 +19,11 @@ from tundish.errors import InvalidInputError, InvalidTypeError
         ({"loss_weights": torch.ones(1, 2)}, InvalidTypeError, "batches is a dict: give a list of batches"),
         (5, InvalidTypeError, "batches is an int"),
         ([torch.ones(2)], InvalidTypeError, "batch 0 is a Tensor"),
-        ([{"loss_weights": torch.ones(1, 2)}, {"labels": torch.ones(1, 2)}], InvalidInputError, "batch 1 has no loss_w"),
+        (
+            [{"loss_weights": torch.ones(1, 2)}, {"labels": torch.ones(1, 2)}],
+            InvalidInputError,
+            "batch 1 has no loss_w",
+        ),
     ],
 )
 def test_batches_without_weights_are_refused(batches: Any, kind: type[Exception], says: str) -> None:

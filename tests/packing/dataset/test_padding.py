@@ -128,12 +128,16 @@ def test_wrong_options_are_refused(options: dict[str, Any], kind: type[Exception
 
 
 def test_a_batch_that_does_not_fit_is_refused_by_name() -> None:
-    items = td.PackedDataset([[1] * 7, [2] * 9, [3] * 2], td.pack([7, 9, 2], 9, mode="sequential")).__getitems__(
-        [0, 1, 2]
-    )
-    with pytest.raises(InvalidInputError, match="18 tokens, and pad_to is 17; its longest pack, item 1, has 9"):
+    items = td.PackedDataset(
+        [[1] * 7, [2] * 9, [3] * 2], td.pack([7, 9, 2], 9, mode="sequential")
+    ).__getitems__([0, 1, 2])
+    with pytest.raises(
+        InvalidInputError, match="18 tokens, and pad_to is 17; its longest pack, item 1, has 9"
+    ):
         td.PackedCollator(pad_to=17)(items)
     exact = td.PackedCollator(pad_to=18, pad_pieces_to=3, return_flash_attn_kwargs=True)(items)
     assert exact["cu_seq_lens_q"].tolist() == [0, 7, 16, 18]
-    with pytest.raises(InvalidInputError, match="4 pieces with its padding, and pad_pieces_to is 3: .* max_samples"):
+    with pytest.raises(
+        InvalidInputError, match=r"4 pieces with its padding, and pad_pieces_to is 3: .* max_samples"
+    ):
         td.PackedCollator(pad_to=19, pad_pieces_to=3, return_flash_attn_kwargs=True)(items)

@@ -148,7 +148,13 @@ def test_a_pack_that_would_be_too_long_is_refused() -> None:
 
 def test_columns_of_aligned_pieces_have_their_padding_values() -> None:
     rows = [
-        {"input_ids": [1, 2, 3], "labels": [7, 8, 9], "weight": [0.5] * 3, "kind": [1] * 3, "code": [True] * 3},
+        {
+            "input_ids": [1, 2, 3],
+            "labels": [7, 8, 9],
+            "weight": [0.5] * 3,
+            "kind": [1] * 3,
+            "code": [True] * 3,
+        },
         {"input_ids": [4], "loss_mask": [1], "weight": [0.25], "kind": [2], "code": [False]},
     ]
     columns = {"weight": 9.5, "kind": -1, "code": True}
@@ -174,6 +180,6 @@ def test_a_wrong_padding_token_is_refused(wrong: Any) -> None:
 
 
 def test_a_pack_that_would_be_too_long_with_its_padding_is_refused() -> None:
-    plan = without_lengths(td.pack([5, 1], 12, mode="sequential", overlong="split", align=4))
-    with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 16 tokens"):
-        td.PackedDataset([[1] * 5, [1] * 5], plan)[0]
+    plan = without_lengths(td.pack([5, 1, 2], 16, mode="sequential", align=4))
+    with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 20 tokens"):
+        td.PackedDataset([[1] * 5, [1] * 5, [1] * 2], plan)[0]

@@ -64,8 +64,9 @@ class PackedBlockMask(BlockMask):
             full[-1] = False
         partial = (seen & ~full) | (block[:, None] == block)
 
-        def document_mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return (query >= key) & (ids[query] == ids[key])
+        def document_mask(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            seen: torch.Tensor = (query >= key) & (ids[query] == ids[key])
+            return seen
 
         mask = cls.from_kv_blocks(
             *_ordered(partial),

@@ -37,7 +37,8 @@ def context_parallel(
     multiple of it.
 
     Args:
-        batch: What `PackedCollator(return_flash_attn_kwargs=True)` gave, with `attention="none"`; the same on all ranks.
+        batch: What `PackedCollator(return_flash_attn_kwargs=True)` gave, with `attention="none"`. The same on all ranks
+            of the context-parallel group.
         rank: The context-parallel rank, 0 … world - 1.
         world: The number of context-parallel ranks.
         columns: Names of the dataset's `columns`, whose entries are split, too.
@@ -101,8 +102,8 @@ def undo_context_parallel(
 
     Raises:
         InvalidTypeError: `parts` is no list of tensors.
-        InvalidInputError: A part has not as many tokens as its rank has of the pieces, or their tokens are no multiple of
-            twice the number of parts.
+        InvalidInputError: A part has not as many tokens as its rank has of the pieces, or the tokens of a piece are no
+            multiple of twice the number of parts.
 
     Example:
         >>> import torch

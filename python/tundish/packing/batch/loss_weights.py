@@ -115,8 +115,8 @@ def weighted_loss(
         logits: What the model gives for each token, (1, tokens, vocabulary), computed in float32.
         labels: The labels of the tokens themselves, int64, (1, tokens); the loss shifts them.
         loss_weights: The weight of each label, (1, tokens), as `PackedCollator(loss_weights=...)` gives it.
-        num_items_in_batch: What to divide by, as `td.packing.num_items_in_batch` gives it. None: the sum of the weights.
-            A denominator of 0 gives a loss of 0.
+        num_items_in_batch: What to divide by, as `td.packing.num_items_in_batch` gives it. None: the sum of the
+            weights. A denominator of 0 gives a loss of 0.
         shift_labels: Labels that are shifted already, as `td.packing.context_parallel` gives them.
         shift_loss_weights: Their weights.
         **_ignored: Further arguments that models pass, such as `vocab_size`.
@@ -143,8 +143,8 @@ def weighted_loss(
         targets, weights = shift_labels, shift_loss_weights
     if weights.shape != targets.shape:
         raise InvalidInputError(
-            f"the loss weights have the shape {tuple(weights.shape)}, and the labels {tuple(targets.shape)}: a label has "
-            "one weight"
+            f"the loss weights have the shape {tuple(weights.shape)}, and the labels {tuple(targets.shape)}: a label "
+            "has one weight"
         )
     # Cross-entropy is 0 where the label is -100.
     losses = functional.cross_entropy(

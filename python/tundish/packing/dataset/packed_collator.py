@@ -83,8 +83,8 @@ class PackedCollator:
 
     Raises:
         InvalidTypeError: An option is of a wrong type.
-        InvalidInputError: An option is below 1, `pad_token_id` below 0, `attention` or `loss_weights` is another word, or
-            options exclude or need each other.
+        InvalidInputError: An option is below 1, `pad_token_id` below 0, `attention` or `loss_weights` is another word,
+            or options exclude or need each other.
 
     Example:
         >>> import tundish as td
@@ -118,7 +118,9 @@ class PackedCollator:
             raise InvalidInputError(f'attention is {attention!r}; it must be "none", "mask" or "flex"')
         self.attention = attention
         if loss_weights not in (None, *get_args(LossWeights)):
-            raise InvalidInputError(f'loss_weights is {loss_weights!r}; it must be "tokens", "samples" or None')
+            raise InvalidInputError(
+                f'loss_weights is {loss_weights!r}; it must be "tokens", "samples" or None'
+            )
         self.loss_weights = loss_weights
         self.pad_to = _size(pad_to, "pad_to")
         self.pad_to_multiple_of = _size(pad_to_multiple_of, "pad_to_multiple_of")

@@ -40,7 +40,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     |---|---|---|
     | `input_ids` | int64, (tokens,) | the pieces' tokens, one after the other |
     | `labels` | int64, (tokens,) | the samples' own `labels`, else `input_ids`; -100 where a mask is 0 |
-    | `position_ids` | int64, (tokens,) | counts from 0 in each piece, wherever in its sample it begins; or as `positions` |
+    | `position_ids` | int64, (tokens,) | from 0 on in each piece, wherever in its sample it begins; or `positions` |
     | `cu_seqlens` | int32, (pieces + 1,) | bounds of the pieces, from 0 to the number of tokens |
     | `max_seqlen` | int | tokens of the longest piece |
     | each of `columns` | int64, float32 or bool, (tokens,) | the column beside the tokens |
@@ -49,8 +49,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Pieces without tokens (samples of length 0) leave no trace: `cu_seqlens` rises strictly.
 
-    If the plan was made with `align`, each piece is padded to a multiple of it: `input_ids` with `pad_token_id`, `labels`
-    with -100, columns with their padding values. The padding counts as part of its piece in `position_ids`,
+    If the plan was made with `align`, each piece is padded to a multiple of it: `input_ids` with `pad_token_id`,
+    `labels` with -100, columns with their padding values. The padding counts as part of its piece in `position_ids`,
     `cu_seqlens` and `max_seqlen`. With causal attention no token before it sees it.
 
     A sample is a mapping with `input_ids` (a row of a HF `Dataset` is one), or a plain one-dimensional array, tensor or
@@ -114,7 +114,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.mask_first_token = mask_first_token
         self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
         if positions is not None and not callable(positions):
-            raise InvalidTypeError(f"positions is {format_type(positions)}: give a function of a piece, or None")
+            raise InvalidTypeError(
+                f"positions is {format_type(positions)}: give a function of a piece, or None"
+            )
         self.positions = positions
         self._reader = RowReader(columns, sample_columns)
         self.columns = self._reader.columns
