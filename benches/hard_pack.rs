@@ -23,6 +23,7 @@ fn hard_pack(criterion: &mut Criterion) {
                     order: SampleOrder::Given(Integers::from(&order[..])),
                     max_length: MAX_LENGTH,
                     mode: Mode::Hard { drop_last: true },
+                    multiple: None,
                     global_pack: false,
                     threads,
                 };
@@ -50,6 +51,7 @@ fn published(criterion: &mut Criterion) {
         order: SampleOrder::Given(Integers::from(&order[..])),
         max_length: MAX_LENGTH,
         mode: Mode::Hard { drop_last: true },
+        multiple: None,
         global_pack: false,
         threads: 1,
     };

@@ -89,6 +89,8 @@ class PackRequest(TypedDict):
     window: int
     max_samples: int | None
     align: int
+    multiple_of: int | None
+    remainder: str
     global_pack: bool
     threads: int | None
 

@@ -38,6 +38,10 @@ def lengths(tmp_path: Path) -> Path:
             {"mode": "ordered", "window": 8, "max_samples": 3, "align": 4, "seed": 3},
         ),
         (["--mode", "sequential", "--global-pack"], {"mode": "sequential"}),
+        (
+            ["--mode", "sequential", "--multiple-of", 64, "--remainder", "repeat"],
+            {"mode": "sequential", "multiple_of": 64, "remainder": "repeat"},
+        ),
     ],
 )
 def test_modes_of_whole_samples(
@@ -57,7 +61,7 @@ def test_modes_of_whole_samples(
     arrays, more = (array, {}) if "--global-pack" not in words else ([array], {"global_pack": True})
     expected = pack_one(arrays, 512, overlong="split", **options, **more)
     assert facts["fingerprint"] == expected.fingerprint
-    for name in ("mode", "overlong", "window", "max_samples", "align"):
+    for name in ("mode", "overlong", "window", "max_samples", "align", "multiple_of", "remainder"):
         assert facts[name] == getattr(expected, name)
     assert "drop_last" not in facts
     assert facts["bytes"] == sum(column.nbytes for column in expected._columns)

@@ -40,6 +40,14 @@ def add_plan_commands(commands: Any) -> None:
         help="cut samples where a pack is full (hard, the default), or pack whole samples",
     )
     _add_whole_options(pack, "error", "; not with --mode hard")
+    pack.add_argument(
+        "--multiple-of", type=int, metavar="N", help="make the number of packs a multiple, as of a global batch"
+    )
+    pack.add_argument(
+        "--remainder",
+        choices=["drop", "repeat"],
+        help="with --multiple-of: leave out the emptiest packs (drop, the default), or repeat the first",
+    )
     order = pack.add_mutually_exclusive_group()
     order.add_argument(
         "--seed", type=int, metavar="S", help="shuffle the samples as numpy's RandomState(S) does"
@@ -137,6 +145,8 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
         "window": options.window,
         "max_samples": options.max_samples,
         "align": options.align,
+        "multiple_of": options.multiple_of,
+        "remainder": options.remainder,
         "threads": options.threads,
         "out": options.out,
         "progress": progress_of(options),
@@ -224,7 +234,7 @@ def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
         "max_length": plan.max_length,
         "order": plan.metadata["order"],
         "seed": plan.seed,
-        **{name: getattr(plan, name) for name in options},
+        **{name: getattr(plan, name) for name in (*options, "multiple_of", "remainder")},
         "global_pack": plan.global_pack,
         "datasets": len(plan.num_samples),
         "fingerprint": plan.fingerprint,

@@ -10,9 +10,9 @@ use crate::error::PackError;
 use crate::folder::METADATA_FILE;
 use crate::inputs::{IntegerKind, Integers, OrderedSamples, RandomState, SampleLengths, SampleOrder, WINDOW};
 use crate::packer::unchecked_fingerprint;
-use crate::plan::{Column, Field, HardMetadata, OrderKind, PlanMetadata, PlanView};
+use crate::plan::{Column, Field, HardMetadata, MultipleMetadata, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
-use crate::request::{Mode, PackRequest};
+use crate::request::{Mode, PackRequest, Remainder};
 
 /// The name of the work in progress reports.
 const PHASE: &str = "indexing samples";
@@ -49,6 +49,13 @@ pub fn sample_index(
             metadata.mode
         )));
     };
+    if metadata.multiple.as_ref().is_some_and(|multiple| multiple.remainder == Remainder::Repeat && multiple.packs > 0) {
+        return Err(PackError::Invalid(
+            "sample_index needs a plan that is one stream of tokens, and this one repeats packs: pack without \
+             multiple_of, or with remainder=\"drop\""
+                .into(),
+        ));
+    }
     if hard.tail_start.len() != 1 {
         return Err(PackError::Invalid(
             "sample_index needs a plan of one dataset, or of several with global_pack=True".into(),
@@ -106,6 +113,7 @@ fn check_fingerprint(
         order: SampleOrder::Given(order),
         max_length: metadata.max_length,
         mode: Mode::Hard { drop_last: hard.drop_last },
+        multiple: metadata.multiple.as_ref().map(MultipleMetadata::asked),
         global_pack: metadata.global_pack,
         threads,
     };

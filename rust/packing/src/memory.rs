@@ -49,6 +49,11 @@ pub(crate) fn with_capacity<T>(capacity: usize) -> Result<Vec<T>, PackError> {
     Ok(values)
 }
 
+/// Make room for `more` values in `values`.
+pub(crate) fn reserve<T>(values: &mut Vec<T>, more: usize) -> Result<(), PackError> {
+    values.try_reserve_exact(more).map_err(|_| out_of_memory::<T>(values.len().saturating_add(more)))
+}
+
 fn out_of_memory<T>(len: usize) -> PackError {
     PackError::OutOfMemory { bytes: len as u128 * size_of::<T>() as u128, plan_in_memory: false }
 }

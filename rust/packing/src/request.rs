@@ -10,6 +10,9 @@ pub const LARGEST_WHOLE_LENGTH: u64 = 1 << 28;
 /// The largest `window`: each sample is compared with that many packs.
 pub const LARGEST_WINDOW: u64 = 1 << 16;
 
+/// The largest `PackMultiple::of`: so many packs are remembered.
+pub const LARGEST_MULTIPLE: u64 = 1 << 20;
+
 /// What to pack, and how.
 #[derive(Clone)]
 pub struct PackRequest<'a> {
@@ -21,10 +24,31 @@ pub struct PackRequest<'a> {
     pub max_length: u64,
     /// The algorithm.
     pub mode: Mode,
+    /// Make the number of packs a multiple.
+    pub multiple: Option<PackMultiple>,
     /// Pack all datasets as one: sample indices count through, and packs span datasets.
     pub global_pack: bool,
     /// Threads to compute on at most.
     pub threads: usize,
+}
+
+/// A number that divides the number of packs of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PackMultiple {
+    /// The number.
+    pub of: u64,
+    /// How the packs become a multiple of it.
+    pub remainder: Remainder,
+}
+
+/// How the number of packs becomes a multiple.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Remainder {
+    /// The emptiest packs are left out.
+    Drop,
+    /// The first packs come again at the end.
+    Repeat,
 }
 
 /// An algorithm with its options.
@@ -96,6 +120,38 @@ impl Overlong {
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Error, Self::Split, Self::Truncate, Self::Drop].into_iter().find(|choice| choice.name() == name)
+    }
+}
+
+impl Remainder {
+    /// The name, as in `plan.json`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Drop => "drop",
+            Self::Repeat => "repeat",
+        }
+    }
+
+    /// The choice of this name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::Drop, Self::Repeat].into_iter().find(|choice| choice.name() == name)
+    }
+}
+
+impl PackMultiple {
+    /// Check the number for a plan of this mode; an error is a clause that says what is wrong.
+    pub(crate) fn check(self, mode: Mode) -> Result<(), String> {
+        if self.of == 0 || self.of > LARGEST_MULTIPLE {
+            return Err(format!("multiple_of is {}; it must be 1 to {LARGEST_MULTIPLE} packs", self.of));
+        }
+        if self.remainder == Remainder::Drop && mode == (Mode::Hard { drop_last: false }) {
+            return Err("drop_last=False keeps the tails, and remainder=\"drop\" would leave them out again: pass \
+                        remainder=\"repeat\", or leave drop_last out"
+                .into());
+        }
+        Ok(())
     }
 }
 
@@ -193,6 +249,9 @@ impl PackRequest<'_> {
     /// Refuse arguments that contradict each other, before any length is read.
     pub(crate) fn check(&self) -> Result<(), PackError> {
         self.mode.check(self.max_length).map_err(PackError::Invalid)?;
+        if let Some(multiple) = self.multiple {
+            multiple.check(self.mode).map_err(PackError::Invalid)?;
+        }
         if let SampleOrder::Given(order) = self.order {
             let [lengths] = self.lengths[..] else {
                 return Err(PackError::Invalid("order can be given for a single dataset only".into()));

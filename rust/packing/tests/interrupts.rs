@@ -44,6 +44,7 @@ fn request(lengths: &[i64], max_length: u64) -> PackRequest<'_> {
         order: SampleOrder::Natural,
         max_length,
         mode: Mode::Hard { drop_last: true },
+        multiple: None,
         global_pack: false,
         threads: 1,
     }

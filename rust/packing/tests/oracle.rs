@@ -56,6 +56,7 @@ fn pack(
         order,
         max_length,
         mode: Mode::Hard { drop_last },
+        multiple: None,
         global_pack,
         threads,
     };
@@ -326,6 +327,7 @@ fn bad_orders_and_lengths_are_refused() {
         order: SampleOrder::Natural,
         max_length: 4,
         mode: Mode::Hard { drop_last: true },
+        multiple: None,
         global_pack: false,
         threads: 1,
     };
@@ -353,6 +355,7 @@ fn a_plan_that_no_disk_has_room_for_is_refused_before_it_is_made() {
         order: SampleOrder::Natural,
         max_length: 1,
         mode: Mode::Hard { drop_last: true },
+        multiple: None,
         global_pack: false,
         threads: 1,
     };

@@ -30,6 +30,7 @@ impl Case {
             order,
             max_length: MAX_LENGTH,
             mode: Mode::Hard { drop_last },
+            multiple: None,
             global_pack,
             threads: 1,
         };
@@ -118,6 +119,7 @@ fn columns_that_need_64_bits_are_fine() {
         order: SampleOrder::Natural,
         max_length: 1 << 35,
         mode: Mode::Hard { drop_last: false },
+        multiple: None,
         global_pack: false,
         threads: 1,
     };

@@ -34,6 +34,7 @@ impl Case {
             },
             max_length: self.max_length,
             mode: Mode::Whole(self.options),
+            multiple: None,
             global_pack: self.global_pack,
             threads: self.threads,
         }
@@ -320,6 +321,7 @@ fn samples_that_are_too_long_are_refused_before_any_work() {
             order: SampleOrder::Natural,
             max_length: 8,
             mode: Mode::Whole(options_of(Placement::BestFit, Overlong::Error)),
+            multiple: None,
             global_pack,
             threads: 1,
         };
@@ -342,6 +344,7 @@ fn options_that_no_plan_can_have_are_refused() {
             order: SampleOrder::Natural,
             max_length,
             mode: Mode::Whole(options),
+            multiple: None,
             global_pack: false,
             threads: 1,
         };

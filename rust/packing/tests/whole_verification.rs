@@ -28,6 +28,7 @@ impl Case {
             order,
             max_length: MAX_LENGTH,
             mode: Mode::Whole(options),
+            multiple: None,
             global_pack,
             threads: 1,
         };

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tundish as td
 from tundish.errors import InvalidInputError, PlanMismatchError
-from tundish.packing.plan import ledger as ledger_module
+from tundish.packing.plan.counts import ledger as ledger_module
 
 LENGTHS = st.lists(st.lists(st.integers(0, 30), max_size=20), min_size=1, max_size=4)
 
@@ -43,6 +43,7 @@ def test_hard_packing(datasets: list[list[int]], max_length: int, global_pack: b
         "cut": cut,
         "truncated": 0,
         "dropped": total - packed,
+        "repeated": 0,
         "capacity": len(plan) * max_length,
         "padding": len(plan) * max_length - packed,
         "padding_align": 0,

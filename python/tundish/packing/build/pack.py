@@ -34,6 +34,8 @@ def pack(
     window: int | None = None,
     max_samples: int | None = None,
     align: int = 1,
+    multiple_of: int | None = None,
+    remainder: str | None = None,
     threads: int | None = None,
     out: PathLike | None = None,
     cache_dir: PathLike | None = None,
@@ -77,6 +79,9 @@ def pack(
         max_samples: For whole samples only: pieces a pack at most.
         align: For whole samples only: each piece takes a multiple of so many tokens of its pack. `max_length` must be
             a multiple of it. The plan leaves room for this padding and counts it; your collator adds it.
+        multiple_of: Make the number of packs a multiple of this, 1 … 2**20: for example of the global batch.
+        remainder: How the number becomes a multiple. "drop", the default, leaves out the emptiest packs; of packs
+            that are equally full, the last ones. "repeat" appends the first packs again. `plan.stats` counts both.
         threads: Threads to compute on at most, 1 … 512. The default is the number of processors that this process
             may run on.
         out: Publish the plan as this folder. The plan is computed straight into its files, so that memory beyond
@@ -132,6 +137,8 @@ def pack(
             window=window,
             max_samples=max_samples,
             align=align,
+            multiple_of=multiple_of,
+            remainder=remainder,
             global_pack=False,
             threads=threads,
         )
@@ -153,6 +160,8 @@ def pack_datasets(
     window: int | None = None,
     max_samples: int | None = None,
     align: int = 1,
+    multiple_of: int | None = None,
+    remainder: str | None = None,
     threads: int | None = None,
     out: PathLike | None = None,
     cache_dir: PathLike | None = None,
@@ -177,6 +186,8 @@ def pack_datasets(
         window: As in `pack`; each dataset has a window of its own.
         max_samples: As in `pack`.
         align: As in `pack`.
+        multiple_of: As in `pack`, for the packs of all datasets together.
+        remainder: As in `pack`; of packs that are equally full, those of the dataset with the most packs are left out.
         threads: As in `pack`.
         out: As in `pack`.
         cache_dir: As in `pack`.
@@ -210,6 +221,8 @@ def pack_datasets(
             window=window,
             max_samples=max_samples,
             align=align,
+            multiple_of=multiple_of,
+            remainder=remainder,
             global_pack=global_pack,
             threads=threads,
         )

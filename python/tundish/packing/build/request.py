@@ -12,15 +12,18 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
 from tundish.packing.arguments.integers import as_integer, as_threads
 
-__all__ = ["DEFAULT_WINDOW", "MODES", "OVERLONG", "pack_request"]
+__all__ = ["DEFAULT_WINDOW", "MODES", "OVERLONG", "REMAINDERS", "pack_request"]
 
 MODES = ("hard", "best_fit", "ordered", "sequential")
 OVERLONG = ("error", "split", "truncate", "drop")
+REMAINDERS = ("drop", "repeat")
 DEFAULT_WINDOW = 64
 # Each sample is compared with that many packs.
 LARGEST_WINDOW = 2**16
 # The modes of whole samples count the samples of each length, up to `max_length`.
 LARGEST_WHOLE_LENGTH = 2**28
+# So many packs are remembered while a plan is made.
+LARGEST_MULTIPLE = 2**20
 
 
 def pack_request(
@@ -35,6 +38,8 @@ def pack_request(
     window: Any,
     max_samples: Any,
     align: Any,
+    multiple_of: Any,
+    remainder: Any,
     global_pack: Any,
     threads: Any,
 ) -> _native.PackRequest:
@@ -55,6 +60,8 @@ def pack_request(
     most = None if max_samples is None else as_integer(max_samples, "max_samples", 1, 2**63 - 1)
     opened = None if window is None else as_integer(window, "window", 1, LARGEST_WINDOW)
     _check_use(mode, drop_last, overlong, opened, most, aligned)
+    multiple = None if multiple_of is None else as_integer(multiple_of, "multiple_of", 1, LARGEST_MULTIPLE)
+    _check_remainder(multiple, remainder, drop_last)
     if mode != "hard":
         _check_length(mode, tokens, aligned)
     if opened is None:
@@ -70,6 +77,8 @@ def pack_request(
         "window": opened,
         "max_samples": most,
         "align": aligned,
+        "multiple_of": multiple,
+        "remainder": remainder or "drop",
         "global_pack": global_pack,
         "threads": as_threads(threads),
     }
@@ -111,6 +120,20 @@ def _check_use(
         raise InvalidInputError(
             f"mode {mode!r} takes no window: only mode='ordered' keeps a window of open packs. Leave window out, or "
             "choose mode='ordered'"
+        )
+
+
+def _check_remainder(multiple: int | None, remainder: Any, drop_last: bool | None) -> None:
+    if remainder is not None:
+        _check_choice(remainder, "remainder", REMAINDERS)
+        if multiple is None:
+            raise InvalidInputError(
+                f"remainder is {remainder!r}, and there is no multiple_of: give both, or leave remainder out"
+            )
+    if multiple is not None and drop_last is False and remainder != "repeat":
+        raise InvalidInputError(
+            f"drop_last=False keeps the tails, and multiple_of={multiple} would leave them out again: choose "
+            "remainder='repeat', or leave drop_last out"
         )
 
 

@@ -358,11 +358,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
             return 1, most
         if plan.drop_last:
             return most, most
+        first = len(plan) - plan.packs_repeated
+        if pack >= first:
+            # One of the first packs again.
+            pack = (pack - first) % first
         if plan.global_pack or len(plan.num_samples) == 1:
             most = min(most, plan.num_tokens - pack * most)
             return most, most
         # Of several datasets, only the last pack of each may be short, and the plan does not say how short.
-        is_last = pack + 1 == len(plan) or plan.dataset_id[pack + 1] != dataset
+        is_last = pack + 1 == first or plan.dataset_id[pack + 1] != dataset
         return (1 if is_last else most), most
 
     def _item(

@@ -17,12 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import (
-    InvalidInputError,
-    OutOfMemoryError,
-    PlanMismatchError,
-    format_count,
-)
+from tundish.errors import InvalidInputError, PlanMismatchError, format_count
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
 from tundish.packing.arguments.paths import as_absolute
 from tundish.packing.plan.fields import fields_of
@@ -60,6 +55,9 @@ class PackPlan:
         window: Packs that were open at a time; None in modes "hard" and "best_fit".
         max_samples: Pieces a pack at most, or None.
         align: Each piece takes a multiple of so many tokens of its pack; 1 for no padding.
+        multiple_of: The number of packs was made a multiple of this, or None.
+        remainder: "drop" or "repeat", how that was done; None without `multiple_of`.
+        packs_repeated: Packs at the end that are the first packs again.
         global_pack: Whether all datasets were packed as one.
         num_samples: Samples of each dataset.
         num_tokens: Tokens of the ordered samples.
@@ -122,6 +120,10 @@ class PackPlan:
         self.window: int | None = whole.get("window")
         self.max_samples: int | None = whole.get("max_samples")
         self.align: int = whole.get("align", 1)
+        multiple = self._metadata.get("multiple") or {}
+        self.multiple_of: int | None = multiple.get("of")
+        self.remainder: str | None = multiple.get("remainder")
+        self.packs_repeated: int = multiple.get("packs", 0) if self.remainder == "repeat" else 0
         self.global_pack: bool = self._metadata["global_pack"]
         self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
         self.num_tokens: int = self._metadata["tokens"]
@@ -243,15 +245,9 @@ class PackPlan:
             >>> pack([5, 3, 9], 8).arrays()["indices"].tolist()
             [0, 1, 2]
         """
-        try:
-            pairs = zip(self._fields, self._columns, strict=True)
-            return {name: column.astype(np.int64) for name, column in pairs}
-        except MemoryError as error:
-            needed = 8 * sum(map(len, self._columns))
-            raise OutOfMemoryError(
-                f"the columns as int64 need {needed} bytes of memory, which the system does not have; use the plan's "
-                f"attributes ({', '.join(self._fields)}), which are the columns without a copy"
-            ) from error
+        from tundish.packing.plan.conversions import as_int64
+
+        return as_int64(self._fields, self._columns)
 
     def stats(self) -> dict[str, int | float]:
         """Count what the plan packs, cuts and leaves out.
@@ -263,9 +259,11 @@ class PackPlan:
             samples_empty: Samples of length 0 that are left out; in mode "hard", those on a boundary of packs.
             samples_overlong: Samples that `overlong` split, truncated or dropped; 0 in mode "hard".
             tokens, tokens_packed, tokens_dropped: Tokens of the ordered samples.
+            packs_dropped, packs_repeated, tokens_repeated: What `multiple_of` leaves out or repeats. Tokens of packs
+                that are left out are in tokens_dropped, too.
             padding: Tokens that the packs lack to `max_length`; padding_align: those of them that `align` adds after
                 pieces.
-            fill: tokens_packed over packs times max_length; 1.0 for an empty plan.
+            fill: Share of the packs that tokens take, repeated ones included; 1.0 for an empty plan.
             pieces_per_pack: Mean number of pieces; max_pieces_per_pack: the largest.
             longest: Tokens of the longest piece.
 
@@ -275,7 +273,7 @@ class PackPlan:
             >>> stats["packs"], stats["samples_cut"], stats["tokens_dropped"]
             (4, 2, 1)
         """
-        from tundish.packing.plan.stats import plan_stats
+        from tundish.packing.plan.counts.stats import plan_stats
 
         return plan_stats(self)
 
@@ -286,8 +284,10 @@ class PackPlan:
             tokens: Tokens of the ordered samples: `packed` + `truncated` + `dropped`.
             packed: Tokens in packs; cut: those of them in pieces that are no whole samples.
             truncated: Tokens behind `max_length` of samples that `overlong="truncate"` shortened.
-            dropped: Tokens of the tail, or of samples that `overlong="drop"` left out.
-            capacity: Packs times `max_length`: `packed` + `padding`.
+            dropped: Tokens of the tail, of samples that `overlong="drop"` left out, or of packs that `multiple_of`
+                left out.
+            repeated: Tokens of packs that come again; they are not in `packed`.
+            capacity: Packs times `max_length`: `packed` + `repeated` + `padding`.
             padding: Tokens that packs lack; padding_align: those of them that `align` adds.
 
         Raises:
@@ -300,7 +300,7 @@ class PackPlan:
             >>> ledger["packed"], ledger["truncated"], ledger["padding"]
             (16, 1, 0)
         """
-        from tundish.packing.plan.ledger import plan_ledger
+        from tundish.packing.plan.counts.ledger import plan_ledger
 
         return plan_ledger(self)
 
@@ -333,18 +333,11 @@ class PackPlan:
             >>> pack([5, 3, 9], 8).sample_index().tolist()
             [[0, 0], [2, 0], [2, 8]]
         """
-        from tundish.progress import ProgressLine
+        from tundish.packing.plan.conversions import sample_index
 
-        if self.mode != "hard":
-            raise InvalidInputError(
-                f"this plan is of mode {self.mode!r}, and Megatron's sample_index can only say where one stream of "
-                "tokens is cut. Read the packs with plan.lookup, or pack with mode='hard'"
-            )
-        given = None if order is None else as_integer_array(order, "order")
-        with ProgressLine("plan", progress) as line:
-            return _native.plan_sample_index(
-                self._columns, self._metadata_json, self._lengths, given, line.callback
-            )
+        return sample_index(
+            self._columns, self._metadata_json, self._lengths, mode=self.mode, order=order, progress=progress
+        )
 
     @property
     def metadata(self) -> Mapping[str, Any]:

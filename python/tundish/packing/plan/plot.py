@@ -313,6 +313,8 @@ def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: P
     axes.grid(False)
     packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
     losses: list[tuple[float, str, str]] = []
+    if stats["tokens_repeated"]:
+        losses.append((stats["tokens_repeated"], SOFT, "repeated"))
     if dropped or not padding:
         losses.append((dropped, ORANGE, "dropped"))
     if padding:

@@ -29,6 +29,7 @@ class ReadablePlan(Protocol):
     seed: int | None
     overlong: str | None
     global_pack: bool
+    packs_repeated: int
     num_tokens: int
     fingerprint: str
 

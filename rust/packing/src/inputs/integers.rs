@@ -172,6 +172,12 @@ impl<'a> Integers<'a> {
         self.len == 0
     }
 
+    /// The first `len` integers, or all of them where there are fewer.
+    #[must_use]
+    pub fn first(&self, len: usize) -> Self {
+        Self { len: self.len.min(len), ..*self }
+    }
+
     /// The type of the integers.
     #[must_use]
     pub fn kind(&self) -> IntegerKind {

@@ -1,9 +1,11 @@
 //! What all modes share: checks and hashes the lengths, bounds the plan, and computes it in memory or in a folder.
 //!
 //! A first pass checks, sums and hashes the lengths (`scan`). Then the mode reads the ordered samples a chunk at a time
-//! (`samples`) and appends packs to the plan (`output`).
+//! (`samples`) and appends packs to the plan (`output`). `multiple` stands between the two where packs are left out or
+//! repeated.
 
 mod hard;
+mod multiple;
 mod output;
 mod repeated_samples;
 mod samples;
@@ -21,7 +23,7 @@ use crate::plan::{
     FORMAT_VERSION, Field, HardMetadata, OrderKind, Plan, PlanInteger, PlanMetadata, WholeMetadata, WideColumns,
 };
 use crate::progress::Progress;
-use crate::request::{Mode, Overlong, PackRequest, WholeOptions};
+use crate::request::{Mode, Overlong, PackMultiple, PackRequest, Remainder, WholeOptions};
 use crate::threads::Threads;
 
 use output::{MemoryOutput, WidthProbe};
@@ -180,6 +182,10 @@ impl<'a> Packer<'a> {
                 }
             }
         }
+        if let Some(PackMultiple { of, remainder }) = self.request.multiple {
+            hash.push("multiple_of", &of.to_le_bytes());
+            hash.push("remainder", remainder.name().as_bytes());
+        }
         hash.push("global_pack", &[u8::from(self.request.global_pack)]);
         match self.request.order {
             SampleOrder::Natural => hash.push("order", b"natural"),
@@ -211,7 +217,7 @@ impl<'a> Packer<'a> {
         })
     }
 
-    /// The most packs and pieces that the plan can have.
+    /// The most packs and pieces that the plan can have, before packs are repeated.
     fn most(&self) -> (u64, u64) {
         self.bounds(|stream, scan| match self.request.mode {
             Mode::Hard { drop_last } => hard::most(self, drop_last, stream, scan),
@@ -221,10 +227,26 @@ impl<'a> Packer<'a> {
 
     /// The least packs and pieces that the plan can have, whatever the order is.
     fn least(&self) -> (u64, u64) {
-        self.bounds(|stream, scan| match self.request.mode {
+        let (packs, pieces) = self.bounds(|stream, scan| match self.request.mode {
             Mode::Hard { drop_last } => hard::least(self, drop_last, stream, scan),
             Mode::Whole(options) => whole::least(self, &options, stream, scan),
-        })
+        });
+        match self.request.multiple {
+            // Of the pieces that are left, nothing is known but that a pack has one.
+            Some(PackMultiple { of, remainder: Remainder::Drop }) => {
+                let packs = packs.saturating_sub(of - 1);
+                (packs, packs)
+            }
+            _ => (packs, pieces),
+        }
+    }
+
+    /// The most packs and pieces that are repeated.
+    fn most_repeated(&self) -> (u64, u64) {
+        let Some(PackMultiple { of, remainder: Remainder::Repeat }) = self.request.multiple else { return (0, 0) };
+        // Of fewer packs than `of`, each may come many times.
+        let times = if self.least().0 < of { of } else { 1 };
+        (of - 1, self.most().1.saturating_mul(times))
     }
 
     fn fields(&self) -> &'static [Field] {
@@ -234,7 +256,8 @@ impl<'a> Packer<'a> {
     /// Whether the plan is computed in 32 bits: all sums that the modes make fit.
     fn is_narrow(&self) -> bool {
         let largest = i32::MAX as u64;
-        let (packs, pieces) = self.most();
+        let ((packs, pieces), (more_packs, more_pieces)) = (self.most(), self.most_repeated());
+        let (packs, pieces) = (packs.saturating_add(more_packs), pieces.saturating_add(more_pieces));
         let longest = self.scans.iter().map(|scan| scan.longest).max().unwrap_or(0);
         packs <= largest
             && pieces <= largest
@@ -314,15 +337,30 @@ impl<'a> Packer<'a> {
         }
     }
 
+    /// Append all packs that the mode makes.
+    fn run_mode<P: PlanInteger>(
+        &self,
+        output: &mut dyn PlanOutput<P>,
+        progress: &mut dyn Progress,
+    ) -> Result<Packed, PackError> {
+        match self.request.mode {
+            Mode::Hard { drop_last } => hard::run(self, drop_last, output, progress),
+            Mode::Whole(options) => whole::run(self, &options, output, progress),
+        }
+    }
+
     fn run<P: PlanInteger>(
         &self,
         output: &mut dyn PlanOutput<P>,
         progress: &mut dyn Progress,
     ) -> Result<PlanMetadata, PackError> {
         let request = &self.request;
-        let packed = match request.mode {
-            Mode::Hard { drop_last } => hard::run(self, drop_last, output, progress)?,
-            Mode::Whole(options) => whole::run(self, &options, output, progress)?,
+        let (packed, multiple) = match request.multiple {
+            Some(asked) => {
+                let (packed, multiple) = multiple::run(self, asked, output, progress)?;
+                (packed, Some(multiple))
+            }
+            None => (self.run_mode(output, progress)?, None),
         };
         let (order, seed) = match request.order {
             SampleOrder::Natural => (OrderKind::Natural, None),
@@ -345,6 +383,7 @@ impl<'a> Packer<'a> {
             pieces: packed.pieces,
             hard: packed.hard,
             whole: packed.whole,
+            multiple,
             fingerprint,
         })
     }

@@ -21,7 +21,7 @@ pub(crate) struct PackColumns<'a, P> {
 }
 
 impl<'a, P> PackColumns<'a, P> {
-    fn count(&self) -> usize {
+    pub(crate) fn count(&self) -> usize {
         self.packs[0].len()
     }
 
@@ -39,6 +39,12 @@ pub(crate) trait PlanOutput<P> {
 
     /// Remove the last `count` pieces, of a plan without piece ranges.
     fn remove_last_pieces(&mut self, count: usize) -> Result<(), PackError>;
+
+    /// Make room for packs and pieces beyond those that were expected.
+    fn reserve(&mut self, packs: usize, pieces: usize) -> Result<(), PackError> {
+        let _ = (packs, pieces);
+        Ok(())
+    }
 }
 
 /// Keeps the columns in memory.
@@ -87,6 +93,13 @@ impl<P: PlanInteger> PlanOutput<P> for MemoryOutput {
         let column = self.column(Field::Indices);
         column.truncate(column.len() - count);
         Ok(())
+    }
+
+    fn reserve(&mut self, packs: usize, pieces: usize) -> Result<(), PackError> {
+        self.columns
+            .iter_mut()
+            .zip(Field::ALL)
+            .try_for_each(|(column, field)| column.reserve(if field.is_per_piece() { pieces } else { packs }))
     }
 }
 

@@ -29,11 +29,14 @@ proptest! {
         lengths in prop::collection::vec(prop_oneof![0u64..3, 0u64..90], 0..60),
         more in prop::collection::vec(0u64..5, 0..9),
         used in 0usize..=60,
-        multiple in 1u64..40,
+        units in 1u64..40,
         is_shifted in any::<bool>(),
         (mode, align) in mode(),
+        multiple in prop::option::of((1u64..9, prop_oneof![Just(Remainder::Drop), Just(Remainder::Repeat)])),
         global_pack in any::<bool>(),
     ) {
+        let multiple = multiple.map(|(of, remainder)| PackMultiple { of, remainder });
+        let multiple = multiple.filter(|multiple| multiple.check(mode).is_ok());
         // Modes of whole samples have packs of 2^28 tokens at most.
         let shift = if is_shifted && matches!(mode, Mode::Hard { .. }) { 32 } else { 0 };
         let lengths: Vec<u64> = lengths.iter().map(|length| length << shift).collect();
@@ -44,15 +47,17 @@ proptest! {
             let request = PackRequest {
                 lengths: datasets.iter().map(|&lengths| Integers::from(lengths)).collect(),
                 order,
-                max_length: (multiple * align) << shift,
+                max_length: (units * align) << shift,
                 mode,
+                multiple,
                 global_pack,
                 threads: 1,
             };
             let packer = Packer::new(request, &mut NoProgress).unwrap();
             let PlanMetadata { packs, pieces, .. } = packer.pack(&mut NoProgress).unwrap().metadata;
-            let (least, most) = (packer.least(), packer.most());
-            prop_assert!(least.0 <= packs && packs <= most.0 && least.1 <= pieces && pieces <= most.1);
+            let (least, most, repeated) = (packer.least(), packer.most(), packer.most_repeated());
+            prop_assert!(least.0 <= packs && packs <= most.0 + repeated.0);
+            prop_assert!(least.1 <= pieces && pieces <= most.1 + repeated.1);
         }
     }
 }

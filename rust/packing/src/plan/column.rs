@@ -140,6 +140,14 @@ impl Column {
         }
     }
 
+    /// Make room for `more` values.
+    pub(crate) fn reserve(&mut self, more: usize) -> Result<(), PackError> {
+        match self {
+            Self::I32(column) => memory::reserve(column, more),
+            Self::I64(column) => memory::reserve(column, more),
+        }
+    }
+
     /// How many more values there is room for.
     pub(crate) fn room(&self) -> usize {
         match self {

@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::multiple::MultipleMetadata;
 use crate::error::PackError;
-use crate::request::{Mode, Overlong, Placement, WholeOptions};
+use crate::request::{Mode, Overlong, Placement, Remainder, WholeOptions};
 
 /// Where the order of the samples came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,7 +41,7 @@ pub struct PlanMetadata {
     pub samples: Vec<u64>,
     /// Tokens of the ordered samples.
     pub tokens: u64,
-    /// Tokens that the packs hold.
+    /// Tokens that the packs hold; those of packs that come again count once.
     pub tokens_packed: u64,
     /// Packs.
     pub packs: u64,
@@ -52,6 +53,9 @@ pub struct PlanMetadata {
     /// Only of the other modes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeMetadata>,
+    /// Only where the number of packs was made a multiple.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub multiple: Option<MultipleMetadata>,
     /// 32 hexadecimal digits.
     pub fingerprint: String,
 }
@@ -177,15 +181,52 @@ impl PlanMetadata {
         {
             return Err("the numbers of samples overflow".into());
         }
-        let full = u128::from(self.packs) * u128::from(self.max_length);
-        let packed = u128::from(self.tokens_packed);
-        if self.tokens > i64::MAX as u64 || packed > u128::from(self.tokens) || packed > full {
-            return Err(format!("{} packs hold {packed} of {} tokens", self.packs, self.tokens));
+        let all = self.with_left_out();
+        for plan in [&self.without_repeated(), &all] {
+            let full = u128::from(plan.packs) * u128::from(plan.max_length);
+            let packed = u128::from(plan.tokens_packed);
+            if plan.tokens > i64::MAX as u64 || packed > u128::from(plan.tokens) || packed > full {
+                return Err(format!("{} packs hold {packed} of {} tokens", plan.packs, plan.tokens));
+            }
+        }
+        if let Some(multiple) = &self.multiple {
+            multiple.check(self)?;
         }
         match (&self.hard, &self.whole) {
-            (Some(hard), _) => hard.check(self),
-            (_, Some(whole)) => whole.check(self),
+            (Some(hard), _) => hard.check(&self.without_repeated()),
+            (_, Some(whole)) => whole.check(&all),
             _ => Ok(()),
+        }
+    }
+
+    /// As it was before packs were repeated.
+    pub(crate) fn without_repeated(&self) -> Self {
+        let mut before = self.clone();
+        if let Some(MultipleMetadata { remainder: Remainder::Repeat, packs, pieces, .. }) = self.multiple {
+            before.packs = self.packs.saturating_sub(packs);
+            before.pieces = self.pieces.saturating_sub(pieces);
+            before.multiple = None;
+        }
+        before
+    }
+
+    /// As it was before packs were repeated or left out.
+    pub(crate) fn with_left_out(&self) -> Self {
+        let mut before = self.without_repeated();
+        if let Some(MultipleMetadata { remainder: Remainder::Drop, packs, pieces, tokens, .. }) = self.multiple {
+            before.packs = self.packs.saturating_add(packs);
+            before.pieces = self.pieces.saturating_add(pieces);
+            before.tokens_packed = self.tokens_packed.saturating_add(tokens);
+            before.multiple = None;
+        }
+        before
+    }
+
+    /// Packs that were left out.
+    pub(crate) fn packs_left_out(&self) -> u64 {
+        match self.multiple {
+            Some(MultipleMetadata { remainder: Remainder::Drop, packs, .. }) => packs,
+            _ => 0,
         }
     }
 
@@ -207,7 +248,7 @@ impl HardMetadata {
     /// Check the counts of pieces: a piece is the beginning of a sample, or its continuation in another pack.
     fn check_pieces(&self, plan: &PlanMetadata) -> Result<(), String> {
         let samples = plan.all_samples();
-        let most = samples + u128::from(plan.packs.saturating_sub(1));
+        let most = samples + u128::from(plan.with_left_out().packs.saturating_sub(1));
         let (pieces, empty) = (u128::from(plan.pieces), u128::from(self.empty_on_boundary));
         if plan.pieces < plan.packs || pieces + empty > most {
             return Err(format!(
@@ -218,7 +259,8 @@ impl HardMetadata {
         Ok(())
     }
 
-    /// Check the counts of tokens: each stream drops less than a pack, or lacks less than that in its last pack.
+    /// Check the counts of tokens: each stream drops less than a pack, or lacks less than that in its last pack. Packs
+    /// that are left out are part of the tails.
     fn check_tokens(&self, plan: &PlanMetadata) -> Result<(), String> {
         let full = u128::from(plan.packs) * u128::from(plan.max_length);
         let (tokens, packed) = (u128::from(plan.tokens), u128::from(plan.tokens_packed));
@@ -226,7 +268,8 @@ impl HardMetadata {
             if self.drop_last { (packed == full, tokens - packed) } else { (packed == tokens, full - packed) };
         let with_samples = plan.samples.iter().filter(|&&samples| samples > 0).count() as u128;
         let with_samples = with_samples.min(self.tail_start.len() as u128);
-        if !complete || rest > with_samples * u128::from(plan.max_length - 1) {
+        let left_out = u128::from(plan.packs_left_out()) * u128::from(plan.max_length);
+        if !complete || rest > with_samples * u128::from(plan.max_length - 1) + left_out {
             return Err(format!(
                 "{} packs of {} tokens hold {packed} of {tokens}, with drop_last={}",
                 plan.packs, plan.max_length, self.drop_last

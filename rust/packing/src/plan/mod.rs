@@ -7,6 +7,7 @@
 mod column;
 mod lookup;
 mod metadata;
+mod multiple;
 
 use crate::error::PackError;
 use crate::inputs::Integers;
@@ -15,6 +16,7 @@ pub use column::{Column, Field};
 pub(crate) use column::{PlanInteger, WideColumns};
 pub use lookup::{AsIntegers, AttachedLengths, LocatedPacks, PackBatch, TO_THE_END, locate, lookup};
 pub use metadata::{FORMAT_VERSION, HardMetadata, OrderKind, PlanMetadata, WholeMetadata};
+pub use multiple::MultipleMetadata;
 
 /// A plan in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,6 +79,16 @@ impl<'a> PlanView<'a> {
             all[field as usize] = column;
         }
         Ok(Self { columns: all, has_piece_ranges })
+    }
+
+    /// The first `packs` packs, which have `pieces` pieces; all of them where there are fewer.
+    pub(crate) fn first(&self, packs: u64, pieces: u64) -> Self {
+        let mut first = *self;
+        for (column, field) in first.columns.iter_mut().zip(Field::ALL) {
+            let len = if field.is_per_piece() { pieces } else { packs };
+            *column = column.first(usize::try_from(len).unwrap_or(usize::MAX));
+        }
+        first
     }
 
     /// The fields that the plan has, in order.

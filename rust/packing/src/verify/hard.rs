@@ -1,6 +1,7 @@
 //! Verifies hard plans: walks over the packs, and checks that every piece is the next of the ordered samples or goes on
 //! where the pack before stopped, and that every pack is full.
 
+use super::left_out::LeftOut;
 use super::{StreamWalk, check_all_walked, check_totals, ordered, wrong_pack};
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
@@ -29,6 +30,15 @@ pub(super) struct PlanWalk<'a> {
     tokens: u64,
     packed: u64,
     empty_on_boundary: u64,
+    left_out: Option<LeftOut<'a>>,
+}
+
+/// The tokens behind the packs of a stream.
+#[derive(Default)]
+struct Tail {
+    tokens: u64,
+    /// Pieces that the packs would have that the tail has room for.
+    pieces: u64,
 }
 
 impl StreamWalk for PlanWalk<'_> {
@@ -43,6 +53,7 @@ impl StreamWalk for PlanWalk<'_> {
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
         let (id, mut samples) = (stream.dataset_id(), ordered(stream, order));
+        let first_pack = self.pack;
         let tail_start = self.hard.tail_start.get(self.streams).copied().unwrap_or_default();
         self.streams += 1;
         let ids = self.plan.column(Field::DatasetId);
@@ -64,11 +75,20 @@ impl StreamWalk for PlanWalk<'_> {
             self.pack += 1;
         }
         let start = short.or(open.map(|open| open.at)).unwrap_or_default();
-        let left = self.left_out(samples, open, short.is_none(), progress)?;
+        let tail = self.tail(samples, open, short.is_none(), progress)?;
+        let left = tail.tokens;
         let tokens = packed.saturating_add(left);
         let wrong = |reason: String| Err(PackError::Mismatch(format!("dataset {id}: {reason}")));
         let max_length = self.metadata.max_length;
-        if if self.hard.drop_last { left >= max_length } else { left != 0 } {
+        let is_all_packed = if self.hard.drop_last { left < max_length } else { left == 0 };
+        if let Some(left_out) = &mut self.left_out {
+            let (kept, more) = ((self.pack - first_pack) as u64, left / max_length);
+            left_out.begin_stream();
+            left_out.note(true, kept, max_length, kept.saturating_sub(1));
+            left_out.note(false, more, max_length, kept);
+            left_out.pieces = left_out.pieces.saturating_add(tail.pieces);
+            left_out.tokens = left_out.tokens.saturating_add(more * max_length);
+        } else if !is_all_packed {
             return wrong(format!(
                 "{packed} of {tokens} tokens are packed, {left} left out, with packs of {max_length}"
             ));
@@ -91,33 +111,71 @@ impl StreamWalk for PlanWalk<'_> {
             ("tokens_packed", self.packed, tokens_packed),
             ("pieces", self.piece, pieces),
             ("empty_on_boundary", self.empty_on_boundary, self.hard.empty_on_boundary),
-        ])
+        ])?;
+        self.left_out.as_ref().map_or(Ok(()), LeftOut::check)
     }
 }
 
 impl<'a> PlanWalk<'a> {
-    pub(super) fn new(plan: &'a PlanView<'a>, metadata: &'a PlanMetadata, hard: &'a HardMetadata) -> Self {
-        Self { plan, metadata, hard, streams: 0, pack: 0, piece: 0, tokens: 0, packed: 0, empty_on_boundary: 0 }
+    pub(super) fn new(
+        plan: &'a PlanView<'a>,
+        metadata: &'a PlanMetadata,
+        hard: &'a HardMetadata,
+        left_out: Option<LeftOut<'a>>,
+    ) -> Self {
+        Self {
+            plan,
+            metadata,
+            hard,
+            streams: 0,
+            pack: 0,
+            piece: 0,
+            tokens: 0,
+            packed: 0,
+            empty_on_boundary: 0,
+            left_out,
+        }
     }
 
     fn wrong<T>(&self, reason: impl core::fmt::Display) -> Result<T, PackError> {
         wrong_pack(self.pack, reason)
     }
 
-    /// Tokens behind the packs of a stream, which end on a boundary unless the last one is short.
-    fn left_out(
+    /// What lies behind the packs of a stream, which end on a boundary unless the last one is short.
+    fn tail(
         &mut self,
         mut samples: OrderedSamples<'_>,
         open: Option<OpenSample>,
         on_boundary: bool,
         progress: &mut dyn Progress,
-    ) -> Result<u64, PackError> {
-        let mut left = open.map_or(0, |open| open.length - open.at);
-        while let Some((_, length)) = samples.next(progress)? {
-            self.empty_on_boundary += u64::from(on_boundary && left == 0 && length == 0);
-            left = left.saturating_add(length);
+    ) -> Result<Tail, PackError> {
+        let max_length = self.metadata.max_length;
+        let mut tail = Tail::default();
+        let mut pieces = 0u64;
+        let mut next = open.map(|open| open.length - open.at);
+        loop {
+            let length = match next.take() {
+                Some(length) => length,
+                None => match samples.next(progress)? {
+                    Some((_, length)) => length,
+                    None => return Ok(tail),
+                },
+            };
+            if length == 0 {
+                let is_between = tail.tokens.is_multiple_of(max_length);
+                self.empty_on_boundary += u64::from(on_boundary && is_between);
+                pieces += u64::from(!is_between);
+                continue;
+            }
+            let end = tail.tokens.saturating_add(length);
+            let (first, last, full) = (tail.tokens / max_length, (end - 1) / max_length, end / max_length);
+            if full > first {
+                // The sample is a piece of each pack up to the last that it fills.
+                tail.pieces = pieces + (full - first);
+            }
+            pieces += last - first + 1;
+            tail.tokens = end;
         }
-        Ok(left)
     }
 
     /// Check one pack; its tokens.

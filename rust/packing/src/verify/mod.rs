@@ -8,7 +8,9 @@
 //! which order it put its packs: their number and the room that is left in them is compared.
 
 mod hard;
+mod left_out;
 mod placement;
+mod repeated;
 mod whole;
 
 use crate::error::PackError;
@@ -17,9 +19,11 @@ use crate::inputs::{
     IntegerKind, Integers, OrderedSamples, RandomState, SampleLengths, SampleOrder, WINDOW, check_order,
 };
 use crate::packer::unchecked_fingerprint;
-use crate::plan::{Column, Field, OrderKind, PlanMetadata, PlanView};
+use crate::plan::{Column, Field, MultipleMetadata, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
-use crate::request::{Mode, PackRequest};
+use crate::request::{Mode, PackRequest, Remainder};
+
+use left_out::LeftOut;
 
 /// Check `plan` and `metadata` against `lengths`, one column a dataset, and against the order, where one was given.
 ///
@@ -44,17 +48,22 @@ pub fn verify(
         order: source,
         max_length: metadata.max_length,
         mode,
+        multiple: metadata.multiple.as_ref().map(MultipleMetadata::asked),
         global_pack: metadata.global_pack,
         threads,
     };
     let fingerprint = unchecked_fingerprint(request, progress)?.to_string();
     let streams = SampleLengths::streams(lengths, metadata.global_pack);
+    let (unrepeated, all) = (metadata.without_repeated(), metadata.with_left_out());
+    let unrepeated_plan = plan.first(unrepeated.packs, unrepeated.pieces);
+    let left_out = metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Drop).map(LeftOut::new);
     let mut walk: Box<dyn StreamWalk + '_> = match (mode, &metadata.hard) {
-        (Mode::Whole(options), _) => Box::new(whole::PlanWalk::new(plan, metadata, options)),
+        (Mode::Whole(options), _) => Box::new(whole::PlanWalk::new(&unrepeated_plan, &all, options, left_out)),
         (Mode::Hard { .. }, hard) => Box::new(hard::PlanWalk::new(
-            plan,
-            metadata,
+            &unrepeated_plan,
+            &unrepeated,
             hard.as_ref().ok_or_else(|| contradiction("no tails".into()))?,
+            left_out,
         )),
     };
     let mut random = metadata.seed.map(RandomState::new);
@@ -74,6 +83,9 @@ pub fn verify(
         walk.stream(stream, order, progress)?;
     }
     walk.finish()?;
+    if let Some(multiple) = metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Repeat) {
+        repeated::check(plan, unrepeated.packs as usize, multiple, &streams, mode, progress)?;
+    }
     check_widths(plan, progress)?;
     if fingerprint != metadata.fingerprint {
         return Err(PackError::Mismatch(format!(

@@ -50,14 +50,16 @@ pub(super) fn best_fit_packs(
 /// A sample, and the first token that is taken of it.
 pub(super) type Piece = (u64, u64);
 
-struct OpenPack {
-    room: u64,
-    pieces: Vec<Piece>,
+/// A pack, open or closed.
+pub(super) struct PlacedPack {
+    /// Tokens that its pieces leave.
+    pub(super) room: u64,
+    pub(super) pieces: Vec<Piece>,
 }
 
 /// The open packs of the modes that keep the order, the oldest first.
 pub(super) struct OpenPacks {
-    packs: VecDeque<OpenPack>,
+    packs: VecDeque<PlacedPack>,
     /// Number of the oldest.
     oldest: u64,
     /// Room and number of the packs that may take more pieces.
@@ -80,7 +82,7 @@ impl OpenPacks {
     }
 
     /// Place a piece that takes `size` tokens; the pack that is closed by that.
-    pub(super) fn place(&mut self, piece: Piece, size: u64) -> Option<Vec<Piece>> {
+    pub(super) fn place(&mut self, piece: Piece, size: u64) -> Option<PlacedPack> {
         // Of several packs with the same room, the oldest has the smallest number.
         let best = self.by_room.range((size, 0)..).next().copied();
         let number = match best {
@@ -89,7 +91,7 @@ impl OpenPacks {
                 best.1
             }
             None => {
-                self.packs.push_back(OpenPack { room: self.max_length, pieces: Vec::new() });
+                self.packs.push_back(PlacedPack { room: self.max_length, pieces: Vec::new() });
                 self.oldest + self.packs.len() as u64 - 1
             }
         };
@@ -103,10 +105,10 @@ impl OpenPacks {
     }
 
     /// Close the oldest pack.
-    pub(super) fn close(&mut self) -> Option<Vec<Piece>> {
+    pub(super) fn close(&mut self) -> Option<PlacedPack> {
         let pack = self.packs.pop_front()?;
         self.by_room.remove(&(pack.room, self.oldest));
         self.oldest += 1;
-        Some(pack.pieces)
+        Some(pack)
     }
 }

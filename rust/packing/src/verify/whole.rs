@@ -4,7 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::placement::{OpenPacks, PacksByRoom, Piece, best_fit_packs};
+use super::left_out::LeftOut;
+use super::placement::{OpenPacks, PacksByRoom, PlacedPack, best_fit_packs};
 use super::{StreamWalk, check_all_walked, check_totals, ordered, wrong_pack};
 use crate::error::PackError;
 use crate::inputs::{Integers, SampleLengths, WINDOW};
@@ -33,6 +34,16 @@ pub(super) struct PlanWalk<'a> {
     counted: WholeMetadata,
     /// Packs of the stream.
     packs_by_room: PacksByRoom,
+    left_out: Option<LeftOut<'a>>,
+}
+
+/// The packs of a stream as they are made again.
+#[derive(Default)]
+struct Replay {
+    /// The next pack of the plan to compare.
+    next: usize,
+    /// Packs that were made.
+    packs: u64,
 }
 
 impl FoundPieces {
@@ -61,9 +72,16 @@ impl FoundPieces {
 }
 
 impl<'a> PlanWalk<'a> {
-    pub(super) fn new(plan: &'a PlanView<'a>, metadata: &'a PlanMetadata, options: WholeOptions) -> Self {
+    /// `metadata` is that of the plan with the packs that it leaves out.
+    pub(super) fn new(
+        plan: &'a PlanView<'a>,
+        metadata: &'a PlanMetadata,
+        options: WholeOptions,
+        left_out: Option<LeftOut<'a>>,
+    ) -> Self {
         let counted = WholeMetadata::new(&options);
-        Self { plan, metadata, options, pack: 0, piece: 0, tokens: 0, counted, packs_by_room: PacksByRoom::new() }
+        let packs_by_room = PacksByRoom::new();
+        Self { plan, metadata, options, pack: 0, piece: 0, tokens: 0, counted, packs_by_room, left_out }
     }
 
     /// Whether a sample of `length` tokens is packed in parts.
@@ -95,6 +113,31 @@ impl<'a> PlanWalk<'a> {
         };
         let [from, to] = expected;
         (expected != [start, stop]).then(|| format!("is taken from {start} to {stop} instead of {from} to {to}"))
+    }
+
+    /// Count a sample of the order; its tokens that are packed.
+    fn count_sample(&mut self, stream: &SampleLengths<'_>, sample: u64, length: u64) -> Result<u64, PackError> {
+        let max_length = self.metadata.max_length;
+        self.tokens = self.tokens.saturating_add(length);
+        let is_overlong = length > max_length;
+        self.counted.samples_empty += u64::from(length == 0);
+        self.counted.samples_overlong += u64::from(is_overlong);
+        let packed = match self.options.overlong {
+            _ if !is_overlong => length,
+            Overlong::Error => {
+                return Err(PackError::Mismatch(format!(
+                    "dataset {}: sample {sample} has {length} tokens, but the plan was made of samples of at most \
+                     {max_length}",
+                    stream.dataset_id()
+                )));
+            }
+            Overlong::Split => length,
+            Overlong::Truncate => max_length,
+            Overlong::Drop => 0,
+        };
+        self.counted.tokens_overlong_cut = self.counted.tokens_overlong_cut.saturating_add(length - packed);
+        self.counted.samples_packed += u64::from(packed > 0);
+        Ok(packed)
     }
 
     /// Check one pack by itself.
@@ -156,23 +199,71 @@ impl<'a> PlanWalk<'a> {
         Ok(())
     }
 
-    /// Compare a pack that was made again with pack `pack` of the plan.
-    fn compare(&self, pack: usize, pieces: &[Piece]) -> Result<(), PackError> {
-        if pack >= self.pack {
-            return Err(PackError::Mismatch(format!("the plan has no pack for sample {}", pieces[0].0)));
-        }
-        let ends = self.plan.column(Field::IndicesCuLen);
+    /// Compare a pack that was made again with the next one of the plan, or note that it is left out.
+    fn compare(&mut self, replay: &mut Replay, made: &PlacedPack) -> Result<(), PackError> {
+        let (pack, taken) = (replay.next, self.metadata.max_length - made.room);
+        replay.packs += 1;
+        let plan = self.plan;
+        let ends = plan.column(Field::IndicesCuLen);
         let begin = pack.checked_sub(1).map_or(0, |before| ends.get(before)) as usize;
-        let has = (begin..ends.get(pack) as usize).map(|piece| {
-            let start = if self.plan.has_piece_ranges() { self.plan.column(Field::PieceStart).get(piece) } else { 0 };
-            (self.plan.column(Field::Indices).get(piece), start)
+        let end = if pack < self.pack { ends.get(pack) as usize } else { begin };
+        let has = (begin..end).map(|piece| {
+            let start = if plan.has_piece_ranges() { plan.column(Field::PieceStart).get(piece) } else { 0 };
+            (plan.column(Field::Indices).get(piece), start)
         });
-        if has.clone().eq(pieces.iter().copied()) {
+        let is_same = has.clone().eq(made.pieces.iter().copied());
+        replay.next += usize::from(is_same);
+        if let Some(left_out) = self.left_out.as_mut().filter(|left_out| is_same || left_out.may_be_more()) {
+            left_out.note(is_same, 1, taken, replay.packs);
             return Ok(());
         }
+        if is_same {
+            return Ok(());
+        }
+        if pack >= self.pack {
+            return Err(PackError::Mismatch(format!("the plan has no pack for sample {}", made.pieces[0].0)));
+        }
         let found: Vec<u64> = has.take(8).map(|(sample, _)| sample).collect();
-        let expected: Vec<u64> = pieces.iter().take(8).map(|&(sample, _)| sample).collect();
+        let expected: Vec<u64> = made.pieces.iter().take(8).map(|&(sample, _)| sample).collect();
         wrong_pack(pack, format!("holds the samples {found:?} …, but the order puts {expected:?} … there"))
+    }
+
+    /// Compare the packs of `best_fit` by the room that is left in them; how many it makes.
+    fn compare_rooms(&mut self, expected: &PacksByRoom, dataset: usize) -> Result<u64, PackError> {
+        let made = expected.values().sum();
+        let count = |packs: &PacksByRoom, key| packs.get(key).copied().unwrap_or(0);
+        let is_within = self.packs_by_room.iter().all(|(key, &found)| found <= count(expected, key));
+        let found: u64 = self.packs_by_room.values().sum();
+        if found == made || self.left_out.is_some() {
+            if !is_within {
+                return Err(PackError::Mismatch(format!(
+                    "dataset {dataset}: the packs have other room left than those of best_fit"
+                )));
+            }
+            if let Some(left_out) = &mut self.left_out {
+                for (key, &packs) in expected {
+                    let (taken, kept) = (self.metadata.max_length - key.0, count(&self.packs_by_room, key));
+                    left_out.note(true, kept, taken, 0);
+                    left_out.note(false, packs - kept, taken, 0);
+                }
+                return Ok(found);
+            }
+        }
+        Ok(made)
+    }
+
+    /// Count a piece that no pack holds.
+    fn note_left_out(&mut self, stream: &SampleLengths<'_>, sample: u64, start: u64, tokens: u64) -> Result<(), PackError> {
+        let Some(left_out) = &mut self.left_out else {
+            return Err(PackError::Mismatch(format!(
+                "dataset {}: no pack takes sample {sample} from token {start} on",
+                stream.dataset_id()
+            )));
+        };
+        left_out.pieces += 1;
+        left_out.tokens = left_out.tokens.saturating_add(tokens);
+        left_out.padding_align = left_out.padding_align.saturating_add(self.options.aligned(tokens) - tokens);
+        Ok(())
     }
 }
 
@@ -190,6 +281,9 @@ impl StreamWalk for PlanWalk<'_> {
         let (ids, first_pack) = (self.plan.column(Field::DatasetId), self.pack);
         let mut found = FoundPieces::new(stream.len())?;
         self.packs_by_room.clear();
+        if let Some(left_out) = &mut self.left_out {
+            left_out.begin_stream();
+        }
         while self.pack < self.plan.packs() && ids.get(self.pack) == stream.dataset_id() as u64 {
             self.one_pack(stream, &mut found, progress)?;
             self.pack += 1;
@@ -197,36 +291,17 @@ impl StreamWalk for PlanWalk<'_> {
         let max_length = self.metadata.max_length;
         let mut open = self.options.placement.window().map(|window| OpenPacks::new(window, max_length, &self.options));
         let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
-        let mut replayed = first_pack;
-        let mut pieces = 0u64;
+        let mut replay = Replay { next: first_pack, packs: 0 };
+        let (mut pieces, mut missing) = (0u64, 0u64);
         let mut samples = ordered(stream, order);
         while let Some((sample, length)) = samples.next(progress)? {
-            self.tokens = self.tokens.saturating_add(length);
-            let is_overlong = length > max_length;
-            self.counted.samples_empty += u64::from(length == 0);
-            self.counted.samples_overlong += u64::from(is_overlong);
-            let packed = match self.options.overlong {
-                _ if !is_overlong => length,
-                Overlong::Error => {
-                    let id = stream.dataset_id();
-                    return Err(PackError::Mismatch(format!(
-                        "dataset {id}: sample {sample} has {length} tokens, but the plan was made of samples of at most \
-                         {max_length}"
-                    )));
-                }
-                Overlong::Split => length,
-                Overlong::Truncate => max_length,
-                Overlong::Drop => 0,
-            };
-            self.counted.tokens_overlong_cut = self.counted.tokens_overlong_cut.saturating_add(length - packed);
-            self.counted.samples_packed += u64::from(packed > 0);
+            let packed = self.count_sample(stream, sample, length)?;
+            let mut parts_missing = 0u64;
             for start in (0..packed).step_by(max_length as usize) {
                 let tokens = max_length.min(packed - start);
                 if !found.contains(sample, start, self.is_split(length)) {
-                    return Err(PackError::Mismatch(format!(
-                        "dataset {}: no pack takes sample {sample} from token {start} on",
-                        stream.dataset_id()
-                    )));
+                    self.note_left_out(stream, sample, start, tokens)?;
+                    parts_missing += 1;
                 }
                 pieces += 1;
                 if pieces.is_multiple_of(WINDOW as u64) {
@@ -239,12 +314,17 @@ impl StreamWalk for PlanWalk<'_> {
                     continue;
                 };
                 if let Some(closed) = open.place((sample, start), size) {
-                    self.compare(replayed, &closed)?;
-                    replayed += 1;
+                    self.compare(&mut replay, &closed)?;
                 }
             }
+            missing += parts_missing;
+            if let Some(left_out) = self.left_out.as_mut().filter(|_| parts_missing > 0) {
+                let is_all = parts_missing == packed.div_ceil(max_length);
+                left_out.samples += u64::from(is_all);
+                left_out.samples_overlong += u64::from(is_all && length > max_length);
+            }
         }
-        if pieces != found.pieces {
+        if pieces - missing != found.pieces {
             return Err(PackError::Mismatch(format!(
                 "dataset {}: packs hold {} pieces, and the order has {pieces}",
                 stream.dataset_id(),
@@ -252,26 +332,23 @@ impl StreamWalk for PlanWalk<'_> {
             )));
         }
         while let Some(closed) = open.as_mut().and_then(OpenPacks::close) {
-            self.compare(replayed, &closed)?;
-            replayed += 1;
+            self.compare(&mut replay, &closed)?;
         }
-        if open.is_none() {
-            let expected = best_fit_packs(&sizes, max_length, &self.options, progress)?;
-            replayed += expected.values().sum::<u64>() as usize;
-            if replayed == self.pack && expected != self.packs_by_room {
-                return Err(PackError::Mismatch(format!(
-                    "dataset {}: the packs have other room left than those of best_fit",
-                    stream.dataset_id()
-                )));
+        let packs = (self.pack - first_pack) as u64;
+        let made = match open {
+            None => {
+                let expected = best_fit_packs(&sizes, max_length, &self.options, progress)?;
+                self.compare_rooms(&expected, stream.dataset_id())?
             }
-        }
-        if replayed != self.pack {
+            // Of those that are left out, only the number is known.
+            Some(_) if self.left_out.is_some() => (replay.next - first_pack) as u64,
+            Some(_) => replay.packs,
+        };
+        if made != packs {
             return Err(PackError::Mismatch(format!(
-                "dataset {} has {} packs, but {} makes {}",
+                "dataset {} has {packs} packs, but {} makes {made}",
                 stream.dataset_id(),
-                self.pack - first_pack,
                 self.metadata.mode,
-                replayed - first_pack
             )));
         }
         Ok(())
@@ -284,12 +361,13 @@ impl StreamWalk for PlanWalk<'_> {
         check_totals(&[
             ("tokens", self.tokens, self.metadata.tokens),
             ("tokens_packed", self.tokens.saturating_sub(counted.tokens_overlong_cut), self.metadata.tokens_packed),
-            ("pieces", self.piece as u64, self.metadata.pieces),
+            ("pieces", self.piece as u64 + self.left_out.as_ref().map_or(0, |left| left.pieces), self.metadata.pieces),
             ("samples_empty", counted.samples_empty, said.samples_empty),
             ("samples_overlong", counted.samples_overlong, said.samples_overlong),
             ("tokens_overlong_cut", counted.tokens_overlong_cut, said.tokens_overlong_cut),
             ("padding_align", counted.padding_align, said.padding_align),
             ("samples_packed", counted.samples_packed, said.samples_packed),
-        ])
+        ])?;
+        self.left_out.as_ref().map_or(Ok(()), LeftOut::check)
     }
 }

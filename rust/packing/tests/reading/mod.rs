@@ -21,6 +21,7 @@ pub fn request() -> PackRequest<'static> {
         order: SampleOrder::Seed(1),
         max_length: 16,
         mode: Mode::Hard { drop_last: true },
+        multiple: None,
         global_pack: false,
         threads: 1,
     }

@@ -6,7 +6,9 @@ use numpy::PyUntypedArray;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::{Mode, Overlong, PackError, PackRequest, Packer, Placement, WholeOptions};
+use tundish_packing::{
+    Mode, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, WholeOptions,
+};
 
 use super::integer_array::IntegerArray;
 use super::{as_numpy, available_threads, to_json};
@@ -27,8 +29,14 @@ pub(crate) struct RequestDict<'py> {
     window: u64,
     max_samples: Option<u64>,
     align: u64,
+    multiple_of: Option<u64>,
+    remainder: String,
     global_pack: bool,
     threads: Option<usize>,
+}
+
+fn unknown(name: &str, value: &str, choices: &str) -> BindingError {
+    BindingError::Value(format!("{name} is '{value}'; it is one of {choices}"))
 }
 
 impl RequestDict<'_> {
@@ -36,14 +44,17 @@ impl RequestDict<'_> {
         if self.mode == "hard" {
             return Ok(Mode::Hard { drop_last: self.drop_last });
         }
-        let unknown = |name: &str, value: &str, choices: &str| {
-            BindingError::Value(format!("{name} is '{value}'; it is one of {choices}"))
-        };
         let placement = Placement::from_name(&self.mode, self.window)
             .ok_or_else(|| unknown("mode", &self.mode, "'hard', 'best_fit', 'ordered', 'sequential'"))?;
         let overlong = Overlong::from_name(&self.overlong)
             .ok_or_else(|| unknown("overlong", &self.overlong, "'error', 'split', 'truncate', 'drop'"))?;
         Ok(Mode::Whole(WholeOptions { placement, overlong, max_samples: self.max_samples, align: self.align }))
+    }
+
+    fn multiple(&self) -> Result<Option<PackMultiple>, BindingError> {
+        let remainder = Remainder::from_name(&self.remainder)
+            .ok_or_else(|| unknown("remainder", &self.remainder, "'drop', 'repeat'"))?;
+        Ok(self.multiple_of.map(|of| PackMultiple { of, remainder }))
     }
 
     /// Call `work` with the request, without the GIL.
@@ -56,6 +67,7 @@ impl RequestDict<'_> {
         let lengths = IntegerArray::all(&self.lengths)?;
         let order = self.order.as_ref().map(IntegerArray::new).transpose()?;
         let (seed, max_length, mode, global_pack) = (self.seed, self.max_length, self.mode()?, self.global_pack);
+        let multiple = self.multiple()?;
         let threads = self.threads.unwrap_or_else(available_threads);
         enter(py, progress, move |signals| {
             let request = PackRequest {
@@ -67,6 +79,7 @@ impl RequestDict<'_> {
                 },
                 max_length,
                 mode,
+                multiple,
                 global_pack,
                 threads,
             };

@@ -35,7 +35,9 @@ def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
         raise InvalidInputError(
             "ledger needs the lengths: load the plan with lengths=, or use plan.with_lengths(…).ledger()"
         )
-    packed, cut = _count_pieces(plan, plan.lengths)
+    first = len(plan) - plan.packs_repeated
+    packed, cut = _count_pieces(plan, plan.lengths, 0, first)
+    repeated, _ = _count_pieces(plan, plan.lengths, first, len(plan))
     metadata = plan.metadata
     truncated = metadata["whole"]["tokens_overlong_cut"] if plan.overlong == "truncate" else 0
     capacity = len(plan) * plan.max_length
@@ -46,8 +48,9 @@ def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
         "cut": cut,
         "truncated": truncated,
         "dropped": plan.num_tokens - packed - truncated,
+        "repeated": repeated,
         "capacity": capacity,
-        "padding": capacity - packed,
+        "padding": capacity - packed - repeated,
         "padding_align": int(stats["padding_align"]),
     }
     _check(plan, plan.lengths, ledger)
@@ -57,12 +60,17 @@ def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
 def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str, int]) -> None:
     metadata = plan.metadata
     sums = [("tokens_packed", ledger["packed"], metadata["tokens_packed"])]
+    multiple = metadata.get("multiple") or {"tokens": 0}
+    repeated = multiple["tokens"] if plan.packs_repeated else 0
+    left_out = multiple["tokens"] - repeated
+    sums.append(("tokens_repeated", ledger["repeated"], repeated))
     if metadata["order"] != "given":
         sums.append(("tokens", sum(int(column.sum(dtype=np.int64)) for column in lengths), plan.num_tokens))
     if plan.overlong == "drop":
-        sums.append(("tokens_overlong_cut", ledger["dropped"], metadata["whole"]["tokens_overlong_cut"]))
+        cut = metadata["whole"]["tokens_overlong_cut"]
+        sums.append(("tokens_dropped", ledger["dropped"], cut + left_out))
     if plan.overlong in ("error", "split", "truncate"):
-        sums.append(("dropped", ledger["dropped"], 0))
+        sums.append(("tokens_dropped", ledger["dropped"], left_out))
     for name, found, said in sums:
         if found != said:
             raise PlanMismatchError(
@@ -73,11 +81,13 @@ def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str
         raise PlanMismatchError(f"the plan is damaged: its tokens are {ledger}. plan.verify() says where")
 
 
-def _count_pieces(plan: ReadablePlan, lengths: Sequence[NDArray[Any]]) -> tuple[int, int]:
-    """The tokens of all pieces, and those of them in parts of samples."""
+def _count_pieces(
+    plan: ReadablePlan, lengths: Sequence[NDArray[Any]], first: int, end: int
+) -> tuple[int, int]:
+    """The tokens of all pieces of the packs `first` … `end` - 1, and those of them in parts of samples."""
     starts = np.cumsum([0, *map(len, lengths[:-1])])
     packed = cut = 0
-    for first, stop in _slices(plan):
+    for first, stop in _slices(plan, first, end):
         batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
         sizes = batch.stop - batch.start
         dataset, sample = np.repeat(batch.dataset_id, np.diff(batch.piece_cu)), batch.sample
@@ -89,15 +99,14 @@ def _count_pieces(plan: ReadablePlan, lengths: Sequence[NDArray[Any]]) -> tuple[
     return packed, cut
 
 
-def _slices(plan: ReadablePlan) -> Iterator[tuple[int, int]]:
+def _slices(plan: ReadablePlan, first: int, end: int) -> Iterator[tuple[int, int]]:
     cu = plan.indices_cu_len
     # In the column's own dtype: numpy would convert the whole column for any other.
     most = np.iinfo(cu.dtype).max
-    first = 0
-    while first < len(plan):
+    while first < end:
         before = int(cu[first - 1]) if first else 0
         last = int(np.searchsorted(cu, cu.dtype.type(min(before + PIECES_AT_ONCE, most)), side="right"))
-        stop = min(first + PACKS_AT_ONCE, max(last, first + 1), len(plan))
+        stop = min(first + PACKS_AT_ONCE, max(last, first + 1), end)
         yield first, stop
         first = stop
 

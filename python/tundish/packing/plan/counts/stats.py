@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # Packs that are counted together: some megabytes of temporaries.
 PACKS_AT_ONCE = 1 << 18
+# What `plan.json` counts of packs that are left out or repeated.
+_MULTIPLE = ("packs", "tokens", "padding_align", "samples", "samples_overlong")
 
 
 def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
@@ -19,7 +21,16 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     metadata = plan.metadata
     packs, pieces, packed = len(plan), len(plan.indices), metadata["tokens_packed"]
     room = packs * plan.max_length
-    counted = _count_hard(plan, metadata) if plan.mode == "hard" else _count_whole(metadata["whole"])
+    multiple = metadata.get("multiple") or dict.fromkeys(_MULTIPLE, 0)
+    repeats = plan.packs_repeated > 0
+    repeated = multiple["tokens"] if repeats else 0
+    padding_align = 0
+    if plan.mode == "hard":
+        counted = _count_hard(plan, metadata)
+    else:
+        counted = _count_whole(metadata["whole"], multiple)
+        sign = 1 if repeats else -1
+        padding_align = metadata["whole"]["padding_align"] + sign * multiple["padding_align"]
     return {
         "packs": packs,
         "pieces": pieces,
@@ -27,9 +38,12 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
         "tokens": plan.num_tokens,
         "tokens_packed": packed,
         "tokens_dropped": plan.num_tokens - packed,
-        "padding": room - packed,
-        "padding_align": 0 if plan.mode == "hard" else metadata["whole"]["padding_align"],
-        "fill": packed / room if packs else 1.0,
+        "packs_dropped": 0 if repeats else multiple["packs"],
+        "packs_repeated": plan.packs_repeated,
+        "tokens_repeated": repeated,
+        "padding": room - packed - repeated,
+        "padding_align": padding_align,
+        "fill": (packed + repeated) / room if packs else 1.0,
         "pieces_per_pack": pieces / packs if packs else 0.0,
         **_largest(plan),
     }
@@ -47,12 +61,12 @@ def _largest(plan: ReadablePlan) -> dict[str, int]:
     return {"max_pieces_per_pack": most, "longest": longest}
 
 
-def _count_whole(whole: Mapping[str, Any]) -> dict[str, int]:
+def _count_whole(whole: Mapping[str, Any], multiple: Mapping[str, Any]) -> dict[str, int]:
     """Count the samples of a plan of whole samples."""
     is_cut = whole["overlong"] in ("split", "truncate")
     return {
-        "samples": whole["samples_packed"],
-        "samples_cut": whole["samples_overlong"] if is_cut else 0,
+        "samples": whole["samples_packed"] - multiple["samples"],
+        "samples_cut": whole["samples_overlong"] - multiple["samples_overlong"] if is_cut else 0,
         "samples_empty": whole["samples_empty"],
         "samples_overlong": whole["samples_overlong"],
     }
@@ -64,7 +78,9 @@ def _count_hard(plan: ReadablePlan, metadata: Mapping[str, Any]) -> dict[str, in
     cut = 0
     piece_before = 0
     was_inside = False
-    for start, stop in _slices(len(plan)):
+    # Packs that come again hold no more samples.
+    packs = len(plan) - plan.packs_repeated
+    for start, stop in _slices(packs):
         cu = plan.indices_cu_len[start:stop].astype(np.int64)
         counts = np.diff(cu, prepend=piece_before)
         continues = plan.start_offset[start:stop] > 0
@@ -76,9 +92,9 @@ def _count_hard(plan: ReadablePlan, metadata: Mapping[str, Any]) -> dict[str, in
         piece_before = int(cu[-1])
         was_inside = bool(inside[-1])
     if plan.num_tokens > metadata["tokens_packed"]:
-        cut += _cut_by_tails(plan, metadata["hard"]["tail_start"])
+        cut += _cut_by_tails(plan, packs, metadata["hard"]["tail_start"])
     return {
-        "samples": len(plan.indices) - continued,
+        "samples": piece_before - continued,
         "samples_cut": cut,
         "samples_empty": metadata["hard"]["empty_on_boundary"],
         "samples_overlong": 0,
@@ -90,12 +106,13 @@ def _slices(total: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + PACKS_AT_ONCE, total)
 
 
-def _cut_by_tails(plan: ReadablePlan, tail_starts: list[int]) -> int:
+def _cut_by_tails(plan: ReadablePlan, packs: int, tail_starts: list[int]) -> int:
     """Count the samples whose end is dropped, except those already counted as cut."""
+    dataset_id = plan.dataset_id[:packs]
     # The column's own dtype: numpy would convert the whole column for any other.
-    streams = np.flatnonzero(tail_starts).astype(plan.dataset_id.dtype)
+    streams = np.flatnonzero(tail_starts).astype(dataset_id.dtype)
     # The last pack of each stream ends inside the sample; it was counted if that pack began inside it too.
-    last = np.searchsorted(plan.dataset_id, streams, side="right") - 1
+    last = np.searchsorted(dataset_id, streams, side="right") - 1
     before = np.where(last > 0, plan.indices_cu_len[last - 1], 0)
     alone = plan.indices_cu_len[last] - before == 1
     return int((~(alone & (plan.start_offset[last] > 0))).sum())

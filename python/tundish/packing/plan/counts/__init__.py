@@ -1,0 +1,1 @@
+"""Counts the tokens and samples of a plan."""

@@ -1,0 +1,247 @@
+"""`multiple_of`: against the plan without it, of which packs are left out or repeated."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tundish as td
+from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
+
+MODES = ["hard", "best_fit", "ordered", "sequential"]
+
+
+class Case(NamedTuple):
+    """The plan without `multiple_of`, and with it."""
+
+    streams: list[list[int]]
+    full: td.PackPlan
+    plan: td.PackPlan
+    order: list[int] | None
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    mode = draw(st.sampled_from(MODES))
+    max_length = 2 * draw(st.integers(1, 8))
+    arguments: dict[str, Any] = {"mode": mode, "threads": draw(st.sampled_from([1, 2]))}
+    if mode == "hard":
+        arguments["drop_last"] = draw(st.booleans())
+    else:
+        arguments["overlong"] = draw(st.sampled_from(["split", "truncate", "drop"]))
+        arguments["max_samples"] = draw(st.none() | st.integers(1, 4))
+        arguments["align"] = draw(st.sampled_from([1, 2]))
+    keeps = arguments.get("drop_last") is False
+    more = {
+        "multiple_of": draw(st.integers(1, 9)),
+        "remainder": "repeat" if keeps else draw(st.sampled_from([None, "drop", "repeat"])),
+    }
+    datasets = draw(
+        st.lists(st.lists(st.integers(0, 3) | st.integers(0, 40), max_size=20), min_size=1, max_size=3)
+    )
+    if len(datasets) == 1 and draw(st.booleans()):
+        order = draw(st.permutations(range(len(datasets[0]))))[: draw(st.integers(0, 20))]
+        arguments["order"] = order
+        return Case(
+            datasets,
+            td.pack(datasets[0], max_length, **arguments),
+            td.pack(datasets[0], max_length, **arguments, **more),
+            order,
+        )
+    arguments["seed"] = draw(st.none() | st.integers(0, 9))
+    arguments["global_pack"] = draw(st.booleans())
+    streams = [list(chain.from_iterable(datasets))] if arguments["global_pack"] else datasets
+    return Case(
+        streams,
+        td.pack_datasets(datasets, max_length, **arguments),
+        td.pack_datasets(datasets, max_length, **arguments, **more),
+        None,
+    )
+
+
+def tokens_of(pack: td.packing.Pack, align: int = 1) -> int:
+    sizes = [piece.stop - piece.start for piece in pack.pieces if piece.stop is not None]
+    assert len(sizes) == len(pack.pieces)
+    return sum(-(-size // align) * align for size in sizes)
+
+
+def selected(case: Case) -> tuple[list[td.packing.Pack], list[td.packing.Pack], list[td.packing.Pack]]:
+    """The packs that are kept, left out and repeated, by the definition."""
+    packs, of = list(case.full), case.plan.multiple_of
+    assert of is not None
+    if case.plan.remainder == "repeat":
+        lacking = -len(packs) % of
+        return packs, [], [packs[number % len(packs)] for number in range(lacking)]
+    of_dataset = [sum(pack.dataset_id == dataset for pack in packs) for dataset in range(len(case.streams))]
+
+    def goes_first(number: int) -> tuple[int, int, int, int]:
+        pack = packs[number]
+        taken = tokens_of(pack, case.full.align)
+        return taken, -of_dataset[pack.dataset_id], -pack.dataset_id, -number
+
+    left_out = set(sorted(range(len(packs)), key=goes_first)[: len(packs) % of])
+    kept = [pack for number, pack in enumerate(packs) if number not in left_out]
+    return kept, [packs[number] for number in sorted(left_out)], []
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_packs_are_left_out_or_repeated(case: Case) -> None:
+    streams, full, plan, order = case
+    kept, left_out, repeated = selected(case)
+    assert list(plan) == kept + repeated
+    assert plan.multiple_of and len(plan) % plan.multiple_of == 0
+    plan.verify(order=order)
+    stats, before, ledger = plan.stats(), full.stats(), plan.ledger()
+    assert (stats["packs_dropped"], stats["packs_repeated"]) == (len(left_out), len(repeated))
+    assert stats["tokens"] == before["tokens"]
+    assert stats["tokens_packed"] == sum(map(tokens_of, kept)) == ledger["packed"]
+    assert stats["tokens_repeated"] == sum(map(tokens_of, repeated)) == ledger["repeated"]
+    assert stats["tokens_dropped"] == before["tokens_dropped"] + sum(map(tokens_of, left_out))
+    assert stats["tokens_dropped"] == ledger["dropped"] + ledger["truncated"]
+    assert stats["padding"] == len(plan) * plan.max_length - sum(map(tokens_of, kept + repeated))
+    assert ledger["capacity"] == ledger["packed"] + ledger["repeated"] + ledger["padding"]
+    aligned = sum(tokens_of(pack, plan.align) - tokens_of(pack) for pack in plan)
+    assert stats["padding_align"] == aligned
+    check_samples(case, kept, stats)
+
+
+def check_samples(case: Case, kept: list[td.packing.Pack], stats: dict[str, int | float]) -> None:
+    taken: dict[tuple[int, int], list[int]] = {}
+    for pack in kept:
+        for sample, start, stop in pack.pieces:
+            assert stop is not None
+            taken.setdefault((pack.dataset_id, sample), []).append(stop - start)
+    assert stats["samples"] == len(taken)
+    cut = sum(
+        len(sizes) > 1 or sum(sizes) < case.streams[dataset][sample]
+        for (dataset, sample), sizes in taken.items()
+    )
+    assert stats["samples_cut"] == cut
+
+
+LENGTHS = np.random.default_rng(4).integers(0, 300, 3000)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("remainder", ["drop", "repeat"])
+def test_folders_hold_the_same_plan(mode: str, remainder: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"mode": mode, "multiple_of": 64, "remainder": remainder, "seed": 1}
+    if mode != "hard":
+        options["overlong"] = "split"
+    plan = td.pack(LENGTHS, 128, **options)
+    plan.save(tmp_path / "saved")
+    written = td.pack(LENGTHS, 128, **options, out=tmp_path / "written")
+    assert written.metadata == plan.metadata and written.fingerprint == plan.fingerprint
+    for file in (tmp_path / "saved").iterdir():
+        assert file.read_bytes() == (tmp_path / "written" / file.name).read_bytes(), file.name
+    loaded = td.PackPlan.load(tmp_path / "saved", LENGTHS)
+    loaded.verify()
+    assert (loaded.multiple_of, loaded.remainder) == (64, remainder)
+    assert list(loaded) == list(plan)
+    loaded.plot(tmp_path / "plan.svg")
+    assert "repeated" in (tmp_path / "plan.svg").read_text() or remainder == "drop"
+    cached = td.pack(LENGTHS, 128, **options, cache_dir=tmp_path / "cache")
+    assert cached.path is not None and cached.path.name == f"plan-{plan.fingerprint}"
+
+
+def test_fingerprints_tell_multiples_apart() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"multiple_of": 2},
+        {"multiple_of": 3},
+        {"multiple_of": 3, "remainder": "repeat"},
+    ]
+    assert len({td.pack([5] * 9, 8, **choice).fingerprint for choice in options}) == 4
+    same = td.pack([5] * 9, 8, multiple_of=3, remainder="drop")
+    assert same.fingerprint == td.pack([5] * 9, 8, multiple_of=3).fingerprint
+
+
+@pytest.mark.parametrize("remainder", ["drop", "repeat"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dataset_reads_the_packs_without_lengths(mode: str, remainder: str) -> None:
+    lengths = [5, 3, 7, 2, 6, 1, 7]
+    samples = [[number] * length for number, length in enumerate(lengths)]
+    # Repeated packs are the first ones twice, the short last one among them.
+    own: dict[str, Any] = {"drop_last": False} if mode == "hard" and remainder == "repeat" else {}
+    plan = td.pack(lengths, 8, mode=mode, multiple_of=2 if remainder == "drop" else 9, remainder=remainder, **own)
+    bare = td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
+    dataset = td.PackedDataset(samples, bare)
+    assert len(dataset) == len(plan) > 0
+    for number, pack in enumerate(plan):
+        expected = [piece.sample for piece in pack.pieces for _ in range(piece.start, piece.stop or 0)]
+        assert dataset[number]["input_ids"].tolist() == expected
+
+
+def test_a_small_dataset_keeps_its_packs() -> None:
+    plan = td.pack_datasets([[8] * 100, [8] * 5], 8, multiple_of=16)
+    assert np.bincount(plan.dataset_id).tolist() == [91, 5]
+
+
+def test_sample_index_takes_the_packs_that_are_left_out_as_the_tail() -> None:
+    plan = td.pack([5, 3, 9, 7], 8, multiple_of=2)
+    assert plan.sample_index().tolist() == [[0, 0], [2, 0], [2, 8]]
+    with pytest.raises(InvalidInputError, match="repeats packs"):
+        td.pack([5, 3, 9, 7], 8, multiple_of=2, remainder="repeat").sample_index()
+
+
+@pytest.mark.parametrize("remainder", ["drop", "repeat"])
+@pytest.mark.parametrize("mode", MODES)
+def test_verify_finds_changed_facts(mode: str, remainder: str) -> None:
+    more: dict[str, Any] = {} if mode == "hard" else {"overlong": "truncate", "align": 2}
+    lengths = LENGTHS[:60] // 8
+    plan = td.pack(lengths, 16, mode=mode, multiple_of=7, remainder=remainder, **more)
+    columns = [column.astype(np.int32) for column in plan.arrays().values()]
+    facts = plan.metadata["multiple"]
+    assert facts["packs"] > 1
+    for name, value in facts.items():
+        changed: dict[str, Any] = {**plan.metadata}
+        other = {"drop": "repeat", "repeat": "drop"}[remainder] if name == "remainder" else value + 1
+        changed["multiple"] = {**facts, name: other}
+        with pytest.raises(PlanMismatchError):
+            damaged(columns, changed).verify(lengths)
+    with pytest.raises(PlanMismatchError):
+        damaged(columns, {**plan.metadata, "multiple": None}).verify(lengths)
+
+
+def damaged(columns: list[np.ndarray], metadata: dict[str, Any]) -> td.PackPlan:
+    return td.PackPlan([column.copy() for column in columns], json.dumps(metadata))
+
+
+def test_verify_finds_another_pack_left_out_than_the_emptiest() -> None:
+    lengths = [8, 1, 8, 7, 8]
+    made = td.pack(lengths, 8, mode="sequential", multiple_of=2)
+    assert made.indices.tolist() == [0, 2, 3, 4]
+    # The pack of sample 1 instead of that of sample 3.
+    values = [[0, 0, 0, 0], [0, 1, 2, 4], [1, 2, 3, 4], [0, 0, 0, 0], [8, 1, 8, 8], [8, 1, 8, 8]]
+    columns = [np.array(column, np.int32) for column in values]
+    facts = {**made.metadata, "tokens_packed": 25}
+    facts["multiple"] = {**facts["multiple"], "tokens": 7}
+    with pytest.raises(PlanMismatchError, match="leaves out the emptiest"):
+        damaged(columns, facts).verify(lengths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"multiple_of": 0}, InvalidInputError, "multiple_of is 0"),
+        ({"multiple_of": 2**20 + 1}, InvalidInputError, "multiple_of is 1048577"),
+        ({"multiple_of": 2.0}, InvalidTypeError, "multiple_of must be an integer"),
+        ({"remainder": "drop"}, InvalidInputError, "there is no multiple_of"),
+        ({"multiple_of": 2, "remainder": "pad"}, InvalidInputError, "remainder is 'pad'; .*'repeat'"),
+        ({"multiple_of": 2, "remainder": 1}, InvalidTypeError, "remainder must be one of"),
+        ({"multiple_of": 2, "drop_last": False}, InvalidInputError, "remainder='repeat', or leave drop_last"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        td.pack([5, 3, 8], 8, **arguments)
+    with pytest.raises(error, match=says):
+        td.pack_datasets([[5, 3], [8]], 8, **arguments)
