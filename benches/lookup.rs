@@ -16,6 +16,7 @@ fn look_up(criterion: &mut Criterion) {
         order: SampleOrder::Seed(0),
         max_length: 4096,
         mode: Mode::Hard { drop_last: true },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads: 1,

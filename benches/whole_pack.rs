@@ -20,6 +20,7 @@ fn pack(lengths: &[i64], order: SampleOrder<'_>, placement: Placement, threads: 
         order,
         max_length: MAX_LENGTH,
         mode: Mode::Whole(options),
+        costs: None,
         multiple: None,
         global_pack: false,
         threads,

@@ -89,6 +89,8 @@ class PackRequest(TypedDict):
     window: int
     max_samples: int | None
     align: int
+    costs: Sequence[NDArray[Any]] | None
+    max_cost: int
     multiple_of: int | None
     remainder: str
     global_pack: bool
@@ -113,6 +115,7 @@ def verify_plan(
     metadata: str,
     lengths: Sequence[NDArray[Any]],
     order: NDArray[Any] | None = None,
+    costs: Sequence[NDArray[Any]] | None = None,
     threads: int | None = None,
     progress: _Progress | None = None,
 ) -> None: ...

@@ -40,6 +40,8 @@ def add_plan_commands(commands: Any) -> None:
         help="cut samples where a pack is full (hard, the default), or pack whole samples",
     )
     _add_whole_options(pack, "error", "; not with --mode hard")
+    _add_costs(pack, "each file holds an integer a sample, for one SOURCE after the other; not with --mode hard")
+    pack.add_argument("--max-cost", type=int, metavar="N", help="what the samples of a pack cost at most")
     pack.add_argument(
         "--multiple-of", type=int, metavar="N", help="make the number of packs a multiple, as of a global batch"
     )
@@ -120,6 +122,7 @@ def add_plan_commands(commands: Any) -> None:
     verify.add_argument(
         "--order", type=path_of, metavar="FILE.npy", help="the order that was packed with --order, if one was"
     )
+    _add_costs(verify, "the costs that were packed with --costs, if there were any")
     _add_threads(verify)
     verify.set_defaults(run=run_verify, needs="tundish.packing.plan.pack_plan")
 
@@ -145,19 +148,22 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
         "window": options.window,
         "max_samples": options.max_samples,
         "align": options.align,
+        "max_cost": options.max_cost,
         "multiple_of": options.multiple_of,
         "remainder": options.remainder,
         "threads": options.threads,
         "out": options.out,
         "progress": progress_of(options),
     }
+    costs = None if options.costs is None else [_map_order(path) for path in options.costs]
     was_there = os.path.exists(options.out / "plan.json")  # noqa: PTH110 (false where the system refuses to tell)
     start = time.perf_counter()
     if several:
-        plan = pack_datasets(lengths, options.max_length, global_pack=options.global_pack, **shared)
+        shared |= {"costs": costs, "global_pack": options.global_pack}
+        plan = pack_datasets(lengths, options.max_length, **shared)
     else:
         order = None if options.order is None else _map_order(options.order)
-        plan = pack(lengths[0], options.max_length, order=order, **shared)
+        plan = pack(lengths[0], options.max_length, order=order, costs=costs, **shared)
     seconds = time.perf_counter() - start
     facts = describe(plan, options.out)
     done = "found the plan there already, of" if was_there else "packed"
@@ -217,6 +223,7 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     plan.verify(
         _read_lengths(options, plan),
         order=order,
+        costs=None if options.costs is None else [_map_order(path) for path in options.costs],
         threads=options.threads,
         progress=progress_of(options),
     )
@@ -227,7 +234,7 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
     """Describe a plan in plain values for JSON; `bytes` is the size of its columns in memory or on disk."""
-    options = ("drop_last",) if plan.mode == "hard" else ("overlong", "window", "max_samples", "align")
+    options = ("drop_last",) if plan.mode == "hard" else ("overlong", "window", "max_samples", "align", "max_cost")
     return {
         "plan": str(path),
         "mode": plan.mode,
@@ -282,6 +289,12 @@ def _add_whole_options(parser: argparse.ArgumentParser, overlong: str, where: st
         default=1,
         metavar="A",
         help=f"each piece takes a multiple of so many tokens of its pack{where}",
+    )
+
+
+def _add_costs(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument(
+        "--costs", type=path_of, nargs="+", metavar="FILE.npy", help=f"a second limit of packs: {text}"
     )
 
 

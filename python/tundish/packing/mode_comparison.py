@@ -23,6 +23,8 @@ def compare(
     window: int | None = None,
     max_samples: int | None = None,
     align: int = 1,
+    costs: Any = None,
+    max_cost: int | None = None,
     seed: int | None = None,
     threads: int | None = None,
     progress: bool | None = None,
@@ -38,6 +40,8 @@ def compare(
         window: As in `tundish.pack`, for "ordered".
         max_samples: As in `tundish.pack`, for the modes of whole samples.
         align: As in `tundish.pack`, for the modes of whole samples.
+        costs: As in `tundish.pack`, for the modes of whole samples; with `overlong` other than "split".
+        max_cost: As in `tundish.pack`, for the modes of whole samples.
         seed: As in `tundish.pack`.
         threads: As in `tundish.pack`.
         progress: As in `tundish.pack`.
@@ -57,6 +61,7 @@ def compare(
     array = as_integer_array(lengths, "lengths")
     shared: dict[str, Any] = {"seed": seed, "threads": threads, "progress": progress}
     whole: dict[str, Any] = {"overlong": overlong, "max_samples": max_samples, "align": align}
+    whole |= {"costs": costs, "max_cost": max_cost}
     table = {}
     for mode in MODES:
         options = {} if mode == "hard" else whole

@@ -18,6 +18,33 @@ pub enum PackError {
         /// The length found.
         value: i64,
     },
+    /// A cost below zero, or of 2⁶³ or more.
+    #[error("costs of dataset {dataset}: sample {sample} has the cost {value}; costs are 0 to 2^63 - 1")]
+    BadCost {
+        /// Which dataset.
+        dataset: usize,
+        /// Which sample in it.
+        sample: usize,
+        /// The cost, as it was given.
+        value: i128,
+    },
+    /// Samples that cost more than a pack may.
+    #[error(
+        "{count} {} more than max_cost={max_cost}; the worst is sample {sample} of dataset {dataset} with {cost}: raise max_cost, or leave such samples out",
+        if *count == 1 { "sample costs" } else { "samples cost" }
+    )]
+    TooCostly {
+        /// How many there are.
+        count: u64,
+        /// The dataset of the worst.
+        dataset: usize,
+        /// The worst, or the first of several.
+        sample: usize,
+        /// Its cost.
+        cost: u64,
+        /// What a pack may cost.
+        max_cost: u64,
+    },
     /// Lengths that add up to 2⁶³ or more.
     #[error(
         "all lengths up to sample {sample} of dataset {dataset} add up to 2^63 tokens or more; such a total cannot be planned"

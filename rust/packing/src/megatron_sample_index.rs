@@ -113,6 +113,7 @@ fn check_fingerprint(
         order: SampleOrder::Given(order),
         max_length: metadata.max_length,
         mode: Mode::Hard { drop_last: hard.drop_last },
+        costs: None,
         multiple: metadata.multiple.as_ref().map(MultipleMetadata::asked),
         global_pack: metadata.global_pack,
         threads,

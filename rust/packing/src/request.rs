@@ -24,12 +24,23 @@ pub struct PackRequest<'a> {
     pub max_length: u64,
     /// The algorithm.
     pub mode: Mode,
+    /// A second limit of packs.
+    pub costs: Option<SampleCosts<'a>>,
     /// Make the number of packs a multiple.
     pub multiple: Option<PackMultiple>,
     /// Pack all datasets as one: sample indices count through, and packs span datasets.
     pub global_pack: bool,
     /// Threads to compute on at most.
     pub threads: usize,
+}
+
+/// What samples cost beside their tokens, and what a pack may cost.
+#[derive(Clone)]
+pub struct SampleCosts<'a> {
+    /// The cost of each sample, one column a dataset.
+    pub columns: Vec<Integers<'a>>,
+    /// What the samples of a pack cost together at most.
+    pub max_cost: u64,
 }
 
 /// A number that divides the number of packs of a plan.
@@ -120,6 +131,37 @@ impl Overlong {
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         [Self::Error, Self::Split, Self::Truncate, Self::Drop].into_iter().find(|choice| choice.name() == name)
+    }
+}
+
+impl SampleCosts<'_> {
+    /// Check the limit and the numbers of costs; an error is a clause that says what is wrong.
+    fn check(&self, mode: Mode, lengths: &[Integers<'_>]) -> Result<(), String> {
+        match mode {
+            Mode::Whole(WholeOptions { overlong: Overlong::Split, .. }) => {
+                return Err("costs are of whole samples, and overlong=\"split\" cuts samples: pass \
+                            overlong=\"truncate\" or overlong=\"drop\", or leave costs out"
+                    .into());
+            }
+            Mode::Whole(_) => {}
+            Mode::Hard { .. } => return Err("mode \"hard\" takes no costs".into()),
+        }
+        if self.max_cost > i64::MAX as u64 {
+            return Err(format!("max_cost is {}; it must be below 2^63", self.max_cost));
+        }
+        if self.columns.len() != lengths.len() {
+            return Err(format!("costs are of {} datasets, and lengths of {}", self.columns.len(), lengths.len()));
+        }
+        for (dataset, (costs, lengths)) in self.columns.iter().zip(lengths).enumerate() {
+            if costs.len() != lengths.len() {
+                return Err(format!(
+                    "dataset {dataset} has {} costs for {} samples; give one cost a sample",
+                    costs.len(),
+                    lengths.len()
+                ));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -249,6 +291,9 @@ impl PackRequest<'_> {
     /// Refuse arguments that contradict each other, before any length is read.
     pub(crate) fn check(&self) -> Result<(), PackError> {
         self.mode.check(self.max_length).map_err(PackError::Invalid)?;
+        if let Some(costs) = &self.costs {
+            costs.check(self.mode, &self.lengths).map_err(PackError::Invalid)?;
+        }
         if let Some(multiple) = self.multiple {
             multiple.check(self.mode).map_err(PackError::Invalid)?;
         }

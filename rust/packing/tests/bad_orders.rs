@@ -25,6 +25,7 @@ where
         order,
         max_length: 64,
         mode: Mode::Hard { drop_last: true },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads,

@@ -74,6 +74,7 @@ fn two_datasets(drop_last: bool, global_pack: bool) -> PackRequest<'static> {
         order: SampleOrder::Natural,
         max_length: 8,
         mode: Mode::Hard { drop_last },
+        costs: None,
         multiple: None,
         global_pack,
         threads: 1,

@@ -44,6 +44,7 @@ fn request(lengths: &[i64], max_length: u64) -> PackRequest<'_> {
         order: SampleOrder::Natural,
         max_length,
         mode: Mode::Hard { drop_last: true },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads: 1,
@@ -82,7 +83,7 @@ fn packing_and_verifying_whole_samples() {
         let plan = prepared.pack(&mut NoProgress).unwrap();
         let (columns, order) = ([Integers::from(&lengths[..])], Some(Integers::from(&order[..])));
         ends_at_any_tick((1 << 18) / 1024, |progress| {
-            verify::verify(&plan.view(), &plan.metadata, &columns, order, 1, progress)
+            verify::verify(&plan.view(), &plan.metadata, &columns, order, None, 1, progress)
         });
     }
 }
@@ -170,7 +171,7 @@ fn verifying_what_no_pack_holds() {
         let plan = plan(&lengths, 1_000_000);
         assert_eq!(plan.metadata.packs, 0);
         ends_at_any_tick(300_000 / 1024, |progress| {
-            verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, 1, progress)
+            verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, None, 1, progress)
         });
     }
 }
@@ -180,7 +181,7 @@ fn verifying_one_sample_of_many_packs() {
     let lengths = [300_000i64];
     let plan = plan(&lengths, 1);
     ends_at_any_tick(300_000 / 1024, |progress| {
-        verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, 1, progress)
+        verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, None, 1, progress)
     });
 }
 

@@ -56,6 +56,7 @@ fn pack(
         order,
         max_length,
         mode: Mode::Hard { drop_last },
+        costs: None,
         multiple: None,
         global_pack,
         threads,
@@ -80,7 +81,7 @@ fn leftovers(lengths: &[u64], order: &[usize], max_length: u64) -> (u64, u64) {
 /// Verify a plan of which nothing was changed.
 fn check(plan: &Plan, lengths: &[&[u64]], order: Option<Integers<'_>>) {
     let lengths: Vec<Integers<'_>> = lengths.iter().map(|&column| Integers::from(column)).collect();
-    verify::verify(&plan.view(), &plan.metadata, &lengths, order, 1, &mut NoProgress).unwrap();
+    verify::verify(&plan.view(), &plan.metadata, &lengths, order, None, 1, &mut NoProgress).unwrap();
 }
 
 /// Lengths with many zeros, ones and exact multiples, where boundaries fall on samples.
@@ -327,6 +328,7 @@ fn bad_orders_and_lengths_are_refused() {
         order: SampleOrder::Natural,
         max_length: 4,
         mode: Mode::Hard { drop_last: true },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads: 1,
@@ -355,6 +357,7 @@ fn a_plan_that_no_disk_has_room_for_is_refused_before_it_is_made() {
         order: SampleOrder::Natural,
         max_length: 1,
         mode: Mode::Hard { drop_last: true },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads: 1,

@@ -30,6 +30,7 @@ impl Case {
             order,
             max_length: MAX_LENGTH,
             mode: Mode::Hard { drop_last },
+            costs: None,
             multiple: None,
             global_pack,
             threads: 1,
@@ -57,7 +58,7 @@ impl Case {
     }
 
     fn verify(&self, plan: &Plan) -> Result<(), PackError> {
-        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, 1, &mut NoProgress)
+        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, None, 1, &mut NoProgress)
     }
 }
 
@@ -119,6 +120,7 @@ fn columns_that_need_64_bits_are_fine() {
         order: SampleOrder::Natural,
         max_length: 1 << 35,
         mode: Mode::Hard { drop_last: false },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads: 1,
@@ -126,7 +128,7 @@ fn columns_that_need_64_bits_are_fine() {
     let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
     assert!(matches!(plan.column(Field::EndOffset), Column::I64(_)));
     let lengths = [Integers::from(&lengths[..])];
-    verify::verify(&plan.view(), &plan.metadata, &lengths, None, 1, &mut NoProgress).unwrap();
+    verify::verify(&plan.view(), &plan.metadata, &lengths, None, None, 1, &mut NoProgress).unwrap();
 }
 
 type Change = fn(&mut Plan);
@@ -192,7 +194,7 @@ fn another_order_is_found_and_one_that_is_none_refused() {
     let case = Case::new(&[&FIRST], SampleOrder::Given(Integers::from(&ORDER[..])), true, false);
     let verify = |order: &[i16]| {
         let order = Some(Integers::from(order));
-        verify::verify(&case.plan.view(), &case.plan.metadata, &case.lengths, order, 1, &mut NoProgress)
+        verify::verify(&case.plan.view(), &case.plan.metadata, &case.lengths, order, None, 1, &mut NoProgress)
     };
     verify(&ORDER).unwrap();
     for (left, right) in (0..ORDER.len()).flat_map(|left| (0..left).map(move |right| (left, right))) {
@@ -224,7 +226,7 @@ fn other_lengths_are_found() {
             let mut other = FIRST;
             other[sample] += 1;
             let lengths = [Integers::from(&other[..])];
-            let found = verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, None, 1, &mut NoProgress);
+            let found = verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, None, None, 1, &mut NoProgress);
             assert!(matches!(found, Err(PackError::Mismatch(_))), "sample {sample}: {found:?}");
         }
     }

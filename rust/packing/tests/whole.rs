@@ -34,6 +34,7 @@ impl Case {
             },
             max_length: self.max_length,
             mode: Mode::Whole(self.options),
+            costs: None,
             multiple: None,
             global_pack: self.global_pack,
             threads: self.threads,
@@ -81,7 +82,7 @@ impl Case {
 
     fn verify(&self, plan: &Plan) -> Result<(), PackError> {
         let order = self.order.as_ref().map(|order| Integers::from(&order[..]));
-        verify::verify(&plan.view(), &plan.metadata, &self.lengths(), order, 1, &mut NoProgress)
+        verify::verify(&plan.view(), &plan.metadata, &self.lengths(), order, None, 1, &mut NoProgress)
     }
 }
 
@@ -321,6 +322,7 @@ fn samples_that_are_too_long_are_refused_before_any_work() {
             order: SampleOrder::Natural,
             max_length: 8,
             mode: Mode::Whole(options_of(Placement::BestFit, Overlong::Error)),
+            costs: None,
             multiple: None,
             global_pack,
             threads: 1,
@@ -344,6 +346,7 @@ fn options_that_no_plan_can_have_are_refused() {
             order: SampleOrder::Natural,
             max_length,
             mode: Mode::Whole(options),
+            costs: None,
             multiple: None,
             global_pack: false,
             threads: 1,

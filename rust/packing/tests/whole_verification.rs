@@ -28,6 +28,7 @@ impl Case {
             order,
             max_length: MAX_LENGTH,
             mode: Mode::Whole(options),
+            costs: None,
             multiple: None,
             global_pack,
             threads: 1,
@@ -57,7 +58,7 @@ impl Case {
     }
 
     fn verify(&self, plan: &Plan) -> Result<(), PackError> {
-        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, 1, &mut NoProgress)
+        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, None, 1, &mut NoProgress)
     }
 }
 
@@ -219,7 +220,7 @@ fn other_lengths_and_another_order_are_found() {
             other[sample] += 1;
             let lengths = [Integers::from(&other[..])];
             let found =
-                verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, Some(order), 1, &mut NoProgress);
+                verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, Some(order), None, 1, &mut NoProgress);
             assert!(matches!(found, Err(PackError::Mismatch(_))), "sample {sample}: {found:?}");
         }
         for (left, right) in (0..ORDER.len()).flat_map(|left| (0..left).map(move |right| (left, right))) {
@@ -227,7 +228,7 @@ fn other_lengths_and_another_order_are_found() {
             order.swap(left, right);
             let order = Some(Integers::from(&order[..]));
             let found =
-                verify::verify(&case.plan.view(), &case.plan.metadata, &case.lengths, order, 1, &mut NoProgress);
+                verify::verify(&case.plan.view(), &case.plan.metadata, &case.lengths, order, None, 1, &mut NoProgress);
             assert!(matches!(found, Err(PackError::Mismatch(_))), "{left} and {right} swapped: {found:?}");
         }
         let mut broken = case.plan.clone();

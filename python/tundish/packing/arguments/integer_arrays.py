@@ -179,19 +179,19 @@ def _from_arrow(values: Any, name: str) -> Any:
         ) from error
 
 
-def as_length_arrays(lengths: Any, *, single: bool) -> list[IntegerArray]:
-    """The lengths of one dataset, or of a list of datasets, as arrays."""
+def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> list[IntegerArray]:
+    """The lengths, or what `name` says, of one dataset or of a list of datasets, as arrays."""
     if single and not (
         isinstance(lengths, list | tuple) and len(lengths) == 1 and _is_one_dimensional(lengths[0])
     ):
-        return [as_integer_array(lengths, "lengths")]
+        return [as_integer_array(lengths, name)]
     # Mappings and sets have no order, and an array without dimensions has no entries.
     ordered = hasattr(type(lengths), "__getitem__") and not isinstance(lengths, Mapping | str | bytes)
     if not ordered or getattr(lengths, "ndim", 1) == 0:
         raise InvalidTypeError(
-            f"lengths must be a list with the lengths of each dataset, not of type {type(lengths).__name__}"
+            f"{name} must be a list with the {name} of each dataset, not of type {type(lengths).__name__}"
         )
-    return [as_integer_array(column, f"lengths[{number}]") for number, column in enumerate(lengths)]
+    return [as_integer_array(column, f"{name}[{number}]") for number, column in enumerate(lengths)]
 
 
 def _is_one_dimensional(value: Any) -> bool:

@@ -34,6 +34,8 @@ def pack(
     window: int | None = None,
     max_samples: int | None = None,
     align: int = 1,
+    costs: Any = None,
+    max_cost: int | None = None,
     multiple_of: int | None = None,
     remainder: str | None = None,
     threads: int | None = None,
@@ -79,6 +81,11 @@ def pack(
         max_samples: For whole samples only: pieces a pack at most.
         align: For whole samples only: each piece takes a multiple of so many tokens of its pack. `max_length` must be
             a multiple of it. The plan leaves room for this padding and counts it; your collator adds it.
+        costs: For whole samples only: a second quantity that limits a pack, such as images, patches or squares of
+            lengths: integers, shape (n,), one a sample, each 0 … `max_cost`. Not with `overlong="split"`. In "best_fit"
+            samples are then placed one by one, the longest first: each into the pack with the least room of those that
+            it fits by tokens and by cost.
+        max_cost: What the samples of a pack cost together at most.
         multiple_of: Make the number of packs a multiple of this, 1 … 2**20: for example of the global batch.
         remainder: How the number becomes a multiple. "drop", the default, leaves out the emptiest packs; of packs
             that are equally full, the last ones. "repeat" appends the first packs again. `plan.stats` counts both.
@@ -101,7 +108,7 @@ def pack(
         InvalidTypeError: An argument is of the wrong type.
         InvalidInputError: A length is negative, all lengths add up to 2**63 tokens or more, the order is bad, an
             argument is out of range or not one of the mode's, a sample is longer than `max_length` with
-            `overlong="error"`, the plan is larger than memory, or the inputs changed during the call.
+            `overlong="error"` or costs more than `max_cost`, the plan is larger than memory, or the inputs changed during the call.
         OutOfMemoryError: The system gave no more memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: The plan that lies there is damaged; the message names the file.
@@ -129,6 +136,7 @@ def pack(
         return pack_request(
             [array],
             max_length,
+            is_single=True,
             mode=mode,
             seed=seed,
             order=order,
@@ -137,6 +145,8 @@ def pack(
             window=window,
             max_samples=max_samples,
             align=align,
+            costs=costs,
+            max_cost=max_cost,
             multiple_of=multiple_of,
             remainder=remainder,
             global_pack=False,
@@ -160,6 +170,8 @@ def pack_datasets(
     window: int | None = None,
     max_samples: int | None = None,
     align: int = 1,
+    costs: Any = None,
+    max_cost: int | None = None,
     multiple_of: int | None = None,
     remainder: str | None = None,
     threads: int | None = None,
@@ -186,6 +198,8 @@ def pack_datasets(
         window: As in `pack`; each dataset has a window of its own.
         max_samples: As in `pack`.
         align: As in `pack`.
+        costs: As in `pack`, a list with the costs of each dataset.
+        max_cost: As in `pack`.
         multiple_of: As in `pack`, for the packs of all datasets together.
         remainder: As in `pack`; of packs that are equally full, those of the dataset with the most packs are left out.
         threads: As in `pack`.
@@ -213,6 +227,7 @@ def pack_datasets(
         return pack_request(
             arrays,
             max_length,
+            is_single=False,
             mode=mode,
             seed=seed,
             order=None,
@@ -221,6 +236,8 @@ def pack_datasets(
             window=window,
             max_samples=max_samples,
             align=align,
+            costs=costs,
+            max_cost=max_cost,
             multiple_of=multiple_of,
             remainder=remainder,
             global_pack=global_pack,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
+from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
 from tundish.packing.arguments.integers import as_integer, as_threads
 
 __all__ = ["DEFAULT_WINDOW", "MODES", "OVERLONG", "REMAINDERS", "pack_request"]
@@ -30,6 +30,7 @@ def pack_request(
     lengths: list[IntegerArray],
     max_length: Any,
     *,
+    is_single: bool,
     mode: Any,
     seed: Any,
     order: Any,
@@ -38,6 +39,8 @@ def pack_request(
     window: Any,
     max_samples: Any,
     align: Any,
+    costs: Any,
+    max_cost: Any,
     multiple_of: Any,
     remainder: Any,
     global_pack: Any,
@@ -60,6 +63,7 @@ def pack_request(
     most = None if max_samples is None else as_integer(max_samples, "max_samples", 1, 2**63 - 1)
     opened = None if window is None else as_integer(window, "window", 1, LARGEST_WINDOW)
     _check_use(mode, drop_last, overlong, opened, most, aligned)
+    limit = _as_cost_limit(costs, max_cost, mode, overlong)
     multiple = None if multiple_of is None else as_integer(multiple_of, "multiple_of", 1, LARGEST_MULTIPLE)
     _check_remainder(multiple, remainder, drop_last)
     if mode != "hard":
@@ -77,6 +81,8 @@ def pack_request(
         "window": opened,
         "max_samples": most,
         "align": aligned,
+        "costs": None if costs is None else _as_cost_arrays(costs, lengths, is_single),
+        "max_cost": limit,
         "multiple_of": multiple,
         "remainder": remainder or "drop",
         "global_pack": global_pack,
@@ -121,6 +127,41 @@ def _check_use(
             f"mode {mode!r} takes no window: only mode='ordered' keeps a window of open packs. Leave window out, or "
             "choose mode='ordered'"
         )
+
+
+def _as_cost_limit(costs: Any, max_cost: Any, mode: str, overlong: str | None) -> int:
+    """The limit of costs; 0 without costs."""
+    if (costs is None) != (max_cost is None):
+        given, missing = ("costs", "max_cost") if max_cost is None else ("max_cost", "costs")
+        raise InvalidInputError(
+            f"{given} is given, and {missing} is not: a pack is limited by the costs of its samples and by what they "
+            "may cost together"
+        )
+    if costs is None:
+        return 0
+    if mode == "hard":
+        raise InvalidInputError(
+            "mode 'hard' takes no costs: it cuts samples where a pack is full. Leave costs and max_cost out, or choose "
+            "mode='best_fit', 'ordered' or 'sequential', which pack whole samples"
+        )
+    if overlong == "split":
+        raise InvalidInputError(
+            "costs are of whole samples, and overlong='split' cuts samples into parts whose costs are unknown: choose "
+            "overlong='truncate' or 'drop', or leave costs and max_cost out"
+        )
+    return as_integer(max_cost, "max_cost", 0, 2**63 - 1)
+
+
+def _as_cost_arrays(costs: Any, lengths: list[IntegerArray], is_single: bool) -> list[IntegerArray]:
+    arrays = as_length_arrays(costs, single=is_single, name="costs")
+    if len(arrays) != len(lengths):
+        raise InvalidInputError(f"costs are of {len(arrays)} datasets, and lengths of {len(lengths)}")
+    for number, (of_costs, of_lengths) in enumerate(zip(arrays, lengths, strict=True)):
+        if len(of_costs) != len(of_lengths):
+            raise InvalidInputError(
+                f"dataset {number} has {len(of_costs)} costs for {len(of_lengths)} samples: give one cost for each"
+            )
+    return arrays
 
 
 def _check_remainder(multiple: int | None, remainder: Any, drop_last: bool | None) -> None:

@@ -55,6 +55,7 @@ class PackPlan:
         window: Packs that were open at a time; None in modes "hard" and "best_fit".
         max_samples: Pieces a pack at most, or None.
         align: Each piece takes a multiple of so many tokens of its pack; 1 for no padding.
+        max_cost: What the samples of a pack cost together at most, or None.
         multiple_of: The number of packs was made a multiple of this, or None.
         remainder: "drop" or "repeat", how that was done; None without `multiple_of`.
         packs_repeated: Packs at the end that are the first packs again.
@@ -120,6 +121,7 @@ class PackPlan:
         self.window: int | None = whole.get("window")
         self.max_samples: int | None = whole.get("max_samples")
         self.align: int = whole.get("align", 1)
+        self.max_cost: int | None = whole.get("max_cost")
         multiple = self._metadata.get("multiple") or {}
         self.multiple_of: int | None = multiple.get("of")
         self.remainder: str | None = multiple.get("remainder")
@@ -416,6 +418,7 @@ class PackPlan:
         lengths: Any = None,
         *,
         order: Any = None,
+        costs: Any = None,
         threads: int | None = None,
         progress: bool | None = None,
     ) -> None:
@@ -427,7 +430,8 @@ class PackPlan:
         In mode "hard", each piece must be of the next sample, or go on where the pack before stopped. Each pack must
         be full. The tail, the empty samples on boundaries and all tokens are counted. In the other modes, each sample
         must be packed once, or be accounted for as empty or overlong. No pack may hold more than its limits. The
-        packs must be those of a simple packer that places one sample after the other; for "best_fit", as many.
+        packs must be those of a simple packer that places one sample after the other; for "best_fit" without costs, as
+        many.
 
         It does not check that the lengths are those of your samples; `PackedDataset` does as it reads them.
 
@@ -435,13 +439,14 @@ class PackPlan:
             lengths: As `pack` took them; by default the attached ones.
             order: The order that `pack` took as `order=`. It is needed for a plan that was made with one, and refused
                 for any other.
+            costs: The costs that `pack` took, likewise.
             threads: As in `pack`.
             progress: Show progress; by default on a terminal.
 
         Raises:
-            PlanMismatchError: The plan does not belong to the lengths and the order, or has no order and one is given.
-                The message names the first pack or the value at fault.
-            InvalidInputError: Lengths or an order are missing, or `pack` would refuse them.
+            PlanMismatchError: The plan does not belong to the lengths, the order and the costs, or was made without an
+                order or costs that are given. The message names the first pack or the value at fault.
+            InvalidInputError: Lengths, an order or costs are missing, or `pack` would refuse them.
 
         Example:
             >>> from tundish import pack
@@ -456,9 +461,8 @@ class PackPlan:
             lengths = self._lengths
         arrays = as_length_arrays(lengths, single=len(self.num_samples) == 1)
         self._check_sample_counts(arrays)
-        verify_plan(
-            self._columns, self._metadata_json, arrays, order=order, threads=threads, progress=progress
-        )
+        given: dict[str, Any] = {"order": order, "costs": costs, "threads": threads, "progress": progress}
+        verify_plan(self._columns, self._metadata_json, arrays, **given)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tundish import _native
 from tundish.errors import PlanMismatchError
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
+from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
 from tundish.packing.arguments.integers import as_threads
 from tundish.progress import ProgressLine
 
@@ -22,6 +22,7 @@ def verify_plan(
     lengths: Sequence[IntegerArray],
     *,
     order: Any,
+    costs: Any,
     threads: Any,
     progress: bool | None,
 ) -> None:
@@ -31,11 +32,12 @@ def verify_plan(
         PlanMismatchError: The plan does not belong to the lengths and the order; the message says what to do.
     """
     given = None if order is None else as_integer_array(order, "order")
+    costed = None if costs is None else as_length_arrays(costs, single=len(lengths) == 1, name="costs")
     try:
         with ProgressLine("plan", progress) as line:
-            _native.verify_plan(columns, metadata, lengths, given, as_threads(threads), line.callback)
+            _native.verify_plan(columns, metadata, lengths, given, costed, as_threads(threads), line.callback)
     except PlanMismatchError as error:
-        if given is not None and "an order was given" in str(error):
+        if "an order was given" in str(error) or "costs were given" in str(error):
             raise
         raise PlanMismatchError(
             f"{error}; either these are not the lengths and the order that the plan was made from, or the plan is "

@@ -4,9 +4,11 @@
 //! (`samples`) and appends packs to the plan (`output`). `multiple` stands between the two where packs are left out or
 //! repeated.
 
+mod costs;
 mod hard;
 mod multiple;
 mod output;
+mod refusals;
 mod repeated_samples;
 mod samples;
 mod scan;
@@ -17,7 +19,7 @@ use std::path::Path;
 use crate::error::PackError;
 use crate::fingerprint::{Fingerprint, LEAF, ParameterHash};
 use crate::folder::{FolderWriter, check_disk_space};
-use crate::inputs::{OrderedSamples, SampleLengths, SampleOrder, check_order};
+use crate::inputs::{SampleLengths, SampleOrder};
 use crate::memory;
 use crate::plan::{
     FORMAT_VERSION, Field, HardMetadata, OrderKind, Plan, PlanInteger, PlanMetadata, WholeMetadata, WideColumns,
@@ -26,6 +28,7 @@ use crate::progress::Progress;
 use crate::request::{Mode, Overlong, PackMultiple, PackRequest, Remainder, WholeOptions};
 use crate::threads::Threads;
 
+pub(crate) use costs::{CheckedCosts, StreamCosts};
 use output::{MemoryOutput, WidthProbe};
 pub(crate) use output::{PackColumns, PlanOutput};
 pub(crate) use repeated_samples::SeenSamples;
@@ -40,6 +43,7 @@ pub struct Packer<'a> {
     pub(crate) streams: Vec<SampleLengths<'a>>,
     /// One for each stream.
     pub(crate) scans: Vec<ScanResult>,
+    pub(crate) costs: Option<CheckedCosts<'a>>,
     pub(crate) threads: Threads,
     expected_fingerprint: Option<String>,
 }
@@ -59,12 +63,12 @@ pub(crate) struct Packed {
 /// The fingerprint of the plan that a request asks for.
 ///
 /// # Errors
-/// As `Packer::new`. The order is only hashed, not checked, except where it may name samples that are too long.
+/// As `Packer::new`. The order is only hashed, not checked, except where it may name samples that are refused.
 pub fn plan_fingerprint(request: PackRequest<'_>, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
     Packer::new(request, progress)?.with_order_hashed(progress)
 }
 
-/// As `plan_fingerprint`, but samples that are too long are not refused.
+/// As `plan_fingerprint`, but samples that are too long or cost too much are not refused.
 pub(crate) fn unchecked_fingerprint(
     request: PackRequest<'_>,
     progress: &mut dyn Progress,
@@ -76,13 +80,14 @@ impl<'a> Packer<'a> {
     /// Check and hash the lengths.
     ///
     /// # Errors
-    /// Lengths that are negative or add up to 2⁶³ tokens, or longer than a pack where that is refused; options that
-    /// contradict each other; an order with several datasets; an interrupt.
+    /// Lengths that are negative or add up to 2⁶³ tokens, or longer than a pack where that is refused; costs that are
+    /// negative or more than a pack may cost; options that contradict each other; an order with several datasets; an interrupt.
     pub fn new(request: PackRequest<'a>, progress: &mut dyn Progress) -> Result<Self, PackError> {
         let packer = Self::scanned(request, progress)?;
         if let Mode::Whole(WholeOptions { overlong: Overlong::Error, .. }) = packer.request.mode {
             packer.refuse_overlong(progress)?;
         }
+        packer.refuse_too_costly(progress)?;
         Ok(packer)
     }
 
@@ -103,38 +108,8 @@ impl<'a> Packer<'a> {
                 .filter(|&sum| sum < 1 << 63)
                 .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
-        Ok(Self { request, streams, scans, threads, expected_fingerprint: None })
-    }
-
-    /// Refuse samples of the order that are longer than a pack.
-    fn refuse_overlong(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
-        let max_length = self.request.max_length;
-        let mut count = 0u64;
-        let mut longest: Option<(u64, &SampleLengths<'_>, u64)> = None;
-        for (stream, scan) in self.streams.iter().zip(&self.scans) {
-            if scan.longest <= max_length {
-                continue;
-            }
-            let order = match self.request.order {
-                SampleOrder::Given(order) => {
-                    check_order(&order, stream.len(), progress)?;
-                    Some(order)
-                }
-                _ => None,
-            };
-            let mut samples = OrderedSamples::new("checking lengths", stream, order);
-            while let Some((sample, length)) = samples.next(progress)? {
-                if length > max_length {
-                    count += 1;
-                    if longest.is_none_or(|(most, ..)| length > most) {
-                        longest = Some((length, stream, sample));
-                    }
-                }
-            }
-        }
-        let Some((length, stream, sample)) = longest else { return Ok(()) };
-        let (dataset, sample) = stream.locate(sample as usize);
-        Err(PackError::Overlong { count, dataset, sample, length, max_length })
+        let costs = CheckedCosts::new(&request, &threads, progress)?;
+        Ok(Self { request, streams, scans, costs, threads, expected_fingerprint: None })
     }
 
     /// Compute no other plan than the one with this fingerprint, which the same inputs gave before.
@@ -181,6 +156,9 @@ impl<'a> Packer<'a> {
                     }
                 }
             }
+        }
+        if let Some(costs) = &self.costs {
+            costs.push_to(&mut hash);
         }
         if let Some(PackMultiple { of, remainder }) = self.request.multiple {
             hash.push("multiple_of", &of.to_le_bytes());

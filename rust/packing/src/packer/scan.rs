@@ -75,6 +75,30 @@ pub(crate) fn hash_column(
     Ok(hash.finish(column.len() as u64))
 }
 
+/// Check the costs of a dataset, and hash them.
+///
+/// # Errors
+/// `BadCost` with the first sample at fault; an interrupt.
+pub(crate) fn hash_costs(
+    column: &Integers<'_>,
+    dataset: usize,
+    threads: &Threads,
+    progress: &mut dyn Progress,
+) -> Result<u128, PackError> {
+    let mut hash = ColumnHash::default();
+    for_each_leaf(column, threads, progress, "checking costs", |leaf| {
+        if leaf.seen >> 63 != 0 {
+            let start = leaf.number * LEAF;
+            let is_bad = |&sample: &usize| column.get(sample) >> 63 != 0;
+            let sample = (start..column.len().min(start + LEAF)).find(is_bad).ok_or(PackError::InputChanged)?;
+            return Err(PackError::BadCost { dataset, sample, value: column.as_given(column.get(sample)) });
+        }
+        hash.push(leaf.digest);
+        Ok(())
+    })?;
+    Ok(hash.finish(column.len() as u64))
+}
+
 /// Read all leaves of a column, and hand them to `take` in order.
 fn for_each_leaf(
     column: &Integers<'_>,

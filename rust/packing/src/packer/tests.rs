@@ -49,6 +49,7 @@ proptest! {
                 order,
                 max_length: (units * align) << shift,
                 mode,
+                costs: None,
                 multiple,
                 global_pack,
                 threads: 1,

@@ -84,6 +84,8 @@ pub struct WholeMetadata {
     pub max_samples: Option<u64>,
     /// Each piece takes a multiple of so many tokens of its pack.
     pub align: u64,
+    /// What the samples of a pack cost together at most; null where they have no costs.
+    pub max_cost: Option<u64>,
     /// Samples without tokens, which belong to no pack.
     pub samples_empty: u64,
     /// Samples longer than `max_length`.
@@ -98,12 +100,13 @@ pub struct WholeMetadata {
 
 impl WholeMetadata {
     /// Metadata of a plan that holds nothing yet.
-    pub(crate) fn new(options: &WholeOptions) -> Self {
+    pub(crate) fn new(options: &WholeOptions, max_cost: Option<u64>) -> Self {
         Self {
             overlong: options.overlong,
             window: options.placement.window(),
             max_samples: options.max_samples,
             align: options.align,
+            max_cost,
             samples_empty: 0,
             samples_overlong: 0,
             tokens_overlong_cut: 0,

@@ -4,9 +4,10 @@
 //! shuffle and the hash are those that made the plan.
 //!
 //! Invariants: in a plan that passes, every value of every column, its width and all metadata were compared with the
-//! values that the lengths and the order give, except which samples `best_fit` put together, and in
+//! values that the lengths and the order give, except which samples `best_fit` without costs put together, and in
 //! which order it put its packs: their number and the room that is left in them is compared.
 
+mod cost_fit;
 mod hard;
 mod left_out;
 mod placement;
@@ -21,11 +22,12 @@ use crate::inputs::{
 use crate::packer::unchecked_fingerprint;
 use crate::plan::{Column, Field, MultipleMetadata, OrderKind, PlanMetadata, PlanView};
 use crate::progress::Progress;
-use crate::request::{Mode, PackRequest, Remainder};
+use crate::request::{Mode, PackRequest, Remainder, SampleCosts};
 
 use left_out::LeftOut;
 
-/// Check `plan` and `metadata` against `lengths`, one column a dataset, and against the order, where one was given.
+/// Check `plan` and `metadata` against `lengths`, one column a dataset, and against the order and the costs, where they
+/// were given.
 ///
 /// # Errors
 /// `Mismatch` with the first pack that does not fit, and why. `Invalid` where the plan was made with an order
@@ -35,6 +37,7 @@ pub fn verify(
     metadata: &PlanMetadata,
     lengths: &[Integers<'_>],
     order: Option<Integers<'_>>,
+    costs: Option<&[Integers<'_>]>,
     threads: usize,
     progress: &mut dyn Progress,
 ) -> Result<(), PackError> {
@@ -43,11 +46,14 @@ pub fn verify(
     let mode = metadata.made_with().map_err(contradiction)?;
     check_counts(plan, metadata, lengths)?;
     let source = order_source(metadata, order)?;
+    let costs = costs_of(metadata, costs)?;
+    let cost_streams = costs.as_ref().map(|costs| SampleLengths::streams(&costs.columns, metadata.global_pack));
     let request = PackRequest {
         lengths: lengths.to_vec(),
         order: source,
         max_length: metadata.max_length,
         mode,
+        costs,
         multiple: metadata.multiple.as_ref().map(MultipleMetadata::asked),
         global_pack: metadata.global_pack,
         threads,
@@ -58,7 +64,9 @@ pub fn verify(
     let unrepeated_plan = plan.first(unrepeated.packs, unrepeated.pieces);
     let left_out = metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Drop).map(LeftOut::new);
     let mut walk: Box<dyn StreamWalk + '_> = match (mode, &metadata.hard) {
-        (Mode::Whole(options), _) => Box::new(whole::PlanWalk::new(&unrepeated_plan, &all, options, left_out)),
+        (Mode::Whole(options), _) => {
+            Box::new(whole::PlanWalk::new(&unrepeated_plan, &all, options, cost_streams, left_out))
+        }
         (Mode::Hard { .. }, hard) => Box::new(hard::PlanWalk::new(
             &unrepeated_plan,
             &unrepeated,
@@ -204,6 +212,24 @@ fn fits_32_bits(column: &Integers<'_>, progress: &mut dyn Progress) -> Result<bo
         }
     }
     Ok(true)
+}
+
+/// The costs that the plan says it has.
+fn costs_of<'a>(
+    metadata: &PlanMetadata,
+    costs: Option<&[Integers<'a>]>,
+) -> Result<Option<SampleCosts<'a>>, PackError> {
+    match (metadata.whole.as_ref().and_then(|whole| whole.max_cost), costs) {
+        (Some(max_cost), Some(costs)) => Ok(Some(SampleCosts { columns: costs.to_vec(), max_cost })),
+        (None, None) => Ok(None),
+        (Some(_), None) => Err(PackError::Invalid(format!(
+            "{METADATA_FILE} says that the plan was made with costs (costs=): pass the same costs to verify"
+        ))),
+        (None, Some(_)) => Err(PackError::Mismatch(format!(
+            "costs were given, but {METADATA_FILE} says that the plan was made without: leave the costs out, or use the \
+             plan made with them"
+        ))),
+    }
 }
 
 /// The order that the plan says it has; one that is given must be what it says.

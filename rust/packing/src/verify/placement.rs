@@ -51,9 +51,12 @@ pub(super) fn best_fit_packs(
 pub(super) type Piece = (u64, u64);
 
 /// A pack, open or closed.
+#[derive(Clone)]
 pub(super) struct PlacedPack {
     /// Tokens that its pieces leave.
     pub(super) room: u64,
+    /// What it may cost further.
+    pub(super) cost_left: u64,
     pub(super) pieces: Vec<Piece>,
 }
 
@@ -66,37 +69,42 @@ pub(super) struct OpenPacks {
     by_room: BTreeSet<(u64, u64)>,
     window: usize,
     max_length: u64,
+    max_cost: u64,
     most_pieces: u64,
 }
 
 impl OpenPacks {
-    pub(super) fn new(window: u64, max_length: u64, options: &WholeOptions) -> Self {
+    pub(super) fn new(window: u64, max_length: u64, max_cost: u64, options: &WholeOptions) -> Self {
         Self {
             packs: VecDeque::new(),
             oldest: 0,
             by_room: BTreeSet::new(),
             window: window as usize,
             max_length,
+            max_cost,
             most_pieces: options.most_pieces(),
         }
     }
 
-    /// Place a piece that takes `size` tokens; the pack that is closed by that.
-    pub(super) fn place(&mut self, piece: Piece, size: u64) -> Option<PlacedPack> {
+    /// Place a piece that takes `size` tokens and costs `cost`; the pack that is closed by that.
+    pub(super) fn place(&mut self, piece: Piece, size: u64, cost: u64) -> Option<PlacedPack> {
+        let may_cost = |number: u64| self.packs[(number - self.oldest) as usize].cost_left >= cost;
         // Of several packs with the same room, the oldest has the smallest number.
-        let best = self.by_room.range((size, 0)..).next().copied();
+        let best = self.by_room.range((size, 0)..).find(|&&(_, number)| may_cost(number)).copied();
         let number = match best {
             Some(best) => {
                 self.by_room.remove(&best);
                 best.1
             }
             None => {
-                self.packs.push_back(PlacedPack { room: self.max_length, pieces: Vec::new() });
+                let (room, cost_left) = (self.max_length, self.max_cost);
+                self.packs.push_back(PlacedPack { room, cost_left, pieces: Vec::new() });
                 self.oldest + self.packs.len() as u64 - 1
             }
         };
         let pack = &mut self.packs[(number - self.oldest) as usize];
         pack.room -= size;
+        pack.cost_left = pack.cost_left.saturating_sub(cost);
         pack.pieces.push(piece);
         if (pack.pieces.len() as u64) < self.most_pieces {
             self.by_room.insert((pack.room, number));

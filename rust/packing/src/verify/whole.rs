@@ -1,9 +1,10 @@
 //! Verifies plans of whole samples: every sample is in a pack exactly once, or counted as left out, and no pack exceeds
-//! its limits. Packs of the modes that keep the order are made again and compared; of `best_fit`, their number and the room
-//! that is left in them is.
+//! its limits. Packs of the modes that keep the order, and all packs with costs, are made again and compared; of `best_fit`
+//! without costs, their number and the room that is left in them is.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::cost_fit::{BestFitOrder, CostlySample, cost_fit_packs};
 use super::left_out::LeftOut;
 use super::placement::{OpenPacks, PacksByRoom, PlacedPack, best_fit_packs};
 use super::{StreamWalk, check_all_walked, check_totals, ordered, wrong_pack};
@@ -34,6 +35,9 @@ pub(super) struct PlanWalk<'a> {
     counted: WholeMetadata,
     /// Packs of the stream.
     packs_by_room: PacksByRoom,
+    /// The costs of each stream.
+    costs: Option<Vec<SampleLengths<'a>>>,
+    best_fit_order: BestFitOrder,
     left_out: Option<LeftOut<'a>>,
 }
 
@@ -77,11 +81,32 @@ impl<'a> PlanWalk<'a> {
         plan: &'a PlanView<'a>,
         metadata: &'a PlanMetadata,
         options: WholeOptions,
+        costs: Option<Vec<SampleLengths<'a>>>,
         left_out: Option<LeftOut<'a>>,
     ) -> Self {
-        let counted = WholeMetadata::new(&options);
-        let packs_by_room = PacksByRoom::new();
-        Self { plan, metadata, options, pack: 0, piece: 0, tokens: 0, counted, packs_by_room, left_out }
+        Self {
+            plan,
+            metadata,
+            options,
+            pack: 0,
+            piece: 0,
+            tokens: 0,
+            counted: WholeMetadata::new(&options, None),
+            packs_by_room: PacksByRoom::new(),
+            costs,
+            best_fit_order: BestFitOrder::new(metadata.seed),
+            left_out,
+        }
+    }
+
+    /// What the samples of a pack cost together at most; 0 where they have no costs.
+    fn max_cost(&self) -> u64 {
+        self.metadata.whole.as_ref().and_then(|whole| whole.max_cost).unwrap_or(0)
+    }
+
+    /// The cost of a sample; 0 where they have none.
+    fn cost_of(&self, stream: &SampleLengths<'_>, sample: u64) -> u64 {
+        self.costs.as_ref().map_or(0, |costs| costs[stream.dataset_id()].get(sample as usize))
     }
 
     /// Whether a sample of `length` tokens is packed in parts.
@@ -289,8 +314,11 @@ impl StreamWalk for PlanWalk<'_> {
             self.pack += 1;
         }
         let max_length = self.metadata.max_length;
-        let mut open = self.options.placement.window().map(|window| OpenPacks::new(window, max_length, &self.options));
+        let max_cost = self.max_cost();
+        let new_open = |window| OpenPacks::new(window, max_length, max_cost, &self.options);
+        let mut open = self.options.placement.window().map(new_open);
         let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut by_length: BTreeMap<u64, Vec<CostlySample>> = BTreeMap::new();
         let mut replay = Replay { next: first_pack, packs: 0 };
         let (mut pieces, mut missing) = (0u64, 0u64);
         let mut samples = ordered(stream, order);
@@ -309,12 +337,15 @@ impl StreamWalk for PlanWalk<'_> {
                 }
                 let size = self.options.aligned(tokens);
                 self.counted.padding_align = self.counted.padding_align.saturating_add(size - tokens);
-                let Some(open) = &mut open else {
-                    *sizes.entry(size).or_default() += 1;
-                    continue;
-                };
-                if let Some(closed) = open.place((sample, start), size) {
-                    self.compare(&mut replay, &closed)?;
+                let cost = self.cost_of(stream, sample);
+                match &mut open {
+                    Some(open) => {
+                        if let Some(closed) = open.place((sample, start), size, cost) {
+                            self.compare(&mut replay, &closed)?;
+                        }
+                    }
+                    None if self.costs.is_some() => by_length.entry(tokens).or_default().push((sample, cost)),
+                    None => *sizes.entry(size).or_default() += 1,
                 }
             }
             missing += parts_missing;
@@ -334,15 +365,21 @@ impl StreamWalk for PlanWalk<'_> {
         while let Some(closed) = open.as_mut().and_then(OpenPacks::close) {
             self.compare(&mut replay, &closed)?;
         }
+        if open.is_none() && self.costs.is_some() {
+            let order = &mut self.best_fit_order;
+            for pack in cost_fit_packs(&by_length, max_length, max_cost, &self.options, order, progress)? {
+                self.compare(&mut replay, &pack)?;
+            }
+        }
         let packs = (self.pack - first_pack) as u64;
         let made = match open {
-            None => {
+            None if self.costs.is_none() => {
                 let expected = best_fit_packs(&sizes, max_length, &self.options, progress)?;
                 self.compare_rooms(&expected, stream.dataset_id())?
             }
             // Of those that are left out, only the number is known.
-            Some(_) if self.left_out.is_some() => (replay.next - first_pack) as u64,
-            Some(_) => replay.packs,
+            _ if self.left_out.is_some() => (replay.next - first_pack) as u64,
+            _ => replay.packs,
         };
         if made != packs {
             return Err(PackError::Mismatch(format!(

@@ -21,6 +21,7 @@ pub fn request() -> PackRequest<'static> {
         order: SampleOrder::Seed(1),
         max_length: 16,
         mode: Mode::Hard { drop_last: true },
+        costs: None,
         multiple: None,
         global_pack: false,
         threads: 1,
@@ -48,7 +49,7 @@ pub fn use_folder(path: &Path) -> Result<Vec<Vec<i64>>, PackError> {
     for lengths in [None, Some(&[lengths][..])] {
         let _ = sample_index(&plan, &metadata, &PlanInputs { lengths, ..PlanInputs::default() }, &mut NoProgress);
     }
-    verify::verify(&plan, &metadata, &[lengths], None, 1, &mut NoProgress)?;
+    verify::verify(&plan, &metadata, &[lengths], None, None, 1, &mut NoProgress)?;
     Ok(plan.fields().iter().map(|&field| values(&plan.column(field))).collect())
 }
 

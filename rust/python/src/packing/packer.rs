@@ -7,7 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::{
-    Mode, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, WholeOptions,
+    Mode, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, SampleCosts,
+    WholeOptions,
 };
 
 use super::integer_array::IntegerArray;
@@ -29,6 +30,8 @@ pub(crate) struct RequestDict<'py> {
     window: u64,
     max_samples: Option<u64>,
     align: u64,
+    costs: Option<Vec<Bound<'py, PyUntypedArray>>>,
+    max_cost: u64,
     multiple_of: Option<u64>,
     remainder: String,
     global_pack: bool,
@@ -67,6 +70,7 @@ impl RequestDict<'_> {
         let lengths = IntegerArray::all(&self.lengths)?;
         let order = self.order.as_ref().map(IntegerArray::new).transpose()?;
         let (seed, max_length, mode, global_pack) = (self.seed, self.max_length, self.mode()?, self.global_pack);
+        let (costs, max_cost) = (self.costs.as_deref().map(IntegerArray::all).transpose()?, self.max_cost);
         let multiple = self.multiple()?;
         let threads = self.threads.unwrap_or_else(available_threads);
         enter(py, progress, move |signals| {
@@ -79,6 +83,10 @@ impl RequestDict<'_> {
                 },
                 max_length,
                 mode,
+                costs: costs.as_ref().map(|columns| SampleCosts {
+                    columns: columns.iter().map(IntegerArray::view).collect(),
+                    max_cost,
+                }),
                 multiple,
                 global_pack,
                 threads,

@@ -10,27 +10,32 @@ use super::integer_array::{IntegerArray, view};
 use super::{available_threads, from_json};
 use crate::long_work::enter;
 
-/// Check a plan against lengths, and the order that was given.
+/// Check a plan against lengths, and the order and the costs that were given.
 #[pyfunction]
-#[pyo3(signature = (columns, metadata, lengths, order=None, threads=None, progress=None))]
+#[pyo3(signature = (columns, metadata, lengths, order=None, costs=None, threads=None, progress=None))]
+#[allow(clippy::too_many_arguments)]
 pub(crate) fn verify_plan(
     py: Python<'_>,
     columns: Vec<Bound<'_, PyUntypedArray>>,
     metadata: &str,
     lengths: Vec<Bound<'_, PyUntypedArray>>,
     order: Option<Bound<'_, PyUntypedArray>>,
+    costs: Option<Vec<Bound<'_, PyUntypedArray>>>,
     threads: Option<usize>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<()> {
     let columns = IntegerArray::all(&columns)?;
     let lengths = IntegerArray::all(&lengths)?;
     let order = order.as_ref().map(IntegerArray::new).transpose()?;
+    let costs = costs.as_deref().map(IntegerArray::all).transpose()?;
     let metadata = from_json(metadata)?;
     enter(py, progress, move |signals| {
         let threads = threads.unwrap_or_else(available_threads);
         let lengths: Vec<Integers<'_>> = lengths.iter().map(IntegerArray::view).collect();
         let order = order.as_ref().map(IntegerArray::view);
-        Ok(verify::verify(&view(&columns)?, &metadata, &lengths, order, threads, signals)?)
+        let costs: Option<Vec<Integers<'_>>> =
+            costs.as_ref().map(|columns| columns.iter().map(IntegerArray::view).collect());
+        Ok(verify::verify(&view(&columns)?, &metadata, &lengths, order, costs.as_deref(), threads, signals)?)
     })
 }
 

@@ -53,6 +53,9 @@ impl<P: PlanInteger> WholePacker<'_, P> {
         if is_shuffled {
             sorted.shuffle(random, progress)?;
         }
+        if let Some(costs) = self.costs {
+            return self.pack_cost_fit(stream, &sorted, costs, random, progress);
+        }
         let mut groups = GroupPacker::new(max_length, self.options);
         for (number, length) in sorted.lengths().enumerate() {
             if number.is_multiple_of(LENGTHS_A_TICK) {

@@ -40,8 +40,8 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    pub(super) fn new(options: &WholeOptions) -> Self {
-        Self { tokens: 0, packs: 0, pieces: 0, metadata: WholeMetadata::new(options) }
+    pub(super) fn new(options: &WholeOptions, max_cost: Option<u64>) -> Self {
+        Self { tokens: 0, packs: 0, pieces: 0, metadata: WholeMetadata::new(options, max_cost) }
     }
 
     /// Count a sample that is empty or longer than `max_length`.

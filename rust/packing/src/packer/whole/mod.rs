@@ -5,11 +5,13 @@
 //!
 //! Working memory beyond inputs and outputs. All modes: what `SampleReader` takes, and with a seed or for `best_fit` one
 //! index a sample. `best_fit`: one index a pack, two integers a length up to the longest, two for each sample that is
-//! split, and some for each group of packs, of which there are a few for each length that occurs. The others: the pieces
-//! of the open packs.
+//! split, and some for each group of packs, of which there are a few for each length that occurs; with costs, one index
+//! a sample more, and some ten integers a pack. The others: the pieces of the open packs.
 
 mod best_fit;
+mod cost_fit;
 mod items;
+mod open_by_room;
 mod ordered;
 mod pack_buffer;
 mod pack_groups;
@@ -18,7 +20,7 @@ mod sorted_samples;
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
 use crate::inputs::{RandomState, SampleLengths, SampleOrder};
-use crate::packer::{IndexSource, Packed, Packer, PlanOutput, ScanResult};
+use crate::packer::{CheckedCosts, IndexSource, Packed, Packer, PlanOutput, ScanResult, StreamCosts};
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
 use crate::request::{Overlong, WholeOptions};
@@ -44,6 +46,8 @@ pub(crate) fn most(
     // the pieces that it may have.
     let taken = u128::from(scan.tokens) + u128::from(pieces) * u128::from(options.align - 1);
     let packs = 2 * taken / u128::from(max_length) + 1 + u128::from(pieces / options.most_pieces());
+    // Of costs nothing is known: each piece may take a pack for itself.
+    let packs = if packer.costs.is_some() { u128::from(pieces) } else { packs };
     (u64::try_from(packs).unwrap_or(u64::MAX).min(pieces), pieces)
 }
 
@@ -83,10 +87,11 @@ pub(crate) fn run<P: PlanInteger>(
         _ => None,
     };
     let mut random = RandomState::new(seed.unwrap_or(PACK_ORDER_SEED));
-    let mut whole =
-        WholePacker { packer, options, output, counts: Counts::new(options), order_hash: ColumnHash::default() };
+    let counts = Counts::new(options, packer.costs.as_ref().map(CheckedCosts::max_cost));
+    let mut whole = WholePacker { packer, options, costs: None, output, counts, order_hash: ColumnHash::default() };
     let mut samples = 0u64;
-    for (stream, scan) in packer.streams.iter().zip(&packer.scans) {
+    for (number, (stream, scan)) in packer.streams.iter().zip(&packer.scans).enumerate() {
+        whole.costs = packer.costs.as_ref().map(|costs| costs.of_stream(number));
         let Some(window) = options.placement.window() else {
             whole.pack_best_fit(stream, scan, &mut random, seed.is_some(), progress)?;
             samples += packer.ordered_samples(stream).0;
@@ -125,6 +130,8 @@ pub(crate) fn run<P: PlanInteger>(
 struct WholePacker<'r, P> {
     packer: &'r Packer<'r>,
     options: &'r WholeOptions,
+    /// Of the samples of the stream.
+    costs: Option<StreamCosts<'r>>,
     output: &'r mut dyn PlanOutput<P>,
     counts: Counts,
     /// Hash of an order that was given.

@@ -34,6 +34,9 @@ struct OpenPacks<P> {
     /// Room of each, 0 where no more pieces are allowed. Apart from the rest, so that it is searched fast.
     free: Vec<u32>,
     packs: Vec<OpenPack<P>>,
+    /// What each may cost further.
+    cost_left: Vec<u64>,
+    max_cost: u64,
     /// The slot of the oldest pack, which the next one takes.
     oldest: usize,
     /// Closed packs.
@@ -71,10 +74,11 @@ impl<P: PlanInteger> OpenPack<P> {
 }
 
 impl<P: PlanInteger> OpenPacks<P> {
-    fn new(window: usize, has_ranges: bool) -> Self {
+    fn new(window: usize, has_ranges: bool, max_cost: u64) -> Self {
         let mut packs = Vec::new();
         packs.resize_with(window, OpenPack::new);
-        Self { free: vec![0; window], packs, oldest: 0, closed: PackBuffer::new(has_ranges) }
+        let (free, cost_left) = (vec![0; window], vec![0; window]);
+        Self { free, packs, cost_left, max_cost, oldest: 0, closed: PackBuffer::new(has_ranges) }
     }
 
     /// The slot of the pack with the least room of `size` tokens or more, the oldest of several.
@@ -91,11 +95,19 @@ impl<P: PlanInteger> OpenPacks<P> {
         older.iter().position(is_best).map(|slot| slot + self.oldest).or_else(|| newer.iter().position(is_best))
     }
 
+    /// As `best`, of the packs that may cost `cost` more.
+    fn best_with_cost(&self, size: u32, cost: u64) -> Option<usize> {
+        (self.oldest..self.free.len())
+            .chain(0..self.oldest)
+            .filter(|&slot| self.free[slot] >= size && self.cost_left[slot] >= cost)
+            .min_by_key(|&slot| self.free[slot])
+    }
+
     /// Close the oldest pack, and open another one in its slot.
     fn open(&mut self, max_length: u32) -> usize {
         let slot = self.oldest;
         self.packs[slot].close(&mut self.closed);
-        self.free[slot] = max_length;
+        (self.free[slot], self.cost_left[slot]) = (max_length, self.max_cost);
         self.oldest = if slot + 1 == self.packs.len() { 0 } else { slot + 1 };
         slot
     }
@@ -117,7 +129,8 @@ impl<P: PlanInteger> WholePacker<'_, P> {
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
         let dataset_id = stream.dataset_id();
-        let mut open = OpenPacks::<P>::new(window as usize, self.has_ranges());
+        let max_cost = self.costs.map_or(0, |costs| costs.max_cost);
+        let mut open = OpenPacks::<P>::new(window as usize, self.has_ranges(), max_cost);
         let packer = self.packer;
         let reader = SampleReader::new(stream, indices, &packer.threads)?;
         let mut tokens = 0u64;
@@ -165,10 +178,18 @@ impl<P: PlanInteger> WholePacker<'_, P> {
         self.counts.metadata.padding_align += size - tokens;
         // No size and no room is above 2^28.
         let size = size as u32;
-        let slot = match open.best(size) {
+        let cost = self.costs.map(|costs| costs.of(item.sample));
+        let best = match cost {
+            None => open.best(size),
+            Some(cost) => open.best_with_cost(size, cost),
+        };
+        let slot = match best {
             Some(slot) => slot,
             None => open.open(self.packer.request.max_length as u32),
         };
+        if let Some(cost) = cost {
+            open.cost_left[slot] = open.cost_left[slot].saturating_sub(cost);
+        }
         let pack = &mut open.packs[slot];
         pack.push(item, open.closed.ranges.is_some());
         let is_full = pack.indices.len() as u64 == self.options.most_pieces();
