@@ -40,10 +40,15 @@ def add_plan_commands(commands: Any) -> None:
         help="cut samples where a pack is full (hard, the default), or pack whole samples",
     )
     _add_whole_options(pack, "error", "; not with --mode hard")
-    _add_costs(pack, "each file holds an integer a sample, for one SOURCE after the other; not with --mode hard")
+    _add_costs(
+        pack, "each file holds an integer a sample, for one SOURCE after the other; not with --mode hard"
+    )
     pack.add_argument("--max-cost", type=int, metavar="N", help="what the samples of a pack cost at most")
     pack.add_argument(
-        "--multiple-of", type=int, metavar="N", help="make the number of packs a multiple, as of a global batch"
+        "--multiple-of",
+        type=int,
+        metavar="N",
+        help="make the number of packs a multiple, as of a global batch",
     )
     pack.add_argument(
         "--remainder",
@@ -234,7 +239,9 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
     """Describe a plan in plain values for JSON; `bytes` is the size of its columns in memory or on disk."""
-    options = ("drop_last",) if plan.mode == "hard" else ("overlong", "window", "max_samples", "align", "max_cost")
+    options = (
+        ("drop_last",) if plan.mode == "hard" else ("overlong", "window", "max_samples", "align", "max_cost")
+    )
     return {
         "plan": str(path),
         "mode": plan.mode,

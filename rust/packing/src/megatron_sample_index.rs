@@ -49,7 +49,8 @@ pub fn sample_index(
             metadata.mode
         )));
     };
-    if metadata.multiple.as_ref().is_some_and(|multiple| multiple.remainder == Remainder::Repeat && multiple.packs > 0) {
+    if metadata.multiple.as_ref().is_some_and(|multiple| multiple.remainder == Remainder::Repeat && multiple.packs > 0)
+    {
         return Err(PackError::Invalid(
             "sample_index needs a plan that is one stream of tokens, and this one repeats packs: pack without \
              multiple_of, or with remainder=\"drop\""

@@ -226,7 +226,8 @@ fn other_lengths_are_found() {
             let mut other = FIRST;
             other[sample] += 1;
             let lengths = [Integers::from(&other[..])];
-            let found = verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, None, None, 1, &mut NoProgress);
+            let found =
+                verify::verify(&case.plan.view(), &case.plan.metadata, &lengths, None, None, 1, &mut NoProgress);
             assert!(matches!(found, Err(PackError::Mismatch(_))), "sample {sample}: {found:?}");
         }
     }

@@ -63,9 +63,7 @@ def cases(draw: Any) -> Case:
         plan = td.pack(lengths[0], max_length, order=order, costs=costs[0], **arguments)
         return Case(lengths, [order], [CostLimit(costs[0], max_cost)], options, costs[0], plan)
     seed, global_pack = draw(st.none() | st.integers(0, 2**32 - 1)), draw(st.booleans())
-    plan = td.pack_datasets(
-        lengths, max_length, seed=seed, global_pack=global_pack, costs=costs, **arguments
-    )
+    plan = td.pack_datasets(lengths, max_length, seed=seed, global_pack=global_pack, costs=costs, **arguments)
     given_costs = costs
     if global_pack:
         lengths, costs = [list(chain.from_iterable(lengths))], [list(chain.from_iterable(costs))]
@@ -152,14 +150,16 @@ def test_samples_that_cost_too_much_are_refused(mode: str, tmp_path: Path) -> No
         assert said in text, text
     assert list(tmp_path.iterdir()) == []
     # Samples that are not packed cost nothing.
-    left_out = td.pack([0, 20, 5, 5], 8, overlong="drop", costs=[9, 9, 9, 5], order=[0, 1, 3], mode=mode, max_cost=5)
+    left_out = td.pack(
+        [0, 20, 5, 5], 8, overlong="drop", costs=[9, 9, 9, 5], order=[0, 1, 3], mode=mode, max_cost=5
+    )
     assert left_out.indices.tolist() == [3]
 
 
 def test_verify_needs_the_costs() -> None:
     lengths, costs = [5, 3, 2, 4], [1, 2, 3, 4]
     plan = td.pack(lengths, 8, mode="best_fit", costs=costs, max_cost=5)
-    with pytest.raises(InvalidInputError, match="made with costs .*pass the same"):
+    with pytest.raises(InvalidInputError, match=r"made with costs .*pass the same"):
         plan.verify()
     for other in ([1, 2, 3, 3], [4, 3, 2, 1]):
         with pytest.raises(PlanMismatchError):

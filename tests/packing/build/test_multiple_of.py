@@ -94,7 +94,7 @@ def selected(case: Case) -> tuple[list[td.packing.Pack], list[td.packing.Pack], 
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_packs_are_left_out_or_repeated(case: Case) -> None:
-    streams, full, plan, order = case
+    _, full, plan, order = case
     kept, left_out, repeated = selected(case)
     assert list(plan) == kept + repeated
     assert plan.multiple_of and len(plan) % plan.multiple_of == 0
@@ -171,7 +171,9 @@ def test_a_dataset_reads_the_packs_without_lengths(mode: str, remainder: str) ->
     samples = [[number] * length for number, length in enumerate(lengths)]
     # Repeated packs are the first ones twice, the short last one among them.
     own: dict[str, Any] = {"drop_last": False} if mode == "hard" and remainder == "repeat" else {}
-    plan = td.pack(lengths, 8, mode=mode, multiple_of=2 if remainder == "drop" else 9, remainder=remainder, **own)
+    plan = td.pack(
+        lengths, 8, mode=mode, multiple_of=2 if remainder == "drop" else 9, remainder=remainder, **own
+    )
     bare = td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
     dataset = td.PackedDataset(samples, bare)
     assert len(dataset) == len(plan) > 0
@@ -200,7 +202,7 @@ def test_verify_finds_changed_facts(mode: str, remainder: str) -> None:
     plan = td.pack(lengths, 16, mode=mode, multiple_of=7, remainder=remainder, **more)
     columns = [column.astype(np.int32) for column in plan.arrays().values()]
     facts = plan.metadata["multiple"]
-    assert facts["packs"] > 1
+    assert facts["packs"] > 0
     for name, value in facts.items():
         changed: dict[str, Any] = {**plan.metadata}
         other = {"drop": "repeat", "repeat": "drop"}[remainder] if name == "remainder" else value + 1

@@ -38,9 +38,7 @@ class OpenPack:
         self.parts.append(part)
 
 
-def in_order_by_cost(
-    parts: list[Part], options: Options, window: int, limit: CostLimit
-) -> list[list[Part]]:
+def in_order_by_cost(parts: list[Part], options: Options, window: int, limit: CostLimit) -> list[list[Part]]:
     """The packs of "ordered", and with a window of 1 of "sequential"."""
     packs: list[OpenPack] = []
     for part in parts:

@@ -108,7 +108,8 @@ def pack(
         InvalidTypeError: An argument is of the wrong type.
         InvalidInputError: A length is negative, all lengths add up to 2**63 tokens or more, the order is bad, an
             argument is out of range or not one of the mode's, a sample is longer than `max_length` with
-            `overlong="error"` or costs more than `max_cost`, the plan is larger than memory, or the inputs changed during the call.
+            `overlong="error"` or costs more than `max_cost`, the plan is larger than memory, or the inputs changed
+            during the call.
         OutOfMemoryError: The system gave no more memory.
         AlreadyExistsError: `out`, or the plan's place in `cache_dir`, holds something else than this plan.
         PlanFormatError: The plan that lies there is damaged; the message names the file.

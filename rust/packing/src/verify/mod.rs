@@ -62,7 +62,8 @@ pub fn verify(
     let streams = SampleLengths::streams(lengths, metadata.global_pack);
     let (unrepeated, all) = (metadata.without_repeated(), metadata.with_left_out());
     let unrepeated_plan = plan.first(unrepeated.packs, unrepeated.pieces);
-    let left_out = metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Drop).map(LeftOut::new);
+    let left_out =
+        metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Drop).map(LeftOut::new);
     let mut walk: Box<dyn StreamWalk + '_> = match (mode, &metadata.hard) {
         (Mode::Whole(options), _) => {
             Box::new(whole::PlanWalk::new(&unrepeated_plan, &all, options, cost_streams, left_out))
@@ -215,10 +216,7 @@ fn fits_32_bits(column: &Integers<'_>, progress: &mut dyn Progress) -> Result<bo
 }
 
 /// The costs that the plan says it has.
-fn costs_of<'a>(
-    metadata: &PlanMetadata,
-    costs: Option<&[Integers<'a>]>,
-) -> Result<Option<SampleCosts<'a>>, PackError> {
+fn costs_of<'a>(metadata: &PlanMetadata, costs: Option<&[Integers<'a>]>) -> Result<Option<SampleCosts<'a>>, PackError> {
     match (metadata.whole.as_ref().and_then(|whole| whole.max_cost), costs) {
         (Some(max_cost), Some(costs)) => Ok(Some(SampleCosts { columns: costs.to_vec(), max_cost })),
         (None, None) => Ok(None),

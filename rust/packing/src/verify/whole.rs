@@ -254,7 +254,7 @@ impl<'a> PlanWalk<'a> {
     }
 
     /// Compare the packs of `best_fit` by the room that is left in them; how many it makes.
-    fn compare_rooms(&mut self, expected: &PacksByRoom, dataset: usize) -> Result<u64, PackError> {
+    fn compare_by_room(&mut self, expected: &PacksByRoom, dataset: usize) -> Result<u64, PackError> {
         let made = expected.values().sum();
         let count = |packs: &PacksByRoom, key| packs.get(key).copied().unwrap_or(0);
         let is_within = self.packs_by_room.iter().all(|(key, &found)| found <= count(expected, key));
@@ -278,7 +278,13 @@ impl<'a> PlanWalk<'a> {
     }
 
     /// Count a piece that no pack holds.
-    fn note_left_out(&mut self, stream: &SampleLengths<'_>, sample: u64, start: u64, tokens: u64) -> Result<(), PackError> {
+    fn note_left_out(
+        &mut self,
+        stream: &SampleLengths<'_>,
+        sample: u64,
+        start: u64,
+        tokens: u64,
+    ) -> Result<(), PackError> {
         let Some(left_out) = &mut self.left_out else {
             return Err(PackError::Mismatch(format!(
                 "dataset {}: no pack takes sample {sample} from token {start} on",
@@ -375,7 +381,7 @@ impl StreamWalk for PlanWalk<'_> {
         let made = match open {
             None if self.costs.is_none() => {
                 let expected = best_fit_packs(&sizes, max_length, &self.options, progress)?;
-                self.compare_rooms(&expected, stream.dataset_id())?
+                self.compare_by_room(&expected, stream.dataset_id())?
             }
             // Of those that are left out, only the number is known.
             _ if self.left_out.is_some() => (replay.next - first_pack) as u64,

@@ -7,8 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::{
-    Mode, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, SampleCosts,
-    WholeOptions,
+    Mode, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, SampleCosts, WholeOptions,
 };
 
 use super::integer_array::IntegerArray;
@@ -83,10 +82,9 @@ impl RequestDict<'_> {
                 },
                 max_length,
                 mode,
-                costs: costs.as_ref().map(|columns| SampleCosts {
-                    columns: columns.iter().map(IntegerArray::view).collect(),
-                    max_cost,
-                }),
+                costs: costs
+                    .as_ref()
+                    .map(|columns| SampleCosts { columns: columns.iter().map(IntegerArray::view).collect(), max_cost }),
                 multiple,
                 global_pack,
                 threads,

@@ -82,12 +82,12 @@ def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str
 
 
 def _count_pieces(
-    plan: ReadablePlan, lengths: Sequence[NDArray[Any]], first: int, end: int
+    plan: ReadablePlan, lengths: Sequence[NDArray[Any]], begin: int, end: int
 ) -> tuple[int, int]:
-    """The tokens of all pieces of the packs `first` … `end` - 1, and those of them in parts of samples."""
+    """The tokens of all pieces of the packs `begin` … `end` - 1, and those of them in parts of samples."""
     starts = np.cumsum([0, *map(len, lengths[:-1])])
     packed = cut = 0
-    for first, stop in _slices(plan, first, end):
+    for first, stop in _slices(plan, begin, end):
         batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
         sizes = batch.stop - batch.start
         dataset, sample = np.repeat(batch.dataset_id, np.diff(batch.piece_cu)), batch.sample

@@ -1,6 +1,6 @@
 //! Open packs by the room that is left in them, each with what it may cost further.
 //!
-//! Rooms are grouped in buckets. A tree over the buckets holds the largest cost that a pack of each may take, so that
+//! Packs are grouped by room in buckets. A tree over the buckets holds the largest cost that a pack of each may take, so that
 //! buckets whose packs cost too much already are passed over.
 
 use std::collections::BTreeSet;
@@ -28,7 +28,7 @@ struct Bucket {
 
 /// The packs that may take more.
 pub(super) struct OpenByRoom {
-    /// Rooms a bucket, as a power of two.
+    /// Room values a bucket, as a power of two.
     shift: u32,
     buckets: Vec<Bucket>,
     /// A binary tree: node `n` has the children `2 n` and `2 n + 1`, and the last half are the buckets. Each holds the
