@@ -224,5 +224,5 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 def test_costs_are_of_as_many_datasets_as_lengths() -> None:
     with pytest.raises(InvalidInputError, match="costs are of 1 datasets, and lengths of 2"):
         td.pack_datasets([[5], [3]], 8, mode="best_fit", costs=[[1]], max_cost=1)
-    with pytest.raises(InvalidTypeError, match=r"costs\[0\]"):
+    with pytest.raises(InvalidInputError, match=r"costs\[0\] must have one dimension"):
         td.pack_datasets([[5], [3]], 8, mode="best_fit", costs=[1, 1], max_cost=1)
