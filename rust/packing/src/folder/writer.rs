@@ -237,6 +237,7 @@ mod tests {
             pieces: 0,
             hard: Some(HardMetadata { drop_last: true, empty_on_boundary: 0, tail_start: vec![0] }),
             whole: None,
+            multiple: None,
             fingerprint: "0".repeat(32),
         };
         let text = metadata_text(&few).expect("a million datasets");
