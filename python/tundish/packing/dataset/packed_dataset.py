@@ -1,8 +1,7 @@
 """`PackedDataset`: the packs of a plan as training items.
 
 Invariants: an item is built only from samples that agree with the plan, as far as the plan can tell. Each sample is
-read once for all packs of a batch. The tensors of an item own their memory and share none with others; only a list of
-`sample_columns` holds the samples' own objects.
+read once for all packs of a batch.
 """
 
 from __future__ import annotations
@@ -15,19 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
-from tundish.packing.arguments.integers import as_integer
-from tundish.packing.dataset.loss_masks import apply_masks
-from tundish.packing.dataset.own_positions import Positions, own_positions
-from tundish.packing.dataset.piece_layout import PieceLayout, aligned_sizes
+from tundish.packing.dataset.item_builder import ItemBuilder
+from tundish.packing.dataset.own_positions import Positions
+from tundish.packing.dataset.piece_layout import aligned_sizes
 from tundish.packing.dataset.row_reader import RowReader
-from tundish.packing.dataset.sample_keys import COLUMN_PADDING, Padding, dtype_of
-from tundish.packing.dataset.sample_values import collected
-from tundish.packing.dataset.samples import IGNORED_LABEL, Sample, SampleSource, as_datasets, joined
+from tundish.packing.dataset.sample_keys import Padding
+from tundish.packing.dataset.samples import Sample, SampleSource, as_datasets
 from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["PackedDataset"]
@@ -108,19 +103,18 @@ class PackedDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if not isinstance(plan, PackPlan):
             raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
-        if not isinstance(mask_first_token, bool):
-            raise InvalidTypeError(f"mask_first_token must be True or False, got {mask_first_token!r}")
         self.plan = plan
-        self.mask_first_token = mask_first_token
-        self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
-        if positions is not None and not callable(positions):
-            raise InvalidTypeError(
-                f"positions is {format_type(positions)}: give a function of a piece, or None"
-            )
-        self.positions = positions
         self._reader = RowReader(columns, sample_columns)
         self.columns = self._reader.columns
         self.sample_columns = self._reader.sample_columns
+        self._builder = ItemBuilder(
+            self.columns,
+            self.sample_columns,
+            mask_first_token=mask_first_token,
+            positions=positions,
+            align=plan.align,
+            pad_token_id=pad_token_id,
+        )
         self.datasets = as_datasets(datasets, plan.num_samples)
         for number, dataset in enumerate(self.datasets):
             if plan.num_samples[number]:
@@ -189,7 +183,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         stops, sizes = self._spans(pieces, samples)
         self._check_totals(pieces, sizes)
         parts = itertools.starmap(slice, pieces.bounds())
-        return [self._item(samples[part], pieces.starts[part], stops[part], sizes[part]) for part in parts]
+        build = self._builder.build
+        return [build(samples[part], pieces.starts[part], stops[part], sizes[part]) for part in parts]
 
     def _pack_numbers(self, indices: Sequence[int]) -> list[int]:
         count = len(self.plan)
@@ -368,66 +363,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         # Of several datasets, only the last pack of each may be short, and the plan does not say how short.
         is_last = pack + 1 == first or plan.dataset_id[pack + 1] != dataset
         return (1 if is_last else most), most
-
-    def _item(
-        self, samples: list[Sample], starts: list[int], stops: list[int], sizes: list[int]
-    ) -> dict[str, Any]:
-        if 0 in sizes:
-            # A piece without tokens is no sequence.
-            samples = list(itertools.compress(samples, sizes))
-            starts = list(itertools.compress(starts, sizes))
-            stops = list(itertools.compress(stops, sizes))
-            sizes = [size for size in sizes if size]
-        layout = PieceLayout(sizes, self.plan.align)
-        # All samples at once: there may be many in an item.
-        all_tokens, all_labels, _, _, all_extras = zip(*samples, strict=True)
-        tokens = joined("input_ids", all_tokens, samples, starts, stops)
-        if all(map(operator.is_, all_labels, all_tokens)):
-            labels = tokens.copy()
-        else:
-            labels = joined("labels", all_labels, samples, starts, stops)
-        has_extras = any(all_extras)
-        columns: dict[str, NDArray[Any]] = {}
-        if has_extras:
-            apply_masks(labels, samples, starts, stops)
-            columns = self._column_arrays(samples, starts, stops)
-        if self.mask_first_token:
-            labels[layout.tokens[:-1]] = IGNORED_LABEL
-        if self.positions is None:
-            positions = layout.positions()
-        else:
-            named = self.sample_columns
-            positions = own_positions(self.positions, tokens, columns, named, samples, layout)
-        item: dict[str, Any] = {
-            "input_ids": torch.from_numpy(layout.padded(tokens, self.pad_token_id)),
-            "labels": torch.from_numpy(layout.padded(labels, IGNORED_LABEL)),
-            "position_ids": torch.from_numpy(positions),
-            "cu_seqlens": torch.from_numpy(layout.bounds.astype(np.int32)),
-            "max_seqlen": max(layout.sizes),
-        }
-        for key, column in columns.items():
-            item[key] = torch.from_numpy(layout.padded(column, self.columns[key]))
-        if columns:
-            item[COLUMN_PADDING] = dict(self.columns)
-        for key in self.sample_columns:
-            given = [extra.values[key] for extra in all_extras]
-            values = [value for value in given if value is not None]
-            if values:
-                item[key] = collected(values)
-        return item
-
-    def _column_arrays(
-        self, samples: list[Sample], starts: list[int], stops: list[int]
-    ) -> dict[str, NDArray[Any]]:
-        """The columns of all pieces, without padding, one after the other."""
-        # Every sample has extras if there are columns.
-        extras = [sample.extras for sample in samples if sample.extras]
-        return {
-            key: joined(
-                key, [extra.columns[key] for extra in extras], samples, starts, stops, dtype_of(padding)
-            )
-            for key, padding in self.columns.items()
-        }
 
 
 @dataclass(slots=True)
