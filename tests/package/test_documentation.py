@@ -104,6 +104,8 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 # peft asks transformers for it.
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+# TRL 1.16 sets the option by the name that transformers 5.24 calls deprecated.
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 # torch says so whenever its `load` is used in a job of one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))

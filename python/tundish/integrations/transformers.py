@@ -1,4 +1,4 @@
-"""A mixin for `transformers.Trainer` that saves and resumes through a `Checkpointer`.
+"""A mixin for `transformers.Trainer` that saves and resumes through a `Checkpointer`. Public as `td.hf`.
 
 Invariants:
     A resumed run takes all its state (model, optimizer, scheduler, scaler, random generators, Trainer) from one
@@ -33,6 +33,7 @@ from tundish.checkpoint import (
 )
 from tundish.distributed import agreed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StepExistsError, missing_extra
+from tundish.integrations.datasets import pack_dataset
 
 try:
     from transformers.trainer import TRAINER_STATE_NAME, Trainer
@@ -44,7 +45,7 @@ except ImportError:
 # At run time, the Trainer is a later base of the class; the mixin uses its attributes.
 _Trainer: Any = object
 
-__all__ = ["TundishTrainerMixin"]
+__all__ = ["TundishTrainerMixin", "pack_dataset"]
 
 
 class TundishTrainerMixin(_Trainer):  # type: ignore[misc]

@@ -28,6 +28,8 @@ LossWeights = Literal["tokens", "samples"]
 
 _TENSOR_KEYS = ("input_ids", "labels", "position_ids", "cu_seqlens")
 _ITEM_KEYS = (*_TENSOR_KEYS, "max_seqlen")
+# Beside them, rows of `tundish.hf.pack_dataset` have the tokens of each piece, for TRL.
+_SEQ_LENGTHS = "seq_lengths"
 # The largest bound that int32 holds.
 _MOST_TOKENS = 2**31 - 1
 _INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -138,7 +140,7 @@ class PackedCollator:
         """Return the model's arguments for a batch of items.
 
         Args:
-            items: Items of a `PackedDataset`.
+            items: Items of a `PackedDataset`, or rows of `tundish.hf.pack_dataset`.
 
         Returns:
             The arguments by name, as in the table above.
@@ -156,6 +158,7 @@ class PackedCollator:
             >>> td.PackedCollator(return_seq_idx=True)([dataset[0]])["seq_idx"].tolist()
             [[0, 0, 0, 1]]
         """
+        items = _with_tensors(items)
         _check(items)
         # Small work runs in numpy: an operation of torch takes several times as long to start.
         bounds = [np.zeros(1, dtype=np.int64)]
@@ -268,10 +271,24 @@ def _row(items: Sequence[Mapping[str, Any]], key: str, padding: int, value: int)
     return functional.pad(joined, (0, padding), value=value) if padding else joined
 
 
+def _with_tensors(items: Any) -> Any:
+    """The items with tensors in the place of numpy arrays, which rows of `tundish.hf.pack_dataset` hold."""
+    is_row = isinstance(items, list) and items and isinstance(items[0], Mapping)
+    if not is_row or not isinstance(items[0].get("input_ids"), np.ndarray):
+        return items
+    return [
+        {
+            key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            for key, value in item.items()
+        }
+        for item in items
+    ]
+
+
 def _carry(batch: dict[str, Any], items: Sequence[Mapping[str, Any]], padding: int) -> None:
     """Add the columns and the sample columns of the items to their batch."""
     columns = items[0].get(COLUMN_PADDING, {})
-    known = {*_ITEM_KEYS, COLUMN_PADDING, *columns}
+    known = {*_ITEM_KEYS, _SEQ_LENGTHS, COLUMN_PADDING, *columns}
     values: dict[str, list[Any]] = {}
     for number, item in enumerate(items):
         own = item.get(COLUMN_PADDING, {})

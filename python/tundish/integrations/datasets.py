@@ -1,0 +1,245 @@
+"""`pack_dataset`: the packs of a dataset as a Hugging Face `Dataset`.
+
+The `Dataset` holds the numbers of the packs, and a transform that reads packs when their rows are asked for. Nothing is
+copied, mapped or cached.
+
+Invariants: every column holds the same numbers, so that columns are removed and selected as those of any `Dataset`. The
+label of each piece's first token is -100, so that rows are right under any collator that keeps the bounds of pieces.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type, missing_extra
+from tundish.packing import PackedDataset, PackPlan, lengths, open_samples, pack
+
+if TYPE_CHECKING:
+    import datasets
+
+__all__ = ["pack_dataset"]
+
+# TRL's packing strategies, as arguments of `pack`.
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "bfd": {"mode": "best_fit", "overlong": "truncate"},
+    "bfd_split": {"mode": "best_fit", "overlong": "split"},
+    "wrapped": {"mode": "hard", "drop_last": False},
+}
+
+# TRL's padding-free collator reads the lengths of the pieces under this name.
+_SEQ_LENGTHS = "seq_lengths"
+_IGNORED_LABEL = -100
+_COLUMNS = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", _SEQ_LENGTHS)
+
+
+def pack_dataset(
+    dataset: Any,
+    max_length: int | None = None,
+    strategy: str | None = None,
+    map_kwargs: Mapping[str, Any] | None = None,
+    *,
+    mode: str | None = None,
+    seq_length: int | None = None,
+    pad_token_id: int | None = None,
+    columns: Mapping[str, bool | int | float] | None = None,
+    sample_columns: Sequence[str] | None = None,
+    positions: Callable[[dict[str, Any]], Any] | None = None,
+    **options: Any,
+) -> datasets.Dataset:
+    """Return packs as a Hugging Face `Dataset`, which reads a pack when its row is asked for.
+
+    Nothing is copied, mapped or cached, so the first row comes as soon as the samples are counted. The arguments up to
+    `map_kwargs`, and `seq_length`, are those of TRL's function of this name.
+
+    | column | row | read by |
+    |---|---|---|
+    | `input_ids`, `labels` | int64, (tokens,) | every collator |
+    | `seq_lengths` | list: tokens of each piece | the padding-free collator of TRL |
+    | `position_ids`, `cu_seqlens`, `max_seqlen` | as in `td.PackedDataset` | `td.PackedCollator` |
+    | each of `columns` and `sample_columns` | as in `td.PackedDataset` | `td.PackedCollator` |
+
+    Labels are -100 where a mask of the sample (`completion_mask`, `assistant_masks`, `loss_mask`) is 0, and at the
+    first token of each piece. Arrays are numpy arrays.
+
+    `DataCollatorWithFlattening` takes each row for one sequence, so that pieces would see each other. Use
+    `td.PackedCollator`, which makes the batch that it makes of the pieces.
+
+    Args:
+        dataset: A `datasets.Dataset` with `input_ids`, in the order of its `select` and `shuffle`; another source that
+            `td.packing.lengths` reads; or a `td.PackedDataset`, whose packs are taken as they are. A `DatasetDict`
+            gives a `DatasetDict`.
+        max_length: Tokens a pack, at least 1.
+        strategy: A packing strategy of TRL in the place of `mode`. "bfd" is "best_fit" with `overlong="truncate"`,
+            "bfd_split" the same with `overlong="split"`, and "wrapped" is "hard" with `drop_last=False`.
+        map_kwargs: Has no effect, because nothing is mapped.
+        mode: As in `td.pack`, but by default "best_fit".
+        seq_length: TRL's name of `max_length`.
+        pad_token_id: As in `td.PackedDataset`.
+        columns: As in `td.PackedDataset`.
+        sample_columns: As in `td.PackedDataset`.
+        positions: As in `td.PackedDataset`.
+        **options: Further arguments of `td.pack`, for example `seed`, `overlong` or `cache_dir`.
+
+    Returns:
+        One row a pack. `select`, `shuffle`, `train_test_split`, `shard`, and removing and selecting columns work as
+        usual. Columns cannot be renamed. `save_to_disk` would write the numbers of the packs: save the plan instead.
+
+    Raises:
+        InvalidInputError: `max_length` is missing, `mode` and `strategy` are both given, an argument is out of range, a
+            sample is longer than a pack, or the dataset has a column that is not known.
+        InvalidTypeError: An argument, or what the dataset holds, is of a wrong type.
+        MissingExtraError: datasets is not installed.
+        TundishError: As `td.pack` and `td.PackedDataset`.
+
+    Example:
+        >>> import datasets, tundish as td
+        >>> samples = datasets.Dataset.from_dict({"input_ids": [[5, 2, 8], [7], [1, 4]]})
+        >>> packs = td.hf.pack_dataset(samples, 4, mode="sequential")
+        >>> packs["input_ids"][0].tolist(), packs["seq_lengths"][0]
+        ([5, 2, 8, 7], [3, 1])
+    """
+    del map_kwargs
+    try:
+        import datasets
+    except ImportError:
+        missing_extra("hf", "datasets", "pack_dataset")
+    named: dict[str, Any] = {"pad_token_id": pad_token_id, "columns": columns}
+    named |= {"sample_columns": sample_columns, "positions": positions}
+    named = {name: value for name, value in named.items() if value is not None}
+    if isinstance(dataset, PackedDataset):
+        given = {"max_length": max_length, "strategy": strategy, "mode": mode, "seq_length": seq_length}
+        _refuse_given({**given, **named, **options})
+        return _as_rows(dataset)
+    options |= _mode_options(mode, strategy, options)
+    options["max_length"] = _one_max_length(max_length, seq_length)
+    if isinstance(dataset, datasets.DatasetDict):
+        return datasets.DatasetDict(
+            {name: _as_rows(_pack(split, named, options)) for name, split in dataset.items()}
+        )
+    if isinstance(dataset, datasets.IterableDataset):
+        raise InvalidTypeError(
+            "dataset is an IterableDataset, whose samples cannot be counted before they come: load it without "
+            "streaming=True"
+        )
+    return _as_rows(_pack(dataset, named, options))
+
+
+def _refuse_given(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments beside a `PackedDataset`, which has its packs already."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise InvalidInputError(
+            f"dataset is a PackedDataset, which has its packs already: leave out {', '.join(given)}, or give them to "
+            "td.pack and to the PackedDataset"
+        )
+
+
+def _mode_options(mode: str | None, strategy: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `pack` that `mode` or `strategy` stands for."""
+    if strategy is None:
+        return {"mode": "best_fit" if mode is None else mode}
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
+        raise InvalidInputError(
+            f"strategy is {strategy!r}; it must be one of {', '.join(map(repr, _STRATEGIES))}, or use mode="
+        )
+    meant = _STRATEGIES[strategy]
+    if mode is not None:
+        raise InvalidInputError(
+            f"strategy={strategy!r} is TRL's name of mode={meant['mode']!r}, and mode={mode!r} is given too: leave one "
+            "out"
+        )
+    for name in meant.keys() & options.keys():
+        raise InvalidInputError(
+            f"strategy={strategy!r} stands for {name}={meant[name]!r}, and {name}={options[name]!r} is given too: use "
+            f"mode={meant['mode']!r} with {name}={options[name]!r}"
+        )
+    return meant
+
+
+def _one_max_length(max_length: int | None, seq_length: int | None) -> int:
+    if (max_length is None) == (seq_length is None):
+        given = "is missing" if max_length is None else f"and seq_length={seq_length!r} are both given"
+        raise InvalidInputError(
+            f"max_length {given}: give the tokens of a pack once, for example max_length=4096"
+        )
+    return seq_length if max_length is None else max_length  # type: ignore[return-value]  # one is not None
+
+
+def _pack(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> PackedDataset:
+    """Return the packs of one dataset: `options` are those of `pack`, and `named` of `PackedDataset`."""
+    import datasets
+
+    plan: PackPlan = pack(lengths(source), **options)
+    if not isinstance(source, datasets.Dataset):
+        return PackedDataset(open_samples(source), plan, **named)
+    shown = source.format
+    if not shown["output_all_columns"] and shown["columns"] != source.column_names:
+        source = source.select_columns(shown["columns"])
+    if named.get("sample_columns"):
+        return PackedDataset(source, plan, **named)
+    # Refuses columns that are not known: `open_samples` would leave out those that are no lists of numbers.
+    PackedDataset(source.with_format(None), plan, **named)
+    return PackedDataset(open_samples(source), plan, **named)
+
+
+def _as_rows(packs: PackedDataset) -> datasets.Dataset:
+    """Make the `Dataset` of the numbers of `packs`."""
+    import datasets
+    import pyarrow
+
+    count = len(packs)
+    # Reading a pack finds faults of the data now, and tells what the items hold.
+    held = packs[0] if count else {}
+    names = dict.fromkeys([*_COLUMNS, *held, *packs.sample_columns])
+    rows = _PackRows(list(names))
+    table = pyarrow.table(dict.fromkeys(names, pyarrow.array(np.arange(count))))
+    # No two datasets of packs have one fingerprint: none reads what another left in the cache of datasets.
+    made = datasets.Dataset(table, fingerprint=uuid.uuid4().hex)
+    made.set_transform(rows)
+    # Afterwards, because `set_transform` pickles its argument to hash it, with all samples that are in memory.
+    rows.packs = packs
+    return made
+
+
+class _PackRows:
+    """The transform of a `Dataset` of packs: turns their numbers into their rows."""
+
+    packs: PackedDataset
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __deepcopy__(self, memo: Any) -> _PackRows:
+        # Methods of `Dataset` copy it with its transform, which never changes.
+        return self
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Return the columns that the `Dataset` still has, for the packs whose numbers they hold."""
+        if unknown := [name for name in batch if name not in self._names]:
+            raise InvalidInputError(
+                f"the packs have no column {unknown[0]!r}: their columns are {', '.join(self._names)}, which can be "
+                "removed but not renamed, and none can be added. Rows that map wrote are read with with_format(None)"
+            )
+        numbers = next(iter(batch.values()), [])
+        if numbers and not isinstance(numbers[0], int):
+            raise InvalidTypeError(
+                f"the rows of this Dataset hold {format_type(numbers[0])} and no numbers of packs, because map wrote "
+                "them: read them with with_format(None)"
+            )
+        items = self.packs.__getitems__(numbers)
+        for item in items:
+            item["labels"][item["cu_seqlens"][:-1].long()] = _IGNORED_LABEL
+        return {name: [self._row_value(item, name) for item in items] for name in batch}
+
+    def _row_value(self, item: Mapping[str, Any], name: str) -> Any:
+        if name == _SEQ_LENGTHS:
+            return item["cu_seqlens"].diff().tolist()
+        value = item.get(name)
+        # Collators copy tensors with a warning, and arrays without one.
+        is_token_column = name in _COLUMNS or name in self.packs.columns
+        return value.numpy() if is_token_column and isinstance(value, torch.Tensor) else value
