@@ -31,5 +31,5 @@ pub use process::{PerProcess, exit_with_parent, without_signals};
 pub use segment::attachment;
 pub use segment::header::SegmentHeader;
 pub use segment::lease::Lease;
-pub use segment::private_copy::PrivateCopy;
+pub use segment::private_mapping::PrivateMapping;
 pub use segment::{Segment, SegmentAddress};

@@ -15,7 +15,7 @@ use pyo3::types::{PyBytes, PyCFunction, PyDict, PyMemoryView};
 use tundish_shm::arena::{Arena, CountedBytes};
 use tundish_shm::attachment::{self, Attachment};
 use tundish_shm::named::{self, SegmentFolder, SegmentName};
-use tundish_shm::{Lease, PrivateCopy, Segment, SegmentAddress, ShmError};
+use tundish_shm::{Lease, PrivateMapping, Segment, SegmentAddress, ShmError};
 
 use super::claimed_name::{ClaimedName, make_segment};
 use super::drop_without_gil::DropWithoutGil;
@@ -82,7 +82,7 @@ enum ViewedMemory {
     /// The owner's mapping, with a lease of the view's own.
     Written { data: *mut u8, _lease: Lease },
     /// Writable; other processes do not see the changes.
-    Private(PrivateCopy),
+    Private(PrivateMapping),
 }
 
 // SAFETY: the pointer is an address, which the view's owner keeps mapped; the user of the buffer orders its accesses.

@@ -22,7 +22,7 @@ use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, DATA_START};
 use crate::segment::header::SegmentHeader;
-use crate::segment::private_copy::PrivateCopy;
+use crate::segment::private_mapping::PrivateMapping;
 use crate::segment::{Segment, SegmentAddress};
 
 static REGISTRY: LazyLock<Mutex<HashMap<u64, Weak<Attachment>>>> = LazyLock::new(Mutex::default);
@@ -119,8 +119,8 @@ impl Attachment {
     ///
     /// # Errors
     /// [`ShmError::Io`] where the address space has no room.
-    pub fn private(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
-        PrivateCopy::new(self.file.as_fd(), self.map.len(), bytes, self.keeper.clone())
+    pub fn private(&self, bytes: Range<usize>) -> Result<PrivateMapping, ShmError> {
+        PrivateMapping::new(self.file.as_fd(), self.map.len(), bytes, self.keeper.clone())
     }
 }
 

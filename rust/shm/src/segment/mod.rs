@@ -7,7 +7,7 @@
 pub mod attachment;
 pub(crate) mod header;
 pub(crate) mod lease;
-pub(crate) mod private_copy;
+pub(crate) mod private_mapping;
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use self::header::{LAYOUT_ROOM, SegmentHeader};
 use self::lease::Lease;
-use self::private_copy::PrivateCopy;
+use self::private_mapping::PrivateMapping;
 use crate::error::ShmError;
 use crate::memory::mapping::{Access, Mapping};
 use crate::memory::memory_file::{self, CheckCancelled, DATA_START, Writers};
@@ -312,10 +312,10 @@ impl Segment {
     ///
     /// # Errors
     /// [`ShmError::Io`] where the process may open or map no more.
-    pub fn private(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
+    pub fn private(&self, bytes: Range<usize>) -> Result<PrivateMapping, ShmError> {
         let own = memory_file::reopen(self.file.as_fd(), OFlags::RDONLY)?;
         memory_file::lock_shared(own.as_fd())?;
-        PrivateCopy::new(own.as_fd(), self.map.len(), bytes, None)
+        PrivateMapping::new(own.as_fd(), self.map.len(), bytes, None)
     }
 
     /// Marks the segment as sent: a receiver will open it.

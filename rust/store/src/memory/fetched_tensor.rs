@@ -13,7 +13,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use tundish_shm::PrivateCopy;
+use tundish_shm::PrivateMapping;
 
 use crate::entries::by_step::Viewed;
 use crate::memory::slab::ALIGNMENT;
@@ -60,20 +60,20 @@ struct AlignedUnit {
 /// A private mapping, which is counted. Of a fresh one the pages are found when they are read, sixteen by a fault: to
 /// have all of them mapped beforehand takes longer.
 #[derive(Debug)]
-struct SlabMapping(PrivateCopy);
+struct SlabMapping(PrivateMapping);
 
 impl SlabMapping {
     /// `None` where there are too many, or the system has no space for it: a copy will do.
     fn new(location: &Location, range: Range<u64>) -> Option<Self> {
         if MAPPINGS.fetch_add(1, Ordering::Relaxed) < MAX_MAPPINGS {
             let bytes = range.start as usize..range.end as usize;
-            let copy = match location {
-                Location::Here(slab_range) => slab_range.slab.copy(bytes).ok(),
+            let mapping = match location {
+                Location::Here(slab_range) => slab_range.slab.private_mapping(bytes).ok(),
                 Location::Attached(attached) => attached.segment.private(bytes).ok(),
                 Location::Nowhere => None,
             };
-            if let Some(copy) = copy {
-                return Some(SlabMapping(copy));
+            if let Some(mapping) = mapping {
+                return Some(SlabMapping(mapping));
             }
         }
         MAPPINGS.fetch_sub(1, Ordering::Relaxed);

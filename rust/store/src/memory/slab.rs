@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 
-use tundish_shm::{PrivateCopy, Segment, SegmentAddress, ShmError};
+use tundish_shm::{PrivateMapping, Segment, SegmentAddress, ShmError};
 
 use crate::error::StoreError;
 use crate::memory::slab_pool::{Reservation, SlabPool};
@@ -54,7 +54,7 @@ impl Slab {
         self.segment().address()
     }
 
-    pub(crate) fn copy(&self, bytes: Range<usize>) -> Result<PrivateCopy, ShmError> {
+    pub(crate) fn private_mapping(&self, bytes: Range<usize>) -> Result<PrivateMapping, ShmError> {
         self.segment().private(bytes)
     }
 

@@ -11,7 +11,7 @@ use crate::segment::attachment::Keeper;
 
 /// Some of a segment's data, for this process alone to write to.
 #[derive(Debug)]
-pub struct PrivateCopy {
+pub struct PrivateMapping {
     map: Mapping,
     /// Where the mapping begins in the segment.
     start: usize,
@@ -19,7 +19,7 @@ pub struct PrivateCopy {
     _keeper: Option<Keeper>,
 }
 
-impl PrivateCopy {
+impl PrivateMapping {
     /// Maps `bytes` of the data of a segment of `size` bytes. `file` has the shared lock, which the mapping keeps.
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl PrivateCopy {
         let end = (DATA_START + bytes.end).next_multiple_of(page).min(size.next_multiple_of(page));
         let len = end.saturating_sub(start).max(page);
         let map = Mapping::of_part(file, start as u64, len, Access::Private)?;
-        Ok(PrivateCopy { map, start, _keeper: keeper })
+        Ok(PrivateMapping { map, start, _keeper: keeper })
     }
 
     /// The first byte of the segment's data. Only the bytes that the mapping was made for may be used.
