@@ -121,7 +121,7 @@ impl ProcessStore {
         sources: &[TensorToStore<'_>],
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Vec<ShardId>, StoreError> {
-        Ok(self.storage.put(self.copies(sources, time_limit)?))
+        Ok(self.storage.put(self.copy_into_slabs(sources, time_limit)?))
     }
 
     /// Stores a copy of a tensor, unclaimed, under this name.
@@ -135,12 +135,12 @@ impl ProcessStore {
         source: TensorToStore<'_>,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), StoreError> {
-        let copied = self.copies(&[source], time_limit)?;
+        let copied = self.copy_into_slabs(&[source], time_limit)?;
         copied.into_iter().try_for_each(|(tensor, charge)| self.storage.insert(id, tensor, charge))
     }
 
     /// Copies tensors into slabs; returns each with the bytes that it counts for.
-    fn copies(
+    fn copy_into_slabs(
         &self,
         sources: &[TensorToStore<'_>],
         time_limit: &mut TimeLimit<'_>,
@@ -267,7 +267,7 @@ impl ProcessStore {
         members: impl Iterator<Item = (&'a TensorToStore<'a>, u64)>,
         mut time_limit: Option<&mut TimeLimit<'_>>,
     ) -> Result<(), StoreError> {
-        let copies: Vec<_> = members
+        let ranges: Vec<_> = members
             .map(|(source, offset)| copying::CopyRange {
                 source: source.start,
                 target: segment.data().wrapping_add(offset as usize),
@@ -275,13 +275,13 @@ impl ProcessStore {
             })
             .collect();
         let (mut check, mut failure) = (|| time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::check_cancelled), None);
-        let total: usize = copies.iter().map(|copy| copy.length).sum();
+        let total: usize = ranges.iter().map(|range| range.length).sum();
         if segment.is_used() && total >= ADAPTIVE_COPY_BYTES {
             segment.populate(segment.capacity());
             let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
             // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has, and it
             // is nobody's source.
-            return unsafe { self.adaptive_copy.copy(&copies, threads, |_| check()) };
+            return unsafe { self.adaptive_copy.copy(&ranges, threads, |_| check()) };
         }
         let mut check_cancelled = || {
             check().map_err(|error| {
@@ -289,10 +289,10 @@ impl ProcessStore {
                 ShmError::Interrupted
             })
         };
-        let filled = copies.iter().try_for_each(|copy| {
-            let offset = copy.target.addr() - segment.data().addr();
+        let filled = ranges.iter().try_for_each(|range| {
+            let offset = range.target.addr() - segment.data().addr();
             // SAFETY: the maker of the source promised it.
-            unsafe { segment.fill_at(offset, copy.source, copy.length, &mut check_cancelled) }
+            unsafe { segment.fill_at(offset, range.source, range.length, &mut check_cancelled) }
         });
         filled.map_err(|error| failure.unwrap_or_else(|| error.into()))
     }

@@ -23,7 +23,13 @@ from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.rtensor.arguments import check_owners
 from tundish.rtensor.controller.drained import Drained
 from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
-from tundish.rtensor.controller.responses import check_claims, failures_of, names_in, raise_failures, total
+from tundish.rtensor.controller.responses import (
+    check_claim_answers,
+    failures_of,
+    names_in,
+    raise_failures,
+    total,
+)
 from tundish.rtensor.controller.serverless_drains import ServerlessDrains
 from tundish.rtensor.handles import RTensor, by_owner, handles_of, required_handles
 from tundish.rtensor.process_state import next_step_number, state
@@ -353,11 +359,13 @@ class Controller:
             begin = HttpRequest("POST", f"/step/{number}/begin")
             answers = self._requests.send((worker, begin) for worker in self._serving_workers())
             raise_failures(f"did not begin step {number}", answers)
-            claims = self._claim(number, owners)
+            claim_answers = self._claim(number, owners)
         except Exception:
             self._release_claims()
             raise
-        kept_earlier = {one for answer in claims.values() for one in names_in(answer, "kept_shard_ids")}
+        kept_earlier = {
+            one for answer in claim_answers.values() for one in names_in(answer, "kept_shard_ids")
+        }
         self._step = _OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
         return self._step
 
@@ -369,14 +377,14 @@ class Controller:
         ]
         deadline = time.monotonic() + _NOTICE_SECONDS
         while True:
-            claims = self._requests.send(requests)
-            raise_failures(f"did not claim shards for step {number}", claims)
-            is_taken = any(names_in(answer, "taken_shard_ids") for answer in claims.values())
+            answers = self._requests.send(requests)
+            raise_failures(f"did not claim shards for step {number}", answers)
+            is_taken = any(names_in(answer, "taken_shard_ids") for answer in answers.values())
             if not is_taken or time.monotonic() > deadline:
                 break
             time.sleep(_RETRY_SECONDS)
-        check_claims(claims)
-        return claims
+        check_claim_answers(answers)
+        return answers
 
     def _end(self, step: _OpenStep) -> None:
         """Drains a step everywhere, consumers before owners."""

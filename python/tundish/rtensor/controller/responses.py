@@ -9,7 +9,7 @@ from tundish.errors import DrainError, ShardGoneError, format_count
 from tundish.rtensor.steps.leak_warnings import integer_in
 from tundish.rtensor.workers.worker import Worker
 
-__all__ = ["check_claims", "failures_of", "names_in", "raise_failures", "total"]
+__all__ = ["check_claim_answers", "failures_of", "names_in", "raise_failures", "total"]
 
 # Of failures and of shards, in one message.
 _SHOWN_FAILURES = 4
@@ -31,9 +31,9 @@ def failures_of(answers: Mapping[Worker, Any]) -> dict[Worker, Exception]:
     return {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}
 
 
-def check_claims(claims: Mapping[Worker, Any]) -> None:
+def check_claim_answers(answers: Mapping[Worker, Any]) -> None:
     """Raises `ShardGoneError` if a worker could not claim all shards."""
-    for worker, answer in claims.items():
+    for worker, answer in answers.items():
         for key, what in (
             ("missing_shard_ids", "has not got, or has drained or removed,"),
             ("taken_shard_ids", "holds for another step"),
