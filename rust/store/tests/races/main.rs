@@ -14,6 +14,8 @@ mod stats;
 #[path = "../../src/tensor_meta.rs"]
 mod tensor_meta;
 
+// The sources name it `crate::entries`.
+#[path = "entries_over_loom.rs"]
 mod entries;
 
 use std::sync::Arc;
@@ -86,7 +88,7 @@ fn get(buffer: &FetchBuffer<Payload>, call_step: &CallStep, payload: Payload) ->
 }
 
 /// Bytes and entries, fetches under way, and those that came late.
-fn standing(buffer: &FetchBuffer<Payload>) -> ((u64, u64), u64, u64) {
+fn counts_of(buffer: &FetchBuffer<Payload>) -> ((u64, u64), u64, u64) {
     let state = buffer.state.lock();
     for (_, step_entries) in state.by_step.iter() {
         assert_eq!(
@@ -111,9 +113,9 @@ fn a_shard_that_arrives_while_its_step_is_drained_is_drained_or_refused() {
         let inserted = buffer.insert(&in_flight, 5, BYTES);
         let drained = drain.join().unwrap();
         match inserted {
-            Ok(()) => assert_eq!((drained, standing(&buffer)), (1, ((0, 0), 0, 0))),
+            Ok(()) => assert_eq!((drained, counts_of(&buffer)), (1, ((0, 0), 0, 0))),
             Err(StoreError::StepEnded { step: 7 }) => {
-                assert_eq!((drained, standing(&buffer)), (0, ((0, 0), 0, 1)));
+                assert_eq!((drained, counts_of(&buffer)), (0, ((0, 0), 0, 1)));
             }
             Err(other) => panic!("{other}"),
         }
@@ -138,8 +140,8 @@ fn a_shard_that_arrives_during_its_removal_is_removed_or_refused() {
             let inserted = buffer.insert(&in_flight, 5, BYTES);
             let removed = remover.join().unwrap();
             match inserted {
-                Ok(()) => assert_eq!((removed, standing(&buffer)), (1, ((0, 0), 0, 0))),
-                Err(StoreError::Drained { .. }) => assert_eq!((removed, standing(&buffer)), (0, ((0, 0), 0, 1))),
+                Ok(()) => assert_eq!((removed, counts_of(&buffer)), (1, ((0, 0), 0, 0))),
+                Err(StoreError::Drained { .. }) => assert_eq!((removed, counts_of(&buffer)), (0, ((0, 0), 0, 1))),
                 Err(other) => panic!("{other}"),
             }
             // A later lookup misses, and leads a new fetch.
@@ -163,7 +165,7 @@ fn one_fetches_and_all_have_it() {
         got.extend(others.into_iter().map(|other| other.join().unwrap()));
         assert!(got.iter().all(|(payload, _)| *payload == got[0].0));
         assert_eq!(got.iter().map(|(_, fetched)| fetched).sum::<u32>(), 1);
-        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
+        assert_eq!(counts_of(&buffer), ((BYTES, 1), 0, 0));
     });
 }
 
@@ -179,9 +181,9 @@ fn a_failure_reaches_waiting_threads_and_no_later_call() {
         });
         buffer.fail(&in_flight, Outcome::Failed(StoreError::Invalid("broken".to_owned())));
         match other.join().unwrap() {
-            Ok((5, 1)) => assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0)),
+            Ok((5, 1)) => assert_eq!(counts_of(&buffer), ((BYTES, 1), 0, 0)),
             Err(StoreError::Invalid(reason)) => {
-                assert_eq!((reason.as_str(), standing(&buffer)), ("broken", ((0, 0), 0, 0)))
+                assert_eq!((reason.as_str(), counts_of(&buffer)), ("broken", ((0, 0), 0, 0)))
             }
             other => panic!("{other:?}"),
         }
@@ -201,7 +203,7 @@ fn a_waiting_thread_fetches_itself_if_the_fetcher_gives_up() {
         });
         buffer.fail(&in_flight, Outcome::Again);
         assert_eq!(other.join().unwrap(), (5, 1));
-        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 0));
+        assert_eq!(counts_of(&buffer), ((BYTES, 1), 0, 0));
     });
 }
 
@@ -224,7 +226,7 @@ fn a_waiting_thread_learns_of_a_removal() {
             (Err(StoreError::Drained { .. }), Outcome::Failed(StoreError::Drained { .. })) => {}
             other => panic!("{other:?}"),
         }
-        assert_eq!(standing(&buffer).0, (0, 0));
+        assert_eq!(counts_of(&buffer).0, (0, 0));
     });
 }
 
@@ -239,7 +241,7 @@ fn a_waiting_thread_learns_of_a_removal_before_the_fetch_ends() {
         drop(buffer.remove(&[key().id]));
         assert!(matches!(waiter.join().unwrap(), Outcome::Failed(StoreError::Drained { .. })));
         assert!(matches!(buffer.insert(&in_flight, 5, BYTES), Err(StoreError::Drained { .. })));
-        assert_eq!(standing(&buffer), ((0, 0), 0, 1));
+        assert_eq!(counts_of(&buffer), ((0, 0), 0, 1));
     });
 }
 
@@ -284,9 +286,9 @@ fn a_later_step_that_waits_for_an_ended_ones_fetch_fetches_for_itself() {
         let (payload, fetched) = other.join().unwrap();
         assert!(matches!((payload, fetched), (5, 0) | (6, 1)), "{payload} {fetched}");
         assert!(fetched == 1 || inserted.is_ok());
-        assert_eq!(standing(&buffer).0, (BYTES * u64::from(fetched), u64::from(fetched)));
+        assert_eq!(counts_of(&buffer).0, (BYTES * u64::from(fetched), u64::from(fetched)));
         drop(buffer.end(2));
-        assert_eq!(standing(&buffer).0, (0, 0));
+        assert_eq!(counts_of(&buffer).0, (0, 0));
     });
 }
 
@@ -301,7 +303,7 @@ fn a_later_step_does_not_wait_for_a_fetch_of_an_ended_one() {
         let later = lead(&buffer, &buffer.call_step());
         assert!(matches!(buffer.insert(&in_flight, 5, BYTES), Err(StoreError::StepEnded { step: 1 })));
         buffer.insert(&later, 6, BYTES).unwrap();
-        assert_eq!(standing(&buffer), ((BYTES, 1), 0, 1));
+        assert_eq!(counts_of(&buffer), ((BYTES, 1), 0, 1));
     });
 }
 
@@ -386,9 +388,9 @@ fn a_fetch_under_way_when_a_step_begins_ends_with_it() {
         });
         buffer.insert(&in_flight, 5, BYTES).unwrap();
         step.join().unwrap();
-        assert_eq!(standing(&buffer).0, (BYTES, 1));
+        assert_eq!(counts_of(&buffer).0, (BYTES, 1));
         assert_eq!(buffer.end(1).map(|step_entries| step_entries.step_counts.num_entries), Some(1));
-        assert_eq!(standing(&buffer), ((0, 0), 0, 0));
+        assert_eq!(counts_of(&buffer), ((0, 0), 0, 0));
     });
 }
 

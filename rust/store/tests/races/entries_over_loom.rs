@@ -1,4 +1,4 @@
-//! The sources of the crate's module of this name, over the checker's locks.
+//! The sources of the crate's module `entries`, compiled over the locks of loom, the model checker.
 
 #[path = "../../src/entries/by_step.rs"]
 pub(crate) mod by_step;
