@@ -9,9 +9,10 @@ use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{
-    ClientConfig, ClientConnection, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
-    client::VerifierBuilderError,
+    ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme, client::VerifierBuilderError,
 };
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_rustls::{Connect, TlsConnector};
 
 use crate::error::StoreError;
 
@@ -22,7 +23,7 @@ pub(super) fn provider() -> Arc<CryptoProvider> {
 
 /// Servers that a client trusts.
 #[derive(Clone)]
-pub struct ClientTls(Arc<ClientConfig>);
+pub struct ClientTls(TlsConnector);
 
 impl ClientTls {
     /// Trusts the servers that show one of these certificates, or one that an authority among them has signed for
@@ -39,15 +40,18 @@ impl ClientTls {
         let builder = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
         let builder = builder.map_err(|error| invalid(&error))?;
         let config = builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)).with_no_client_auth();
-        Ok(ClientTls(Arc::new(config)))
+        Ok(ClientTls(TlsConnector::from(Arc::new(config))))
     }
 
-    /// A connection to the process that serves at `owner` (`host:port`).
-    pub(super) fn connect(&self, owner: &str) -> Result<ClientConnection, StoreError> {
+    /// Begins TLS on `stream`, which leads to the process that serves at `owner` (`host:port`).
+    pub(super) fn connect<S>(&self, owner: &str, stream: S) -> Result<Connect<S>, StoreError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin,
+    {
         let host = owner.rsplit_once(':').map_or(owner, |(host, _)| host).trim_matches(['[', ']']);
         let invalid = |reason: &dyn fmt::Display| StoreError::Invalid(format!("{owner}: {reason}"));
         let name = ServerName::try_from(host.to_owned()).map_err(|error| invalid(&error))?;
-        ClientConnection::new(Arc::clone(&self.0), name).map_err(|error| invalid(&error))
+        Ok(self.0.connect(name, stream))
     }
 }
 

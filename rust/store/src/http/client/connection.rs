@@ -1,54 +1,31 @@
-//! One connection to an owner: blocking reads and writes with a deadline and cancellation.
-//!
-//! Blocking the calling thread costs less than handing over to another one and back.
-//!
-//! Invariants:
-//!
-//! - No system call takes longer than [`MAX_WAIT`]. The deadline is checked between two of them, also while bytes keep
-//!   coming.
-//! - `inbox` holds what was received and not parsed yet, never more than the response.
+//! One connection to an owner: hyper's, run by the calling thread.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::convert::Infallible;
+use std::error::Error;
+use std::fmt;
+use std::future::{Future, pending, poll_fn};
+use std::net::SocketAddr;
+use std::pin::{Pin, pin};
+use std::task::{Context, Poll, Waker};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::sockopt::{
-    Timeout, set_socket_keepalive, set_socket_timeout, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
-    set_tcp_nodelay, set_tcp_user_timeout, socket_error,
-};
-use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, connect, recv, socket_with};
-use rustls::StreamOwned;
+use http_body_util::Full;
+use hyper::body::{Body, Bytes};
+use hyper::client::conn::http1::{Builder, SendRequest};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
 
-use super::response_head::ResponseHead;
-use super::stream::{Blocking, Stream};
-use crate::checksum::RunningChecksum;
+use super::incoming_response::IncomingResponse;
+use super::request::HttpRequest;
+use super::socket::ClientSocket;
 use crate::error::StoreError;
-use crate::http::fork_safe_sockets::Socket;
 use crate::http::tls::ClientTls;
 use crate::time_limit::TimeLimit;
 
-/// The longest system call: between two of them the caller may cancel.
-const MAX_WAIT: Duration = Duration::from_millis(50);
-
-/// How long the kernel of an owner may take to answer that it is there. Asked for twice, within a second.
-const REACH: Duration = Duration::from_millis(400);
-
-/// A machine that is silent for so long is gone; after a second it is asked whether it is there, and again each second.
-const SILENCE: Duration = Duration::from_secs(3);
+/// Bytes of the longest head of a response.
+const LONGEST_HEAD: usize = 16 << 10;
 
 /// Bytes that are received at once, so that they are summed before they leave the processor's cache.
-const STRIDE: usize = 256 << 10;
-
-/// Bytes that are received beyond those of a shard: the header of the next one.
-const READ_AHEAD: usize = 64;
-
-/// Bytes that are received at once while the length of the response is unknown.
-const READ_AT_ONCE: usize = 8 << 10;
-
-/// The most interim answers (status 1xx) before the final one.
-const MAX_INTERIM: usize = 16;
+const BUFFER: usize = 256 << 10;
 
 /// The failure of a connection.
 #[derive(Debug)]
@@ -67,19 +44,30 @@ impl From<StoreError> for ConnectionFailure {
     }
 }
 
-fn broken(error: &io::Error) -> ConnectionFailure {
-    ConnectionFailure::Broken(error.to_string())
+/// A failure that another connection may not have.
+pub(super) fn broken(error: &(dyn Error + 'static)) -> ConnectionFailure {
+    ConnectionFailure::Broken(with_causes(error))
 }
 
-#[derive(Debug)]
-pub(super) struct Connection {
-    stream: Stream,
-    inbox: Vec<u8>,
-    /// Bytes of it that were parsed.
-    taken: usize,
-    /// Whether it may be used again.
-    pub(super) keeps_alive: bool,
+/// The text of an error, and those of its causes.
+pub(super) fn with_causes(error: &(dyn Error + 'static)) -> String {
+    let (mut text, mut cause) = (error.to_string(), error.source());
+    while let Some(error) = cause {
+        text += &format!(": {error}");
+        cause = error.source();
+    }
+    text
 }
+
+/// A connection to an owner.
+pub(super) struct Connection {
+    socket: ClientSocket,
+    sender: SendRequest<Full<Bytes>>,
+    driver: Driver,
+}
+
+/// Reads and writes the socket whenever it is polled. It never ends.
+type Driver = Pin<Box<dyn Future<Output = Infallible> + Send>>;
 
 impl Connection {
     /// Connects to `owner` at one of these addresses, over TLS where it is trusted with that.
@@ -93,14 +81,8 @@ impl Connection {
         for address in addresses {
             // The first request to connect may have been lost on the way.
             for _ in 0..2 {
-                match open_socket(address, time_limit) {
-                    Ok(Some(socket)) => {
-                        let stream = match tls {
-                            None => Stream::Plain(Blocking(socket)),
-                            Some(tls) => Stream::Tls(Box::new(StreamOwned::new(tls.connect(owner)?, Blocking(socket)))),
-                        };
-                        return Ok(Connection { stream, inbox: Vec::new(), taken: 0, keeps_alive: true });
-                    }
+                match ClientSocket::connect(address, time_limit) {
+                    Ok(Some(socket)) => return Connection::over(socket, owner, tls, time_limit),
                     Ok(None) => last = ConnectionFailure::Silent,
                     Err(failure @ ConnectionFailure::Final(_)) => return Err(failure),
                     Err(failure) => {
@@ -113,219 +95,88 @@ impl Connection {
         Err(last)
     }
 
-    /// Whether it can be used for a request: the other side keeps it open and has sent nothing.
-    pub(super) fn is_idle(&self) -> bool {
-        if !self.is_own() {
+    fn over(
+        socket: ClientSocket,
+        owner: &str,
+        tls: Option<&ClientTls>,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<Self, ConnectionFailure> {
+        let stream = socket.clone();
+        let opened = match tls {
+            None => socket.block_on(speak_http(stream), time_limit)?,
+            Some(tls) => {
+                let encrypted = tls.connect(owner, stream)?;
+                socket.block_on(async { speak_http(encrypted.await?).await }, time_limit)?
+            }
+        };
+        let (sender, driver) = opened.map_err(|error| broken(&*error))?;
+        Ok(Connection { socket, sender, driver })
+    }
+
+    /// Whether it can be used for a request: this process opened it, the last response was read to its end, and the
+    /// other side keeps it open and has sent nothing more.
+    pub(super) fn is_idle(&mut self) -> bool {
+        // A child made by `fork` must not touch it.
+        if !self.socket.is_own() {
             return false;
         }
-        let mut byte = [0; 1];
-        let seen = recv(&**self.stream.socket(), &mut byte, RecvFlags::PEEK | RecvFlags::DONTWAIT);
-        matches!(seen, Err(Errno::AGAIN))
+        let Connection { socket, sender, driver } = self;
+        let polled = poll_fn(|context| {
+            let _ = driver.as_mut().poll(context);
+            Poll::Ready(sender.is_ready())
+        });
+        socket.poll(pin!(polled), &mut Context::from_waker(Waker::noop())) == Poll::Ready(true)
     }
 
-    /// Whether this process opened it, and not the one that it was forked from.
-    pub(super) fn is_own(&self) -> bool {
-        self.stream.socket().is_own()
-    }
-
-    /// Sends all of it, one part behind the other.
+    /// Sends a request, and receives the head of its response.
+    ///
+    /// # Errors
+    /// [`ConnectionFailure::Broken`] also if the response does not tell its length.
     pub(super) fn send(
         &mut self,
-        mut parts: &mut [IoSlice<'_>],
+        request: HttpRequest,
         time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), ConnectionFailure> {
-        IoSlice::advance_slices(&mut parts, 0);
-        while !parts.is_empty() {
-            match self.stream.write_vectored(parts) {
-                Ok(0) => return Err(ConnectionFailure::Broken("it accepts no more bytes".to_owned())),
-                Ok(sent) => {
-                    IoSlice::advance_slices(&mut parts, sent);
-                    if !parts.is_empty() {
-                        time_limit.check()?;
-                    }
-                }
-                Err(error) => self.wait(&error, time_limit)?,
-            }
+    ) -> Result<IncomingResponse<'_>, ConnectionFailure> {
+        let response = self.sender.send_request(request);
+        let (head, body) = self.run(response, time_limit)?.map_err(|error| broken(&error))?.into_parts();
+        if body.size_hint().exact().is_none() {
+            return Err(ConnectionFailure::Broken("it does not tell the length of its body".to_owned()));
         }
-        Ok(())
+        Ok(IncomingResponse::new(head.status.as_u16(), body, self))
     }
 
-    /// The head of the answer. Interim answers are skipped.
-    pub(super) fn head(&mut self, time_limit: &mut TimeLimit<'_>) -> Result<ResponseHead, ConnectionFailure> {
-        for _ in 0..=MAX_INTERIM {
-            let head = self.parse(time_limit, |bytes| ResponseHead::parse(bytes).map_err(ConnectionFailure::Broken))?;
-            if head.status >= 200 {
-                self.keeps_alive = head.keeps_alive;
-                return Ok(head);
-            }
-        }
-        Err(ConnectionFailure::Broken("it announces an answer again and again, and sends none".to_owned()))
-    }
-
-    /// The result of `parse` on the next bytes. `parse` also returns the number of bytes that it took.
-    pub(super) fn parse<T>(
+    /// Runs the connection until `future` ends.
+    pub(super) fn run<F: Future>(
         &mut self,
+        future: F,
         time_limit: &mut TimeLimit<'_>,
-        parse: impl Fn(&[u8]) -> Result<Option<(T, usize)>, ConnectionFailure>,
-    ) -> Result<T, ConnectionFailure> {
-        let mut has_come = false;
-        loop {
-            if let Some((parsed, length)) = parse(&self.inbox[self.taken..])? {
-                self.taken += length;
-                return Ok(parsed);
-            }
-            if std::mem::replace(&mut has_come, true) {
-                time_limit.check()?;
-            }
-            self.inbox.drain(..self.taken);
-            self.taken = 0;
-            let begun = self.inbox.len();
-            self.inbox.resize(begun + READ_AT_ONCE, 0);
-            let received = self.receive(begun, time_limit);
-            self.inbox.truncate(begun + *received.as_ref().unwrap_or(&0));
-            received?;
-        }
-    }
-
-    fn receive(&mut self, from: usize, time_limit: &mut TimeLimit<'_>) -> Result<usize, ConnectionFailure> {
-        loop {
-            match self.stream.read(&mut self.inbox[from..]) {
-                Ok(0) => return Err(ended()),
-                Ok(received) => return Ok(received),
-                Err(error) => self.wait(&error, time_limit)?,
-            }
-        }
-    }
-
-    /// Fills `target` with the next bytes of the answer, and returns their checksum. `rest` bytes follow them.
-    pub(super) fn fill(
-        &mut self,
-        target: &mut [u8],
-        rest: u64,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<u64, ConnectionFailure> {
-        let mut checksum = RunningChecksum::new();
-        let here = &self.inbox[self.taken..];
-        let mut filled = here.len().min(target.len());
-        target[..filled].copy_from_slice(&here[..filled]);
-        self.taken += filled;
-        checksum.update(&target[..filled]);
-        let ahead = READ_AHEAD.min(usize::try_from(rest).unwrap_or(READ_AHEAD));
-        while filled < target.len() {
-            // The inbox is empty here, or `target` would be full.
-            self.inbox.resize(ahead, 0);
-            self.taken = ahead;
-            let end = target.len().min(filled + STRIDE);
-            let ahead = if end == target.len() { ahead } else { 0 };
-            let wanted = end - filled;
-            let space = &mut target[filled..end];
-            let mut parts = [IoSliceMut::new(space), IoSliceMut::new(&mut self.inbox[..ahead])];
-            match self.stream.read_vectored(&mut parts) {
-                Ok(0) => return Err(ended()),
-                Ok(received) => {
-                    let of_target = received.min(wanted);
-                    checksum.update(&target[filled..filled + of_target]);
-                    filled += of_target;
-                    if received > wanted {
-                        self.inbox.truncate(received - wanted);
-                        self.taken = 0;
-                    }
-                    if filled < target.len() {
-                        time_limit.check()?;
-                    }
-                }
-                Err(error) => self.wait(&error, time_limit)?,
-            }
-        }
-        Ok(checksum.value())
-    }
-
-    /// The next `length` bytes.
-    pub(super) fn collect(
-        &mut self,
-        length: u64,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<Vec<u8>, ConnectionFailure> {
-        let mut collected = Vec::new();
-        let mut left = length;
-        while left > 0 {
-            let (begun, some) = (collected.len(), left.min(STRIDE as u64));
-            left -= some;
-            collected.resize(begun + some as usize, 0);
-            self.fill(&mut collected[begun..], left, time_limit)?;
-            if left > 0 {
-                time_limit.check()?;
-            }
-        }
-        Ok(collected)
-    }
-
-    /// Checks the deadline after a system call that may be repeated; else returns its error.
-    fn wait(&self, error: &io::Error, time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
-        match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => check_time_limit(time_limit),
-            _ => Err(broken(error)),
-        }
+    ) -> Result<F::Output, ConnectionFailure> {
+        let Connection { socket, driver, .. } = self;
+        let mut future = pin!(future);
+        let both = poll_fn(|context| {
+            let _ = driver.as_mut().poll(context);
+            future.as_mut().poll(context)
+        });
+        socket.block_on(both, time_limit)
     }
 }
 
-fn ended() -> ConnectionFailure {
-    ConnectionFailure::Broken("it closed the connection in the middle of an answer".to_owned())
-}
-
-pub(super) fn check_time_limit(time_limit: &mut TimeLimit<'_>) -> Result<(), ConnectionFailure> {
-    time_limit.check_cancelled()?;
-    if time_limit.is_over() {
-        // The caller adds the description.
-        return Err(StoreError::TimedOut { what: String::new() }.into());
+impl fmt::Debug for Connection {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Connection").field("socket", &self.socket).finish_non_exhaustive()
     }
-    Ok(())
 }
 
-/// A connection, if the other side's kernel answers in time.
-fn open_socket(
-    address: &SocketAddr,
-    time_limit: &mut TimeLimit<'_>,
-) -> Result<Option<Socket<TcpStream>>, ConnectionFailure> {
-    let failed = |errno: Errno| broken(&errno.into());
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = Socket::new(TcpStream::from(socket_with(family, SocketType::STREAM, flags, None).map_err(failed)?));
-    match connect(&*socket, address) {
-        Ok(()) => {}
-        Err(Errno::INPROGRESS) => {
-            let end = Instant::now() + REACH;
-            let is_connected = || -> rustix::io::Result<bool> {
-                let mut event = [PollFd::new(&*socket, PollFlags::OUT)];
-                let wait = end.saturating_duration_since(Instant::now()).min(MAX_WAIT);
-                match poll(&mut event, Some(&Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() })) {
-                    Err(Errno::INTR) => Ok(false),
-                    polled => Ok(polled? > 0),
-                }
-            };
-            while !is_connected().map_err(failed)? {
-                check_time_limit(time_limit)?;
-                if Instant::now() >= end {
-                    return Ok(None);
-                }
-            }
-            socket_error(&*socket).map_err(failed)?.map_err(failed)?;
-        }
-        Err(errno) => return Err(failed(errno)),
-    }
-    socket.set_nonblocking(false).map_err(|error| broken(&error))?;
-    set_socket_options(&socket).map_err(failed)?;
-    Ok(Some(socket))
-}
-
-fn set_socket_options(socket: &TcpStream) -> rustix::io::Result<()> {
-    set_tcp_nodelay(socket, true)?;
-    set_socket_timeout(socket, Timeout::Recv, Some(MAX_WAIT))?;
-    set_socket_timeout(socket, Timeout::Send, Some(MAX_WAIT))?;
-    set_socket_keepalive(socket, true)?;
-    set_tcp_keepidle(socket, Duration::from_secs(1))?;
-    set_tcp_keepintvl(socket, Duration::from_secs(1))?;
-    set_tcp_keepcnt(socket, SILENCE.as_secs() as u32 - 1)?;
-    // Requests are small: the kernel of a machine that is there takes them, whatever the process does.
-    set_tcp_user_timeout(socket, SILENCE.as_millis() as u32)
+async fn speak_http(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+) -> Result<(SendRequest<Full<Bytes>>, Driver), Box<dyn Error + Send + Sync>> {
+    let mut builder = Builder::new();
+    builder.max_header_size(LONGEST_HEAD).max_buf_size(BUFFER);
+    let (sender, http) = builder.handshake(TokioIo::new(stream)).await?;
+    let driver: Driver = Box::pin(async move {
+        // Its failure is also that of the future that waits for a response.
+        let _ = http.await;
+        pending().await
+    });
+    Ok((sender, driver))
 }

@@ -8,18 +8,19 @@ use std::collections::HashSet;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+use hyper::header::{ACCEPT, HeaderValue};
 use tundish_shm::ShmError;
 
 use super::Client;
 use super::connection::{Connection, ConnectionFailure};
-use super::request::HttpRequest;
-use super::response_head::ResponseHead;
+use super::incoming_response::IncomingResponse;
+use super::request::json_request;
 use crate::error::{MissingShard, StoreError};
 use crate::fetch::{FetchReceiver, Transport};
 use crate::http::json::{self, ErrorAnswer};
 use crate::http::media_type::MediaType;
-use crate::http::shard_header::{self, Payload, ShardHeader};
-use crate::http::this_node;
+use crate::http::shard_header::Payload;
+use crate::http::{NODE_FIELD, this_node};
 use crate::shard_id::ShardRows;
 use crate::time_limit::TimeLimit;
 
@@ -120,21 +121,24 @@ impl Client {
     ) -> Result<(), FetchFailure> {
         let end = batch.wanted.len().min(batch.done + json::MAX_IDS);
         let body = json::batch_body(&batch.wanted[batch.done..end]);
+        let longest_error = MAX_ERROR_BYTES + MAX_ID_REPEATS * body.len() as u64;
+        let token = self.trusted(batch.owner).token;
+        let mut request = json_request(batch.owner, token.as_ref(), "POST", "/data/batch", body)?;
+        request.headers_mut().insert(ACCEPT, HeaderValue::from_static(MediaType::Shards.name()));
         let node = if reads_memory { this_node() } else { None };
-        let request =
-            HttpRequest { accepts: MediaType::Shards, node, ..HttpRequest::new("POST", "/data/batch", &body) };
-        request.send(connection, batch.owner, self.trusted(batch.owner).token.as_ref(), time_limit)?;
-        let head = connection.head(time_limit)?;
-        if head.status != 200 {
-            let length = head.content_length;
-            if length > MAX_ERROR_BYTES + MAX_ID_REPEATS * body.len() as u64 {
-                let reason = format!("its answer of {length} bytes is too long to be read");
-                return Err(StoreError::Refused { owner: Arc::clone(batch.owner), status: head.status, reason }.into());
-            }
-            let answer = connection.collect(length, time_limit)?;
-            return Err(self.refusal(batch.owner, head.status, &answer).into());
+        if let Some(node) = node {
+            request.headers_mut().insert(NODE_FIELD, HeaderValue::from_static(node));
         }
-        batch.receive(connection, &head, end, node.is_some(), time_limit)
+        let response = connection.send(request, time_limit)?;
+        if response.status != 200 {
+            let (status, length) = (response.status, response.left());
+            if length > longest_error {
+                let reason = format!("its answer of {length} bytes is too long to be read");
+                return Err(StoreError::Refused { owner: Arc::clone(batch.owner), status, reason }.into());
+            }
+            return Err(self.refusal(batch.owner, status, &response.collect(time_limit)?).into());
+        }
+        batch.receive(response, end, node.is_some(), time_limit)
     }
 }
 
@@ -142,40 +146,23 @@ impl BatchFetch<'_, '_> {
     /// Receives the shards up to `end`.
     fn receive(
         &mut self,
-        connection: &mut Connection,
-        head: &ResponseHead,
+        mut response: IncomingResponse<'_>,
         end: usize,
         takes_references: bool,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(), FetchFailure> {
-        let mut left = head.content_length;
         while self.done < end {
             let id = &self.wanted[self.done].id;
             let corrupt =
                 |reason: String| StoreError::Corrupt { id: id.clone(), owner: Arc::clone(self.owner), reason };
-            let (header, taken) = connection.parse(time_limit, |bytes| {
-                let whole = bytes.len() as u64 >= left || bytes.len() >= shard_header::LONGEST;
-                match ShardHeader::read(bytes) {
-                    Ok(Some((header, taken))) => Ok(Some(((header, taken), taken))),
-                    Ok(None) if whole => Err(corrupt("its header does not end".to_owned()).into()),
-                    Ok(None) => Ok(None),
-                    Err(error) => Err(corrupt(error.to_string()).into()),
-                }
-            })?;
-            let follows = match header.payload {
-                Payload::Bytes(_) => header.meta.nbytes(),
-                Payload::SegmentRange(_) => 0,
-            };
-            left = (left.checked_sub(taken as u64).and_then(|left| left.checked_sub(follows)))
-                .ok_or_else(|| corrupt("the answer is shorter than what it holds".to_owned()))?;
+            let header = response.shard_header(corrupt, time_limit)?;
             match header.payload {
                 Payload::Bytes(checksum) => {
-                    let space = self.receiver.space(self.done, &header.meta, time_limit)?;
-                    if space.len() as u64 != follows {
-                        let reason = format!("it has {follows} bytes, and there is space for {}", space.len());
-                        return Err(corrupt(reason).into());
+                    if response.left() < header.meta.nbytes() {
+                        return Err(corrupt("the answer is shorter than what it holds".to_owned()).into());
                     }
-                    if connection.fill(space, left, time_limit)? != checksum {
+                    let space = self.receiver.space(self.done, &header.meta, time_limit)?;
+                    if response.fill(space, time_limit)? != checksum {
                         return Err(corrupt("its checksum is another one".to_owned()).into());
                     }
                     self.receiver.complete(self.done)?;
@@ -189,12 +176,7 @@ impl BatchFetch<'_, '_> {
                 },
             }
             self.done += 1;
-            if self.done < end {
-                time_limit.check()?;
-            }
         }
-        // The response has more than was asked for.
-        connection.keeps_alive &= left == 0;
         Ok(())
     }
 }

@@ -34,7 +34,7 @@ struct IdleConnection {
 }
 
 impl IdleConnection {
-    fn can_be_used(&self) -> bool {
+    fn can_be_used(&mut self) -> bool {
         self.since.elapsed() < LONGEST && self.connection.is_idle()
     }
 }
@@ -43,7 +43,7 @@ impl IdleConnections {
     /// The connection to this owner that was used last, if one waits and lives.
     pub(super) fn take(&self, owner: &str) -> Option<Connection> {
         loop {
-            let waiting = self.lock().pop(owner)?;
+            let mut waiting = self.lock().pop(owner)?;
             if waiting.can_be_used() {
                 return Some(waiting.connection);
             }
@@ -54,14 +54,14 @@ impl IdleConnections {
     pub(super) fn tidy(&self) {
         let mut state = self.lock();
         state.waiting.retain(|_, of_owner| {
-            of_owner.retain(IdleConnection::can_be_used);
+            of_owner.retain_mut(IdleConnection::can_be_used);
             !of_owner.is_empty()
         });
         state.count = state.waiting.values().map(Vec::len).sum();
     }
 
-    pub(super) fn give_back(&self, owner: &Arc<str>, connection: Connection) {
-        if !connection.keeps_alive {
+    pub(super) fn give_back(&self, owner: &Arc<str>, mut connection: Connection) {
+        if !connection.is_idle() {
             return;
         }
         let mut state = self.lock();

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::http::client::Client;
 use crate::http::client::connection::{Connection, ConnectionFailure};
-use crate::http::client::request::HttpRequest;
+use crate::http::client::request::json_request;
 use crate::http::server::{Server, ServerOptions};
 use crate::process_store::ProcessStore;
 use crate::stats::Limits;
@@ -16,9 +16,8 @@ fn ask(client: &Client, server: &Server) {
     let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut check_cancelled);
     let owner = server.address().to_string().into();
     let mut connection = client.take_or_open(&owner, time_limit).unwrap();
-    HttpRequest::new("GET", "/health", &[]).send(&mut connection, &owner, None, time_limit).unwrap();
-    let head = connection.head(time_limit).unwrap();
-    connection.collect(head.content_length, time_limit).unwrap();
+    let request = json_request(&owner, None, "GET", "/health", Vec::new()).unwrap();
+    connection.send(request, time_limit).unwrap().collect(time_limit).unwrap();
     client.idle_connections.give_back(&owner, connection);
 }
 

@@ -8,9 +8,9 @@
 mod connection;
 mod fetch;
 mod idle_connections;
+mod incoming_response;
 mod request;
-mod response_head;
-mod stream;
+mod socket;
 mod worker_client;
 
 use std::collections::{HashMap, HashSet};
@@ -23,7 +23,6 @@ use tundish_shm::{PerProcess, without_signals};
 
 use self::connection::{Connection, ConnectionFailure};
 use self::idle_connections::IdleConnections;
-pub use self::response_head::ResponseHead;
 pub use self::worker_client::WorkerClient;
 use super::json::ErrorAnswer;
 use super::tls::ClientTls;
@@ -165,7 +164,7 @@ fn resolve(owner: &str, time_limit: &mut TimeLimit<'_>) -> Result<Vec<SocketAddr
     loop {
         match told.recv_timeout(time_limit.next_wait()) {
             Ok(found) => return found.map_err(or_not),
-            Err(mpsc::RecvTimeoutError::Timeout) => connection::check_time_limit(time_limit)?,
+            Err(mpsc::RecvTimeoutError::Timeout) => time_limit.check()?,
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 return Err(ConnectionFailure::Broken("its name is not found".to_owned()));
             }

@@ -1,54 +1,33 @@
-//! `HttpRequest`: a request to an owner.
+//! Requests to an owner.
 
-use std::io::IoSlice;
+use http_body_util::Full;
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST};
 
-use super::connection::{Connection, ConnectionFailure};
-use crate::http::NODE_FIELD;
+use crate::error::StoreError;
 use crate::http::media_type::MediaType;
 use crate::http::token::Token;
-use crate::time_limit::TimeLimit;
 
 /// A request to an owner.
-pub(super) struct HttpRequest<'a> {
-    pub(super) method: &'a str,
-    pub(super) path: &'a str,
-    pub(super) accepts: MediaType,
-    /// The body, in JSON; empty for none.
-    pub(super) body: &'a [u8],
-    /// The node that this process says it runs on.
-    pub(super) node: Option<&'a str>,
-}
+pub(super) type HttpRequest = Request<Full<Bytes>>;
 
-impl<'a> HttpRequest<'a> {
-    /// One whose answer is JSON.
-    pub(super) fn new(method: &'a str, path: &'a str, body: &'a [u8]) -> Self {
-        HttpRequest { method, path, accepts: MediaType::Json, body, node: None }
+/// A request whose answer is JSON. `body` is sent as JSON, where it is not empty.
+pub(super) fn json_request(
+    owner: &str,
+    token: Option<&Token>,
+    method: &str,
+    path: &str,
+    body: Vec<u8>,
+) -> Result<HttpRequest, StoreError> {
+    let json = MediaType::Json.name();
+    let mut builder = Request::builder().method(method).uri(path).header(HOST, owner).header(ACCEPT, json);
+    if !body.is_empty() {
+        builder = builder.header(CONTENT_TYPE, json);
     }
-
-    /// Sends it.
-    pub(super) fn send(
-        &self,
-        connection: &mut Connection,
-        owner: &str,
-        token: Option<&Token>,
-        time_limit: &mut TimeLimit<'_>,
-    ) -> Result<(), ConnectionFailure> {
-        let (method, path, accepts) = (self.method, self.path, self.accepts.name());
-        let length = self.body.len();
-        let mut head = format!("{method} {path} HTTP/1.1\r\nHost: {owner}\r\nAccept: {accepts}\r\n");
-        if length > 0 {
-            head += &format!("Content-Type: {}\r\n", MediaType::Json.name());
-        }
-        if self.method != "GET" {
-            head += &format!("Content-Length: {length}\r\n");
-        }
-        if let Some(node) = self.node {
-            head += &format!("{}: {node}\r\n", NODE_FIELD);
-        }
-        if let Some(token) = token {
-            head += &format!("Authorization: {}\r\n", token.header());
-        }
-        head += "\r\n";
-        connection.send(&mut [IoSlice::new(head.as_bytes()), IoSlice::new(self.body)], time_limit)
+    if let Some(token) = token {
+        builder = builder.header(AUTHORIZATION, token.header());
     }
+    let invalid = |error| StoreError::Invalid(format!("{method:?} {path:?} is no request to {owner}: {error}"));
+    builder.body(Full::from(body)).map_err(invalid)
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use super::connection::{Connection, ConnectionFailure};
-use super::request::HttpRequest;
+use super::request::{HttpRequest, json_request};
 use super::resolve;
 use crate::error::StoreError;
 use crate::http::tls::ClientTls;
@@ -67,13 +67,10 @@ impl WorkerClient {
         body: &[u8],
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(u16, Vec<u8>), StoreError> {
-        if method.is_empty() || !method.bytes().all(|byte| byte.is_ascii_uppercase()) {
-            return Err(StoreError::Invalid(format!("{method:?} is no method of HTTP")));
+        if !path.starts_with('/') {
+            return Err(StoreError::Invalid(format!("{path:?} is no path: it begins with '/'")));
         }
-        if !path.starts_with('/') || !path.bytes().all(|byte| byte.is_ascii_graphic()) {
-            return Err(StoreError::Invalid(format!("{path:?} is no path: it begins with '/' and has no spaces")));
-        }
-        let request = HttpRequest::new(method, path, body);
+        let request = json_request(&self.addr, self.token.as_ref(), method, path, body.to_vec())?;
         let deadline = time_limit.deadline();
         let mut check_cancelled = || {
             if self.is_closed.load(Ordering::Relaxed) {
@@ -83,19 +80,21 @@ impl WorkerClient {
             time_limit.check_cancelled()
         };
         let mut time_limit = TimeLimit::new(deadline, &mut check_cancelled);
-        let answered = self.exchange(&request, &mut time_limit);
+        let answered = self.exchange(request, &mut time_limit);
         answered.map_err(|failure| failure.into_error(&self.addr, None))
     }
 
     fn exchange(
         &self,
-        request: &HttpRequest<'_>,
+        request: HttpRequest,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
         let mut kept = self.lock(time_limit)?;
         // Where it fails half way, the connection is closed.
-        if let Some(mut connection) = kept.take().filter(Connection::is_idle) {
-            match self.exchange_on(&mut connection, request, time_limit) {
+        if let Some(mut connection) = kept.take()
+            && connection.is_idle()
+        {
+            match self.exchange_on(&mut connection, request.clone(), time_limit) {
                 Ok(answer) => {
                     *kept = self.reusable(connection);
                     return Ok(answer);
@@ -114,9 +113,8 @@ impl WorkerClient {
         Ok(answer)
     }
 
-    fn reusable(&self, connection: Connection) -> Option<Connection> {
-        let is_closed = self.is_closed.load(Ordering::Relaxed);
-        Some(connection).filter(|connection| connection.keeps_alive && !is_closed)
+    fn reusable(&self, mut connection: Connection) -> Option<Connection> {
+        (connection.is_idle() && !self.is_closed.load(Ordering::Relaxed)).then_some(connection)
     }
 
     /// Waits until no other request has the connection.
@@ -127,7 +125,7 @@ impl WorkerClient {
                 Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
                 Err(TryLockError::WouldBlock) => {
                     std::thread::sleep(time_limit.next_wait().min(BETWEEN_TRIES));
-                    super::connection::check_time_limit(time_limit)?;
+                    time_limit.check()?;
                 }
             }
         }
@@ -136,21 +134,15 @@ impl WorkerClient {
     fn exchange_on(
         &self,
         connection: &mut Connection,
-        request: &HttpRequest<'_>,
+        request: HttpRequest,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<(u16, Vec<u8>), ConnectionFailure> {
-        let unsent = match request.send(connection, &self.addr, self.token.as_ref(), time_limit) {
-            Err(failure @ ConnectionFailure::Final(_)) => return Err(failure),
-            sent => sent.err(),
-        };
-        // A server that refuses a body answers before it has come, and closes.
-        let head = connection.head(time_limit).map_err(|unanswered| unsent.unwrap_or(unanswered))?;
-        if head.content_length > LONGEST_ANSWER {
-            let reason = format!("its answer has {} bytes, more than {LONGEST_ANSWER}", head.content_length);
+        let response = connection.send(request, time_limit)?;
+        if response.left() > LONGEST_ANSWER {
+            let reason = format!("its answer has {} bytes, more than {LONGEST_ANSWER}", response.left());
             return Err(StoreError::Unanswered { owner: Arc::clone(&self.addr), reason }.into());
         }
-        let body = connection.collect(head.content_length, time_limit)?;
-        Ok((head.status, body))
+        Ok((response.status, response.collect(time_limit)?))
     }
 
     /// A number that identifies the latest connection among all of this process; `None` before the first request. It
