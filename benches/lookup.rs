@@ -15,7 +15,7 @@ fn look_up(criterion: &mut Criterion) {
         lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Seed(0),
         max_length: 4096,
-        mode: Mode::Hard { drop_last: true },
+        mode: Mode::Hard { drop_last: true }.into(),
         costs: None,
         multiple: None,
         global_pack: false,

@@ -19,7 +19,7 @@ fn pack(lengths: &[i64], order: SampleOrder<'_>, placement: Placement, threads: 
         lengths: vec![Integers::from(lengths)],
         order,
         max_length: MAX_LENGTH,
-        mode: Mode::Whole(options),
+        mode: Mode::Whole(options).into(),
         costs: None,
         multiple: None,
         global_pack: false,

@@ -83,7 +83,7 @@ class PackRequest(TypedDict):
     order: NDArray[Any] | None
     seed: int | None
     max_length: int
-    mode: str
+    modes: Sequence[str]
     drop_last: bool
     overlong: str
     window: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,26 @@ def test_each_row_is_that_of_the_plan(overlong: str) -> None:
         assert seconds > 0
         assert row == {name: stats[name] for name in row}
         assert {"packs", "fill", "samples_cut", "tokens_dropped", "padding"} <= set(row)
+
+
+@pytest.mark.parametrize("lengths", [[300, 40, 5, 700], []], ids=["few", "none"])
+def test_the_table_has_a_picture(lengths: list[int], tmp_path: Path) -> None:
+    table = td.packing.compare(lengths, 256, plot=tmp_path / "modes.svg")
+    drawn = (tmp_path / "modes.svg").read_text()
+    for mode, row in table.items():
+        assert mode in drawn and f"{row['packs']:,} packs" in drawn
+    with pytest.raises(InvalidInputError, match=r"one of \.png"):
+        td.packing.compare(lengths, 256, plot=tmp_path / "modes.jpg")
+
+
+def test_costs_limit_the_modes_of_whole_samples() -> None:
+    table = td.packing.compare([2, 2, 2], 8, overlong="drop", costs=[1, 1, 1], max_cost=1)
+    assert {mode: row["packs"] for mode, row in table.items()} == {
+        "hard": 0,
+        "best_fit": 3,
+        "ordered": 3,
+        "sequential": 3,
+    }
 
 
 def test_bad_arguments_are_refused() -> None:

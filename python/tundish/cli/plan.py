@@ -36,8 +36,9 @@ def add_plan_commands(commands: Any) -> None:
     pack.add_argument(
         "--mode",
         choices=["hard", "best_fit", "ordered", "sequential"],
-        default="hard",
-        help="cut samples where a pack is full (hard, the default), or pack whole samples",
+        action="append",
+        help="cut samples where a pack is full (hard, the default), or pack whole samples; give it once, or once for "
+        "each SOURCE",
     )
     _add_whole_options(pack, "error", "; not with --mode hard")
     _add_costs(
@@ -90,6 +91,12 @@ def add_plan_commands(commands: Any) -> None:
     compare.add_argument("--max-length", type=int, required=True, metavar="L", help="tokens a pack")
     compare.add_argument("--seed", type=int, metavar="S", help="shuffle as in `tundish pack`")
     _add_whole_options(compare, "split", "; the mode hard does not use it")
+    compare.add_argument(
+        "--plot",
+        type=path_of,
+        metavar="PICTURE",
+        help="draw the table: .png, .svg or .pdf (needs tundish[plot])",
+    )
     _add_threads(compare)
     compare.set_defaults(run=run_compare, needs="tundish.packing.mode_comparison")
 
@@ -137,16 +144,22 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     several = len(options.lengths) > 1 or options.global_pack
     if options.order is not None and several:
         raise InvalidInputError("--order is for one dataset: give one SOURCE, and no --global-pack")
-    if options.keep_last and options.mode != "hard":
+    modes = options.mode or ["hard"]
+    if options.keep_last and "hard" not in modes:
         raise InvalidInputError(
-            f"--mode {options.mode} packs whole samples, and has no tail: leave out --keep-last, or use --mode hard"
+            f"--mode {modes[0]} packs whole samples, and has no tail: leave out --keep-last, or use --mode hard"
+        )
+    if len(modes) > 1 and len(modes) != len(options.lengths):
+        raise InvalidInputError(
+            f"{len(modes)} modes were given for {format_count(len(options.lengths), 'SOURCE')}: give --mode once, or "
+            "once for each"
         )
     from tundish.packing import lengths as read_lengths
     from tundish.packing import pack, pack_datasets
 
     lengths = [read_lengths(path, options.column) for path in options.lengths]
     shared: dict[str, Any] = {
-        "mode": options.mode,
+        "mode": modes[0] if len(modes) == 1 else modes,
         "seed": options.seed,
         "drop_last": False if options.keep_last else None,
         "overlong": options.overlong,
@@ -190,6 +203,7 @@ def run_compare(options: argparse.Namespace) -> dict[str, Any]:
         seed=options.seed,
         threads=options.threads,
         progress=progress_of(options),
+        plot=options.plot,
     )
     names = list(table["hard"])
     lines = [["mode", *(name.replace("_", " ") for name in names)]]
@@ -200,7 +214,11 @@ def run_compare(options: argparse.Namespace) -> dict[str, Any]:
     text = "\n".join(
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
     )
-    return {"json": {"max_length": options.max_length, "modes": table}, "text": text}
+    facts: dict[str, Any] = {"max_length": options.max_length, "modes": table}
+    if options.plot is not None:
+        facts["plot"] = str(options.plot)
+        text += f"\nplot: {options.plot}"
+    return {"json": facts, "text": text}
 
 
 def run_show(options: argparse.Namespace) -> dict[str, Any]:
@@ -239,9 +257,9 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
     """Describe a plan in plain values for JSON; `bytes` is the size of its columns in memory or on disk."""
-    options = (
-        ("drop_last",) if plan.mode == "hard" else ("overlong", "window", "max_samples", "align", "max_cost")
-    )
+    options: tuple[str, ...] = ("drop_last",) if "hard" in plan.modes else ()
+    if plan.mode != "hard":
+        options += ("overlong", "window", "max_samples", "align", "max_cost")
     return {
         "plan": str(path),
         "mode": plan.mode,

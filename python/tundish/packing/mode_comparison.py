@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 from tundish.packing.arguments.integer_arrays import as_integer_array
 from tundish.packing.build.pack import pack
 from tundish.packing.build.request import MODES
+from tundish.packing.plan.plot import (
+    BLUE,
+    INK,
+    ORANGE,
+    PALE,
+    SOFT,
+    as_picture_path,
+    frame,
+    percent,
+    short,
+    write_figure,
+)
 
 __all__ = ["compare"]
 
@@ -28,6 +41,7 @@ def compare(
     seed: int | None = None,
     threads: int | None = None,
     progress: bool | None = None,
+    plot: str | os.PathLike[str] | None = None,
 ) -> dict[str, dict[str, int | float]]:
     """Pack the lengths in every mode, and tell what each costs.
 
@@ -45,19 +59,21 @@ def compare(
         seed: As in `tundish.pack`.
         threads: As in `tundish.pack`.
         progress: As in `tundish.pack`.
+        plot: Draw the table to this file, too: `.png`, `.svg` or `.pdf`.
 
     Returns:
         By mode: packs, fill, samples_cut, samples_overlong, tokens_dropped and padding, as `PackPlan.stats` counts
         them, and the seconds that packing took.
 
     Raises:
-        TundishError: As `tundish.pack`.
+        TundishError: As `tundish.pack`, and for `plot` as `PackPlan.plot`.
 
     Example:
         >>> table = compare([6, 6, 4, 4], 10)
         >>> {mode: row["packs"] for mode, row in table.items()}
         {'hard': 2, 'best_fit': 2, 'ordered': 2, 'sequential': 3}
     """
+    target = None if plot is None else as_picture_path(plot)
     array = as_integer_array(lengths, "lengths")
     shared: dict[str, Any] = {"seed": seed, "threads": threads, "progress": progress}
     whole: dict[str, Any] = {"overlong": overlong, "max_samples": max_samples, "align": align}
@@ -68,9 +84,46 @@ def compare(
         if mode == "ordered":
             options = {**whole, "window": window}
         start = time.perf_counter()
-        plan = pack(array, max_length, mode=mode, **shared, **options)
+        packed = pack(array, max_length, mode=mode, **shared, **options)
         seconds = time.perf_counter() - start
-        stats = plan.stats()
-        del plan
+        stats = packed.stats()
+        del packed
         table[mode] = {**{name: stats[name] for name in SHOWN}, "seconds": seconds}
+    if target is not None:
+        title = f"{len(array):,} samples in packs of up to {max_length:,} tokens"
+        write_figure(target, (12, 6), lambda figure: draw_table(figure, table, max_length, title))
     return table
+
+
+def draw_table(figure: Any, table: dict[str, dict[str, int | float]], max_length: int, title: str) -> None:
+    """Draw a bar for each mode: the tokens that are packed, the padding beside them, and the tokens that are lost."""
+    axes = figure.add_axes((0.11, 0.1, 0.86, 0.76))
+    frame(axes, title, "", "")
+    axes.grid(False)
+    rows = list(table.items())
+    full = [row["packs"] * max_length for _, row in rows]
+    widest = max(1.0, *(room + row["tokens_dropped"] for room, (_, row) in zip(full, rows, strict=True)))
+    for number, (room, (_, row)) in enumerate(zip(full, rows, strict=True)):
+        left = 0.0
+        for tokens, color in (
+            (room - row["padding"], BLUE),
+            (row["padding"], PALE),
+            (row["tokens_dropped"], ORANGE),
+        ):
+            axes.barh(number, tokens / widest, left=left / widest, color=color, height=0.4)
+            left += tokens
+        said = (
+            f"{row['packs']:,} packs, {percent(row['fill'])} full, {short(row['samples_cut'])} samples cut, "
+            f"{short(row['tokens_dropped'])} tokens dropped, {row['seconds']:.3g} s"
+        )
+        axes.text(0, number - 0.27, said, color=INK, fontsize=10.5, va="bottom")
+    axes.set_yticks(range(len(rows)), [mode for mode, _ in rows], fontsize=11, color=INK)
+    axes.set_ylim(len(rows) - 0.5, -0.75)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+    legend = (("tokens in packs", BLUE), ("padding", PALE), ("dropped", ORANGE))
+    for number, (word, color) in enumerate(legend):
+        place = {"transform": axes.transAxes, "va": "top", "fontsize": 10}
+        axes.text(0.2 * number, -0.04, "\N{BLACK SQUARE}", color=color, **place)
+        axes.text(0.2 * number + 0.02, -0.04, word, color=SOFT, **place)

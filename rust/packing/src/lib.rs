@@ -37,4 +37,4 @@ pub use inputs::Integers;
 pub use packer::{Packer, plan_fingerprint};
 pub use plan::{Field, Plan};
 pub use progress::{NoProgress, Progress};
-pub use request::{Mode, Overlong, PackMultiple, PackRequest, Placement, Remainder, SampleCosts, WholeOptions};
+pub use request::{Mode, Modes, Overlong, PackMultiple, PackRequest, Placement, Remainder, SampleCosts, WholeOptions};

@@ -113,7 +113,7 @@ fn check_fingerprint(
         lengths: lengths.to_vec(),
         order: SampleOrder::Given(order),
         max_length: metadata.max_length,
-        mode: Mode::Hard { drop_last: hard.drop_last },
+        mode: Mode::Hard { drop_last: hard.drop_last }.into(),
         costs: None,
         multiple: metadata.multiple.as_ref().map(MultipleMetadata::asked),
         global_pack: metadata.global_pack,

@@ -22,8 +22,8 @@ pub struct PackRequest<'a> {
     pub order: SampleOrder<'a>,
     /// Tokens a pack.
     pub max_length: u64,
-    /// The algorithm.
-    pub mode: Mode,
+    /// The algorithm of all datasets, or of each.
+    pub mode: Modes,
     /// A second limit of packs.
     pub costs: Option<SampleCosts<'a>>,
     /// Make the number of packs a multiple.
@@ -37,7 +37,7 @@ pub struct PackRequest<'a> {
 /// What samples cost beside their tokens, and what a pack may cost.
 #[derive(Clone)]
 pub struct SampleCosts<'a> {
-    /// The cost of each sample, one column a dataset.
+    /// The cost of each sample, one column a dataset; an empty one for a dataset of mode `hard` among others.
     pub columns: Vec<Integers<'a>>,
     /// What the samples of a pack cost together at most.
     pub max_cost: u64,
@@ -72,6 +72,15 @@ pub enum Mode {
     },
     /// Samples are kept whole.
     Whole(WholeOptions),
+}
+
+/// The algorithm of all datasets, or of each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Modes {
+    /// All datasets have one mode.
+    All(Mode),
+    /// Each dataset has its own; packs do not span datasets, and each is packed as it would be alone.
+    Each(Vec<Mode>),
 }
 
 /// How samples that are kept whole are placed in packs.
@@ -136,15 +145,15 @@ impl Overlong {
 
 impl SampleCosts<'_> {
     /// Check the limit and the numbers of costs; an error is a clause that says what is wrong.
-    fn check(&self, mode: Mode, lengths: &[Integers<'_>]) -> Result<(), String> {
-        match mode {
-            Mode::Whole(WholeOptions { overlong: Overlong::Split, .. }) => {
-                return Err("costs are of whole samples, and overlong=\"split\" cuts samples: pass \
-                            overlong=\"truncate\" or overlong=\"drop\", or leave costs out"
-                    .into());
-            }
-            Mode::Whole(_) => {}
-            Mode::Hard { .. } => return Err("mode \"hard\" takes no costs".into()),
+    fn check(&self, modes: &Modes, lengths: &[Integers<'_>]) -> Result<(), String> {
+        let is_split = |mode: &Mode| matches!(mode, Mode::Whole(WholeOptions { overlong: Overlong::Split, .. }));
+        if modes.all().iter().any(is_split) {
+            return Err("costs are of whole samples, and overlong=\"split\" cuts samples: pass \
+                        overlong=\"truncate\" or overlong=\"drop\", or leave costs out"
+                .into());
+        }
+        if modes.all().iter().all(|mode| matches!(mode, Mode::Hard { .. })) {
+            return Err("mode \"hard\" takes no costs".into());
         }
         if self.max_cost > i64::MAX as u64 {
             return Err(format!("max_cost is {}; it must be below 2^63", self.max_cost));
@@ -153,15 +162,45 @@ impl SampleCosts<'_> {
             return Err(format!("costs are of {} datasets, and lengths of {}", self.columns.len(), lengths.len()));
         }
         for (dataset, (costs, lengths)) in self.columns.iter().zip(lengths).enumerate() {
-            if costs.len() != lengths.len() {
+            let expected = if matches!(modes.of(dataset), Mode::Hard { .. }) { 0 } else { lengths.len() };
+            if costs.len() != expected {
                 return Err(format!(
-                    "dataset {dataset} has {} costs for {} samples; give one cost a sample",
-                    costs.len(),
-                    lengths.len()
+                    "dataset {dataset} has {} costs, not {expected}; give one a sample, and none in mode \"hard\"",
+                    costs.len()
                 ));
             }
         }
         Ok(())
+    }
+}
+
+impl From<Mode> for Modes {
+    fn from(mode: Mode) -> Self {
+        Self::All(mode)
+    }
+}
+
+impl Modes {
+    /// The mode of a dataset, which exists.
+    #[must_use]
+    pub fn of(&self, dataset: usize) -> Mode {
+        match self {
+            Self::All(mode) => *mode,
+            Self::Each(modes) => modes[dataset],
+        }
+    }
+
+    /// All modes, the same one once or more.
+    pub(crate) fn all(&self) -> &[Mode] {
+        match self {
+            Self::All(mode) => std::slice::from_ref(mode),
+            Self::Each(modes) => modes,
+        }
+    }
+
+    /// Whether plans of these modes have `piece_start` and `piece_stop`.
+    pub(crate) fn have_piece_ranges(&self) -> bool {
+        self.all().iter().any(|mode| mode.has_piece_ranges())
     }
 }
 
@@ -183,12 +222,12 @@ impl Remainder {
 }
 
 impl PackMultiple {
-    /// Check the number for a plan of this mode; an error is a clause that says what is wrong.
-    pub(crate) fn check(self, mode: Mode) -> Result<(), String> {
+    /// Check the number for a plan of these modes; an error is a clause that says what is wrong.
+    pub(crate) fn check(self, modes: &Modes) -> Result<(), String> {
         if self.of == 0 || self.of > LARGEST_MULTIPLE {
             return Err(format!("multiple_of is {}; it must be 1 to {LARGEST_MULTIPLE} packs", self.of));
         }
-        if self.remainder == Remainder::Drop && mode == (Mode::Hard { drop_last: false }) {
+        if self.remainder == Remainder::Drop && modes.all().contains(&Mode::Hard { drop_last: false }) {
             return Err("drop_last=False keeps the tails, and remainder=\"drop\" would leave them out again: pass \
                         remainder=\"repeat\", or leave drop_last out"
                 .into());
@@ -290,12 +329,20 @@ impl WholeOptions {
 impl PackRequest<'_> {
     /// Refuse arguments that contradict each other, before any length is read.
     pub(crate) fn check(&self) -> Result<(), PackError> {
-        self.mode.check(self.max_length).map_err(PackError::Invalid)?;
+        if let Modes::Each(modes) = &self.mode {
+            if modes.len() != self.lengths.len() || self.global_pack {
+                return Err(PackError::Invalid(
+                    "there is to be one mode for each dataset, and no global_pack=True".into(),
+                ));
+            }
+        }
+        let check = |mode: &Mode| mode.check(self.max_length);
+        self.mode.all().iter().try_for_each(check).map_err(PackError::Invalid)?;
         if let Some(costs) = &self.costs {
-            costs.check(self.mode, &self.lengths).map_err(PackError::Invalid)?;
+            costs.check(&self.mode, &self.lengths).map_err(PackError::Invalid)?;
         }
         if let Some(multiple) = self.multiple {
-            multiple.check(self.mode).map_err(PackError::Invalid)?;
+            multiple.check(&self.mode).map_err(PackError::Invalid)?;
         }
         if let SampleOrder::Given(order) = self.order {
             let [lengths] = self.lengths[..] else {

@@ -24,7 +24,7 @@ where
         lengths: vec![Integers::from(lengths)],
         order,
         max_length: 64,
-        mode: Mode::Hard { drop_last: true },
+        mode: Mode::Hard { drop_last: true }.into(),
         costs: None,
         multiple: None,
         global_pack: false,

@@ -73,7 +73,7 @@ fn two_datasets(drop_last: bool, global_pack: bool) -> PackRequest<'static> {
         lengths: TWO.iter().map(|&column| Integers::from(column)).collect(),
         order: SampleOrder::Natural,
         max_length: 8,
-        mode: Mode::Hard { drop_last },
+        mode: Mode::Hard { drop_last }.into(),
         costs: None,
         multiple: None,
         global_pack,

@@ -43,7 +43,7 @@ fn request(lengths: &[i64], max_length: u64) -> PackRequest<'_> {
         lengths: vec![Integers::from(lengths)],
         order: SampleOrder::Natural,
         max_length,
-        mode: Mode::Hard { drop_last: true },
+        mode: Mode::Hard { drop_last: true }.into(),
         costs: None,
         multiple: None,
         global_pack: false,
@@ -75,7 +75,7 @@ fn packing_and_verifying_whole_samples() {
         let options = WholeOptions { placement, overlong: Overlong::Split, max_samples: None, align: 1 };
         let request = PackRequest {
             order: SampleOrder::Given(Integers::from(&order[..])),
-            mode: Mode::Whole(options),
+            mode: Mode::Whole(options).into(),
             ..request(&lengths, 700)
         };
         let prepared = Packer::new(request, &mut NoProgress).unwrap();
@@ -92,7 +92,7 @@ fn packing_and_verifying_whole_samples() {
 fn packing_one_sample_of_many_parts() {
     let options =
         WholeOptions { placement: Placement::Sequential, overlong: Overlong::Split, max_samples: None, align: 1 };
-    let request = PackRequest { mode: Mode::Whole(options), ..request(&[5_000_000], 1) };
+    let request = PackRequest { mode: Mode::Whole(options).into(), ..request(&[5_000_000], 1) };
     let prepared = Packer::new(request, &mut NoProgress).unwrap();
     ends_at_any_tick(5_000_000 / (1 << 20), |progress| prepared.pack(progress).map(drop));
 }

@@ -33,7 +33,7 @@ impl Case {
                 (None, None) => SampleOrder::Natural,
             },
             max_length: self.max_length,
-            mode: Mode::Whole(self.options),
+            mode: Mode::Whole(self.options).into(),
             costs: None,
             multiple: None,
             global_pack: self.global_pack,
@@ -243,7 +243,7 @@ fn check_counts(case: &Case, plan: &Plan, streams: &[Vec<u64>]) {
     assert_eq!(whole.tokens_overlong_cut, plan.metadata.tokens - tokens);
     assert_eq!((whole.samples_overlong, whole.samples_empty), (overlong as u64, empty as u64));
     assert_eq!(whole.samples_packed, (used.len() - empty - dropped) as u64);
-    assert_eq!((plan.metadata.hard.as_ref(), plan.metadata.mode.as_str()), (None, case.request().mode.name()));
+    assert_eq!((plan.metadata.hard.as_ref(), plan.metadata.mode.as_str()), (None, Mode::Whole(case.options).name()));
 }
 
 fn options_of(placement: Placement, overlong: Overlong) -> WholeOptions {
@@ -321,7 +321,7 @@ fn samples_that_are_too_long_are_refused_before_any_work() {
             lengths: lengths.iter().map(|&column| Integers::from(column)).collect(),
             order: SampleOrder::Natural,
             max_length: 8,
-            mode: Mode::Whole(options_of(Placement::BestFit, Overlong::Error)),
+            mode: Mode::Whole(options_of(Placement::BestFit, Overlong::Error)).into(),
             costs: None,
             multiple: None,
             global_pack,
@@ -345,7 +345,7 @@ fn options_that_no_plan_can_have_are_refused() {
             lengths: vec![Integers::from(&lengths[..])],
             order: SampleOrder::Natural,
             max_length,
-            mode: Mode::Whole(options),
+            mode: Mode::Whole(options).into(),
             costs: None,
             multiple: None,
             global_pack: false,

@@ -27,7 +27,7 @@ impl Case {
             lengths: lengths.clone(),
             order,
             max_length: MAX_LENGTH,
-            mode: Mode::Whole(options),
+            mode: Mode::Whole(options).into(),
             costs: None,
             multiple: None,
             global_pack,

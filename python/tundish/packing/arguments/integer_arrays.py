@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_integer, format_type
 
-__all__ = ["IntegerArray", "as_integer_array", "as_length_arrays", "is_memory_map", "truncated_file"]
+__all__ = [
+    "IntegerArray",
+    "as_cost_arrays",
+    "as_integer_array",
+    "as_length_arrays",
+    "is_memory_map",
+    "truncated_file",
+]
 
 IntegerArray = NDArray[np.integer[Any]]
 _BOOLEANS = frozenset({bool, np.bool_})
@@ -192,6 +199,13 @@ def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> li
             f"{name} must be a list with the {name} of each dataset, not of type {type(lengths).__name__}"
         )
     return [as_integer_array(column, f"{name}[{number}]") for number, column in enumerate(lengths)]
+
+
+def as_cost_arrays(costs: Any, *, single: bool) -> list[IntegerArray]:
+    """The costs of one dataset, or of a list of datasets, in which None stands for no costs."""
+    if isinstance(costs, list | tuple):
+        costs = [np.empty(0, np.int64) if column is None else column for column in costs]
+    return as_length_arrays(costs, single=single, name="costs")
 
 
 def _is_one_dimensional(value: Any) -> bool:

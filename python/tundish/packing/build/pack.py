@@ -163,7 +163,7 @@ def pack_datasets(
     lengths: Sequence[Any],
     max_length: int,
     *,
-    mode: str = "hard",
+    mode: str | Sequence[str] = "hard",
     global_pack: bool = False,
     seed: int | None = None,
     drop_last: bool | None = None,
@@ -191,7 +191,9 @@ def pack_datasets(
     Args:
         lengths: The lengths of each dataset, as `pack` takes them.
         max_length: As in `pack`.
-        mode: As in `pack`.
+        mode: As in `pack`, or a list with a mode for each dataset: for example texts cut "hard", and samples with
+            images kept whole. Different modes make a plan of mode "mixed". Each dataset is then packed as `pack` packs
+            it alone, with the same seed, and the options that a mode has not are those of the others.
         global_pack: Pack all datasets as one.
         seed: As in `pack`, in one random stream over all datasets.
         drop_last: As in `pack`; each dataset has a tail of its own.
@@ -199,7 +201,7 @@ def pack_datasets(
         window: As in `pack`; each dataset has a window of its own.
         max_samples: As in `pack`.
         align: As in `pack`.
-        costs: As in `pack`, a list with the costs of each dataset.
+        costs: As in `pack`, a list with the costs of each dataset; None for those of mode "hard" among others.
         max_cost: As in `pack`.
         multiple_of: As in `pack`, for the packs of all datasets together.
         remainder: As in `pack`; of packs that are equally full, those of the dataset with the most packs are left out.
@@ -221,6 +223,9 @@ def pack_datasets(
         >>> plan = pack_datasets([np.array([5, 3]), np.array([9])], 4)
         >>> plan.dataset_id.tolist()
         [0, 0, 1, 1]
+        >>> texts_and_images = pack_datasets([[5, 9], [3, 4, 6]], 7, mode=["hard", "best_fit"])
+        >>> [[piece.sample for piece in pack.pieces] for pack in texts_and_images]
+        [[0, 1], [1], [0, 1], [2]]
     """
 
     def request() -> _native.PackRequest:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
+from tundish.packing.arguments.integer_arrays import IntegerArray, as_cost_arrays, as_integer_array
 from tundish.packing.arguments.integers import as_integer, as_threads
 
 __all__ = ["DEFAULT_WINDOW", "MODES", "OVERLONG", "REMAINDERS", "pack_request"]
@@ -52,7 +52,7 @@ def pack_request(
         InvalidTypeError: An argument is of the wrong type.
         InvalidInputError: An argument is out of range, or the mode does not use it.
     """
-    _check_choice(mode, "mode", MODES)
+    modes = _as_modes(mode, None if is_single else len(lengths), global_pack)
     for name, flag in (("drop_last", drop_last), ("global_pack", global_pack)):
         if not isinstance(flag, bool) and not (name == "drop_last" and flag is None):
             raise InvalidTypeError(f"{name} must be True or False, not {flag!r}")
@@ -62,26 +62,26 @@ def pack_request(
     aligned = as_integer(align, "align", 1, LARGEST_WHOLE_LENGTH)
     most = None if max_samples is None else as_integer(max_samples, "max_samples", 1, 2**63 - 1)
     opened = None if window is None else as_integer(window, "window", 1, LARGEST_WINDOW)
-    _check_use(mode, drop_last, overlong, opened, most, aligned)
-    limit = _as_cost_limit(costs, max_cost, mode, overlong)
+    _check_use(modes, drop_last, overlong, opened, most, aligned)
+    limit = _as_cost_limit(costs, max_cost, modes, overlong)
     multiple = None if multiple_of is None else as_integer(multiple_of, "multiple_of", 1, LARGEST_MULTIPLE)
     _check_remainder(multiple, remainder, drop_last)
-    if mode != "hard":
-        _check_length(mode, tokens, aligned)
+    if whole := [name for name in modes if name != "hard"]:
+        _check_length(whole[0], tokens, aligned)
     if opened is None:
-        opened = DEFAULT_WINDOW if mode == "ordered" else 1
+        opened = DEFAULT_WINDOW if "ordered" in modes else 1
     return {
         "lengths": lengths,
         "order": None if order is None else as_integer_array(order, "order"),
         "seed": None if seed is None else as_integer(seed, "seed", 0, 2**32 - 1),
         "max_length": tokens,
-        "mode": mode,
-        "drop_last": mode == "hard" and drop_last is not False,
+        "modes": modes,
+        "drop_last": "hard" in modes and drop_last is not False,
         "overlong": overlong or "error",
         "window": opened,
         "max_samples": most,
         "align": aligned,
-        "costs": None if costs is None else _as_cost_arrays(costs, lengths, is_single),
+        "costs": None if costs is None else _as_cost_arrays(costs, lengths, modes, is_single),
         "max_cost": limit,
         "multiple_of": multiple,
         "remainder": remainder or "drop",
@@ -98,11 +98,36 @@ def _check_choice(value: Any, name: str, choices: tuple[str, ...]) -> None:
         raise InvalidInputError(f"{name} is {value!r}; it must be one of {listed}")
 
 
+def _as_modes(mode: Any, datasets: int | None, global_pack: Any) -> list[str]:
+    """The mode of all datasets, or that of each; `datasets` is None where there may be one mode only."""
+    if datasets is None or not isinstance(mode, list | tuple):
+        _check_choice(mode, "mode", MODES)
+        return [mode]
+    for number, name in enumerate(mode):
+        _check_choice(name, f"mode[{number}]", MODES)
+    if len(mode) != datasets:
+        raise InvalidInputError(
+            f"mode has {len(mode)} entries for {datasets} datasets: give one mode for each, or one"
+        )
+    if len(set(mode)) <= 1:
+        return [*mode[:1]] or ["hard"]
+    if global_pack is True:
+        raise InvalidInputError(
+            "global_pack=True makes the datasets one, which has one mode: give one mode, or leave global_pack out"
+        )
+    return list(mode)
+
+
 def _check_use(
-    mode: str, drop_last: bool | None, overlong: str | None, window: int | None, most: int | None, align: int
+    modes: list[str],
+    drop_last: bool | None,
+    overlong: str | None,
+    window: int | None,
+    most: int | None,
+    align: int,
 ) -> None:
-    """Refuse arguments that the mode would ignore."""
-    if mode == "hard":
+    """Refuse arguments that every mode would ignore."""
+    if set(modes) == {"hard"}:
         given = [
             name
             for name, is_given in (
@@ -117,19 +142,20 @@ def _check_use(
                 f"mode 'hard' takes no {given[0]}: it cuts samples of any length where a pack is full. Leave "
                 f"{given[0]} out, or choose mode='best_fit', 'ordered' or 'sequential', which pack whole samples"
             )
-    elif drop_last is not None:
+    named = f"mode {modes[0]!r}" if len(modes) == 1 else f"mode {modes}"
+    if drop_last is not None and "hard" not in modes:
         raise InvalidInputError(
-            f"mode {mode!r} takes no drop_last: it packs whole samples, and no tail is left over. Leave drop_last "
+            f"{named} takes no drop_last: it packs whole samples, and no tail is left over. Leave drop_last "
             "out, or choose mode='hard'"
         )
-    if window is not None and mode != "ordered":
+    if window is not None and "ordered" not in modes:
         raise InvalidInputError(
-            f"mode {mode!r} takes no window: only mode='ordered' keeps a window of open packs. Leave window out, or "
+            f"{named} takes no window: only mode='ordered' keeps a window of open packs. Leave window out, or "
             "choose mode='ordered'"
         )
 
 
-def _as_cost_limit(costs: Any, max_cost: Any, mode: str, overlong: str | None) -> int:
+def _as_cost_limit(costs: Any, max_cost: Any, modes: list[str], overlong: str | None) -> int:
     """The limit of costs; 0 without costs."""
     if (costs is None) != (max_cost is None):
         given, missing = ("costs", "max_cost") if max_cost is None else ("max_cost", "costs")
@@ -139,7 +165,7 @@ def _as_cost_limit(costs: Any, max_cost: Any, mode: str, overlong: str | None) -
         )
     if costs is None:
         return 0
-    if mode == "hard":
+    if set(modes) == {"hard"}:
         raise InvalidInputError(
             "mode 'hard' takes no costs: it cuts samples where a pack is full. Leave costs and max_cost out, or choose "
             "mode='best_fit', 'ordered' or 'sequential', which pack whole samples"
@@ -152,12 +178,23 @@ def _as_cost_limit(costs: Any, max_cost: Any, mode: str, overlong: str | None) -
     return as_integer(max_cost, "max_cost", 0, 2**63 - 1)
 
 
-def _as_cost_arrays(costs: Any, lengths: list[IntegerArray], is_single: bool) -> list[IntegerArray]:
-    arrays = as_length_arrays(costs, single=is_single, name="costs")
+def _as_cost_arrays(
+    costs: Any, lengths: list[IntegerArray], modes: list[str], is_single: bool
+) -> list[IntegerArray]:
+    """The costs of each dataset; an empty array for a dataset of mode "hard" among others."""
+    if len(modes) > 1 and isinstance(costs, list | tuple) and len(costs) == len(modes):
+        for number, (name, column) in enumerate(zip(modes, costs, strict=True)):
+            if (name == "hard") != (column is None):
+                raise InvalidInputError(
+                    f"costs[{number}] is for mode {name!r}: give None for datasets of mode 'hard', which have no "
+                    "costs, and an array for each of the others"
+                )
+    arrays = as_cost_arrays(costs, single=is_single)
     if len(arrays) != len(lengths):
         raise InvalidInputError(f"costs are of {len(arrays)} datasets, and lengths of {len(lengths)}")
     for number, (of_costs, of_lengths) in enumerate(zip(arrays, lengths, strict=True)):
-        if len(of_costs) != len(of_lengths):
+        expected = 0 if len(modes) > 1 and modes[number] == "hard" else len(of_lengths)
+        if len(of_costs) != expected:
             raise InvalidInputError(
                 f"dataset {number} has {len(of_costs)} costs for {len(of_lengths)} samples: give one cost for each"
             )

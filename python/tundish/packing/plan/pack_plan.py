@@ -20,7 +20,7 @@ from tundish import _native
 from tundish.errors import InvalidInputError, PlanMismatchError, format_count
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
 from tundish.packing.arguments.paths import as_absolute
-from tundish.packing.plan.fields import fields_of
+from tundish.packing.plan.fields import fields_of, plan_parts
 from tundish.packing.plan.pack import Pack, PackBatch, Piece, pack_numbers
 from tundish.packing.plan.pickling import pickled_lengths, plan_in_block, plan_in_folder, plan_of_columns
 
@@ -48,10 +48,11 @@ class PackPlan:
         piece_start, piece_stop: First token taken of each piece's sample, and one past the last, (pieces,). None unless
             `overlong` is "split" or "truncate".
         max_length: Tokens a pack at most; in mode "hard" all packs but the last are full.
-        mode: "hard", "best_fit", "ordered" or "sequential".
+        mode: "hard", "best_fit", "ordered" or "sequential"; "mixed" if datasets have different modes.
+        modes: The mode of each dataset.
         seed: The seed that the order was drawn from, or None.
-        drop_last: Whether the tail shorter than a pack was left out; None unless the mode is "hard".
-        overlong: What happened to samples longer than `max_length`; None in mode "hard".
+        drop_last: Whether tails shorter than a pack were left out; None unless a mode is "hard".
+        overlong: What happened to samples longer than `max_length`; None if all modes are "hard".
         window: Packs that were open at a time; None in modes "hard" and "best_fit".
         max_samples: Pieces a pack at most, or None.
         align: Each piece takes a multiple of so many tokens of its pack; 1 for no padding.
@@ -101,7 +102,10 @@ class PackPlan:
         """
         self._metadata_json = metadata
         self._metadata: dict[str, Any] = json.loads(metadata)
-        hard, whole = (self._metadata.get(family) or {} for family in ("hard", "whole"))
+        parts = plan_parts(self._metadata)
+        # Options are the same for all datasets whose mode has them.
+        hard: dict[str, Any] = next((part["hard"] for part in parts if part.get("hard")), {})
+        whole: dict[str, Any] = next((part["whole"] for part in parts if part.get("whole")), {})
         self._columns = tuple(columns)
         self._fields = fields_of(whole.get("overlong"))
         for name, column in zip(self._fields, self._columns, strict=True):
@@ -115,10 +119,13 @@ class PackPlan:
         self._block = block
         self.max_length: int = self._metadata["max_length"]
         self.mode: str = self._metadata["mode"]
+        mixed = [part["mode"] for part in self._metadata.get("parts", [])]
+        self.modes: tuple[str, ...] = tuple(mixed or [self.mode] * len(self._metadata["samples"]))
         self.seed: int | None = self._metadata["seed"]
         self.drop_last: bool | None = hard.get("drop_last")
         self.overlong: str | None = whole.get("overlong")
-        self.window: int | None = whole.get("window")
+        windows = [part["whole"]["window"] for part in parts if part["mode"] == "ordered"]
+        self.window: int | None = windows[0] if windows else whole.get("window")
         self.max_samples: int | None = whole.get("max_samples")
         self.align: int = whole.get("align", 1)
         self.max_cost: int | None = whole.get("max_cost")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from tundish.packing.arguments.paths import as_path
 if TYPE_CHECKING:
     from tundish.packing.plan.readable_plan import ReadablePlan
 
-__all__ = ["plot_plan"]
+__all__ = ["as_picture_path", "frame", "percent", "plot_plan", "short", "write_figure"]
 
 # Packs and pieces that are counted together: some tens of megabytes.
 SLICE_PACKS = 1 << 16
@@ -64,6 +64,18 @@ class PlotCounts:
 
 def plot_plan(plan: ReadablePlan, path: str | os.PathLike[str]) -> Path:
     """Plot `plan` to `path` (see `PackPlan.plot`), and return the path."""
+    target = as_picture_path(path)
+    return write_figure(target, (12, 8), lambda figure: _draw(figure, plan, count(plan)))
+
+
+def as_picture_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a picture.
+
+    Raises:
+        InvalidInputError: It has another ending than those of `FORMATS`.
+        NotFoundError: Its folder does not exist.
+        MissingExtraError: matplotlib is not installed.
+    """
     target = as_path(path, "path")
     if target.suffix.lower() not in FORMATS:
         raise InvalidInputError(
@@ -72,13 +84,20 @@ def plot_plan(plan: ReadablePlan, path: str | os.PathLike[str]) -> Path:
     if not target.parent.is_dir():
         raise NotFoundError(2, "no such folder to write the plot to; make it first", str(target.parent))
     try:
-        import matplotlib.backends.backend_agg as agg
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         missing_extra("plot", "matplotlib", "plotting a plan")
-    figure = Figure(figsize=(12, 8), dpi=150, facecolor="white")
+    return target
+
+
+def write_figure(target: Path, inches: tuple[float, float], draw: Callable[[Any], None]) -> Path:
+    """Draw a figure of this size to a file, and return its path."""
+    import matplotlib.backends.backend_agg as agg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, dpi=150, facecolor="white")
     agg.FigureCanvasAgg(figure)
-    _draw(figure, plan, count(plan))
+    draw(figure)
     picture = io.BytesIO()
     figure.savefig(picture, format=target.suffix[1:].lower())
     _native.replace_file(target, picture.getvalue())
@@ -183,11 +202,11 @@ def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
         weight="bold",
     )
     line = (
-        f"{stats['samples']:,} samples   ·   {_short(stats['tokens'])} tokens   ·   {plan.mode} packing   ·   "
+        f"{stats['samples']:,} samples   ·   {short(stats['tokens'])} tokens   ·   {plan.mode} packing   ·   "
         f"seed {'none' if plan.seed is None else plan.seed}   ·   {plan.fingerprint[:12]}"
     )
     if counts.share < 1:
-        line += f"   ·   estimated from {_percent(counts.share)} of the packs"
+        line += f"   ·   estimated from {percent(counts.share)} of the packs"
     figure.text(0.07, 0.905, line, fontsize=11, color=SOFT)
     _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts)
     _draw_pieces(figure.add_subplot(grid[0, 1]), stats, counts)
@@ -201,9 +220,9 @@ def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
 def _draw_lengths(axes: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
     title, counted = "Longest piece of each pack", "packs"
     if _has_sizes(plan):
-        counted = "samples" if plan.piece_stop is None else "pieces"
+        counted = "samples" if plan.piece_stop is None and plan.mode != "mixed" else "pieces"
         title = f"Length of {counted}"
-    _frame(axes, title, "tokens", counted)
+    frame(axes, title, "tokens", counted)
     filled = np.flatnonzero(counts.lengths[1:])
     if not len(filled):
         _nothing(axes)
@@ -234,7 +253,7 @@ def _draw_lengths(axes: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
 
 
 def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
-    _frame(axes, "Pieces a pack", "pieces", "packs")
+    frame(axes, "Pieces a pack", "pieces", "packs")
     if not counts.pieces.any():
         _nothing(axes)
         return
@@ -264,7 +283,7 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
 
 def _draw_cuts(axes: Any, counts: PlotCounts) -> None:
     total = int(counts.parts.sum())
-    _frame(axes, "Packs a sample lies in", "packs", "samples")
+    frame(axes, "Packs a sample lies in", "packs", "samples")
     if not total:
         _nothing(axes)
         return
@@ -279,21 +298,24 @@ def _draw_cuts(axes: Any, counts: PlotCounts) -> None:
     if len(tail) > shown:
         names[-1] += " or more"
     bars = axes.bar(names, heights / counts.share, color=[BLUE] + [ORANGE] * (len(heights) - 1), width=0.7)
-    axes.bar_label(bars, [_percent(height / total) for height in heights], color=INK, fontsize=9.5, padding=3)
+    axes.bar_label(bars, [percent(height / total) for height in heights], color=INK, fontsize=9.5, padding=3)
     axes.margins(y=0.15)
     cut = (total - int(counts.parts[1])) / total
-    _note(axes, f"{_percent(cut)} of the samples are cut")
+    _note(axes, f"{percent(cut)} of the samples are cut")
 
 
 def _draw_overlong(axes: Any, plan: ReadablePlan, stats: dict[str, Any]) -> None:
-    _frame(axes, "Overlong samples", "", "samples")
+    frame(axes, "Overlong samples", "", "samples")
     bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
+    if plan.mode == "mixed":
+        overlong = stats["samples_overlong"] if plan.overlong in ("split", "truncate") else 0
+        bars.append(("cut hard", max(0, stats["samples_cut"] - overlong), PALE))
     note = "none"
     if plan.overlong != "error":
         done = {"split": "split", "truncate": "truncated"}.get(plan.overlong or "", "dropped")
         bars.append((done, stats["samples_overlong"], ORANGE))
         note = (
-            f"{stats['samples_overlong']:,} are {done}, and {_short(stats['tokens_dropped'])} tokens left out"
+            f"{stats['samples_overlong']:,} are {done}, and {short(stats['tokens_dropped'])} tokens left out"
         )
     bars.append(("empty, left out", stats["samples_empty"], PALE))
     names, heights, colors = zip(*bars, strict=True)
@@ -302,14 +324,14 @@ def _draw_overlong(axes: Any, plan: ReadablePlan, stats: dict[str, Any]) -> None
         _nothing(axes)
         return
     drawn = axes.bar(names, heights, color=colors, width=0.7)
-    labels = [_percent(height / total) for height in heights]
+    labels = [percent(height / total) for height in heights]
     axes.bar_label(drawn, labels, color=INK, fontsize=9.5, padding=3)
     axes.margins(y=0.15)
     _note(axes, note)
 
 
 def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: PlotCounts) -> None:
-    _frame(axes, "Where the tokens go", "", "")
+    frame(axes, "Where the tokens go", "", "")
     axes.grid(False)
     packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
     losses: list[tuple[float, str, str]] = []
@@ -332,11 +354,11 @@ def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: P
         for lost, color, word in losses:
             axes.barh(row, lost / widest, left=left / widest, color=color, height=0.42)
             left += lost
-            said.append(f"{_short(lost)} {word} ({_percent(lost / total if total else 0.0)})")
+            said.append(f"{short(lost)} {word} ({percent(lost / total if total else 0.0)})")
         axes.text(
             0,
             row - 0.29,
-            f"{name}: {_short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}",
+            f"{name}: {short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}",
             color=INK,
             fontsize=10.5,
             va="bottom",
@@ -351,7 +373,7 @@ def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: P
         _below(axes, f"padded: each {each} filled up to a whole number of packs")
 
 
-def _frame(axes: Any, title: str, below: str, beside: str) -> None:
+def frame(axes: Any, title: str, below: str, beside: str) -> None:
     axes.set_title(title, loc="left", fontsize=13, color=INK, weight="bold", pad=10)
     axes.set_xlabel(below, color=SOFT, fontsize=10)
     axes.set_ylabel(beside, color=SOFT, fontsize=10)
@@ -361,7 +383,7 @@ def _frame(axes: Any, title: str, below: str, beside: str) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
-    axes.yaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.yaxis.set_major_formatter(lambda value, _: short(value))
 
 
 def _headroom(axes: Any) -> None:
@@ -383,13 +405,13 @@ def _nothing(axes: Any) -> None:
     axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center", color=SOFT, fontsize=11)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     if 0 < share < 0.001:
         return "< 0.1 %"
     return f"{share * 100:.1f} %"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g} {letter}"

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tundish import _native
 from tundish.errors import PlanMismatchError
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
+from tundish.packing.arguments.integer_arrays import IntegerArray, as_cost_arrays, as_integer_array
 from tundish.packing.arguments.integers import as_threads
 from tundish.progress import ProgressLine
 
@@ -32,7 +32,7 @@ def verify_plan(
         PlanMismatchError: The plan does not belong to the lengths and the order; the message says what to do.
     """
     given = None if order is None else as_integer_array(order, "order")
-    costed = None if costs is None else as_length_arrays(costs, single=len(lengths) == 1, name="costs")
+    costed = None if costs is None else as_cost_arrays(costs, single=len(lengths) == 1)
     try:
         with ProgressLine("plan", progress) as line:
             _native.verify_plan(columns, metadata, lengths, given, costed, as_threads(threads), line.callback)

@@ -4,8 +4,10 @@
 //! (`samples`) and appends packs to the plan (`output`). `multiple` stands between the two where packs are left out or
 //! repeated.
 
+mod closed_packs;
 mod costs;
 mod hard;
+mod mixed;
 mod multiple;
 mod output;
 mod refusals;
@@ -14,6 +16,7 @@ mod samples;
 mod scan;
 mod whole;
 
+use std::ops::Range;
 use std::path::Path;
 
 use crate::error::PackError;
@@ -22,12 +25,14 @@ use crate::folder::{FolderWriter, check_disk_space};
 use crate::inputs::{SampleLengths, SampleOrder};
 use crate::memory;
 use crate::plan::{
-    FORMAT_VERSION, Field, HardMetadata, OrderKind, Plan, PlanInteger, PlanMetadata, WholeMetadata, WideColumns,
+    FORMAT_VERSION, Field, HardMetadata, MIXED, OrderKind, PartMetadata, Plan, PlanInteger, PlanMetadata,
+    WholeMetadata, WideColumns,
 };
 use crate::progress::Progress;
-use crate::request::{Mode, Overlong, PackMultiple, PackRequest, Remainder, WholeOptions};
+use crate::request::{Mode, Modes, PackMultiple, PackRequest, Remainder, WholeOptions};
 use crate::threads::Threads;
 
+pub(crate) use closed_packs::{ClosedPack, PackMeter, PackRows, PackSplitter};
 pub(crate) use costs::{CheckedCosts, StreamCosts};
 use output::{MemoryOutput, WidthProbe};
 pub(crate) use output::{PackColumns, PlanOutput};
@@ -84,9 +89,7 @@ impl<'a> Packer<'a> {
     /// negative or more than a pack may cost; options that contradict each other; an order with several datasets; an interrupt.
     pub fn new(request: PackRequest<'a>, progress: &mut dyn Progress) -> Result<Self, PackError> {
         let packer = Self::scanned(request, progress)?;
-        if let Mode::Whole(WholeOptions { overlong: Overlong::Error, .. }) = packer.request.mode {
-            packer.refuse_overlong(progress)?;
-        }
+        packer.refuse_overlong(progress)?;
         packer.refuse_too_costly(progress)?;
         Ok(packer)
     }
@@ -143,19 +146,12 @@ impl<'a> Packer<'a> {
     fn fingerprint(&self, order_digest: u128) -> Fingerprint {
         let mut hash = ParameterHash::new("tundish plan");
         hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
-        hash.push("mode", self.request.mode.name().as_bytes());
+        if let Modes::Each(_) = self.request.mode {
+            hash.push("mode", MIXED.as_bytes());
+        }
         hash.push("max_length", &self.request.max_length.to_le_bytes());
-        match self.request.mode {
-            Mode::Hard { drop_last } => hash.push("drop_last", &[u8::from(drop_last)]),
-            Mode::Whole(WholeOptions { placement, overlong, max_samples, align }) => {
-                hash.push("overlong", overlong.name().as_bytes());
-                hash.push("align", &align.to_le_bytes());
-                for (name, value) in [("window", placement.window()), ("max_samples", max_samples)] {
-                    if let Some(value) = value {
-                        hash.push(name, &value.to_le_bytes());
-                    }
-                }
-            }
+        for mode in self.request.mode.all() {
+            push_mode(&mut hash, *mode);
         }
         if let Some(costs) = &self.costs {
             costs.push_to(&mut hash);
@@ -179,6 +175,14 @@ impl<'a> Packer<'a> {
         hash.finish()
     }
 
+    /// The options of a stream of whole samples.
+    fn whole_options(&self, stream: usize) -> Option<WholeOptions> {
+        match self.request.mode.of(stream) {
+            Mode::Whole(options) => Some(options),
+            Mode::Hard { .. } => None,
+        }
+    }
+
     /// How many samples of a stream are packed, and how many an order leaves out.
     pub(crate) fn ordered_samples(&self, stream: &SampleLengths<'_>) -> (u64, u64) {
         match self.request.order {
@@ -188,16 +192,16 @@ impl<'a> Packer<'a> {
     }
 
     /// The sum of what `bound` says of the packs and pieces of each stream.
-    fn bounds(&self, bound: impl Fn(&SampleLengths<'a>, &ScanResult) -> (u64, u64)) -> (u64, u64) {
-        self.streams.iter().zip(&self.scans).fold((0, 0), |(packs, pieces), (stream, scan)| {
-            let (more_packs, more_pieces) = bound(stream, scan);
+    fn bounds(&self, bound: impl Fn(Mode, &SampleLengths<'a>, &ScanResult) -> (u64, u64)) -> (u64, u64) {
+        self.streams.iter().zip(&self.scans).enumerate().fold((0, 0), |(packs, pieces), (number, (stream, scan))| {
+            let (more_packs, more_pieces) = bound(self.request.mode.of(number), stream, scan);
             (packs.saturating_add(more_packs), pieces.saturating_add(more_pieces))
         })
     }
 
     /// The most packs and pieces that the plan can have, before packs are repeated.
     fn most(&self) -> (u64, u64) {
-        self.bounds(|stream, scan| match self.request.mode {
+        self.bounds(|mode, stream, scan| match mode {
             Mode::Hard { drop_last } => hard::most(self, drop_last, stream, scan),
             Mode::Whole(options) => whole::most(self, &options, stream, scan),
         })
@@ -205,7 +209,7 @@ impl<'a> Packer<'a> {
 
     /// The least packs and pieces that the plan can have, whatever the order is.
     fn least(&self) -> (u64, u64) {
-        let (packs, pieces) = self.bounds(|stream, scan| match self.request.mode {
+        let (packs, pieces) = self.bounds(|mode, stream, scan| match mode {
             Mode::Hard { drop_last } => hard::least(self, drop_last, stream, scan),
             Mode::Whole(options) => whole::least(self, &options, stream, scan),
         });
@@ -227,8 +231,12 @@ impl<'a> Packer<'a> {
         (of - 1, self.most().1.saturating_mul(times))
     }
 
+    pub(crate) fn has_piece_ranges(&self) -> bool {
+        self.request.mode.have_piece_ranges()
+    }
+
     fn fields(&self) -> &'static [Field] {
-        Field::of_plan(self.request.mode.has_piece_ranges())
+        Field::of_plan(self.has_piece_ranges())
     }
 
     /// Whether the plan is computed in 32 bits: all sums that the modes make fit.
@@ -315,15 +323,28 @@ impl<'a> Packer<'a> {
         }
     }
 
-    /// Append all packs that the mode makes.
+    /// Append all packs of the streams in `streams`, which have one mode, as a plan of their own.
     fn run_mode<P: PlanInteger>(
         &self,
+        streams: Range<usize>,
         output: &mut dyn PlanOutput<P>,
         progress: &mut dyn Progress,
     ) -> Result<Packed, PackError> {
-        match self.request.mode {
-            Mode::Hard { drop_last } => hard::run(self, drop_last, output, progress),
-            Mode::Whole(options) => whole::run(self, &options, output, progress),
+        match self.request.mode.of(streams.start) {
+            Mode::Hard { drop_last } => hard::run(self, drop_last, streams, output, progress),
+            Mode::Whole(options) => whole::run(self, &options, streams, output, progress),
+        }
+    }
+
+    /// Append all packs, before any are left out or repeated.
+    fn run_modes<P: PlanInteger>(
+        &self,
+        output: &mut dyn PlanOutput<P>,
+        progress: &mut dyn Progress,
+    ) -> Result<Vec<Packed>, PackError> {
+        match &self.request.mode {
+            Modes::All(_) => Ok(vec![self.run_mode(0..self.streams.len(), output, progress)?]),
+            Modes::Each(_) => mixed::run(self, output, progress),
         }
     }
 
@@ -338,32 +359,71 @@ impl<'a> Packer<'a> {
                 let (packed, multiple) = multiple::run(self, asked, output, progress)?;
                 (packed, Some(multiple))
             }
-            None => (self.run_mode(output, progress)?, None),
+            None => (self.run_modes(output, progress)?, None),
         };
+        let sum = |value: fn(&Packed) -> u64| packed.iter().map(value).sum();
+        let (tokens, tokens_packed) = (sum(|part| part.tokens), sum(|part| part.tokens_packed));
+        let (packs, pieces) = (sum(|part| part.packs), sum(|part| part.pieces));
+        let order_digest = packed.first().map_or(0, |part| part.order_digest);
         let (order, seed) = match request.order {
             SampleOrder::Natural => (OrderKind::Natural, None),
             SampleOrder::Given(_) => (OrderKind::Given, None),
             SampleOrder::Seed(seed) => (OrderKind::Seed, Some(seed)),
         };
-        let fingerprint = self.fingerprint(packed.order_digest).to_string();
+        let fingerprint = self.fingerprint(order_digest).to_string();
         self.check_fingerprint(&fingerprint)?;
-        Ok(PlanMetadata {
+        let mut metadata = PlanMetadata {
             format_version: FORMAT_VERSION,
-            mode: request.mode.name().into(),
+            mode: MIXED.into(),
             max_length: request.max_length,
             global_pack: request.global_pack,
             order,
             seed,
             samples: request.lengths.iter().map(|lengths| lengths.len() as u64).collect(),
-            tokens: packed.tokens,
-            tokens_packed: packed.tokens_packed,
-            packs: packed.packs,
-            pieces: packed.pieces,
-            hard: packed.hard,
-            whole: packed.whole,
-            multiple,
+            tokens,
+            tokens_packed,
+            packs,
+            pieces,
+            hard: None,
+            whole: None,
+            parts: Vec::new(),
+            multiple: None,
             fingerprint,
-        })
+        };
+        let mut parts: Vec<PartMetadata> =
+            packed.into_iter().zip(request.mode.all()).map(|(part, mode)| part.into_metadata(*mode)).collect();
+        match &request.mode {
+            Modes::Each(_) => metadata.parts = parts,
+            Modes::All(_) => {
+                if let Some(PartMetadata { mode, hard, whole, .. }) = parts.pop() {
+                    (metadata.mode, metadata.hard, metadata.whole) = (mode, hard, whole);
+                }
+            }
+        }
+        Ok(metadata.with_multiple(multiple))
+    }
+}
+
+impl Packed {
+    fn into_metadata(self, mode: Mode) -> PartMetadata {
+        let Self { tokens, tokens_packed, packs, pieces, hard, whole, .. } = self;
+        PartMetadata { mode: mode.name().into(), tokens, tokens_packed, packs, pieces, hard, whole }
+    }
+}
+
+fn push_mode(hash: &mut ParameterHash, mode: Mode) {
+    hash.push("mode", mode.name().as_bytes());
+    match mode {
+        Mode::Hard { drop_last } => hash.push("drop_last", &[u8::from(drop_last)]),
+        Mode::Whole(WholeOptions { placement, overlong, max_samples, align }) => {
+            hash.push("overlong", overlong.name().as_bytes());
+            hash.push("align", &align.to_le_bytes());
+            for (name, value) in [("window", placement.window()), ("max_samples", max_samples)] {
+                if let Some(value) = value {
+                    hash.push(name, &value.to_le_bytes());
+                }
+            }
+        }
     }
 }
 

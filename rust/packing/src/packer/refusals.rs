@@ -4,7 +4,7 @@ use super::Packer;
 use crate::error::PackError;
 use crate::inputs::{OrderedSamples, SampleLengths, SampleOrder, check_order};
 use crate::progress::Progress;
-use crate::request::{Mode, Overlong, WholeOptions};
+use crate::request::{Overlong, WholeOptions};
 
 /// The samples at fault.
 struct Refused {
@@ -19,7 +19,10 @@ impl Packer<'_> {
     /// Refuse samples of the order that are longer than a pack.
     pub(super) fn refuse_overlong(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
         let max_length = self.request.max_length;
-        let may_be = |stream: usize| self.scans[stream].longest > max_length;
+        let is_refused = |options: WholeOptions| options.overlong == Overlong::Error;
+        let may_be = |stream: usize| {
+            self.whole_options(stream).is_some_and(is_refused) && self.scans[stream].longest > max_length
+        };
         match self.find(may_be, |_, _, length| Some(length).filter(|&length| length > max_length), progress)? {
             Some(Refused { count, dataset, sample, value: length }) => {
                 Err(PackError::Overlong { count, dataset, sample, length, max_length })
@@ -30,16 +33,15 @@ impl Packer<'_> {
 
     /// Refuse samples of the order that cost more than a pack may.
     pub(super) fn refuse_too_costly(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
-        let (Some(costs), Mode::Whole(WholeOptions { overlong, .. })) = (&self.costs, self.request.mode) else {
-            return Ok(());
-        };
+        let Some(costs) = &self.costs else { return Ok(()) };
         let (max_cost, max_length) = (costs.max_cost(), self.request.max_length);
-        let is_left_out = |length: u64| length == 0 || (length > max_length && overlong == Overlong::Drop);
         let cost_of = |stream: usize, sample: u64, length: u64| {
+            let drops = self.whole_options(stream).is_some_and(|options| options.overlong == Overlong::Drop);
+            let is_left_out = length == 0 || (length > max_length && drops);
             let cost = costs.of_stream(stream).of(sample as i64);
-            Some(cost).filter(|&cost| cost > max_cost && !is_left_out(length))
+            Some(cost).filter(|&cost| cost > max_cost && !is_left_out)
         };
-        match self.find(|_| true, cost_of, progress)? {
+        match self.find(|stream| self.whole_options(stream).is_some(), cost_of, progress)? {
             Some(Refused { count, dataset, sample, value: cost }) => {
                 Err(PackError::TooCostly { count, dataset, sample, cost, max_cost })
             }

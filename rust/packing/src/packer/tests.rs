@@ -36,7 +36,7 @@ proptest! {
         global_pack in any::<bool>(),
     ) {
         let multiple = multiple.map(|(of, remainder)| PackMultiple { of, remainder });
-        let multiple = multiple.filter(|multiple| multiple.check(mode).is_ok());
+        let multiple = multiple.filter(|multiple| multiple.check(&mode.into()).is_ok());
         // Modes of whole samples have packs of 2^28 tokens at most.
         let shift = if is_shifted && matches!(mode, Mode::Hard { .. }) { 32 } else { 0 };
         let lengths: Vec<u64> = lengths.iter().map(|length| length << shift).collect();
@@ -48,7 +48,7 @@ proptest! {
                 lengths: datasets.iter().map(|&lengths| Integers::from(lengths)).collect(),
                 order,
                 max_length: (units * align) << shift,
-                mode,
+                mode: mode.into(),
                 costs: None,
                 multiple,
                 global_pack,

@@ -3,8 +3,9 @@
 use serde::{Deserialize, Serialize};
 
 use super::multiple::MultipleMetadata;
+use super::parts::{self, PartMetadata};
 use crate::error::PackError;
-use crate::request::{Mode, Overlong, Placement, Remainder, WholeOptions};
+use crate::request::{Mode, Modes, Overlong, Placement, Remainder, WholeOptions};
 
 /// Where the order of the samples came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +28,7 @@ pub const FORMAT_VERSION: u32 = 1;
 pub struct PlanMetadata {
     /// Always `FORMAT_VERSION`.
     pub format_version: u32,
-    /// The algorithm: `hard`, `best_fit`, `ordered` or `sequential`.
+    /// The algorithm: `hard`, `best_fit`, `ordered` or `sequential`; `mixed` where each dataset has its own.
     pub mode: String,
     /// Tokens a pack.
     pub max_length: u64,
@@ -53,6 +54,9 @@ pub struct PlanMetadata {
     /// Only of the other modes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub whole: Option<WholeMetadata>,
+    /// Only of `mixed`: the packs of each dataset, before any were left out or repeated.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parts: Vec<PartMetadata>,
     /// Only where the number of packs was made a multiple.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub multiple: Option<MultipleMetadata>,
@@ -136,10 +140,28 @@ impl PlanMetadata {
     /// Whether the plan has `piece_start` and `piece_stop`.
     #[must_use]
     pub fn has_piece_ranges(&self) -> bool {
-        self.whole.as_ref().is_some_and(|whole| matches!(whole.overlong, Overlong::Split | Overlong::Truncate))
+        let has_ranges = |whole: &WholeMetadata| matches!(whole.overlong, Overlong::Split | Overlong::Truncate);
+        self.all_whole().any(has_ranges)
     }
 
-    /// The algorithm that made the plan; an error is a clause that says why there is none.
+    /// What the samples of a pack cost together at most.
+    pub(crate) fn max_cost(&self) -> Option<u64> {
+        self.all_whole().find_map(|whole| whole.max_cost)
+    }
+
+    fn all_whole(&self) -> impl Iterator<Item = &WholeMetadata> {
+        self.whole.iter().chain(self.parts.iter().filter_map(|part| part.whole.as_ref()))
+    }
+
+    /// The algorithm that made the plan, or those of its parts; an error is a clause that says why there is none.
+    pub(crate) fn modes(&self) -> Result<Modes, String> {
+        if self.parts.is_empty() {
+            return self.made_with().map(Modes::All);
+        }
+        self.as_parts().iter().map(Self::made_with).collect::<Result<_, _>>().map(Modes::Each)
+    }
+
+    /// The algorithm that made a plan that is not mixed.
     pub(crate) fn made_with(&self) -> Result<Mode, String> {
         let mode = match (&self.hard, &self.whole) {
             (Some(hard), None) if self.mode == "hard" => Mode::Hard { drop_last: hard.drop_last },
@@ -169,7 +191,7 @@ impl PlanMetadata {
         if self.format_version != FORMAT_VERSION {
             return Err(format!("format version {} is unknown", self.format_version));
         }
-        self.made_with()?;
+        self.modes()?;
         let hexadecimal = |digit: u8| digit.is_ascii_digit() || (b'a'..=b'f').contains(&digit);
         if self.fingerprint.len() != 32 || !self.fingerprint.bytes().all(hexadecimal) {
             return Err("the fingerprint is not 32 hexadecimal digits".into());
@@ -195,11 +217,41 @@ impl PlanMetadata {
         if let Some(multiple) = &self.multiple {
             multiple.check(self)?;
         }
-        match (&self.hard, &self.whole) {
-            (Some(hard), _) => hard.check(&self.without_repeated()),
-            (_, Some(whole)) => whole.check(&all),
-            _ => Ok(()),
+        if !self.parts.is_empty() {
+            parts::check(&all)?;
         }
+        all.as_parts().iter().try_for_each(|part| match (&part.hard, &part.whole) {
+            (Some(hard), _) => hard.check(part, self.packs_left_out() > 0),
+            (_, Some(whole)) => whole.check(part),
+            _ => Ok(()),
+        })
+    }
+
+    /// A mixed plan as one plan for each dataset, before packs were left out or repeated; another plan as itself.
+    pub(crate) fn as_parts(&self) -> Vec<Self> {
+        if self.parts.is_empty() {
+            return vec![self.with_left_out()];
+        }
+        let part = |(part, &samples): (&PartMetadata, &u64)| part.as_plan(self, samples);
+        self.parts.iter().zip(&self.samples).map(part).collect()
+    }
+
+    /// As it is once packs are left out or repeated.
+    pub(crate) fn with_multiple(mut self, multiple: Option<MultipleMetadata>) -> Self {
+        let Some(MultipleMetadata { remainder, packs, pieces, tokens, .. }) = multiple else { return self };
+        match remainder {
+            Remainder::Drop => {
+                self.packs -= packs;
+                self.pieces -= pieces;
+                self.tokens_packed = self.tokens_packed.saturating_sub(tokens);
+            }
+            Remainder::Repeat => {
+                self.packs += packs;
+                self.pieces += pieces;
+            }
+        }
+        self.multiple = multiple;
+        self
     }
 
     /// As it was before packs were repeated.
@@ -239,19 +291,19 @@ impl PlanMetadata {
 }
 
 impl HardMetadata {
-    fn check(&self, plan: &PlanMetadata) -> Result<(), String> {
+    fn check(&self, plan: &PlanMetadata, lost_packs: bool) -> Result<(), String> {
         let streams = if plan.global_pack { 1 } else { plan.samples.len() };
         if self.tail_start.len() != streams {
             return Err(format!("tails are of {} datasets, and there are {}", self.tail_start.len(), streams));
         }
         self.check_pieces(plan)?;
-        self.check_tokens(plan)
+        self.check_tokens(plan, lost_packs)
     }
 
     /// Check the counts of pieces: a piece is the beginning of a sample, or its continuation in another pack.
     fn check_pieces(&self, plan: &PlanMetadata) -> Result<(), String> {
         let samples = plan.all_samples();
-        let most = samples + u128::from(plan.with_left_out().packs.saturating_sub(1));
+        let most = samples + u128::from(plan.packs.saturating_sub(1));
         let (pieces, empty) = (u128::from(plan.pieces), u128::from(self.empty_on_boundary));
         if plan.pieces < plan.packs || pieces + empty > most {
             return Err(format!(
@@ -262,25 +314,24 @@ impl HardMetadata {
         Ok(())
     }
 
-    /// Check the counts of tokens: each stream drops less than a pack, or lacks less than that in its last pack. Packs
-    /// that are left out are part of the tails.
-    fn check_tokens(&self, plan: &PlanMetadata) -> Result<(), String> {
+    /// Check the counts of tokens: each stream drops less than a pack, or lacks less than that in its last pack. If packs
+    /// were left out afterwards, a tail begins with the first of them.
+    fn check_tokens(&self, plan: &PlanMetadata, lost_packs: bool) -> Result<(), String> {
         let full = u128::from(plan.packs) * u128::from(plan.max_length);
         let (tokens, packed) = (u128::from(plan.tokens), u128::from(plan.tokens_packed));
         let (complete, rest) =
             if self.drop_last { (packed == full, tokens - packed) } else { (packed == tokens, full - packed) };
         let with_samples = plan.samples.iter().filter(|&&samples| samples > 0).count() as u128;
         let with_samples = with_samples.min(self.tail_start.len() as u128);
-        let left_out = u128::from(plan.packs_left_out()) * u128::from(plan.max_length);
-        if !complete || rest > with_samples * u128::from(plan.max_length - 1) + left_out {
+        if !complete || rest > with_samples * u128::from(plan.max_length - 1) {
             return Err(format!(
                 "{} packs of {} tokens hold {packed} of {tokens}, with drop_last={}",
                 plan.packs, plan.max_length, self.drop_last
             ));
         }
         let tails = self.tail_start.iter().filter(|&&start| start > 0).count() as u128;
-        if tails > rest.min(plan.packs.into()) || self.tail_start.iter().any(|&start| start > 0 && start >= plan.tokens)
-        {
+        let most_tails = if lost_packs { plan.packs.into() } else { rest.min(plan.packs.into()) };
+        if tails > most_tails || self.tail_start.iter().any(|&start| start > 0 && start >= plan.tokens) {
             return Err("a tail starts where no sample is".into());
         }
         Ok(())

@@ -8,6 +8,7 @@ mod column;
 mod lookup;
 mod metadata;
 mod multiple;
+mod parts;
 
 use crate::error::PackError;
 use crate::inputs::Integers;
@@ -17,6 +18,8 @@ pub(crate) use column::{PlanInteger, WideColumns};
 pub use lookup::{AsIntegers, AttachedLengths, LocatedPacks, PackBatch, TO_THE_END, locate, lookup};
 pub use metadata::{FORMAT_VERSION, HardMetadata, OrderKind, PlanMetadata, WholeMetadata};
 pub use multiple::MultipleMetadata;
+pub(crate) use parts::MIXED;
+pub use parts::PartMetadata;
 
 /// A plan in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]

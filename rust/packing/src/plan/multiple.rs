@@ -40,7 +40,7 @@ impl MultipleMetadata {
 
     /// Check that the values agree; an error is a clause that says which do not.
     pub(crate) fn check(&self, plan: &PlanMetadata) -> Result<(), String> {
-        self.asked().check(plan.made_with()?)?;
+        self.asked().check(&plan.modes()?)?;
         let Self { of, packs, pieces, .. } = *self;
         if !plan.packs.is_multiple_of(of) || packs >= of || pieces < packs {
             return Err(format!("{} packs are no multiple of {of} by {packs} packs of {pieces} pieces", plan.packs));

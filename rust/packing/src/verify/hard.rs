@@ -1,8 +1,7 @@
 //! Verifies hard plans: walks over the packs, and checks that every piece is the next of the ordered samples or goes on
 //! where the pack before stopped, and that every pack is full.
 
-use super::left_out::LeftOut;
-use super::{StreamWalk, check_all_walked, check_totals, ordered, wrong_pack};
+use super::{StreamWalk, Walked, check_totals, ordered, wrong_pack};
 use crate::error::PackError;
 use crate::folder::METADATA_FILE;
 use crate::inputs::{Integers, OrderedSamples, SampleLengths, WINDOW};
@@ -25,12 +24,13 @@ pub(super) struct PlanWalk<'a> {
     hard: &'a HardMetadata,
     /// Streams that were checked.
     streams: usize,
-    pack: usize,
-    piece: u64,
+    walked: Walked<'a>,
+    /// The first piece, and pieces and tokens that were left out before.
+    first_piece: u64,
+    left_out_before: (u64, u64),
     tokens: u64,
     packed: u64,
     empty_on_boundary: u64,
-    left_out: Option<LeftOut<'a>>,
 }
 
 /// The tokens behind the packs of a stream.
@@ -41,7 +41,7 @@ struct Tail {
     pieces: u64,
 }
 
-impl StreamWalk for PlanWalk<'_> {
+impl<'a> StreamWalk<'a> for PlanWalk<'a> {
     fn needs_drawn_order(&self) -> bool {
         true
     }
@@ -53,14 +53,14 @@ impl StreamWalk for PlanWalk<'_> {
         progress: &mut dyn Progress,
     ) -> Result<(), PackError> {
         let (id, mut samples) = (stream.dataset_id(), ordered(stream, order));
-        let first_pack = self.pack;
+        let first_pack = self.walked.pack;
         let tail_start = self.hard.tail_start.get(self.streams).copied().unwrap_or_default();
         self.streams += 1;
         let ids = self.plan.column(Field::DatasetId);
         let mut open = None;
         let mut packed = 0u64;
         let mut short = None;
-        while self.pack < self.plan.packs() && ids.get(self.pack) == id as u64 {
+        while self.walked.pack < self.plan.packs() && ids.get(self.walked.pack) == id as u64 {
             if short.is_some() {
                 return self.wrong("follows a shorter one; only the last pack of a dataset may be short");
             }
@@ -69,10 +69,10 @@ impl StreamWalk for PlanWalk<'_> {
                 if self.hard.drop_last || tokens > self.metadata.max_length {
                     return self.wrong(format!("holds {tokens} tokens instead of {}", self.metadata.max_length));
                 }
-                short = Some(self.plan.column(Field::StartOffset).get(self.pack));
+                short = Some(self.plan.column(Field::StartOffset).get(self.walked.pack));
             }
             packed = packed.saturating_add(tokens);
-            self.pack += 1;
+            self.walked.pack += 1;
         }
         let start = short.or(open.map(|open| open.at)).unwrap_or_default();
         let tail = self.tail(samples, open, short.is_none(), progress)?;
@@ -81,8 +81,8 @@ impl StreamWalk for PlanWalk<'_> {
         let wrong = |reason: String| Err(PackError::Mismatch(format!("dataset {id}: {reason}")));
         let max_length = self.metadata.max_length;
         let is_all_packed = if self.hard.drop_last { left < max_length } else { left == 0 };
-        if let Some(left_out) = &mut self.left_out {
-            let (kept, more) = ((self.pack - first_pack) as u64, left / max_length);
+        if let Some(left_out) = &mut self.walked.left_out {
+            let (kept, more) = ((self.walked.pack - first_pack) as u64, left / max_length);
             left_out.begin_stream();
             left_out.note(true, kept, max_length, kept.saturating_sub(1));
             left_out.note(false, more, max_length, kept);
@@ -103,16 +103,17 @@ impl StreamWalk for PlanWalk<'_> {
         Ok(())
     }
 
-    fn finish(&self) -> Result<(), PackError> {
-        check_all_walked(self.plan, self.pack)?;
-        let PlanMetadata { tokens, tokens_packed, pieces, .. } = *self.metadata;
+    fn finish(self: Box<Self>) -> Result<Walked<'a>, PackError> {
+        let this = *self;
+        let PlanMetadata { tokens, tokens_packed, pieces, .. } = *this.metadata;
+        let (left_out, before) = (this.walked.left_out_so_far(), this.left_out_before);
         check_totals(&[
-            ("tokens", self.tokens, tokens),
-            ("tokens_packed", self.packed, tokens_packed),
-            ("pieces", self.piece, pieces),
-            ("empty_on_boundary", self.empty_on_boundary, self.hard.empty_on_boundary),
+            ("tokens", this.tokens, tokens),
+            ("tokens_packed", this.packed.saturating_add(left_out.1 - before.1), tokens_packed),
+            ("pieces", this.walked.piece - this.first_piece + left_out.0 - before.0, pieces),
+            ("empty_on_boundary", this.empty_on_boundary, this.hard.empty_on_boundary),
         ])?;
-        self.left_out.as_ref().map_or(Ok(()), LeftOut::check)
+        Ok(this.walked)
     }
 }
 
@@ -121,24 +122,24 @@ impl<'a> PlanWalk<'a> {
         plan: &'a PlanView<'a>,
         metadata: &'a PlanMetadata,
         hard: &'a HardMetadata,
-        left_out: Option<LeftOut<'a>>,
+        walked: Walked<'a>,
     ) -> Self {
         Self {
             plan,
             metadata,
             hard,
             streams: 0,
-            pack: 0,
-            piece: 0,
+            first_piece: walked.piece,
+            left_out_before: walked.left_out_so_far(),
+            walked,
             tokens: 0,
             packed: 0,
             empty_on_boundary: 0,
-            left_out,
         }
     }
 
     fn wrong<T>(&self, reason: impl core::fmt::Display) -> Result<T, PackError> {
-        wrong_pack(self.pack, reason)
+        wrong_pack(self.walked.pack, reason)
     }
 
     /// What lies behind the packs of a stream, which end on a boundary unless the last one is short.
@@ -188,11 +189,11 @@ impl<'a> PlanWalk<'a> {
         let indices = self.plan.column(Field::Indices);
         let [end_piece, start, end, recorded] =
             [Field::IndicesCuLen, Field::StartOffset, Field::EndOffset, Field::Longest]
-                .map(|field| self.plan.column(field).get(self.pack));
-        if end_piece <= self.piece || end_piece > indices.len() as u64 {
-            return self.wrong(format!("indices_cu_len goes from {} to {end_piece}", self.piece));
+                .map(|field| self.plan.column(field).get(self.walked.pack));
+        if end_piece <= self.walked.piece || end_piece > indices.len() as u64 {
+            return self.wrong(format!("indices_cu_len goes from {} to {end_piece}", self.walked.piece));
         }
-        let first = self.piece;
+        let first = self.walked.piece;
         let (mut tokens, mut longest) = (0u64, 0u64);
         for piece in first..end_piece {
             if piece.is_multiple_of(WINDOW as u64) {
@@ -228,7 +229,7 @@ impl<'a> PlanWalk<'a> {
         if recorded != longest {
             return self.wrong(format!("its longest piece has {longest} tokens, not {recorded}"));
         }
-        self.piece = end_piece;
+        self.walked.piece = end_piece;
         Ok(tokens)
     }
 

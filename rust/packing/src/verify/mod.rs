@@ -43,7 +43,7 @@ pub fn verify(
 ) -> Result<(), PackError> {
     let contradiction = |reason: String| PackError::Mismatch(format!("{METADATA_FILE} contradicts itself: {reason}"));
     metadata.check().map_err(contradiction)?;
-    let mode = metadata.made_with().map_err(contradiction)?;
+    let modes = metadata.modes().map_err(contradiction)?;
     check_counts(plan, metadata, lengths)?;
     let source = order_source(metadata, order)?;
     let costs = costs_of(metadata, costs)?;
@@ -52,7 +52,7 @@ pub fn verify(
         lengths: lengths.to_vec(),
         order: source,
         max_length: metadata.max_length,
-        mode,
+        mode: modes.clone(),
         costs,
         multiple: metadata.multiple.as_ref().map(MultipleMetadata::asked),
         global_pack: metadata.global_pack,
@@ -60,40 +60,50 @@ pub fn verify(
     };
     let fingerprint = unchecked_fingerprint(request, progress)?.to_string();
     let streams = SampleLengths::streams(lengths, metadata.global_pack);
-    let (unrepeated, all) = (metadata.without_repeated(), metadata.with_left_out());
+    let unrepeated = metadata.without_repeated();
     let unrepeated_plan = plan.first(unrepeated.packs, unrepeated.pieces);
-    let left_out =
-        metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Drop).map(LeftOut::new);
-    let mut walk: Box<dyn StreamWalk + '_> = match (mode, &metadata.hard) {
-        (Mode::Whole(options), _) => {
-            Box::new(whole::PlanWalk::new(&unrepeated_plan, &all, options, cost_streams, left_out))
-        }
-        (Mode::Hard { .. }, hard) => Box::new(hard::PlanWalk::new(
-            &unrepeated_plan,
-            &unrepeated,
-            hard.as_ref().ok_or_else(|| contradiction("no tails".into()))?,
-            left_out,
-        )),
-    };
-    let mut random = metadata.seed.map(RandomState::new);
-    for stream in &streams {
-        let drawn = match &mut random {
-            Some(random) if walk.needs_drawn_order() => Some(Column::shuffled(random, stream.len(), progress)?),
-            _ => None,
-        };
-        let order = match source {
-            SampleOrder::Natural => None,
-            SampleOrder::Given(order) => {
-                check_order(&order, stream.len(), progress)?;
-                Some(order)
+    let is_dropped = |multiple: &&MultipleMetadata| multiple.remainder == Remainder::Drop;
+    let parts = metadata.as_parts();
+    let mut walked =
+        Walked { pack: 0, piece: 0, left_out: metadata.multiple.as_ref().filter(is_dropped).map(LeftOut::new) };
+    let streams_a_part = if metadata.parts.is_empty() { streams.len().max(1) } else { 1 };
+    let mut streams_of_parts = streams.chunks(streams_a_part);
+    for (part, &mode) in parts.iter().zip(modes.all()) {
+        let mut walk: Box<dyn StreamWalk<'_> + '_> = match (mode, &part.hard) {
+            (Mode::Whole(options), _) => {
+                Box::new(whole::PlanWalk::new(&unrepeated_plan, part, options, cost_streams.as_deref(), walked))
             }
-            SampleOrder::Seed(_) => drawn.as_ref().map(Column::view),
+            (Mode::Hard { .. }, hard) => Box::new(hard::PlanWalk::new(
+                &unrepeated_plan,
+                part,
+                hard.as_ref().ok_or_else(|| contradiction("no tails".into()))?,
+                walked,
+            )),
         };
-        walk.stream(stream, order, progress)?;
+        let mut random = metadata.seed.map(RandomState::new);
+        for stream in streams_of_parts.next().unwrap_or_default() {
+            let drawn = match &mut random {
+                Some(random) if walk.needs_drawn_order() => Some(Column::shuffled(random, stream.len(), progress)?),
+                _ => None,
+            };
+            let order = match source {
+                SampleOrder::Natural => None,
+                SampleOrder::Given(order) => {
+                    check_order(&order, stream.len(), progress)?;
+                    Some(order)
+                }
+                SampleOrder::Seed(_) => drawn.as_ref().map(Column::view),
+            };
+            walk.stream(stream, order, progress)?;
+        }
+        walked = walk.finish()?;
     }
-    walk.finish()?;
-    if let Some(multiple) = metadata.multiple.as_ref().filter(|multiple| multiple.remainder == Remainder::Repeat) {
-        repeated::check(plan, unrepeated.packs as usize, multiple, &streams, mode, progress)?;
+    check_all_walked(&unrepeated_plan, walked.pack)?;
+    if let Some(left_out) = &walked.left_out {
+        left_out.check()?;
+    }
+    if let Some(multiple) = metadata.multiple.as_ref().filter(|multiple| !is_dropped(multiple)) {
+        repeated::check(plan, unrepeated.packs as usize, multiple, &streams, &modes, progress)?;
     }
     check_widths(plan, progress)?;
     if fingerprint != metadata.fingerprint {
@@ -105,8 +115,22 @@ pub fn verify(
     Ok(())
 }
 
+/// How far the check of a plan is, and what it found to be left out.
+struct Walked<'a> {
+    pack: usize,
+    piece: u64,
+    left_out: Option<LeftOut<'a>>,
+}
+
+impl Walked<'_> {
+    /// Pieces and tokens that were left out so far.
+    fn left_out_so_far(&self) -> (u64, u64) {
+        self.left_out.as_ref().map_or((0, 0), |left_out| (left_out.pieces, left_out.tokens))
+    }
+}
+
 /// Checks the packs of one stream after the other.
-trait StreamWalk {
+trait StreamWalk<'a> {
     /// Whether `stream` takes the order that was drawn from the seed.
     fn needs_drawn_order(&self) -> bool;
 
@@ -118,8 +142,8 @@ trait StreamWalk {
         progress: &mut dyn Progress,
     ) -> Result<(), PackError>;
 
-    /// Check what the whole adds up to.
-    fn finish(&self) -> Result<(), PackError>;
+    /// Check what the streams add up to.
+    fn finish(self: Box<Self>) -> Result<Walked<'a>, PackError>;
 }
 
 /// The ordered samples of a stream.
@@ -217,7 +241,7 @@ fn fits_32_bits(column: &Integers<'_>, progress: &mut dyn Progress) -> Result<bo
 
 /// The costs that the plan says it has.
 fn costs_of<'a>(metadata: &PlanMetadata, costs: Option<&[Integers<'a>]>) -> Result<Option<SampleCosts<'a>>, PackError> {
-    match (metadata.whole.as_ref().and_then(|whole| whole.max_cost), costs) {
+    match (metadata.max_cost(), costs) {
         (Some(max_cost), Some(costs)) => Ok(Some(SampleCosts { columns: costs.to_vec(), max_cost })),
         (None, None) => Ok(None),
         (Some(_), None) => Err(PackError::Invalid(format!(

@@ -5,7 +5,7 @@ use crate::error::PackError;
 use crate::inputs::SampleLengths;
 use crate::plan::{Field, MultipleMetadata, PlanView};
 use crate::progress::Progress;
-use crate::request::Mode;
+use crate::request::{Mode, Modes};
 
 /// Check that the packs from `first` on, of a plan that is right up to there, are the first packs again.
 pub(super) fn check(
@@ -13,7 +13,7 @@ pub(super) fn check(
     first: usize,
     said: &MultipleMetadata,
     streams: &[SampleLengths<'_>],
-    mode: Mode,
+    modes: &Modes,
     progress: &mut dyn Progress,
 ) -> Result<(), PackError> {
     let ends = plan.column(Field::IndicesCuLen);
@@ -40,6 +40,7 @@ pub(super) fn check(
                 return wrong_pack(pack, format!("has another {} than pack {again}, which it repeats", field.name()));
             }
         }
+        let mode = modes.of(plan.column(Field::DatasetId).get(again) as usize);
         for piece in expected.clone() {
             let [start, stop] = range(plan, again, piece, &expected, streams);
             let piece_tokens = stop.saturating_sub(start);

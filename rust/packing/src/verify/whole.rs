@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::cost_fit::{BestFitOrder, CostlySample, cost_fit_packs};
 use super::left_out::LeftOut;
 use super::placement::{OpenPacks, PacksByRoom, PlacedPack, best_fit_packs};
-use super::{StreamWalk, check_all_walked, check_totals, ordered, wrong_pack};
+use super::{StreamWalk, Walked, check_totals, ordered, wrong_pack};
 use crate::error::PackError;
 use crate::inputs::{Integers, SampleLengths, WINDOW};
 use crate::memory;
@@ -31,12 +31,15 @@ pub(super) struct PlanWalk<'a> {
     options: WholeOptions,
     pack: usize,
     piece: usize,
+    /// The first piece, and pieces that were left out before.
+    first_piece: usize,
+    left_out_before: u64,
     tokens: u64,
     counted: WholeMetadata,
     /// Packs of the stream.
     packs_by_room: PacksByRoom,
     /// The costs of each stream.
-    costs: Option<Vec<SampleLengths<'a>>>,
+    costs: Option<&'a [SampleLengths<'a>]>,
     best_fit_order: BestFitOrder,
     left_out: Option<LeftOut<'a>>,
 }
@@ -81,15 +84,19 @@ impl<'a> PlanWalk<'a> {
         plan: &'a PlanView<'a>,
         metadata: &'a PlanMetadata,
         options: WholeOptions,
-        costs: Option<Vec<SampleLengths<'a>>>,
-        left_out: Option<LeftOut<'a>>,
+        costs: Option<&'a [SampleLengths<'a>]>,
+        walked: Walked<'a>,
     ) -> Self {
+        let left_out_before = walked.left_out_so_far().0;
+        let Walked { pack, piece, left_out } = walked;
         Self {
             plan,
             metadata,
             options,
-            pack: 0,
-            piece: 0,
+            pack,
+            piece: piece as usize,
+            first_piece: piece as usize,
+            left_out_before,
             tokens: 0,
             counted: WholeMetadata::new(&options, None),
             packs_by_room: PacksByRoom::new(),
@@ -106,7 +113,7 @@ impl<'a> PlanWalk<'a> {
 
     /// The cost of a sample; 0 where they have none.
     fn cost_of(&self, stream: &SampleLengths<'_>, sample: u64) -> u64 {
-        self.costs.as_ref().map_or(0, |costs| costs[stream.dataset_id()].get(sample as usize))
+        self.costs.map_or(0, |costs| costs[stream.dataset_id()].get(sample as usize))
     }
 
     /// Whether a sample of `length` tokens is packed in parts.
@@ -298,7 +305,7 @@ impl<'a> PlanWalk<'a> {
     }
 }
 
-impl StreamWalk for PlanWalk<'_> {
+impl<'a> StreamWalk<'a> for PlanWalk<'a> {
     fn needs_drawn_order(&self) -> bool {
         self.options.placement.window().is_some()
     }
@@ -397,20 +404,21 @@ impl StreamWalk for PlanWalk<'_> {
         Ok(())
     }
 
-    fn finish(&self) -> Result<(), PackError> {
-        check_all_walked(self.plan, self.pack)?;
-        let Some(said) = &self.metadata.whole else { return Ok(()) };
-        let counted = &self.counted;
+    fn finish(self: Box<Self>) -> Result<Walked<'a>, PackError> {
+        let Self { pack, piece, first_piece, metadata, tokens, counted, left_out, left_out_before, .. } = *self;
+        let walked = Walked { pack, piece: piece as u64, left_out };
+        let left_out = walked.left_out_so_far().0 - left_out_before;
+        let Some(said) = &metadata.whole else { return Ok(walked) };
         check_totals(&[
-            ("tokens", self.tokens, self.metadata.tokens),
-            ("tokens_packed", self.tokens.saturating_sub(counted.tokens_overlong_cut), self.metadata.tokens_packed),
-            ("pieces", self.piece as u64 + self.left_out.as_ref().map_or(0, |left| left.pieces), self.metadata.pieces),
+            ("tokens", tokens, metadata.tokens),
+            ("tokens_packed", tokens.saturating_sub(counted.tokens_overlong_cut), metadata.tokens_packed),
+            ("pieces", (piece - first_piece) as u64 + left_out, metadata.pieces),
             ("samples_empty", counted.samples_empty, said.samples_empty),
             ("samples_overlong", counted.samples_overlong, said.samples_overlong),
             ("tokens_overlong_cut", counted.tokens_overlong_cut, said.tokens_overlong_cut),
             ("padding_align", counted.padding_align, said.padding_align),
             ("samples_packed", counted.samples_packed, said.samples_packed),
         ])?;
-        self.left_out.as_ref().map_or(Ok(()), LeftOut::check)
+        Ok(walked)
     }
 }

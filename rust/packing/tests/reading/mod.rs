@@ -20,7 +20,7 @@ pub fn request() -> PackRequest<'static> {
         lengths: vec![Integers::from(&LENGTHS[..])],
         order: SampleOrder::Seed(1),
         max_length: 16,
-        mode: Mode::Hard { drop_last: true },
+        mode: Mode::Hard { drop_last: true }.into(),
         costs: None,
         multiple: None,
         global_pack: false,
@@ -32,7 +32,7 @@ pub fn request() -> PackRequest<'static> {
 pub fn split_request() -> PackRequest<'static> {
     let options =
         WholeOptions { placement: Placement::BestFit, overlong: Overlong::Split, max_samples: Some(3), align: 2 };
-    PackRequest { mode: Mode::Whole(options), ..request() }
+    PackRequest { mode: Mode::Whole(options).into(), ..request() }
 }
 
 /// Open a folder and use whatever it holds: packs are looked up and indexed, with and without lengths, and verified.

@@ -7,7 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::{
-    Mode, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, SampleCosts, WholeOptions,
+    Mode, Modes, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, SampleCosts,
+    WholeOptions,
 };
 
 use super::integer_array::IntegerArray;
@@ -23,7 +24,7 @@ pub(crate) struct RequestDict<'py> {
     order: Option<Bound<'py, PyUntypedArray>>,
     seed: Option<u32>,
     max_length: u64,
-    mode: String,
+    modes: Vec<String>,
     drop_last: bool,
     overlong: String,
     window: u64,
@@ -42,12 +43,19 @@ fn unknown(name: &str, value: &str, choices: &str) -> BindingError {
 }
 
 impl RequestDict<'_> {
-    fn mode(&self) -> Result<Mode, BindingError> {
-        if self.mode == "hard" {
+    fn modes(&self) -> Result<Modes, BindingError> {
+        match &self.modes[..] {
+            [mode] => self.mode(mode).map(Modes::All),
+            modes => modes.iter().map(|mode| self.mode(mode)).collect::<Result<_, _>>().map(Modes::Each),
+        }
+    }
+
+    fn mode(&self, name: &str) -> Result<Mode, BindingError> {
+        if name == "hard" {
             return Ok(Mode::Hard { drop_last: self.drop_last });
         }
-        let placement = Placement::from_name(&self.mode, self.window)
-            .ok_or_else(|| unknown("mode", &self.mode, "'hard', 'best_fit', 'ordered', 'sequential'"))?;
+        let placement = Placement::from_name(name, self.window)
+            .ok_or_else(|| unknown("mode", name, "'hard', 'best_fit', 'ordered', 'sequential'"))?;
         let overlong = Overlong::from_name(&self.overlong)
             .ok_or_else(|| unknown("overlong", &self.overlong, "'error', 'split', 'truncate', 'drop'"))?;
         Ok(Mode::Whole(WholeOptions { placement, overlong, max_samples: self.max_samples, align: self.align }))
@@ -68,7 +76,7 @@ impl RequestDict<'_> {
     ) -> PyResult<T> {
         let lengths = IntegerArray::all(&self.lengths)?;
         let order = self.order.as_ref().map(IntegerArray::new).transpose()?;
-        let (seed, max_length, mode, global_pack) = (self.seed, self.max_length, self.mode()?, self.global_pack);
+        let (seed, max_length, mode, global_pack) = (self.seed, self.max_length, self.modes()?, self.global_pack);
         let (costs, max_cost) = (self.costs.as_deref().map(IntegerArray::all).transpose()?, self.max_cost);
         let multiple = self.multiple()?;
         let threads = self.threads.unwrap_or_else(available_threads);

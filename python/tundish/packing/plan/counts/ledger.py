@@ -6,13 +6,14 @@ Invariants: tokens are counted piece by piece. Sums that do not agree with `plan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, PlanMismatchError
+from tundish.packing.plan.fields import plan_parts
 
 if TYPE_CHECKING:
     from tundish.packing.plan.readable_plan import ReadablePlan
@@ -39,7 +40,7 @@ def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
     packed, cut = _count_pieces(plan, plan.lengths, 0, first)
     repeated, _ = _count_pieces(plan, plan.lengths, first, len(plan))
     metadata = plan.metadata
-    truncated = metadata["whole"]["tokens_overlong_cut"] if plan.overlong == "truncate" else 0
+    truncated = _overlong_cut(metadata) if plan.overlong == "truncate" else 0
     capacity = len(plan) * plan.max_length
     stats = plan.stats()
     ledger = {
@@ -66,11 +67,10 @@ def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str
     sums.append(("tokens_repeated", ledger["repeated"], repeated))
     if metadata["order"] != "given":
         sums.append(("tokens", sum(int(column.sum(dtype=np.int64)) for column in lengths), plan.num_tokens))
-    if plan.overlong == "drop":
-        cut = metadata["whole"]["tokens_overlong_cut"]
-        sums.append(("tokens_dropped", ledger["dropped"], cut + left_out))
-    if plan.overlong in ("error", "split", "truncate"):
-        sums.append(("tokens_dropped", ledger["dropped"], left_out))
+    # Tails of mode "hard", and overlong samples.
+    tails = sum(part["tokens"] - part["tokens_packed"] for part in plan_parts(metadata) if part.get("hard"))
+    overlong = _overlong_cut(metadata) if plan.overlong == "drop" else 0
+    sums.append(("tokens_dropped", ledger["dropped"], tails + overlong + left_out))
     for name, found, said in sums:
         if found != said:
             raise PlanMismatchError(
@@ -79,6 +79,11 @@ def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str
             )
     if min(ledger.values()) < 0 or ledger["padding_align"] > ledger["padding"]:
         raise PlanMismatchError(f"the plan is damaged: its tokens are {ledger}. plan.verify() says where")
+
+
+def _overlong_cut(metadata: Mapping[str, Any]) -> int:
+    """Tokens of overlong samples that were left out."""
+    return sum(part["whole"]["tokens_overlong_cut"] for part in plan_parts(metadata) if part.get("whole"))
 
 
 def _count_pieces(

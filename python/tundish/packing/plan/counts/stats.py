@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from tundish.packing.plan.fields import plan_parts
 
 if TYPE_CHECKING:
     from tundish.packing.plan.readable_plan import ReadablePlan
@@ -24,13 +27,9 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     multiple = metadata.get("multiple") or dict.fromkeys(_MULTIPLE, 0)
     repeats = plan.packs_repeated > 0
     repeated = multiple["tokens"] if repeats else 0
-    padding_align = 0
-    if plan.mode == "hard":
-        counted = _count_hard(plan, metadata)
-    else:
-        counted = _count_whole(metadata["whole"], multiple)
-        sign = 1 if repeats else -1
-        padding_align = metadata["whole"]["padding_align"] + sign * multiple["padding_align"]
+    counted = _count_samples(plan, metadata, multiple)
+    padding_align = sum(part["whole"]["padding_align"] for part in plan_parts(metadata) if part.get("whole"))
+    padding_align += multiple["padding_align"] if repeats else -multiple["padding_align"]
     return {
         "packs": packs,
         "pieces": pieces,
@@ -53,7 +52,7 @@ def _largest(plan: ReadablePlan) -> dict[str, int]:
     most = 0
     longest = 0
     before = 0
-    for start, stop in _slices(len(plan)):
+    for start, stop in _slices(0, len(plan)):
         cu = plan.indices_cu_len[start:stop].astype(np.int64)
         most = max(most, int(np.diff(cu, prepend=before).max(initial=0)))
         longest = max(longest, int(plan.longest[start:stop].max(initial=0)))
@@ -61,26 +60,48 @@ def _largest(plan: ReadablePlan) -> dict[str, int]:
     return {"max_pieces_per_pack": most, "longest": longest}
 
 
-def _count_whole(whole: Mapping[str, Any], multiple: Mapping[str, Any]) -> dict[str, int]:
-    """Count the samples of a plan of whole samples."""
-    is_cut = whole["overlong"] in ("split", "truncate")
-    return {
-        "samples": whole["samples_packed"] - multiple["samples"],
-        "samples_cut": whole["samples_overlong"] - multiple["samples_overlong"] if is_cut else 0,
-        "samples_empty": whole["samples_empty"],
-        "samples_overlong": whole["samples_overlong"],
-    }
-
-
-def _count_hard(plan: ReadablePlan, metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Count the samples of a plan of hard packing."""
-    continued = 0
-    cut = 0
-    piece_before = 0
-    was_inside = False
+def _count_samples(
+    plan: ReadablePlan, metadata: Mapping[str, Any], multiple: Mapping[str, Any]
+) -> dict[str, int]:
+    """Count the samples of all modes."""
     # Packs that come again hold no more samples.
     packs = len(plan) - plan.packs_repeated
-    for start, stop in _slices(packs):
+    parts = plan_parts(metadata)
+    bounds = [0, packs]
+    if len(parts) > 1:
+        # In the column's own dtype: numpy would convert the whole column for any other.
+        numbers = np.arange(len(parts) + 1).astype(plan.dataset_id.dtype)
+        bounds = np.searchsorted(plan.dataset_id[:packs], numbers).tolist()
+    is_cut = plan.overlong in ("split", "truncate")
+    found = {
+        "samples": -multiple["samples"],
+        "samples_cut": -multiple["samples_overlong"] if is_cut else 0,
+        "samples_empty": 0,
+        "samples_overlong": 0,
+    }
+    for part, (first, stop) in zip(parts, pairwise(bounds), strict=True):
+        if part.get("hard"):
+            counted = _count_hard(plan, first, stop, part)
+        else:
+            whole = part["whole"]
+            counted = {
+                "samples": whole["samples_packed"],
+                "samples_cut": whole["samples_overlong"] if is_cut else 0,
+                "samples_empty": whole["samples_empty"],
+                "samples_overlong": whole["samples_overlong"],
+            }
+        for name, count in counted.items():
+            found[name] += count
+    return found
+
+
+def _count_hard(plan: ReadablePlan, first: int, end: int, part: Mapping[str, Any]) -> dict[str, int]:
+    """Count the samples of packs `first` … `end` - 1, which hard packing made."""
+    continued = 0
+    cut = 0
+    piece_first = piece_before = int(plan.indices_cu_len[first - 1]) if first else 0
+    was_inside = False
+    for start, stop in _slices(first, end):
         cu = plan.indices_cu_len[start:stop].astype(np.int64)
         counts = np.diff(cu, prepend=piece_before)
         continues = plan.start_offset[start:stop] > 0
@@ -91,28 +112,32 @@ def _count_hard(plan: ReadablePlan, metadata: Mapping[str, Any]) -> dict[str, in
         cut += int((continues & ~passed_on).sum())
         piece_before = int(cu[-1])
         was_inside = bool(inside[-1])
-    if plan.num_tokens > metadata["tokens_packed"]:
-        cut += _cut_by_tails(plan, packs, metadata["hard"]["tail_start"])
+    hard = part["hard"]
+    if hard["drop_last"]:
+        cut += _cut_by_tails(plan, first, end, hard["tail_start"])
     return {
-        "samples": piece_before - continued,
+        "samples": piece_before - piece_first - continued,
         "samples_cut": cut,
-        "samples_empty": metadata["hard"]["empty_on_boundary"],
+        "samples_empty": hard["empty_on_boundary"],
         "samples_overlong": 0,
     }
 
 
-def _slices(total: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, total, PACKS_AT_ONCE):
-        yield start, min(start + PACKS_AT_ONCE, total)
+def _slices(first: int, end: int) -> Iterator[tuple[int, int]]:
+    for start in range(first, end, PACKS_AT_ONCE):
+        yield start, min(start + PACKS_AT_ONCE, end)
 
 
-def _cut_by_tails(plan: ReadablePlan, packs: int, tail_starts: list[int]) -> int:
+def _cut_by_tails(plan: ReadablePlan, first: int, end: int, tail_starts: list[int]) -> int:
     """Count the samples whose end is dropped, except those already counted as cut."""
-    dataset_id = plan.dataset_id[:packs]
+    dataset_id = plan.dataset_id[first:end]
     # The column's own dtype: numpy would convert the whole column for any other.
     streams = np.flatnonzero(tail_starts).astype(dataset_id.dtype)
+    if first < end:
+        # Of a mixed plan, there is one stream.
+        streams += dataset_id[0] if len(tail_starts) == 1 else 0
     # The last pack of each stream ends inside the sample; it was counted if that pack began inside it too.
-    last = np.searchsorted(dataset_id, streams, side="right") - 1
+    last = first + np.searchsorted(dataset_id, streams, side="right") - 1
     before = np.where(last > 0, plan.indices_cu_len[last - 1], 0)
     alone = plan.indices_cu_len[last] - before == 1
     return int((~(alone & (plan.start_offset[last] > 0))).sum())

@@ -10,6 +10,8 @@
 mod cutter;
 mod token_stream_packer;
 
+use std::ops::Range;
+
 use crate::error::PackError;
 use crate::inputs::{RandomState, SampleLengths, SampleOrder};
 use crate::packer::{IndexSource, Packed, Packer, PlanOutput, ScanResult};
@@ -38,13 +40,14 @@ pub(crate) fn least(packer: &Packer<'_>, drop_last: bool, stream: &SampleLengths
     (closed, scan.filled.saturating_sub(left_out).saturating_sub(dropped).max(closed))
 }
 
-/// Append the packs of all streams to `output`.
+/// Append the packs of `streams` to `output`.
 ///
 /// # Errors
 /// A bad order; inputs that changed; what the output raises; an interrupt.
 pub(crate) fn run<P: PlanInteger>(
     packer: &Packer<'_>,
     drop_last: bool,
+    streams: Range<usize>,
     output: &mut dyn PlanOutput<P>,
     progress: &mut dyn Progress,
 ) -> Result<Packed, PackError> {
@@ -53,8 +56,8 @@ pub(crate) fn run<P: PlanInteger>(
         SampleOrder::Seed(seed) => Some(RandomState::new(seed)),
         _ => None,
     };
-    let mut streams = TokenStreamPacker::<P>::new(request.max_length, drop_last, &packer.threads, output);
-    for (lengths, scan) in packer.streams.iter().zip(&packer.scans) {
+    let mut stream_packer = TokenStreamPacker::<P>::new(request.max_length, drop_last, &packer.threads, output);
+    for (lengths, scan) in packer.streams[streams.clone()].iter().zip(&packer.scans[streams]) {
         let drawn: Vec<P>;
         let indices = match (request.order, &mut random) {
             (SampleOrder::Given(given), _) => IndexSource::Given(given),
@@ -64,9 +67,9 @@ pub(crate) fn run<P: PlanInteger>(
             }
             (_, None) => IndexSource::Natural(lengths.len()),
         };
-        streams.pack(lengths, scan, indices, progress)?;
+        stream_packer.pack(lengths, scan, indices, progress)?;
     }
-    let TokenStreamPacker { totals, tail_start, order_hash, .. } = streams;
+    let TokenStreamPacker { totals, tail_start, order_hash, .. } = stream_packer;
     let order_digest = match request.order {
         SampleOrder::Given(order) => order_hash.finish(order.len() as u64),
         _ => 0,

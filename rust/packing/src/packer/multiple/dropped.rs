@@ -3,9 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
-use super::closed_packs::{ClosedPack, PackMeter, PackSplitter};
 use crate::error::PackError;
-use crate::packer::{PackColumns, Packer, PlanOutput};
+use crate::packer::{ClosedPack, PackColumns, PackMeter, PackRows, PackSplitter, Packer, PlanOutput};
 use crate::plan::{MultipleMetadata, PlanInteger};
 use crate::progress::Progress;
 use crate::request::{Overlong, PackMultiple};
@@ -97,41 +96,6 @@ pub(super) struct KeptPacks<'r, 'o, P> {
     output: &'o mut dyn PlanOutput<P>,
 }
 
-/// Columns of packs.
-struct PackRows<P> {
-    indices: Vec<P>,
-    ranges: Option<[Vec<P>; 2]>,
-    packs: [Vec<P>; 4],
-}
-
-impl<P: PlanInteger> PackRows<P> {
-    /// Append a pack that follows `pieces` pieces in the plan.
-    fn push(&mut self, pack: &ClosedPack<'_, P>, pieces: u64) {
-        self.indices.extend_from_slice(pack.indices);
-        if let Some(more) = pack.ranges {
-            let ranges = self.ranges.get_or_insert_default();
-            ranges.iter_mut().zip(more).for_each(|(column, more)| column.extend_from_slice(more));
-        }
-        let cumulative = P::truncate(pieces + pack.indices.len() as u64);
-        let row = [cumulative, pack.start, pack.end, pack.longest];
-        self.packs.iter_mut().zip(row).for_each(|(column, value)| column.push(value));
-    }
-
-    fn clear(&mut self) {
-        self.indices.clear();
-        self.packs.iter_mut().chain(self.ranges.iter_mut().flatten()).for_each(Vec::clear);
-    }
-
-    fn columns(&self, dataset_id: usize) -> PackColumns<'_, P> {
-        PackColumns {
-            dataset_id,
-            indices: &self.indices,
-            packs: self.packs.each_ref().map(|column| &column[..]),
-            piece_ranges: self.ranges.as_ref().map(|ranges| ranges.each_ref().map(|column| &column[..])),
-        }
-    }
-}
-
 impl<'r, 'o, P: PlanInteger> KeptPacks<'r, 'o, P> {
     pub(super) fn new(
         packer: &'r Packer<'r>,
@@ -150,7 +114,7 @@ impl<'r, 'o, P: PlanInteger> KeptPacks<'r, 'o, P> {
             pieces: 0,
             tail_start: BTreeMap::new(),
             parts: BTreeMap::new(),
-            rows: PackRows { indices: Vec::new(), ranges: None, packs: [const { Vec::new() }; 4] },
+            rows: PackRows::new(),
             output,
         }
     }
@@ -181,7 +145,7 @@ fn note_left_out<P: PlanInteger>(
     multiple.pieces += pack.indices.len() as u64;
     multiple.tokens = multiple.tokens.saturating_add(size.tokens);
     multiple.padding_align = multiple.padding_align.saturating_add(size.padding);
-    let Some(options) = meter.options() else { return };
+    let Some(options) = meter.options(pack) else { return };
     for (&sample, &length) in pack.indices.iter().zip(meter.lengths(pack)) {
         let length = length.widen();
         if length > max_length && options.overlong == Overlong::Split {

@@ -7,7 +7,6 @@
 //! Working memory: the pieces of one pack, and with "repeat" those of `multiple_of` packs; a few integers for each of
 //! `multiple_of` packs of each stream.
 
-mod closed_packs;
 mod dropped;
 mod repeated;
 
@@ -20,7 +19,8 @@ use crate::request::{PackMultiple, Remainder};
 use dropped::{EmptiestPacks, KeptPacks};
 use repeated::RepeatedPacks;
 
-/// Append the packs of all streams to `output`, as many as were asked for.
+/// Append the packs of all streams to `output`, as many as were asked for. What the modes report is of all packs that they
+/// made.
 ///
 /// # Errors
 /// As the mode; `InputChanged` where two passes found other packs.
@@ -29,31 +29,26 @@ pub(super) fn run<P: PlanInteger>(
     asked: PackMultiple,
     output: &mut dyn PlanOutput<P>,
     progress: &mut dyn Progress,
-) -> Result<(Packed, MultipleMetadata), PackError> {
+) -> Result<(Vec<Packed>, MultipleMetadata), PackError> {
     match asked.remainder {
         Remainder::Repeat => {
             let mut repeated = RepeatedPacks::new(asked, output);
-            let mut packed = packer.run_mode::<P>(&mut repeated, progress)?;
-            let multiple = repeated.append_again(packer, progress)?;
-            packed.packs += multiple.packs;
-            packed.pieces += multiple.pieces;
-            Ok((packed, multiple))
+            let packed = packer.run_modes::<P>(&mut repeated, progress)?;
+            Ok((packed, repeated.append_again(packer, progress)?))
         }
         Remainder::Drop => {
             let mut emptiest = EmptiestPacks::<P>::new(packer, asked);
-            packer.run_mode::<P>(&mut emptiest, progress)?;
+            packer.run_modes::<P>(&mut emptiest, progress)?;
             let mut kept = KeptPacks::new(packer, asked, emptiest.numbers(), output);
-            let mut packed = packer.run_mode::<P>(&mut kept, progress)?;
+            let mut packed = packer.run_modes::<P>(&mut kept, progress)?;
             let (multiple, tail_start) = kept.finish()?;
-            // The tail of a hard plan begins with the first pack that is left out.
-            if let Some(hard) = &mut packed.hard {
-                for (stream, start) in hard.tail_start.iter_mut().enumerate() {
-                    *start = tail_start.get(&stream).copied().unwrap_or(*start);
+            // The tail of a hard stream begins with the first pack that is left out. There is one part of all streams, or
+            // one of each.
+            for (part, packed) in packed.iter_mut().enumerate() {
+                for (stream, start) in packed.hard.iter_mut().flat_map(|hard| &mut hard.tail_start).enumerate() {
+                    *start = tail_start.get(&(part + stream)).copied().unwrap_or(*start);
                 }
             }
-            packed.packs -= multiple.packs;
-            packed.pieces -= multiple.pieces;
-            packed.tokens_packed = packed.tokens_packed.saturating_sub(multiple.tokens);
             Ok((packed, multiple))
         }
     }

@@ -1,8 +1,7 @@
 //! Repeats the first packs at the end.
 
-use super::closed_packs::{ClosedPack, PackMeter, PackSplitter};
 use crate::error::PackError;
-use crate::packer::{PackColumns, Packer, PlanOutput};
+use crate::packer::{ClosedPack, PackColumns, PackMeter, PackSplitter, Packer, PlanOutput};
 use crate::plan::{MultipleMetadata, PlanInteger};
 use crate::progress::Progress;
 use crate::request::PackMultiple;

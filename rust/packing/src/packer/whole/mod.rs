@@ -17,6 +17,8 @@ mod pack_buffer;
 mod pack_groups;
 mod sorted_samples;
 
+use std::ops::Range;
+
 use crate::error::PackError;
 use crate::fingerprint::ColumnHash;
 use crate::inputs::{RandomState, SampleLengths, SampleOrder};
@@ -71,13 +73,14 @@ pub(crate) fn least(
     (tokens.div_ceil(max_length), pieces)
 }
 
-/// Append the packs of all streams to `output`.
+/// Append the packs of `streams` to `output`.
 ///
 /// # Errors
 /// A bad order; inputs that changed; what the output raises; an interrupt.
 pub(crate) fn run<P: PlanInteger>(
     packer: &Packer<'_>,
     options: &WholeOptions,
+    streams: Range<usize>,
     output: &mut dyn PlanOutput<P>,
     progress: &mut dyn Progress,
 ) -> Result<Packed, PackError> {
@@ -90,7 +93,8 @@ pub(crate) fn run<P: PlanInteger>(
     let counts = Counts::new(options, packer.costs.as_ref().map(CheckedCosts::max_cost));
     let mut whole = WholePacker { packer, options, costs: None, output, counts, order_hash: ColumnHash::default() };
     let mut samples = 0u64;
-    for (number, (stream, scan)) in packer.streams.iter().zip(&packer.scans).enumerate() {
+    for number in streams {
+        let (stream, scan) = (&packer.streams[number], &packer.scans[number]);
         whole.costs = packer.costs.as_ref().map(|costs| costs.of_stream(number));
         let Some(window) = options.placement.window() else {
             whole.pack_best_fit(stream, scan, &mut random, seed.is_some(), progress)?;
@@ -141,7 +145,7 @@ struct WholePacker<'r, P> {
 impl<P: PlanInteger> WholePacker<'_, P> {
     /// Whether the plan holds the start and stop of each piece.
     fn has_ranges(&self) -> bool {
-        self.packer.request.mode.has_piece_ranges()
+        self.packer.has_piece_ranges()
     }
 
     fn flush(
