@@ -7,7 +7,8 @@ network, and takes a minute or two on two cores. A second run reuses the tokens 
 
 The example packs documents of any length into sequences of one length: no token is padding, and no document attends to
 another. Rank 0 reads the data for all ranks. Checkpoints are saved while training goes on. The run stops on the way and
-resumes from its last checkpoint, and the last export is loaded and compared.
+resumes from its last checkpoint, and the last export is loaded and compared. At the end, another model trains for some
+steps on packs that keep documents whole where they fit (`mode="best_fit"`).
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def run(options: argparse.Namespace) -> None:
     report_data(corpus, plan, options)
     if dist.get_rank() == 0:
         plan.plot(options.out / "plan.png")
+        report_modes(corpus, options)
 
     losses, tokens_per_second = train(corpus, plan, options)
 
@@ -78,6 +80,14 @@ def run(options: argparse.Namespace) -> None:
     say(f"{'loss':<12}{start:.3f} -> {end:.3f} (means of the first and last {window} steps)")
     say(f"{'speed':<12}{tokens_per_second:,.0f} tokens/s on {dist.get_world_size()} rank(s), no padding")
     say(f"{'picture':<12}{options.out / 'plan.png'}")
+    check_fall(start, end)
+
+    losses = train_whole_documents(corpus, options)
+    say(f"{'best fit':<12}loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps on whole documents")
+    check_fall(losses[0], losses[-1])
+
+
+def check_fall(start: float, end: float) -> None:
     if not end < start:
         # All ranks have the same losses, so all of them exit here.
         sys.exit(f"the loss did not go down: {start:.3f} at the start, {end:.3f} at the end")
@@ -115,6 +125,27 @@ def train(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) -> tup
     return losses, len(losses) * second.tokens_of_a_step / seconds
 
 
+def train_whole_documents(corpus: Corpus, options: argparse.Namespace) -> list[float]:
+    """Train another model on packs of whole documents, and return the loss of each step.
+
+    Only documents longer than a pack are cut. The packs are nearly full, and all ranks have the same number of steps.
+    """
+    plan = td.pack(
+        corpus.lengths,
+        options.max_length,
+        mode="best_fit",
+        overlong="split",
+        multiple_of=options.batch_size * dist.get_world_size(),
+        seed=options.seed,
+        share=True,
+    )
+    say(f"{'best fit':<12}{len(plan):,} packs, {plan.stats()['fill']:.2%} full")
+    training = Training(corpus, plan, options)
+    losses = training.run(None, 0, max(2, options.steps // 2))
+    training.loader.close()
+    return losses
+
+
 class Training:
     """A model in training, with the state that its checkpoints contain."""
 
@@ -149,8 +180,8 @@ class Training:
         # The weights at the last save, to compare with the export.
         self.exported: dict[str, torch.Tensor] = {}
 
-    def run(self, checkpointer: td.Checkpointer, done: int, stop: int) -> list[float]:
-        """Train from step `done` to step `stop`, saving at intervals, and return the losses."""
+    def run(self, checkpointer: td.Checkpointer | None, done: int, stop: int) -> list[float]:
+        """Train from step `done` to step `stop`, saving at intervals to the checkpointer, and return the losses."""
         every = max(1, self.options.steps // 8)
         losses: list[float] = []
         started = time.perf_counter()
@@ -166,7 +197,7 @@ class Training:
             mean = loss.detach() / dist.get_world_size()
             dist.all_reduce(mean)
             losses.append(mean.item())
-            if step % every == 0 or step == stop:
+            if checkpointer is not None and (step % every == 0 or step == stop):
                 self.save(checkpointer, step)
             if step % max(1, self.options.steps // 10) == 0:
                 speed = len(losses) * self.tokens_of_a_step / (time.perf_counter() - started)
@@ -253,6 +284,18 @@ def report_data(corpus: Corpus, plan: td.PackPlan, options: argparse.Namespace) 
         f"{'padding':<12}would have been {in_batch:.1%} of all tokens (padded to the longest of a batch) "
         f"or {to_pack:.1%} (to {plan.max_length:,}); packing needs none"
     )
+
+
+def report_modes(corpus: Corpus, options: argparse.Namespace) -> None:
+    """Print what each mode of packing costs for these documents, as `tundish plan compare` does."""
+    picture = options.out / "modes.png"
+    table = td.packing.compare(corpus.lengths, options.max_length, seed=options.seed, plot=picture)
+    for mode, row in table.items():
+        say(
+            f"{mode:<12}{row['packs']:,} packs, {row['fill']:.2%} full, {row['samples_cut']:,} documents cut, "
+            f"{row['seconds'] * 1000:.1f} ms"
+        )
+    say(f"{'picture':<12}{picture}")
 
 
 def padding_shares(lengths: np.ndarray, max_length: int, batch_size: int, seed: int) -> tuple[float, float]:

@@ -66,7 +66,13 @@ def test_two_ranks_train_and_print_a_summary(two_ranks: subprocess.CompletedProc
     match = re.search(r"^loss +(\S+) -> (\S+)", said, re.MULTILINE)
     assert match
     assert float(match[2]) < float(match[1])
-    assert (out / "plan.png").read_bytes().startswith(b"\x89PNG")
+    for mode in ("hard", "best_fit", "ordered", "sequential"):
+        assert re.search(rf"^{mode} +\d+ packs, [\d.]+% full", said, re.MULTILINE)
+    whole = re.search(r"^best fit +loss (\S+) -> (\S+) in 5 steps on whole documents", said, re.MULTILINE)
+    assert whole
+    assert float(whole[2]) < float(whole[1])
+    for picture in ("plan.png", "modes.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
     assert not list(out.rglob("*incomplete*"))
 
 

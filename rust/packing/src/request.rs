@@ -329,12 +329,11 @@ impl WholeOptions {
 impl PackRequest<'_> {
     /// Refuse arguments that contradict each other, before any length is read.
     pub(crate) fn check(&self) -> Result<(), PackError> {
-        if let Modes::Each(modes) = &self.mode {
-            if modes.len() != self.lengths.len() || self.global_pack {
-                return Err(PackError::Invalid(
-                    "there is to be one mode for each dataset, and no global_pack=True".into(),
-                ));
+        match &self.mode {
+            Modes::Each(modes) if modes.len() != self.lengths.len() || self.global_pack => {
+                return Err(PackError::Invalid("there is one mode for each dataset, and no global_pack=True".into()));
             }
+            _ => {}
         }
         let check = |mode: &Mode| mode.check(self.max_length);
         self.mode.all().iter().try_for_each(check).map_err(PackError::Invalid)?;

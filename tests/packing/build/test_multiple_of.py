@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.packing.multiple import select
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
@@ -72,32 +73,15 @@ def tokens_of(pack: td.packing.Pack, align: int = 1) -> int:
     return sum(-(-size // align) * align for size in sizes)
 
 
-def selected(case: Case) -> tuple[list[td.packing.Pack], list[td.packing.Pack], list[td.packing.Pack]]:
-    """The packs that are kept, left out and repeated, by the definition."""
-    packs, of = list(case.full), case.plan.multiple_of
-    assert of is not None
-    if case.plan.remainder == "repeat":
-        lacking = -len(packs) % of
-        return packs, [], [packs[number % len(packs)] for number in range(lacking)]
-    of_dataset = [sum(pack.dataset_id == dataset for pack in packs) for dataset in range(len(case.streams))]
-
-    def goes_first(number: int) -> tuple[int, int, int, int]:
-        pack = packs[number]
-        taken = tokens_of(pack, case.full.align)
-        return taken, -of_dataset[pack.dataset_id], -pack.dataset_id, -number
-
-    left_out = set(sorted(range(len(packs)), key=goes_first)[: len(packs) % of])
-    kept = [pack for number, pack in enumerate(packs) if number not in left_out]
-    return kept, [packs[number] for number in sorted(left_out)], []
-
-
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_packs_are_left_out_or_repeated(case: Case) -> None:
     _, full, plan, order = case
-    kept, left_out, repeated = selected(case)
-    assert list(plan) == kept + repeated
     assert plan.multiple_of and len(plan) % plan.multiple_of == 0
+    kept, left_out, repeated = select(
+        list(full), plan.multiple_of, plan.remainder, lambda pack: tokens_of(pack, full.align)
+    )
+    assert list(plan) == kept + repeated
     plan.verify(order=order)
     stats, before, ledger = plan.stats(), full.stats(), plan.ledger()
     assert (stats["packs_dropped"], stats["packs_repeated"]) == (len(left_out), len(repeated))

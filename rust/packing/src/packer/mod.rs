@@ -361,7 +361,7 @@ impl<'a> Packer<'a> {
             }
             None => (self.run_modes(output, progress)?, None),
         };
-        let sum = |value: fn(&Packed) -> u64| packed.iter().map(value).sum();
+        let sum = |value: fn(&Packed) -> u64| -> u64 { packed.iter().map(value).sum() };
         let (tokens, tokens_packed) = (sum(|part| part.tokens), sum(|part| part.tokens_packed));
         let (packs, pieces) = (sum(|part| part.packs), sum(|part| part.pieces));
         let order_digest = packed.first().map_or(0, |part| part.order_digest);
