@@ -237,6 +237,7 @@ mod tests {
             pieces: 0,
             hard: Some(HardMetadata { drop_last: true, empty_on_boundary: 0, tail_start: vec![0] }),
             whole: None,
+            parts: Vec::new(),
             multiple: None,
             fingerprint: "0".repeat(32),
         };
