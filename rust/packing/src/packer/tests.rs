@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::inputs::Integers;
 use crate::progress::NoProgress;
-use crate::request::Placement;
+use crate::request::{Overlong, Placement};
 
 fn mode() -> impl Strategy<Value = (Mode, u64)> {
     let placement = prop_oneof![
