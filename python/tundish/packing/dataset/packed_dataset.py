@@ -312,7 +312,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         stops = [length if stop < 0 else stop for length, stop in zip(tokens, pieces.stops, strict=True)]
         sizes = [stop - start for start, stop in zip(pieces.starts, stops, strict=True)]
         # Where every piece is a whole sample, it stops at the sample's end.
-        misfit = operator.ne if self.plan.overlong in ("error", "drop") else operator.gt
+        are_whole = self.plan.overlong in ("error", "drop") and self.plan.mode != "mixed"
+        misfit = operator.ne if are_whole else operator.gt
         if min(sizes) < 0 or any(map(misfit, stops, tokens)):
             piece = next(
                 piece for piece, size in enumerate(sizes) if size < 0 or misfit(stops[piece], tokens[piece])
