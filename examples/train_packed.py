@@ -141,7 +141,7 @@ def train_whole_documents(corpus: Corpus, options: argparse.Namespace) -> list[f
     )
     say(f"{'best fit':<12}{len(plan):,} packs, {plan.stats()['fill']:.2%} full")
     training = Training(corpus, plan, options)
-    losses = training.run(None, 0, max(2, options.steps // 2))
+    losses = training.run(None, 0, max(5, options.steps // 4))
     training.loader.close()
     return losses
 

@@ -114,7 +114,7 @@ def draw_table(figure: Any, table: dict[str, dict[str, int | float]], max_length
             left += tokens
         said = (
             f"{row['packs']:,} packs, {percent(row['fill'])} full, {short(row['samples_cut'])} samples cut, "
-            f"{short(row['tokens_dropped'])} tokens dropped, {row['seconds']:.3g} s"
+            f"{short(row['tokens_dropped'])} tokens dropped, {1000 * row['seconds']:.3g} ms"
         )
         axes.text(0, number - 0.27, said, color=INK, fontsize=10.5, va="bottom")
     axes.set_yticks(range(len(rows)), [mode for mode, _ in rows], fontsize=11, color=INK)
