@@ -225,7 +225,7 @@ def pack_datasets(
         [0, 0, 1, 1]
         >>> texts_and_images = pack_datasets([[5, 9], [3, 4, 6]], 7, mode=["hard", "best_fit"])
         >>> [[piece.sample for piece in pack.pieces] for pack in texts_and_images]
-        [[0, 1], [1], [0, 1], [2]]
+        [[0, 1], [1], [2], [1, 0]]
     """
 
     def request() -> _native.PackRequest:

@@ -146,12 +146,20 @@ impl<'a> Packer<'a> {
     fn fingerprint(&self, order_digest: u128) -> Fingerprint {
         let mut hash = ParameterHash::new("tundish plan");
         hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
-        if let Modes::Each(_) = self.request.mode {
-            hash.push("mode", MIXED.as_bytes());
-        }
-        hash.push("max_length", &self.request.max_length.to_le_bytes());
-        for mode in self.request.mode.all() {
-            push_mode(&mut hash, *mode);
+        match &self.request.mode {
+            Modes::All(mode) => {
+                hash.push("mode", mode.name().as_bytes());
+                hash.push("max_length", &self.request.max_length.to_le_bytes());
+                push_options(&mut hash, *mode);
+            }
+            Modes::Each(modes) => {
+                hash.push("mode", MIXED.as_bytes());
+                hash.push("max_length", &self.request.max_length.to_le_bytes());
+                for mode in modes {
+                    hash.push("mode", mode.name().as_bytes());
+                    push_options(&mut hash, *mode);
+                }
+            }
         }
         if let Some(costs) = &self.costs {
             costs.push_to(&mut hash);
@@ -411,8 +419,7 @@ impl Packed {
     }
 }
 
-fn push_mode(hash: &mut ParameterHash, mode: Mode) {
-    hash.push("mode", mode.name().as_bytes());
+fn push_options(hash: &mut ParameterHash, mode: Mode) {
     match mode {
         Mode::Hard { drop_last } => hash.push("drop_last", &[u8::from(drop_last)]),
         Mode::Whole(WholeOptions { placement, overlong, max_samples, align }) => {

@@ -222,6 +222,15 @@ impl<'a> PlanWalk<'a> {
                     expected.length
                 ));
             }
+            if self.plan.has_piece_ranges() {
+                let [from, to] =
+                    [Field::PieceStart, Field::PieceStop].map(|field| self.plan.column(field).get(piece as usize));
+                if [from, to] != [begins, stops] {
+                    return self.wrong(format!(
+                        "takes tokens {begins} to {stops} of sample {sample}, but its piece says {from} to {to}"
+                    ));
+                }
+            }
             tokens = tokens.saturating_add(stops - begins);
             longest = longest.max(stops - begins);
             *open = (stops < expected.length).then_some(OpenSample { at: stops, ..expected });
