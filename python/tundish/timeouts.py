@@ -7,7 +7,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = ["check_seconds", "timeout_seconds"]
 
@@ -27,7 +27,7 @@ def timeout_seconds(timeout: timedelta | float) -> float:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     except (TypeError, ValueError, OverflowError):
         raise InvalidTypeError(
-            f"timeout must be a number of seconds or a timedelta, not of type {type(timeout).__name__}"
+            f"timeout is {format_type(timeout)}: give a number of seconds or a timedelta"
         ) from None
     if not (0 < seconds < math.inf):
         raise InvalidInputError(f"timeout is {timeout!r}: give a positive number of seconds or a timedelta")

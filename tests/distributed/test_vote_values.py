@@ -46,12 +46,12 @@ def vote_with_a_text(rank: int, line: Line) -> None:
 
 
 def test_an_error_that_is_no_exception_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTypeError, match="reading: error is of type str: give an exception"):
+    with pytest.raises(InvalidTypeError, match="reading: error is a str: give an exception"):
         vote("bad", what="reading")  # type: ignore[arg-type]
     with Job(vote_with_a_text, 2, tmp_path) as job:
         heard = job.hear_all()
         assert [kind for kind, _, _ in heard] == ["PeerFailedError", "InvalidTypeError"]
-        assert "error is of type str" in heard[0][1]
+        assert "error is a str" in heard[0][1]
         assert job.hear_all() == [("", "", None)] * 2
         job.expect_end()
 

@@ -320,7 +320,7 @@ def test_alone_without_a_process_group() -> None:
     batch = {"x": torch.ones(2)}
     assert td.scatter_batch([batch]) is batch
     assert td.scatter_batch(None) is None
-    with pytest.raises(td.errors.InvalidInputError, match="one batch for each rank, 1 in all, and 2 came"):
+    with pytest.raises(td.errors.InvalidInputError, match="batches has 2 entries for 1 rank: give one batch"):
         td.scatter_batch([batch, batch])
     with pytest.raises(td.errors.InvalidInputError, match="1 in all, and more came"):
         td.scatter_batch(endless())

@@ -62,7 +62,7 @@ def named_tensors(model_or_tensors: Any) -> list[NamedTensors]:
             )
     else:
         raise InvalidTypeError(
-            f"cannot save a {type(model_or_tensors).__name__}: give an nn.Module, a mapping of names to tensors, "
+            f"cannot save {format_type(model_or_tensors)}: give an nn.Module, a mapping of names to tensors, "
             "or a mapping of prefixes to modules"
         )
     if not any(one.tensors for one in inputs):

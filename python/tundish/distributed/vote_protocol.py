@@ -36,6 +36,7 @@ from tundish.errors import (
     TundishError,
     VoteTimeoutError,
     format_ranks,
+    format_type,
 )
 
 __all__ = [
@@ -421,14 +422,14 @@ def as_exception(error: Any, what: str) -> BaseException | None:
     if error is None or isinstance(error, BaseException):
         return error
     return InvalidTypeError(
-        f"{what}: error is of type {type(error).__name__}: give an exception, or None for success"
+        f"{what}: error is {format_type(error)}: give an exception, or None for success"
     )
 
 
 def check_same(same: Any, what: str) -> TundishError | None:
     """The error of a bad `same`. It is voted on, because a computed text may be bad on one rank only."""
     if not isinstance(same, str):
-        return InvalidTypeError(f"{what}: same must be a text, not of type {type(same).__name__}")
+        return InvalidTypeError(f"{what}: same is {format_type(same)}: give a string")
     if not same:
         return InvalidInputError(f"{what}: an empty text was given as same; give what to compare")
     return None

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.tree import DLPACK_EXCHANGE, NUMPY_DTYPES, Refusal
 
 __all__ = ["STORED_DTYPES", "dense", "is_whole", "tensors_over"]
@@ -132,7 +132,7 @@ def _why_not(tensor: Tensor) -> str | None:
         if tensor.is_nested:
             return "a nested tensor: store its values() and offsets()"
         if is_traceable_wrapper_subclass(wrapper):
-            return f"a {type(tensor).__qualname__}, which is made of other tensors: store these"
+            return f"{format_type(tensor)}, which is made of other tensors: store these"
         if tensor.layout is not torch.strided:
             return f"a tensor of {tensor.layout}: make it dense first"
         if tensor.is_quantized:

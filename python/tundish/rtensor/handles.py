@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.tree import find_all, map_only
 
 __all__ = [
@@ -86,7 +86,7 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
         {'step': 3, 'handles': []}
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
-        raise InvalidTypeError(f"loads takes bytes, not a {type(data).__qualname__}")
+        raise InvalidTypeError(f"data is {format_type(data)}: give the bytes that dumps returned")
     return load_handles(bytes(data))
 
 

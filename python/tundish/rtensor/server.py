@@ -135,7 +135,7 @@ def serve(
     options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
     _check_options(options)
     if isinstance(peers, str) or not isinstance(peers, Iterable):
-        raise InvalidTypeError(f"peers is {peers!r}, not a list of addresses")
+        raise InvalidTypeError(f"peers is {peers!r}: give a list of addresses, \"host:port\"")
     others = list(peers)
     for one in others:
         split_address(one)
@@ -228,17 +228,18 @@ def server_address() -> str:
 def _check_options(options: _Options) -> None:
     host = options.host
     if not isinstance(host, str) or not host:
-        raise InvalidTypeError(f"host is {host!r}, not a name or an address")
+        raise InvalidTypeError(f"host is {host!r}: give the name or the address to listen on")
     if not _is_integer(options.port, 0, 2**16 - 1):
-        raise InvalidInputError(f"port is {options.port!r}, not 0 to 65535")
+        raise InvalidInputError(f"port is {options.port!r}: give 0 to 65535")
     check_token(options.token)
     tls: Any = options.tls
     is_pair = isinstance(tls, (tuple, list)) and len(tls) == 2
     if tls is not None and not (is_pair and all(isinstance(path, (str, os.PathLike)) for path in tls)):
         raise InvalidTypeError(f"tls is {tls!r}: give the paths of two PEM files, (certificate, key)")
-    for limit in (options.limit_bytes, options.buffer_limit_bytes):
+    limits = {"limit_bytes": options.limit_bytes, "buffer_limit_bytes": options.buffer_limit_bytes}
+    for name, limit in limits.items():
         if limit is not None and not _is_integer(limit, 1, 2**63 - 1):
-            raise InvalidInputError(f"a limit is {limit!r}, not a number of bytes above 0 and below 2**63")
+            raise InvalidInputError(f"{name} is {limit!r}: give a number of bytes, at least 1 and below 2**63")
 
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:

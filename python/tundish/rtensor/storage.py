@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tundish._native import RTensor
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT, check_shard_ids
 from tundish.rtensor.backends.backend import Removed
 from tundish.rtensor.backends.current_backend import current_backend
@@ -46,7 +46,7 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
     timeout = check_seconds(timeout)
     _check_shard_id(shard_id)
     if not isinstance(tensor, Tensor):
-        raise InvalidTypeError(f"store takes a tensor, not a {type(tensor).__qualname__}")
+        raise InvalidTypeError(f"tensor is {format_type(tensor)}: give a tensor; remotize takes containers of tensors")
     try:
         values = dense(tensor)
     except Refusal as refusal:
@@ -138,4 +138,4 @@ def storage_stats() -> dict[str, Any]:
 
 def _check_shard_id(shard_id: str) -> None:
     if not isinstance(shard_id, str):
-        raise InvalidTypeError(f"the name of a shard is a string, not a {type(shard_id).__qualname__}")
+        raise InvalidTypeError(f"shard_id is {format_type(shard_id)}: give the name of a shard, a string")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tundish._native import SentBuffer
-from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
+from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError, format_count, format_type
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
 from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
 from tundish.scatter.target_device import unflatten_to_device
@@ -119,7 +119,7 @@ class ScatterSource(ScatterRank):
             isinstance(batches, (str, bytes, Mapping, Tensor)) or not isinstance(batches, Iterable)
         ):
             raise InvalidTypeError(
-                f"scatter takes one batch for each rank, {count} in all, not a {type(batches).__qualname__}"
+                f"batches is {format_type(batches)}: give a list with one batch for each rank, {count} in all"
             )
         # One more at most: an iterable may be endless.
         batch_list = list(islice(batches, count + 1))
@@ -127,13 +127,13 @@ class ScatterSource(ScatterRank):
             given = (
                 len(batches)
                 if isinstance(batches, Sized)
-                else "more"
+                else f"more than {count}"
                 if len(batch_list) > count
                 else len(batch_list)
             )
             raise InvalidInputError(
-                f"scatter takes one batch for each rank, {count} in all, and {given} came: "
-                "None stands for a rank that gets nothing"
+                f"batches has {given} entries for {format_count(count, 'rank')}: give one batch for each rank, and None for "
+                "a rank that gets nothing"
             )
         return batch_list
 

@@ -67,7 +67,7 @@ def ragged() -> torch.Tensor:
         ({"w": torch.eye(2).to_sparse()}, "InvalidTypeError", "'w' is sparse"),
         ({"w": ragged()}, "InvalidTypeError", "'w' is nested"),
         ({"w": torch.zeros(4, dtype=torch.uint8).view(torch.bits8)}, "InvalidTypeError", "'w' is bits8"),
-        ({"f": lambda: 1}, "InvalidTypeError", "'f', a function, cannot be pickled"),
+        ({"f": lambda: 1}, "InvalidTypeError", "'f', which is a function, cannot be pickled"),
     ],
 )
 def test_unsupported_values_are_refused_before_staging(
@@ -90,11 +90,11 @@ ENDLESS.append(ENDLESS)
     ("arguments", "said"),
     [
         ({"extra": [("step", 1)]}, "extra is a list"),
-        ({"extra": {"step": torch.tensor(1)}}, "extra is no JSON: extra['step'] is of type Tensor."),
+        ({"extra": {"step": torch.tensor(1)}}, "extra is no JSON: extra['step'] is a Tensor."),
         ({"extra": {"loss": [0.5, math.nan]}}, "extra is no JSON: extra['loss'][1] is nan."),
         ({"extra": {1: 2}}, "extra is no JSON: extra has the key 1."),
         ({"extra": {None: 2}}, "extra is no JSON: extra has the key None."),
-        ({"extra": {"a": {"shape": (1, 2)}}}, "extra is no JSON: extra['a']['shape'] is of type tuple."),
+        ({"extra": {"a": {"shape": (1, 2)}}}, "extra is no JSON: extra['a']['shape'] is a tuple."),
         ({"extra": {"a": ENDLESS}}, "extra is no JSON: it is nested too deep, or contains itself."),
         ({"extra": {"a": 10**5000}}, "extra is no JSON: not all of it comes back as it is."),
         ({"rank_extra": {"loader": object()}}, "rank_extra['loader'] is a builtins.object"),

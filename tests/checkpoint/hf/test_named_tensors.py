@@ -163,7 +163,7 @@ def test_names_that_are_equal_without_wrappers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "cannot save a int"),
+        (3, "cannot save an int"),
         ([torch.ones(1)], "cannot save a list"),
         ({"a": 3}, "'a' is an int, not a tensor"),
         ({"a": torch.ones(1), "b": Layer()}, "'b' is a module among tensors"),

@@ -137,7 +137,7 @@ def failing_source(rank: int, line: Line) -> None:
         a_step(rank, number)
     for given, kind, text in (
         (failing_loader, "LoaderBroke", "the shard is damaged"),
-        (lambda: batches(0)[:2], "InvalidInputError", "one batch for each rank, 3 in all, and 2 came"),
+        (lambda: batches(0)[:2], "InvalidInputError", "batches has 2 entries for 3 ranks: give one batch"),
         (lambda: [None, {"y": [1, {"z": lambda: 0}]}, None], "NotPicklableError", 'batch["y"][1]'),
     ):
         found, said, lost = outcome(lambda given=given: td.scatter_batch(given() if rank == 0 else None))

@@ -197,7 +197,7 @@ def test_invalid_workers_are_refused() -> None:
         Controller([Worker("a:1", "x", 0), Worker("a:1", "y", 1)])
     with pytest.raises(InvalidInputError, match="no address"):
         Controller([Worker("http://a/", "x", 0)])
-    with pytest.raises(InvalidTypeError, match="not a function"):
+    with pytest.raises(InvalidTypeError, match="give a function"):
         Controller([Worker("a", "x", 0, "hook")])  # type: ignore[arg-type]
     with pytest.raises(InvalidTypeError, match="rank of x one at a:1 is a str"):
         Controller([Worker("a:1", "x", "one")])  # type: ignore[arg-type]

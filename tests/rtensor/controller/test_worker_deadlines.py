@@ -153,7 +153,7 @@ def test_the_command_refuses_invalid_addresses_and_tokens(
 ) -> None:
     for addr in ("a b:1", "a/b:1", "[::1]:99999999999", "a\n:1"):
         assert cli.main(["rtensor", "stats", addr]) == 2
-        assert "is no address of a process" in capsys.readouterr().err
+        assert "is not the address of a process" in capsys.readouterr().err
     assert cli.main(["rtensor", "stats", "a" * 80 + ":1"]) == 1
     assert "does not answer" in capsys.readouterr().out
     for content in (b"\xff\xfe\n", b"two words\n", b"\n", "€".encode()):

@@ -296,7 +296,7 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], said: str) -> 
             loader.load_state_dict({**good, "batches": 2, **change})
         with pytest.raises(StateMismatchError, match="lacks batches"):
             loader.load_state_dict({name: value for name, value in good.items() if name != "batches"})
-        with pytest.raises(StateMismatchError, match=r"not the state .* its type is list"):
+        with pytest.raises(StateMismatchError, match=r"not the state .* it is a list"):
             loader.load_state_dict([1])  # type: ignore[arg-type]
         with pytest.raises(StateMismatchError, match=r"it has no 'kind' \(keys: epoch\); pass what"):
             loader.load_state_dict({"epoch": 1})

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.named_tensors import check_name
 from tundish.checkpoint.tensor_checks import check_tensor, local_of
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = ["FlattenedState", "StateStructure", "flatten_state", "is_stateful", "plain_state"]
 
@@ -64,7 +64,7 @@ def flatten_state(state_dict: Any, known: StateStructure | None = None) -> Flatt
     """
     if not isinstance(state_dict, Mapping):
         raise InvalidTypeError(
-            f"the state dict is a {type(state_dict).__name__}: give a mapping of names to values"
+            f"the state dict is {format_type(state_dict)}: give a mapping of names to values"
         )
     paths, values = _flat(plain_state(state_dict))
     # Compared one by one: objects that die at once give the garbage collector nothing to traverse.

@@ -33,7 +33,7 @@ from tundish.checkpoint.hf.transformers_models import (
 )
 from tundish.checkpoint.named_tensors import WRAPPERS, check_name, without_wrappers
 from tundish.checkpoint.tensor_checks import check_gathered, is_dtensor
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = [
     "Adapter",
@@ -354,7 +354,7 @@ def _check(adapter: Adapter) -> None:
     for name, tensor in adapter.tensors.items():
         check_name(name)
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidTypeError(f"{name!r} of an adapter is a {type(tensor).__name__}, not a tensor")
+            raise InvalidTypeError(f"{name!r} of an adapter is {format_type(tensor)}, not a tensor: leave it out")
 
 
 def _stand_in(value: Any) -> Any:

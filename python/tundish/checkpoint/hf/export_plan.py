@@ -37,7 +37,7 @@ from tundish.checkpoint.tensor_checks import (
     tied_names,
 )
 from tundish.distributed import GroupInfo, local_world_size
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = ["ExportPlan", "make_export_plan"]
 
@@ -201,7 +201,7 @@ def _adapter_contents(adapters: Adapters, to_hf: ToHf | None) -> _ExportedTensor
     """The contents of an export of adapters: one file for each, whatever its size, as peft's loaders expect."""
     if to_hf is not None:
         raise InvalidInputError(
-            f"to_hf is given for the adapters of a {type(adapters.model).__name__}, which are saved under the names "
+            f"to_hf is given for the adapters of {format_type(adapters.model)}, which are saved under the names "
             "that peft gives them: leave it out"
         )
     tensors: list[torch.Tensor] = []

@@ -27,7 +27,7 @@ from tundish.checkpoint.staging.buffer_copy import (
     finish_host_copy,
 )
 from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, locals_of
-from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
+from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError, format_type
 
 __all__ = ["Copies", "EagerCopy", "LazyCopy", "optimizers_of"]
 
@@ -333,7 +333,7 @@ def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
     for one in given:
         if not isinstance(one, torch.optim.Optimizer) or not hasattr(one, "_optimizer_step_pre_hooks"):
             raise InvalidTypeError(
-                f"cannot wait for the steps of a {type(one).__name__}: give the torch.optim.Optimizer itself, "
+                f"cannot wait for the steps of {format_type(one)}: give the torch.optim.Optimizer itself, "
                 "without a wrapper"
             )
     return given

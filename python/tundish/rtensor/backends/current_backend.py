@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 from tundish.rtensor.backends.backend import Backend
 from tundish.rtensor.backends.http import HttpBackend
 from tundish.rtensor.process_state import state
@@ -28,8 +28,8 @@ def set_backend(backend: Backend | None) -> None:
     """
     given: Any = backend
     if given is not None and not isinstance(given, Backend):
-        shown = given.__qualname__ if isinstance(given, type) else type(given).__qualname__
-        raise InvalidTypeError(f"set_backend takes a backend, such as HttpBackend(), not {shown}")
+        shown = f"the class {given.__qualname__}" if isinstance(given, type) else format_type(given)
+        raise InvalidTypeError(f"backend is {shown}: give an instance, such as HttpBackend()")
     state().backend = backend
 
 

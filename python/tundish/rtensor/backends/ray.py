@@ -30,6 +30,7 @@ from tundish.errors import (
     TensorStoreFullError,
     TimedOutError,
     TransferError,
+    format_type,
     missing_extra,
 )
 from tundish.rtensor.backends.backend import Backend, Removed
@@ -217,7 +218,7 @@ class RayBackend(Backend):
                 )
             if not isinstance(reference, self._ray.ObjectRef):
                 raise InvalidTypeError(
-                    f"the ref of shard {handle.shard_id} is a {type(reference).__qualname__}, not an ObjectRef of Ray"
+                    f"the ref of shard {handle.shard_id} is {format_type(reference)}: give Ray's ObjectRef"
                 )
         self._check_connected()
         first = handles[0]
@@ -257,8 +258,8 @@ def _bytes_of(handle: RTensor, value: Any) -> Any:
             pass
         case _:
             raise ShardMismatchError(
-                f"the ref of shard {handle.shard_id} of {handle.node_addr} leads to a {type(value).__qualname__} that "
-                "is no shard"
+                f"the ref of shard {handle.shard_id} of {handle.node_addr} leads to {format_type(value)}, "
+                "not to a shard: pass handles that remotize returned"
             )
     rows, declared = handle.rows, tuple(handle.shape)
     if dtype != str(handle.dtype) or (shape if rows is None else (rows[1] - rows[0], *shape[1:])) != declared:

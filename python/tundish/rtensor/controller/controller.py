@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
 from tundish.distributed import voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.rtensor.arguments import check_owners
 from tundish.rtensor.controller.drained import Drained
 from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
@@ -170,7 +170,7 @@ class Controller:
         self._check_open()
         if not isinstance(workers, Iterable):
             raise InvalidTypeError(
-                f"workers is a {type(workers).__qualname__}: give a list of Worker(addr, role, rank)"
+                f"workers is {format_type(workers)}: give a list of Worker(addr, role, rank)"
             )
         given = [as_worker(one) for one in workers]
         by_address = {worker.addr: worker for worker in given}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 from tundish.rtensor.arguments import split_address
 
 __all__ = ["Worker", "as_worker"]
@@ -49,14 +49,14 @@ def as_worker(given: Any) -> Worker:
     elif isinstance(given, (tuple, list)) and 1 <= len(given) <= len(Worker._fields):
         worker = Worker(*given)
     else:
-        raise InvalidTypeError(f"{given!r} is no worker: give Worker(addr, role, rank)")
+        raise InvalidTypeError(f"{given!r} is not a worker: give Worker(addr, role, rank)")
     if isinstance(worker.rank, bool) or not isinstance(worker.rank, int):
-        raise InvalidTypeError(f"rank of {worker} is a {type(worker.rank).__qualname__}, not an integer")
+        raise InvalidTypeError(f"rank of {worker} is {format_type(worker.rank)}: give an integer")
     if worker.drain is None:
         split_address(worker.addr)
         return worker
     if not callable(worker.drain):
-        raise InvalidTypeError(f"drain of {worker} is a {type(worker.drain).__qualname__}, not a function")
+        raise InvalidTypeError(f"drain of {worker} is {format_type(worker.drain)}: give a function")
     try:
         hash(worker)
     except TypeError as error:

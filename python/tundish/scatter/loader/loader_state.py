@@ -11,7 +11,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError
+from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_type
 
 __all__ = ["LoaderState", "as_count"]
 
@@ -104,7 +104,7 @@ def _check_form(state: Any) -> None:
     """Refuse what is no state of a loader of this version, and a state that lacks a value."""
     if not isinstance(state, Mapping) or state.get("kind") != _KIND:
         if not isinstance(state, Mapping):
-            found = f"its type is {type(state).__name__}"
+            found = f"it is {format_type(state)}"
         elif "kind" in state:
             found = f"its 'kind' is {state['kind']!r:.100}"
         else:

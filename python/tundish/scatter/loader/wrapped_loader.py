@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tundish.errors import InvalidInputError
+from tundish.errors import InvalidInputError, format_type
 
 __all__ = ["is_stateful", "length_of", "refuse_sharded", "set_epoch"]
 
@@ -55,7 +55,7 @@ def refuse_sharded(loader: Any) -> None:
             number = getattr(part, count, None)
             if isinstance(number, int) and number > 1:
                 raise InvalidInputError(
-                    f"the loader reads one of {number} parts of the data ({name} is a {type(part).__qualname__} with "
+                    f"the loader reads one of {number} parts of the data ({name} is {format_type(part)} with "
                     f"{count}={number}), and each rank would get only a share of that: make it for one process, which "
                     "reads for all ranks"
                 )

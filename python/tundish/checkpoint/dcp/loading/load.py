@@ -30,7 +30,7 @@ from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
 from tundish.checkpoint.publish.kinds_and_steps import check_step
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
-from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError
+from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
 
 __all__ = ["load_dcp", "load_from_root"]
 
@@ -194,7 +194,7 @@ class _Load:
     def __init__(self, state_dict: dict[str, Any], path: Path) -> None:
         if not isinstance(state_dict, dict):
             raise InvalidTypeError(
-                f"the state dict is a {type(state_dict).__name__}: give a dict to load into"
+                f"the state dict is {format_type(state_dict)}: give a dict to load into"
             )
         self._target = state_dict
         self._state = plain_state(state_dict)
@@ -255,7 +255,7 @@ def _read_metadata(reader: TensorReader, path: Path) -> Metadata:
     else:
         if isinstance(metadata, Metadata):
             return metadata
-        problem = f"it is a {type(metadata).__name__}"
+        problem = f"it is {format_type(metadata)}"
     raise CorruptCheckpointError(
         f"{path} does not say what it holds: {METADATA} cannot be read ({problem}); it is damaged, or of a version of "
         "torch that this one does not know",

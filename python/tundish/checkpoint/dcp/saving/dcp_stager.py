@@ -26,7 +26,7 @@ from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
 from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidTypeError, format_type
 
 __all__ = ["DcpStager"]
 
@@ -191,7 +191,7 @@ def _check_extra(extra: Any) -> str:
     if extra is None:
         return "{}"
     if not isinstance(extra, Mapping):
-        raise InvalidTypeError(f"extra is a {type(extra).__name__}: give a dict of values of the run")
+        raise InvalidTypeError(f"extra is {format_type(extra)}: give a dict of values of the run")
     try:
         text = json.dumps(dict(extra), allow_nan=False)
         if json.loads(text) == extra:
@@ -222,7 +222,7 @@ def _not_json(value: Any, where: str) -> str | None:
                 return f"{where} has the key {key!r}"
         found = (_not_json(item, f"{where}[{key!r}]") for key, item in value.items())
     else:
-        return f"{where} is of type {type(value).__qualname__}"
+        return f"{where} is {format_type(value)}"
     return next((problem for problem in found if problem), None)
 
 
@@ -233,6 +233,6 @@ def _pickled(name: str, value: Any) -> bytes:
         torch.save(value, stream)
     except Exception as error:
         raise InvalidTypeError(
-            f"{name!r}, a {type(value).__qualname__}, cannot be pickled: {error}"
+            f"{name!r}, which is {format_type(value)}, cannot be pickled: {error}"
         ) from error
     return stream.getvalue()
