@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a cycle": (
         lambda: {"c": cycle()},
         InvalidInputError,
-        r'^batch\["c"\]\[1\]\["again"\]\[0\] is a container that it is itself a part of',
+        r'^batch\["c"\]\[1\]\["again"\]\[0\] contains itself',
     ),
     "a deep unknown object": (
         deep_unknown,
@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "quantized": (
         lambda: {"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8)},
         InvalidTypeError,
-        r'^batch\["q"\] is a quantized tensor: carry its int_repr',
+        r'^batch\["q"\] is a quantized tensor: send its int_repr',
     ),
     "mkldnn": (
         lambda: {"m": torch.ones(2, 2).to_mkldnn()},
@@ -261,20 +261,20 @@ def test_the_tensors_have_to_be_those_of_the_schema() -> None:
 
 def test_bytes_that_are_no_schema_are_refused() -> None:
     encoded = td.tree.flatten({"a": torch.ones(2)})[1].encode()
-    with pytest.raises(InvalidInputError, match="do not begin as a schema does"):
+    with pytest.raises(InvalidInputError, match="is not a schema"):
         Schema.decode(b"something else, which is long enough for one")
     with pytest.raises(InvalidInputError, match="do not begin"):
         Schema.decode(b"tree")
-    with pytest.raises(InvalidInputError, match=r"of \d+ bytes was cut to \d+"):
+    with pytest.raises(InvalidInputError, match=r"has \d+ bytes of a schema of \d+"):
         Schema.decode(encoded[:-3])
     missing = td.tree.flatten({"a": Sample(1)})[1].encode().replace(b"Sample", b"Simple")
-    with pytest.raises(NotPicklableError, match=r"cannot be put together here: .*Simple"):
+    with pytest.raises(NotPicklableError, match=r"the schema cannot be decoded in this process: .*Simple"):
         Schema.decode(missing)
 
 
 def test_an_object_that_cannot_be_made_again_is_an_error_of_the_library() -> None:
     tensors, schema = td.tree.flatten([torch.ones(2), OneWay()])
-    with pytest.raises(NotPicklableError, match=r"cannot be made here: ValueError: .*'no number'"):
+    with pytest.raises(NotPicklableError, match=r"cannot be unpickled in this process: ValueError: .*'no number'"):
         td.tree.unflatten(schema, tensors)
 
 

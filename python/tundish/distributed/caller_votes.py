@@ -53,8 +53,8 @@ def vote(
     All members call it in the same order, each on one thread; a background thread uses a `Voter`. In a world of one it
     raises `error`, if any.
 
-    A rank that is killed is noticed within 1 s by the others of its node if it voted before, in `group` or in the whole
-    job. A rank that was gone before its first vote is waited for until the timeout.
+    The other ranks of its node notice a killed rank within 1 s, if it voted before in `group` or in the whole job.
+    Otherwise they wait for it until the timeout.
 
     Args:
         error: this rank's error; None if its work succeeded.
@@ -64,9 +64,15 @@ def vote(
         timeout: how long this rank waits for the others; seconds or a `timedelta`. None waits for as long as it takes.
 
     Raises:
-        What `Voter.vote` raises.
-        InvalidInputError: this rank is not in `group`, or `WORLD_SIZE` says that there are several processes but no
-            process group is initialised.
+        The `error` given, on the rank that gave it.
+        PeerFailedError: another rank failed or was killed. `rank` is the lowest of them; the message contains the
+            errors of up to eight ranks.
+        VoteTimeoutError: a rank did not vote in time (`ranks` names up to 256 of them), or this rank came after the
+            others had given up. The next vote works.
+        JobStoreLostError: the store of the launcher is gone.
+        InvalidInputError: the timeout is not positive, `same` is empty, this rank is not in `group`, or `WORLD_SIZE`
+            says that there are several processes but no process group is initialised.
+        InvalidTypeError: `error` is not an exception, or `timeout` is neither a number nor a `timedelta`.
 
     Example:
         >>> vote(what="loading the data")
@@ -78,10 +84,9 @@ def vote(
 def agreed(
     what: str, *, group: Any = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
 ) -> contextlib.AbstractContextManager[None]:
-    """Collective over `group`: a block of fallible work that ends in a vote; see `Voter.vote`.
+    """Collective over `group`: a block of fallible work that ends in a `vote`.
 
-    If the block raises on this rank, the other ranks are told, and the error is raised again. If it succeeds here but
-    failed on another rank, the vote raises `PeerFailedError`.
+    If the block raises on one rank, its error goes on there, and the vote raises `PeerFailedError` on all others.
 
     Args:
         what: as in `vote`.
@@ -90,6 +95,9 @@ def agreed(
 
     Returns:
         The context manager of the block.
+
+    Raises:
+        The errors of `vote`, at the end of the block.
 
     Example:
         >>> with agreed("loading the data"):
@@ -117,7 +125,7 @@ def build_once_per_node(
         The result of `build` on the ranks that ran it, None on the others.
 
     Raises:
-        What `vote` raises: the builder's own error on its rank, `PeerFailedError` on all others.
+        The errors of `vote`: the builder's own error on its rank, `PeerFailedError` on all others.
 
     Example:
         >>> build_once_per_node(lambda: 42, what="building the answer")

@@ -38,7 +38,7 @@ def nodes_of(voter: Voter, *, timeout: timedelta | float = DEFAULT_TIMEOUT) -> l
         their first ranks.
 
     Raises:
-        What `Voter.vote` raises.
+        The errors of `Voter.vote`.
         InvalidInputError: on a rank whose variables are no numbers.
     """
     what = "finding the nodes of the job"
@@ -65,13 +65,10 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
     Ranks share a node if they have the same hostname, boot id, network and IPC namespaces: containers of one machine
     are nodes of their own. Ranks with different `GROUP_RANK`, which torchrun sets, are apart, also on one machine.
 
-        node = td.distributed.node_group()
-        torch.distributed.barrier(node)
-
     Args:
         group: the `ProcessGroup` to split (None: all ranks). All members make the call, on their calling threads.
-        timeout: how long this rank waits for the others, and, in a group that is new, of its collectives;
-            seconds or a `timedelta`.
+        timeout: how long this rank waits for the others; also the timeout of the new group's collectives. Seconds or a
+            `timedelta`.
 
     Returns:
         A gloo `ProcessGroup` of this node's ranks, in the order of `group`; the same one in later calls, until it or
@@ -79,11 +76,11 @@ def node_group(group: Any = None, *, timeout: timedelta | float = DEFAULT_TIMEOU
         argument.
 
     Raises:
-        What `vote` raises.
+        The errors of `vote`.
         InvalidInputError: on a rank whose variables are no numbers.
 
     Example:
-        >>> node_group() is None
+        >>> node_group() is None  # this process runs alone; under torchrun it is a ProcessGroup of this node's ranks
         True
     """
     limit = timedelta(seconds=timeout_seconds(timeout))

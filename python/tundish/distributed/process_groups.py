@@ -1,7 +1,7 @@
 """The members of a process group, and groups with a timeout of their own.
 
-Invariant: a name under which ranks meet in the job's store (of a group or a voter) is never used twice, not even after
-torchrun restarted the job. Names come from a vote, or from a counter that all members of a set of ranks advance alike.
+Invariant: the name of a group or voter in the job's store is never used twice, not even after torchrun restarted the
+job. Names come from a vote, or from a counter that all members of a set of ranks advance alike.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class VoteProtocol:
             result, turn = self._wait(vote)
         self._pass_values(vote, result)
         if result.complete and not self.node_ranks:
-            self._meet_node()
+            self._watch_new_ranks()
             self.node_ranks = tuple(rank for rank in self._ranks if rank in self._processes)
             self._own_keys.append((number, self._introduction))
         with vote.lock:
@@ -254,9 +254,9 @@ class VoteProtocol:
                 return self._read_result(vote.number) or self._write_result(vote, lost), turn
 
     def _check(self, vote: RankVote) -> bool:
-        """Meet new ranks of the node, warn, and return whether all ranks have arrived."""
+        """Watch new ranks of the node, warn, and return whether all ranks have arrived."""
         if not self.node_ranks:
-            self._meet_node()
+            self._watch_new_ranks()
         if vote.warn_after is not None and time.monotonic() - vote.started >= vote.warn_after:
             self._warn(vote, vote.warn_after)
             vote.warn_after *= 2
@@ -352,7 +352,7 @@ class VoteProtocol:
         text = json.dumps([self._rank, self._watch.address, process, offered])
         self._store.write(self._introduction, text)
 
-    def _meet_node(self) -> None:
+    def _watch_new_ranks(self) -> None:
         """Watch the ranks of this node that were added to its list since the last call."""
         addresses: dict[int, str] = {}
         for position in range(self._known_positions + 1, self._store.add(f"node/{self._node}", 0) + 1):

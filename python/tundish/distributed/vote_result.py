@@ -156,8 +156,8 @@ class VoteResult:
             return VoteTimeoutError(f"{what}: the job's store did not answer another rank in time", ())
         names = format_ranks(self.silent, self.silent_count)
         return VoteTimeoutError(
-            f"{what}: {names} did not vote within {self.seconds:.4g} s: hung, stopped or elsewhere in the "
-            "program. Look where their stacks are, or give a longer timeout",
+            f"{what}: {names} did not vote within {self.seconds:.4g} s. They hang, were stopped, or are elsewhere in "
+            "the program: look at their stacks, or give a longer timeout",
             self.silent,
         )
 

@@ -93,7 +93,7 @@ class Voter:
         timeout: how long a vote waits, in seconds.
 
     Raises:
-        What `vote` raises.
+        The errors of `vote`.
 
     Example:
         >>> with Voter() as voter:
@@ -137,7 +137,7 @@ class Voter:
             )
         if first_vote:
             try:
-                self.vote(what="meeting of a new voter")
+                self.vote(what="connecting a new voter")
             except BaseException:
                 self.close()
                 raise
@@ -196,7 +196,7 @@ class Voter:
             through the job's store: kilobytes, not megabytes.
 
         Raises:
-            What `vote` raises.
+            The errors of `vote`.
             InvalidInputError: the value has more than 8 MiB (the others are told).
         """
         pending = self._hold(error, what, timeout, value=value, gathers=True)
@@ -226,7 +226,7 @@ class Voter:
             The text of `source`. It travels through the job's store: kilobytes, not megabytes.
 
         Raises:
-            What `vote` raises.
+            The errors of `vote`.
             InvalidInputError: the source sent None, or the text has more than 8 MiB (the others are told).
         """
         source = self.ranks[0] if source is None else source
@@ -250,7 +250,7 @@ class Voter:
         The builder of a node is its first rank in the group (local rank 0, where the group holds it). `build` must not
         vote with this voter; it may call `raise_if_peer_lost`.
         """
-        self.vote(what=f"{what}: meeting before it")
+        self.vote(what=f"{what}: waiting for the ranks to begin it")
         built: T | None = None
         with self.agreed(what, timeout=timeout):
             if self._protocol is None or self._protocol.node_ranks[0] == self.rank:

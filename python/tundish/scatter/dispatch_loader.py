@@ -48,7 +48,7 @@ __all__ = ["DispatchLoader", "LoaderStats"]
 T_co = TypeVar("T_co", covariant=True)
 
 _TAILS = ("drop", "pad", "short")
-# The number of a step holds the number of its iteration above these bits.
+# The number of a step has so many bits; the bits above hold the number of its iteration.
 _STEP_BITS = 32
 # Steps that a receiver prefetches beyond `prefetch`, so that it hears early of the end of the iteration.
 _EXTRA_STEPS = 2
@@ -81,7 +81,7 @@ class DispatchLoader(Generic[T_co]):
         group: a process group or a `DeviceMesh` of one dimension (None: all ranks).
         replicate: a process group or a mesh dimension whose ranks get the same batch; see `scatter_batch`.
         device: where the tensors go (None: host memory).
-        skip_batches: how many steps the first iteration leaves out, each of as many batches as the group has ranks.
+        skip_batches: how many steps the first iteration skips, each of as many batches as the group has ranks.
         prefetch: how many steps are read and sent ahead, by a background thread. With 0 the loader is read on the
             caller's thread, as a cursor of sqlite requires.
         prefetch_bytes: how many bytes the prefetched batches may have on each rank (None: an eighth of the memory, for
@@ -89,7 +89,7 @@ class DispatchLoader(Generic[T_co]):
         tail: how the last step is completed if the batches are fewer than the ranks. `"drop"`: no rank gets them.
             `"pad"`: the other ranks get one of the last batches too, and `is_padding` is true there. `"short"`: the
             other ranks get None.
-        progress: whether standard error shows how many batches are left out (None: on a terminal).
+        progress: whether standard error shows how many batches are skipped (None: on a terminal).
 
     Attributes:
         is_padding: whether this rank's last batch only fills up the last step.
@@ -156,7 +156,7 @@ class DispatchLoader(Generic[T_co]):
                     is_whole_job=len(participants.ranks) == len(job.ranks),
                 )
                 self._tail: Tail = tail
-                # Refused here, and not where the first batches are left out.
+                # Refused here, and not when the first batches are skipped.
                 ProgressLine("dispatch", progress).close()
                 self._progress = progress
                 self._device = resolve_device(device)
@@ -279,7 +279,7 @@ class DispatchLoader(Generic[T_co]):
         """Resume from a state with the next iteration: call it on every rank, with the state of any.
 
         If `state` holds a state of the source's loader, the loader resumes from it. Else the batches that were handed
-        out are left out; if a batch sampler makes them, they are not even read. It ends an iteration that is under way,
+        out are skipped; if a batch sampler makes them, they are not even read. It ends an iteration that is under way,
         as `set_epoch` does.
 
         Args:
@@ -406,7 +406,7 @@ class DispatchLoader(Generic[T_co]):
         scatter, early_exits, state = self._scatter, self._early_exits, self._state
         if isinstance(scatter, ScatterReceiver):
             if early_exits is None:
-                raise InvalidInputError("torch.distributed was taken down since this loader was made")
+                raise InvalidInputError("torch.distributed was shut down after this loader was made: make a new one after init_process_group")
             epoch: Epoch = EpochReceiver(scatter, early_exits, iteration, self._device)
             state.begin()
             max_steps, timeout = self._prefetch + _EXTRA_STEPS, self._timeout
@@ -436,7 +436,8 @@ class DispatchLoader(Generic[T_co]):
             return
         if not self._steps.join(self._timeout):
             raise TimedOutError(
-                f"the loop before was left, and another rank is still in it after {self._timeout:.4g} s"
+                f"the loop before was left, but another rank is still in it after {self._timeout:.4g} s: leave a loop on "
+                "all ranks in the same step"
             )
         self._reading_seconds += self._steps.epoch.reading_seconds
         self._steps = None
@@ -460,7 +461,7 @@ class DispatchLoader(Generic[T_co]):
         if step is None:
             state.end()
             return None  # type: ignore[return-value]
-        # Bringing it to a device may fail: then it was not handed out.
+        # First, because the copy to a device may fail: then the step was not handed out.
         batch: T_co = step.make()
         length = None if start is None else start.length
         is_last = length is not None and not self._step_count(length - step.drawn)
@@ -475,6 +476,6 @@ _open_loaders: weakref.WeakSet[DispatchLoader[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    # A thread that is in compiled code when the interpreter ends would come back to one that is gone.
+    # Otherwise a thread in compiled code would return into an interpreter that has ended.
     for loader in list(_open_loaders):
         loader.close()

@@ -59,7 +59,7 @@ class ScatterReceiver(ScatterRank):
             raise
         header, content = message.header, message.content
         if header.step > self._step:
-            why = f"left step {self._step} without a word"
+            why = f"skipped step {self._step} without a message"
             self.end(f"missed step {self._step}")
             raise PeerFailedError(
                 f"scatter: rank {self.participants.source}, the source, {why}", self.participants.source
@@ -80,7 +80,7 @@ class ScatterReceiver(ScatterRank):
         try:
             raise error
         finally:
-            # Else the error keeps the frames that it is raised from.
+            # A local variable would keep the error, and the error its frames, in a cycle.
             del error
 
     def _next_message(self, device: torch.device | None) -> IncomingMessage:

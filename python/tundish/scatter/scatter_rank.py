@@ -70,9 +70,9 @@ class ScatterRank:
         voter: of all participants.
         participants: the ranks, and which batch each of them gets.
         timeout: how long this rank waits for another one in a step.
-        in_loop: whether the steps are those of a `DispatchLoader`: an error of the source then goes to all ranks, also
-            to those that have their batch of the step, and a receiver waits without a timeout, as its thread runs ahead
-            of the caller.
+        in_loop: whether the steps are those of a `DispatchLoader`. An error of the source then goes to all ranks, also
+            to those that have their batch of the step. A receiver waits without a timeout, because its thread runs
+            ahead of the caller.
         device_backend: the kind of device and the backend for batches that go from device to device; then only the
             caller's thread may call.
     """
@@ -221,7 +221,8 @@ class ScatterRank:
                 if time.monotonic() > deadline and not is_endless:
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "
-                        f"{seconds:.4g} s: hung, stopped or elsewhere in the program"
+                        f"{seconds:.4g} s. It hangs, was stopped, or is elsewhere in the program: look at its stack, or give "
+                        "the process group a longer timeout"
                     )
         finally:
             self._waited += time.monotonic() - begin

@@ -95,7 +95,7 @@ class ScatterSource(ScatterRank):
             with self._reported_step():
                 raise error
         finally:
-            # Else the error keeps the frames that it is raised from.
+            # A local variable would keep the error, and the error its frames, in a cycle.
             del error
 
     @contextlib.contextmanager
@@ -229,7 +229,7 @@ class ScatterSource(ScatterRank):
                         payloads[id(content)] = copy_to_arena(content, channels.arena)
                     header = MessageHeader(self._step, MessageKind.BATCH, flags, size=content.size)
                     encoded = content.encoded_schema
-                # Before it has them: a rank that may have them hears of an error in the next step.
+                # Before they are posted: a rank that may have them hears of an error in the next step.
                 del waiting[sender.rank]
                 outgoing.post(sender, header, encoded, payloads.get(id(content)))
         finally:
@@ -286,7 +286,7 @@ class ScatterSource(ScatterRank):
                 error.add_note(f"rank {sender.rank} could not be told of it: {another}")
         if tells_other_nodes:
             told = self._finish_in_thread(channels, outgoing)
-            # A rank that did not come until now takes this no sooner.
+            # A rank that has not made the step yet will not read this sooner.
             is_short = is_lost or isinstance(error, TimedOutError)
             is_done(told, _REPORT_SECONDS if is_short else self._timeout)
         if is_interrupt:

@@ -15,7 +15,7 @@ from tundish.tree.object_parts import ObjectParts, Token
 
 __all__ = ["ARRAY_BUILDERS", "NUMPY_DTYPES", "array_rule_of"]
 
-# Dtypes that numpy has too and every torch can make tensors of: over numpy's arrays that takes half the time.
+# The dtypes that numpy has too. Making their tensors from numpy arrays takes half the time of `torch.frombuffer`.
 NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.bool: np.bool_,
     torch.uint8: np.uint8,
@@ -30,7 +30,7 @@ NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
     torch.complex128: np.complex128,
 }
 
-# Codes of dtypes that torch has too; of the two for an integer of one width it knows one only.
+# Numpy's codes of the dtypes that `torch.from_numpy` takes. Of two codes for one width of integer it takes one.
 _TORCH_CODES = frozenset("?bhBHefdFD").union(
     np.dtype(f"{sign}int{bits}").char for sign in ("", "u") for bits in (32, 64)
 )
@@ -53,12 +53,12 @@ def _array_parts(array: NDArray[Any]) -> ObjectParts | None:
     if dtype.hasobject or dtype.itemsize == 0 or dtype.kind not in "biufcmMSUV":
         return None
     writable = array.flags.writeable
-    # torch would let the values be written to, or warns that it might; and knows no negative strides.
+    # torch has neither read-only tensors nor negative strides.
     if not writable or any(stride < 0 for stride in array.strides):
         array = array.copy(order="K")
     if dtype.char in _TORCH_CODES and dtype.isnative and dtype.metadata is None:
         if any(stride % dtype.itemsize for stride in array.strides):
-            # As in a column of records.
+            # A field of a structured array has such strides.
             array = array.copy()
         return ObjectParts(("array", None, writable), (torch.from_numpy(array),), ("",))
     values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Describes the tensors that travel: dtypes, shapes, their places in one buffer, and the views made of them.
+"""Describes the tensors that travel: dtypes, shapes, their offsets in one buffer, and the views made of them.
 
 *Leaves* are the plain tensors of an object. Those that overlap are views of one tensor that travels. `memory_regions`
 chooses these tensors; `BufferLayout.leaves` makes the leaves of them again.
@@ -122,7 +122,7 @@ class BufferLayout:
         return pickle.dumps((names, list(map(tuple, self.shapes)), leaf_sources), 5)
 
     def leaves(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Make the leaves of the tensors that travelled.
+        """Make the leaves from the tensors that travelled.
 
         Args:
             tensors: tensors with the dtypes and shapes of this layout.
@@ -164,7 +164,7 @@ class BufferLayout:
         """
         storage, first = buffer.untyped_storage(), buffer.storage_offset()
         device = buffer.device
-        # Each has a version counter of its own: autograd takes no write to one for a write to another.
+        # Each tensor has a version counter of its own, so autograd does not take a write to one as a change of others.
         return [
             torch.empty(0, dtype=dtype, device=device).set_(
                 storage, (first + offset) // dtype.itemsize, shape, contiguous_strides(shape)

@@ -33,7 +33,7 @@ __all__ = ["PLAIN_TUPLES", "Rule", "build", "parts_of", "register", "rule_of"]
 
 Rule = Callable[[Any], ObjectParts | None]
 
-# Types of plain tuples that objects were flattened of: the compiled traversal asks no rule for them.
+# The types of plain tuples met so far. The compiled traversal handles them without a rule.
 PLAIN_TUPLES: set[type] = set()
 
 _registered: dict[type, tuple[Callable[[Any], Any], Callable[[list[Any], Any], Any]]] = {}
@@ -42,14 +42,14 @@ _BUILTINS: frozenset[type] = frozenset(
     {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, np.ndarray}
 )
 _CONTAINERS = (dict, list, tuple, deque, UserDict, UserList, types.SimpleNamespace)
-# Singletons and classes, which stand in tokens.
+# Their values are singletons or classes, and are part of the token.
 _CONSTANTS: frozenset[type] = frozenset({torch.dtype, torch.layout, torch.memory_format, type})
-# Equal keys of these types are the same: 1 and True are not.
+# Equal keys of these types are interchangeable. With more types, 1 and True would count as one key.
 _KEY_TYPES: frozenset[type] = frozenset({str, int})
 _NAME_TYPES: frozenset[type] = frozenset({str})
 _FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType)
 
-# The state of an object that gives itself for its state.
+# Stands for the state of an object whose `__reduce_ex__` returns the object itself as its state.
 _ITSELF = "itself"
 
 
@@ -207,12 +207,12 @@ def _build_registered(token: Token, parts: list[Any]) -> Any:
 def _tuple_parts(value: Any) -> ObjectParts:
     fields = getattr(type(value), "_fields", None)
     labels = None if fields is None else [f".{name}" for name in fields]
-    # The class may show its items otherwise than it holds them.
+    # The class may override `__iter__`.
     return ObjectParts(("tuple subclass", type(value)), tuple(tuple.__iter__(value)), labels)
 
 
 class _Attributes(dict[str, Any]):
-    """The attributes of an object. Messages name them so; otherwise they are a dict."""
+    """A dict of an object's attributes. Messages show them as `.name`, and the keys of other dicts as `["name"]`."""
 
 
 def _attributes_parts(value: dict[str, Any]) -> ObjectParts:

@@ -1,8 +1,8 @@
 """Takes an object apart into its tensors and a schema.
 
-The compiled traversal calls a rule for each object that is not of Python's own types. At first it takes every tensor
-for a plain one that was not met before. If a check of all tensors together finds that wrong, a second traversal looks
-at each tensor, which takes ten times as long.
+The compiled traversal calls a rule for each object that is not of Python's own types. The first traversal assumes that
+every tensor is plain and occurs once. If a check of all tensors together refutes that, a second traversal examines each
+tensor, which takes ten times as long.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tundish.tree.tensor_rules import tensor_parts
 
 __all__ = ["flatten", "flatten_with_addresses"]
 
-# A program that makes types without end does not fill memory with them.
+# Bounds the memory for types in a program that creates new ones without end.
 _MAX_KNOWN_TYPES = 4096
 
 
@@ -99,7 +99,7 @@ def flatten_with_addresses(obj: Any, name: str = "batch") -> tuple[list[Tensor],
 class Traversal:
     """Traverses `root`, which messages call `name`.
 
-    Unless `careful`, it takes every `torch.Tensor` for a plain one, and for another one than those before.
+    Unless `careful`, it assumes that every `torch.Tensor` is plain and occurs once.
 
     Attributes:
         leaves: the plain tensors.
@@ -112,14 +112,14 @@ class Traversal:
         self._careful = careful
         # The number or the parts of each tensor and array that a rule was asked for, by identity.
         self._found: dict[int, int | ObjectParts | None] = {}
-        # Freed tensors would leave their identities to others.
+        # Kept alive, because a new object may get the `id` of a freed one.
         self._alive: list[Any] = []
         self._pickler: ValuePickler | None = None
         path: list[tuple[Any, Any]] = []
         try:
             found = _native.traverse(root, Tensor, PLAIN_TUPLES, self._rule, self.leaves, path, careful)
             if found is None:
-                raise Refusal(InvalidInputError, "is a container that it is itself a part of")
+                raise Refusal(InvalidInputError, "contains itself: send something else in place of the inner one")
         except Refusal as refusal:
             raise refusal.kind(f"{_format_path(name, path)} {refusal.reason}") from refusal.__cause__
         except Exception as error:
@@ -174,7 +174,7 @@ class Traversal:
         except Refusal as refusal:
             raise Refusal(refusal.kind, f"has a part that {refusal.reason}") from refusal.__cause__
         except RecursionError as error:
-            raise _cannot_send("it is too deep to be pickled") from error
+            raise _cannot_send("it is nested too deep to be pickled") from error
         except Exception as error:
             raise _cannot_send(error) from error
 

@@ -3,7 +3,7 @@
 Invariants:
 
 1. Nothing that was given is changed, and containers keep their types.
-2. An object without a replaced part is the very object that was given; one that is named twice stays one object.
+2. If nothing in an object is replaced, the object itself is returned. An object that occurs twice stays one object.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _MapOnly:
         self._plain = frozenset(kind for kind in _PLAIN if not issubclass(kind, kinds))
         self._function = function
         self._enter = enter
-        # The result for each container, by identity; and all objects whose identities must stay theirs.
+        # The result for each container, by `id`; and objects that are kept alive so that no other one gets their `id`.
         self._done: dict[int, Any] = {}
         self._alive: list[Any] = []
 
@@ -96,7 +96,7 @@ class _MapOnly:
         identity = id(value)
         done = self._done.get(identity, self)
         if done is _IN_PROGRESS:
-            raise Refusal(InvalidInputError, "is a container that it is itself a part of")
+            raise Refusal(InvalidInputError, "contains itself: put something else in place of the inner one")
         if done is not self:
             return done
         self._done[identity] = _IN_PROGRESS
@@ -104,7 +104,7 @@ class _MapOnly:
         try:
             made = self._map_container(value if self._enter is None else self._enter(value))
         except RecursionError as error:
-            raise Refusal(InvalidInputError, "is too deep") from error
+            raise Refusal(InvalidInputError, "is nested too deep") from error
         self._done[identity] = made
         return made
 

@@ -34,7 +34,7 @@ _MAY_BE_MORE = frozenset(
     | {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 )
 
-# Bytes: a multiple of every dtype's.
+# Bytes. A multiple of the item size of every dtype.
 _WIDEST = 16
 
 _get_dtype = operator.attrgetter("dtype")
@@ -141,8 +141,8 @@ def _regions(leaves: list[Tensor]) -> list[_Region]:
 class _Region:
     """Bytes `start` to `end` of `memory` (device type, device index, storage), and the numbers of the leaves in it.
 
-    `dtype` is None if the leaves have several. The region then begins at a multiple of `_WIDEST`, so that a view of any
-    dtype is aligned in a copy of the region as it is here.
+    `dtype` is None if the leaves have several. The region then begins at a multiple of `_WIDEST`. So views of every
+    dtype stay aligned in a copy of the region.
     """
 
     memory: tuple[str, int, int]

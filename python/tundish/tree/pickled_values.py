@@ -36,8 +36,8 @@ class ValuePickler(pickle.Pickler):
     """Pickles one object after the other; those that several of them share are pickled once.
 
     Args:
-        leaf_or_parts: returns the number of a tensor among the leaves, the parts of an array or of a tensor that is
-            more than a leaf, or None for an array to pickle.
+        leaf_or_parts: returns the leaf number of a plain tensor, the parts of an array or of any other tensor, or None
+            for an array that is to be pickled.
     """
 
     def __init__(self, leaf_or_parts: Callable[[Any], int | ObjectParts | None]) -> None:
@@ -74,7 +74,7 @@ class _Unpickler(pickle.Unpickler):
 def load_pickles(pickles: bytes, count: int, leaves: Sequence[Tensor], build: Builder) -> list[Any]:
     """The `count` objects that a `ValuePickler` wrote; `build` makes a tensor or array of its token and parts.
 
-    Raises `NotPicklableError` where one of them cannot be made here.
+    Raises `NotPicklableError` if one of them cannot be unpickled in this process.
     """
     unpickler = _Unpickler(io.BytesIO(pickles), leaves, build)
     try:
@@ -83,5 +83,5 @@ def load_pickles(pickles: bytes, count: int, leaves: Sequence[Tensor], build: Bu
         raise
     except Exception as error:
         raise NotPicklableError(
-            f"a batch came with an object that cannot be made here: {type(error).__name__}: {error}"
+            f"an object of the batch cannot be unpickled in this process: {type(error).__name__}: {error}"
         ) from error

@@ -1,8 +1,8 @@
 """The schema of an object: everything but its tensors, in memory and in bytes.
 
-A schema has three parts: the *structure* (types, keys, where leaves and values go), the *layout* of the tensors, and
-the *values* (numbers, texts, and pickled objects). Structures and layouts are encoded once. They are cached by content
-in the process that flattens, and by their bytes in the one that decodes.
+A schema has three parts. The *structure* has the types and keys, and says where leaves and values go. The *layout*
+describes the tensors. The *values* are numbers, texts, and pickled objects. Structures and layouts are encoded once.
+They are cached by content in the process that flattens, and by their bytes in the one that decodes.
 
 Invariants:
 
@@ -130,11 +130,11 @@ class Schema:
         """
         view = memoryview(encoded)
         if len(view) < _HEADER.size or bytes(view[:4]) != _MAGIC:
-            raise InvalidInputError("these bytes do not begin as a schema does")
+            raise InvalidInputError("encoded is not a schema: give the bytes that Schema.encode() returned")
         _, *sizes = _HEADER.unpack_from(view)
         total = _HEADER.size + sum(sizes)
         if total != len(view):
-            raise InvalidInputError(f"a schema of {total} bytes was cut to {len(view)}")
+            raise InvalidInputError(f"encoded has {len(view)} bytes of a schema of {total}: give all of them")
         parts, start = [], _HEADER.size
         for size in sizes:
             parts.append(bytes(view[start : start + size]))
@@ -143,7 +143,7 @@ class Schema:
         try:
             return Schema(_decode_structure(structure), decode_layout(layout), values, pickles)
         except Exception as error:
-            raise NotPicklableError(f"a batch came that cannot be put together here: {error}") from error
+            raise NotPicklableError(f"the schema cannot be decoded in this process: {error}") from error
 
 
 def encode_values(values: list[Any]) -> bytes:

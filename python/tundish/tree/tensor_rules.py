@@ -31,14 +31,14 @@ def tensor_parts(tensor: Tensor) -> ObjectParts | None:
     """The parts of a tensor of exactly the type `torch.Tensor`; None: it is plain. Raises `Refusal`."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         raise Refusal(
-            InvalidTypeError, "is a tensor inside a transformation of torch.func: carry the one outside"
+            InvalidTypeError, "is a tensor inside a transformation of torch.func: send the one outside"
         )
     if tensor.is_nested:
         raise Refusal(
             InvalidTypeError, "is a nested tensor of the strided layout: make it one of layout=torch.jagged"
         )
     if tensor.is_quantized:
-        raise Refusal(InvalidTypeError, "is a quantized tensor: carry its int_repr(), scales and zero points")
+        raise Refusal(InvalidTypeError, "is a quantized tensor: send its int_repr(), scales and zero points")
     if tensor.requires_grad:
         return ObjectParts(("grad",), (tensor.detach(),), ("",))
     if tensor.device.type == "meta":
@@ -59,7 +59,7 @@ def tensor_parts(tensor: Tensor) -> ObjectParts | None:
         return ObjectParts(("neg",), (torch._neg_view(tensor),), ("",))
     if tensor.numel() and not tensor.data_ptr():
         raise Refusal(
-            InvalidTypeError, "has no memory: it was given back, or is not on a device that has any"
+            InvalidTypeError, "has no memory, because its storage was freed or its device has none: send a tensor with values"
         )
     return None
 
@@ -73,14 +73,14 @@ def tensor_subclass_parts(tensor: Tensor) -> ObjectParts:
     kind = type(tensor)
     if kind.__name__ == "DTensor":
         raise Refusal(
-            InvalidTypeError, "is a DTensor, a part of it on each rank of its mesh: carry its to_local()"
+            InvalidTypeError, "is a DTensor, of which each rank has a part: send its to_local()"
         )
     if is_lazy(tensor):
         raise Refusal(InvalidTypeError, "has no values yet: run the module once, which initializes it")
     # The subclass may override torch's functions.
     with torch._C.DisableTorchFunctionSubclass():
         is_nested, requires_grad = tensor.is_nested, tensor.requires_grad
-        # Shape and strides of a nested one are no numbers.
+        # The shape and strides of a nested tensor are not numbers.
         geometry = () if is_nested else (tuple(tensor.shape), _strides(tensor))
     if is_nested:
         return _jagged_parts(tensor)

@@ -66,7 +66,7 @@ def unflatten(schema: Schema, tensors: Sequence[Tensor]) -> Any:
             if tensor.dtype != dtype or tensor.shape != shape:
                 raise InvalidInputError(
                     f"tensors[{number}] is {tensor.dtype} of shape {tuple(tensor.shape)}; "
-                    f"the schema has {dtype} of shape {tuple(shape)} there"
+                    f"the schema has {dtype} of shape {tuple(shape)} there: give the tensors in the order of flatten"
                 )
     return unflatten_unchecked(schema, tensors)
 

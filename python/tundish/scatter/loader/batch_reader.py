@@ -44,12 +44,12 @@ class BatchReader:
         loader: any iterable of batches.
         width: how many batches a step has.
         tail: how to complete the last step if the batches are fewer than `width`.
-        skip: how many batches are left out, if there is no `state`.
+        skip: how many batches are skipped, if there is no `state`.
         state: of the loader, from which it resumes.
-        report_progress: called with the number of batches that were left out, and of those to leave out.
+        report_progress: called with the number of batches that were skipped, and of those to skip.
 
     Raises:
-        InvalidInputError: the loader has fewer than `skip` batches, or its sampler leaves some out already.
+        InvalidInputError: the loader has fewer than `skip` batches, or its sampler skips some already.
         Errors of the loader.
     """
 
@@ -134,11 +134,11 @@ def _forget_starting_state(loader: Any) -> None:
 
 
 def _refuse_resumed_sampler(loader: Any, skip: int) -> None:
-    """Raise if a `PackedBatchSampler` was resumed too: twice as many batches would be left out."""
+    """Raise if a `PackedBatchSampler` was resumed too: twice as many batches would be skipped."""
     step = getattr(getattr(loader, "batch_sampler", None), "start_step", None)
     if isinstance(step, int) and step > 0:
         raise InvalidInputError(
-            f"the first {skip} batches are to be left out, and the loader's batch_sampler was resumed by itself, at "
+            f"the first {skip} batches are to be skipped, and the loader's batch_sampler was resumed by itself, at "
             f"step {step}: load the state into the DispatchLoader alone"
         )
 
@@ -162,8 +162,8 @@ def _skip_batches(batches: Iterator[Any], skip: int, report_progress: Callable[[
         report_progress(number, skip)
         if next(batches, _END) is _END:
             raise InvalidInputError(
-                f"the first {skip} batches are to be left out, and the loader has {number}: this is not the data that "
-                "the state or skip_batches is meant for"
+                f"the first {skip} batches are to be skipped, but the loader has only {number}: give the data for which "
+                "the state or skip_batches was made"
             )
 
 

@@ -26,7 +26,7 @@ class ControlKind(StrEnum):
     BEGIN = "begin"
     """It begins; with an `EpochStart`."""
     ALIVE = "alive"
-    """The source is still leaving out batches."""
+    """The source is still skipping batches."""
     TAIL = "tail"
     """Only so many batches of the next step are new."""
     END = "end"
@@ -40,7 +40,7 @@ class EpochStart(NamedTuple):
 
     Attributes:
         epoch: the number of its epoch.
-        skipped: how many of the epoch's batches are left out.
+        skipped: how many of the epoch's batches are skipped.
         length: how many batches the source's loader has; None where that is not known.
     """
 
@@ -55,7 +55,7 @@ class LoaderStep(NamedTuple):
     Attributes:
         make: makes the batch, on the caller's thread.
         is_padding: whether another rank gets the batch too, because the last batches are too few.
-        drawn: how many batches of the epoch were drawn or left out by now.
+        drawn: how many batches of the epoch were drawn or skipped by now.
         state: of the source's loader after them; None on other ranks and where it has none.
         size: bytes of the batch.
     """
@@ -128,6 +128,7 @@ class Epoch:
 def early_exit_error(rank: int) -> PeerLeftLoopError:
     """The error of a rank that goes on where another one left the loop."""
     return PeerLeftLoopError(
-        f"rank {rank} left the loop over the loader before its end, and this rank goes on: all ranks end it alike",
+        f"rank {rank} left the loop over the loader before its end, and this rank goes on: leave the loop on all ranks "
+        "in the same step",
         rank,
     )

@@ -20,7 +20,7 @@ from tundish.tree import flatten_with_addresses
 
 __all__ = ["EpochSource"]
 
-# How often a source that leaves out batches says that it is alive.
+# How often a source that skips batches tells the receivers that it is alive.
 _ALIVE_SECONDS = 1.0
 
 
@@ -31,7 +31,7 @@ class EpochSource(Epoch):
         scatter, early_exits, iteration, device: as for `Epoch`.
         loader: the source's loader.
         tail: how the last step is completed.
-        progress: whether standard error shows how many batches are left out.
+        progress: whether standard error shows how many batches are skipped.
         counts_bytes: whether steps have the size of this rank's batch, if no batch is sent.
     """
 
@@ -64,7 +64,7 @@ class EpochSource(Epoch):
 
         Args:
             epoch: the number of the epoch.
-            skip: how many of its batches are left out.
+            skip: how many of its batches are skipped.
             state: the loader's state that stands for them, or None.
         """
         width = self.scatter.participants.batch_count
@@ -80,7 +80,7 @@ class EpochSource(Epoch):
 
                 def report_progress(done: int, total: int) -> None:
                     nonlocal said_alive_at
-                    line.update("leaving out batches", done, total)
+                    line.update("skipping batches", done, total)
                     if time.monotonic() - said_alive_at > _ALIVE_SECONDS:
                         said_alive_at = time.monotonic()
                         # Where it fails, so does the first step.

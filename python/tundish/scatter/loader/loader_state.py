@@ -23,11 +23,11 @@ class LoaderState:
     """The progress of a `DispatchLoader` on one rank.
 
     Args:
-        skip: how many batches the first iteration leaves out.
+        skip: how many batches the first iteration skips.
 
     Attributes:
         epoch: the epoch of the iteration under way, or of the next one.
-        batches: how many batches of that epoch were handed out or left out, over all ranks.
+        batches: how many batches of that epoch were handed out or skipped, over all ranks.
         loader_state: the state of the source's loader after them; None on other ranks and where it has none.
         requested_epoch: the last argument of `set_epoch`; None before its first call.
         loaded: epoch and batches of a state that was loaded, until a step after it is handed out.
@@ -44,7 +44,7 @@ class LoaderState:
         self._is_complete = False
 
     def begin(self) -> tuple[int, Any]:
-        """Begin an iteration. Returns how many batches it leaves out, and the loader's state after them."""
+        """Begin an iteration. Returns how many batches it skips, and the loader's state after them."""
         if self._is_complete:
             self.end()
         skip, state = self._skip, None

@@ -114,8 +114,9 @@ class PrefetchedSteps(InlineSteps):
             waited = time.monotonic() - max(begin, self.epoch.last_heard)
             if self._timeout is not None and waited > self._timeout + _GRACE_SECONDS:
                 raise TimedOutError(
-                    f"the source, rank {self.epoch.scatter.participants.source}, gave nothing within "
-                    f"{self._timeout:.4g} s: hung, stopped, reading, or elsewhere in the program"
+                    f"the source, rank {self.epoch.scatter.participants.source}, sent nothing within "
+                    f"{self._timeout:.4g} s. It hangs, was stopped, reads its data, or is elsewhere in the program: "
+                    "look at its stack, or give the process group a longer timeout"
                 )
         with self._changed:
             if self._steps:

@@ -172,7 +172,7 @@ class GlooReceiver:
         return message.result()
 
     def close(self) -> None:
-        """Leave the group to its owner."""
+        """Does nothing: `Channels.close` destroys the group."""
 
     def _receive(self) -> IncomingMessage:
         first = self._receive_into(np.empty(_FIRST_BYTES, np.uint8))
