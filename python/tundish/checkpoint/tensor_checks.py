@@ -15,6 +15,7 @@ from torch import nn
 
 from tundish._native import TensorInspector
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.tensor_bytes import extent
 
 __all__ = [
     "DTYPES",
@@ -167,10 +168,8 @@ def check_memory(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose storage ends before it does, since reading it crashes. Raises `InvalidInputError`."""
     if is_dtensor(tensor) or tensor.numel() == 0:
         return
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    if (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
+    end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
+    if end > tensor.untyped_storage().nbytes():
         raise InvalidInputError(
             f"{name!r} has no values: its storage of {tensor.untyped_storage().nbytes()} bytes was freed or cut, as "
             "wrappers do that shard parameters; save it where it is whole, or what the wrapper gives as state dict"

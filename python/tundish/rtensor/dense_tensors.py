@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.tensor_bytes import extent
 from tundish.tree import DLPACK_EXCHANGE, NUMPY_DTYPES, Refusal
 
 __all__ = ["STORED_DTYPES", "dense", "is_whole", "tensors_over"]
@@ -79,15 +80,8 @@ def _has_memory(tensor: Tensor) -> bool:
     # Tensors that are made of other tensors have a storage without an address.
     if not tensor.data_ptr():
         return False
-    end = (tensor.storage_offset() + _extent(tensor)) * tensor.itemsize
+    end = (tensor.storage_offset() + extent(tensor)) * tensor.itemsize
     return bool(end <= tensor.untyped_storage().nbytes())
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements from the first of `tensor` to its last in memory, gaps included."""
-    if tensor.is_contiguous():
-        return tensor.numel()
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def tensors_over(views: Sequence[_native.ShardView], handles: Sequence[_native.RTensor]) -> list[Tensor]:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from tundish import _native
+from tundish.tensor_bytes import INTEGER_DTYPES
 from tundish.tree import flatten_with_addresses
 
 __all__ = ["OutgoingBatch", "copy_threads"]
 
-# Integers by their bytes. They replace dtypes of the same width, some of which torch cannot copy.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # More threads do not make a copy faster.
 _MAX_THREADS = 4
 
@@ -47,7 +46,8 @@ class OutgoingBatch:
             return
         places = layout.tensors_in(torch.frombuffer(buffer, dtype=torch.uint8, count=self.size))
         for place, tensor in zip(places, self.tensors, strict=True):
-            integer = _INTEGERS.get(tensor.itemsize)
+            # As integers, since torch cannot copy tensors of every dtype.
+            integer = INTEGER_DTYPES.get(tensor.itemsize)
             if integer is None:
                 place.copy_(tensor)
             else:

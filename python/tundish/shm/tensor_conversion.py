@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidTypeError, format_type
 from tundish.shm.array_layout import ArrayLayout
+from tundish.tensor_bytes import INTEGER_DTYPES
 
 __all__ = ["dumps_with_tensors", "numpy_dtype_of", "numpy_view_of", "tensor_in"]
-
-# By bytes of an element: the integer dtype in place of one that numpy lacks.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
@@ -30,9 +28,9 @@ def numpy_dtype_of(dtype: torch.dtype) -> tuple[np.dtype[Any], str | None]:
     try:
         return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, None
     except TypeError:
-        if dtype.itemsize not in _INTEGERS:
+        if dtype.itemsize not in INTEGER_DTYPES:
             raise InvalidTypeError(f"tensors of {dtype} cannot be shared") from None
-        return torch.empty(0, dtype=_INTEGERS[dtype.itemsize]).numpy().dtype, name
+        return torch.empty(0, dtype=INTEGER_DTYPES[dtype.itemsize]).numpy().dtype, name
 
 
 def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
@@ -46,7 +44,7 @@ def numpy_view_of(tensor: torch.Tensor) -> tuple[NDArray[Any], str | None]:
         raise InvalidTypeError(f"{format_type(tensor)} cannot be shared: share the tensor in it")
     numpy_dtype, name = numpy_dtype_of(values.dtype)
     if name is not None:
-        values = values.view(_INTEGERS[numpy_dtype.itemsize])
+        values = values.view(INTEGER_DTYPES[numpy_dtype.itemsize])
     return values.numpy(), name
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tundish import _native
+from tundish.tensor_bytes import extent
 from tundish.tree.buffer_layout import (
     BufferLayout,
     LeafSource,
@@ -123,7 +124,7 @@ def _regions(leaves: list[Tensor]) -> list[_Region]:
         where = 0 if leaf.device.type == "cpu" else leaf.untyped_storage().data_ptr()
         start = leaf.data_ptr()
         memory = leaf.device.type, leaf.device.index or 0, where
-        regions.append(_Region(memory, start, start + _extent(leaf) * leaf.itemsize, leaf.dtype, [number]))
+        regions.append(_Region(memory, start, start + extent(leaf) * leaf.itemsize, leaf.dtype, [number]))
     # By address, the longer first: then a region only grows at its end.
     regions.sort(key=lambda one: (one.memory, one.start, -one.end))
     apart: list[_Region] = []
@@ -163,22 +164,15 @@ class _Region:
         return _Region(self.memory, start, max(self.end, later.end), dtype, self.numbers + later.numbers)
 
 
-def _extent(tensor: Tensor) -> int:
-    """The number of elements from the first in memory to the last."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((int(n) - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _single_leaf(leaf: Tensor, slot: int) -> tuple[Tensor, LeafSource]:
     """The tensor that travels for a leaf that overlaps no other leaf."""
     if leaf.is_contiguous():
         return leaf, slot
     shape, stride = tuple(leaf.shape), tuple(map(int, leaf.stride()))
-    extent = _extent(leaf)
-    if extent <= leaf.numel():
+    span = extent(leaf)
+    if span <= leaf.numel():
         # Without gaps: permuted, or expanded.
-        return leaf.as_strided((extent,), (1,)), (slot, None, shape, stride, 0)
+        return leaf.as_strided((span,), (1,)), (slot, None, shape, stride, 0)
     unrepeated = leaf
     for dimension, step in enumerate(stride):
         if step == 0:

@@ -16,6 +16,7 @@ import torch
 from tundish._native import TensorCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.tensor_checks import INSPECTOR, check_memory
+from tundish.tensor_bytes import INTEGER_DTYPES
 
 __all__ = [
     "BufferCopy",
@@ -30,8 +31,6 @@ _PACKED_BELOW_BYTES = 1 << 20
 _MOST_PACKED_BYTES = 16 << 20
 # Most bytes between two packed tensors; they are transferred too.
 _MOST_GAP_BYTES = 4096
-# For each size of an element, the dtype whose copies do not change bits.
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Every device converts these into each other.
 _CONVERTED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 # Torch copies this much between two checks for signals: some ten milliseconds.
@@ -117,7 +116,7 @@ def _can_be_packed(source: torch.Tensor, place: Place) -> bool:
     return (
         place.stop - place.start < _PACKED_BELOW_BYTES
         and (source.dtype == place.dtype or {source.dtype, place.dtype} <= _CONVERTED)
-        and place.dtype.itemsize in _AS_INTEGERS
+        and place.dtype.itemsize in INTEGER_DTYPES
         and source.is_contiguous()
         and not source.is_conj()
         and not source.is_neg()
@@ -129,7 +128,7 @@ def _pack(sources: Sequence[torch.Tensor], places: Sequence[Place], device: torc
     dtype = places[0].dtype
     if sources[0].dtype == dtype:
         # As integers, since copies of floats change the bits of NaNs.
-        dtype = _AS_INTEGERS[dtype.itemsize]
+        dtype = INTEGER_DTYPES[dtype.itemsize]
         sources = [source.view(dtype) for source in sources]
     # Lengths of sources and of the gaps between them, in turn.
     bounds = [bound - places[0].start for place in places for bound in (place.start, place.stop)]
