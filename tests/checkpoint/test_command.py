@@ -108,12 +108,12 @@ def test_all_commands_name_folders_that_are_no_whole_checkpoint(
     assert names(listed["damaged"]) == ["dcp-30", "hf-30"]
     assert cli.main(["checkpoint", "ls", str(root)]) == 0
     shown = capsys.readouterr().out
-    assert "dcp-30              no whole checkpoint: it has no tundish.json" in shown
-    assert "hf-30               no whole checkpoint: model.safetensors has " in shown
+    assert "dcp-30              not a whole checkpoint: it has no tundish.json" in shown
+    assert "hf-30               not a whole checkpoint: model.safetensors has " in shown
     for words in ([], ["--step", 30]):
         error = answer(capsys, "checkpoint", "verify", root, *words, code=1)["error"]
-        assert "hf-30 is no whole checkpoint: model.safetensors has " in error["message"]
-        assert "dcp-30 is no whole checkpoint: it has no tundish.json" in error["message"]
+        assert "hf-30 is not a whole checkpoint: model.safetensors has " in error["message"]
+        assert "dcp-30 is not a whole checkpoint: it has no tundish.json" in error["message"]
     answer(capsys, "checkpoint", "verify", root, "--step", 20)
     assert (
         answer(capsys, "checkpoint", "verify", root, "--step", 40, code=3)["error"]["kind"] == "NotFoundError"
@@ -255,5 +255,5 @@ def test_a_folder_where_nothing_was_saved_is_refused_and_left(
     words = ["--keep-last", 1] if verb == "prune" else []
     error = answer(capsys, "checkpoint", verb, tmp_path, *words, code=2)["error"]
     assert error["kind"] == "InvalidInputError"
-    assert f"{tmp_path}: no checkpoints were saved here" in error["message"]
+    assert f"{tmp_path}: no checkpoint was ever saved here" in error["message"]
     assert everything_in(tmp_path) == before

@@ -153,8 +153,8 @@ class Checkpointer(ReadonlyRoot):
 
         Args:
             step: a whole number of at least 0, above every published step.
-            model_or_tensors: an `nn.Module` (of one that holds peft adapters, only these are saved); a mapping of
-                names to tensors or DTensors; or a mapping of prefixes to modules, for composed models.
+            model_or_tensors: an `nn.Module`; a mapping of names to tensors or DTensors; or a mapping of prefixes to
+                modules, for composed models. Of a model with PEFT adapters, only the adapters are saved.
             config: object with `save_pretrained`; by default the model's own. None for a model that holds adapters.
             tokenizer: tokenizer or processor, with `save_pretrained`.
             dtype: convert floating-point tensors to this torch dtype.

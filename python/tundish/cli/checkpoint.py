@@ -76,7 +76,7 @@ def add_checkpoint_commands(commands: Any) -> None:
     repair = add_command(
         verbs,
         "repair",
-        summary="remove leftovers, mend registry and links",
+        summary="remove leftovers, repair registry and links",
         description="Remove the leftovers of dead writers, and rebuild the registry and the links from the folders, as "
         "every start of a Checkpointer does. No other process may save into the root meanwhile.",
     )
@@ -91,10 +91,10 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
         f"{one.path.name:<20}{readable('bytes', one.size):<32}{printable(one.tag or '')}".rstrip()
         for one in whole
     ]
-    lines += [f"{one.path.name:<20}no whole checkpoint: {printable(one.reason)}" for one in damaged]
+    lines += [f"{one.path.name:<20}not a whole checkpoint: {printable(one.reason)}" for one in damaged]
     set_aside = _set_aside_in(options.root)
     lines += [
-        f"{path.name:<20}{readable('bytes', size)}, set aside by a rollback: yours to keep or delete"
+        f"{path.name:<20}{readable('bytes', size)}, set aside by a rollback: keep or delete it yourself"
         for path, size in set_aside.items()
     ]
     return {
@@ -128,7 +128,7 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     _check_is_ours(options.root)
     whole, broken = _survey(options.root)
     damaged = [
-        CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+        CorruptCheckpointError(f"{one.path} is not a whole checkpoint: {one.reason}")
         for one in broken
         if options.step in (None, one.step)
     ]
@@ -158,9 +158,9 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
 
 def _said(unsummed: list[str]) -> str:
     if not unsummed:
-        return "every byte holds"
+        return "all bytes match their checksums"
     count = format_count(len(unsummed), "file")
-    return f"all checksums hold; {count} without a checksum, whose sizes only were compared"
+    return f"all checksums match; only the sizes were compared of {count} without a checksum"
 
 
 def run_prune(options: argparse.Namespace) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def run_repair(options: argparse.Namespace) -> dict[str, Any]:
         for entry in entries:
             reason = f": {entries[entry]}" if isinstance(entries, dict) else ""
             lines.append(printable(f"{name.replace('_', ' ')}: {entry}{reason}"))
-    return {"json": report, "text": "\n".join(lines) or "nothing to mend"}
+    return {"json": report, "text": "\n".join(lines) or "nothing to repair"}
 
 
 def _add_root(parser: argparse.ArgumentParser) -> None:
@@ -224,16 +224,16 @@ def _survey(root: Path) -> tuple[Checkpoints, list[Damaged]]:
     from tundish.checkpoint import open_readonly
 
     if not root.exists():
-        raise NotFoundError(_NO_ENTRY, "no such folder of checkpoints", str(root))
+        raise NotFoundError(_NO_ENTRY, "no such folder: give the root of a Checkpointer", str(root))
     if not root.is_dir():
-        raise InvalidInputError(f"{root}: is no folder of checkpoints")
+        raise InvalidInputError(f"{root} is a file: give the folder of the checkpoints")
     return open_readonly(root).survey()
 
 
 def _check_is_ours(root: Path) -> None:
     """Refuse a folder where no checkpoint was ever saved: another one was meant, and nothing is to be left in it."""
     if not any(_survey(root)) and not (root / _WRITER_LOCK).exists():
-        raise InvalidInputError(f"{root}: no checkpoints were saved here; give the folder that they lie in")
+        raise InvalidInputError(f"{root}: no checkpoint was ever saved here: give the root of a Checkpointer")
 
 
 def _verify(one: Checkpoint, options: argparse.Namespace) -> list[str]:

@@ -78,7 +78,7 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
             rows.append(_row(addr, stats))
             found[addr] = stats
         except (KeyError, TypeError, ValueError, OverflowError):
-            failed[addr] = f"{addr} does not answer as a process of tundish does: something else serves there"
+            failed[addr] = f"{addr} is not a process of tundish: its answer to /stats has another form"
     if len(found) > 1:
         rows.append(_total(rows[1:]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
@@ -107,7 +107,7 @@ def _read_token(path: Path) -> str:
         # For no address: it checks the token.
         trust(token=token)
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path}: its first line is no text, and so no token") from error
+        raise InvalidInputError(f"{path}: its first line is not text: write the token there") from error
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
     return token

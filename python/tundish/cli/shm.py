@@ -1,4 +1,4 @@
-"""The command `tundish shm`: lists named segments of shared memory, and removes those that no process has any more.
+"""The command `tundish shm`: lists named segments of shared memory, and removes those that no process uses.
 
 torch is never imported.
 """
@@ -26,7 +26,7 @@ def add_shm_commands(commands: Any) -> None:
         verbs,
         "ls",
         summary="list named segments",
-        description="List the named segments of shared memory that are this user's, and who has them.",
+        description="List the named segments of shared memory of this user, and whether a process uses them.",
     )
     listing.set_defaults(run=run_ls, needs="tundish.shm.named_segments")
 
@@ -34,7 +34,7 @@ def add_shm_commands(commands: Any) -> None:
         verbs,
         "sweep",
         summary="remove what killed processes left",
-        description="Remove the named segments of this user that no process has any more, and the marks of checkpoint "
+        description="Remove the named segments of this user that no process uses, and the slot files of checkpoint "
         "writers that were killed. Segments that a process holds, files of other users and other files are left alone.",
     )
     sweep.add_argument("--dry-run", action="store_true", help="only say what would be removed")
@@ -53,7 +53,7 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
         f"{one['name']:<20} {readable('bytes', one['bytes']):<32}made by {one['made_by']:<12}{one['state']}"
         for one in segments
     ]
-    lines += [f"could not be looked at: {printable(reason)}" for reason in report.failed]
+    lines += [f"could not be examined: {printable(reason)}" for reason in report.failed]
     return {
         "json": {"segments": segments, "failed": list(report.failed)},
         "text": "\n".join(lines) or "no named segments",
@@ -67,7 +67,7 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
     report = sweep(dry_run=options.dry_run)
     verb = "would remove" if options.dry_run else "removed"
     lines = [f"{verb} {one.name}: {readable('bytes', one.size)}" for one in report.removed]
-    lines += [f"{verb} {path}: the mark of a killed checkpoint writer" for path in report.writer_slots]
+    lines += [f"{verb} {path}: the slot file of a killed checkpoint writer" for path in report.writer_slots]
     lines += [f"not swept: {printable(reason)}" for reason in report.failed]
     return {
         "json": {

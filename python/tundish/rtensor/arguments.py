@@ -34,7 +34,9 @@ def check_token(token: Any) -> None:
     if token is None:
         return
     if not isinstance(token, str) or not token.isascii() or not token.isprintable():
-        raise InvalidInputError("token is not a string of printable ASCII characters: give one, for example of `openssl rand -hex 32`")
+        raise InvalidInputError(
+            "token is not a string of printable ASCII characters: give one, for example of `openssl rand -hex 32`"
+        )
     if not token or " " in token or len(token) > 1024:
         raise InvalidInputError("token is empty, has spaces or is too long: give 1 to 1024 characters without spaces")
 
@@ -43,7 +45,8 @@ def check_shard_ids(shard_ids: Any, function: str) -> None:
     """Raises `InvalidTypeError` for anything but an iterable of shard ids, such as a handle or a dict of handles."""
     if not isinstance(shard_ids, Iterable) or isinstance(shard_ids, (bytes, Mapping)):
         raise InvalidTypeError(
-            f"{function} takes shard ids, not {format_type(shard_ids)}: give flatten_shard_ids(obj) for the handles in obj"
+            f"{function} takes shard ids, not {format_type(shard_ids)}: give flatten_shard_ids(obj) for the handles in "
+            "obj"
         )
 
 

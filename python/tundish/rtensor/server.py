@@ -114,9 +114,9 @@ def serve(
         buffer_limit_bytes: memory limit of the fetch buffer, in bytes; the same default.
         peers: addresses of other processes to which this one sends the token, over TLS if it serves over TLS. `trust`
             adds more. A `Controller` adds its workers.
-        tls: paths of two PEM files, the certificate and its private key: serve over TLS. The first may hold further
-            certificates, such as that of the authority. This process trusts peers that show one of them, or one that
-            an authority among them signed.
+        tls: paths of two PEM files, the certificate and its private key. The server then speaks TLS. The first file may
+            hold more certificates, such as that of the authority. This process trusts peers with one of these
+            certificates, and peers whose certificate one of these signed.
         open_metrics: answer `/metrics` and `/health` to everybody who reaches the port.
 
     Returns:
@@ -184,8 +184,8 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
     Args:
         addresses: `"host:port"` of other processes' servers.
         token: their token; None forgets it.
-        tls: path of a PEM file with their certificates, or that of the authority that signed them: speak TLS with
-            these addresses, and only with servers that prove to have one of these. None speaks no TLS.
+        tls: path of a PEM file with the servers' certificates, or with that of the authority that signed them. Requests
+            to these addresses then use TLS, and only servers with such a certificate get them. None: no TLS.
 
     Raises:
         InvalidTypeError: `token` is missing.

@@ -81,8 +81,8 @@ def fetch(shard_id: str) -> Tensor:
 def remove(shard_ids: str | Iterable[str]) -> int:
     """Removes shards that this process stores, and what it fetched of them.
 
-    Other processes keep what they fetched until their step ends, or `clear_batches` drains it: until then they read
-    the old tensor, also by a handle of a new one under the same name.
+    Other processes keep what they fetched until their step ends or `clear_batches` drains it. Until then they read the
+    old tensor, even through a handle of a new tensor with the same name.
 
     Args:
         shard_ids: one name, or names. Unknown and repeated names are ignored.
@@ -122,10 +122,14 @@ def storage_stats() -> dict[str, Any]:
     """Counts of the shards that this process stores.
 
     Returns:
-        `num_tensors` and their `total_bytes`; of these `unclaimed_entries`, `unclaimed_bytes` and the age of the
-        oldest, `oldest_unclaimed_seconds`; the largest `total_bytes` so far, `high_water_bytes`; and in `memory` the
-        bytes of allocated memory: `limit_bytes`, `used_bytes`, `idle_bytes`, and `escaped_bytes`, which a view holds
-        although they were removed.
+        A dict with these counts:
+
+        - `num_tensors`, `total_bytes`: all stored tensors.
+        - `unclaimed_entries`, `unclaimed_bytes`: those that no step claims; `oldest_unclaimed_seconds` is the age of
+          the oldest.
+        - `high_water_bytes`: the largest `total_bytes` so far.
+        - `memory`: bytes of allocated memory. `limit_bytes`; `used_bytes`; `idle_bytes`, kept for the next tensors;
+          `escaped_bytes`, of removed tensors that are still in use.
 
     Example:
         >>> import tundish as td

@@ -406,7 +406,10 @@ class DispatchLoader(Generic[T_co]):
         scatter, early_exits, state = self._scatter, self._early_exits, self._state
         if isinstance(scatter, ScatterReceiver):
             if early_exits is None:
-                raise InvalidInputError("torch.distributed was shut down after this loader was made: make a new one after init_process_group")
+                raise InvalidInputError(
+                    "torch.distributed was shut down after this loader was made: make a new one after "
+                    "init_process_group"
+                )
             epoch: Epoch = EpochReceiver(scatter, early_exits, iteration, self._device)
             state.begin()
             max_steps, timeout = self._prefetch + _EXTRA_STEPS, self._timeout
@@ -436,8 +439,8 @@ class DispatchLoader(Generic[T_co]):
             return
         if not self._steps.join(self._timeout):
             raise TimedOutError(
-                f"the loop before was left, but another rank is still in it after {self._timeout:.4g} s: leave a loop on "
-                "all ranks in the same step"
+                f"the loop before was left, but another rank is still in it after {self._timeout:.4g} s: leave a loop "
+                "on all ranks in the same step"
             )
         self._reading_seconds += self._steps.epoch.reading_seconds
         self._steps = None

@@ -221,8 +221,8 @@ class ScatterRank:
                 if time.monotonic() > deadline and not is_endless:
                     raise TimedOutError(
                         f"scatter: {'another rank' if name is None else f'rank {name}'} did not come within "
-                        f"{seconds:.4g} s. It hangs, was stopped, or is elsewhere in the program: look at its stack, or give "
-                        "the process group a longer timeout"
+                        f"{seconds:.4g} s. It hangs, was stopped, or is elsewhere in the program: look at its stack, "
+                        "or give the process group a longer timeout"
                     )
         finally:
             self._waited += time.monotonic() - begin

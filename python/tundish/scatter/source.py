@@ -132,8 +132,8 @@ class ScatterSource(ScatterRank):
                 else len(batch_list)
             )
             raise InvalidInputError(
-                f"batches has {given} entries for {format_count(count, 'rank')}: give one batch for each rank, and None for "
-                "a rank that gets nothing"
+                f"batches has {given} entries for {format_count(count, 'rank')}: give one batch for each rank, and "
+                "None for a rank that gets nothing"
             )
         return batch_list
 

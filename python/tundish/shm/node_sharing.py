@@ -44,9 +44,9 @@ def node_shared(
 ) -> NodeArray:
     """Share one read-only array among all ranks of a node, in the same physical pages. Collective over `group`.
 
-    On each node local rank 0, the first rank of the node in `group`, builds the array; the argument of the other ranks
-    is ignored and may be None. `tundish.distributed.node_group` defines a node. Without torch.distributed the process
-    shares the array with its workers.
+    On each node the first rank in `group` (local rank 0) builds the array. The argument of the other ranks is ignored
+    and may be None. `tundish.distributed.node_group` defines a node. Without torch.distributed the process shares the
+    array with its workers.
 
     Args:
         array_or_callable: the array, or a function that returns it. A numpy array or a CPU tensor is copied as by

@@ -193,7 +193,7 @@ class SharedArray:
         """Return the array as a CPU tensor.
 
         Torch has no read-only tensors. The owner of an array that was made by `create` gets the shared memory. All
-        others get a private map of it, a new one in each call: pages are shared until this process writes to them, and
+        others get a private map of it, a new one in each call. Its pages are shared until this process writes to them;
         other processes do not see the change.
 
         Returns:

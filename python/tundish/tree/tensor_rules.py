@@ -59,7 +59,8 @@ def tensor_parts(tensor: Tensor) -> ObjectParts | None:
         return ObjectParts(("neg",), (torch._neg_view(tensor),), ("",))
     if tensor.numel() and not tensor.data_ptr():
         raise Refusal(
-            InvalidTypeError, "has no memory, because its storage was freed or its device has none: send a tensor with values"
+            InvalidTypeError,
+            "has no memory, because its storage was freed or its device has none: send a tensor with values",
         )
     return None
 

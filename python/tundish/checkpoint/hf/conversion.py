@@ -1,7 +1,7 @@
 """Converts the tensors of the training to those in the files, in small groups called units.
 
-A unit is the smallest group that has to be on one rank at once: a tensor that is saved as it is, or the tensors that a
-conversion takes together.
+A unit is the smallest group of tensors that has to be on one rank at once. It is one tensor that is saved as it is, or
+the tensors that one conversion needs.
 
 Invariants:
     - Names, shapes and dtypes of the products are known before any value is read.

@@ -41,10 +41,10 @@ Checkpoints = list[Checkpoint]  # classes below have a method called list
 
 @dataclass(frozen=True, kw_only=True)
 class Damaged:
-    """A folder that is named like a checkpoint and is none.
+    """A folder with the name of a checkpoint that is not a whole checkpoint.
 
     Attributes:
-        reason: why it is none.
+        reason: why it is not.
     """
 
     kind: str
@@ -112,7 +112,7 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except OSError as error:
         raise StorageError(
-            error.errno or errno.EIO, f"cannot be looked at ({error.strerror})", str(path)
+            error.errno or errno.EIO, f"cannot be examined ({error.strerror})", str(path)
         ) from None
 
 

@@ -176,7 +176,7 @@ class Controller:
         by_address = {worker.addr: worker for worker in given}
         if len(by_address) < len(given):
             raise InvalidInputError(
-                "two workers serve at one address: every process has an address of its own"
+                "two workers serve at one address: give each process's own address, as its server.addr has it"
             )
         trust_workers(worker.addr for worker in given if worker.drain is None)
         with self._closed_if_interrupted():
@@ -345,7 +345,7 @@ class Controller:
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
-            raise InvalidInputError(f"this controller is that of process {self._process}: make another one")
+            raise InvalidInputError(f"this controller belongs to process {self._process}, which made it: make one in this process")
         if self._closed is not None:
             raise InvalidInputError(f"this controller is closed ({self._closed}): make another one")
 

@@ -35,8 +35,8 @@ def check_claim_answers(answers: Mapping[Worker, Any]) -> None:
     """Raises `ShardGoneError` if a worker could not claim all shards."""
     for worker, answer in answers.items():
         for key, what in (
-            ("missing_shard_ids", "has not got, or has drained or removed,"),
-            ("taken_shard_ids", "holds for another step"),
+            ("missing_shard_ids", "does not store, or has drained or removed,"),
+            ("taken_shard_ids", "has claims of another step on"),
         ):
             names = names_in(answer, key)
             if names:

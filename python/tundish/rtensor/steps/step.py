@@ -134,8 +134,8 @@ def _claim(number: int, mine: ProcessState, ids: list[str]) -> None:
     if missing or taken:
         names = ", ".join([*missing, *taken][:_SHOWN_NAMES])
         raise ShardGoneError(
-            f"this process has not got these shards, or they are another step's: {names}; a Controller claims those "
-            "of other processes"
+            f"this process does not store these shards, or another step claims them: {names}; use a Controller to claim "
+            "shards of other processes"
         )
 
 

@@ -95,10 +95,16 @@ def fetch_buffer_stats() -> dict[str, Any]:
     """Counts of what this process fetched and holds until the end of the step.
 
     Returns:
-        `num_entries` and their `total_bytes`; of these `kept_entries` and `kept_bytes`, which outlive the step; the
-        largest `total_bytes` so far (`high_water_bytes`); `hits` and `misses`; `late_inserts_refused` (arrived after
-        their step had ended); `in_flight`; the `oldest_step` that has bytes; and in `memory` the bytes of allocated
-        memory, as in `storage_stats`.
+        A dict with these counts:
+
+        - `num_entries`, `total_bytes`: all fetched tensors.
+        - `kept_entries`, `kept_bytes`: those that outlive the step, because `keep` was called for them.
+        - `high_water_bytes`: the largest `total_bytes` so far.
+        - `hits`, `misses`: tensors that were in the buffer, and tensors that had to be fetched.
+        - `in_flight`: tensors that are being fetched.
+        - `late_inserts_refused`: tensors that arrived after their step had ended.
+        - `oldest_step`: the oldest step that still has bytes, or None.
+        - `memory`: bytes of allocated memory, as in `storage_stats`.
 
     Example:
         >>> import tundish as td

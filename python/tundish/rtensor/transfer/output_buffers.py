@@ -27,8 +27,8 @@ def output_buffers(out: Any, handles: list[RTensor]) -> list[Tensor]:
     buffers = [out] if isinstance(out, Tensor) else list(out)
     if len(buffers) != len(handles):
         raise InvalidInputError(
-            f"out has {format_count(len(buffers), 'tensor')} and obj has {format_count(len(handles), 'handle')}: give a "
-            "tensor for each handle"
+            f"out has {format_count(len(buffers), 'tensor')} and obj has {format_count(len(handles), 'handle')}: "
+            "give a tensor for each handle"
         )
     for number, (handle, buffer) in enumerate(zip(handles, buffers, strict=True)):
         _check(number, buffer, handle)
@@ -50,6 +50,8 @@ def _check(number: int, buffer: Any, handle: RTensor) -> None:
             f"out[{number}] has no memory for its values, because its storage was freed or cut: give another tensor"
         )
     if any(not step and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
-        raise InvalidInputError(f"out[{number}] is expanded, so several of its elements share memory: give a clone() of it")
+        raise InvalidInputError(
+            f"out[{number}] is expanded, so several of its elements share memory: give a clone() of it"
+        )
     if buffer.requires_grad:
         raise InvalidInputError(f"out[{number}] requires a gradient: give its detach()")

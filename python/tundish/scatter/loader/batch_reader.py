@@ -162,8 +162,8 @@ def _skip_batches(batches: Iterator[Any], skip: int, report_progress: Callable[[
         report_progress(number, skip)
         if next(batches, _END) is _END:
             raise InvalidInputError(
-                f"the first {skip} batches are to be skipped, but the loader has only {number}: give the data for which "
-                "the state or skip_batches was made"
+                f"the first {skip} batches are to be skipped, but the loader has only {number}: give the data for "
+                "which the state or skip_batches was made"
             )
 
 

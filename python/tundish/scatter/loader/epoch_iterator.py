@@ -57,8 +57,8 @@ class EpochIterator(Iterator[T_co]):
             self.close()
             # A loop would take it for the end of the data.
             raise RuntimeError(
-                "StopIteration was raised while a batch was flattened or rebuilt: look for a next() without a default in "
-                "registered functions"
+                "StopIteration was raised while a batch was flattened or rebuilt: look for a next() without a default "
+                "in registered functions"
             ) from error
         except BaseException:
             self.close()

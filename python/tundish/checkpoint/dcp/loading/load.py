@@ -105,7 +105,11 @@ def load_from_root(
             step = json.loads(voter.broadcast(json.dumps(proposed), error, what=what))
             if step is None:
                 # On all ranks: a first start is not the failure of one rank.
-                raise NotFoundError(errno.ENOENT, "there is no DCP checkpoint", str(root.path))
+                raise NotFoundError(
+                    errno.ENOENT,
+                    "there is no DCP checkpoint: train from the start, or give the root of an earlier run",
+                    str(root.path),
+                )
             path = root.path / f"dcp-{step}"
             with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
                 problem = checkpoint.verify()
@@ -139,12 +143,12 @@ class _CandidateCheckpoints:
             for one in reversed(damaged):
                 if one.step not in self._skipped and (newest is None or one.step > newest):
                     self.skip(
-                        one.step, CorruptCheckpointError(f"{one.path} is no whole checkpoint: {one.reason}")
+                        one.step, CorruptCheckpointError(f"{one.path} is not a whole checkpoint: {one.reason}")
                     )
             if newest is None and self._skipped:
                 raise CorruptCheckpointError(
                     f"no DCP checkpoint under {self._root.path} is whole: {'; '.join(self._skipped.values())}. "
-                    "Training does not start anew by itself: move them away to do so"
+                    "To train from the start, move them away"
                 )
             # It may have been removed meanwhile, for a newer one.
             with contextlib.suppress(NotFoundError):
@@ -176,7 +180,7 @@ def _load_verified(
 
 def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint) -> Loaded:
     voter = checkpoint.voter
-    with voter.agreed(f"reading what {checkpoint.path} holds"):
+    with voter.agreed(f"reading the metadata of {checkpoint.path}"):
         rank_extras = RankExtras(checkpoint)
         checkpoint.check({METADATA})
         load = _Load(state_dict, checkpoint.path)
@@ -257,7 +261,7 @@ def _read_metadata(reader: TensorReader, path: Path) -> Metadata:
             return metadata
         problem = f"it is {format_type(metadata)}"
     raise CorruptCheckpointError(
-        f"{path} does not say what it holds: {METADATA} cannot be read ({problem}); it is damaged, or of a version of "
+        f"{path} cannot be loaded: its {METADATA} cannot be read ({problem}); it is damaged, or of a version of "
         "torch that this one does not know",
         (METADATA,),
     )

@@ -124,7 +124,7 @@ class OpenCheckpoint:
         voter = self.voter
         reported = json.dumps(sorted(found)[:_MOST_REPORTED])
         reports = voter.gather(reported, what=f"collecting the damage of {self.path}")
-        problem = CorruptCheckpointError(f"{self.path} is damaged, as the first rank reports")
+        problem = CorruptCheckpointError(f"{self.path} is damaged: the error on rank {voter.ranks[0]} names the files")
         with voter.agreed(f"judging the damage of {self.path}"):
             if voter.is_first:
                 problem = self._judge([json.loads(report) for report in reports])
@@ -148,8 +148,8 @@ class OpenCheckpoint:
             name, (rank, problem) = min(unreached.items())
             raise StorageError(
                 errno.EIO,
-                f"rank {rank} does not see what rank {voter.rank} sees: to it {name} {problem}. The checkpoint is "
-                "whole",
+                f"on rank {rank} {name} {problem}, but not on rank {voter.rank}: the checkpoint is whole, so check the "
+                "file system of that node",
                 str(self.path / name),
             )
         return self._damaged(damaged)

@@ -168,8 +168,8 @@ def _check_covered(first: Mapping[str, tuple[LocalValue, int]], blocks: Iterable
         whole = shape_of(value.size).numel()
         if value.dtype and elements[name] != whole:
             raise InvalidInputError(
-                f"{name!r} has {whole} elements, and its blocks on the ranks that save have {elements[name]}: save it "
-                "with a group of all ranks that hold a block, each another one or the same"
+                f"{name!r} has {whole} elements, and its blocks on the ranks that save have {elements[name]}: give "
+                "the Checkpointer a group with all ranks that hold blocks of it"
             )
 
 

@@ -68,7 +68,7 @@ class ExchangeGroup:
         """The `ProcessGroup` of that generation; raises `PeerFailedError` if it was closed or replaced."""
         group = self._group
         if group is None or generation != self.generation:
-            raise PeerFailedError("the ranks' exchange was broken off: one of the ranks gave up", -1)
+            raise PeerFailedError("a rank gave up while the ranks exchanged tensors: its own error says why", -1)
         return group
 
     def connect(self, name: str) -> None:
@@ -124,7 +124,7 @@ class ExchangeGroup:
                     return connected.result()
                 if self._voter.next_vote_fails(pause):
                     break
-            raise PeerFailedError(f"{_WHAT}: another rank did not come", -1)
+            raise PeerFailedError(f"{_WHAT}: another rank did not connect in time", -1)
         except BaseException as error:
             if not connected.done():
                 connected.add_done_callback(_close_late)

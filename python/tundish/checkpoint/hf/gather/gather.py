@@ -200,7 +200,7 @@ def _run_on_host(operations: Sequence[Any]) -> None:
         if not isinstance(error, RuntimeError):
             raise
         peer = operations[waited - 1 if waited else len(started)].peer
-        problem = PeerFailedError(f"the exchange of tensors with rank {peer} broke off: {error}", peer)
+        problem = PeerFailedError(f"rank {peer} ended the exchange of tensors: {error}", peer)
     # Outside of the handler, whose error keeps the tensors alive.
     raise problem
 
