@@ -10,23 +10,19 @@ from __future__ import annotations
 import ipaddress
 import operator
 import os
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.own_address import OUTSIDE, address_towards
 from tundish.rtensor.arguments import check_token, split_address
 from tundish.rtensor.process_state import Trust, state
 
 __all__ = ["Server", "serve", "server_address", "trust", "trust_workers"]
 
 _LOOPBACK = "127.0.0.1"
-# A documentation address (RFC 5737). Connecting a datagram socket to it sends nothing, and tells which of this
-# machine's addresses leads outside.
-_OUTSIDE = "192.0.2.1", 9
-
 
 # The default of `token` in `trust`. No string, since callers may pass any.
 _NOT_GIVEN: Final[Any] = object()
@@ -264,11 +260,5 @@ def _reachable_host(host: str) -> str:
     except ValueError:
         return host
     if numbers.is_unspecified:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(_OUTSIDE)
-            except OSError:
-                # A machine without a route to the outside.
-                return _LOOPBACK
-            return str(probe.getsockname()[0])
+        return address_towards(OUTSIDE) or _LOOPBACK
     return f"[{numbers}]" if numbers.version == 6 else str(numbers)

@@ -17,6 +17,7 @@ import struct
 from typing import Any
 
 from tundish.distributed import store_address
+from tundish.own_address import OUTSIDE, address_towards
 
 __all__ = ["LivenessListener", "connect_to_source", "is_source"]
 
@@ -24,8 +25,6 @@ _BACKLOG = 4096
 _CONNECT_SECONDS = 2.0
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sq")
-# An address that no machine has (RFC 5737), to find the address from which this machine sends to others.
-_UNUSED_ADDRESS = "192.0.2.1"
 # A machine that vanished is asked after 10 s of silence, three times, every 5 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -116,20 +115,10 @@ def _keep_alive(connection: socket.socket) -> None:
 
 def _own_addresses(store: Any) -> list[str]:
     """Addresses at which other nodes may reach this machine, the most likely first."""
-    to_store, to_others = _address_towards(store_address(store)), _address_towards((_UNUSED_ADDRESS, 9))
+    store_host = store_address(store)
+    to_store = None if store_host is None else address_towards(store_host)
+    to_others = address_towards(OUTSIDE)
     if to_store is not None and to_store.startswith("127."):
         # This machine serves the store, and may know its own name for a loopback address.
         to_store, to_others = to_others, to_store
     return list(dict.fromkeys(address for address in (to_store, to_others) if address is not None))
-
-
-def _address_towards(target: tuple[str, int] | None) -> str | None:
-    """The address from which this machine would send to `target`. Nothing is sent."""
-    if target is None:
-        return None
-    with contextlib.suppress(OSError):
-        family, kind, protocol, _, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    return None
