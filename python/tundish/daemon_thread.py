@@ -1,10 +1,11 @@
-"""`DaemonThread`: calls functions that may block for long, without keeping the process from ending.
+"""`DaemonThread`: calls functions that may block for long, without keeping the process from ending; `is_done` waits.
 
 An executor of the standard library would not do: the interpreter joins its threads when it exits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["DaemonThread"]
+__all__ = ["DaemonThread", "is_done"]
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class DaemonThread:
-    """A thread that makes calls in order. It starts with the first one, and ends once this object is closed or garbage.
+    """A thread that makes calls in order. It starts with the first call, and ends after this object is closed or freed.
 
     Args:
         name: of the thread.
@@ -33,7 +34,10 @@ class DaemonThread:
         self._is_closed = False
 
     def submit(self, function: Callable[[], T], *, waits: bool = True) -> Future[T]:
-        """Call `function` after all calls before it. If it does not wait for one that still runs, use a new thread."""
+        """Call `function` after all earlier calls.
+
+        With `waits=False` a new thread is used if one of them still runs.
+        """
         calls, future = self._calls, Future[T]()
         if calls is None or not (waits or self._last is None or self._last.done()):
             if calls is not None:
@@ -44,7 +48,7 @@ class DaemonThread:
         self._last = future
         calls.put((future, function))
         if self._is_closed:
-            # Another thread may have called `close` meanwhile.
+            # Another thread may have called `close` before the queue was made.
             calls.put(None)
         return future
 
@@ -54,6 +58,13 @@ class DaemonThread:
         calls, self._calls = self._calls, None
         if calls is not None:
             calls.put(None)
+
+
+def is_done(future: Future[Any], seconds: float) -> bool:
+    """Whether `future` is done within so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        future.exception(seconds)
+    return future.done()
 
 
 def _run(calls: _Calls) -> None:

@@ -21,17 +21,13 @@ import torch
 from torch import Tensor
 
 from tundish._native import SentBuffer
+from tundish.daemon_thread import is_done
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError, format_count, format_type
 from tundish.scatter.outgoing_batch import OutgoingBatch, copy_threads
 from tundish.scatter.scatter_rank import GONE, MAKE_NEW, ScatterRank
 from tundish.scatter.target_device import unflatten_to_device
 from tundish.scatter.transport.channels import Channels
-from tundish.scatter.transport.gloo import (
-    GlooSender,
-    OutgoingMessages,
-    copy_to_arena,
-    is_done,
-)
+from tundish.scatter.transport.gloo import GlooSender, OutgoingMessages, copy_to_arena
 from tundish.scatter.transport.message_header import DEVICE, MessageHeader, MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemorySender
 from tundish.tree import flatten_with_addresses

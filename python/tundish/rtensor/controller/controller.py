@@ -166,6 +166,13 @@ class Controller:
 
         Args:
             workers: a `Worker(addr, role, rank)` for each process.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.rtensor.serve() as server, td.rtensor.Controller([]) as controller:
+            ...     controller.update([td.rtensor.Worker(server.addr, "actor", 0)])
+            ...     len(controller.workers)
+            1
         """
         self._check_open()
         if not isinstance(workers, Iterable):
@@ -247,6 +254,15 @@ class Controller:
             InvalidInputError: `claim` has tensors and no handles, or this controller is in a step already.
             ShardGoneError: a claimed shard does not exist, or another step claims it. All shards stay.
             DrainError: a worker does not begin the step, or could not be drained now and in the step before.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.rtensor.serve(), td.rtensor.Controller([]) as controller:
+            ...     batch = td.rtensor.remotize({"rewards": torch.ones(8)})
+            ...     with controller.step(claim=batch):
+            ...         td.rtensor.localize(batch)["rewards"].sum()
+            tensor(8.)
         """
         self._check_open()
         handles = required_handles(claim, "claim")
@@ -277,6 +293,16 @@ class Controller:
         Raises:
             InvalidInputError: `obj` has tensors and no handles.
             DrainError: a worker does not answer. The shards end with the current step after all.
+
+        Example:
+            >>> import torch
+            >>> import tundish as td
+            >>> with td.rtensor.serve(), td.rtensor.Controller([]) as controller:
+            ...     batch = td.rtensor.remotize({"rewards": torch.ones(8)})
+            ...     with controller.step(claim=batch):
+            ...         kept = controller.keep(batch)
+            ...     td.rtensor.localize(batch)["rewards"].sum()
+            tensor(8.)
         """
         self._check_open()
         handles = required_handles(obj, "obj")
@@ -304,6 +330,13 @@ class Controller:
 
         Returns:
             For each worker the decoded answer, or its failure.
+
+        Example:
+            >>> import tundish as td
+            >>> with td.rtensor.serve() as server:
+            ...     controller = td.rtensor.Controller([td.rtensor.Worker(server.addr)])
+            ...     [stats["storage"]["num_entries"] for stats in controller.stats().values()]
+            [0]
         """
         self._check_open()
         with self._closed_if_interrupted():

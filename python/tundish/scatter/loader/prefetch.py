@@ -15,9 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from tundish.callers_device import on_this_device
+from tundish.daemon_thread import is_done
 from tundish.errors import TimedOutError
 from tundish.scatter.loader.epoch import Epoch, LoaderStep
-from tundish.scatter.transport.gloo import is_done
 
 __all__ = ["InlineSteps", "PrefetchedSteps"]
 

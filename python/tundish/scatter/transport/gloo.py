@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tundish import _native
-from tundish.daemon_thread import DaemonThread
+from tundish.daemon_thread import DaemonThread, is_done
 from tundish.errors import NotPicklableError
 from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
 from tundish.scatter.outgoing_batch import OutgoingBatch
@@ -39,20 +38,12 @@ __all__ = [
     "GlooSender",
     "OutgoingMessages",
     "copy_to_arena",
-    "is_done",
 ]
 
 _FOREVER = timedelta(days=365)
 # The first message: the header, and the text if it fits. gloo takes hardly longer for it than for one byte.
 _FIRST_BYTES = 4096
 _TAG = 0
-
-
-def is_done(future: Future[Any], seconds: float) -> bool:
-    """Whether `future` is done within so many seconds."""
-    with contextlib.suppress(TimeoutError):
-        future.exception(seconds)
-    return future.done()
 
 
 def copy_to_arena(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
