@@ -68,7 +68,7 @@ pub enum ShmError {
         path: PathBuf,
     },
     /// A living process holds a segment of this name.
-    #[error("{} exists already and is held by {holder}", path.display())]
+    #[error("{} exists already and is held by {holder}; use another name, or attach to it", path.display())]
     Exists {
         /// The segment's file.
         path: PathBuf,

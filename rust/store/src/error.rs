@@ -19,7 +19,7 @@ pub enum StoreError {
     /// The limit is reached, and nothing was freed until the deadline.
     #[error(
         "{asked} bytes do not fit in the {side}: {used} of its {limit} bytes are in use and {escaped} more are held by \
-         tensors that outlived what they were fetched or stored for; drain what was consumed, or raise the limit"
+         tensors that are still in use after their step; drain what was consumed, or raise the limit"
     )]
     Full {
         /// `"storage"` or `"fetch buffer"`.
@@ -90,7 +90,7 @@ pub enum StoreError {
         found: String,
     },
     /// A shard arrived damaged.
-    #[error("shard {id} of {owner} arrived damaged: {reason}")]
+    #[error("shard {id} of {owner} arrived damaged: {reason}; fetch it again")]
     Corrupt {
         /// The shard.
         id: ShardId,
