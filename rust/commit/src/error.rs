@@ -165,7 +165,7 @@ pub enum CommitError {
     },
     /// A checkpoint exists, but readers are locked out of it.
     #[error(
-        "{} cannot be read now: another process locks readers out of its tundish.json and does not release the lock", path.display()
+        "{} cannot be read now: another process locks readers out of its tundish.json and does not release the lock; end that process", path.display()
     )]
     CheckpointLocked {
         /// Its folder.
@@ -206,8 +206,8 @@ pub enum CommitError {
     },
 
     // ---- Folders and checkpoints ----
-    /// The folder is complete and visible under its final name, but the fsync of its parent failed: a crash of
-    /// the machine may take the name away again (never a part of the folder). See
+    /// The folder is complete and visible under its final name, but the fsync of its parent failed. A crash of the
+    /// machine may take the name away again, never a part of the folder. See
     /// [`AtomicFolder::publish`](crate::AtomicFolder::publish).
     #[error(
         "{} is complete and visible, but may not survive a crash of the machine: fsync of its parent folder \

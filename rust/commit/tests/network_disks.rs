@@ -156,7 +156,8 @@ fn after_a_reboot_nobody_waits_on_a_local_disk() {
     let path = folder.path().to_path_buf();
     let opening = |host| on(host, Duration::ZERO);
     let before = Root::open(RealDisk, &path, opening("one before"), &mut || Ok(())).unwrap();
-    // It did not release the root. After a reboot its lock is gone; here this process still holds it and may take it again.
+    // It did not release the root. After a reboot its lock is gone; here this process still holds it and may take it
+    // again.
     std::mem::forget(before);
     let begun = Instant::now();
     Root::open(RealDisk, &path, opening("one after"), &mut || Ok(())).unwrap();

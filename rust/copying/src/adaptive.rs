@@ -1,9 +1,9 @@
 //! Copies that another processor reads next: through the caches or past them, whichever was faster lately.
 //!
 //! If the reader shares a cache with this processor, a copy through it is better: the reader finds the bytes there.
-//! Otherwise (another chiplet or socket, or a virtual machine that its host has spread out) the reader's cache still
-//! has the lines of the old contents, and each is fetched back before it is written. That took twelve times as long as a
-//! copy past the caches, which takes a fifth longer at worst. The reader may move to another processor, so the time of
+//! On another chiplet or socket, or in a virtual machine that its host has spread out, the reader's cache still has the
+//! lines of the old contents. Each is fetched back before it is written. That took twelve times as long as a copy past
+//! the caches, which takes a fifth longer at worst. The reader may move to another processor, so the time of
 //! each copy is measured.
 #![allow(unsafe_code)]
 

@@ -4,8 +4,8 @@
 //! Ordinary stores would first read each line of the target, and push the training's data out of the caches. Streaming
 //! stores do neither: two transfers instead of three take two thirds of the time where memory is the limit.
 //!
-//! Invariants: every byte is copied once, by one thread. When [`copy`] or [`BackgroundCopy::finish`] returns, or a [`BackgroundCopy`]
-//! is dropped, no other thread runs for it.
+//! Invariants: every byte is copied once, by one thread. When [`copy`] or [`BackgroundCopy::finish`] returns, or a
+//! [`BackgroundCopy`] is dropped, no other thread runs for it.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -25,8 +25,8 @@ const CHUNK: usize = 1 << 20;
 /// Chunks between two calls of `on_progress`: some milliseconds, ten times that if memory is fresh.
 const CHUNKS_PER_CALL: usize = 32;
 
-/// Copies all of `copies` on up to `threads` threads, including the caller's. The caller's thread calls `on_progress` at
-/// intervals with the number of bytes that were begun. If that fails, no more is begun, and its error is returned.
+/// Copies all of `copies` on up to `threads` threads, including the caller's. The caller's thread calls `on_progress`
+/// at intervals with the number of bytes that were begun. If that fails, no more is begun, and its error is returned.
 ///
 /// # Safety
 /// All sources can be read and all targets written until this returns. No target overlaps another target or a source,
@@ -146,8 +146,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Copies of any lengths, from and to any addresses, arrive whole, and nothing beside them changes: of less than
-        /// one stream takes, and of several streams that begin and end their copies at other times.
+        /// Copies of any lengths, from and to any addresses, arrive whole, and nothing beside them changes. Some are
+        /// shorter than a stream; others take several streams, which begin and end their copies at different times.
         #[test]
         fn every_byte_arrives_and_no_other_changes(
             lengths in prop::collection::vec(

@@ -61,7 +61,7 @@ impl CopyRange {
         CopyRange { source, target, length: self.length - bytes }
     }
 
-    /// Its first `bytes` alone.
+    /// The first `bytes` of the range.
     pub(crate) fn before(self, bytes: usize) -> Self {
         CopyRange { length: bytes, ..self }
     }

@@ -1,8 +1,8 @@
 //! Stores that go past the caches, of several streams at once.
 //!
 //! One stream waits at each page, where the processor's prefetching ends and begins anew; four wait side by side. Four
-//! take 0.78 of the time of one on one thread (Zen 4, pages of 4 KiB), and 0.8 to 0.9 on two. Two or eight gain less, as
-//! do streams that are closer than 64 KiB.
+//! take 0.78 of the time of one on one thread (Zen 4, pages of 4 KiB), and 0.8 to 0.9 on two. Two or eight gain less,
+//! as do streams that are closer than 64 KiB.
 //!
 //! Invariants: when [`copy`] returns, its bytes are visible to every thread that synchronizes with this one.
 #![allow(unsafe_code)]

@@ -203,7 +203,7 @@ fn corrupt(message: &str, files: &[String]) -> PyErr {
     })
 }
 
-/// One that is an `OSError` too.
+/// An exception that is an `OSError` too.
 fn raise_os(class: &str, code: i32, message: &str, path: &Path) -> PyErr {
     let path = path.display().to_string();
     make(class, |class| class.call1((code, message, path)))

@@ -33,8 +33,8 @@ pub(crate) struct KnownDtypes<'py>(Vec<(Bound<'py, PyAny>, Dtype)>);
 
 #[pymethods]
 impl TensorInspector {
-    /// The functions of `kinds`, which inherit from the first, and of the type of their storages; None if this torch has
-    /// not all of them.
+    /// The functions of `kinds`, which inherit from the first, and of the type of their storages; None if this torch
+    /// has not all of them.
     #[staticmethod]
     fn of(kinds: Vec<Bound<'_, PyType>>, storage: &Bound<'_, PyType>) -> Option<Self> {
         let first = kinds.first()?;
@@ -49,8 +49,8 @@ impl TensorInspector {
         })
     }
 
-    /// The indices of tensors that are not ordinary: empty, not dense, of another type or device, or with a storage that
-    /// ends before them.
+    /// The indices of tensors that are not ordinary: empty, not dense, of another type or device, or with a storage
+    /// that ends before them.
     fn unusual(&self, tensors: &Bound<'_, PySequence>) -> PyResult<Vec<usize>> {
         let mut unusual = Vec::new();
         for (number, tensor) in tensors.try_iter()?.enumerate() {
@@ -63,7 +63,8 @@ impl TensorInspector {
 }
 
 impl TensorInspector {
-    /// Address and size in bytes of a tensor whose values lie densely in host memory as `dtype`; None if this cannot tell.
+    /// Address and size in bytes of a tensor whose values lie densely in host memory as `dtype`; None if this cannot
+    /// tell.
     pub(crate) fn plain<'py>(
         &self,
         tensor: &Bound<'py, PyAny>,
@@ -109,7 +110,8 @@ impl TensorInspector {
         Ok(offset.saturating_mul(itemsize).saturating_add(size) <= held)
     }
 
-    /// Reads a tensor of the known types; None if the exchange API cannot express it. Valid until the tensor is changed.
+    /// Reads a tensor of the known types; None if the exchange API cannot express it. Valid until the tensor is
+    /// changed.
     fn read(&self, tensor: &Bound<'_, PyAny>) -> Option<Tensor> {
         let kind = tensor.get_type_ptr();
         if !self.kinds.iter().any(|known| known.as_ptr().cast::<PyTypeObject>() == kind) {

@@ -1,7 +1,7 @@
 //! Takes the GIL in code that another library calls, at any time and in any thread.
 //!
-//! Invariant: Python is asked for the GIL. PyO3 counts its own calls instead, and would take the GIL for held where torch
-//! releases it while it frees a tensor.
+//! Invariant: Python is asked for the GIL. PyO3 counts its own calls instead, and would take the GIL for held where
+//! torch releases it while it frees a tensor.
 #![allow(unsafe_code)]
 
 use pyo3::ffi;

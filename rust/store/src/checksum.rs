@@ -1,8 +1,8 @@
 //! Checksums of shards on the network: CRC-64/NVME, computed by the crate `crc-fast`.
 //!
-//! It finds every burst of up to 64 bits and anything longer but for one case in 2⁶⁴; truncation is found by the length
-//! that travels beside it. Of the two that were measured it is the faster one where the processor multiplies without
-//! carry, several times as fast as memory is copied into a socket.
+//! It finds every damage within 64 successive bits, and all other damage but for one case in 2⁶⁴. Truncation is found
+//! by the length that travels beside it. With carry-less multiplication it is computed several times as fast as memory
+//! is copied into a socket, and faster than the other checksum that was measured.
 
 use crc_fast::{CrcAlgorithm, Digest};
 

@@ -1,7 +1,7 @@
 //! Tensor shards: stored by the process that owns them, fetched and buffered by those that use them.
 //!
-//! A [`ProcessStore`] is the store of one process. As an owner it holds shards that were put or sent to it; as a consumer it
-//! keeps the shards that it fetched in a buffer.
+//! A [`ProcessStore`] is the store of one process. As an owner it holds shards that were put or sent to it; as a
+//! consumer it keeps the shards that it fetched in a buffer.
 //!
 //! Invariants:
 //!

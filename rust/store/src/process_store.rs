@@ -279,8 +279,8 @@ impl ProcessStore {
         if segment.is_used() && total >= ADAPTIVE_COPY_BYTES {
             segment.populate(segment.capacity());
             let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
-            // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has, and it
-            // is nobody's source.
+            // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has,
+            // and it is nobody's source.
             return unsafe { self.adaptive_copy.copy(&ranges, threads, |_| check()) };
         }
         let mut check_cancelled = || {
@@ -318,7 +318,8 @@ impl ProcessStore {
         cut.collect()
     }
 
-    /// Removes these shards from the storage and from this process's fetch buffer. Missing and repeated ids do not count.
+    /// Removes these shards from the storage and from this process's fetch buffer. Missing and repeated ids do not
+    /// count.
     pub fn remove(&self, ids: &[ShardId]) -> Removed {
         let (removed, stored) = self.storage.remove(ids);
         self.drop_thread.drop_later(stored, removed.num_tensors);

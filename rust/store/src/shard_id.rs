@@ -1,7 +1,8 @@
 //! Names of shards.
 //!
-//! A name is text that can stand in a URL and in a header. Those that a [`ProcessStore`](crate::ProcessStore) gives are made of a
-//! number drawn once a process and a counter, and are held as these two, in 24 bytes; any other text is held as it is.
+//! A name is text that can stand in a URL and in a header. The names that a [`ProcessStore`](crate::ProcessStore) gives
+//! are made of a number drawn once a process and a counter. They are held as these two, in 24 bytes. Any other text is
+//! held as it is.
 
 use std::fmt;
 use std::ops::Range;

@@ -133,16 +133,16 @@ pub struct StepStats {
     pub num_entries: u64,
     /// Bytes of tensors that were handed out in it and are in use.
     pub viewed_bytes: u64,
-    /// The same after its end, and 0 before.
+    /// `viewed_bytes` after the end of the step; 0 before.
     pub escaped_bytes: u64,
 }
 
 /// All counts of a process.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Stats {
-    /// As an owner.
+    /// The tensors that the process owns.
     pub storage: StorageStats,
-    /// As a consumer.
+    /// The tensors that it fetched.
     pub buffer: BufferStats,
     /// The step that fetches belong to now.
     pub current_step: Option<Step>,

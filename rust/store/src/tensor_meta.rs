@@ -89,12 +89,12 @@ impl Dtype {
         DTYPES.iter().map(|(code, ..)| Dtype(*code))
     }
 
-    /// Its code, which is torch's.
+    /// The number of the dtype in torch.
     pub fn code(self) -> u8 {
         self.0
     }
 
-    /// Its name, which is torch's.
+    /// The name of the dtype in torch.
     pub fn name(self) -> &'static str {
         self.entry().1
     }

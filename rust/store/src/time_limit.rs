@@ -33,8 +33,8 @@ impl<'a> TimeLimit<'a> {
         Instant::now() >= self.deadline
     }
 
-    /// How long to wait before the next [`check_cancelled`](TimeLimit::check_cancelled): at most 50 ms, and never beyond
-    /// the deadline.
+    /// How long to wait before the next [`check_cancelled`](TimeLimit::check_cancelled): at most 50 ms, and never
+    /// beyond the deadline.
     pub fn next_wait(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now()).min(CHECK_INTERVAL)
     }
@@ -48,8 +48,8 @@ impl<'a> TimeLimit<'a> {
         (self.check_cancelled)()
     }
 
-    /// Checks the deadline, and calls [`check_cancelled`](TimeLimit::check_cancelled) if the last call is 50 ms ago. For
-    /// loops that may never have to wait.
+    /// Checks the deadline, and calls [`check_cancelled`](TimeLimit::check_cancelled) if the last call is 50 ms ago.
+    /// For loops that may never have to wait.
     ///
     /// # Errors
     /// As [`check_cancelled`](TimeLimit::check_cancelled), and [`StoreError::TimedOut`] without a description.

@@ -96,8 +96,8 @@ pub(crate) fn around<T>(
     outcome
 }
 
-/// For the next call, a write to `path`: the bytes to pass to the system, in whole pages where possible, and how many of
-/// them to report as written at most.
+/// For the next call, a write of `bytes` to `path`: what to pass to the system, in whole pages where possible, and how
+/// many bytes to report as written at most.
 pub(crate) fn shortened<'b>(bytes: &'b [u8], path: &Path) -> (&'b [u8], usize) {
     let setting = SETTING.get_or_init(read_setting);
     match setting.fault {

@@ -3,8 +3,8 @@
 //! [`RealDisk`] makes the calls. `root` and `shards` are generic over the disk, so that tests can run them on a model
 //! that loses power.
 //!
-//! Invariants: names are relative to open folders, and symbolic links are not followed; `path` is for errors only. A call
-//! that a signal interrupts is repeated, except fsync: a failed fsync is final, whatever its reason.
+//! Invariants: names are relative to open folders, and symbolic links are not followed; `path` is for errors only. A
+//! call that a signal interrupts is repeated, except fsync: a failed fsync is final, whatever its reason.
 
 #[cfg(feature = "failpoints")]
 mod failpoints;
@@ -161,8 +161,8 @@ pub trait Disk: Send + Sync {
     fn truncate(&self, file: &Self::File, length: u64, path: &Path) -> Result<(), CommitError>;
     /// Starts writing `range` of the file to the disk without waiting for it.
     fn start_writeback(&self, file: &Self::File, range: &Range<u64>, path: &Path) -> Result<(), CommitError>;
-    /// Waits until `range` of the file was written. An error is reported only here; a later fsync of the same descriptor
-    /// does not repeat it.
+    /// Waits until `range` of the file was written. An error is reported only here; a later fsync of the same
+    /// descriptor does not repeat it.
     fn wait_for_writeback(&self, file: &Self::File, range: &Range<u64>, path: &Path) -> Result<(), CommitError>;
     /// Asks the kernel to drop written pages of a file from the page cache.
     fn evict(&self, file: &Self::File);
@@ -177,7 +177,8 @@ pub trait Disk: Send + Sync {
         to: (&Self::Folder, &OsStr),
         path: &Path,
     ) -> Result<(), CommitError>;
-    /// Renames; fails with `EEXIST` where `to` exists, and with `EINVAL` where the file system cannot do that atomically.
+    /// Renames; fails with `EEXIST` where `to` exists, and with `EINVAL` where the file system cannot do that
+    /// atomically.
     fn rename_new(
         &self,
         from: (&Self::Folder, &OsStr),
@@ -211,8 +212,8 @@ pub(crate) fn leads_to<D: Disk>(
     Ok(named.is_same(&disk.folder_stat(folder, path)?))
 }
 
-/// Accepts a failed rename if `name` leads to what was `moved`: network file systems may report failure for a rename that
-/// the server carried out.
+/// Accepts a failed rename if `name` leads to what was `moved`: network file systems may report failure for a rename
+/// that the server carried out.
 pub(crate) fn confirm_rename<D: Disk>(
     disk: &D,
     (folder, name): (&D::Folder, &OsStr),

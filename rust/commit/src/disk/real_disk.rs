@@ -1,7 +1,7 @@
 //! The disk of this machine.
 //!
-//! Each call that changes the disk goes through [`change`]. It names the path in the error and, in test builds, passes a
-//! failpoint before and after the system call.
+//! Each call that changes the disk goes through [`change`]. It names the path in the error and, in test builds, passes
+//! a failpoint before and after the system call.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;

@@ -21,8 +21,8 @@ impl FileProgress {
         FileProgress { size, submitted: BTreeMap::new(), bytes_written: 0, summed: BTreeMap::new() }
     }
 
-    /// Records a submitted range, which is not empty and lies within the file. Returns `false`, and records nothing, if a
-    /// part of it was submitted before.
+    /// Records a submitted range, which is not empty and lies within the file. Returns `false`, and records nothing, if
+    /// a part of it was submitted before.
     pub(crate) fn submit(&mut self, range: Range<u64>) -> bool {
         let before = self.submitted.range(..range.end).next_back().map(|(&start, &end)| (start, end));
         let touches = before.filter(|&(_, end)| end == range.start);

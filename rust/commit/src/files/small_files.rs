@@ -33,8 +33,8 @@ pub fn write_small_file(folder: impl AsRef<Path>, name: &str, bytes: &[u8]) -> R
     Ok(FileMetadata { name: name.to_owned(), size: bytes.len() as u64, checksum: Some(Checksum::of(bytes)) })
 }
 
-/// Makes a file that another program wrote durable, with its name, and computes its checksum. The name in the metadata is
-/// the last part of `path`. `on_progress` is called now and then with the bytes read and the bytes in total.
+/// Makes a file that another program wrote durable, with its name, and computes its checksum. The name in the metadata
+/// is the last part of `path`. `on_progress` is called now and then with the bytes read and the bytes in total.
 ///
 /// # Errors
 /// [`CommitError::InvalidName`]; [`CommitError::Io`], also for anything but a regular file (`EINVAL`) and for one that

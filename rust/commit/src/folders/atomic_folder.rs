@@ -37,16 +37,17 @@ impl AtomicFolder {
     /// Begins a folder that will appear as `target`, whose parent must exist.
     ///
     /// Refuses early what would make the publication impossible. Then removes leftovers of dead writers in the parent
-    /// (see [`AtomicFolder::swept`]) and makes the hidden folder `.NAME.<16 hexadecimal digits>.incomplete`. A lock marks
-    /// it as that of a live writer.
+    /// (see [`AtomicFolder::swept`]) and makes the hidden folder `.NAME.<16 hexadecimal digits>.incomplete`. A lock
+    /// marks it as that of a live writer.
     ///
     /// A relative target refers to the current folder at the time of this call.
     ///
     /// # Errors
-    /// [`CommitError::TargetExists`] when there is anything but an empty directory (a symbolic link counts as
-    /// something), [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::InvalidName`] for a
-    /// name over 226 bytes among others, and [`CommitError::Io`], as for a parent that may not be written (`EACCES`,
-    /// `EROFS`), a full disk or a target on which a file system is mounted (`EBUSY`).
+    /// - [`CommitError::TargetExists`]: the target is there and is no empty directory. A symbolic link counts too.
+    /// - [`CommitError::ParentMissing`], [`CommitError::NotADirectory`].
+    /// - [`CommitError::InvalidName`]: for example a name over 226 bytes.
+    /// - [`CommitError::Io`]: for example a parent that may not be written (`EACCES`, `EROFS`), a full disk, or a
+    ///   target on which a file system is mounted (`EBUSY`).
     pub fn create(target: impl AsRef<Path>) -> Result<AtomicFolder, CommitError> {
         Self::begin(target.as_ref(), check_target_is_free)
     }
@@ -83,8 +84,8 @@ impl AtomicFolder {
         &self.target
     }
 
-    /// The absolute path of the hidden folder. Files that others put there are published with the rest, but nothing makes
-    /// them durable.
+    /// The absolute path of the hidden folder. Files that others put there are published with the rest, but nothing
+    /// makes them durable.
     pub fn path(&self) -> &Path {
         &self.unfinished.path
     }
@@ -176,11 +177,11 @@ pub fn free_space(target: impl AsRef<Path>) -> Result<Option<u64>, CommitError> 
     RealDisk.free_space(&parent, &parent_path)
 }
 
-/// Replaces the file `target`, whose parent must exist, by `bytes` in one step. Readers find the whole new file or the old
-/// one, also after a crash of the machine.
+/// Replaces the file `target`, whose parent must exist, by `bytes` in one step. Readers find the whole new file or the
+/// old one, also after a crash of the machine.
 ///
-/// A symbolic link is replaced itself. The new file gets the mode that the umask leaves. Until it is complete it lies in a
-/// hidden folder as for an [`AtomicFolder`], so that sweeps remove what a dead writer left; this call sweeps too.
+/// A symbolic link is replaced itself. The new file gets the mode that the umask leaves. Until it is complete it lies
+/// in a hidden folder as for an [`AtomicFolder`], so that sweeps remove what a dead writer left; this call sweeps too.
 ///
 /// # Errors
 /// As [`AtomicFolder::create`], [`FolderFile::append`] and [`AtomicFolder::publish`]; instead of

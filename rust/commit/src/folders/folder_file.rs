@@ -12,9 +12,9 @@ use crate::folders::write_status::WriteStatus;
 /// A file of an [`AtomicFolder`](crate::AtomicFolder), made by
 /// [`AtomicFolder::create_file`](crate::AtomicFolder::create_file).
 ///
-/// Each call writes without a buffer: append chunks of some kilobytes or more. The file counts as part of the folder only
-/// after [`finish`](FolderFile::finish); dropping it before keeps the folder from being published. Several threads may
-/// write files of one folder.
+/// Each call writes without a buffer: append chunks of some kilobytes or more. The file counts as part of the folder
+/// only after [`finish`](FolderFile::finish); dropping it before keeps the folder from being published. Several threads
+/// may write files of one folder.
 #[derive(Debug)]
 pub struct FolderFile {
     file: File,
@@ -34,8 +34,8 @@ impl FolderFile {
     /// Writes all of `bytes` at the end.
     ///
     /// # Errors
-    /// [`CommitError::Io`] when a write fails, as on a full disk; [`CommitError::Poisoned`] when one failed before in any
-    /// file of the folder. After either the folder cannot be published.
+    /// [`CommitError::Io`] when a write fails, as on a full disk; [`CommitError::Poisoned`] when one failed before in
+    /// any file of the folder. After either the folder cannot be published.
     pub fn append(&mut self, bytes: &[u8]) -> Result<(), CommitError> {
         self.write_at(self.length, bytes)
     }

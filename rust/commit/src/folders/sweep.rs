@@ -1,7 +1,7 @@
 //! Removes the hidden folders that dead writers left.
 //!
-//! Invariants: only hidden folders of this user are candidates; each is removed only under the rules of `unfinished_folder.rs`;
-//! nothing outside them can be lost (see `remove_contents.rs`).
+//! Invariants: only hidden folders of this user are candidates; each is removed only under the rules of
+//! `unfinished_folder.rs`; nothing outside them can be lost (see `remove_contents.rs`).
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -63,7 +63,7 @@ pub(crate) fn sweep_into(parent: &OwnedFd, path: &Path, report: &mut SweepReport
 enum SweepOutcome {
     Removed,
     Live,
-    /// Not an unfinished folder of this user, or gone meanwhile.
+    /// The folder is no unfinished folder of this user, or is gone meanwhile.
     NotOurs,
 }
 

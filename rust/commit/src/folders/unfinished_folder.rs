@@ -7,8 +7,8 @@
 //!
 //! 1. A folder is removed only under its lock, after a check that its hidden name still leads to it. A folder that was
 //!    published meanwhile is therefore never removed.
-//! 2. Between `mkdir` and `flock` a new folder looks dead, and a sweep may take it. The writer therefore makes the check
-//!    of invariant 1 too, and otherwise starts again under another name.
+//! 2. Between `mkdir` and `flock` a new folder looks dead, and a sweep may take it. The writer therefore makes the
+//!    check of invariant 1 too, and otherwise starts again under another name.
 //! 3. When in doubt a folder counts as live: where the file system has no such locks, and where the writer may run on
 //!    another machine. One kernel knows a lock on a directory only within one mounted file system, so the hidden name
 //!    carries a tag of both. On file systems that may be shared, a folder with another tag is left alone.

@@ -1,7 +1,7 @@
 //! The checksum that a manifest contains of itself.
 //!
-//! It is the last field of the JSON object and covers every byte before it. The bytes after it are fixed. So a change of
-//! any bit of the file is found.
+//! It is the last field of the JSON object and covers every byte before it. The bytes after it are fixed. So a change
+//! of any bit of the file is found.
 
 use crate::checksum::Checksum;
 

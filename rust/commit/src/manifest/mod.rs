@@ -8,8 +8,8 @@
 //!  "files": [{"name": "model.safetensors", "size": 4096, "checksum": "crc64nvme:0123456789abcdef"}]}
 //! ```
 //!
-//! `tag`, `world_size`, `extra` and a file's `checksum` may be missing or null. Other fields are ignored. Names that lead
-//! outside the folder are refused.
+//! `tag`, `world_size`, `extra` and a file's `checksum` may be missing or null. Other fields are ignored. Names that
+//! lead outside the folder are refused.
 
 mod file_metadata;
 mod manifest_checksum;

@@ -49,7 +49,7 @@ pub(super) struct State<D: Disk + Clone + 'static> {
 #[derive(Clone)]
 pub(super) struct InProgress<D: Disk + Clone> {
     pub(super) folder: Arc<OpenFolder<D>>,
-    /// Its publication failed and cannot be tried again.
+    /// Whether its publication failed and cannot be tried again.
     pub(super) failed: bool,
 }
 

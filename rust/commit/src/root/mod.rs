@@ -7,10 +7,10 @@
 //!
 //! 1. The folders decide. A folder named `hf-100` that is whole is a published checkpoint. The registry and the links
 //!    are derived from the folders; every start writes them again where they differ.
-//! 2. Publication has an order, and each step is durable before the next: files and folders of the checkpoint, its
-//!    name, the registry, the link, removal of what it replaces. A removal first changes the link and the registry
-//!    (the registry last on a full disk), then takes the name away, and empties the folder when that is durable. After
-//!    a crash between any two steps every visible checkpoint is whole, and the next start completes or undoes the rest.
+//! 2. Publication has an order: files and folders of the checkpoint, its name, the registry, the link, removal of what
+//!    it replaces. Each step is durable before the next. A removal first changes the link and the registry (the
+//!    registry last on a full disk), then takes the name away. The folder is emptied when that is durable. After a
+//!    crash between any two steps every visible checkpoint is whole, and the next start completes or undoes the rest.
 //! 3. These are never removed: the newest checkpoint of a kind, one that is being read, one that is protected.
 //! 4. Only the process that holds the writer lock changes a root, and only names that `root_names.rs` defines. Nothing
 //!    is reached through a symbolic link.

@@ -36,9 +36,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// Opens the root at `path` as its owner and recovers it. Creates the folder if only its last part is missing.
     ///
     /// # Errors
-    /// [`CommitError::RootInUse`], which names the owner; [`CommitError::ParentMissing`];
-    /// [`CommitError::NotADirectory`]; [`CommitError::NameTaken`]; [`CommitError::Io`], for example for a root that
-    /// may not be written; the error of `on_wait`.
+    /// - [`CommitError::RootInUse`], which names the owner.
+    /// - [`CommitError::ParentMissing`], [`CommitError::NotADirectory`], [`CommitError::NameTaken`].
+    /// - [`CommitError::Io`]: for example a root that may not be written.
+    /// - The error of `on_wait`.
     pub fn open(disk: D, path: &Path, options: OpenOptions, on_wait: WaitCallback<'_>) -> Result<Self, CommitError> {
         let root = OpenFolder::open_or_create(&disk, &absolute(path)?)?;
         let OpenOptions { identity, timing, wait } = options;

@@ -1,7 +1,7 @@
 //! Recovery at every start: completes or undoes what the last owner left unfinished.
 //!
-//! Invariants: nothing is removed before the visible names are durable. Only leftovers (`root_names.rs`) are removed, and
-//! none that a process still writes into. Opening a clean root changes nothing.
+//! Invariants: nothing is removed before the visible names are durable. Only leftovers (`root_names.rs`) are removed,
+//! and none that a process still writes into. Opening a clean root changes nothing.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};

@@ -29,8 +29,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
     ///
     /// # Errors
     /// [`CommitError::CheckpointInUse`] for the newest of its kind, for one that is being read and for one that is
-    /// protected; [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that lost its name no longer counts;
-    /// the next start removes what remains of it.
+    /// protected; [`CommitError::NoSuchCheckpoint`]; [`CommitError::Io`]. A checkpoint that lost its name no longer
+    /// counts; the next start removes what remains of it.
     pub fn remove(&self, kind: CheckpointKind, step: u64) -> Result<(), CommitError> {
         let key = (kind, step);
         let path = self.checkpoint_path(key);

@@ -3,10 +3,11 @@
 //! An empty marker file, `.discard-after-<step>`, is made durable before the first checkpoint is renamed, and removed
 //! after the last.
 //!
-//! Invariants: without the marker nothing has changed. With it, the next start completes the operation. So after a crash
-//! all of the checkpoints are set aside, or none. An owner that failed on the way changes nothing more, because the next
-//! start would set aside what it saved since. That start skips what a full disk has no room for: it removes a link that
-//! it cannot change, and leaves a registry that it cannot write, since a root must be open before it can be pruned.
+//! Invariants: without the marker nothing has changed. With it, the next start completes the operation. So after a
+//! crash all of the checkpoints are set aside, or none. An owner that failed on the way changes nothing more, because
+//! the next start would set aside what it saved since. That start skips what a full disk has no room for, since a root
+//! must be open before it can be pruned: it removes a link that it cannot change, and leaves a registry that it cannot
+//! write.
 //!
 //! All other calls wait until it is over.
 
@@ -23,8 +24,8 @@ use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
 
 impl<D: Disk + Clone + 'static> Root<D> {
-    /// Renames every checkpoint above `step`, of both kinds, whole or not, to a name that begins with `discarded-`. It no
-    /// longer counts and is never removed. Returns the new paths.
+    /// Renames every checkpoint above `step`, of both kinds, whole or not, to a name that begins with `discarded-`. It
+    /// no longer counts and is never removed. Returns the new paths.
     ///
     /// # Errors
     /// [`CommitError::CheckpointInUse`] while one of them is being read or written; [`CommitError::NameTaken`]. Then

@@ -14,8 +14,8 @@
 //! 5. A writer belongs to the process that made it. In a child made by `fork` every call is refused, and dropping it
 //!    does nothing.
 //! 6. At most `writers_per_node` writers under one root write at once on a node (`writer_slots.rs`). A writer holds its
-//!    slot only while it has something to write, so that it may wait for bytes that another rank cannot send before it
-//!    has written its own.
+//!    slot only while it has something to write: the bytes that it waits for may come from a rank that needs a slot
+//!    first.
 //!
 //! Bytes bypass the page cache where the file system has direct I/O and the image is laid out like the file. Otherwise
 //! few pages are dirty at a time, and written pages are dropped from the cache. Each thread computes the checksum of a

@@ -1,8 +1,8 @@
 //! One open file of a shard writer.
 //!
-//! It has two descriptors: one that uses the page cache and, where the file system has direct I/O, one that bypasses it.
-//! Invariants: the two never write to the same page. Only whole pages bypass the cache; the bytes at either end of a
-//! chunk go through it. No write is repeated that may have lost bytes.
+//! It has two descriptors: one that uses the page cache and, where the file system has direct I/O, one that bypasses
+//! it. Invariants: the two never write to the same page. Only whole pages bypass the cache; the bytes at either end of
+//! a chunk go through it. No write is repeated that may have lost bytes.
 
 use std::ops::Range;
 use std::path::Path;
@@ -33,8 +33,8 @@ impl DirectIo {
         self.0.store(TAKEN, Ordering::Relaxed);
     }
 
-    /// Whether an error of a direct write means that there is no direct I/O here. After a successful direct write it means
-    /// something else.
+    /// Whether an error of a direct write means that there is no direct I/O here. After a successful direct write it
+    /// means something else.
     fn is_refusal(&self, error: &CommitError) -> bool {
         let refused = error.is(Errno::INVAL) || error.is(Errno::OPNOTSUPP);
         refused

@@ -34,8 +34,8 @@ pub struct WriterOptions {
 
 /// Writes the files of one rank; see the [module](self).
 ///
-/// Its methods may be called from several threads. Dropping it before [`finish`](ShardWriter::finish) has answered aborts
-/// it. The files then stay as they are; the owner of their folder removes them.
+/// Its methods may be called from several threads. Dropping it before [`finish`](ShardWriter::finish) has answered
+/// aborts it. The files then stay as they are; the owner of their folder removes them.
 pub struct ShardWriter<D: Disk + 'static = RealDisk> {
     shared: Arc<SharedWriterState<D>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
@@ -46,7 +46,7 @@ impl ShardWriter {
     /// A writer to the disk of this machine; see [`on_disk`](ShardWriter::on_disk).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`on_disk`](ShardWriter::on_disk).
     pub fn create(
         folder: impl AsRef<Path>,
         files: &[(&str, u64)],
@@ -112,7 +112,8 @@ impl<D: Disk> ShardWriter<D> {
         Ok(())
     }
 
-    /// Submits `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`. Returns at once.
+    /// Submits `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`. Returns at
+    /// once.
     ///
     /// The writer keeps the image until the bytes are on the disk. Do not change them before.
     ///
@@ -142,8 +143,8 @@ impl<D: Disk> ShardWriter<D> {
         self.shared.progress()
     }
 
-    /// Waits up to `timeout` until every file and its folders are durable; `None` when they are not by then. Returns the
-    /// metadata of the files in the order in which they were named.
+    /// Waits up to `timeout` until every file and its folders are durable; `None` when they are not by then. Returns
+    /// the metadata of the files in the order in which they were named.
     ///
     /// # Errors
     /// [`CommitError::InvalidWrite`] when bytes of a file were not submitted; submit them and call `finish` again. The

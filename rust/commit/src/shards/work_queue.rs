@@ -36,7 +36,7 @@ pub(super) enum WorkResult {
 /// Whether this writer may write.
 pub(super) enum WritePermission {
     None,
-    /// One thread waits for a slot.
+    /// A thread waits for a slot.
     Seeking,
     Granted(WriterSlot),
 }

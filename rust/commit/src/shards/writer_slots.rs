@@ -8,8 +8,8 @@
 //! 1. A lock counts only while its name leads to the locked file. A holder removes the name before it unlocks, and a
 //!    sweep removes it under the lock. So two writers never hold one slot, except in cases 2 and 3.
 //! 2. Nobody waits without bound. A holder touches its file after each chunk. A file that was not touched for
-//!    [`STALLED`] belongs to a stopped process, or to a child that inherited it from a dead one; a waiter then removes
-//!    its name. The limit spares the disk, but a save matters more.
+//!    [`STALLED`] belongs to a stopped process, or to a child that inherited it from a dead one. A waiter then removes
+//!    its name: the limit spares the disk, but a save matters more.
 //! 3. Where locks are not available, nobody waits and no file remains.
 //!
 //! Only this user can open the files. They are no data and lie on no disk, so they bypass [`Disk`](crate::disk::Disk).
@@ -61,7 +61,7 @@ type FileStamp = (u64, i128, i128);
 enum SlotAttempt {
     Taken(OwnedFd),
     Busy(Stat),
-    /// Its holder removed it just now.
+    /// The holder removed the file of the slot just now.
     Gone,
 }
 
@@ -217,8 +217,8 @@ fn try_lock_slot(name: &Path) -> Result<SlotAttempt, Errno> {
     }
 }
 
-/// Removes a name that leads to the file of `stat`. Another holder's file that takes the name between the two calls loses
-/// it too: then one writer too many may write.
+/// Removes a name that leads to the file of `stat`. Another holder's file that takes the name between the two calls
+/// loses it too: then one writer too many may write.
 fn remove_name(name: &Path, stat: &Stat) {
     if leads_to(name, stat) == Ok(true) {
         let _ = rustix::fs::unlinkat(CWD, name, AtFlags::empty());

@@ -42,7 +42,8 @@ pub fn trim_staging() -> usize {
     Arena::of_process().trim()
 }
 
-/// The bytes that an image of `size` takes: whole pages, and whole huge pages where that adds little. `None` on overflow.
+/// The bytes that an image of `size` takes: whole pages, and whole huge pages where that adds little. `None` on
+/// overflow.
 pub(super) fn capacity_of(size: usize) -> Option<usize> {
     let unit = if size >= WHOLE_HUGE_PAGES { HUGE_PAGE } else { rustix::param::page_size() };
     size.checked_next_multiple_of(unit)
@@ -129,7 +130,8 @@ impl Arena {
         if self.process == process::id() {
             self.lock().give_back(start, capacity);
         } else {
-            // SAFETY: the caller's promise. In a child made by `fork` the range is the child's own, and its arena another.
+            // SAFETY: the caller's promise. In a child made by `fork` the range is the child's own, and its arena
+            // another.
             unsafe { mapped_memory::unmap(start, capacity) };
         }
     }

@@ -71,8 +71,8 @@ impl FileImage {
         self.start.as_ptr()
     }
 
-    /// Allocates all pages on as many threads as there are processors, up to 16; changes no byte. Call it before a device
-    /// driver pins the memory, which would fault the pages one by one on a single thread.
+    /// Allocates all pages on as many threads as there are processors, up to 16; changes no byte. Call it before a
+    /// device driver pins the memory, which would fault the pages one by one on a single thread.
     pub fn populate(&self) {
         let next = AtomicUsize::new(0);
         let work = || {

@@ -39,7 +39,8 @@ pub(crate) fn checkpoint_dict<'py>(py: Python<'py>, checkpoint: &CheckpointInfo)
     Ok(entry)
 }
 
-/// JSON as Python objects; as text where Python cannot parse it: nested too deep, or with numbers of thousands of digits.
+/// JSON as Python objects; as text where Python cannot parse it: nested too deep, or with numbers of thousands of
+/// digits.
 fn parse_json<'py>(py: Python<'py>, json: &str) -> PyResult<Bound<'py, PyAny>> {
     let is_unreadable =
         |error: &PyErr| error.is_instance_of::<PyValueError>(py) || error.is_instance_of::<PyRecursionError>(py);

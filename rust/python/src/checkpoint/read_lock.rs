@@ -65,8 +65,8 @@ impl CheckpointReadLock {
         Ok((checkpoint_dict(py, &checkpoint)?, files, checksum.to_string()))
     }
 
-    /// The damage of some files: missing, of another size or, with `every_byte`, of other bytes. Each entry is the name,
-    /// the problem, and whether bytes differ; if not, another machine may see the file intact.
+    /// The damage of some files: missing, of another size or, with `every_byte`, of other bytes. Each entry is the
+    /// name, the problem, and whether bytes differ; if not, another machine may see the file intact.
     #[pyo3(signature = (names, *, every_byte))]
     fn verify_files(&self, py: Python<'_>, names: BTreeSet<String>, every_byte: bool) -> PyResult<Vec<FileDamage>> {
         let damaged = enter(py, None, |signals| {

@@ -20,9 +20,9 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(30);
 
 /// Writes the files of one rank with threads of its own.
 ///
-/// When the constructor returns, all files are created and preallocated. Names are relative to `folder`, sizes in bytes.
-/// At most `writers_per_node` writers under the same root write at once on a node. `checksum` computes the CRC-64/NVME
-/// of each file.
+/// When the constructor returns, all files are created and preallocated. Names are relative to `folder`, sizes in
+/// bytes. At most `writers_per_node` writers under the same root write at once on a node. `checksum` computes the
+/// CRC-64/NVME of each file.
 #[pyclass(frozen)]
 pub(crate) struct ShardWriter {
     writer: shards::ShardWriter,

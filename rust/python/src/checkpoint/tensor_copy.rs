@@ -65,8 +65,8 @@ impl TensorCopy {
         inspector: Option<&TensorInspector>,
     ) -> PyResult<Self> {
         let (copies, left) = find_copies(image, places, tensors, inspector)?;
-        // SAFETY: the result holds the image and the tensors as long as anything is copied. Places are disjoint. Freeing the
-        // memory of a tensor meanwhile would break torch's own copy too.
+        // SAFETY: the result holds the image and the tensors as long as anything is copied. Places are disjoint.
+        // Freeing the memory of a tensor meanwhile would break torch's own copy too.
         let copying = unsafe { BackgroundCopy::start(copies, threads) };
         let running = Running { copying, _image: Arc::clone(image), _tensors: tensors.clone().unbind() };
         Ok(TensorCopy { left, running: Mutex::new(Some(running)) })
@@ -84,8 +84,8 @@ impl Drop for TensorCopy {
     }
 }
 
-/// The copies of the tensors, which lie in the image and do not overlap, and the indices of tensors that cannot be copied
-/// here.
+/// The copies of the tensors, which lie in the image and do not overlap, and the indices of tensors that cannot be
+/// copied here.
 fn find_copies(
     image: &staging::FileImage,
     places: &Bound<'_, PySequence>,

@@ -1,7 +1,7 @@
 //! Binds buffers: memory that one process writes and another receives without a copy.
 //!
-//! Invariants: a buffer is given back only when no export of it is in use in its sender. A received buffer stays as long
-//! as the object that exported it.
+//! Invariants: a buffer is given back only when no export of it is in use in its sender. A received buffer stays as
+//! long as the object that exported it.
 #![allow(unsafe_code)]
 
 use std::ffi::c_int;
@@ -145,8 +145,8 @@ impl SendBuffer {
         Ok(self.lock().buffer()?.descriptor())
     }
 
-    /// Gives the buffer back. It is used again when its receiver has opened and dropped it, or at once if it was not
-    /// sent; never before its exports in this process end. A second call does nothing.
+    /// Gives the buffer back. It is used again when its receiver has opened and dropped it, and its exports in this
+    /// process have ended. The receiver of a buffer that was not sent is not waited for. A second call does nothing.
     fn release(&self) {
         self.end(ReleasedOrRevoked::Released);
     }
@@ -156,9 +156,10 @@ impl SendBuffer {
         self.end(ReleasedOrRevoked::Revoked);
     }
 
-    /// Copies pieces of memory into the buffer, on up to `threads` threads: `sizes[i]` bytes at `addresses[i]` to offset
-    /// `offsets[i]`, all of them native 64-bit integers. Places are in order and do not overlap. The caller keeps the
-    /// memory at the addresses until this returns.
+    /// Copies `sizes[i]` bytes at `addresses[i]` to offset `offsets[i]` of the buffer, on up to `threads` threads.
+    ///
+    /// All of them are native 64-bit integers. Places are in order and do not overlap. The caller keeps the memory at
+    /// the addresses until this returns.
     fn fill(slf: &Bound<'_, Self>, addresses: &[u8], sizes: &[u8], offsets: &[u8], threads: usize) -> PyResult<()> {
         // An export, so that the buffer is not given back meanwhile.
         let target = PyBuffer::<u8>::get(slf.as_any())?;
@@ -231,8 +232,8 @@ impl SendBuffer {
     }
 }
 
-/// A lease of a buffer that was sent. Keep it until the receivers have opened the buffer, or never will: when it is
-/// dropped, the buffer is revoked, and used again when no view of it is left.
+/// A lease of a buffer that was sent. Keep it until the receivers have opened the buffer, or never will. When it is
+/// dropped, the buffer is revoked. The buffer is used again when no view of it is left.
 ///
 /// It is written in Rust since Ctrl-C would be lost in a `__del__` of Python.
 #[pyclass(frozen)]

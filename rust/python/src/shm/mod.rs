@@ -7,8 +7,8 @@
 //!
 //! The other files hold what these share, and export no class.
 //!
-//! Invariants: memory of a buffer that Python has stays where it is as long as the object that exported it. The registry
-//! of attachments is used with the GIL held.
+//! Invariants: memory of a buffer that Python has stays where it is as long as the object that exported it. The
+//! registry of attachments is used with the GIL held.
 
 pub(crate) mod buffers;
 mod claimed_name;

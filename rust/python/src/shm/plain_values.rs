@@ -1,10 +1,10 @@
 //! The content of a message of the task queue: bytes, or a plain value that needs no pickle.
 //!
-//! Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types. The highest byte of
-//! a message's kind has the form, so a kind is a number below 2²⁴.
+//! Plain are `None`, `bool`, `int` of 64 bits, `float`, `complex` and `str`, of exactly these types. The highest byte
+//! of a message's kind has the form, so a kind is a number below 2²⁴.
 //!
-//! Invariants: a plain value arrives as an equal one of the same type. Bytes arrive as bytes; so do bytes that are marked
-//! as a value but cannot be one.
+//! Invariants: a plain value arrives as an equal one of the same type. Bytes arrive as bytes; so do bytes that are
+//! marked as a value but cannot be one.
 
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyComplex, PyFloat, PyInt, PyString};

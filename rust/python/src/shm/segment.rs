@@ -279,7 +279,8 @@ impl SegmentView {
     }
 }
 
-/// Attaches to the segment of this name, if it is the one that was `expected`: without the GIL, and registers it with it.
+/// Attaches to the segment of this name, if it is the one that was `expected`: without the GIL, and registers it with
+/// it.
 fn find_named(
     py: Python<'_>,
     name: &str,

@@ -20,7 +20,8 @@ use crate::long_work::enter;
 
 /// The time between two checks of signals. A signal ends a sleep, but not if it comes a few instructions before.
 const CALLER_CHECK_INTERVAL: Duration = Duration::from_millis(50);
-/// The same for workers, which a watcher ends and which may sleep for hours.
+/// The time between two checks of signals in a worker. It is long: a watcher ends workers, and they may sleep for
+/// hours.
 const WORKER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A task id, a kind and a content.
@@ -152,7 +153,7 @@ impl TaskQueue {
 
     /// Frees the slots of a dead worker; returns the ids of the tasks that died with it.
     ///
-    /// Its finished tasks can still be collected. From then on another worker may have its number.
+    /// The tasks that it finished can still be collected. After this call another worker may have its number.
     fn reap(&self, worker: i64) -> PyResult<Vec<u64>> {
         let lost = self.parent()?.reap(worker_number(worker)?).map_err(BindingError::from)?;
         Ok(lost.into_iter().map(TaskId::number).collect())

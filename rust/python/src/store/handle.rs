@@ -161,7 +161,8 @@ impl RTensor {
         py.import("torch")?.call_method("empty", (self.size(py)?,), Some(&options))
     }
 
-    /// Fetches the tensor, which the caller may write to. Within a step, later calls find its bytes in the fetch buffer.
+    /// Fetches the tensor, which the caller may write to. Within a step, later calls find its bytes in the fetch
+    /// buffer.
     ///
     /// Raises as `localize`.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

@@ -2,8 +2,8 @@
 //!
 //! Invariants:
 //!
-//! 1. The functions of the API and of the type's attributes are called with the GIL, and with objects of exactly the type
-//!    that they were found at.
+//! 1. The functions of the API and of the type's attributes are called with the GIL, and with objects of exactly the
+//!    type that they were found at.
 //! 2. Memory behind a pointer that they return is read before any other call.
 #![allow(unsafe_code)]
 
@@ -52,8 +52,8 @@ impl TensorExchange {
     /// Dtypes and shapes of `tensors`, as `tundish.tree.buffer_layout` reads them, and their addresses as native 64-bit
     /// integers; no addresses unless all are in host memory.
     ///
-    /// None unless all tensors are of the type, have memory and no gradient, are dense and not negated lazily, and no two
-    /// overlap. Complex values may be conjugated lazily.
+    /// None unless all tensors are of the type, have memory and no gradient, are dense and not negated lazily, and no
+    /// two overlap. Complex values may be conjugated lazily.
     fn read<'py>(&self, tensors: &Bound<'py, PyList>) -> PyResult<Option<Description<'py>>> {
         let py = tensors.py();
         let kind = self.kind.as_ptr().cast::<PyTypeObject>();
@@ -207,8 +207,10 @@ impl Tensor {
     }
 }
 
-/// Dtypes and shapes in words of 64 bits: the number of successive tensors that share them (32 bits), the dtype's code
-/// (16) and bits (8), the number of dimensions (8); then the dimensions.
+/// Dtypes and shapes in words of 64 bits.
+///
+/// The first word: how many successive tensors share what follows (32 bits), the dtype's code (16) and bits (8), the
+/// number of dimensions (8). A word for each dimension comes behind it.
 #[derive(Default)]
 struct LayoutWords {
     words: Vec<u64>,

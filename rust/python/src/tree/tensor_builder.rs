@@ -148,8 +148,8 @@ pub(super) unsafe fn over<K: Send + 'static>(
     };
     let owned = Box::into_raw(Box::new(Owned { managed, _keeper: keeper, _geometry: geometry }));
     let mut object = ptr::null_mut();
-    // SAFETY: the structure is complete, and torch's from here on: it calls `delete` when it frees the storage. If torch
-    // fails, how much of it is used is unknown, and it is never freed.
+    // SAFETY: the structure is complete, and torch's from here on: it calls `delete` when it frees the storage. If
+    // torch fails, how much of it is used is unknown, and it is never freed.
     if unsafe { make(owned.cast(), &raw mut object) } != 0 {
         return Err(PyErr::fetch(py));
     }

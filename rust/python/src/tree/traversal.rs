@@ -1,7 +1,8 @@
 //! Traverses nested containers. Python's rules are called only for objects that are not of the built-in types.
 //!
 //! The result is a list of words of 32 bits, parts before the container that they belong to. The lowest four bits of a
-//! word are one of the constants below, the others a number. [`super::rebuild_program`] builds the object again from them.
+//! word are one of the constants below, the others a number. [`super::rebuild_program`] builds the object again from
+//! them.
 //!
 //! Invariants:
 //!
@@ -52,9 +53,9 @@ type Found<'py> = (Bound<'py, PyBytes>, Bound<'py, PyTuple>, Bound<'py, PyList>)
 
 /// Traverse `root` and append its leaves to `leaves`.
 ///
-/// Exact dicts, lists, tuples, values and the classes in `plain_tuples` are traversed here, and so is each object of
-/// exactly the type `tensor`, which is a leaf; unless `careful`, when tensors go to `rule` like all other objects.
-/// `rule` returns the number of a leaf, a `ObjectParts`, or None if it pickled the object.
+/// Exact dicts, lists, tuples, values and the classes in `plain_tuples` are traversed here. An object of exactly the
+/// type `tensor` is a leaf, unless `careful` is set. All other objects, and with `careful` tensors too, go to `rule`,
+/// which returns the number of a leaf, an `ObjectParts`, or None if it pickled the object.
 ///
 /// Returns None for a container that contains itself. In that case, and after an error, `path` has an entry for each
 /// container that the traversal is in: a key or index, after the class of a plain tuple or the `ObjectParts` of a node.

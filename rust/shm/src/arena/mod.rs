@@ -49,7 +49,7 @@ pub enum ArenaPurpose {
     Arrays,
     /// Written by their owner, then by their one receiver; of any sizes.
     Messages,
-    /// As arrays, of sizes that vary from one use to the next, so a kept one may be larger than needed.
+    /// Used like arrays, with sizes that vary from one use to the next: a kept segment may be larger than needed.
     Slabs,
 }
 
@@ -123,7 +123,7 @@ impl Arena {
         Arena { purpose, process: process::id(), state: Mutex::new(state) }
     }
 
-    /// That of this process's arrays.
+    /// The arena of this process's arrays.
     pub fn of_arrays() -> &'static Arena {
         ARRAYS.get()
     }
@@ -164,7 +164,7 @@ impl Arena {
         Ok(segment)
     }
 
-    /// As [`take`](Self::take), but only a kept segment; `None` if none fits `len` bytes.
+    /// Like [`take`](Self::take), but never makes a segment; `None` if no kept one fits `len` bytes.
     pub fn take_kept(&self, len: usize) -> Option<Segment> {
         if self.process != process::id() {
             return None;

@@ -54,7 +54,7 @@ pub struct ReceivedBuffer {
     _counted: CountedView,
 }
 
-/// One more view, as long as it lives.
+/// Counts one view as long as it lives.
 #[derive(Debug)]
 struct CountedView(Arc<AtomicUsize>);
 
@@ -81,8 +81,9 @@ impl BufferReceiver {
     /// Receives a buffer, once.
     ///
     /// # Errors
-    /// [`ShmError::Gone`] where its sender revoked it, [`ShmError::NotASegment`] where the reference leads to something
-    /// else, [`ShmError::Io`] where its sender is dead and did not send the descriptor before.
+    /// - [`ShmError::Gone`]: its sender revoked it.
+    /// - [`ShmError::NotASegment`]: the reference leads to something else.
+    /// - [`ShmError::Io`]: its sender is dead and did not send the descriptor before.
     pub fn open(&self, reference: &BufferReference) -> Result<ReceivedBuffer, ShmError> {
         if self.process != process::id() {
             let reason = "a BufferReceiver belongs to the process that made it; make one after the fork";
@@ -272,7 +273,7 @@ mod tests {
         for mark in 0..3 {
             let (buffer, reference) = sent(&arena, &bytes_of(mark, 5000));
             let file = memory_file::open_of(process::id(), buffer.descriptor(), OFlags::RDWR).unwrap();
-            // As one of another process, whose descriptors end with it.
+            // Adopted like a buffer of another process, whose descriptors end with it.
             buffers.adopt(file, process::id()).unwrap();
             references.push(reference);
             drop(buffer);
@@ -287,8 +288,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// In any order of sends, receipts, drops and revocations, a received buffer holds the bytes that were sent until
-        /// it is dropped, and a revoked one is refused.
+        /// In any order of sends, receipts, drops and revocations, a received buffer holds the bytes that were sent
+        /// until it is dropped, and a revoked one is refused.
         #[test]
         fn received_buffers_stay_as_they_were_sent(actions in actions()) {
             let arena = Arc::new(Arena::new(ArenaPurpose::Messages, 1 << 20));

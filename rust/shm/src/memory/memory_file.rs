@@ -23,7 +23,7 @@ pub const DATA_START: usize = 4096;
 /// Bytes that are reserved between two calls of `check_cancelled`: some ten milliseconds.
 const STRIDE: usize = 256 << 20;
 
-/// The same on huge pages, which may take longer: each call interrupts all processors.
+/// Bytes on huge pages between two calls of `check_cancelled`. More than `STRIDE`: each call interrupts all processors.
 const HUGE_STRIDE: usize = 8 * HUGE_PAGE;
 
 /// Microseconds that the small pages in the place of a huge one take, with their tables.
@@ -33,7 +33,7 @@ const SMALL_PAGES_MICROS: i64 = 1000;
 /// saved on fast huge pages is added.
 const MAX_BUDGET_MICROS: i64 = 10_000;
 
-/// The same for memory that is used again and again; for the whole process.
+/// The largest budget for memory that is used again and again; the whole process has one.
 const MAX_REUSE_BUDGET_MICROS: i64 = 2_000_000;
 static REUSE_BUDGET_MICROS: AtomicI64 = AtomicI64::new(MAX_REUSE_BUDGET_MICROS);
 
@@ -46,9 +46,9 @@ pub type CheckCancelled<'a> = &'a mut dyn FnMut() -> Result<(), ShmError>;
 /// The processes that may write to a segment once it is sealed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writers {
-    /// Those that mapped it for writing before. Such memory is written once, as a rule.
+    /// The processes that mapped it for writing before. Such memory is written once, as a rule.
     Present,
-    /// All that map it for writing. Such memory is used again and again.
+    /// All processes that map it for writing. Such memory is used again and again.
     All,
 }
 
@@ -140,7 +140,7 @@ fn reserve_huge(
     while end < whole {
         check_cancelled()?;
         let begun = Instant::now();
-        // One first, to measure the time.
+        // A single huge page first, to measure the time.
         let stride = if end == 0 { HUGE_PAGE } else { HUGE_STRIDE.min(whole - end) };
         for start in (end..end + stride).step_by(HUGE_PAGE) {
             while !reserve_part(file, start, rustix::param::page_size(), len)? {
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!([4 << 10, 16 << 10, 64 << 10].map(huge_page_of), [2 << 20, 32 << 20, 512 << 20]);
     }
 
-    /// As kernels do before Linux 6.10, here with a signal for every 2 MiB.
+    /// Before Linux 6.10 a signal stops the reservation of huge pages; here one comes for every 2 MiB.
     #[test]
     fn signals_that_come_faster_than_a_stride_do_not_hold_up_a_reservation() {
         let (first, end) = (3 << 20, (3 << 20) + STRIDE + 5 * 4096);

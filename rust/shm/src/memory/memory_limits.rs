@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::ShmError;
 
-/// One part in so many is left for the tables of the pages, in two processes.
+/// One byte in 256 is left for the page tables of two processes.
 const FOR_PAGE_TABLES: u64 = 256;
 
 /// Bytes that are left, and the limit that bounds them.

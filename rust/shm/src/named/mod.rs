@@ -1,14 +1,14 @@
 //! Named segments: memory for processes that share nothing but a name.
 //!
 //! A named segment exists as long as a process holds it (see [`probe`]). A segment that no process holds is dead: no
-//! process attaches to it, and the next one that creates under its name removes it, or a [`sweep`].
+//! process attaches to it. The next process that creates under its name removes it, and so does a [`sweep`].
 //!
 //! Invariants:
 //!
 //! 1. A name leads to a whole segment: its pages are reserved, its header is written, its creator holds it. The file
 //!    gets its name in one step (`O_TMPFILE` and `linkat`, open(2)); a creator that is killed before leaves nothing.
-//! 2. A name is never removed while a process holds the segment, nor where another user made the file, nor
-//!    where it does not begin with this library's header.
+//! 2. A name is never removed while a process holds the segment. The files of other users, and files that do not begin
+//!    with this library's header, are never removed.
 //! 3. The last holder removes the name. A killed holder leaves it to the next process that creates, or to a sweep.
 //!
 //! A child made by `fork` shares the holds of its parent: a segment is held until both have dropped it, or ended.

@@ -50,7 +50,7 @@ impl SegmentName {
         Ok(Self(name.to_owned()))
     }
 
-    /// As it was given.
+    /// The name as it was given.
     pub fn as_str(&self) -> &str {
         &self.0
     }

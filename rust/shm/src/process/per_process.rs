@@ -24,7 +24,7 @@ impl<T: Send + Sync + 'static> PerProcess<T> {
         Self { entry: AtomicPtr::new(ptr::null_mut()), make }
     }
 
-    /// That of this process.
+    /// The value of this process.
     pub fn get(&'static self) -> &'static T {
         let process = std::process::id();
         let mut seen = self.entry.load(Ordering::Acquire);

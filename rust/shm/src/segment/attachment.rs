@@ -67,8 +67,8 @@ impl AttachError {
 impl Attachment {
     /// Attaches to the segment in `file`, which is open for reading by a description of its own.
     ///
-    /// `expected` is the address of the expected segment, if that is known. Without seals, which only memory without a name
-    /// has, the caller answers for invariant 3. `keeper` is dropped when the attachment's lease has ended.
+    /// `expected` is the address of the expected segment, if that is known. Without seals, which only memory without a
+    /// name has, the caller answers for invariant 3. `keeper` is dropped when the attachment's lease has ended.
     ///
     /// # Errors
     /// A [`AttachError`], and with it the kernel's where it maps no more.
@@ -124,12 +124,13 @@ impl Attachment {
     }
 }
 
-/// Attaches to the segment at `address`, if it can be reached by a descriptor: through what this process is attached to
-/// already, or by the descriptor of a process of this user.
+/// Attaches to the segment at `address`: this process is attached already, or a process of this user has a descriptor
+/// of the segment.
 ///
 /// # Errors
-/// [`ShmError::Gone`] where the segment was given back, [`ShmError::Io`] where the process may open or map no more, else
-/// [`ShmError::Unreached`] with all that was tried.
+/// - [`ShmError::Gone`]: the segment was given back.
+/// - [`ShmError::Io`]: the process may open or map no more.
+/// - [`ShmError::Unreached`], with all that was tried.
 pub fn attach(address: &SegmentAddress) -> Result<Arc<Attachment>, ShmError> {
     if let Some(attachment) = find(address)? {
         return Ok(attachment);

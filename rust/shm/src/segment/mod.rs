@@ -1,7 +1,8 @@
 //! A segment, as its owner has it: the file, and the mapping through which the owner writes.
 //!
 //! Invariants: every page is reserved. The header is written and the length is sealed before any other process knows
-//! the segment. Its generation grows with each use, under the exclusive lock, which no process gets while a lease lives.
+//! the segment. Its generation grows with each use, under the exclusive lock, which no process gets while a lease
+//! lives.
 #![allow(unsafe_code)]
 
 pub mod attachment;
@@ -227,8 +228,8 @@ impl Segment {
     /// As of [`fill`](Segment::fill), with `len` bytes at `start`.
     unsafe fn copy_to(&mut self, source: *const u8, len: usize, start: usize) -> usize {
         self.populate(start + len);
-        // SAFETY: both ranges are the caller's promise. They do not overlap: a process that reads a segment has a lease,
-        // and then its owner does not fill it.
+        // SAFETY: both ranges are the caller's promise. They do not overlap: a process that reads a segment has a
+        // lease, and then its owner does not fill it.
         unsafe { std::ptr::copy(source, self.data().add(start), len) };
         len
     }
@@ -280,7 +281,7 @@ impl Segment {
             self.seal()?;
         }
         if self.writers == Writers::Present && self.cleared > 0 && self.map.drop_pages(0..self.cleared) {
-            // Else the data would count twice in this process's memory: here, and in the mapping of a reader.
+            // With both mappings, this one and a reader's, the data would count twice in this process's memory.
             self.populated = 0;
         }
         Ok(())

@@ -1,10 +1,11 @@
 //! The task queue: how a pool's parent sends tasks to its workers and gets their results.
 //!
-//! A queue is sealed memory without a name that the parent and all workers map: slots for messages, a ring of slot
-//! numbers, and the words on which both sides sleep. The parent has a [`ParentQueue`], each worker a [`WorkerQueue`].
+//! A queue is sealed memory without a name that the parent and all workers map. It holds slots for messages, a ring of
+//! slot numbers, and the words on which both sides sleep. The parent has a [`ParentQueue`], each worker a
+//! [`WorkerQueue`].
 //!
-//! Invariants: a worker that is killed between any two instructions loses at most the task that it had taken, and
-//! no thread waits for that task after the worker is reaped. A model checks these rules of `protocol`.
+//! Invariants: a worker that is killed between any two instructions loses at most the task that it had taken. No thread
+//! waits for that task after the worker is reaped. A model checks these rules of `protocol`.
 
 pub(crate) mod atomic;
 mod layout;
@@ -114,8 +115,8 @@ impl ParentQueue {
         self.parent.wait(role, limit)
     }
 
-    /// Frees the slots of a worker that is dead, and wakes all waiters. Returns the tasks that died with it. Its finished
-    /// tasks can still be collected. From then on another worker may have its number.
+    /// Frees the slots of a worker that is dead, and wakes all waiters. Returns the tasks that died with it. Its
+    /// finished tasks can still be collected. From then on another worker may have its number.
     ///
     /// # Errors
     /// [`ShmError::Invalid`] for a number that no worker can have.

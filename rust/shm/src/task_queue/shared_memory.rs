@@ -1,7 +1,7 @@
 //! The memory of a queue, mapped: the words of the protocol at their offsets.
 //!
-//! Invariants: the mapping is as long as the layout, which never changes, and the memory is sealed against shrinking,
-//! so every offset of the layout can be reached. Words are atomics. Only a slot's owner touches its payload; a process
+//! Invariants: the mapping is as long as the layout, which never changes, and the memory is sealed against shrinking.
+//! So every offset of the layout can be reached. Words are atomics. Only a slot's owner touches its payload; a process
 //! that breaks this spoils bytes, but every length is checked.
 #![allow(unsafe_code)]
 

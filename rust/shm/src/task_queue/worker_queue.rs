@@ -16,7 +16,8 @@ pub struct WorkerQueue {
 }
 
 impl WorkerQueue {
-    /// The queue in `memory`, a [`ParentQueue::descriptor`](super::ParentQueue::descriptor); it is not needed afterwards.
+    /// The queue in `memory`, a [`ParentQueue::descriptor`](super::ParentQueue::descriptor); it is not needed
+    /// afterwards.
     ///
     /// # Errors
     /// [`ShmError::NotASegment`] for anything else than a queue of this version, [`ShmError::Io`] where it cannot be

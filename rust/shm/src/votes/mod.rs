@@ -75,8 +75,8 @@ impl SharedVotes {
     /// Map the memory at `address`, made for so many members.
     ///
     /// # Errors
-    /// [`ShmError::NotASegment`] where something else is at the address by now, [`ShmError::Io`] where its maker is dead
-    /// or refuses this process.
+    /// [`ShmError::NotASegment`] where something else is at the address by now, [`ShmError::Io`] where its maker is
+    /// dead or refuses this process.
     pub fn open((maker, descriptor, identity): MemoryAddress, members: usize) -> Result<Self, ShmError> {
         let size = size_for(members)?;
         let memory = memory_file::open_of(maker, descriptor, OFlags::RDWR)?;

@@ -3,8 +3,8 @@
 //! Invariants:
 //!
 //! 1. A round has one end: the member that moves its word on from "open" decides it for all.
-//! 2. A round succeeds only if every member cast its vote in it and all votes are equal. So while a member has not heard
-//!    of a round that succeeded, no later one succeeds.
+//! 2. A round succeeds only if every member cast its vote in it and all votes are equal. So while a member has not
+//!    heard of a round that succeeded, no later one succeeds.
 //! 3. A member that is killed between two steps leaves a valid state, but may not have woken the others. So no member
 //!    sleeps long.
 

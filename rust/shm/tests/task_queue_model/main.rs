@@ -263,8 +263,8 @@ fn a_death_costs_one_task_at_most() {
     assert!(steps > 12, "a life of {steps} steps");
 }
 
-/// As above, for a worker that dies before it has sent the parent a result or a wake-up. A thread that notices the death
-/// reaps the worker and ends all waits, as a pool does.
+/// As above, for a worker that dies before it has sent the parent a result or a wake-up. A thread that notices the
+/// death reaps the worker and ends all waits, as a pool does.
 #[test]
 fn a_parent_does_not_wait_for_the_dead() {
     let steps = live_and_die(2, |steps| {

@@ -81,7 +81,7 @@ impl<V> StepEntries<V> {
 /// A step that ended.
 pub(crate) struct EndedStep {
     pub(crate) step: Step,
-    /// Of its entries, if it had any.
+    /// The token of its entries; `None` if it had none.
     token: Option<u64>,
     pub(crate) step_counts: StepCounts,
     pub(crate) viewed: Viewed,

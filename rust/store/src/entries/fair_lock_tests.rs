@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::entries::fair_lock::FairLock;
 
-/// Keeps this thread and those that it starts on one processor, where a thread that yields makes room for the others. On
-/// several, the processor of a waiting thread may be busy for longer than the lock is free.
+/// Keeps this thread and those that it starts on one processor, where a thread that yields makes room for the others.
+/// On several, the processor of a waiting thread may be busy for longer than the lock is free.
 #[cfg(target_os = "linux")]
 fn stay_on_one_processor() {
     use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};

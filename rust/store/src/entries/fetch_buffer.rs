@@ -3,9 +3,9 @@
 //! Invariants:
 //!
 //! 1. A shard that several threads want at once is fetched by the first of them. The others get its result, or its
-//!    failure; if the failure may be the first one's own, they fetch for themselves.
+//!    failure. If the failure may concern the first thread alone, they fetch for themselves.
 //! 2. A fetched shard is kept only if nothing drained it meanwhile: its step has not ended, the buffer was not cleared,
-//!    and it was not drained by its id. Else it is refused and counted, and the fetching thread gets an error.
+//!    and it was not drained by its id. Otherwise it is refused and counted, and the fetching thread gets an error.
 //! 3. A failure is not remembered: a later request fetches again.
 //! 4. A shard that is fetched between two steps belongs to the next one: everything ends with a step, unless somebody
 //!    keeps it.
@@ -118,8 +118,8 @@ impl<P: Clone> FetchBuffer<P> {
         CallStep { step, token: step_entries.token, viewed: Arc::clone(&step_entries.viewed) }
     }
 
-    /// Looks up at most [`CHUNK_LEN`](crate::entries::fair_lock::CHUNK_LEN) shards. `is_first` if the caller looks them up
-    /// for the first time.
+    /// Looks up at most [`CHUNK_LEN`](crate::entries::fair_lock::CHUNK_LEN) shards. `is_first` if the caller looks them
+    /// up for the first time.
     ///
     /// # Errors
     /// [`StoreError::StepEnded`] where the call's step has.
@@ -273,7 +273,7 @@ impl<P: Clone> State<P> {
     fn refuse_late(&mut self, in_flight: &Arc<InFlight<P>>) -> StoreError {
         self.counts.late += 1;
         if self.by_step.with_token(in_flight.token).is_none() {
-            // Those of another step have to ask anew, and those of this one will learn then that it ended.
+            // Waiters of another step have to ask anew. Waiters of this step learn then that it ended.
             in_flight.finish(Outcome::Again);
             return self.ended(in_flight.token, in_flight.step);
         }

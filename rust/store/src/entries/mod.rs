@@ -7,6 +7,6 @@ pub(crate) mod in_flight;
 pub(crate) mod storage;
 pub(crate) mod sync;
 
-// Not in the module itself, which the model checker of `tests/races` compiles with locks of its own.
+// Not in `fair_lock.rs`, which the model checker of `tests/races` compiles with locks of its own.
 #[cfg(test)]
 mod fair_lock_tests;

@@ -32,8 +32,8 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 impl ProcessStore {
     /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.
     ///
-    /// Shards in the buffer are not fetched again. Each other one is asked for once, however many threads want it: in one
-    /// request an owner, all owners at once. The buffer keeps them under the step that was current at the call.
+    /// Shards in the buffer are not fetched again. Each other one is asked for once, however many threads want it: in
+    /// one request an owner, all owners at once. The buffer keeps them under the step that was current at the call.
     ///
     /// # Errors
     /// [`StoreError::Missing`] and the transport's errors; [`StoreError::StepEnded`] and [`StoreError::Drained`] if

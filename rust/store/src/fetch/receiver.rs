@@ -1,7 +1,7 @@
 //! `FetchReceiver`: receives the shards of one request into the fetch buffer.
 //!
-//! Invariants: every shard of a request either arrives or fails, also when a thread unwinds. A shard that has arrived is
-//! not written to again.
+//! Invariants: every shard of a request either arrives or fails, also when a thread unwinds. A shard that has arrived
+//! is not written to again.
 
 use std::sync::Arc;
 
@@ -55,7 +55,7 @@ impl<'a> FetchReceiver<'a> {
     /// Ends the request with its outcome. Shards that have not arrived fail.
     ///
     /// # Errors
-    /// That of the request, or [`StoreError::Corrupt`] if the answer lacks a shard.
+    /// The error of the request, or [`StoreError::Corrupt`] if the answer lacks a shard.
     pub(super) fn finish(&mut self, sent: Result<(), StoreError>) -> Result<(), StoreError> {
         let done = sent.and_then(|()| {
             if self.shards.iter().all(|shard| shard.is_over) {
@@ -116,8 +116,8 @@ impl<'a> FetchReceiver<'a> {
     /// The space for the bytes of the entry at `index`, which are a `meta` by the owner's declaration.
     ///
     /// # Errors
-    /// [`StoreError::Mismatch`] if the handle declares something else, [`StoreError::Full`] at the limit when `time_limit`
-    /// ends.
+    /// [`StoreError::Mismatch`] if the handle declares something else, [`StoreError::Full`] at the limit when
+    /// `time_limit` ends.
     pub fn space(
         &mut self,
         index: usize,
@@ -152,8 +152,8 @@ impl<'a> FetchReceiver<'a> {
     /// The bytes of the entry at `index` are in memory of this node. The reference is not trusted.
     ///
     /// # Errors
-    /// As `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport then asks for
-    /// the bytes.
+    /// The errors of `space` and `complete`, and [`StoreError::Memory`] if that memory cannot be reached: the transport
+    /// then asks for the bytes.
     pub fn attach(&mut self, index: usize, meta: &TensorMeta, reference: &SegmentRange) -> Result<(), StoreError> {
         self.check_expected(index, meta)?;
         let location = attached_location(self.attached_segments, self.shards[index].wanted, reference)?;

@@ -1,8 +1,8 @@
 //! Nested containers of handles in few bytes, and back.
 //!
 //! A value is a byte that says its kind, and its content; a container says how many values follow. Numbers are LEB128,
-//! signed ones in zigzag. Owners, types and shapes, and the numbers of processes are written once and referred to by their
-//! place from then on. A handle of the shard that follows the previous one is a single byte.
+//! signed ones in zigzag. Owners, types and shapes, and the numbers of processes are written once and referred to by
+//! their place from then on. A handle of the shard that follows the previous one is a single byte.
 //!
 //! Invariants, for bytes that anybody may have made:
 //!

@@ -1,8 +1,8 @@
 //! Sockets that a child made by `fork` does not keep.
 //!
-//! Were a child to keep a copy of a socket, the other side would not notice the death of this process: a client would
-//! wait for a response that nobody sends, and a controller's claims would outlive it. So a child closes these sockets
-//! before anything else runs there. A fork between the creation of a socket and its registration, some microseconds,
+//! If a child kept a copy of a socket, the other side would not notice the death of this process. A client would wait
+//! for a response that nobody sends, and a controller's claims would outlive it. So a child closes these sockets before
+//! anything else runs there. A fork between the creation of a socket and its registration, some microseconds,
 //! leaves the child its copy.
 //!
 //! Invariant: a child closes nothing twice, since the numbers of closed descriptors are soon used again. So a socket is
@@ -35,9 +35,9 @@ impl<S: AsRawFd> Socket<S> {
     pub(super) fn new(socket: S) -> Self {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
-            // SAFETY: the function does only what is allowed in a child of a process with threads, and is never unloaded
-            // while it may be called: the C library forgets it with the shared object. Without memory for it, children
-            // keep their copies.
+            // SAFETY: the function does only what is allowed in a child of a process with threads. It is never unloaded
+            // while it may be called: the C library forgets it with the shared object. If there is no memory for
+            // the registration, children keep their copies.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         });
         register(socket.as_raw_fd(), true);

@@ -208,7 +208,7 @@ pub(super) struct ErrorAnswer {
     pub(super) status: String,
     #[serde(default)]
     pub(super) message: String,
-    /// Of a batch.
+    /// The shards of a batch that are not there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) missing_shard_ids: Vec<String>,
     /// Those of them that were there.

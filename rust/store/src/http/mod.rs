@@ -11,13 +11,13 @@
 //! | `POST /keep` `{"shard_ids": […]}` | fetched entries (`kept_count`) and claimed shards (`kept_shards`) outlive their step |
 //! | `POST /step/<number>/end` | the step's counts |
 //!
-//! A shard is sent as JSON, and to clients that name `application/x-tundish-shards` in `Accept`, as this crate's does, as
-//! a [header](ShardHeader) and its bytes. A client that can read memory of its node names the node, by the number that
-//! the kernel draws when it boots. If it is the server's own, references are sent instead of bytes. They open nothing by
-//! themselves: the kernel lets only processes of the same user attach.
+//! A shard is sent as JSON, or as a [header](ShardHeader) and its bytes to clients that name
+//! `application/x-tundish-shards` in `Accept`, as the client of this crate does. A client that can read memory of its
+//! node names the node, by the number that the kernel draws when it boots. If that is the server's node, references are
+//! sent instead of bytes. They open nothing by themselves: the kernel lets only processes of the same user attach.
 //!
-//! Server and client are hyper's. The server sends shards from the memory that they are stored in. The client runs in the
-//! calling thread, and copies what hyper receives into the memory that a shard stays in.
+//! Server and client are hyper's. The server sends shards from the memory that they are stored in. The client runs in
+//! the calling thread, and copies what hyper receives into the memory that a shard stays in.
 //!
 //! Checksums are always verified, while the bytes are in the processor's cache.
 

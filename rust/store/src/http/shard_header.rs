@@ -39,14 +39,14 @@ pub struct ShardHeader {
 /// The form in which a shard is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// Its bytes follow, with this checksum.
+    /// The bytes of the shard follow, and have this checksum.
     Bytes(u64),
-    /// Its bytes are in memory of this node.
+    /// The bytes of the shard are in memory of this node.
     SegmentRange(SegmentRange),
 }
 
 impl ShardHeader {
-    /// Appends it to `target`.
+    /// Appends the header to `target`.
     pub fn write(&self, target: &mut Vec<u8>) {
         let (form, checksum) = match self.payload {
             Payload::Bytes(checksum) => (BYTES_FOLLOW, checksum),
@@ -66,7 +66,7 @@ impl ShardHeader {
         }
     }
 
-    /// As bytes.
+    /// The header as it is sent.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
         self.write(&mut bytes);

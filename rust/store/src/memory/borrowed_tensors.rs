@@ -59,8 +59,8 @@ impl OutgoingShard {
         self.0.bytes()
     }
 
-    /// Where the [`RunningChecksum`](crate::RunningChecksum) of a whole shard is kept from its first transfer on; `None` of rows of
-    /// one.
+    /// Where the [`RunningChecksum`](crate::RunningChecksum) of a whole shard is kept from its first transfer on;
+    /// `None` of rows of one.
     pub fn checksum(&self) -> Option<&OnceLock<u64>> {
         self.0.checksum.as_deref()
     }

@@ -2,7 +2,7 @@
 //!
 //! A [`FetchedTensor`] owns a share of a private mapping, or a copy.
 //!
-//! Invariants: as long as a view lives, the memory behind it is not used for anything else, and its bytes count as viewed
+//! Invariants: as long as a view lives, the memory behind it is not used for anything else. Its bytes count as viewed
 //! in the step that it was handed out in. It stays valid in a child made by `fork`.
 #![allow(unsafe_code)]
 
@@ -50,7 +50,7 @@ enum Memory {
     Copied { _blocks: Arc<[MaybeUninit<AlignedUnit>]> },
 }
 
-/// As much as tensors are aligned to.
+/// A unit as large as the alignment of tensors.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))]
 struct AlignedUnit {

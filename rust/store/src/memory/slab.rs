@@ -148,7 +148,7 @@ pub(crate) fn padded(size: u64) -> u64 {
 /// slabs, and the rest goes to the open slab.
 ///
 /// # Errors
-/// As of [`SlabPool::reserve`], and [`StoreError::Memory`].
+/// The errors of [`SlabPool::reserve`], and [`StoreError::Memory`].
 pub(crate) fn allocate(
     pool: &Arc<SlabPool>,
     sizes: &[u64],

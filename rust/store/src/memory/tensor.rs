@@ -24,17 +24,17 @@ pub(crate) enum Location {
 pub(crate) struct Tensor {
     pub(crate) meta: TensorMeta,
     pub(crate) location: Location,
-    /// Of a stored one, as soon as somebody summed it; rows of it have none.
+    /// The checksum of a stored tensor, once somebody computed it. Rows of a tensor have none.
     pub(crate) checksum: Option<Arc<OnceLock<u64>>>,
 }
 
 impl Tensor {
-    /// One that was fetched.
+    /// A fetched tensor.
     pub(crate) fn fetched(meta: TensorMeta, location: Location) -> Self {
         Tensor { meta, location, checksum: None }
     }
 
-    /// One that is stored.
+    /// A stored tensor.
     pub(crate) fn stored(meta: TensorMeta, location: Location) -> Self {
         Tensor { meta, location, checksum: Some(Arc::default()) }
     }

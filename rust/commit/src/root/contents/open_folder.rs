@@ -1,7 +1,7 @@
 //! An open folder with its disk and path.
 //!
-//! Invariants: names are relative to the open folder, wherever its path leads by now. A replacement is durable before it
-//! takes its place, and the change of names is durable before the call returns.
+//! Invariants: names are relative to the open folder, wherever its path leads by now. A replacement is durable before
+//! it takes its place, and the change of names is durable before the call returns.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -27,8 +27,8 @@ impl<D: Disk + Clone> OpenFolder<D> {
         Ok(Self { disk: disk.clone(), folder: disk.open_path(path)?, path: path.to_path_buf() })
     }
 
-    /// Opens the folder at `path`. Creates it if only its last part is missing: more missing parts mean a mistyped path,
-    /// or a disk that is not mounted.
+    /// Opens the folder at `path`. Creates it if only its last part is missing: more missing parts mean a mistyped
+    /// path, or a disk that is not mounted.
     pub(crate) fn open_or_create(disk: &D, path: &Path) -> Result<Self, CommitError> {
         let missing = match Self::open(disk, path) {
             Err(error @ CommitError::ParentMissing { .. }) => error,

@@ -73,7 +73,8 @@ impl CheckpointInfo {
 #[derive(Debug, Clone)]
 pub(crate) struct PublishedCheckpoint {
     pub(crate) checkpoint: CheckpointInfo,
-    /// Of its manifest file. It identifies the checkpoint: overlayfs may change the inode number of a folder.
+    /// The status of the manifest file. It identifies the checkpoint: overlayfs may change the inode number of a
+    /// folder.
     pub(crate) manifest: FileStat,
 }
 
@@ -82,7 +83,7 @@ pub(crate) struct PublishedCheckpoint {
 pub(crate) struct ReadManifest {
     pub(crate) manifest: Manifest,
     pub(crate) checksum: Checksum,
-    /// Of the file.
+    /// The status of the manifest file.
     pub(crate) stat: FileStat,
 }
 

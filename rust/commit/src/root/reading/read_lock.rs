@@ -147,10 +147,10 @@ impl<D: Disk + Clone> ReadLock<D> {
 /// Returns the names of the files that were saved without a checksum: only their sizes were compared.
 ///
 /// # Errors
-/// [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut short or not in the manifest;
-/// [`CommitError::NoSuchCheckpoint`] where there is no folder or it is being removed;
-/// [`CommitError::CheckpointLocked`], [`CommitError::NotADirectory`], [`CommitError::Interrupted`]; and
-/// [`CommitError::Io`] where the folder cannot be read, or this process has no descriptors or memory left.
+/// - [`CommitError::Corrupt`], with the names of all files that are missing, changed, cut short or not in the manifest.
+/// - [`CommitError::NoSuchCheckpoint`]: there is no folder, or it is being removed.
+/// - [`CommitError::CheckpointLocked`], [`CommitError::NotADirectory`], [`CommitError::Interrupted`].
+/// - [`CommitError::Io`]: the folder cannot be read, or this process has no descriptors or memory left.
 pub fn verify_checkpoint(
     folder: impl AsRef<Path>,
     on_progress: &mut dyn FnMut(u64, u64) -> ControlFlow<()>,

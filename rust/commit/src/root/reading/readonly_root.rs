@@ -89,7 +89,7 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     /// As [`read_lock_at`](super::read_lock_at), of the checkpoint of this kind and step.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`read_lock_at`](super::read_lock_at).
     pub fn read_lock(&self, kind: CheckpointKind, step: u64) -> Result<ReadLock<D>, CommitError> {
         lock_checkpoint(&self.root, kind, step)
     }

@@ -31,7 +31,8 @@ pub(crate) struct WriterLock<D: Disk + Clone + 'static> {
 }
 
 impl<D: Disk + Clone + 'static> WriterLock<D> {
-    /// Takes the lock. Waits up to `wait` for its owner to die or release it, and until it is known whether there is one.
+    /// Takes the lock. Waits up to `wait` for its owner to die or release it, and until it is known whether there is
+    /// one.
     pub(crate) fn acquire(
         root: &OpenFolder<D>,
         identity: ProcessIdentity,

@@ -32,7 +32,7 @@ impl LockRecord {
         Self { owner, nonce, beat: digits(0), released: false }
     }
 
-    /// The same record after so many heartbeats.
+    /// The same record after `beats` heartbeats.
     pub(crate) fn after(&self, beats: u64) -> Self {
         Self { beat: digits(beats), ..self.clone() }
     }

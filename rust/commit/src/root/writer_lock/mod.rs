@@ -9,7 +9,7 @@
 //! 2. A process also loses such a lock when it closes the file elsewhere, as a backup does. The lock is therefore taken
 //!    again with every heartbeat. A process that gets the lock still respects a record whose process is alive. If the
 //!    owner runs under the same kernel but in another container, it waits for two heartbeats first.
-//! 3. Where the lock may not reach every machine (a network file system mounted without locks), only a record whose
+//! 3. On a network file system mounted without locks, the lock may not reach every machine. There only a record whose
 //!    owner is dead or has released it is taken over at once. Any other must be unchanged for
 //!    [`HeartbeatTiming::stale`], measured on this machine, so that clocks need not agree. Where locks do not exist at
 //!    all, a new owner also checks one heartbeat later that the record is still its own.

@@ -104,7 +104,7 @@ mod tests {
         let mut seen = ProcessIdentity { pid: other.id(), ..me.clone() };
         seen.started = started(seen.pid).unwrap();
         assert_eq!(me.state_of(&seen), ProcessState::Alive);
-        // The same pid, but an earlier process.
+        // An earlier process had the same pid.
         assert_eq!(me.state_of(&ProcessIdentity { started: seen.started - 1, ..seen.clone() }), ProcessState::Dead);
         other.kill().unwrap();
         // It is dead although its parent has not waited for it yet.

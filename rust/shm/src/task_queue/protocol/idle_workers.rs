@@ -1,9 +1,9 @@
 //! Which workers search for a task and which sleep, and whom to wake.
 //!
-//! A worker that looks for a task *searches*. One that sleeps is *asleep* until it is woken, which makes it searching in
-//! the same step. So no worker is woken twice, and the parent wakes only as many as the queue needs beyond those that
-//! search already. A worker that stops searching wakes others if there are more tasks than searchers, so no task is
-//! forgotten. (Go's scheduler hands on its spinning threads in the same way.)
+//! A worker that looks for a task *searches*. One that sleeps is *asleep* until it is woken, which makes it searching
+//! in the same step. So no worker is woken twice, and the parent wakes only as many as the queue needs beyond those
+//! that search already. A worker that stops searching wakes others if there are more tasks than searchers, so no task
+//! is forgotten. Go's scheduler does the same with its spinning threads.
 //!
 //! A word holds 32 workers: its lower half has a bit for each that is asleep, its upper half for each that searches.
 

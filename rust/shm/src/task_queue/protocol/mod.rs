@@ -59,7 +59,7 @@ pub(crate) trait QueueWords {
     fn idle_workers(&self, number: usize) -> &AtomicU64;
     /// The word on which a worker sleeps.
     fn wake_word(&self, worker: u16) -> &AtomicU32;
-    /// One more than the highest number of a worker that ever found no task.
+    /// One more than the highest number among the workers that ever found no task.
     fn worker_count(&self) -> &AtomicU32;
     /// Not zero once the workers are to stop.
     fn stopped(&self) -> &AtomicU32;

@@ -1,7 +1,7 @@
 //! The parent's side: puts tasks, collects results, reaps dead workers.
 //!
-//! Invariants: the list of free slots and the tail are the parent's own, under a lock that is held for moments, never
-//! while a thread sleeps or the caller's code runs. A slot is in the list, or its state names a task, or a thread of
+//! Invariants: the list of free slots and the tail are the parent's own, under a lock. The lock is never held while a
+//! thread sleeps or the caller's code runs. A slot is in the list, or its state names a task, or a thread of
 //! the parent works on it.
 
 use std::sync::PoisonError;
@@ -44,7 +44,7 @@ struct CollectedSlot {
 pub(crate) struct ParentProtocol<W> {
     words: W,
     local: Mutex<ParentState>,
-    /// Not zero if a call of `end_waits` is to end the next wait in a role.
+    /// For each role: not zero if a call of `end_waits` is to end the next wait.
     wait_ended: [AtomicU32; 2],
     spins: bool,
     spin: SpinHistory,
@@ -124,7 +124,7 @@ impl<W: QueueWords> ParentProtocol<W> {
             result_wakeups::take_marks(&self.words, |slot| {
                 let state = self.words.state(slot).load(Acquire);
                 if state::is_done(state) {
-                    // Else `reap` would mark it again.
+                    // Freed at once, or `reap` would mark it again.
                     self.words.state(slot).store(FREE, Relaxed);
                     collected.push(CollectedSlot { slot, state });
                 }

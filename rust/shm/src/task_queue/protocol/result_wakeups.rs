@@ -1,7 +1,7 @@
 //! Which slots have a result, and which thread of the parent is woken for it.
 //!
-//! The lowest bit of a result word says that a thread sleeps on it, or is about to; a waker clears it by counting the
-//! word up, so each sleep costs one wake-up at most.
+//! The lowest bit of a result word says that a thread sleeps on it, or is about to. A waker clears the bit when it
+//! counts the word up, so each sleep costs one wake-up at most.
 //!
 //! Invariants: a result wakes the callers if there are any, else the background thread. A caller that leaves first
 //! stops counting as one and then checks for results again, so a result for it is seen by it or wakes another thread.

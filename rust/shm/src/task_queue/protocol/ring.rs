@@ -1,8 +1,8 @@
 //! The ring of slot numbers, with one producer and many consumers.
 //!
 //! Invariants: a worker takes a task by exchanging the state of its slot, which holds its position and the worker's
-//! number, and by nothing else. The head follows: a process that finds the task at the head not queued any more (taken,
-//! or revoked) moves the head on, so no process waits for the worker that took it.
+//! number, and by nothing else. The head follows: a process that finds the task at the head taken or revoked moves the
+//! head on. So no process waits for the worker that took it.
 //!
 //! The parent reuses an entry only after the head has passed it. A consumer that read an old head may still read the
 //! new entry; the slot in it is queued under another position, and both its exchanges fail.

@@ -1,7 +1,7 @@
 //! The state word of a slot: the phase of its task, its worker, and its position.
 //!
-//! A position is counted up with each task and never comes back (46 bits are a million tasks a second for two years),
-//! so a state that was read before can be exchanged only if the slot still holds the same task in the same phase.
+//! A position is counted up with each task and never comes back: 46 bits are a million tasks a second for two years. So
+//! a state that was read before can be exchanged only if the slot still holds the same task in the same phase.
 
 /// No task; the parent's.
 pub(crate) const FREE: u64 = 0;

@@ -58,9 +58,8 @@ impl Session {
 
     /// Refuses requests without the token, of other users, and of pages in a browser.
     ///
-    /// A page in somebody's browser can send requests to this machine. Those that do not come from the same page's own
-    /// address carry its origin; those that came by a name that the page's owner turned to this machine carry that
-    /// name.
+    /// A page in somebody's browser can send requests to this machine. They carry the origin of the page, unless its
+    /// owner pointed the page's own host name at this machine (DNS rebinding): then they carry that name as `Host`.
     fn admit(&self, head: &request::Parts) -> Result<(), Refusal> {
         let host = header_text(&head.headers, &HOST);
         let site = header_text(&head.headers, &HeaderName::from_static("sec-fetch-site"));

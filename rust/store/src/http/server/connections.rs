@@ -3,8 +3,8 @@
 //! Invariants:
 //!
 //! 1. At most `limit` connections are open. To admit another one, the server closes the connection that has waited
-//!    longest for its next request; if none does, the one whose client has sent or taken next to nothing for longest,
-//!    if that is longer than `crowded`. A client whose kept connection was closed opens another.
+//!    longest for its next request. If none waits, it closes the one whose client has sent or taken next to nothing
+//!    for longest, if that is longer than `crowded`. A client whose kept connection was closed opens another.
 //! 2. Connections that hold claims are not closed this way.
 
 use std::collections::HashMap;

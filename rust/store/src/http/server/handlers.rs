@@ -185,7 +185,7 @@ fn distinct(wanted: Vec<ShardRows>) -> (Vec<ShardRows>, Vec<usize>) {
 
 /// Appends a shard with its header.
 fn append_shard(body: &mut ResponseBody, shard: OutgoingShard) {
-    // That of a whole shard is computed once; that of rows each time.
+    // The checksum of a whole shard is computed once; the checksum of rows is computed for each request.
     let sum = || RunningChecksum::of(shard.bytes());
     let checksum = shard.checksum().map_or_else(sum, |known| *known.get_or_init(sum));
     body.text(ShardHeader { meta: shard.meta().clone(), payload: Payload::Bytes(checksum) }.to_vec());

@@ -51,8 +51,8 @@ use crate::process_store::ProcessStore;
 /// Threads that serve: a small request does not wait for a large one.
 const THREADS: usize = 2;
 
-/// Connections that the kernel makes before this process takes them: all consumers of a job may come at once, and a
-/// client that gets no answer takes the machine for gone. The kernel has a limit of its own, `net.core.somaxconn`.
+/// Connections that the kernel makes before this process takes them. Many, since all consumers of a job may come at
+/// once, and a client that gets no answer takes the machine for gone. The kernel's own limit is `net.core.somaxconn`.
 const BACKLOG: i32 = 4096;
 
 /// The longest head of a request, in bytes.

@@ -1,8 +1,8 @@
 //! Which user of this machine the other side of a loopback connection belongs to.
 //!
 //! The client's socket is the established one whose local address is our peer and whose remote address is ours. The
-//! kernel tells its owner over netlink (`sock_diag`), in some microseconds. Where that is missing, as in some sandboxes,
-//! `/proc/net/tcp` and `/proc/net/tcp6` list all TCP sockets of the machine.
+//! kernel tells its owner over netlink (`sock_diag`), in some microseconds. Where that is missing, as in some
+//! sandboxes, `/proc/net/tcp` and `/proc/net/tcp6` list all TCP sockets of the machine.
 
 use std::fmt::Write;
 use std::fs;
@@ -28,7 +28,7 @@ fn ask_kernel(client: SocketAddr, server: SocketAddr) -> rustix::io::Result<Opti
     const ERROR: u16 = 2;
     const TCP: u8 = 6;
     const HEADER: usize = 16;
-    /// Of the user in an answer: behind its header, four bytes, the addresses, and three counts.
+    /// Where the user stands in an answer: behind its header, four bytes, the addresses, and three counts.
     const USER: usize = HEADER + 4 + 48 + 12;
 
     let (client_ip, server_ip) = (client.ip().to_canonical(), server.ip().to_canonical());

@@ -10,7 +10,7 @@ pub struct Timeouts {
     pub silence: Duration,
     /// For the next request on a connection that holds no claims.
     pub idle: Duration,
-    /// As `silence`, while all connections that a server may have are open and others wait to connect.
+    /// The same as `silence`, while all connections that a server may have are open and others wait to connect.
     pub crowded: Duration,
 }
 
