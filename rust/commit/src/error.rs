@@ -165,7 +165,9 @@ pub enum CommitError {
     },
     /// A checkpoint exists, but readers are locked out of it.
     #[error(
-        "{} cannot be read now: another process locks readers out of its tundish.json and does not release the lock; end that process", path.display()
+        "{} cannot be read now: another process locks readers out of its tundish.json and does not release the lock; \
+         find that process with `fuser`, and end it",
+        path.display()
     )]
     CheckpointLocked {
         /// Its folder.
