@@ -13,7 +13,7 @@ TABLE = [
     for line in (CHECKOUT / "README.md").read_text(encoding="utf-8").splitlines()
     if line.startswith("| ")
 ]
-FIGURE = re.compile(r"([\d.]+) times as fast as|1/(\d+) of the time that it costs with")
+FIGURE = re.compile(r"([\d.]+) times as fast as|1/(\d+) as much as a save of")
 # What stands after a figure, and texts of its row in the results.
 ROWS = {
     "a chunked numpy loop": (
