@@ -50,6 +50,7 @@ __all__ = [
 
 # A message lists at most so many ranges of ranks.
 _SHOWN_RANGES = 16
+_SHOWN_NAMES = 8
 
 
 class TundishError(Exception):
@@ -280,6 +281,12 @@ def format_type(value: object) -> str:
 def format_count(number: int, what: str) -> str:
     """Format a count and its noun, as in "1 dataset" and "2 datasets"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def format_list(names: Sequence[str]) -> str:
+    """Format names, as in "a, b and 3 more"."""
+    more = len(names) - _SHOWN_NAMES
+    return ", ".join(names[:_SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_ranks(ranks: Sequence[int], count: int | None = None) -> str:

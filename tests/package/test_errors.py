@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, StorageError
+from tundish.errors import InvalidInputError, InvalidTypeError, NoSuchPackError, StorageError, format_list
 
 DIGITS = 10**5000
 PLAN = td.pack([5, 0, 3, 8, 0, 4], 8)
@@ -150,3 +150,9 @@ def test_the_path_comes_first_where_the_message_lacks_it() -> None:
     assert str(error) == "[Errno 28] /plans/one: No space left on device"
     assert str(StorageError("without a path")) == "without a path"
     assert str(StorageError(errno.ENOENT, "no such folder", "no")) == "[Errno 2] no: no such folder"
+
+
+def test_a_list_names_some_and_counts_the_others() -> None:
+    assert format_list(["a"]) == "a"
+    assert format_list([str(number) for number in range(8)]) == "0, 1, 2, 3, 4, 5, 6, 7"
+    assert format_list([str(number) for number in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more"

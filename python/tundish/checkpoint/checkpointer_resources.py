@@ -22,6 +22,7 @@ from tundish.checkpoint.publish.kinds_and_steps import Kind, format_steps
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WritableRoot
+from tundish.checkpoint.save import waits_for_itself
 from tundish.checkpoint.staging.budget import StagingBudget
 from tundish.checkpoint.staging.buffers import trim
 from tundish.distributed import Voter
@@ -147,9 +148,7 @@ class CheckpointerResources:
     def refuse_in_callback(self, call: str) -> None:
         """Refuse a call that would wait for the save whose callback makes it."""
         if self._is_in_callback():
-            raise InvalidInputError(
-                f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
-            )
+            raise waits_for_itself(call)
 
     def _is_in_callback(self) -> bool:
         """Whether the caller is a function of the user's on the thread of a save."""

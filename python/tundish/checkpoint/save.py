@@ -13,7 +13,7 @@ from typing import Any
 from tundish.checkpoint.stager import StagedSave
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
-__all__ = ["Save", "check_wait"]
+__all__ = ["Save", "check_wait", "waits_for_itself"]
 
 _LONGEST_WAIT_SECONDS = 0.25
 
@@ -165,9 +165,7 @@ class Save(Future[Path]):
 
     def _refuse_deadlock(self, call: str) -> None:
         if self._is_queue_thread() and not self.done():
-            raise InvalidInputError(
-                f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
-            )
+            raise waits_for_itself(call)
 
     # Only the checkpointer calls the methods below.
 
@@ -184,6 +182,13 @@ class Save(Future[Path]):
         """Resolve the future: the save failed, or a callback after publication did."""
         self._staged_save = None
         self.set_exception(error)
+
+
+def waits_for_itself(call: str) -> InvalidInputError:
+    """The error of a call that would wait for the save whose callback makes it."""
+    return InvalidInputError(
+        f"{call}() in a callback of a save would wait for that save itself: call it on the thread that trains"
+    )
 
 
 def check_wait(timeout: Any) -> None:

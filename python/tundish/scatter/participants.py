@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, group_info, torch_distributed, voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError, format_rank_list, format_ranks
+from tundish.errors import InvalidInputError, InvalidTypeError, format_list, format_rank_list, format_ranks
 
 __all__ = [
     "Participants",
@@ -26,9 +26,6 @@ __all__ = [
     "replicated_participants",
     "source_index",
 ]
-
-# How many groups a message shows.
-_SHOWN_GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,5 +188,4 @@ def _timeout_of(group: Any) -> timedelta:
 
 def _format_groups(groups: Sequence[Sequence[int]]) -> str:
     """Format groups of ranks, as in "[0-7], [8-15] and 30 more"."""
-    shown = ", ".join(f"[{format_rank_list(group)}]" for group in groups[:_SHOWN_GROUPS])
-    return shown + (f" and {len(groups) - _SHOWN_GROUPS} more" if len(groups) > _SHOWN_GROUPS else "")
+    return format_list([f"[{format_rank_list(group)}]" for group in groups])

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tundish.errors import DrainError, ShardGoneError, format_count
+from tundish.errors import DrainError, ShardGoneError, format_count, format_list
 from tundish.rtensor.steps.leak_warnings import integer_in
 from tundish.rtensor.workers.worker import Worker
 
 __all__ = ["check_claim_answers", "failures_of", "names_in", "raise_failures", "total"]
 
-# Of failures and of shards, in one message.
 _SHOWN_FAILURES = 4
-_SHOWN_NAMES = 8
 
 
 def raise_failures(what: str, answers: Mapping[Worker, Any]) -> None:
@@ -40,9 +38,7 @@ def check_claim_answers(answers: Mapping[Worker, Any]) -> None:
         ):
             names = names_in(answer, key)
             if names:
-                more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-                shown = ", ".join(names[:_SHOWN_NAMES])
-                raise ShardGoneError(f"{worker} {what} these shards: {shown}{more}")
+                raise ShardGoneError(f"{worker} {what} these shards: {format_list(names)}")
 
 
 def names_in(answer: dict[str, Any], key: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tundish._native import ShardStore, shard_ids
-from tundish.errors import InvalidInputError, ShardGoneError
+from tundish.errors import InvalidInputError, ShardGoneError, format_list
 from tundish.rtensor.handles import by_owner, required_handles
 from tundish.rtensor.process_state import ProcessState, next_step_number, state
 from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
@@ -20,7 +20,6 @@ from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
 __all__ = ["Step", "drop_fetched", "keep", "step"]
 
 _HERE = "this process"
-_SHOWN_NAMES = 8
 
 
 class Step(NamedTuple):
@@ -132,10 +131,9 @@ def _next_number(mine: ProcessState) -> int:
 def _claim(number: int, mine: ProcessState, ids: list[str]) -> None:
     _, missing, taken = ShardStore.claim(number, mine.claimant, ids)
     if missing or taken:
-        names = ", ".join([*missing, *taken][:_SHOWN_NAMES])
         raise ShardGoneError(
-            f"this process does not store these shards, or another step claims them: {names}; use a Controller to claim "
-            "shards of other processes"
+            "this process does not store these shards, or another step claims them: "
+            f"{format_list([*missing, *taken])}; use a Controller to claim shards of other processes"
         )
 
 
