@@ -69,12 +69,12 @@ def main() -> None:
                 report = learn()
                 # Made in this step, and not claimed by it: they are for the next one.
                 weights = trainer.ask("weights")
-            # While nothing works.
+            # Measured between the steps, while no process works.
             memory = sum(resident_bytes(one.pid) for one in (*rollouts, trainer))
             begun = [one.begin("sample", weights) for one in rollouts]
             if step == 1:
                 first_reward = report["reward"]
-            # Allocators have their memory by then.
+            # By then the allocators have the memory that they keep.
             if step == 1 + options.steps // 2:
                 first_memory = memory
             if step % options.report == 0:
@@ -181,29 +181,31 @@ class Roles:
 
     def learn(self, batch: Any) -> float:
         """Makes one update; returns the mean reward of a token."""
-        known = self.refer(batch)
+        reference_log_probs = self.refer(batch)
         values = self.value(batch)
         # These tensors are freed when this returns: none outlives the step.
-        given = td.rtensor.localize(batch)
-        tokens, mask, rewards = (given[name] for name in ("input_ids", "attention_mask", "rewards"))
+        fetched = td.rtensor.localize(batch)
+        tokens, mask, rewards = (fetched[name] for name in ("input_ids", "attention_mask", "rewards"))
         mask, rewards = mask[:, 1:], rewards[:, 1:]
         logits = self.actor(input_ids=tokens).logits[:, :-1]
-        chosen = -cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-        said = log_softmax(logits, -1)
-        apart = (said.exp() * (said - known)).sum(-1)
-        gain = -(chosen * (rewards - values.detach())) + 0.01 * apart
-        loss = (gain * mask).sum() / mask.sum() + mse_loss(values * mask, rewards)
+        sampled_log_probs = -cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        log_probs = log_softmax(logits, -1)
+        kl = (log_probs.exp() * (log_probs - reference_log_probs)).sum(-1)
+        policy_loss = 0.01 * kl - sampled_log_probs * (rewards - values.detach())
+        loss = (policy_loss * mask).sum() / mask.sum() + mse_loss(values * mask, rewards)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         return float(rewards.sum() / mask.sum())
 
     def refer(self, batch: Any) -> torch.Tensor:
+        """Returns the log probabilities of the reference, shape (rows, length - 1, vocabulary)."""
         with torch.no_grad():
             tokens = td.rtensor.localize(batch["input_ids"])
             return log_softmax(self.reference(input_ids=tokens).logits[:, :-1], -1)
 
     def value(self, batch: Any) -> torch.Tensor:
+        """Returns the critic's values, shape (rows, length - 1)."""
         values: torch.Tensor = self.critic(td.rtensor.localize(batch["input_ids"]))[:, :-1, 0]
         return values
 

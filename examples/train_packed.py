@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_packed.py --out out/demo
 
 or, on one process, `python examples/train_packed.py --out out/demo`. It needs `pip install 'tundish[examples]'` and no
-network, and takes a minute or two on two cores. A second run reuses the tokens and the plan of the first.
+network, and takes a minute or two on two cores. A second run reuses the tokens and the plan of the first, and removes
+its checkpoints.
 
 The example packs documents of any length into sequences of one length: no token is padding, and no document attends to
 another. Rank 0 reads the data for all ranks. Checkpoints are saved while training goes on. The run stops on the way and
@@ -314,7 +315,12 @@ def padding_shares(lengths: np.ndarray, max_length: int, batch_size: int, seed: 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small Llama on packed sequences.")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="output folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        help="output folder; the checkpoints of an earlier run in it are removed",
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--max-length", type=int, default=1024, help="tokens in a pack")
     parser.add_argument("--batch-size", type=int, default=2, help="packs for each rank and step")
