@@ -152,7 +152,7 @@ def _total(rows: list[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _number(count: Any) -> str:
-    """Raises `TypeError` for anything but a number: it is not shown."""
+    """Raise `TypeError` for anything but a number: it is not shown."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{count!r} is no number")
     return str(count)

@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT: Final = 60.0
 
 
 def split_address(addr: str) -> tuple[str, int]:
-    """Splits `host:port`. Raises `InvalidInputError`."""
+    """Split `host:port`. Raise `InvalidInputError`."""
     host, colon, port = addr.rpartition(":") if isinstance(addr, str) else ("", "", "")
     is_name = host.isprintable() and " " not in host and "/" not in host
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16
@@ -30,7 +30,7 @@ def split_address(addr: str) -> tuple[str, int]:
 
 
 def check_token(token: Any) -> None:
-    """Raises `InvalidInputError` for anything but a token or None."""
+    """Raise `InvalidInputError` for anything but a token or None."""
     if token is None:
         return
     if not isinstance(token, str) or not token.isascii() or not token.isprintable():
@@ -42,7 +42,7 @@ def check_token(token: Any) -> None:
 
 
 def check_shard_ids(shard_ids: Any, function: str) -> None:
-    """Raises `InvalidTypeError` for anything but an iterable of shard ids, such as a handle or a dict of handles."""
+    """Raise `InvalidTypeError` for anything but an iterable of shard ids, such as a handle or a dict of handles."""
     if not isinstance(shard_ids, Iterable) or isinstance(shard_ids, (bytes, Mapping)):
         raise InvalidTypeError(
             f"{function} takes shard ids, not {format_type(shard_ids)}: give flatten_shard_ids(obj) for the handles in "
@@ -51,7 +51,7 @@ def check_shard_ids(shard_ids: Any, function: str) -> None:
 
 
 def check_owners(addresses: Iterable[str]) -> None:
-    """Raises `InvalidInputError` for owners that no controller reaches."""
+    """Raise `InvalidInputError` for owners that no controller reaches."""
     for addr in addresses:
         if addr == "local":
             raise InvalidInputError(

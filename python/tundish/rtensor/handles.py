@@ -48,7 +48,7 @@ class TensorShardInfo(NamedTuple):
 
 
 def dumps(obj: Any) -> bytes:
-    """Serializes nested containers of handles. Nothing is pickled.
+    """Serialize nested containers of handles. Nothing is pickled.
 
     Args:
         obj: dicts, lists and tuples of handles, numbers, strings, bytes and None.
@@ -68,7 +68,7 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
-    """Restores what `dumps` serialized. It is safe for untrusted bytes: it makes handles, containers and plain values.
+    """Restore what `dumps` serialized. It is safe for untrusted bytes: it makes handles, containers and plain values.
 
     Args:
         data: the bytes.
@@ -91,7 +91,7 @@ def loads(data: bytes | bytearray | memoryview) -> Any:
 
 
 def restore(data: bytes, ref: Any) -> RTensor:
-    """Restores a pickled handle."""
+    """Restore a pickled handle."""
     handle: RTensor = load_handles(data)
     return handle if ref is None else handle.with_ref(ref)
 
@@ -130,7 +130,7 @@ def replace_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
 
 
 def flatten_shard_ids(obj: Any) -> list[str]:
-    """Returns the ids of all shards of the handles in `obj`, to be passed to `remove` or `clear_fetch_buffer`.
+    """Return the ids of all shards of the handles in `obj`, to be passed to `remove` or `clear_fetch_buffer`.
 
     Args:
         obj: nested containers of handles.
@@ -148,7 +148,7 @@ def flatten_shard_ids(obj: Any) -> list[str]:
 
 
 def collect_shards(obj: Any) -> dict[str, list[str]]:
-    """Returns the ids of all shards of the handles in `obj`, by owner.
+    """Return the ids of all shards of the handles in `obj`, by owner.
 
     Args:
         obj: nested containers of handles.

@@ -68,7 +68,7 @@ class Server:
         self._is_implicit = False
 
     def close(self) -> None:
-        """Stops serving. Shards stay stored, and no other process can fetch them. Idempotent."""
+        """Stop serving. Shards stay stored, and no other process can fetch them. Idempotent."""
         mine = state()
         with mine.lock:
             if mine.server is self:
@@ -96,7 +96,7 @@ def serve(
     tls: _Tls | None = None,
     open_metrics: bool = False,
 ) -> Server:
-    """Serves what this process stores. Call it once in every process that stores or fetches.
+    """Serve what this process stores. Call it once in every process that stores or fetches.
 
     Called again with the same arguments, it returns the same server.
 
@@ -175,7 +175,7 @@ def _already_serving(server: Server) -> str:
 
 
 def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLike[str] | None = None) -> None:
-    """Sends `token` with every request to these addresses, over TLS with `tls`; other addresses get no token.
+    """Send `token` with every request to these addresses, over TLS with `tls`; other addresses get no token.
 
     Args:
         addresses: `"host:port"` of other processes' servers.
@@ -204,7 +204,7 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
 
 
 def trust_workers(addresses: Iterable[str]) -> None:
-    """Trusts addresses as this process's own server is trusted, if `trust` was not called with them."""
+    """Trust addresses as this process's own server is trusted, if `trust` was not called with them."""
     mine = state()
     if mine.server is not None and (mine.server.token or mine.server.certificate):
         unknown = [one for one in addresses if one not in mine.trusted]

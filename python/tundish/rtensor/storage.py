@@ -20,7 +20,7 @@ __all__ = ["clear_node", "fetch", "remove", "storage_stats", "store"]
 
 
 def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) -> RTensor:
-    """Stores a copy of `tensor` under a name, and returns its handle.
+    """Store a copy of `tensor` under a name, and return its handle.
 
     Do not reuse a name within a step: see `remove`.
 
@@ -55,7 +55,7 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
 
 
 def fetch(shard_id: str) -> Tensor:
-    """Returns the tensor that this process stores under a name, in host memory. You may write to it.
+    """Return the tensor that this process stores under a name, in host memory. You may write to it.
 
     Args:
         shard_id: the name.
@@ -79,7 +79,7 @@ def fetch(shard_id: str) -> Tensor:
 
 
 def remove(shard_ids: str | Iterable[str]) -> int:
-    """Removes shards that this process stores, and what it fetched of them.
+    """Remove shards that this process stores, and what it fetched of them.
 
     Other processes keep what they fetched until their step ends or `clear_batches` drains it. Until then they read the
     old tensor, even through a handle of a new tensor with the same name.
@@ -103,7 +103,7 @@ def remove(shard_ids: str | Iterable[str]) -> int:
 
 
 def clear_node() -> Removed:
-    """Removes everything that this process stores or fetched, claimed or not.
+    """Remove everything that this process stores or fetched, claimed or not.
 
     Returns:
         The counts of the storage: `cleared_count` shards, `num_tensors` and `total_bytes`.

@@ -369,7 +369,7 @@ class DispatchLoader(Generic[T_co]):
 
     @property
     def dataset(self) -> NoReturn:
-        """Raises `AttributeError`: another loader over the dataset would give each rank only a part of it."""
+        """Raise `AttributeError`: another loader over the dataset would give each rank only a part of it."""
         raise LoaderHasNoDatasetError(
             "a DispatchLoader has no dataset to make another loader over: it gives each rank its own batches already. "
             "Do not give it to accelerator.prepare_data_loader or skip_first_batches: iterate over it as it is, and "

@@ -41,7 +41,7 @@ class Structure:
 
     @cached_property
     def program(self) -> RebuildProgram:
-        """Builds the object."""
+        """Build the object."""
         return RebuildProgram(self.words, self.tokens)
 
     def __eq__(self, other: object) -> bool:

@@ -188,7 +188,7 @@ def reverting_conversion(
 
 
 def join_conversions(parts: Sequence[tuple[str, Conversion]]) -> Conversion:
-    """Joins the conversions of several models; the names of each get its prefix."""
+    """Join the conversions of several models; the names of each get its prefix."""
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
     sources: list[TensorSpec] = []

@@ -48,14 +48,14 @@ class Backend(ABC):
 
     @abstractmethod
     def address(self) -> str:
-        """Returns the owner's address in handles of this process's shards.
+        """Return the owner's address in handles of this process's shards.
 
         Returns:
             The address, `"host:port"`.
         """
 
     def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
-        """Stores copies of tensors, all of them or none.
+        """Store copies of tensors, all of them or none.
 
         Args:
             tensors: dense CPU tensors.
@@ -67,7 +67,7 @@ class Backend(ABC):
         return ShardStore.put(list(tensors), self.address(), timeout)
 
     def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
-        """Stores a copy of one tensor under a name.
+        """Store a copy of one tensor under a name.
 
         Args:
             shard_id: the name.
@@ -80,7 +80,7 @@ class Backend(ABC):
         return ShardStore.put_as(shard_id, tensor, self.address(), timeout)
 
     def handle_of(self, shard_id: str) -> RTensor:
-        """Returns the handle of a shard that this process stores.
+        """Return the handle of a shard that this process stores.
 
         Args:
             shard_id: the name of the shard.
@@ -91,7 +91,7 @@ class Backend(ABC):
         return ShardStore.handle_of(shard_id, self.address())
 
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
-        """Fetches the tensors of handles.
+        """Fetch the tensors of handles.
 
         Args:
             handles: the handles; no two are equal.
@@ -103,7 +103,7 @@ class Backend(ABC):
         return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
 
     def remove(self, shard_ids: Iterable[str]) -> Removed:
-        """Removes shards that this process stores, and their fetched copies.
+        """Remove shards that this process stores, and their fetched copies.
 
         Args:
             shard_ids: the names of the shards.
@@ -114,7 +114,7 @@ class Backend(ABC):
         return _removed(ShardStore.remove(shard_ids))
 
     def clear(self) -> Removed:
-        """Removes all stored and fetched shards of this process.
+        """Remove all stored and fetched shards of this process.
 
         Returns:
             The counts of what was removed.
@@ -122,7 +122,7 @@ class Backend(ABC):
         return _removed(ShardStore.clear())
 
     def stats(self) -> dict[str, Any]:
-        """Counts what this process stores and has fetched.
+        """Count what this process stores and has fetched.
 
         Returns:
             `storage`, `buffer` and `steps`.

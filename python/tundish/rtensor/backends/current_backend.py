@@ -13,7 +13,7 @@ __all__ = ["current_backend", "set_backend"]
 
 
 def set_backend(backend: Backend | None) -> None:
-    """Sets the backend of this process. Shards that are stored stay where they are.
+    """Set the backend of this process. Shards that are stored stay where they are.
 
     Args:
         backend: `HttpBackend()`, `LocalBackend()` or `RayBackend()`. None is the default, `HttpBackend()`.

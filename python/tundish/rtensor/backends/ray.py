@@ -133,7 +133,7 @@ class RayBackend(Backend):
         return found
 
     def _release(self, shard_ids: Iterable[str] | None = None) -> int:
-        """Releases the references of shards, or of all, that were removed or drained; returns their bytes."""
+        """Release the references of shards, or of all, that were removed or drained; return their bytes."""
         with self._lock:
             known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
             gone = [self._stored.pop(one) for one in ShardStore.absent(list(known))]
@@ -146,7 +146,7 @@ class RayBackend(Backend):
     def _store(
         self, tensors: Sequence[Tensor], put: Callable[[Tensor], list[RTensor]], timeout: float
     ) -> list[RTensor]:
-        """Stores tensors in Ray, and empty shards in their place by `put`."""
+        """Store tensors in Ray, and empty shards in their place by `put`."""
         self._check_connected()
         with self._reserve(sum(tensor.nbytes for tensor in tensors), timeout):
             references = [self._put_in_ray(tensor) for tensor in tensors]
@@ -183,7 +183,7 @@ class RayBackend(Backend):
 
     @contextlib.contextmanager
     def _reserve(self, size: int, timeout: float) -> Iterator[None]:
-        """Reserves bytes within this process's limit, for the block. Raises `TensorStoreFullError`."""
+        """Reserve bytes within this process's limit, for the block. Raise `TensorStoreFullError`."""
         deadline = time.monotonic() + timeout
         limit: int = json.loads(ShardStore.stats())["storage"]["memory"]["limit_bytes"]
         while True:
@@ -235,7 +235,7 @@ class RayBackend(Backend):
         return [_bytes_of(handle, value) for handle, value in zip(handles, found, strict=True)]
 
     def _current_connection(self) -> tuple[str, str] | None:
-        """Identifies the connection to a cluster."""
+        """Identify the connection to a cluster."""
         if not self._ray.is_initialized():
             return None
         context = self._ray.get_runtime_context()

@@ -160,7 +160,7 @@ class Controller:
         return tuple(self._workers.values())
 
     def update(self, workers: Iterable[Worker]) -> None:
-        """Replaces the workers, when processes were started or have ended.
+        """Replace the workers, when processes were started or have ended.
 
         Failed drains of workers that are left out are not repeated. New workers join the step under way.
 
@@ -195,7 +195,7 @@ class Controller:
                 self._requests.send((one, begin) for one in self._serving_workers() if one.addr not in known)
 
     def clear_batches(self, *targets: Any) -> Drained:
-        """Drains all shards of the handles in `targets`: from every fetch buffer, then from their owners.
+        """Drain all shards of the handles in `targets`: from every fetch buffer, then from their owners.
 
         A worker that fails is warned of, and tried again at the next step or drain.
 
@@ -280,7 +280,7 @@ class Controller:
             self._end(step)
 
     def keep(self, obj: Any) -> int:
-        """Carries over the shards of handles in `obj`: they do not end with the current step.
+        """Carry over the shards of handles in `obj`: they do not end with the current step.
 
         They are unclaimed again, and stay with everybody who fetched them until a later step claims or drains them.
 
@@ -326,7 +326,7 @@ class Controller:
         return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
-        """Asks every worker with a server for its `/stats`.
+        """Ask every worker with a server for its `/stats`.
 
         Returns:
             For each worker the decoded answer, or its failure.
@@ -345,7 +345,7 @@ class Controller:
             )
 
     def close(self) -> None:
-        """Disconnects from the workers, which drop the step and the claims of this controller. Idempotent."""
+        """Disconnect from the workers, which drop the step and the claims of this controller. Idempotent."""
         self._close("it was closed")
 
     def __enter__(self) -> Self:
@@ -362,7 +362,7 @@ class Controller:
             self._release_claims()
 
     def _release_claims(self) -> None:
-        """Gives up the current step and its claims: a worker notices the end of its connection."""
+        """Give up the current step and its claims: a worker notices the end of its connection."""
         self._connections.close()
         ShardStore.release_claimant(self._claimant)
 
@@ -383,7 +383,7 @@ class Controller:
             raise InvalidInputError(f"this controller is closed ({self._closed}): make another one")
 
     def _begin(self, handles: list[RTensor], owners: dict[str, list[str]]) -> _OpenStep:
-        """Begins a step on every worker and claims its shards; or gives everything up."""
+        """Begin a step on every worker and claim its shards, or give everything up."""
         number = next_step_number()
         try:
             server = state().server
@@ -403,7 +403,7 @@ class Controller:
         return self._step
 
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
-        """Claims shards; waits a moment for owners that have not noticed the end of an earlier controller."""
+        """Claim shards; wait a moment for owners that have not noticed the end of an earlier controller."""
         requests = [
             (self._worker_at(owner), HttpRequest("POST", f"/step/{number}/claim", ids))
             for owner, ids in owners.items()
@@ -420,7 +420,7 @@ class Controller:
         return answers
 
     def _end(self, step: _OpenStep) -> None:
-        """Drains a step everywhere, consumers before owners."""
+        """Drain a step everywhere, consumers before owners."""
         if self._closed is not None or os.getpid() != self._process or sys.is_finalizing():
             # The step was released, or it belongs to the parent process, or the interpreter has no threads any more.
             return

@@ -39,14 +39,14 @@ class PendingRequests:
         self._failed: list[list[WorkerRequest]] = []
 
     def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:
-        """Sends requests to all workers at once; returns the answer or the failure of each."""
+        """Send requests to all workers at once; return the answer or the failure of each."""
         asked = list(requests)
         return dict(zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True))
 
     def send_until_done(
         self, requests: Iterable[WorkerRequest], *, after: Mapping[Worker, Any] | None = None
     ) -> dict[Worker, Any]:
-        """Sends as `send` does, and calls drain functions. A failure is logged, and repeated by `repeat_failed`.
+        """Send as `send` does, and call drain functions. A failure is logged, and repeated by `repeat_failed`.
 
         Args:
             requests: the requests.
@@ -72,7 +72,7 @@ class PendingRequests:
         return answers
 
     def repeat_failed(self) -> None:
-        """Repeats all requests that failed.
+        """Repeat all requests that failed.
 
         Raises:
             DrainError: some failed again. They stay pending.
@@ -86,6 +86,6 @@ class PendingRequests:
         )
 
     def keep_only(self, addresses: Set[str]) -> None:
-        """Drops pending requests to other addresses."""
+        """Drop pending requests to other addresses."""
         kept = [[one for one in batch if one.worker.addr in addresses] for batch in self._failed]
         self._failed = [batch for batch in kept if batch]

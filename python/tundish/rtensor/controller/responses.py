@@ -15,7 +15,7 @@ _SHOWN_FAILURES = 4
 
 
 def raise_failures(what: str, answers: Mapping[Worker, Any]) -> None:
-    """Raises `DrainError` with all failures among `answers`, if there are any."""
+    """Raise `DrainError` with all failures among `answers`, if there are any."""
     failed = failures_of(answers)
     if not failed:
         return
@@ -30,7 +30,7 @@ def failures_of(answers: Mapping[Worker, Any]) -> dict[Worker, Exception]:
 
 
 def check_claim_answers(answers: Mapping[Worker, Any]) -> None:
-    """Raises `ShardGoneError` if a worker could not claim all shards."""
+    """Raise `ShardGoneError` if a worker could not claim all shards."""
     for worker, answer in answers.items():
         for key, what in (
             ("missing_shard_ids", "does not store, or has drained or removed,"),

@@ -25,7 +25,7 @@ class ServerlessDrains:
         self._running: dict[Worker, Future[object]] = {}
 
     def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
-        """Calls all functions at once; returns `{}` or the failure of each."""
+        """Call all functions at once; return `{}` or the failure of each."""
         answers: dict[Worker, dict[str, Any] | Exception] = {}
         begun: dict[Worker, Future[object]] = {}
         ids_of = dict(calls)

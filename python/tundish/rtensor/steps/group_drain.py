@@ -89,7 +89,7 @@ def _union(voter: Voter, ids: set[str], what: str) -> set[str]:
 
 
 def remove_claimed(claims: dict[str, list[str]]) -> None:
-    """Removes shards here and at their owners, given by owner. Raises the first failure."""
+    """Remove shards here and at their owners, given by owner. Raise the first failure."""
     server = state().server
     here = claims.pop(server.addr, []) if server is not None else []
     ShardStore.remove([*here, *claims.pop("local", [])])

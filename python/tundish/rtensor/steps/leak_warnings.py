@@ -15,7 +15,7 @@ _log = logging.getLogger("tundish.rtensor")
 
 
 def warn_of_escaped(holder: str, number: int, step_counts: dict[str, Any]) -> None:
-    """Warns if tensors that were handed out in a step are still in use after its end.
+    """Warn if tensors that were handed out in a step are still in use after its end.
 
     Args:
         holder: the process, for the message.

@@ -18,7 +18,7 @@ _SECONDS = 60.0
 
 
 def warn_if_no_step_began() -> None:
-    """Warns once, if this process has fetched for a minute and no step ever began in it. Cheap."""
+    """Warn once, if this process has fetched for a minute and no step ever began in it. Cheap."""
     mine = state()
     now = time.monotonic()
     if mine.step_check_due is None:

@@ -81,7 +81,7 @@ def step(claim: Any = None) -> Iterator[Step]:
 
 
 def keep(obj: Any) -> int:
-    """Carries over the shards of handles in `obj`: they, and what this process fetched of them, outlive the step.
+    """Carry over the shards of handles in `obj`: they, and what this process fetched of them, outlive the step.
 
     They stay until they are removed or drained by their ids, or a later `step` of this process or `drain` claims
     them.
@@ -114,7 +114,7 @@ def keep(obj: Any) -> int:
 
 
 def drop_fetched(claims: list[str]) -> None:
-    """Drops all that was fetched since the last step, and what was fetched of `claims` at any time."""
+    """Drop all that was fetched since the last step, and what was fetched of `claims` at any time."""
     mine = state()
     number = _next_number(mine)
     ShardStore.begin_step(number, mine.claimant)

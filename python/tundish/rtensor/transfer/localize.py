@@ -22,7 +22,7 @@ __all__ = ["clear_fetch_buffer", "fetch_buffer_stats", "localize"]
 def localize(
     obj: Any, *, out: Tensor | Sequence[Tensor] | None = None, timeout: float = DEFAULT_TIMEOUT
 ) -> Any:
-    """Fetches the tensors of the handles in `obj` and returns nested containers with them in their place.
+    """Fetch the tensors of the handles in `obj` and return nested containers with them in their place.
 
     What was fetched in this step comes from the fetch buffer, and stays there until the step ends. Everything else
     is fetched in one request an owner, all owners at once; fetches that another thread has begun are waited for. The
@@ -72,7 +72,7 @@ def localize(
 
 
 def clear_fetch_buffer(shard_ids: str | Iterable[str] | None = None) -> int:
-    """Drops what this process fetched. Tensors that were handed out stay valid.
+    """Drop what this process fetched. Tensors that were handed out stay valid.
 
     Args:
         shard_ids: one shard to drop, or several; None drops everything.

@@ -23,7 +23,7 @@ _MASK_DTYPES: Final = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.i
 
 
 def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -> Any:
-    """Stores the tensors in `obj` and returns nested containers with handles in their place.
+    """Store the tensors in `obj` and return nested containers with handles in their place.
 
     Copies are stored: detached, in host memory, of the values that a tensor shows and not of the base that it is a
     view of. The same tensor twice is stored once. No step owns the shards until one claims them; they stay until

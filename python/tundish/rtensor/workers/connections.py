@@ -69,7 +69,7 @@ class WorkerConnections:
         self._threads: ThreadPoolExecutor | None = None
 
     def send_all(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> list[Any]:
-        """Sends requests to all workers at once.
+        """Send requests to all workers at once.
 
         Returns:
             In order, each worker's answer (decoded JSON) or its failure: a `TransferError`, `NotAuthorizedError` or
@@ -98,14 +98,14 @@ class WorkerConnections:
             return {addr: client.connection_number for addr, client in self._clients.items()}
 
     def keep_only(self, addresses: Set[str]) -> None:
-        """Closes the connections to all other addresses; requests under way on them fail."""
+        """Close the connections to all other addresses; requests under way on them fail."""
         with self._lock:
             closing = [self._clients.pop(addr) for addr in self._clients.keys() - addresses]
         for client in closing:
             client.close()
 
     def close(self) -> None:
-        """Closes all connections. The next request opens new ones."""
+        """Close all connections. The next request opens new ones."""
         self.keep_only(frozenset())
         threads, self._threads = self._threads, None
         if threads is not None:

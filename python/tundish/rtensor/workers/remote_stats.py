@@ -17,7 +17,7 @@ __all__ = ["process_stats"]
 def process_stats(
     addresses: str | Iterable[str], *, timeout: float = 5.0
 ) -> dict[str, dict[str, Any] | Exception]:
-    """Asks processes that serve for what they store and have fetched.
+    """Ask processes that serve for what they store and have fetched.
 
     Call `trust` before with addresses that want a token or serve over TLS.
 

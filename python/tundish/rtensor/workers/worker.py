@@ -38,7 +38,7 @@ class Worker(NamedTuple):
 
 
 def as_worker(given: Any) -> Worker:
-    """Returns a `Worker`, or makes one of a tuple or list.
+    """Return a `Worker`, or make one of a tuple or list.
 
     Raises:
         InvalidTypeError: a field has the wrong type.

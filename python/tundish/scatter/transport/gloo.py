@@ -163,7 +163,7 @@ class GlooReceiver:
         return message.result()
 
     def close(self) -> None:
-        """Does nothing: `Channels.close` destroys the group."""
+        """Do nothing: `Channels.close` destroys the group."""
 
     def _receive(self) -> IncomingMessage:
         first = self._receive_into(np.empty(_FIRST_BYTES, np.uint8))

@@ -108,7 +108,7 @@ def _block_of(name: str, tensor: Any, rank: int) -> tuple[str, str] | None:
 
 
 def assign_values(values_by_rank: Sequence[LocalValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
-    """Decides which rank saves which values.
+    """Decide which rank saves which values.
 
     Blocks that several ranks hold are assigned the largest first, each to the holder with the fewest bytes. The lowest
     holder saves an object.
