@@ -158,7 +158,7 @@ class CheckpointerResources:
         """Keep the checkpoints of a step that is published or being saved."""
         # First, since a save may be published between the two looks.
         if not any(step in queue.steps_under_way() for queue in self.queues.values()):
-            steps = sorted({one.step for one in self.readonly.list()})
+            steps = sorted({checkpoint.step for checkpoint in self.readonly.list()})
             if step not in steps:
                 raise NotFoundError(
                     errno.ENOENT,

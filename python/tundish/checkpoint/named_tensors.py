@@ -65,11 +65,11 @@ def named_tensors(model_or_tensors: Any) -> list[NamedTensors]:
             f"cannot save {format_type(model_or_tensors)}: give an nn.Module, a mapping of names to tensors, "
             "or a mapping of prefixes to modules"
         )
-    if not any(one.tensors for one in inputs):
+    if not any(model.tensors for model in inputs):
         raise InvalidInputError("there is nothing to save: the model has no tensors")
     if len(inputs) > 1:
         refuse_repeated(
-            (one.prefix + name for one in inputs for name in one.tensors),
+            (model.prefix + name for model in inputs for name in model.tensors),
             "the name {!r} is there twice, under two prefixes: change one of them",
         )
     return inputs

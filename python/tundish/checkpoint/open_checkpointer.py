@@ -133,7 +133,7 @@ def _compare_ranks(path: Path, voter: Voter, *, shared: Mapping[str, Any]) -> bo
     what = f"opening {path}"
     text = json.dumps([_node_size(), {name: repr(value) for name, value in shared.items()}])
     # Only the first rank has the gathered texts.
-    given = [json.loads(one) for one in voter.gather(text, what=what)]
+    given = [json.loads(answer) for answer in voter.gather(text, what=what)]
     error: BaseException | None = None
     owner = ""
     try:

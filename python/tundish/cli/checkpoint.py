@@ -88,10 +88,10 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
     """`tundish checkpoint ls`."""
     whole, damaged = _survey(options.root)
     lines = [
-        f"{one.path.name:<20}{readable('bytes', one.size):<32}{printable(one.tag or '')}".rstrip()
-        for one in whole
+        f"{checkpoint.path.name:<20}{readable('bytes', checkpoint.size):<32}{printable(checkpoint.tag or '')}".rstrip()
+        for checkpoint in whole
     ]
-    lines += [f"{one.path.name:<20}not a whole checkpoint: {printable(one.reason)}" for one in damaged]
+    lines += [f"{checkpoint.path.name:<20}not a whole checkpoint: {printable(checkpoint.reason)}" for checkpoint in damaged]
     set_aside = _set_aside_in(options.root)
     lines += [
         f"{path.name:<20}{readable('bytes', size)}, set aside by a rollback: keep or delete it yourself"
@@ -100,10 +100,10 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "json": {
             "root": str(options.root),
-            "checkpoints": [_described(one) for one in whole],
+            "checkpoints": [_described(checkpoint) for checkpoint in whole],
             "damaged": [
-                {"kind": one.kind, "step": one.step, "path": str(one.path), "reason": one.reason}
-                for one in damaged
+                {"kind": checkpoint.kind, "step": checkpoint.step, "path": str(checkpoint.path), "reason": checkpoint.reason}
+                for checkpoint in damaged
             ],
             "set_aside": [{"path": str(path), "size": size} for path, size in set_aside.items()],
         },
@@ -128,16 +128,16 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
     _check_is_ours(options.root)
     whole, broken = _survey(options.root)
     damaged = [
-        CorruptCheckpointError(f"{one.path} is not a whole checkpoint: {one.reason}")
-        for one in broken
-        if options.step in (None, one.step)
+        CorruptCheckpointError(f"{checkpoint.path} is not a whole checkpoint: {checkpoint.reason}")
+        for checkpoint in broken
+        if options.step in (None, checkpoint.step)
     ]
     verified: list[tuple[Checkpoint, list[str]]] = []
-    for one in whole:
-        if options.step not in (None, one.step):
+    for checkpoint in whole:
+        if options.step not in (None, checkpoint.step):
             continue
         try:
-            verified.append((one, _verify(one, options)))
+            verified.append((checkpoint, _verify(checkpoint, options)))
         except NotFoundError:
             # It was removed meanwhile.
             continue
@@ -174,14 +174,14 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
     with contextlib.closing(WritableRoot(options.root, retention, wait_seconds=0.0)) as writable:
         before, _ = _survey(options.root)
         for step in options.keep:
-            if all(one.step != step for one in before):
+            if all(checkpoint.step != step for checkpoint in before):
                 raise NotFoundError(
                     _NO_ENTRY, f"there is no checkpoint of step {step} to keep", str(options.root)
                 )
         damaged = []
-        for one in [one for kind in KINDS for one in writable.kept_from_prune(kind)]:
+        for checkpoint in [checkpoint for kind in KINDS for checkpoint in writable.kept_from_prune(kind)]:
             try:
-                _verify(one, options)
+                _verify(checkpoint, options)
             except CorruptCheckpointError as error:
                 damaged.append(error)
         if damaged:
@@ -193,11 +193,11 @@ def run_prune(options: argparse.Namespace) -> dict[str, Any]:
         refused = [error for kind in KINDS for error in writable.remove_surplus(kind)]
         if refused:
             raise refused[0]
-        left = {one.path for one in _survey(options.root)[0]}
-    removed = [one for one in before if one.path not in left]
+        left = {checkpoint.path for checkpoint in _survey(options.root)[0]}
+    removed = [checkpoint for checkpoint in before if checkpoint.path not in left]
     return {
-        "json": {"removed": [_described(one) for one in removed]},
-        "text": "\n".join(f"removed {one.path.name}" for one in removed) or "nothing to remove",
+        "json": {"removed": [_described(checkpoint) for checkpoint in removed]},
+        "text": "\n".join(f"removed {checkpoint.path.name}" for checkpoint in removed) or "nothing to remove",
     }
 
 

@@ -46,12 +46,12 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
     from tundish.shm import sweep
 
     report = sweep(dry_run=True)
-    segments = [_described(one, "dead") for one in report.removed]
-    segments += [_described(one, "held") for one in report.live]
+    segments = [_described(segment, "dead") for segment in report.removed]
+    segments += [_described(segment, "held") for segment in report.live]
     segments.sort(key=lambda segment: segment["name"])
     lines = [
-        f"{one['name']:<20} {readable('bytes', one['bytes']):<32}made by {one['made_by']:<12}{one['state']}"
-        for one in segments
+        f"{segment['name']:<20} {readable('bytes', segment['bytes']):<32}made by {segment['made_by']:<12}{segment['state']}"
+        for segment in segments
     ]
     lines += [f"could not be examined: {printable(reason)}" for reason in report.failed]
     return {
@@ -66,14 +66,14 @@ def run_sweep(options: argparse.Namespace) -> dict[str, Any]:
 
     report = sweep(dry_run=options.dry_run)
     verb = "would remove" if options.dry_run else "removed"
-    lines = [f"{verb} {one.name}: {readable('bytes', one.size)}" for one in report.removed]
+    lines = [f"{verb} {segment.name}: {readable('bytes', segment.size)}" for segment in report.removed]
     lines += [f"{verb} {path}: the slot file of a killed checkpoint writer" for path in report.writer_slots]
     lines += [f"not swept: {printable(reason)}" for reason in report.failed]
     return {
         "json": {
             "dry_run": options.dry_run,
-            "removed": [_described(one, "dead") for one in report.removed],
-            "live": [_described(one, "held") for one in report.live],
+            "removed": [_described(segment, "dead") for segment in report.removed],
+            "live": [_described(segment, "held") for segment in report.live],
             "failed": list(report.failed),
             "writer_slots": [str(path) for path in report.writer_slots],
         },

@@ -380,7 +380,7 @@ class Voter:
 
     def _decide_in_memory(self, protocol: VoteProtocol, vote: RankVote, seconds: float | None) -> bool:
         needs_store = (vote.failure, vote.value, vote.source, self._store_error)
-        is_plain = not (vote.flag or protocol.has_values) and all(one is None for one in needs_store)
+        is_plain = not (vote.flag or protocol.has_values) and all(part is None for part in needs_store)
         if self._memory.decide(vote.number, is_plain=is_plain, same=vote.same, seconds=seconds):
             vote.result = VoteResult(complete=True)
         return vote.result is not None

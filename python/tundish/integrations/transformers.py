@@ -188,7 +188,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             earlier = [one for ones in found for one in ones]
             if earlier:
                 # A run cannot resume from exports alone.
-                can_resume = any(one.kind == "dcp" for one in earlier)
+                can_resume = any(checkpoint.kind == "dcp" for checkpoint in earlier)
                 advice = (
                     "give resume_from_checkpoint=True, or another output_dir"
                     if can_resume
@@ -235,7 +235,7 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
             yield
         except NotFoundError as error:
             published = open_readonly(self.args.output_dir).list()
-            if not published or any(one.kind == "dcp" for one in published):
+            if not published or any(checkpoint.kind == "dcp" for checkpoint in published):
                 raise
             raise NotFoundError(
                 errno.ENOENT,

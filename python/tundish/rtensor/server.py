@@ -133,8 +133,8 @@ def serve(
     if isinstance(peers, str) or not isinstance(peers, Iterable):
         raise InvalidTypeError(f"peers is {peers!r}: give a list of addresses, \"host:port\"")
     others = list(peers)
-    for one in others:
-        split_address(one)
+    for addr in others:
+        split_address(addr)
     mine = state()
     with mine.lock:
         if mine.server is None:
@@ -195,19 +195,19 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
     if token is _NOT_GIVEN:
         raise InvalidTypeError("trust needs token=: give the servers' token, or token=None to forget it")
     check_token(token)
-    for one in addresses:
-        split_address(one)
+    for addr in addresses:
+        split_address(addr)
     certificates = None if tls is None else _read_file(tls)
-    for one in addresses:
-        _native.trust_owner(one, token, tls=certificates)
-        state().trusted[one] = Trust(token, certificates)
+    for addr in addresses:
+        _native.trust_owner(addr, token, tls=certificates)
+        state().trusted[addr] = Trust(token, certificates)
 
 
 def trust_workers(addresses: Iterable[str]) -> None:
     """Trust addresses as this process's own server is trusted, if `trust` was not called with them."""
     mine = state()
     if mine.server is not None and (mine.server.token or mine.server.certificate):
-        unknown = [one for one in addresses if one not in mine.trusted]
+        unknown = [addr for addr in addresses if addr not in mine.trusted]
         trust(*unknown, token=mine.server.token, tls=mine.server.certificate)
 
 

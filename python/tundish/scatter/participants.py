@@ -146,7 +146,7 @@ def replicated_participants(
     except (InvalidInputError, InvalidTypeError) as caught:
         error = caught
     gathered = voter.gather(mine, error, what=what, timeout=timeout)
-    text = json.dumps([json.loads(one) for one in gathered]) if gathered else None
+    text = json.dumps([json.loads(answer) for answer in gathered]) if gathered else None
     all_groups = json.loads(voter.broadcast(text, what=what, timeout=timeout))
     groups, positions = zip(*all_groups, strict=True)
     ranks = tuple(rank for group in groups for rank in group)

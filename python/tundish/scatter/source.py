@@ -70,7 +70,7 @@ class ScatterSource(ScatterRank):
                 make = partial(unflatten_to_device, schema, tensors, device)
             contents = self._flatten_all(batch_list, waiting)
             self.largest_batch = max(
-                (one.size for one in contents.values() if isinstance(one, OutgoingBatch)), default=0
+                (content.size for content in contents.values() if isinstance(content, OutgoingBatch)), default=0
             )
             self._send(contents, waiting, device)
         return make
@@ -99,7 +99,7 @@ class ScatterSource(ScatterRank):
         """A step whose error is reported to the ranks that still wait for their batch; yields those."""
         self._begin_step()
         channels = self._channels
-        waiting: _Senders = {} if channels is None else {one.rank: one for one in channels.senders}
+        waiting: _Senders = {} if channels is None else {sender.rank: sender for sender in channels.senders}
         try:
             self._raise_if_ended()
             yield waiting
@@ -172,7 +172,7 @@ class ScatterSource(ScatterRank):
             if direct is not None and device is not None:
                 direct.send(on_device, device)
         except BaseException:
-            if direct is not None and any(one.rank not in waiting for one in channels.to_other_nodes):
+            if direct is not None and any(sender.rank not in waiting for sender in channels.to_other_nodes):
                 # They would take the tensors of the next step for those of this one.
                 self.end("could not send an earlier batch")
             raise

@@ -66,8 +66,8 @@ def sweep(dry_run: bool = False) -> SweepReport:
         raise InvalidTypeError(f"dry_run must be True or False, not {dry_run!r}")
     found = _native.sweep_segments(dry_run=dry_run)
     return SweepReport(
-        removed=tuple(NamedSegment(**one) for one in found["dead"]),
-        live=tuple(NamedSegment(**one) for one in found["live"]),
+        removed=tuple(NamedSegment(**segment) for segment in found["dead"]),
+        live=tuple(NamedSegment(**segment) for segment in found["live"]),
         failed=tuple(found["failed"]),
         writer_slots=tuple(_native.sweep_writer_slots(dry_run=dry_run)),
     )

@@ -314,7 +314,7 @@ def _layout_of(shape: int | tuple[int, ...], dtype: Any, order: Order) -> ArrayL
         except TypeError as error:
             raise InvalidTypeError(f"dtype is {dtype!r}: {error}") from error
     lengths = shape if isinstance(shape, tuple | list) else (shape,)
-    if not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in lengths):
+    if not all(isinstance(length, int | np.integer) and not isinstance(length, bool) for length in lengths):
         raise InvalidTypeError(f"shape is {shape!r}: give integers")
     return ArrayLayout(shape=tuple(map(int, lengths)), order=order, dtype=numpy_dtype, torch_dtype=torch_name)
 

@@ -90,10 +90,10 @@ class BufferLayout:
     def _widths(self) -> dict[int, int]:
         """The widest item size of the leaves that are views of a tensor, by the tensor's number."""
         widths: dict[int, int] = {}
-        for one in self.leaf_sources or ():
-            if not isinstance(one, int):
-                width = (one[1] or self.dtypes[one[0]]).itemsize
-                widths[one[0]] = max(width, widths.get(one[0], 0))
+        for source in self.leaf_sources or ():
+            if not isinstance(source, int):
+                width = (source[1] or self.dtypes[source[0]]).itemsize
+                widths[source[0]] = max(width, widths.get(source[0], 0))
         return widths
 
     @cached_property
@@ -116,8 +116,8 @@ class BufferLayout:
         """The layout in bytes, for `decode_layout`."""
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         leaf_sources = self.leaf_sources and [
-            one if isinstance(one, int) else (one[0], one[1] and str(one[1]).removeprefix("torch."), *one[2:])
-            for one in self.leaf_sources
+            source if isinstance(source, int) else (source[0], source[1] and str(source[1]).removeprefix("torch."), *source[2:])
+            for source in self.leaf_sources
         ]
         return pickle.dumps((names, list(map(tuple, self.shapes)), leaf_sources), 5)
 
@@ -142,7 +142,7 @@ class BufferLayout:
             return tensors
         bases = {slot: _base(tensors[slot], width) for slot, width in self._widths.items()}
         return [
-            tensors[one] if isinstance(one, int) else _view(bases[one[0]], one) for one in self.leaf_sources
+            tensors[source] if isinstance(source, int) else _view(bases[source[0]], source) for source in self.leaf_sources
         ]
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
@@ -192,8 +192,8 @@ def decode_layout(encoded: bytes) -> BufferLayout:
         tuple(map(torch.Size, shapes)),
         leaf_sources
         and tuple(
-            one if isinstance(one, int) else (one[0], one[1] and getattr(torch, one[1]), *one[2:])
-            for one in leaf_sources
+            source if isinstance(source, int) else (source[0], source[1] and getattr(torch, source[1]), *source[2:])
+            for source in leaf_sources
         ),
     )
 

@@ -178,20 +178,20 @@ def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _ExportedTenso
     conversions: list[tuple[str, Conversion]] = []
     metadata: dict[str, str] = {}
     total_parameters = None
-    for one in inputs:
-        kept, added = _saved_tensors(one)
+    for model in inputs:
+        kept, added = _saved_tensors(model)
         specs = specs_of(kept)
         metadata = added | metadata
         tensors += kept.values()
         conversion = identity_conversion(specs)
-        if to_hf is None and transformers_models.is_pretrained(one.module):
-            conversion, total_parameters = transformers_models.conversion_of(one.module, specs)
+        if to_hf is None and transformers_models.is_pretrained(model.module):
+            conversion, total_parameters = transformers_models.conversion_of(model.module, specs)
         conversions.append((one.prefix, conversion))
     conversion = join_conversions(conversions)
     return _ExportedTensors(
         tensors=tensors,
         conversion=conversion if to_hf is None else to_hf_conversion(conversion.sources, to_hf),
-        models=[one.module for one in inputs],
+        models=[model.module for model in inputs],
         metadata=metadata,
         total_parameters=total_parameters if len(inputs) == 1 else None,
     )

@@ -114,7 +114,7 @@ class Finalizer:
             reports = self._write(queued, staged)
             with self.voter.agreed(f"{queued.what}: publishing"):
                 if self.writable is not None:
-                    self.writable.protect(step for one in reports for step in one["protected"])
+                    self.writable.protect(step for report in reports for step in report["protected"])
                     self._publish(self.writable, queued, self._manifest(queued, staged, reports))
             queued.is_published = True
         except (JobStoreLostError, VoteTimeoutError):
@@ -137,7 +137,7 @@ class Finalizer:
             except BaseException as caught:  # noqa: BLE001 (an exit too would end this thread alone)
                 failed.append(caught)
         if failed:
-            said = "; ".join(str(one) if isinstance(one, CallbackError) else repr(one) for one in failed)
+            said = "; ".join(str(error) if isinstance(error, CallbackError) else repr(error) for error in failed)
             raise CallbackError(f"{queued.what} is published, but a callback failed: {said}") from failed[0]
 
     def report(self, queued: QueuedSave, error: BaseException) -> None:
@@ -199,7 +199,7 @@ class Finalizer:
         gathered = self.voter.gather(json.dumps(list(self.protected)), what=what)
         with self.voter.agreed(what):
             if self.writable is not None:
-                self.writable.protect(step for one in gathered for step in json.loads(one))
+                self.writable.protect(step for answer in gathered for step in json.loads(answer))
                 self.writable.make_room()
 
     def _write(self, queued: QueuedSave, staged: StagedSave) -> list[Any]:

@@ -210,7 +210,7 @@ class ReadonlyRoot:
             >>> import tundish as td
             >>> with td.Checkpointer("listed") as checkpointer:
             ...     save = checkpointer.save_hf(1, {"w": torch.ones(2)})
-            >>> [one.step for one in td.checkpoint.open_readonly("listed").list()]
+            >>> [checkpoint.step for checkpoint in td.checkpoint.open_readonly("listed").list()]
             [1]
         """
         self._raise_pending()

@@ -131,7 +131,7 @@ class WritableRoot:
         """Bytes of the checkpoints that retention does not keep, as far as this rank knows the protected steps."""
         try:
             with self._lock:
-                return sum(one.size for kind in KINDS for one in self._split(kind)[1])
+                return sum(checkpoint.size for kind in KINDS for checkpoint in self._split(kind)[1])
         except CallbackError:
             _logger.exception("cannot tell which checkpoints retention would remove to make room")
             return 0
@@ -177,14 +177,14 @@ class WritableRoot:
         refused = []
         with self._lock:
             surplus = self._split(kind)[1]
-        for one in surplus:
+        for checkpoint in surplus:
             try:
-                self._root.remove(one.kind, one.step)
+                self._root.remove(checkpoint.kind, checkpoint.step)
             except CheckpointInUseError:
                 # It goes with a later save, unless it is protected.
                 continue
             except NotFoundError:
-                _logger.warning("another process removed %s, which retention does not keep", one.path)
+                _logger.warning("another process removed %s, which retention does not keep", checkpoint.path)
             except StorageError as error:
                 if error.errno not in _NOT_REMOVABLE:
                     raise
@@ -203,8 +203,8 @@ class WritableRoot:
             return [], []
         published = checkpoints_of(self._root.list(), kind)
         surplus = set(self._retention.surplus(published))
-        return [one for one in published if one.step not in surplus], [
-            one for one in published if one.step in surplus
+        return [checkpoint for checkpoint in published if checkpoint.step not in surplus], [
+            checkpoint for checkpoint in published if checkpoint.step in surplus
         ]
 
     def protect(self, steps: Iterable[int]) -> None:

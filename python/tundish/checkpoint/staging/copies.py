@@ -330,10 +330,10 @@ def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
             'staging="lazy" copies while training goes on, until the optimizer steps: give optimizer=, or '
             'staging="eager"'
         )
-    for one in given:
-        if not isinstance(one, torch.optim.Optimizer) or not hasattr(one, "_optimizer_step_pre_hooks"):
+    for candidate in given:
+        if not isinstance(candidate, torch.optim.Optimizer) or not hasattr(candidate, "_optimizer_step_pre_hooks"):
             raise InvalidTypeError(
-                f"cannot wait for the steps of {format_type(one)}: give the torch.optim.Optimizer itself, "
+                f"cannot wait for the steps of {format_type(candidate)}: give the torch.optim.Optimizer itself, "
                 "without a wrapper"
             )
     return given

@@ -108,7 +108,7 @@ class RayBackend(Backend):
     def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
         # They can be trained with even if they are made in inference mode.
         with torch.inference_mode(False):
-            tensors = [torch.empty(one.shape, dtype=one.dtype, device="cpu") for one in handles]
+            tensors = [torch.empty(handle.shape, dtype=handle.dtype, device="cpu") for handle in handles]
             for tensor, values in zip(tensors, self._get(handles, timeout), strict=True):
                 raw_bytes(tensor).numpy()[:] = values
         return tensors
@@ -136,7 +136,7 @@ class RayBackend(Backend):
         """Release the references of shards, or of all, that were removed or drained; return their bytes."""
         with self._lock:
             known = self._stored if shard_ids is None else self._stored.keys() & set(shard_ids)
-            gone = [self._stored.pop(one) for one in ShardStore.absent(list(known))]
+            gone = [self._stored.pop(name) for name in ShardStore.absent(list(known))]
             size = sum(handle.nbytes for handle in gone)
             self._used -= size
         for handle in gone:

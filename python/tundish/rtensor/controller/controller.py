@@ -147,7 +147,7 @@ class Controller:
             error = caught
         what = "collect the addresses of the ranks"
         gathered = voter.gather(own, error, what=what)
-        together = json.dumps([json.loads(one) for one in gathered]) if gathered else None
+        together = json.dumps([json.loads(answer) for answer in gathered]) if gathered else None
         collected = json.loads(voter.broadcast(together, what=what))
         workers = [
             Worker(addr, role, rank) for rank, (addr, role) in zip(voter.ranks, collected, strict=True)
@@ -179,7 +179,7 @@ class Controller:
             raise InvalidTypeError(
                 f"workers is {format_type(workers)}: give a list of Worker(addr, role, rank)"
             )
-        given = [as_worker(one) for one in workers]
+        given = [as_worker(worker) for worker in workers]
         by_address = {worker.addr: worker for worker in given}
         if len(by_address) < len(given):
             raise InvalidInputError(
@@ -192,7 +192,7 @@ class Controller:
             self._requests.keep_only(by_address.keys())
             if self._step is not None:
                 begin = HttpRequest("POST", f"/step/{self._step.number}/begin")
-                self._requests.send((one, begin) for one in self._serving_workers() if one.addr not in known)
+                self._requests.send((worker, begin) for worker in self._serving_workers() if worker.addr not in known)
 
     def clear_batches(self, *targets: Any) -> Drained:
         """Drain all shards of the handles in `targets`: from every fetch buffer, then from their owners.
@@ -322,7 +322,7 @@ class Controller:
             kept = ShardStore.keep(ids)
             raise_failures("could not be told what to keep", answers)
             if self._step is not None:
-                self._step.kept.update((owner, one) for owner, some in owners.items() for one in some)
+                self._step.kept.update((owner, shard_id) for owner, some in owners.items() for shard_id in some)
         return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
@@ -397,7 +397,7 @@ class Controller:
             self._release_claims()
             raise
         kept_earlier = {
-            one for answer in claim_answers.values() for one in names_in(answer, "kept_shard_ids")
+            shard_id for answer in claim_answers.values() for shard_id in names_in(answer, "kept_shard_ids")
         }
         self._step = _OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
         return self._step
@@ -426,10 +426,10 @@ class Controller:
             return
         self._step = None
         ending = {
-            owner: [one for one in ids if (owner, one) not in step.kept] for owner, ids in step.owners.items()
+            owner: [shard_id for shard_id in ids if (owner, shard_id) not in step.kept] for owner, ids in step.owners.items()
         }
-        ids = [one for some in ending.values() for one in some]
-        by_name = sorted(step.kept_by_some - {one for _, one in step.kept})
+        ids = [shard_id for some in ending.values() for shard_id in some]
+        by_name = sorted(step.kept_by_some - {shard_id for _, shard_id in step.kept})
         consumers = [worker for worker in self._workers.values() if worker.addr not in ending]
         end = HttpRequest("POST", f"/step/{step.number}/end")
         send = self._requests.send_until_done
@@ -441,15 +441,15 @@ class Controller:
         if by_name:
             drop = HttpRequest("DELETE", "/buffer/clear", by_name)
             answers |= send(
-                (WorkerRequest(one, drop, by_name) for one in self._serving_workers()), after=answers
+                (WorkerRequest(worker, drop, by_name) for worker in self._serving_workers()), after=answers
             )
         # Owners that did not hold all for the step: they unclaimed when the connection was lost, or to keep.
         unclaimed = [
-            one
-            for one in self._removals(ending)
-            if isinstance(counts[one.worker], Exception)
-            or self._was_lost(step, one.worker)
-            or not step.kept_by_some.isdisjoint(one.shard_ids)
+            removal
+            for removal in self._removals(ending)
+            if isinstance(counts[removal.worker], Exception)
+            or self._was_lost(step, removal.worker)
+            or not step.kept_by_some.isdisjoint(removal.shard_ids)
         ]
         answers |= send(unclaimed, after=answers)
         for worker, step_counts in counts.items():
@@ -469,7 +469,7 @@ class Controller:
     def _entries_left(self, failed: Mapping[Worker, Any], *, is_step_over: bool) -> dict[Worker, int]:
         """Entries left in the fetch buffers, which are warned of, by worker."""
         request = HttpRequest("GET", "/buffer/stats")
-        answers = self._requests.send((one, request) for one in self._serving_workers() if one not in failed)
+        answers = self._requests.send((worker, request) for worker in self._serving_workers() if worker not in failed)
         left = {
             worker: entries_left(str(worker), answer, is_step_over=is_step_over)
             for worker, answer in answers.items()

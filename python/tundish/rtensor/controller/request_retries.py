@@ -54,19 +54,19 @@ class PendingRequests:
         """
         batch = list(requests)
         answers: dict[Worker, Any] = {
-            one.worker: TransferError(f"{one.worker} was not asked: it gave no answer before")
-            for one in batch
-            if isinstance((after or {}).get(one.worker), NoAnswerError)
+            request.worker: TransferError(f"{request.worker} was not asked: it gave no answer before")
+            for request in batch
+            if isinstance((after or {}).get(request.worker), NoAnswerError)
         }
-        asked = [one for one in batch if one.worker not in answers]
-        answers |= self.send((one.worker, one.request) for one in asked if one.worker.drain is None)
+        asked = [request for request in batch if request.worker not in answers]
+        answers |= self.send((request.worker, request.request) for request in asked if request.worker.drain is None)
         answers |= self._serverless_drains.call(
-            (one.worker, one.shard_ids) for one in asked if one.worker.drain is not None
+            (request.worker, request.shard_ids) for request in asked if request.worker.drain is not None
         )
         failures = failures_of(answers)
         for failure in failures.values():
             _log.warning("a worker could not be drained, which is tried again: %s", failure)
-        failed = [one for one in batch if one.worker in failures]
+        failed = [request for request in batch if request.worker in failures]
         if failed:
             self._failed.append(failed)
         return answers
@@ -87,5 +87,5 @@ class PendingRequests:
 
     def keep_only(self, addresses: Set[str]) -> None:
         """Drop pending requests to other addresses."""
-        kept = [[one for one in batch if one.worker.addr in addresses] for batch in self._failed]
+        kept = [[request for request in batch if request.worker.addr in addresses] for batch in self._failed]
         self._failed = [batch for batch in kept if batch]

@@ -43,7 +43,7 @@ def check_claim_answers(answers: Mapping[Worker, Any]) -> None:
 
 def names_in(answer: dict[str, Any], key: str) -> list[str]:
     found = answer.get(key)
-    return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def total(answers: Mapping[Worker, Any], key: str) -> int:

@@ -59,11 +59,11 @@ def drain(group: Any = None, *, claim: Any = None) -> None:
                 "drain ends the step of all ranks, and this one is in a step() of its own"
             )
         claims = by_owner(required_handles(claim, "claim"))
-        drop_fetched([one for ids in claims.values() for one in ids])
+        drop_fetched([shard_id for ids in claims.values() for shard_id in ids])
     except Exception as error:  # noqa: BLE001 (all ranks raise it)
         problem = error
     if voter.vote(problem, what="drop what was fetched", flag=bool(mine.kept)):
-        _drop_kept(voter, mine, {one for ids in claims.values() for one in ids})
+        _drop_kept(voter, mine, {shard_id for ids in claims.values() for shard_id in ids})
     try:
         remove_claimed(claims)
     except Exception as error:  # noqa: BLE001 (all ranks raise it)

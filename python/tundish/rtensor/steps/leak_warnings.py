@@ -44,8 +44,8 @@ def entries_left(holder: str, stats: Any, *, is_step_over: bool) -> int:
         _log.debug("%s did not report its fetch buffer: %s", holder, stats)
         return 0
     own = ("kept", "current") if is_step_over else ("kept",)
-    entries = integer_in(stats, "num_entries") - sum(integer_in(stats, f"{one}_entries") for one in own)
-    size = integer_in(stats, "total_bytes") - sum(integer_in(stats, f"{one}_bytes") for one in own)
+    entries = integer_in(stats, "num_entries") - sum(integer_in(stats, f"{kind}_entries") for kind in own)
+    size = integer_in(stats, "total_bytes") - sum(integer_in(stats, f"{kind}_bytes") for kind in own)
     if entries > 0:
         _log.warning(
             "%s still has %s (%d bytes) in its fetch buffer after the drain, the oldest of step %s",

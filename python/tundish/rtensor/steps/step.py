@@ -108,7 +108,7 @@ def keep(obj: Any) -> int:
     handles = required_handles(obj, "obj")
     mine = state()
     here = {"local", mine.server.addr if mine.server is not None else "local"}
-    others = {one for owner, ids in by_owner(handles).items() if owner not in here for one in ids}
+    others = {shard_id for owner, ids in by_owner(handles).items() if owner not in here for shard_id in ids}
     mine.kept |= others
     return ShardStore.keep(shard_ids(handles))
 

@@ -124,7 +124,7 @@ class MessagePacker:
         stream = _pickled(value, large)
         if not large and len(stream) <= MAX_PAYLOAD_BYTES:
             return 0, stream, None
-        lengths = [one.nbytes for one in large]
+        lengths = [value.nbytes for value in large]
         table = dumps((stream, lengths), PICKLE_PROTOCOL)
         starts, end = _buffer_offsets(len(table), lengths)
         if self._arena is None:

@@ -139,11 +139,11 @@ class _CandidateCheckpoints:
         """
         while True:
             whole, damaged = self._root.survey("dcp")
-            newest = max((one.step for one in whole if one.step not in self._skipped), default=None)
-            for one in reversed(damaged):
-                if one.step not in self._skipped and (newest is None or one.step > newest):
+            newest = max((checkpoint.step for checkpoint in whole if checkpoint.step not in self._skipped), default=None)
+            for checkpoint in reversed(damaged):
+                if checkpoint.step not in self._skipped and (newest is None or checkpoint.step > newest):
                     self.skip(
-                        one.step, CorruptCheckpointError(f"{one.path} is not a whole checkpoint: {one.reason}")
+                        checkpoint.step, CorruptCheckpointError(f"{checkpoint.path} is not a whole checkpoint: {checkpoint.reason}")
                     )
             if newest is None and self._skipped:
                 raise CorruptCheckpointError(

@@ -62,7 +62,7 @@ def gather_rounds(plan: ExportPlan, writers: Sequence[int]) -> list[list[GatherB
     sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in plan.conversion.sources]
     batches = [list(_batches(plan, writer, sizes)) for writer in writers]
     count = max(map(len, batches), default=0)
-    return [[one[number] for one in batches if number < len(one)] for number in range(count)]
+    return [[batch[number] for batch in batches if number < len(batch)] for number in range(count)]
 
 
 def snapshots(plan: ExportPlan, rounds: Sequence[Sequence[GatherBatch]], rank: int) -> dict[int, Snapshot]:
