@@ -72,7 +72,7 @@ def test_temporary_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timeout", ["soon", "7", b"7", [5], 1j])
 def test_a_timeout_that_is_no_number(timeout: Any) -> None:
-    with pytest.raises(InvalidTypeError, match="timeout is .*: give a number of seconds"):
+    with pytest.raises(InvalidTypeError, match=r"timeout is .*: give a number of seconds"):
         vote(what="alone", timeout=timeout)
 
 

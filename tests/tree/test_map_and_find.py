@@ -102,9 +102,7 @@ def test_only_classes_are_taken_for_kinds(kinds: Any) -> None:
 def test_containers_in_themselves_and_too_deep_ones_are_refused() -> None:
     own: list[Any] = [1]
     own.append(own)
-    with pytest.raises(
-        InvalidInputError, match=r'obj\["own"\]\[1\] contains itself'
-    ):
+    with pytest.raises(InvalidInputError, match=r'obj\["own"\]\[1\] contains itself'):
         td.tree.map_only(Tensor, shape_of, {"own": own})
     deep: list[Any] = []
     for _ in range(5000):

@@ -274,7 +274,9 @@ def test_bytes_that_are_no_schema_are_refused() -> None:
 
 def test_an_object_that_cannot_be_made_again_is_an_error_of_the_library() -> None:
     tensors, schema = td.tree.flatten([torch.ones(2), OneWay()])
-    with pytest.raises(NotPicklableError, match=r"cannot be unpickled in this process: ValueError: .*'no number'"):
+    with pytest.raises(
+        NotPicklableError, match=r"cannot be unpickled in this process: ValueError: .*'no number'"
+    ):
         td.tree.unflatten(schema, tensors)
 
 

@@ -91,7 +91,10 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
         f"{checkpoint.path.name:<20}{readable('bytes', checkpoint.size):<32}{printable(checkpoint.tag or '')}".rstrip()
         for checkpoint in whole
     ]
-    lines += [f"{checkpoint.path.name:<20}not a whole checkpoint: {printable(checkpoint.reason)}" for checkpoint in damaged]
+    lines += [
+        f"{checkpoint.path.name:<20}not a whole checkpoint: {printable(checkpoint.reason)}"
+        for checkpoint in damaged
+    ]
     set_aside = _set_aside_in(options.root)
     lines += [
         f"{path.name:<20}{readable('bytes', size)}, set aside by a rollback: keep or delete it yourself"
@@ -102,7 +105,12 @@ def run_ls(options: argparse.Namespace) -> dict[str, Any]:
             "root": str(options.root),
             "checkpoints": [_described(checkpoint) for checkpoint in whole],
             "damaged": [
-                {"kind": checkpoint.kind, "step": checkpoint.step, "path": str(checkpoint.path), "reason": checkpoint.reason}
+                {
+                    "kind": checkpoint.kind,
+                    "step": checkpoint.step,
+                    "path": str(checkpoint.path),
+                    "reason": checkpoint.reason,
+                }
                 for checkpoint in damaged
             ],
             "set_aside": [{"path": str(path), "size": size} for path, size in set_aside.items()],

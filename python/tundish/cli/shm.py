@@ -50,7 +50,8 @@ def run_ls(_: argparse.Namespace) -> dict[str, Any]:
     segments += [_described(segment, "held") for segment in report.live]
     segments.sort(key=lambda segment: segment["name"])
     lines = [
-        f"{segment['name']:<20} {readable('bytes', segment['bytes']):<32}made by {segment['made_by']:<12}{segment['state']}"
+        f"{segment['name']:<20} {readable('bytes', segment['bytes']):<32}"
+        f"made by {segment['made_by']:<12}{segment['state']}"
         for segment in segments
     ]
     lines += [f"could not be examined: {printable(reason)}" for reason in report.failed]

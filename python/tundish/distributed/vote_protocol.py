@@ -421,9 +421,7 @@ def as_exception(error: Any, what: str) -> BaseException | None:
     """`error` itself, or an error about it if it is no exception."""
     if error is None or isinstance(error, BaseException):
         return error
-    return InvalidTypeError(
-        f"{what}: error is {format_type(error)}: give an exception, or None for success"
-    )
+    return InvalidTypeError(f"{what}: error is {format_type(error)}: give an exception, or None for success")
 
 
 def check_same(same: Any, what: str) -> TundishError | None:

@@ -25,7 +25,7 @@ def split_address(addr: str) -> tuple[str, int]:
     is_name = host.isprintable() and " " not in host and "/" not in host
     is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16
     if not host or not colon or not is_name or not is_port:
-        raise InvalidInputError(f"{addr!r} is not the address of a process: give \"host:port\"")
+        raise InvalidInputError(f'{addr!r} is not the address of a process: give "host:port"')
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -38,7 +38,9 @@ def check_token(token: Any) -> None:
             "token is not a string of printable ASCII characters: give one, for example of `openssl rand -hex 32`"
         )
     if not token or " " in token or len(token) > 1024:
-        raise InvalidInputError("token is empty, has spaces or is too long: give 1 to 1024 characters without spaces")
+        raise InvalidInputError(
+            "token is empty, has spaces or is too long: give 1 to 1024 characters without spaces"
+        )
 
 
 def check_shard_ids(shard_ids: Any, function: str) -> None:

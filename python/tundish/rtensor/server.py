@@ -131,7 +131,7 @@ def serve(
     options = _Options(host, port, token, limit_bytes, buffer_limit_bytes, tls, open_metrics)
     _check_options(options)
     if isinstance(peers, str) or not isinstance(peers, Iterable):
-        raise InvalidTypeError(f"peers is {peers!r}: give a list of addresses, \"host:port\"")
+        raise InvalidTypeError(f'peers is {peers!r}: give a list of addresses, "host:port"')
     others = list(peers)
     for addr in others:
         split_address(addr)
@@ -235,7 +235,9 @@ def _check_options(options: _Options) -> None:
     limits = {"limit_bytes": options.limit_bytes, "buffer_limit_bytes": options.buffer_limit_bytes}
     for name, limit in limits.items():
         if limit is not None and not _is_integer(limit, 1, 2**63 - 1):
-            raise InvalidInputError(f"{name} is {limit!r}: give a number of bytes, at least 1 and below 2**63")
+            raise InvalidInputError(
+                f"{name} is {limit!r}: give a number of bytes, at least 1 and below 2**63"
+            )
 
 
 def _read_file(path: str | os.PathLike[str]) -> bytes:

@@ -46,7 +46,9 @@ def store(shard_id: str, tensor: Tensor, *, timeout: float = DEFAULT_TIMEOUT) ->
     timeout = check_seconds(timeout)
     _check_shard_id(shard_id)
     if not isinstance(tensor, Tensor):
-        raise InvalidTypeError(f"tensor is {format_type(tensor)}: give a tensor; remotize takes containers of tensors")
+        raise InvalidTypeError(
+            f"tensor is {format_type(tensor)}: give a tensor; remotize takes containers of tensors"
+        )
     try:
         values = dense(tensor)
     except Refusal as refusal:

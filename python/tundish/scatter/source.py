@@ -70,7 +70,8 @@ class ScatterSource(ScatterRank):
                 make = partial(unflatten_to_device, schema, tensors, device)
             contents = self._flatten_all(batch_list, waiting)
             self.largest_batch = max(
-                (content.size for content in contents.values() if isinstance(content, OutgoingBatch)), default=0
+                (content.size for content in contents.values() if isinstance(content, OutgoingBatch)),
+                default=0,
             )
             self._send(contents, waiting, device)
         return make

@@ -116,7 +116,9 @@ class BufferLayout:
         """The layout in bytes, for `decode_layout`."""
         names = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
         leaf_sources = self.leaf_sources and [
-            source if isinstance(source, int) else (source[0], source[1] and str(source[1]).removeprefix("torch."), *source[2:])
+            source
+            if isinstance(source, int)
+            else (source[0], source[1] and str(source[1]).removeprefix("torch."), *source[2:])
             for source in self.leaf_sources
         ]
         return pickle.dumps((names, list(map(tuple, self.shapes)), leaf_sources), 5)
@@ -142,7 +144,8 @@ class BufferLayout:
             return tensors
         bases = {slot: _base(tensors[slot], width) for slot, width in self._widths.items()}
         return [
-            tensors[source] if isinstance(source, int) else _view(bases[source[0]], source) for source in self.leaf_sources
+            tensors[source] if isinstance(source, int) else _view(bases[source[0]], source)
+            for source in self.leaf_sources
         ]
 
     def tensors_in(self, buffer: Tensor) -> list[Tensor]:
@@ -192,7 +195,9 @@ def decode_layout(encoded: bytes) -> BufferLayout:
         tuple(map(torch.Size, shapes)),
         leaf_sources
         and tuple(
-            source if isinstance(source, int) else (source[0], source[1] and getattr(torch, source[1]), *source[2:])
+            source
+            if isinstance(source, int)
+            else (source[0], source[1] and getattr(torch, source[1]), *source[2:])
             for source in leaf_sources
         ),
     )

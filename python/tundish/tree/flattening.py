@@ -119,7 +119,9 @@ class Traversal:
         try:
             found = _native.traverse(root, Tensor, PLAIN_TUPLES, self._rule, self.leaves, path, careful)
             if found is None:
-                raise Refusal(InvalidInputError, "contains itself: send something else in place of the inner one")
+                raise Refusal(
+                    InvalidInputError, "contains itself: send something else in place of the inner one"
+                )
         except Refusal as refusal:
             raise refusal.kind(f"{_format_path(name, path)} {refusal.reason}") from refusal.__cause__
         except Exception as error:

@@ -73,9 +73,7 @@ def tensor_subclass_parts(tensor: Tensor) -> ObjectParts:
     """The parts of a tensor of a subclass. Raises `Refusal`."""
     kind = type(tensor)
     if kind.__name__ == "DTensor":
-        raise Refusal(
-            InvalidTypeError, "is a DTensor, of which each rank has a part: send its to_local()"
-        )
+        raise Refusal(InvalidTypeError, "is a DTensor, of which each rank has a part: send its to_local()")
     if is_lazy(tensor):
         raise Refusal(InvalidTypeError, "has no values yet: run the module once, which initializes it")
     # The subclass may override torch's functions.

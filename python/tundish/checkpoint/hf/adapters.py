@@ -354,7 +354,9 @@ def _check(adapter: Adapter) -> None:
     for name, tensor in adapter.tensors.items():
         check_name(name)
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidTypeError(f"{name!r} of an adapter is {format_type(tensor)}, not a tensor: leave it out")
+            raise InvalidTypeError(
+                f"{name!r} of an adapter is {format_type(tensor)}, not a tensor: leave it out"
+            )
 
 
 def _stand_in(value: Any) -> Any:

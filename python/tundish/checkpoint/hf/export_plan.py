@@ -186,7 +186,7 @@ def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _ExportedTenso
         conversion = identity_conversion(specs)
         if to_hf is None and transformers_models.is_pretrained(model.module):
             conversion, total_parameters = transformers_models.conversion_of(model.module, specs)
-        conversions.append((one.prefix, conversion))
+        conversions.append((model.prefix, conversion))
     conversion = join_conversions(conversions)
     return _ExportedTensors(
         tensors=tensors,

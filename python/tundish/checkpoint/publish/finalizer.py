@@ -137,7 +137,9 @@ class Finalizer:
             except BaseException as caught:  # noqa: BLE001 (an exit too would end this thread alone)
                 failed.append(caught)
         if failed:
-            said = "; ".join(str(error) if isinstance(error, CallbackError) else repr(error) for error in failed)
+            said = "; ".join(
+                str(error) if isinstance(error, CallbackError) else repr(error) for error in failed
+            )
             raise CallbackError(f"{queued.what} is published, but a callback failed: {said}") from failed[0]
 
     def report(self, queued: QueuedSave, error: BaseException) -> None:

@@ -331,7 +331,9 @@ def optimizers_of(staging: str, optimizer: Any) -> tuple[Any, ...]:
             'staging="eager"'
         )
     for candidate in given:
-        if not isinstance(candidate, torch.optim.Optimizer) or not hasattr(candidate, "_optimizer_step_pre_hooks"):
+        if not isinstance(candidate, torch.optim.Optimizer) or not hasattr(
+            candidate, "_optimizer_step_pre_hooks"
+        ):
             raise InvalidTypeError(
                 f"cannot wait for the steps of {format_type(candidate)}: give the torch.optim.Optimizer itself, "
                 "without a wrapper"

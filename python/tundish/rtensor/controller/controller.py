@@ -192,7 +192,9 @@ class Controller:
             self._requests.keep_only(by_address.keys())
             if self._step is not None:
                 begin = HttpRequest("POST", f"/step/{self._step.number}/begin")
-                self._requests.send((worker, begin) for worker in self._serving_workers() if worker.addr not in known)
+                self._requests.send(
+                    (worker, begin) for worker in self._serving_workers() if worker.addr not in known
+                )
 
     def clear_batches(self, *targets: Any) -> Drained:
         """Drain all shards of the handles in `targets`: from every fetch buffer, then from their owners.
@@ -322,7 +324,9 @@ class Controller:
             kept = ShardStore.keep(ids)
             raise_failures("could not be told what to keep", answers)
             if self._step is not None:
-                self._step.kept.update((owner, shard_id) for owner, some in owners.items() for shard_id in some)
+                self._step.kept.update(
+                    (owner, shard_id) for owner, some in owners.items() for shard_id in some
+                )
         return kept + total(answers, "kept_count") + total(answers, "kept_shards")
 
     def stats(self) -> dict[Worker, dict[str, Any] | Exception]:
@@ -378,7 +382,9 @@ class Controller:
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
-            raise InvalidInputError(f"this controller belongs to process {self._process}, which made it: make one in this process")
+            raise InvalidInputError(
+                f"this controller belongs to process {self._process}, which made it: make one in this process"
+            )
         if self._closed is not None:
             raise InvalidInputError(f"this controller is closed ({self._closed}): make another one")
 
@@ -426,7 +432,8 @@ class Controller:
             return
         self._step = None
         ending = {
-            owner: [shard_id for shard_id in ids if (owner, shard_id) not in step.kept] for owner, ids in step.owners.items()
+            owner: [shard_id for shard_id in ids if (owner, shard_id) not in step.kept]
+            for owner, ids in step.owners.items()
         }
         ids = [shard_id for some in ending.values() for shard_id in some]
         by_name = sorted(step.kept_by_some - {shard_id for _, shard_id in step.kept})
@@ -469,7 +476,9 @@ class Controller:
     def _entries_left(self, failed: Mapping[Worker, Any], *, is_step_over: bool) -> dict[Worker, int]:
         """Entries left in the fetch buffers, which are warned of, by worker."""
         request = HttpRequest("GET", "/buffer/stats")
-        answers = self._requests.send((worker, request) for worker in self._serving_workers() if worker not in failed)
+        answers = self._requests.send(
+            (worker, request) for worker in self._serving_workers() if worker not in failed
+        )
         left = {
             worker: entries_left(str(worker), answer, is_step_over=is_step_over)
             for worker, answer in answers.items()

@@ -59,7 +59,9 @@ class PendingRequests:
             if isinstance((after or {}).get(request.worker), NoAnswerError)
         }
         asked = [request for request in batch if request.worker not in answers]
-        answers |= self.send((request.worker, request.request) for request in asked if request.worker.drain is None)
+        answers |= self.send(
+            (request.worker, request.request) for request in asked if request.worker.drain is None
+        )
         answers |= self._serverless_drains.call(
             (request.worker, request.shard_ids) for request in asked if request.worker.drain is not None
         )

@@ -39,7 +39,9 @@ def _check(number: int, buffer: Any, handle: RTensor) -> None:
     if not isinstance(buffer, Tensor):
         raise InvalidTypeError(f"out[{number}] is {format_type(buffer)}: give a tensor")
     if buffer.layout is not torch.strided or buffer.is_nested or buffer.is_meta:
-        raise InvalidTypeError(f"out[{number}] is not dense, or is on the device meta: give a dense tensor with memory")
+        raise InvalidTypeError(
+            f"out[{number}] is not dense, or is on the device meta: give a dense tensor with memory"
+        )
     if buffer.dtype != handle.dtype or buffer.shape != handle.shape:
         raise InvalidInputError(
             f"out[{number}] is {buffer.dtype} of shape {tuple(buffer.shape)}, and its handle is "

@@ -76,8 +76,8 @@ def checked_context(value: str | BaseContext | None) -> BaseContext:
     process = multiprocessing.current_process()
     if process.daemon:
         raise PoolError(
-            f"process {process.name!r} is a daemon of multiprocessing, which may have no children: make the pool in another "
-            "process"
+            f"process {process.name!r} is a daemon of multiprocessing, which may have no children: make the pool in "
+            "another process"
         )
     if context.get_start_method() != "fork" and getattr(process, "_inheriting", False):
         raise PoolError(f"a pool is made while this process, a worker itself, is being started. {MAIN_GUARD}")

@@ -139,11 +139,17 @@ class _CandidateCheckpoints:
         """
         while True:
             whole, damaged = self._root.survey("dcp")
-            newest = max((checkpoint.step for checkpoint in whole if checkpoint.step not in self._skipped), default=None)
+            newest = max(
+                (checkpoint.step for checkpoint in whole if checkpoint.step not in self._skipped),
+                default=None,
+            )
             for checkpoint in reversed(damaged):
                 if checkpoint.step not in self._skipped and (newest is None or checkpoint.step > newest):
                     self.skip(
-                        checkpoint.step, CorruptCheckpointError(f"{checkpoint.path} is not a whole checkpoint: {checkpoint.reason}")
+                        checkpoint.step,
+                        CorruptCheckpointError(
+                            f"{checkpoint.path} is not a whole checkpoint: {checkpoint.reason}"
+                        ),
                     )
             if newest is None and self._skipped:
                 raise CorruptCheckpointError(
@@ -197,9 +203,7 @@ class _Load:
 
     def __init__(self, state_dict: dict[str, Any], path: Path) -> None:
         if not isinstance(state_dict, dict):
-            raise InvalidTypeError(
-                f"the state dict is {format_type(state_dict)}: give a dict to load into"
-            )
+            raise InvalidTypeError(f"the state dict is {format_type(state_dict)}: give a dict to load into")
         self._target = state_dict
         self._state = plain_state(state_dict)
         self._reader = TensorReader(path)

@@ -124,7 +124,9 @@ class OpenCheckpoint:
         voter = self.voter
         reported = json.dumps(sorted(found)[:_MOST_REPORTED])
         reports = voter.gather(reported, what=f"collecting the damage of {self.path}")
-        problem = CorruptCheckpointError(f"{self.path} is damaged: the error on rank {voter.ranks[0]} names the files")
+        problem = CorruptCheckpointError(
+            f"{self.path} is damaged: the error on rank {voter.ranks[0]} names the files"
+        )
         with voter.agreed(f"judging the damage of {self.path}"):
             if voter.is_first:
                 problem = self._judge([json.loads(report) for report in reports])

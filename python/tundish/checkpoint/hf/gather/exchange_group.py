@@ -68,7 +68,9 @@ class ExchangeGroup:
         """The `ProcessGroup` of that generation; raises `PeerFailedError` if it was closed or replaced."""
         group = self._group
         if group is None or generation != self.generation:
-            raise PeerFailedError("a rank gave up while the ranks exchanged tensors: its own error says why", -1)
+            raise PeerFailedError(
+                "a rank gave up while the ranks exchanged tensors: its own error says why", -1
+            )
         return group
 
     def connect(self, name: str) -> None:

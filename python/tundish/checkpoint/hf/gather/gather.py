@@ -186,7 +186,10 @@ def _run_on_host(operations: Sequence[Any]) -> None:
     started: list[Any] = []
     waited = 0
     try:
-        started.extend(operation.op(operation.tensor, operation.peer, group=operation.group, tag=operation.tag) for operation in operations)
+        started.extend(
+            operation.op(operation.tensor, operation.peer, group=operation.group, tag=operation.tag)
+            for operation in operations
+        )
         for work in started:
             # Before the wait, which cannot be repeated.
             waited += 1
