@@ -195,7 +195,7 @@ def drain_step(workers: list[Worker], handles: Any) -> None:
 def test_invalid_workers_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="two workers serve at one address"):
         Controller([Worker("a:1", "x", 0), Worker("a:1", "y", 1)])
-    with pytest.raises(InvalidInputError, match="no address"):
+    with pytest.raises(InvalidInputError, match="is not the address"):
         Controller([Worker("http://a/", "x", 0)])
     with pytest.raises(InvalidTypeError, match="give a function"):
         Controller([Worker("a", "x", 0, "hook")])  # type: ignore[arg-type]
@@ -219,7 +219,7 @@ def test_handles_with_unreachable_owners_are_refused_before_anything_is_drained(
 ) -> None:
     handles = owners[0].call(peer_functions.make, 1, 10)
     mixed = [*handles, RTensor(TensorShardInfo("name", addr), torch.empty(2, device="meta"))]
-    refused = "LocalBackend" if addr == "local" else "'nonsense' is no address"
+    refused = "LocalBackend" if addr == "local" else "'nonsense' is not the address"
     with pytest.raises(InvalidInputError, match=refused), controller.step(claim=mixed):
         pass
     for call in (controller.clear_batches, controller.keep):

@@ -345,7 +345,7 @@ def test_a_server_that_was_closed_serves_no_more() -> None:
         ask(server.addr, "GET", "/health")
     with rtensor.serve() as server:
         assert ask(server.addr, "GET", "/health")[0] == 200
-    with pytest.raises(InvalidInputError, match="no address"):
+    with pytest.raises(InvalidInputError, match="is not the address"):
         rtensor.Controller([rtensor.Worker("nowhere")])
     rtensor.clear_node()
 

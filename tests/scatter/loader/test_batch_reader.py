@@ -77,7 +77,7 @@ def test_steps_are_the_loaders_batches_in_order(
     count: int, width: int, skip: int, tail: Tail, has_length: bool
 ) -> None:
     if skip > count:
-        with pytest.raises(InvalidInputError, match=rf"first {skip} .* has {count}"):
+        with pytest.raises(InvalidInputError, match=rf"first {skip} .* has only {count}"):
             BatchReader(list(range(count)), width=width, tail=tail, skip=skip)
         return
     data = range(count) if has_length else iter(range(count))
@@ -116,7 +116,7 @@ def test_batches_that_a_sampler_leaves_out_are_not_read() -> None:
     assert sorted(index**2 for index in data.asked) == sorted(
         square for batch in every[4:] for square in batch
     )
-    with pytest.raises(InvalidInputError, match=r"first 11 .* has 10"):
+    with pytest.raises(InvalidInputError, match=r"first 11 .* has only 10"):
         BatchReader(loader, width=3, tail="short", skip=11)
 
 

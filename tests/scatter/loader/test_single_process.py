@@ -196,7 +196,7 @@ def test_skip_batches_applies_to_the_first_iteration_only() -> None:
         loader.set_epoch(3)
         assert numbers(loader) == [4, 5]
     loader = td.DispatchLoader(Counting(6), skip_batches=7)
-    with pytest.raises(InvalidInputError, match=r"first 7 .* has 6"):
+    with pytest.raises(InvalidInputError, match=r"first 7 .* has only 6"):
         iter(loader)
 
 
