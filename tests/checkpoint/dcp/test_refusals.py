@@ -45,7 +45,7 @@ def test_layouts_that_cannot_be_saved_are_refused(tmp_path: Path) -> None:
     assert [kind for kind, _ in first] == ["InvalidInputError"] * 3
     assert "yet to be reduced" in first[0][1]
     assert "its local tensor has shape (2,)" in first[1][1]
-    assert "save it with a group of all ranks that hold a block" in first[2][1]
+    assert "give the Checkpointer a group with all ranks that hold blocks of it" in first[2][1]
 
 
 def ragged() -> torch.Tensor:
