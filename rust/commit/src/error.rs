@@ -38,7 +38,7 @@ pub enum CommitError {
         path: PathBuf,
     },
     /// The parent of the target is not a directory.
-    #[error("{} is not a folder", path.display())]
+    #[error("{} is not a folder; give another path", path.display())]
     NotADirectory {
         /// The path that should be a directory.
         path: PathBuf,
@@ -107,7 +107,7 @@ pub enum CommitError {
     },
     /// This process has the checkpoint root open already.
     #[error(
-        "{} is open in this very process, {process}, already: close the checkpointer that has it open, or save elsewhere",
+        "{} is open in this process ({process}) already: close the checkpointer that has it open, or save elsewhere",
         path.display()
     )]
     RootOpenHere {

@@ -41,7 +41,7 @@ def test_junk_of_any_length_in_the_owners_file_keeps_nobody_out(tmp_path: Path) 
 
 def test_a_root_has_one_owner(root: Root) -> None:
     with pytest.raises(
-        RootInUseError, match=r"this very process, \d+, already: close the checkpointer"
+        RootInUseError, match=r"this process \(\d+\) already: close the checkpointer"
     ) as caught:
         Root(root.path, wait_seconds=30)
     assert isinstance(caught.value, BlockingIOError)

@@ -23,7 +23,7 @@ impl WorkerQueue {
     /// [`ShmError::NotASegment`] for anything else than a queue of this version, [`ShmError::Io`] where it cannot be
     /// mapped.
     pub fn open(memory: BorrowedFd<'_>) -> Result<Self, ShmError> {
-        // One processor is the parent's.
+        // At most half of the processors spin: the parent and the work itself need the others.
         let max_spinning = (processors() / 2) as u64;
         Ok(Self { worker: WorkerProtocol::new(QueueMemory::open(memory)?, max_spinning) })
     }

@@ -39,7 +39,7 @@ impl<'a> HandleReader<'a> {
                 before: None,
             }),
             None => Err(StoreError::Invalid(
-                "these are no handles that this version of tundish wrote: they begin otherwise".to_owned(),
+                "data is not handles of this version of tundish: give the bytes that dumps returned".to_owned(),
             )),
         }
     }
