@@ -381,7 +381,10 @@ def replicas(rank: int, line: Line) -> None:
     kind, text, _ = outcome(
         lambda: td.scatter_batch([] if rank == 0 else None, group=mesh["data"], replicate=mesh["tensor"])
     )
-    assert (kind, "batches has 0 entries" in text) == ("InvalidInputError" if rank == 0 else "PeerFailedError", True)
+    assert (kind, "batches has 0 entries" in text) == (
+        "InvalidInputError" if rank == 0 else "PeerFailedError",
+        True,
+    )
 
 
 def test_ranks_of_another_dimension_get_the_same_batch(tmp_path: Path) -> None:
