@@ -49,7 +49,7 @@ def compare(
 
     Args:
         lengths: As `tundish.pack` takes them.
-        max_length: As in `tundish.pack`; at most 2**28.
+        max_length: As in `tundish.pack`; below 2**25 with the default window of "ordered".
         overlong: As in `tundish.pack`, for the modes of whole samples.
         window: As in `tundish.pack`, for "ordered".
         max_samples: As in `tundish.pack`, for the modes of whole samples.

@@ -9,6 +9,9 @@ use crate::inputs::{Integers, SampleOrder};
 pub const LARGEST_WHOLE_LENGTH: u64 = 1 << 28;
 /// The largest `window`: each sample is compared with that many packs.
 pub const LARGEST_WINDOW: u64 = 1 << 16;
+/// `window`, rounded up to a power of two, times `max_length` is below this: a pack's room and its place in the window
+/// are compared as one number of 31 bits.
+pub const LARGEST_WINDOW_TOKENS: u64 = 1 << 31;
 
 /// The largest `PackMultiple::of`: so many packs are remembered.
 pub const LARGEST_MULTIPLE: u64 = 1 << 20;
@@ -321,6 +324,10 @@ impl WholeOptions {
             Some(window) if window == 0 || window > LARGEST_WINDOW => {
                 Err(format!("window is {window}; it must be 1 to {LARGEST_WINDOW} packs"))
             }
+            Some(window) if window.next_power_of_two() * max_length >= LARGEST_WINDOW_TOKENS => Err(format!(
+                "window is {window} and max_length is {max_length}; the window, rounded up to a power of two, times \
+                 max_length must be below 2^31 ({LARGEST_WINDOW_TOKENS}): take a smaller window"
+            )),
             _ => Ok(()),
         }
     }

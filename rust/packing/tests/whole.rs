@@ -363,6 +363,23 @@ fn options_that_no_plan_can_have_are_refused() {
         let options = WholeOptions { placement: Placement::Ordered { window }, ..good };
         assert!(refused(8, options).contains(&format!("window is {window}")));
     }
+    let wide = WholeOptions { placement: Placement::Ordered { window: 33 }, ..good };
+    assert!(refused(1 << 25, wide).contains("below 2^31"));
+}
+
+#[test]
+fn the_largest_packs_of_a_window_are_filled() {
+    let max_length = (1u64 << 25) - 1;
+    let case = Case {
+        datasets: vec![(0..200).map(|sample| [max_length, 1, max_length - 1, max_length / 2][sample % 4]).collect()],
+        max_length,
+        options: options_of(Placement::Ordered { window: 64 }, Overlong::Error),
+        seed: None,
+        order: None,
+        global_pack: false,
+        threads: 1,
+    };
+    case.verify(&case.pack().unwrap()).unwrap();
 }
 
 #[test]

@@ -283,6 +283,11 @@ def test_nothing_to_pack_is_the_empty_plan(mode: str, lengths: list[int], tmp_pa
             InvalidInputError,
             r"max_length is 268435457; in mode 'best_fit' it must be in 1 … 268435456 .* or mode='hard'",
         ),
+        (
+            {"mode": "ordered", "max_length": 2**26, "window": 33},
+            InvalidInputError,
+            r"window is 33 and max_length is 67108864; .* below 2\^31 .* take a smaller window",
+        ),
         ({"mode": "best-fit"}, InvalidInputError, "mode is 'best-fit'; it must be one of 'hard', 'best_fit'"),
         ({"mode": "best_fit", "order": [0, 0]}, InvalidInputError, r"order\[1\] names sample 0 again"),
     ],

@@ -78,6 +78,7 @@ def pack(
             refuses them. "split" cuts them into parts of `max_length` and a rest, which are packed like samples.
             "truncate" takes their first `max_length` tokens. "drop" leaves them out.
         window: For "ordered" only: open packs, 1 … 2**16, by default 64. A sample moves by at most `window` packs.
+            The window, rounded up to a power of two, times `max_length` must be below 2**31.
         max_samples: For whole samples only: pieces a pack at most.
         align: For whole samples only: each piece takes a multiple of so many tokens of its pack. `max_length` must be
             a multiple of it. The plan leaves room for this padding and counts it; your collator adds it.

@@ -15,6 +15,7 @@ mod open_by_room;
 mod ordered;
 mod pack_buffer;
 mod pack_groups;
+mod pack_window;
 mod sorted_samples;
 
 use std::ops::Range;

@@ -6,12 +6,12 @@
 use super::WholePacker;
 use super::items::SampleParts;
 use super::pack_buffer::PackBuffer;
+use super::pack_window::PackWindow;
 use crate::error::PackError;
 use crate::inputs::SampleLengths;
 use crate::packer::{CHUNK, IndexSource, SampleReader, ScanResult};
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
-use crate::simd::vectorized;
 
 /// Tokens of a sample that are packed together.
 #[derive(Clone, Copy)]
@@ -29,17 +29,14 @@ struct OpenPack<P> {
     longest: P,
 }
 
-/// The packs that were opened last. A slot that holds no pack yet has no room.
+/// The packs that were opened last.
 struct OpenPacks<P> {
-    /// Room of each, 0 where no more pieces are allowed. Apart from the rest, so that it is searched fast.
-    free: Vec<u32>,
+    window: PackWindow,
+    /// One for each slot of `window`.
     packs: Vec<OpenPack<P>>,
-    /// What each may cost further.
+    /// What the pack in each slot may cost further.
     cost_left: Vec<u64>,
     max_cost: u64,
-    /// The slot of the oldest pack, which the next one takes.
-    oldest: usize,
-    /// Closed packs.
     closed: PackBuffer<P>,
 }
 
@@ -74,47 +71,22 @@ impl<P: PlanInteger> OpenPack<P> {
 }
 
 impl<P: PlanInteger> OpenPacks<P> {
-    fn new(window: usize, has_ranges: bool, max_cost: u64) -> Self {
+    fn new(window: u64, max_length: u64, has_ranges: bool, max_cost: u64) -> Self {
         let mut packs = Vec::new();
-        packs.resize_with(window, OpenPack::new);
-        let (free, cost_left) = (vec![0; window], vec![0; window]);
-        Self { free, packs, cost_left, max_cost, oldest: 0, closed: PackBuffer::new(has_ranges) }
-    }
-
-    /// The slot of the pack with the least room of `size` tokens or more, the oldest of several.
-    #[inline(always)]
-    fn best(&self, size: u32) -> Option<usize> {
-        // A pack with too little room wraps around to more than any pack has.
-        let left_over = self.free.iter().fold(u32::MAX, |least, room| least.min(room.wrapping_sub(size)));
-        if left_over > i32::MAX as u32 {
-            return None;
+        packs.resize_with(window as usize, OpenPack::new);
+        Self {
+            window: PackWindow::new(window, max_length),
+            packs,
+            cost_left: vec![0; window as usize],
+            max_cost,
+            closed: PackBuffer::new(has_ranges),
         }
-        let room = left_over + size;
-        let (newer, older) = self.free.split_at(self.oldest);
-        let is_best = |&other: &u32| other == room;
-        older.iter().position(is_best).map(|slot| slot + self.oldest).or_else(|| newer.iter().position(is_best))
-    }
-
-    /// As `best`, of the packs that may cost `cost` more.
-    fn best_with_cost(&self, size: u32, cost: u64) -> Option<usize> {
-        (self.oldest..self.free.len())
-            .chain(0..self.oldest)
-            .filter(|&slot| self.free[slot] >= size && self.cost_left[slot] >= cost)
-            .min_by_key(|&slot| self.free[slot])
-    }
-
-    /// Close the oldest pack, and open another one in its slot.
-    fn open(&mut self, max_length: u32) -> usize {
-        let slot = self.oldest;
-        self.packs[slot].close(&mut self.closed);
-        (self.free[slot], self.cost_left[slot]) = (max_length, self.max_cost);
-        self.oldest = if slot + 1 == self.packs.len() { 0 } else { slot + 1 };
-        slot
     }
 
     fn close_all(&mut self) {
-        let (newer, older) = self.packs.split_at_mut(self.oldest);
-        older.iter_mut().chain(newer).for_each(|pack| pack.close(&mut self.closed));
+        for slot in self.window.slots() {
+            self.packs[slot].close(&mut self.closed);
+        }
     }
 }
 
@@ -130,7 +102,7 @@ impl<P: PlanInteger> WholePacker<'_, P> {
     ) -> Result<(), PackError> {
         let dataset_id = stream.dataset_id();
         let max_cost = self.costs.map_or(0, |costs| costs.max_cost);
-        let mut open = OpenPacks::<P>::new(window as usize, self.has_ranges(), max_cost);
+        let mut open = OpenPacks::<P>::new(window, self.packer.request.max_length, self.has_ranges(), max_cost);
         let packer = self.packer;
         let reader = SampleReader::new(stream, indices, &packer.threads)?;
         let mut tokens = 0u64;
@@ -144,7 +116,7 @@ impl<P: PlanInteger> WholePacker<'_, P> {
             let mut done = 0;
             while done < chunk.indices.len() {
                 let (indices, lengths) = (&chunk.indices[done..], &chunk.lengths[done..]);
-                done += vectorized(|| self.place_usual(&mut open, indices, lengths));
+                done += self.place_usual(&mut open, indices, lengths);
                 if let (Some(&sample), Some(&length)) = (chunk.indices.get(done), chunk.lengths.get(done)) {
                     self.place_unusual(&mut open, sample, length, dataset_id, progress)?;
                     done += 1;
@@ -158,7 +130,6 @@ impl<P: PlanInteger> WholePacker<'_, P> {
     }
 
     /// Place samples up to the first that is empty or longer than a pack; how many.
-    #[inline(always)]
     fn place_usual(&mut self, open: &mut OpenPacks<P>, indices: &[P], lengths: &[P]) -> usize {
         let max_length = self.packer.request.max_length;
         let zero = P::default();
@@ -176,24 +147,23 @@ impl<P: PlanInteger> WholePacker<'_, P> {
         let tokens = item.stop.minus(item.start).widen();
         let size = self.options.aligned(tokens);
         self.counts.metadata.padding_align += size - tokens;
-        // No size and no room is above 2^28.
-        let size = size as u32;
-        let cost = self.costs.map(|costs| costs.of(item.sample));
-        let best = match cost {
-            None => open.best(size),
-            Some(cost) => open.best_with_cost(size, cost),
+        let (size, cost) = (size as u32, self.costs.map(|costs| costs.of(item.sample)));
+        let placed = match cost {
+            None => open.window.place(size),
+            Some(cost) => open.window.place_where(size, |slot| open.cost_left[slot] >= cost),
         };
-        let slot = match best {
-            Some(slot) => slot,
-            None => open.open(self.packer.request.max_length as u32),
-        };
-        if let Some(cost) = cost {
-            open.cost_left[slot] = open.cost_left[slot].saturating_sub(cost);
+        let pack = &mut open.packs[placed.slot];
+        if placed.is_new {
+            pack.close(&mut open.closed);
+            open.cost_left[placed.slot] = open.max_cost;
         }
-        let pack = &mut open.packs[slot];
+        if let Some(cost) = cost {
+            open.cost_left[placed.slot] = open.cost_left[placed.slot].saturating_sub(cost);
+        }
         pack.push(item, open.closed.ranges.is_some());
-        let is_full = pack.indices.len() as u64 == self.options.most_pieces();
-        open.free[slot] = if is_full { 0 } else { open.free[slot] - size };
+        if pack.indices.len() as u64 == self.options.most_pieces() {
+            open.window.fill_up(&placed);
+        }
     }
 
     /// Place the parts of a sample that is empty or longer than a pack.
