@@ -32,6 +32,7 @@ __all__ = [
     "ShardWriter",
     "SharedSegment",
     "SharedVotes",
+    "StreamWindow",
     "TaskQueue",
     "TensorBuilder",
     "TensorCopy",
@@ -134,6 +135,12 @@ class AtomicFolder:
     def append(self, name: str, contents: bytes | NDArray[np.uint8]) -> None: ...
     def publish(self) -> None: ...
     def abandon(self) -> None: ...
+
+@final
+class StreamWindow:
+    def __new__(cls, window: int, max_length: int, max_samples: int | None, align: int) -> StreamWindow: ...
+    def place(self, tokens: int) -> int: ...
+    def reopen(self, first: int, packs: Sequence[Sequence[int]]) -> None: ...
 
 def balanced_parts(
     lengths: NDArray[Any],

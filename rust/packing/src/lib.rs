@@ -34,7 +34,7 @@ pub mod verify;
 
 pub use error::PackError;
 pub use inputs::Integers;
-pub use packer::{Packer, plan_fingerprint};
+pub use packer::{Packer, StreamWindow, plan_fingerprint};
 pub use plan::{Field, Plan};
 pub use progress::{NoProgress, Progress};
 pub use request::{Mode, Modes, Overlong, PackMultiple, PackRequest, Placement, Remainder, SampleCosts, WholeOptions};

@@ -41,6 +41,7 @@ pub(crate) use samples::{
     CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, ReadFailure, SampleReader, Samples, bad_order,
 };
 pub(crate) use scan::ScanResult;
+pub use whole::StreamWindow;
 
 /// Packs a request whose lengths were checked and hashed.
 pub struct Packer<'a> {

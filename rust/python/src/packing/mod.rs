@@ -8,6 +8,7 @@ mod pack_lookup;
 mod packer;
 mod plan_conversions;
 mod shuffle;
+mod stream_window;
 
 pub(crate) use balance::{balanced_parts, micro_batches};
 pub(crate) use folder::{open_plan, save_plan};
@@ -15,6 +16,7 @@ pub(crate) use pack_lookup::PackLookup;
 pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};
 pub(crate) use plan_conversions::{plan_sample_index, verify_plan};
 pub(crate) use shuffle::shuffled_indices;
+pub(crate) use stream_window::StreamWindow;
 
 use std::thread;
 

@@ -17,6 +17,7 @@ mod pack_buffer;
 mod pack_groups;
 mod pack_window;
 mod sorted_samples;
+mod stream_window;
 
 use std::ops::Range;
 
@@ -30,6 +31,7 @@ use crate::request::{Overlong, WholeOptions};
 
 use items::Counts;
 use pack_buffer::PackBuffer;
+pub use stream_window::StreamWindow;
 
 /// The seed of the order of packs, where the caller gave none.
 const PACK_ORDER_SEED: u32 = 0;

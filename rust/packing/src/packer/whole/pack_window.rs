@@ -22,8 +22,8 @@ pub(super) struct Placed {
     pub(super) slot: usize,
     /// Whether the pack is a new one, for which the oldest has to leave the slot.
     pub(super) is_new: bool,
-    /// Where in `keys` the pack is.
-    place: usize,
+    /// Where in the window the pack is, from 0 for the oldest.
+    pub(super) place: usize,
 }
 
 impl PackWindow {
@@ -71,6 +71,14 @@ impl PackWindow {
     fn slot(&self, place: usize) -> usize {
         let slot = self.oldest + place;
         if slot < self.keys.len() { slot } else { slot - self.keys.len() }
+    }
+
+    /// Have packs with so many tokens of room each, the oldest first, in a window that has none.
+    pub(super) fn reopen(&mut self, free: &[u64]) {
+        let first = self.keys.len() - free.len();
+        for ((place, key), &room) in self.keys.iter_mut().enumerate().skip(first).zip(free) {
+            *key = (room as u32) << self.place_bits | place as u32;
+        }
     }
 
     /// Let nothing more into the pack that took the last item.
