@@ -108,6 +108,8 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 # torch says so whenever its `load` is used in a job of one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+# torchdata calls a function that torch has deprecated.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
 def test_page(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A module, as a script is one, so that classes of the page can be pickled.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tundish.packing.sampler.packed_batch_sampler import PackedBatchSampler
     from tundish.packing.shuffle import shuffled_indices
     from tundish.packing.sources.lengths import lengths, open_samples
+    from tundish.packing.stream.packed_stream import PackedStream
 else:
     __getattr__, __dir__ = lazily(
         __name__,
@@ -41,6 +42,7 @@ else:
             "tundish.packing.sampler.packed_batch_sampler": ("PackedBatchSampler",),
             "tundish.packing.shuffle": ("shuffled_indices",),
             "tundish.packing.sources.lengths": ("lengths", "open_samples"),
+            "tundish.packing.stream.packed_stream": ("PackedStream",),
         },
     )
 
@@ -52,6 +54,7 @@ __all__ = [
     "PackedBatchSampler",
     "PackedCollator",
     "PackedDataset",
+    "PackedStream",
     "Piece",
     "as_integer_array",
     "balance",

@@ -201,8 +201,8 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
         if _is_stream(dataset):
             raise InvalidTypeError(
                 f"dataset {number} is of type {type(dataset).__name__}, which gives samples in an order of its own, "
-                "and packs ask for them by number: give a map-style dataset, as HF's load_dataset gives without "
-                f"streaming=True, or a list of the samples{hint}"
+                "and packs ask for them by number: td.PackedStream packs them as they come. Or give a map-style "
+                f"dataset, as HF's load_dataset gives without streaming=True, or a list of the samples{hint}"
             )
         usable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not usable or isinstance(dataset, Mapping | bytes):
