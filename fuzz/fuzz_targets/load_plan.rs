@@ -1,6 +1,6 @@
 //! Reads plan folders made of arbitrary bytes: what `PackPlan.load`, a look-up and `verify` do with them.
 //!
-//! The first byte chooses a plan of six or of eight columns. The rest is cut at the marker `\n--\n` into plan.json and
+//! The first byte chooses one of the good plans. The rest is cut at the marker `\n--\n` into plan.json and
 //! the columns, in the order of `Field::ALL`; parts that are missing are taken from a good plan, so that mutations of one
 //! file get past the checks of the others.
 #![no_main]
@@ -14,38 +14,39 @@ use tundish_packing::{Field, NoProgress, Packer, folder};
 
 #[path = "../../rust/packing/tests/reading/mod.rs"]
 mod reading;
-use reading::{request, split_request, use_folder};
+use reading::{requests, use_folder};
 
 const MARKER: &[u8] = b"\n--\n";
 
-fn names(is_split: bool) -> Vec<String> {
-    let columns = Field::of_plan(is_split).iter().map(|&field| folder::file_name(field));
-    [folder::METADATA_FILE.to_owned()].into_iter().chain(columns).collect()
-}
-
-/// The bytes of each file of a good plan.
-fn good(is_split: bool) -> &'static [Vec<u8>] {
-    static GOOD: [OnceLock<Vec<Vec<u8>>>; 2] = [OnceLock::new(), OnceLock::new()];
-    GOOD[usize::from(is_split)].get_or_init(|| {
-        let request = if is_split { split_request() } else { request() };
-        let parent = tempfile::tempdir().expect("a temporary folder");
-        let target = parent.path().join("plan");
-        Packer::new(request, &mut NoProgress).and_then(|plan| plan.write(&target, &mut NoProgress)).expect("a plan");
-        names(is_split).iter().map(|name| fs::read(target.join(name)).expect("a file")).collect()
+/// The files of each good plan: name and bytes, plan.json first.
+fn good() -> &'static [Vec<(String, Vec<u8>)>] {
+    static GOOD: OnceLock<Vec<Vec<(String, Vec<u8>)>>> = OnceLock::new();
+    GOOD.get_or_init(|| {
+        let files = |request| {
+            let parent = tempfile::tempdir().expect("a temporary folder");
+            let target = parent.path().join("plan");
+            Packer::new(request, &mut NoProgress)
+                .and_then(|plan| plan.write(&target, &mut NoProgress))
+                .expect("a plan");
+            let columns = Field::ALL.iter().map(|&field| folder::file_name(field));
+            let names = [folder::METADATA_FILE.to_owned()].into_iter().chain(columns);
+            names.filter_map(|name| fs::read(target.join(&name)).ok().map(|bytes| (name, bytes))).collect()
+        };
+        requests().into_iter().map(files).collect()
     })
 }
 
 fuzz_target!(|data: &[u8]| {
     let parent = tempfile::tempdir().expect("a temporary folder");
     let Some((&first, mut rest)) = data.split_first() else { return };
-    let is_split = first % 2 == 1;
+    let plan = &good()[usize::from(first) % good().len()];
     let mut parts = Vec::new();
     while let Some(at) = rest.windows(MARKER.len()).position(|window| window == MARKER) {
         parts.push(&rest[..at]);
         rest = &rest[at + MARKER.len()..];
     }
     parts.push(rest);
-    for (number, (name, good)) in names(is_split).iter().zip(good(is_split)).enumerate() {
+    for (number, (name, good)) in plan.iter().enumerate() {
         let bytes = match parts.get(number) {
             Some(part) if !part.is_empty() => part,
             _ => &good[..],

@@ -12,7 +12,7 @@ use tundish_packing::plan::{HardMetadata, PlanMetadata};
 use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, Progress, folder};
 
 mod reading;
-use reading::{request, split_request, use_folder, values};
+use reading::{request, requests, use_folder, values};
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
@@ -20,13 +20,13 @@ proptest! {
     #[test]
     fn damaged_bytes_are_an_error_or_change_nothing(
         file in any::<prop::sample::Index>(),
-        is_split in any::<bool>(),
+        request in prop::sample::select((0..requests().len()).collect::<Vec<_>>()),
         damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         length in prop::option::of(0usize..600),
     ) {
         let parent = tempfile::tempdir().expect("a temporary folder");
         let target = parent.path().join("plan");
-        let request = if is_split { split_request() } else { request() };
+        let request = requests().swap_remove(request);
         Packer::new(request, &mut NoProgress).and_then(|p| p.write(&target, &mut NoProgress)).expect("a plan");
         let whole = use_folder(&target).expect("an undamaged plan");
         let mut names: Vec<_> =

@@ -8,7 +8,8 @@ use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::PlanView;
 use tundish_packing::plan::{AttachedLengths, lookup};
 use tundish_packing::{
-    Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Placement, WholeOptions, folder, verify,
+    Integers, Mode, Modes, NoProgress, Overlong, PackError, PackMultiple, PackRequest, Placement, Remainder,
+    WholeOptions, folder, verify,
 };
 
 /// The lengths that the good plan is made for.
@@ -28,11 +29,21 @@ pub fn request() -> PackRequest<'static> {
     }
 }
 
-/// A good plan of the same samples with columns for parts of samples.
-pub fn split_request() -> PackRequest<'static> {
+/// Good plans of the same samples: hard, with columns for parts of samples, with packs that are repeated or left out, and
+/// with parts.
+pub fn requests() -> Vec<PackRequest<'static>> {
     let options =
         WholeOptions { placement: Placement::BestFit, overlong: Overlong::Split, max_samples: Some(3), align: 2 };
-    PackRequest { mode: Mode::Whole(options).into(), ..request() }
+    let whole = Mode::Whole(options);
+    let split = PackRequest { mode: whole.into(), ..request() };
+    let multiple = |of, remainder| Some(PackMultiple { of, remainder });
+    vec![
+        request(),
+        split.clone(),
+        PackRequest { multiple: multiple(7, Remainder::Repeat), ..split.clone() },
+        PackRequest { multiple: multiple(5, Remainder::Drop), ..request() },
+        PackRequest { mode: Modes::Each(vec![whole]), multiple: multiple(7, Remainder::Drop), ..split },
+    ]
 }
 
 /// Open a folder and use whatever it holds: packs are looked up and indexed, with and without lengths, and verified.
