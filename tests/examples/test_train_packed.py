@@ -67,7 +67,7 @@ def test_two_ranks_train_and_print_a_summary(two_ranks: subprocess.CompletedProc
     assert match
     assert float(match[2]) < float(match[1])
     for mode in ("hard", "best_fit", "ordered", "sequential"):
-        assert re.search(rf"^{mode} +\d+ packs, [\d.]+% full", said, re.MULTILINE)
+        assert re.search(rf"^{mode} +[\d,]+ packs, [\d.]+% full", said, re.MULTILINE)
     whole = re.search(r"^best fit +loss (\S+) -> (\S+) in 5 steps on whole documents", said, re.MULTILINE)
     assert whole
     assert float(whole[2]) < float(whole[1])
