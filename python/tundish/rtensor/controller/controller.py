@@ -15,13 +15,14 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from tundish._native import ShardStore, shard_ids
 from tundish.distributed import voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.rtensor.arguments import check_owners
 from tundish.rtensor.controller.drained import Drained
+from tundish.rtensor.controller.open_step import OpenStep
 from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
 from tundish.rtensor.controller.responses import (
     check_claim_answers,
@@ -45,26 +46,6 @@ __all__ = ["Controller"]
 # Owners notice the end of a connection, and with it of the claims made on it, within this time.
 _NOTICE_SECONDS = 1.0
 _RETRY_SECONDS = 0.02
-
-
-class _OpenStep(NamedTuple):
-    """A step that has begun.
-
-    Attributes:
-        number: its number.
-        handles: the handles that it claims.
-        owners: the ids of their shards, by owner.
-        kept: shards that `keep` carries over, by owner and id.
-        kept_by_some: ids that some workers keep though they may end with the step.
-        connections: the number of the connection to each worker.
-    """
-
-    number: int
-    handles: list[RTensor]
-    owners: dict[str, list[str]]
-    kept: set[tuple[str, str]]
-    kept_by_some: set[str]
-    connections: dict[str, int | None]
 
 
 class Controller:
@@ -111,7 +92,7 @@ class Controller:
         self._requests = PendingRequests(self._connections, ServerlessDrains(timeout))
         # Its own process knows its steps by this number, other workers by the connection.
         self._claimant = secrets.randbits(63)
-        self._step: _OpenStep | None = None
+        self._step: OpenStep | None = None
         self.update(workers)
 
     @classmethod
@@ -388,7 +369,7 @@ class Controller:
         if self._closed is not None:
             raise InvalidInputError(f"this controller is closed ({self._closed}): make another one")
 
-    def _begin(self, handles: list[RTensor], owners: dict[str, list[str]]) -> _OpenStep:
+    def _begin(self, handles: list[RTensor], owners: dict[str, list[str]]) -> OpenStep:
         """Begin a step on every worker and claim its shards, or give everything up."""
         number = next_step_number()
         try:
@@ -405,7 +386,7 @@ class Controller:
         kept_earlier = {
             shard_id for answer in claim_answers.values() for shard_id in names_in(answer, "kept_shard_ids")
         }
-        self._step = _OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
+        self._step = OpenStep(number, handles, owners, set(), kept_earlier, self._connections.numbers())
         return self._step
 
     def _claim(self, number: int, owners: dict[str, list[str]]) -> dict[Worker, Any]:
@@ -425,7 +406,7 @@ class Controller:
         check_claim_answers(answers)
         return answers
 
-    def _end(self, step: _OpenStep) -> None:
+    def _end(self, step: OpenStep) -> None:
         """Drain a step everywhere, consumers before owners."""
         if self._closed is not None or os.getpid() != self._process or sys.is_finalizing():
             # The step was released, or it belongs to the parent process, or the interpreter has no threads any more.
@@ -468,7 +449,7 @@ class Controller:
             if handle.shard_id in ended:
                 handle.drop_ref()
 
-    def _was_lost(self, step: _OpenStep, worker: Worker) -> bool:
+    def _was_lost(self, step: OpenStep, worker: Worker) -> bool:
         """Whether the connection to a worker was lost since the step began."""
         number = self._connections.numbers().get(worker.addr)
         return number != step.connections.get(worker.addr, number)
