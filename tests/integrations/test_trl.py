@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, concatenate_datasets, load_from_disk
 from support.integrations.tiny_models import draw_chats, llama, tokenizer
 
 import tundish as td
@@ -75,6 +75,9 @@ def test_losses_equal_those_of_trls_own_packs(masks: tuple[str, ...], tmp_path: 
     packs = td.hf.pack_dataset(samples, MAX_LENGTH)
     assert losses(tmp_path, packs, **PADDING_FREE) == pytest.approx(expected, abs=1e-4)
     assert losses(tmp_path, packs, **OUR_COLLATOR) == pytest.approx(expected, abs=1e-4)
+    td.packing.export(plan, tmp_path / "exported", "trl", samples=samples)
+    exported = load_from_disk(tmp_path / "exported")
+    assert losses(tmp_path, exported, **PADDING_FREE) == pytest.approx(expected, abs=1e-4)
     if masks:
         plain = td.hf.pack_dataset(samples.select_columns("input_ids"), MAX_LENGTH)
         assert abs(losses(tmp_path, plain, **PADDING_FREE)[0] - expected[0]) > 1e-3

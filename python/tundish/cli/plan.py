@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tundish.cli.arguments import add_command, path_of, progress_of
 from tundish.cli.output import readable, rows
+from tundish.cli.plan_export import add_plan_export
 from tundish.errors import InvalidInputError, PlanMismatchError, format_count
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def add_plan_commands(commands: Any) -> None:
     _add_threads(pack)
     pack.set_defaults(run=run_pack, needs="tundish.packing.build.pack")
 
-    plan = commands.add_parser("plan", help="show or verify a plan")
+    plan = commands.add_parser("plan", help="show, verify, compare or export plans")
     verbs = plan.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     compare = add_command(
@@ -137,6 +138,8 @@ def add_plan_commands(commands: Any) -> None:
     _add_costs(verify, "the costs that were packed with --costs, if there were any")
     _add_threads(verify)
     verify.set_defaults(run=run_verify, needs="tundish.packing.plan.pack_plan")
+
+    add_plan_export(verbs)
 
 
 def run_pack(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tundish.packing.build.pack import pack, pack_datasets
     from tundish.packing.dataset.packed_collator import PackedCollator
     from tundish.packing.dataset.packed_dataset import PackedDataset
+    from tundish.packing.exchange.export import export
+    from tundish.packing.exchange.import_preset import import_preset
     from tundish.packing.mode_comparison import compare
     from tundish.packing.plan.fields import FIELDS
     from tundish.packing.plan.pack import Pack, PackBatch, Piece
@@ -35,6 +37,8 @@ else:
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
             "tundish.packing.dataset.packed_collator": ("PackedCollator",),
             "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
+            "tundish.packing.exchange.export": ("export",),
+            "tundish.packing.exchange.import_preset": ("import_preset",),
             "tundish.packing.mode_comparison": ("compare",),
             "tundish.packing.plan.fields": ("FIELDS",),
             "tundish.packing.plan.pack": ("Pack", "PackBatch", "Piece"),
@@ -60,6 +64,8 @@ __all__ = [
     "balance",
     "compare",
     "context_parallel",
+    "export",
+    "import_preset",
     "lengths",
     "micro_batches",
     "num_items_in_batch",

@@ -1,0 +1,1 @@
+"""Plans in the formats of other trainers: one module for each format."""
