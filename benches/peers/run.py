@@ -25,14 +25,38 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 RESULTS = CHECKOUT / "benches" / "RESULTS.md"
 NOT_A_DISK = ("tmpfs", "ramfs")
 MEASURES = {
-    "packing": ("plan", "published", "shuffle", "lookup", "lengths", "balance", "curve"),
+    "packing": (
+        "plan",
+        "best_fit",
+        "ordered",
+        "published",
+        "shuffle",
+        "lookup",
+        "lengths",
+        "balance",
+        "curve",
+    ),
     "checkpoint": ("large", "small", "worlds"),
     "shm": ("tasks", "results", "binding", "readers", "node"),
     "scatter": ("local", "gloo", "peers", "tree", "overlap", "worlds", "nodes"),
     "rtensor": ("sockets", "transports", "ray", "stores", "memory", "beside", "drains", "handles"),
 }
 PACKAGES = {
-    "packing": ("tundish", "numpy", "torch", "numba", "megatron-core", "pyarrow", "datasets", "verl"),
+    "packing": (
+        "tundish",
+        "numpy",
+        "torch",
+        "numba",
+        "megatron-core",
+        "pyarrow",
+        "datasets",
+        "verl",
+        "trl",
+        "axolotl",
+        "binpacking",
+        "lightbinpack",
+        "seqpacker",
+    ),
     "checkpoint": (
         "tundish",
         "torch",
@@ -54,6 +78,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     from packing.lengths_case import lengths
     from packing.lookup_case import lookup
     from packing.size_curve_case import curve
+    from packing.whole.cases import best_fit, ordered
 
     scale = Scale(
         samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
@@ -65,6 +90,8 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     summary = f"Each time is the minimum of at least {scale.least_rounds} rounds. Each round runs every library once."
     return {
         "plan": lambda: [hard_plan(scale)],
+        "best_fit": lambda: [best_fit(scale)],
+        "ordered": lambda: [ordered(scale)],
         "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],
         "lookup": lambda: [lookup(scale)],

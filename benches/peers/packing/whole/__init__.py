@@ -1,0 +1,1 @@
+"""Packing whole samples, beside other packers."""
