@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import threading
@@ -193,16 +194,16 @@ class LazyCopy:
         self._issued = threading.Event()
         self._error: BaseException | None = None
         self._gates = [_gate_of(optimizer) for optimizer in optimizers]
-        self._thread: threading.Thread | None = None
+        self._is_started = False
 
     def start(self) -> None:
         """Begin to copy; once."""
         for gate in self._gates:
             gate.add(self)
         try:
-            thread = threading.Thread(target=self._run, name="tundish-lazy-copy", daemon=True)
-            thread.start()
-            self._thread = thread
+            # `Thread.start` waits until the thread runs, so the caller of a save would wait for processors that copy.
+            _thread.start_new_thread(self._run, ())
+            self._is_started = True
         except RuntimeError:
             self.release()
             raise
@@ -252,8 +253,8 @@ class LazyCopy:
 
     def release(self) -> None:
         """Block until no copy runs, and hold up no step any more."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._is_started:
+            self._issued.wait()
         self._copy.wait(None)
         for gate in self._gates:
             gate.discard(self)
