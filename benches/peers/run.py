@@ -29,6 +29,7 @@ MEASURES = {
         "plan",
         "best_fit",
         "ordered",
+        "first_batch",
         "published",
         "shuffle",
         "lookup",
@@ -79,6 +80,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     from packing.lookup_case import lookup
     from packing.size_curve_case import curve
     from packing.whole.cases import best_fit, ordered
+    from packing.whole.hugging_face import first_batch
 
     scale = Scale(
         samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
@@ -92,6 +94,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "plan": lambda: [hard_plan(scale)],
         "best_fit": lambda: [best_fit(scale)],
         "ordered": lambda: [ordered(scale)],
+        "first_batch": lambda: [first_batch(scale)],
         "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],
         "lookup": lambda: [lookup(scale)],

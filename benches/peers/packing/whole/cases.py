@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from measure import Contestant, OutputsDiffer, race
 from report import Row, Section, count, duration, times_faster
 
@@ -81,38 +82,40 @@ def ordered(scale: Scale) -> Section:
     """The modes that keep the order, beside hard packing."""
     section = Section(title="Ordered and sequential", note=ORDERED_NOTE)
     samples = scale.samples[-1]
-    judged = samples == ORDERED_SAMPLES
     order = draw_order(samples)
     for distribution in DISTRIBUTIONS:
-        lengths = _whole_lengths(samples, distribution)
-        contestants = {
-            mode: Contestant(lambda mode=mode: _pack(lengths, mode, order=order), len)
-            for mode in ("hard", "ordered", "sequential")
-        }
-        seconds = race(contestants, scale.least_rounds)
-        for mode in ("ordered", "sequential"):
-            fill = int(lengths.sum(dtype=np.int64)) / MAX_LENGTH / len(_pack(lengths, mode, order=order))
-            case = f"{distribution.name}, {count(samples)}, {mode}"
-            section.rows.append(
-                times_faster(
-                    case,
-                    seconds[mode],
-                    "hard",
-                    seconds["hard"],
-                    samples=samples,
-                    at_least=1 / OVER_HARD if judged else None,
-                )
-            )
-            has_fill = mode == "ordered" and distribution is CHAT and judged
-            section.rows.append(
-                Row(
-                    case=f"{case}, fill",
-                    ours=duration(seconds[mode]),
-                    peer="tokens over the packs' room",
-                    peers="–",
-                    figure=f"{fill:.2%}",
-                    target=f"≥ {LEAST_FILL:.0%}" if has_fill else "–",
-                    met=fill >= LEAST_FILL if has_fill else None,
-                )
-            )
+        section.rows += _ordered_rows(scale, _whole_lengths(samples, distribution), order, distribution)
     return section
+
+
+def _ordered_rows(
+    scale: Scale, lengths: Lengths, order: npt.NDArray[np.int64], distribution: Distribution
+) -> list[Row]:
+    samples = len(lengths)
+    judged = samples == ORDERED_SAMPLES
+    contestants = {
+        mode: Contestant(lambda mode=mode: _pack(lengths, mode, order=order), len)
+        for mode in ("hard", "ordered", "sequential")
+    }
+    seconds = race(contestants, scale.least_rounds)
+    rows = []
+    for mode in ("ordered", "sequential"):
+        fill = int(lengths.sum(dtype=np.int64)) / MAX_LENGTH / len(_pack(lengths, mode, order=order))
+        case = f"{distribution.name}, {count(samples)}, {mode}"
+        target = 1 / OVER_HARD if judged else None
+        rows.append(
+            times_faster(case, seconds[mode], "hard", seconds["hard"], samples=samples, at_least=target)
+        )
+        has_least = mode == "ordered" and distribution is CHAT and judged
+        rows.append(
+            Row(
+                case=f"{case}, fill",
+                ours=duration(seconds[mode]),
+                peer="tokens over the packs' room",
+                peers="–",
+                figure=f"{fill:.2%}",
+                target=f"≥ {LEAST_FILL:.0%}" if has_least else "–",
+                met=fill >= LEAST_FILL if has_least else None,
+            )
+        )
+    return rows
