@@ -65,8 +65,8 @@ class TundishTrainerMixin(_Trainer):  # type: ignore[misc]
         checkpointer_options: Further arguments of the `Checkpointer`. All other arguments go to the Trainer.
 
     Raises:
-        InvalidInputError: DeepSpeed or a hyperparameter search saves in its own way; the Trainer would push to the
-            hub during training; or the best model would be loaded into an adapter with a prompt encoder.
+        InvalidInputError: DeepSpeed or a hyperparameter search saves in its own way. Or the Trainer would push to the
+            hub during training, or the best model would be loaded into an adapter with a prompt encoder.
         InvalidTypeError: The model mixes kinds of adapters.
 
     Example:

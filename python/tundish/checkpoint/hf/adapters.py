@@ -179,8 +179,8 @@ def adapters_of(model_or_tensors: Any) -> Adapters | None:
 
     Raises:
         InvalidTypeError: it mixes kinds of adapters, or an adapter contains a value that is no tensor.
-        InvalidInputError: a transformers model has several active adapters or none; an adapter has no weights or an
-            unusable name; weights have to be computed from sharded parameters; weights are sharded by DeepSpeed, or
+        InvalidInputError: A transformers model has several active adapters or none. An adapter has no weights or an
+            unusable name. Or weights have to be computed from sharded parameters, are sharded by DeepSpeed, or are
             tied without the model declaring it.
         Exception: raised by peft.
     """

@@ -31,9 +31,9 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
 
     Args:
         obj: nested containers of tensors, of the types that `td.tree` knows. Everything but tensors stays as it is.
-        trim: whether to cut trailing columns that no row uses. If a dict has an `attention_mask` (two or more
-            dimensions, bool or integer, nonzero means used), they are cut from the mask and from all tensors of the
-            dict with the same rows and columns.
+        trim: whether to cut trailing columns that no row uses, in dicts with an `attention_mask`: shape (rows,
+            columns, …), bool or integer, nonzero where a column is used. They are cut from the mask and from all
+            tensors of the dict with the same rows and columns.
         timeout: seconds to wait for memory while the storage is at its limit.
 
     Returns:
