@@ -8,12 +8,13 @@ from typing import Any
 import datasets as hf
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from support.packing.streams import PlainSource, assert_same_items, carried, draw_samples, planned_items
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import tundish as td
-from tundish.errors import StateMismatchError
+from tundish.errors import InvalidInputError, StateMismatchError
 
 # torchdata calls a function that torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -130,6 +131,14 @@ def test_a_dispatch_loader_goes_on_with_the_next_pack(wrapped: str, taken: int) 
         assert_same_items(list(again), expected[taken:])
         again.set_epoch(7)
         assert_same_items(list(again), expected)
+
+
+def test_a_dispatch_loader_refuses_a_stream_of_one_ranks_part() -> None:
+    part = split_dataset_by_node(split_hf(draw_samples(LENGTHS, "lists")), rank=0, world_size=2)
+    stream = td.PackedStream(part, **OPTIONS)
+    for loader in (stream, DataLoader(stream, batch_size=None)):
+        with pytest.raises(InvalidInputError, match="one of 2 parts of the data"):
+            td.DispatchLoader(loader)
 
 
 def test_a_batch_of_a_stream_trains() -> None:

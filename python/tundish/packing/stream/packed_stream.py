@@ -218,6 +218,11 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             self.set_epoch(loaded.epoch)
         self._loaded, self._pass = loaded, None
 
+    @property
+    def _distributed(self) -> Any:
+        """How a Hugging Face source is split by node: a `DispatchLoader` refuses to read one rank's part for all."""
+        return getattr(self.samples, "_distributed", None)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the iteration: a copy in another process begins its own."""
         return self.__dict__ | {"_pass": None}

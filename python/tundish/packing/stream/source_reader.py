@@ -93,13 +93,13 @@ class SourceReader:
         self.is_exhausted = True
 
     def state(self) -> SourceState:
-        """The state after the last sample that was drawn."""
+        """The state after the last sample that was drawn; it holds what the source's `state_dict` gave."""
         if self.is_exhausted:
             return SourceState(self.position, None, is_exhausted=True)
         if self.position == self._start.samples:
             # Nothing was drawn. The source may not even have begun.
             return self._start
-        state = copy.deepcopy(self._source.state_dict()) if _has_exact_state(self._source) else None
+        state = self._source.state_dict() if _has_exact_state(self._source) else None
         return SourceState(self.position, state)
 
     def _rows(self) -> Iterator[Any]:
