@@ -194,7 +194,7 @@ def pack_datasets(
         max_length: As in `pack`.
         mode: As in `pack`, or a list with a mode for each dataset: for example texts cut "hard", and samples with
             images kept whole. Different modes make a plan of mode "mixed". Each dataset is then packed as `pack` packs
-            it alone, with the same seed, and the options that a mode has not are those of the others.
+            it alone, with the same seed. An option applies to the datasets whose mode has it.
         global_pack: Pack all datasets as one.
         seed: As in `pack`, in one random stream over all datasets.
         drop_last: As in `pack`; each dataset has a tail of its own.
