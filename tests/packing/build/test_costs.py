@@ -106,6 +106,23 @@ def test_agrees_with_the_definition(case: Case) -> None:
     assert plan.ledger()["packed"] == plan.stats()["tokens_packed"]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_many_samples_agree_with_the_definition(mode: str) -> None:
+    for seed in range(30):
+        random = np.random.default_rng(seed)
+        lengths, costs = random.integers(1, 13, 60), random.integers(0, 5, 60)
+        limit = CostLimit(costs.tolist(), int(random.integers(4, 15)))
+        drawn = seed if seed % 2 else None
+        plan = td.pack(lengths, 12, mode=mode, seed=drawn, costs=costs, max_cost=limit.max_cost)
+        order = np.arange(60)
+        if drawn is not None and mode != "best_fit":
+            np.random.RandomState(drawn).shuffle(order)
+        case = Case([lengths.tolist()], [order.tolist()], [limit], Options(12), costs, plan)
+        columns = {name: column.tolist() for name, column in plan.arrays().items()}
+        assert columns == columns_of(expected_packs(case), has_parts=False)
+        plan.verify(costs=costs)
+
+
 RANDOM = np.random.default_rng(7)
 LENGTHS = RANDOM.integers(1, 700, 20_000)
 IMAGES = RANDOM.choice([0, 0, 0, 1, 2, 7], 20_000)
