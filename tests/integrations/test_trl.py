@@ -120,6 +120,16 @@ def test_a_killed_run_resumes(tmp_path: Path) -> None:
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
 
 
+def test_a_stream_is_trained_on(tmp_path: Path) -> None:
+    samples = Dataset.from_list(draw_chats(40, "completion_mask"))
+    packs = td.hf.pack_dataset(samples.to_iterable_dataset(), MAX_LENGTH)
+    # The trainer takes the packs of a stream as they come, and shuffles those of a Dataset.
+    in_order = td.hf.pack_dataset(samples, MAX_LENGTH, mode="ordered")
+    expected = losses(tmp_path, in_order, train_sampling_strategy="sequential", **OUR_COLLATOR)
+    assert losses(tmp_path, packs, **OUR_COLLATOR) == pytest.approx(expected, abs=1e-6)
+    assert losses(tmp_path, packs, **PADDING_FREE) == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_packed_dataset_passes_as_a_dataset(tmp_path: Path) -> None:
     rows = draw_chats(40, "completion_mask")
     plan = td.pack([len(row["input_ids"]) for row in rows], MAX_LENGTH, mode="ordered", window=4)

@@ -1,4 +1,4 @@
-"""`pack_dataset`: the packs of a dataset as a Hugging Face `Dataset`.
+"""`pack_dataset`: the packs of a dataset as a Hugging Face `Dataset`, and of a stream as an `IterableDataset`.
 
 The `Dataset` holds the numbers of the packs, and a transform that reads packs when their rows are asked for. Nothing is
 copied, mapped or cached.
@@ -10,14 +10,15 @@ label of each piece's first token is -100, so that rows are right under any coll
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type, missing_extra
-from tundish.packing import PackedDataset, PackPlan, lengths, open_samples, pack
+from tundish.packing import PackedDataset, PackedStream, PackPlan, lengths, open_samples, pack
 
 if TYPE_CHECKING:
     import datasets
@@ -28,6 +29,13 @@ __all__ = ["pack_dataset"]
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "bfd": {"mode": "best_fit", "overlong": "truncate"},
     "bfd_split": {"mode": "best_fit", "overlong": "split"},
+    "wrapped": {"mode": "hard", "drop_last": False},
+}
+
+# The same of a stream, whose lengths are not known beforehand.
+_STREAM_STRATEGIES: dict[str, dict[str, Any]] = {
+    "bfd": {"mode": "ordered", "overlong": "truncate"},
+    "bfd_split": {"mode": "ordered", "overlong": "split"},
     "wrapped": {"mode": "hard", "drop_last": False},
 }
 
@@ -50,7 +58,7 @@ def pack_dataset(
     sample_columns: Sequence[str] | None = None,
     positions: Callable[[dict[str, Any]], Any] | None = None,
     **options: Any,
-) -> datasets.Dataset:
+) -> Any:
     """Return packs as a Hugging Face `Dataset`, which reads a pack when its row is asked for.
 
     Nothing is copied, mapped or cached, so the first row comes as soon as the samples are counted. The arguments up to
@@ -72,29 +80,32 @@ def pack_dataset(
     Args:
         dataset: A `datasets.Dataset` with `input_ids`, in the order of its `select` and `shuffle`; another source that
             `td.packing.lengths` reads; or a `td.PackedDataset`, whose packs are taken as they are. A `DatasetDict`
-            gives a `DatasetDict`.
+            gives a `DatasetDict`. A `datasets.IterableDataset` gives another one, packed by `td.PackedStream`.
         max_length: Tokens a pack, at least 1.
         strategy: A packing strategy of TRL in the place of `mode`. "bfd" is "best_fit" with `overlong="truncate"`,
-            "bfd_split" the same with `overlong="split"`, and "wrapped" is "hard" with `drop_last=False`.
+            "bfd_split" the same with `overlong="split"`, and "wrapped" is "hard" with `drop_last=False`. Of a stream,
+            the first two are "ordered".
         map_kwargs: Has no effect, because nothing is mapped.
-        mode: As in `td.pack`, but by default "best_fit".
+        mode: As in `td.pack`, but by default "best_fit", and "ordered" of a stream.
         seq_length: TRL's name of `max_length`.
         pad_token_id: As in `td.PackedDataset`.
         columns: As in `td.PackedDataset`.
         sample_columns: As in `td.PackedDataset`.
         positions: As in `td.PackedDataset`.
-        **options: Further arguments of `td.pack`, for example `seed`, `overlong` or `cache_dir`.
+        **options: Further arguments of `td.pack`, for example `seed`, `overlong` or `cache_dir`; of a stream, those of
+            `td.PackedStream`.
 
     Returns:
-        One row a pack. `select`, `shuffle`, `train_test_split`, `shard`, and removing and selecting columns work as
-        usual. Columns cannot be renamed. `save_to_disk` would write the numbers of the packs: save the plan instead.
+        A `datasets.Dataset` with one row a pack. `select`, `shuffle`, `train_test_split`, `shard`, and removing and
+        selecting columns work as usual. Columns cannot be renamed. `save_to_disk` would write the numbers of the packs:
+        save the plan instead. A stream gives a `datasets.IterableDataset`, which one process reads.
 
     Raises:
         InvalidInputError: `max_length` is missing, `mode` and `strategy` are both given, an argument is out of range, a
             sample is longer than a pack, or the dataset has a column that is not known.
         InvalidTypeError: An argument, or what the dataset holds, is of a wrong type.
         MissingExtraError: datasets is not installed.
-        TundishError: As `td.pack` and `td.PackedDataset`.
+        TundishError: As `td.pack`, `td.PackedDataset` and `td.PackedStream`.
 
     Example:
         >>> import datasets, tundish as td
@@ -115,17 +126,20 @@ def pack_dataset(
         given = {"max_length": max_length, "strategy": strategy, "mode": mode, "seq_length": seq_length}
         _refuse_given({**given, **named, **options})
         return _as_rows(dataset)
-    options |= _mode_options(mode, strategy, options)
+    is_stream = isinstance(dataset, datasets.IterableDataset | datasets.IterableDatasetDict)
+    strategies = _STREAM_STRATEGIES if is_stream else _STRATEGIES
+    options |= _mode_options(mode, strategy, strategies, options)
     options["max_length"] = _one_max_length(max_length, seq_length)
     if isinstance(dataset, datasets.DatasetDict):
         return datasets.DatasetDict(
             {name: _as_rows(_pack(split, named, options)) for name, split in dataset.items()}
         )
-    if isinstance(dataset, datasets.IterableDataset):
-        raise InvalidTypeError(
-            "dataset is an IterableDataset, whose samples cannot be counted before they come: load it without "
-            "streaming=True"
+    if isinstance(dataset, datasets.IterableDatasetDict):
+        return datasets.IterableDatasetDict(
+            {name: _as_stream(split, named, options) for name, split in dataset.items()}
         )
+    if is_stream:
+        return _as_stream(dataset, named, options)
     return _as_rows(_pack(dataset, named, options))
 
 
@@ -139,15 +153,20 @@ def _refuse_given(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _mode_options(mode: str | None, strategy: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def _mode_options(
+    mode: str | None,
+    strategy: str | None,
+    strategies: Mapping[str, dict[str, Any]],
+    options: Mapping[str, Any],
+) -> dict[str, Any]:
     """The arguments of `pack` that `mode` or `strategy` stands for."""
     if strategy is None:
-        return {"mode": "best_fit" if mode is None else mode}
-    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
+        return {"mode": strategies["bfd"]["mode"] if mode is None else mode}
+    if not isinstance(strategy, str) or strategy not in strategies:
         raise InvalidInputError(
-            f"strategy is {strategy!r}; it must be one of {', '.join(map(repr, _STRATEGIES))}, or use mode="
+            f"strategy is {strategy!r}; it must be one of {', '.join(map(repr, strategies))}, or use mode="
         )
-    meant = _STRATEGIES[strategy]
+    meant = strategies[strategy]
     if mode is not None:
         raise InvalidInputError(
             f"strategy={strategy!r} is TRL's name of mode={meant['mode']!r}, and mode={mode!r} is given too: leave one "
@@ -206,6 +225,31 @@ def _as_rows(packs: PackedDataset) -> datasets.Dataset:
     return made
 
 
+def _as_stream(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> datasets.IterableDataset:
+    """Make the `IterableDataset` of the packs of a stream."""
+    import datasets
+
+    # Refuses bad arguments now: the generator runs when the first row is asked for.
+    PackedStream(source, **named, **options)
+    return datasets.IterableDataset.from_generator(
+        _stream_rows, gen_kwargs={"source": source, "named": dict(named), "options": dict(options)}
+    )
+
+
+def _stream_rows(source: Any, named: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a stream's packs."""
+    worker = get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        # The source would split itself over workers of which all but one are stopped.
+        raise InvalidInputError(
+            f"packs of a stream are read in {worker.num_workers} workers: set dataloader_num_workers to 0 or 1, or "
+            "use td.PackedStream, which packs in each worker"
+        )
+    columns = named.get("columns", {})
+    for item in PackedStream(source, mask_first_token=True, **named, **options):
+        yield {name: _row_value(item, name, columns) for name in dict.fromkeys([*_COLUMNS, *item])}
+
+
 class _PackRows:
     """The transform of a `Dataset` of packs: turns their numbers into their rows."""
 
@@ -234,12 +278,14 @@ class _PackRows:
         items = self.packs.__getitems__(numbers)
         for item in items:
             item["labels"][item["cu_seqlens"][:-1].long()] = _IGNORED_LABEL
-        return {name: [self._row_value(item, name) for item in items] for name in batch}
+        columns = self.packs.columns
+        return {name: [_row_value(item, name, columns) for item in items] for name in batch}
 
-    def _row_value(self, item: Mapping[str, Any], name: str) -> Any:
-        if name == _SEQ_LENGTHS:
-            return item["cu_seqlens"].diff().tolist()
-        value = item.get(name)
-        # Collators copy tensors with a warning, and arrays without one.
-        is_token_column = name in _COLUMNS or name in self.packs.columns
-        return value.numpy() if is_token_column and isinstance(value, torch.Tensor) else value
+
+def _row_value(item: Mapping[str, Any], name: str, columns: Mapping[str, Any]) -> Any:
+    if name == _SEQ_LENGTHS:
+        return item["cu_seqlens"].diff().tolist()
+    value = item.get(name)
+    # Collators copy tensors with a warning, and arrays without one.
+    is_token_column = name in _COLUMNS or name in columns
+    return value.numpy() if is_token_column and isinstance(value, torch.Tensor) else value
