@@ -49,6 +49,7 @@ __all__ = [
     "is_plain",
     "load_handles",
     "micro_batches",
+    "mix_packs",
     "open_checkpoints_readonly",
     "open_plan",
     "pack",
@@ -152,6 +153,18 @@ def balanced_parts(
 def micro_batches(
     lengths: NDArray[Any], max_tokens: int, count: int | None = None
 ) -> list[NDArray[np.int64]]: ...
+
+@type_check_only
+class MixRequest(TypedDict):
+    packs: Sequence[int]
+    weights: Sequence[float]
+    seed: int
+    exhausted: str
+    epochs: int | None
+    num_packs: int | None
+    beginning: NDArray[Any]
+
+def mix_packs(request: MixRequest, progress: _Progress | None = None) -> NDArray[Any]: ...
 def shuffled_indices(
     samples: int, seed: int, epoch: int | None = None, progress: _Progress | None = None
 ) -> NDArray[Any]: ...

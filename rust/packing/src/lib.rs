@@ -2,8 +2,8 @@
 //!
 //! `inputs` reads lengths and orders, `packer` computes a plan with `hard` or `whole`, `plan` holds a plan and looks packs
 //! up, `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM.
-//! `balance` splits the samples of one training step over ranks and into micro-batches. The crate knows neither Python
-//! nor torch.
+//! `mix` orders the packs of several plans by weight. `balance` splits the samples of one training step over ranks and into
+//! micro-batches. The crate knows neither Python nor torch.
 //!
 //! Invariants:
 //! 1. The same inputs give the same plan, for any number of threads and on any processor.
@@ -24,6 +24,7 @@ pub mod folder;
 pub mod inputs;
 pub mod megatron_sample_index;
 mod memory;
+pub mod mix;
 mod packer;
 pub mod plan;
 pub mod progress;

@@ -47,9 +47,9 @@ impl RandomState {
         Self { key, tempered: [0; STATE_WORDS], position: STATE_WORDS }
     }
 
-    /// The generator that `numpy.random.RandomState([first, second])` holds.
+    /// The generator that `numpy.random.RandomState(words)` holds, for 1 to 624 words.
     #[must_use]
-    pub fn of_pair(first: u32, second: u32) -> Self {
+    pub fn of_words(words: &[u32]) -> Self {
         let mut state = Self::new(19_650_218);
         let key = &mut state.key;
         let mixed = |before: u32, factor: u32| (before ^ (before >> 30)).wrapping_mul(factor);
@@ -62,7 +62,8 @@ impl RandomState {
             1
         };
         // Each word of the seed is added together with its number.
-        for word in [first, second.wrapping_add(1)].into_iter().cycle().take(STATE_WORDS) {
+        let numbered = words.iter().zip(0u32..).map(|(word, number)| word.wrapping_add(number));
+        for word in numbered.cycle().take(STATE_WORDS) {
             key[index] = (key[index] ^ mixed(key[index - 1], 1_664_525)).wrapping_add(word);
             index = advance(key, index);
         }

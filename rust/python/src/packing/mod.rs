@@ -4,6 +4,7 @@ mod balance;
 mod folder;
 mod integer_array;
 mod mapped_array;
+mod mix;
 mod pack_lookup;
 mod packer;
 mod plan_conversions;
@@ -12,6 +13,7 @@ mod stream_window;
 
 pub(crate) use balance::{balanced_parts, micro_batches};
 pub(crate) use folder::{open_plan, save_plan};
+pub(crate) use mix::mix_packs;
 pub(crate) use pack_lookup::PackLookup;
 pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};
 pub(crate) use plan_conversions::{plan_sample_index, verify_plan};

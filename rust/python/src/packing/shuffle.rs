@@ -21,7 +21,7 @@ pub(crate) fn shuffled_indices<'py>(
     let column = enter(py, progress, move |signals| {
         let mut random = match epoch {
             None => RandomState::new(seed),
-            Some(epoch) => RandomState::of_pair(seed, epoch),
+            Some(epoch) => RandomState::of_words(&[seed, epoch]),
         };
         Ok(Column::shuffled(&mut random, samples, signals)?)
     })?;
