@@ -31,6 +31,7 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         "import tundish as td; td.shm.node_shared([5, 3, 9], path='arrays'); td.distributed.node_group()",
         "import tundish as td; td.pack([5, 3, 9], 4).save('plan'); td.PackPlan.load('plan').stats()",
         "import tundish as td; list(td.PackedBatchSampler(td.pack([5, 3, 9], 4), 1))",
+        "import tundish as td; td.mix([td.pack([5, 3, 9], 4)], [1], share=True).save('mix')",
     ],
 )
 def test_planning_does_not_import_torch(step: str, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tundish.packing.dataset.packed_dataset import PackedDataset
     from tundish.packing.exchange.export import export
     from tundish.packing.exchange.import_preset import import_preset
+    from tundish.packing.mixing.mix import mix
+    from tundish.packing.mixing.pack_mix import MixedPack, PackMix
     from tundish.packing.mode_comparison import compare
     from tundish.packing.plan.fields import FIELDS
     from tundish.packing.plan.pack import Pack, PackBatch, Piece
@@ -39,6 +41,8 @@ else:
             "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
             "tundish.packing.exchange.export": ("export",),
             "tundish.packing.exchange.import_preset": ("import_preset",),
+            "tundish.packing.mixing.mix": ("mix",),
+            "tundish.packing.mixing.pack_mix": ("MixedPack", "PackMix"),
             "tundish.packing.mode_comparison": ("compare",),
             "tundish.packing.plan.fields": ("FIELDS",),
             "tundish.packing.plan.pack": ("Pack", "PackBatch", "Piece"),
@@ -52,8 +56,10 @@ else:
 
 __all__ = [
     "FIELDS",
+    "MixedPack",
     "Pack",
     "PackBatch",
+    "PackMix",
     "PackPlan",
     "PackedBatchSampler",
     "PackedCollator",
@@ -68,6 +74,7 @@ __all__ = [
     "import_preset",
     "lengths",
     "micro_batches",
+    "mix",
     "num_items_in_batch",
     "open_samples",
     "pack",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -10,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.packing.small_disk import small_disk
 
 import tundish as td
 from tundish.errors import AlreadyExistsError, InvalidInputError, StorageError
@@ -191,16 +191,6 @@ assert (np.diff(rows[:, 0]) == 1).all() or {options.get("seed")}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, (done.returncode, done.stderr)
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True, timeout=30)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True, timeout=30)
 
 
 @pytest.mark.parametrize(

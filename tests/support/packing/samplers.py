@@ -28,7 +28,7 @@ options = st.fixed_dictionaries(
 
 
 def samplers_of(
-    plan: td.PackPlan, global_batch: int, ranks: int, **given: Any
+    plan: td.PackPlan | td.PackMix, global_batch: int, ranks: int, **given: Any
 ) -> list[td.PackedBatchSampler]:
     return [
         td.PackedBatchSampler(plan, global_batch // ranks, rank=rank, world_size=ranks, **given)

@@ -59,8 +59,10 @@ class PackBatch:
             yield Pack(dataset, pieces[bounds[number] : bounds[number + 1]])
 
 
-def pack_numbers(index: Any, packs: int) -> int | range:
+def pack_numbers(index: Any, packs: int, what: str = "plan") -> int | range:
     """The number of the pack that `plan[index]` is, or the numbers that a slice gives, for a plan of `packs` packs.
+
+    `what` is the plan in messages.
 
     Raises:
         NoSuchPackError: There is no such pack.
@@ -82,5 +84,5 @@ def pack_numbers(index: Any, packs: int) -> int | range:
         raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
     number = asked + packs if asked < 0 else asked
     if not 0 <= number < packs:
-        raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the plan has {packs} packs")
+        raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the {what} has {packs} packs")
     return number

@@ -1,0 +1,1 @@
+"""Mixes: an order over the packs of several plans, by weight."""

@@ -1,0 +1,82 @@
+"""Checks the arguments of `mix` and `PackMix`; the compiled module checks the values of weights."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
+from tundish.packing.plan.pack_plan import PackPlan
+
+__all__ = ["EXHAUSTED", "as_plans", "as_weights", "check_exhausted", "check_sharing"]
+
+EXHAUSTED = ("repeat", "stop", "drop")
+
+
+def as_plans(plans: Any) -> list[PackPlan]:
+    """The plans that are given, themselves or as datasets that have them.
+
+    Raises:
+        InvalidTypeError: They are no list, or one is neither a plan nor a `PackedDataset` of a plan.
+        InvalidInputError: There are none.
+    """
+    if not isinstance(plans, list | tuple):
+        raise InvalidTypeError(f"plans is {format_type(plans)}: give a list of plans, or of PackedDatasets")
+    if not plans:
+        raise InvalidInputError("plans is empty: give at least one plan")
+    found = []
+    for number, given in enumerate(plans):
+        plan = given if isinstance(given, PackPlan) else getattr(given, "plan", None)
+        if not isinstance(plan, PackPlan):
+            raise InvalidTypeError(
+                f"plans[{number}] is {format_type(given)}: give a PackPlan, as pack returns it, or the "
+                "PackedDataset of one"
+            )
+        found.append(plan)
+    return found
+
+
+def as_weights(weights: Any, plans: int) -> tuple[float, ...]:
+    """`weights` as one float for each plan; the compiled module checks their values.
+
+    Raises:
+        InvalidTypeError: The weights are no sequence of numbers.
+        InvalidInputError: There are not as many weights as plans, or one is beyond every float.
+    """
+    given = weights.tolist() if hasattr(weights, "tolist") else weights
+    if not isinstance(given, list | tuple):
+        raise InvalidTypeError(
+            f"weights is {format_type(weights)}: give a list of numbers, one for each plan"
+        )
+    if len(given) != plans:
+        raise InvalidInputError(
+            f"there are {format_count(len(given), 'weight')} for {format_count(plans, 'plan')}: give one for each plan"
+        )
+    found = []
+    for number, weight in enumerate(given):
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+            raise InvalidTypeError(f"weights[{number}] is {weight!r:.100}: a weight is a number")
+        try:
+            found.append(float(weight))
+        except OverflowError:
+            raise InvalidInputError(
+                f"weights[{number}] is larger than any float: give a smaller one"
+            ) from None
+    return tuple(found)
+
+
+def check_exhausted(exhausted: Any) -> None:
+    """Refuse an `exhausted` that is none of the choices."""
+    choices = ", ".join(map(repr, EXHAUSTED))
+    if not isinstance(exhausted, str):
+        raise InvalidTypeError(f"exhausted must be one of {choices}, not {exhausted!r:.100}")
+    if exhausted not in EXHAUSTED:
+        raise InvalidInputError(f"exhausted is {exhausted!r:.100}; it must be one of {choices}")
+
+
+def check_sharing(share: Any, group: Any) -> None:
+    """Refuse a `share` that is no bool, and a `group` without it."""
+    if not isinstance(share, bool):
+        raise InvalidTypeError(f"share must be True or False, not {share!r:.100}")
+    if group is not None and not share:
+        raise InvalidInputError("group has a meaning only with share=True")
