@@ -18,11 +18,13 @@ from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
 from tundish.packing.dataset.item_builder import ItemBuilder
+from tundish.packing.dataset.mixed_parts import items_of_mix, parts_of_mix
 from tundish.packing.dataset.own_positions import Positions
 from tundish.packing.dataset.piece_layout import aligned_sizes
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.sample_keys import Padding
 from tundish.packing.dataset.samples import Sample, SampleSource, as_datasets
+from tundish.packing.mixing.pack_mix import PackMix
 from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["PackedDataset"]
@@ -58,9 +60,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Args:
         datasets: The dataset that the plan was made for, or a list or tuple of datasets in the plan's
-            order. A list or tuple of samples is taken as one dataset.
+            order. A list or tuple of samples is taken as one dataset. For a mix, a list with what each of its plans was
+            made for, or with the `PackedDataset` of each.
         plan: The result of `tundish.pack`, `tundish.pack_datasets` or `PackPlan.load`. With `global_pack` sample
-            indices count through all datasets.
+            indices count through all datasets. Or a mix of plans (`tundish.mix`), whose packs are then the items.
         mask_first_token: Set the label of each piece's first token to -100, because the token that predicts it belongs
             to another piece. `PackedCollator` does this in any case.
         pad_token_id: The token that pads the pieces of a plan made with `align`.
@@ -93,7 +96,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def __init__(
         self,
         datasets: SampleSource | Sequence[SampleSource],
-        plan: PackPlan,
+        plan: PackPlan | PackMix,
         *,
         mask_first_token: bool = False,
         pad_token_id: int = 0,
@@ -101,9 +104,22 @@ class PackedDataset(Dataset[dict[str, Any]]):
         sample_columns: Sequence[str] | None = None,
         positions: Positions | None = None,
     ) -> None:
-        if not isinstance(plan, PackPlan):
+        if not isinstance(plan, PackPlan | PackMix):
             raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
         self.plan = plan
+        self._parts: list[PackedDataset] = []
+        if isinstance(plan, PackMix):
+            self._read_parts(
+                datasets,
+                plan,
+                mask_first_token=mask_first_token,
+                pad_token_id=pad_token_id,
+                columns=columns,
+                sample_columns=sample_columns,
+                positions=positions,
+            )
+            return
+        self._plan = plan
         self._reader = RowReader(columns, sample_columns)
         self.columns = self._reader.columns
         self.sample_columns = self._reader.sample_columns
@@ -121,6 +137,18 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 self._reader.check_dataset(dataset, number)
         # With global_pack, sample s is sample s - offset of the last dataset whose offset is not above s.
         self._offsets = [0, *itertools.accumulate(plan.num_samples[:-1])]
+
+    def _read_parts(self, datasets: Any, mix: PackMix, **options: Any) -> None:
+        """Read the packs of a mix, each through the dataset of its plan."""
+        self._parts = parts_of_mix(
+            datasets,
+            mix,
+            PackedDataset,
+            lambda given, plan: PackedDataset(given, plan, **options),
+            has_options=any(options.values()),
+        )
+        self.columns, self.sample_columns = self._parts[0].columns, self._parts[0].sample_columns
+        self.datasets = tuple(dataset for part in self._parts for dataset in part.datasets)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -178,6 +206,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         packs = self._pack_numbers(indices)
         if not packs:
             return []
+        if isinstance(self.plan, PackMix):
+            return items_of_mix(self._parts, self.plan, packs)
         pieces = self._pieces(packs)
         samples = self._read(pieces)
         stops, sizes = self._spans(pieces, samples)
@@ -208,7 +238,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return numbers
 
     def _pieces(self, packs: list[int]) -> _Pieces:
-        found = self.plan.lookup(np.array(packs, dtype=np.int64))
+        found = self._plan.lookup(np.array(packs, dtype=np.int64))
         samples = found.sample.tolist()
         pieces = _Pieces(
             packs=packs,
@@ -220,7 +250,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             keys=samples,
         )
         self._check_samples(pieces)
-        if len(self.datasets) > 1 and not self.plan.global_pack:
+        if len(self.datasets) > 1 and not self._plan.global_pack:
             pieces.keys = [
                 self._offsets[dataset] + sample
                 for dataset, (first, last) in zip(pieces.datasets, pieces.bounds(), strict=True)
@@ -230,9 +260,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def _check_samples(self, pieces: _Pieces) -> None:
         """Refuse datasets and samples that do not exist; only a damaged plan names them."""
-        counts = self.plan.num_samples
+        counts = self._plan.num_samples
         for pack, dataset, (first, last) in zip(pieces.packs, pieces.datasets, pieces.bounds(), strict=True):
-            if self.plan.global_pack:
+            if self._plan.global_pack:
                 offset, dataset = self._offsets[-1], len(counts) - 1
             else:
                 offset = 0
@@ -253,7 +283,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         while first < len(keys):
             number = bisect.bisect_right(self._offsets, keys[first]) - 1
             offset = self._offsets[number]
-            last = bisect.bisect_left(keys, offset + self.plan.num_samples[number], first)
+            last = bisect.bisect_left(keys, offset + self._plan.num_samples[number], first)
             chosen = keys[first:last]
             wanted = [key - offset for key in chosen] if offset else chosen
             found = self._fetch(number, wanted)
@@ -293,9 +323,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def _check_lengths(self, number: int, wanted: list[int], found: list[Sample], pieces: _Pieces) -> None:
         """Compare samples with the attached lengths."""
-        if self.plan.lengths is None:
+        if self._plan.lengths is None:
             return
-        planned = self.plan.lengths[number][wanted].tolist()
+        planned = self._plan.lengths[number][wanted].tolist()
         actual = [len(sample.tokens) for sample in found]
         if actual == planned:
             return
@@ -312,7 +342,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         stops = [length if stop < 0 else stop for length, stop in zip(tokens, pieces.stops, strict=True)]
         sizes = [stop - start for start, stop in zip(pieces.starts, stops, strict=True)]
         # Where every piece is a whole sample, it stops at the sample's end.
-        are_whole = self.plan.overlong in ("error", "drop") and self.plan.mode != "mixed"
+        are_whole = self._plan.overlong in ("error", "drop") and self._plan.mode != "mixed"
         misfit = operator.ne if are_whole else operator.gt
         if min(sizes) < 0 or any(map(misfit, stops, tokens)):
             piece = next(
@@ -329,9 +359,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def _check_totals(self, pieces: _Pieces, sizes: list[int]) -> None:
         """Compare the tokens of each pack with what a plan without lengths says about it."""
-        planned = self.plan.longest[pieces.packs].tolist()
+        planned = self._plan.longest[pieces.packs].tolist()
         for row, (first, last) in enumerate(pieces.bounds()):
-            total = sum(aligned_sizes(sizes[first:last], self.plan.align))
+            total = sum(aligned_sizes(sizes[first:last], self._plan.align))
             longest = max(sizes[first:last])
             pack, dataset = pieces.packs[row], pieces.datasets[row]
             least, most = self._expected_total(pack, dataset)
@@ -347,7 +377,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def _expected_total(self, pack: int, dataset: int) -> tuple[int, int]:
         """The least and the most tokens that a pack may hold."""
-        plan = self.plan
+        plan = self._plan
         most = plan.max_length
         if plan.mode != "hard":
             # The columns do not say how full a pack of whole samples is.

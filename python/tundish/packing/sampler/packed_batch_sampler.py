@@ -27,6 +27,7 @@ from tundish.errors import (
     format_type,
 )
 from tundish.packing.arguments.integers import as_integer
+from tundish.packing.mixing.pack_mix import PackMix
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.packing.sampler.epoch_order import EpochOrder
 
@@ -45,7 +46,7 @@ class PackedBatchSampler:
     is `batch_size` of them. `len(sampler)` is the number of steps in a whole epoch, the same on every rank.
 
     Args:
-        plan: The packs to draw from.
+        plan: The packs to draw from: a plan, or a mix of plans (`tundish.mix`).
         batch_size: Packs that a rank takes at each step.
         rank: This process's number, from 0. If left out, it is taken from `torch.distributed` if that is
             initialised, else from the variable `RANK` that torchrun sets, else it is 0. A rank is taken only where
@@ -54,7 +55,8 @@ class PackedBatchSampler:
             it is 1.
         seed: 0 … 2³² − 1; the same on every rank.
         epoch: The first epoch; `set_epoch` changes it.
-        shuffle: Draw a new order of packs each epoch. `False` keeps the plan's order.
+        shuffle: Draw a new order of packs each epoch: the default for a plan. `False` keeps the plan's order. A mix has
+            an order of its own, which every epoch keeps.
         drop_last: `False` fills the last global batch with the packs that began the epoch (again and again
             when there are fewer packs than a global batch), `True` leaves out the packs that do not fill one.
         group_by_longest: Put packs with similar `longest` pieces into the same step. The cost of attention
@@ -76,19 +78,22 @@ class PackedBatchSampler:
 
     def __init__(
         self,
-        plan: PackPlan,
+        plan: PackPlan | PackMix,
         batch_size: int,
         rank: int | None = None,
         world_size: int | None = None,
         seed: int = 0,
         epoch: int = 0,
         *,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
         group_by_longest: bool = False,
     ) -> None:
-        if not isinstance(plan, PackPlan):
+        if not isinstance(plan, PackPlan | PackMix):
             raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
+        is_mix = isinstance(plan, PackMix)
+        if shuffle is None:
+            shuffle = not is_mix
         for name, value in (
             ("shuffle", shuffle),
             ("drop_last", drop_last),
@@ -96,6 +101,12 @@ class PackedBatchSampler:
         ):
             if not isinstance(value, bool):
                 raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        if is_mix and (shuffle or group_by_longest):
+            option = "shuffle" if shuffle else "group_by_longest"
+            raise InvalidInputError(
+                f"{option}=True would undo the shares of the mix, which has a random order already: leave {option} "
+                "out, and make the mix with another seed for another order"
+            )
         if group_by_longest and not shuffle:
             raise InvalidInputError("group_by_longest changes the order of packs: it needs shuffle=True")
         if (rank is None) != (world_size is None):
@@ -262,6 +273,9 @@ class PackedBatchSampler:
         already gone to the epoch after it, that epoch starts at its first step instead. A refused state changes
         nothing.
 
+        Over a mix that `PackMix.resume` made, the state may be one of the mix before, saved after at most as many packs
+        as both have in common.
+
         Args:
             state: A result of `state_dict`.
 
@@ -281,18 +295,31 @@ class PackedBatchSampler:
         """
         identity = self._identity()
         _check_form(state, (*identity, "epoch", "step"))
+        kept = self._packs_in_common(state)
         for key, mine in identity.items():
             theirs = _value_of_state(state, key, type(mine))
-            if theirs != mine:
+            if theirs != mine and (kept is None or key not in ("plan", "packs")):
                 said = format_integer(theirs) if isinstance(theirs, int) else theirs
                 raise StateMismatchError(self._difference(key, mine, said))
         epoch = _number_of_state(state, "epoch", LARGEST_SEED)
-        step = _number_of_state(state, "step", self._steps)
+        step = _number_of_state(state, "step", self._steps if kept is None else sys.maxsize)
+        if kept is not None and step * self.global_batch > kept:
+            raise StateMismatchError(
+                f"the state was saved after {step} steps of {self.global_batch} packs, and the mix of that run was "
+                f"resumed after {kept} packs: resume it with after={step * self.global_batch}"
+            )
         if step == self._steps and self._epoch == epoch + 1:
             # torchdata's StatefulDataLoader loads the state of a finished epoch after the loop has called
             # `set_epoch` for the next one, and would be taken back by it.
             epoch, step = self._epoch, 0
         self._move(epoch, step)
+
+    def _packs_in_common(self, state: Mapping[str, Any]) -> int | None:
+        """The number of packs in common with the mix of `state`, if this sampler's mix was resumed from it."""
+        plan = state["plan"]
+        if not isinstance(self._plan, PackMix) or not isinstance(plan, str):
+            return None
+        return self._plan.packs_in_common(plan)
 
     def _identity(self) -> dict[str, Any]:
         """Everything that determines the order of global batches, except the epoch."""
@@ -343,7 +370,9 @@ class PackedBatchSampler:
             seed=self.seed,
             epoch=self._epoch,
             shuffle=self.shuffle,
-            longest=self._plan.longest if self.group_by_longest else None,
+            longest=self._plan.longest
+            if isinstance(self._plan, PackPlan) and self.group_by_longest
+            else None,
         )
 
 
