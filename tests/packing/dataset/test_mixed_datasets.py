@@ -53,7 +53,7 @@ def test_items_are_those_of_the_plans() -> None:
         assert len(mixed) == 200 and mixed.plan.fingerprint == MIX.fingerprint
         assert_items_alike(list(mixed), expected)
         assert_items_alike(mixed.__getitems__([5, -1, 5, 0]), [expected[place] for place in (5, -1, 5, 0)])
-        assert mixed.__getitems__([]) == []
+        assert mixed.__getitems__([]) == [] and mixed.plan.max_length == 16
         with pytest.raises(IndexError, match="pack 200 does not exist"):
             mixed[200]
     assert [

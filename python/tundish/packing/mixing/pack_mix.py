@@ -50,6 +50,7 @@ class PackMix:
         plans: The plans, in the order in which they were given.
         packs: The packs in their order, numbered through all plans, (packs of the mix,), int32 or int64, read-only.
             Pack *k* of plan *p* has the number *k* + the packs of all plans before *p*.
+        max_length: Tokens a pack at most, the largest `max_length` of the plans.
         weights: The weight of each plan; after `resume`, those that hold at the end.
         seed: The seed of the orders in which each plan's packs come.
         exhausted: What happens when a plan is through: "repeat", "stop" or "drop".
@@ -79,6 +80,7 @@ class PackMix:
         packs.flags.writeable = False
         self.packs = packs
         self.path = path
+        self.max_length: int = max(plan.max_length for plan in self.plans)
         self.weights: list[float] = list(parameters.stages[-1].weights)
         self.seed: int = parameters.seed
         self.exhausted: str = parameters.exhausted
