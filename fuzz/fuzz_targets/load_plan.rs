@@ -18,9 +18,12 @@ use reading::{requests, use_folder};
 
 const MARKER: &[u8] = b"\n--\n";
 
-/// The files of each good plan: name and bytes, plan.json first.
-fn good() -> &'static [Vec<(String, Vec<u8>)>] {
-    static GOOD: OnceLock<Vec<Vec<(String, Vec<u8>)>>> = OnceLock::new();
+/// The files of a plan folder: name and bytes, plan.json first.
+type PlanFiles = Vec<(String, Vec<u8>)>;
+
+/// The files of each good plan.
+fn good() -> &'static [PlanFiles] {
+    static GOOD: OnceLock<Vec<PlanFiles>> = OnceLock::new();
     GOOD.get_or_init(|| {
         let files = |request| {
             let parent = tempfile::tempdir().expect("a temporary folder");
