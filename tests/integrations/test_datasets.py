@@ -191,6 +191,17 @@ def test_every_split_of_a_datasetdict_is_packed() -> None:
         assert_rows(packs[name], split.to_list(), plan)
 
 
+def test_a_mix_of_data_sets() -> None:
+    others = Dataset.from_list(draw_chats(20, "loss_mask", seed=1))
+    sources = [CHATS, others]
+    plans = [td.pack(td.packing.lengths(source), 64, mode="best_fit") for source in sources]
+    items = td.PackedDataset(sources, td.mix(plans, [0.7, 0.3], num_packs=30, seed=0))
+    packs = td.hf.pack_dataset(items)
+    assert len(packs) == 30
+    for row, item in zip(packs, items, strict=True):
+        assert row["input_ids"].tolist() == item["input_ids"].tolist()
+
+
 def test_no_samples_give_no_packs() -> None:
     packs = td.hf.pack_dataset(CHATS.select([]), 64)
     assert len(packs) == 0 and list(packs) == [] and set(packs.column_names) == EVERY_COLUMN
