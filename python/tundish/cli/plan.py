@@ -254,7 +254,7 @@ def run_verify(options: argparse.Namespace) -> dict[str, Any]:
         progress=progress_of(options),
     )
     facts = {"verified": True, **describe(plan, options.plan)}
-    text = f"{options.plan}: all {facts['packs']:,} packs hold (fingerprint {plan.fingerprint})"
+    text = f"{options.plan}: all {facts['packs']:,} packs match the lengths (fingerprint {plan.fingerprint})"
     return {"json": facts, "text": text}
 
 

@@ -31,7 +31,7 @@ def path_exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise StorageError(error.errno, f"cannot be looked at: {error.strerror}", str(path)) from error
+        raise StorageError(error.errno, f"cannot be examined: {error.strerror}", str(path)) from error
 
 
 def map_existing_plan(target: Path) -> PackPlan:
