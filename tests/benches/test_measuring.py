@@ -28,6 +28,7 @@ def test_a_child_reports_time_and_peak(bench: SimpleNamespace, tmp_path: Path, t
             "lengths": str(tmp_path / "lengths.npy"),
             "order": None,
             "seed": 0,
+            "mode": "hard",
             "max_length": 4096,
             "threads": 1,
             "out": str(tmp_path / "plan") if to_files else None,

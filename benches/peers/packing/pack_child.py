@@ -31,6 +31,7 @@ def main() -> None:
     order = np.load(request["order"], mmap_mode=mmap_mode) if request["order"] else None
     td.pack(np.full(1000, 10, dtype=np.int32), 64, order=np.arange(1000), threads=request["threads"])
 
+    whole = {} if request["mode"] == "hard" else {"mode": request["mode"], "overlong": "truncate"}
     before = counted_memory(os.getpid())
     print("ready", flush=True)
     sys.stdin.readline()
@@ -46,6 +47,7 @@ def main() -> None:
             threads=request["threads"],
             out=folder,
             progress=False,
+            **whole,
         )
         seconds = min(seconds, time.perf_counter() - begin)
         fields = (
