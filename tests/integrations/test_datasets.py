@@ -245,6 +245,11 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         InvalidInputError,
         r"has \['key'\], which PackedDataset does not",
     ),
+    (
+        {"dataset": CHATS.rename_column("input_ids", "tokens")},
+        InvalidInputError,
+        "has no column 'input_ids': its columns are 'tokens'",
+    ),
     ({"dataset": CHATS.with_transform(dict)}, InvalidInputError, "computes its rows when they are read"),
     (
         {"dataset": td.PackedDataset([[1, 2]], td.pack([2], 2)), "seed": 3},
@@ -259,6 +264,11 @@ def test_refused(changed: dict[str, Any], error: type[Exception], message: str) 
     given = {"dataset": CHATS, "max_length": 64, **changed}
     with pytest.raises(error, match=message if "\\" in message or ".*" in message else re.escape(message)):
         td.hf.pack_dataset(given.pop("dataset"), **given)
+
+
+def test_a_column_length_that_is_out_of_date_is_not_used() -> None:
+    packs = td.hf.pack_dataset(CHATS.add_column("length", [1] * len(CHATS)), 64)
+    assert packs[:]["seq_lengths"] == td.hf.pack_dataset(CHATS, 64)[:]["seq_lengths"]
 
 
 def trainer(folder: Path, steps: int, packs: Dataset) -> Trainer:

@@ -193,9 +193,10 @@ def _pack(source: Any, named: Mapping[str, Any], options: Mapping[str, Any]) -> 
     """Return the packs of one dataset: `options` are those of `pack`, and `named` of `PackedDataset`."""
     import datasets
 
-    plan: PackPlan = pack(lengths(source), **options)
     if not isinstance(source, datasets.Dataset):
-        return PackedDataset(open_samples(source), plan, **named)
+        return PackedDataset(open_samples(source), pack(lengths(source), **options), **named)
+    # A column `length` may be out of date, and counting lists in Arrow memory reads no token.
+    plan: PackPlan = pack(lengths(source, "input_ids"), **options)
     shown = source.format
     if not shown["output_all_columns"] and shown["columns"] != source.column_names:
         source = source.select_columns(shown["columns"])

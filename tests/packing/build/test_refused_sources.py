@@ -43,6 +43,12 @@ def test_what_holds_samples_is_no_array_of_lengths(make: Any, says: str) -> None
         td.pack_datasets([[1, 2], make()], 8)
 
 
+@pytest.mark.parametrize("flat", [[5, 6], np.array([5, 6]), torch.tensor([5, 6])])
+def test_several_datasets_are_no_single_list(flat: Any) -> None:
+    with pytest.raises(InvalidTypeError, match=r"^lengths holds numbers: .* \[lengths\] for one dataset"):
+        td.pack_datasets(flat, 8)
+
+
 def test_an_order_is_not_read_from_samples() -> None:
     with pytest.raises(
         InvalidTypeError,

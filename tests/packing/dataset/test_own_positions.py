@@ -189,9 +189,10 @@ def test_what_is_no_function_is_refused() -> None:
         make_dataset([0, 1, 2])
 
 
-def test_an_error_of_the_function_is_raised_unchanged() -> None:
+def test_an_error_of_the_function_names_the_sample() -> None:
     def positions(piece: dict[str, Any]) -> Any:
         raise KeyError("image_grid_thw")
 
-    with pytest.raises(KeyError, match="image_grid_thw"):
+    with pytest.raises(KeyError, match="image_grid_thw") as caught:
         make_dataset(positions)[0]
+    assert caught.value.__notes__ == ["raised by positions for a piece of sample 0 of dataset 0"]

@@ -255,6 +255,8 @@ def some_state() -> dict[str, Any]:
         (lambda state: state | {"version": 9}, "the state has version 9, and this release of tundish reads 1"),
         (lambda state: {key: state[key] for key in ("kind", "version")}, "cut or edited: KeyError: 'options'"),
         (lambda state: state | {"samples": "7"}, "cut or edited: TypeError"),
+        (lambda state: state | {"samples": -7}, "cut or edited: ValueError: -7 samples"),
+        (lambda state: state | {"is_exhausted": None}, "cut or edited: ValueError: .* is_exhausted=None"),
         (lambda state: state | {"packs": None}, "cut or edited: TypeError"),
         (lambda state: state | {"worker": [1]}, "cut or edited: TypeError"),
         (lambda state: state | {"pieces_of_open_packs": [1]}, "1 open packs of 1 pieces"),

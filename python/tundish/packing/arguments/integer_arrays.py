@@ -198,6 +198,11 @@ def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> li
         raise InvalidTypeError(
             f"{name} must be a list with the {name} of each dataset, not of type {type(lengths).__name__}"
         )
+    first = next(iter(lengths), [])
+    if isinstance(first, int) or getattr(first, "ndim", 1) == 0:
+        raise InvalidTypeError(
+            f"{name} holds numbers: give a list with the {name} of each dataset, [{name}] for one dataset"
+        )
     return [as_integer_array(column, f"{name}[{number}]") for number, column in enumerate(lengths)]
 
 

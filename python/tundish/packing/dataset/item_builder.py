@@ -35,7 +35,6 @@ class ItemBuilder:
         sample_columns: The names of the values that samples have once, checked.
         mask_first_token: As in `PackedDataset`.
         positions: As in `PackedDataset`.
-        align: Each piece is padded to a multiple of so many tokens.
         pad_token_id: As in `PackedDataset`.
 
     Raises:
@@ -50,7 +49,6 @@ class ItemBuilder:
         *,
         mask_first_token: Any,
         positions: Any,
-        align: int = 1,
         pad_token_id: Any = 0,
     ) -> None:
         if not isinstance(mask_first_token, bool):
@@ -64,12 +62,18 @@ class ItemBuilder:
         self._pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
         self._columns = columns
         self._sample_columns = sample_columns
-        self._align = align
 
     def build(
-        self, samples: Sequence[Sample], starts: Sequence[int], stops: Sequence[int], sizes: Sequence[int]
+        self,
+        samples: Sequence[Sample],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        sizes: Sequence[int],
+        align: int,
     ) -> dict[str, Any]:
         """The item of pieces, each of which is the tokens `starts` … `stops` - 1 of its sample, `sizes` of them.
+
+        Each piece is padded to a multiple of `align` tokens.
 
         Raises:
             InvalidInputError: A mask, a constant or an id is refused.
@@ -80,7 +84,7 @@ class ItemBuilder:
             starts = list(itertools.compress(starts, sizes))
             stops = list(itertools.compress(stops, sizes))
             sizes = [size for size in sizes if size]
-        layout = PieceLayout(sizes, self._align)
+        layout = PieceLayout(sizes, align)
         # All samples at once: there may be many in an item.
         all_tokens, all_labels, _, _, all_extras = zip(*samples, strict=True)
         tokens = joined("input_ids", all_tokens, samples, starts, stops)

@@ -48,7 +48,12 @@ def own_positions(
         piece |= {key: torch.from_numpy(column[own].copy()) for key, column in columns.items()}
         values = sample.extras.values if sample.extras else {}
         piece |= {key: values[key] for key in sample_columns if key in values}
-        part = _checked(positions(piece), own.stop - own.start, sample)
+        try:
+            made = positions(piece)
+        except Exception as error:
+            error.add_note(f"raised by positions for a piece of {name_sample(sample.dataset, sample.number)}")
+            raise
+        part = _checked(made, own.stop - own.start, sample)
         if parts and part.shape[:-1] != parts[0].shape[:-1]:
             raise InvalidInputError(
                 f"positions gave the shape {part.shape} for {name_sample(sample.dataset, sample.number)}, and "

@@ -46,9 +46,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     Pieces without tokens (samples of length 0) leave no trace: `cu_seqlens` rises strictly.
 
-    If the plan was made with `align`, each piece is padded to a multiple of it: `input_ids` with `pad_token_id`,
-    `labels` with -100, columns with their padding values. The padding counts as part of its piece in `position_ids`,
-    `cu_seqlens` and `max_seqlen`. With causal attention no token before it sees it.
+    If the plan was made with `align`, each piece is padded to a multiple of it, but in datasets of mode "hard":
+    `input_ids` with `pad_token_id`, `labels` with -100, columns with their padding values. The padding counts as part
+    of its piece in `position_ids`, `cu_seqlens` and `max_seqlen`. With causal attention no token before it sees it.
 
     A sample is a mapping with `input_ids` (a row of a HF `Dataset` is one), or a plain one-dimensional array, tensor or
     sequence of integers. A mapping may have `labels`, and the masks `completion_mask`, `assistant_masks` and
@@ -128,9 +128,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
             self.sample_columns,
             mask_first_token=mask_first_token,
             positions=positions,
-            align=plan.align,
             pad_token_id=pad_token_id,
         )
+        # Pieces that were cut where a pack was full have no room for padding.
+        self._aligns = [1 if mode == "hard" else plan.align for mode in plan.modes]
         self.datasets = as_datasets(datasets, plan.num_samples)
         for number, dataset in enumerate(self.datasets):
             if plan.num_samples[number]:
@@ -214,7 +215,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._check_totals(pieces, sizes)
         parts = itertools.starmap(slice, pieces.bounds())
         build = self._builder.build
-        return [build(samples[part], pieces.starts[part], stops[part], sizes[part]) for part in parts]
+        return [
+            build(samples[part], pieces.starts[part], stops[part], sizes[part], self._aligns[dataset])
+            for part, dataset in zip(parts, pieces.datasets, strict=True)
+        ]
 
     def _pack_numbers(self, indices: Sequence[int]) -> list[int]:
         count = len(self.plan)
@@ -361,9 +365,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Compare the tokens of each pack with what a plan without lengths says about it."""
         planned = self._plan.longest[pieces.packs].tolist()
         for row, (first, last) in enumerate(pieces.bounds()):
-            total = sum(aligned_sizes(sizes[first:last], self._plan.align))
-            longest = max(sizes[first:last])
             pack, dataset = pieces.packs[row], pieces.datasets[row]
+            total = sum(aligned_sizes(sizes[first:last], self._aligns[dataset]))
+            longest = max(sizes[first:last])
             least, most = self._expected_total(pack, dataset)
             if not least <= total <= most or longest != planned[row]:
                 expected = f"{most}" if least == most else f"{least} to {most}"

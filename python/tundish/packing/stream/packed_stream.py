@@ -115,7 +115,6 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             self._reader.sample_columns,
             mask_first_token=mask_first_token,
             positions=positions,
-            align=self._options.align,
             pad_token_id=pad_token_id,
         )
         # Loaded, and not gone on from yet.
@@ -236,11 +235,12 @@ class _Pass:
         self._reader = SourceReader(stream.samples, stream._reader, start.worker, start.source)
         self._packer = StreamPacker(stream._options, stream._reader.columns, start.packs)
         self._builder = stream._builder
+        self._align = stream._options.align
 
     def items(self) -> Iterator[dict[str, Any]]:
         for pieces in self._packer.packs(self._reader):
             sizes = [len(piece.tokens) for piece in pieces]
-            yield self._builder.build(pieces, [0] * len(pieces), sizes, sizes)
+            yield self._builder.build(pieces, [0] * len(pieces), sizes, sizes, self._align)
 
     def state(self) -> StreamState:
         return self._start._replace(source=self._reader.state(), packs=self._packer.state())

@@ -79,13 +79,14 @@ class StreamState(NamedTuple):
             most = options.max_length - (options.mode == "hard")
             if any(not 0 < sum(len(piece.tokens) for piece in pack) <= most for pack in packs):
                 raise ValueError(f"an open pack that is empty or has more than {most} tokens")
+            samples, closed = operator.index(state["samples"]), operator.index(state["packs"])
+            if min(samples, closed) < 0 or not isinstance(state["is_exhausted"], bool):
+                raise ValueError(f"{samples} samples, {closed} packs, is_exhausted={state['is_exhausted']!r}")
             return cls(
                 None if worker is None else Worker(*worker),
                 state["epoch"],
-                SourceState(
-                    operator.index(state["samples"]), copy.deepcopy(state["source"]), state["is_exhausted"]
-                ),
-                OpenPacks(operator.index(state["packs"]), packs, rest),
+                SourceState(samples, copy.deepcopy(state["source"]), state["is_exhausted"]),
+                OpenPacks(closed, packs, rest),
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, StateMismatchError):
