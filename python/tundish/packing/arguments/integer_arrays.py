@@ -200,7 +200,7 @@ def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> li
         )
     first = next(iter(lengths), [])
     if isinstance(first, int) or getattr(first, "ndim", 1) == 0:
-        raise InvalidTypeError(
+        raise InvalidInputError(
             f"{name} holds numbers: give a list with the {name} of each dataset, [{name}] for one dataset"
         )
     return [as_integer_array(column, f"{name}[{number}]") for number, column in enumerate(lengths)]
