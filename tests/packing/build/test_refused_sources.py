@@ -45,7 +45,7 @@ def test_what_holds_samples_is_no_array_of_lengths(make: Any, says: str) -> None
 
 @pytest.mark.parametrize("flat", [[5, 6], np.array([5, 6]), torch.tensor([5, 6])])
 def test_several_datasets_are_no_single_list(flat: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^lengths holds numbers: .* \[lengths\] for one dataset"):
+    with pytest.raises(InvalidInputError, match=r"^lengths\[0\] is a number: .* \[lengths\] for one dataset"):
         td.pack_datasets(flat, 8)
 
 

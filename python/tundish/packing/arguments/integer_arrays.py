@@ -198,10 +198,10 @@ def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> li
         raise InvalidTypeError(
             f"{name} must be a list with the {name} of each dataset, not of type {type(lengths).__name__}"
         )
-    first = next(iter(lengths), [])
+    first: Any = next(iter(lengths), [])
     if isinstance(first, int) or getattr(first, "ndim", 1) == 0:
         raise InvalidInputError(
-            f"{name} holds numbers: give a list with the {name} of each dataset, [{name}] for one dataset"
+            f"{name}[0] is a number: give a list with the {name} of each dataset, [{name}] for one dataset"
         )
     return [as_integer_array(column, f"{name}[{number}]") for number, column in enumerate(lengths)]
 
