@@ -50,7 +50,7 @@ def as_weights(weights: Any, plans: int) -> tuple[float, ...]:
         )
     if len(given) != plans:
         raise InvalidInputError(
-            f"there are {format_count(len(given), 'weight')} for {format_count(plans, 'plan')}: give one for each plan"
+            f"{format_count(len(given), 'weight')} for {format_count(plans, 'plan')}: give one for each plan"
         )
     found = []
     for number, weight in enumerate(given):
