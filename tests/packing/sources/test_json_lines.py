@@ -88,3 +88,11 @@ def test_a_bad_line_is_named(line: str, kind: type[Exception], message: str, tmp
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(kind, match=message):
         td.packing.lengths(path)
+
+
+@pytest.mark.parametrize(("values", "kind"), [(["[1, 2]", "4"], "an int"), (["4", "[1, 2]"], "a list")])
+def test_counts_among_tokens_are_refused(tmp_path: Path, values: list[str], kind: str) -> None:
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(f'{{"input_ids": {value}}}\n' for value in values))
+    with pytest.raises(InvalidInputError, match=rf"^input_ids of line 2 of .*mixed\.jsonl is {kind}, unlike"):
+        td.packing.lengths(path)

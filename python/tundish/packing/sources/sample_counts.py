@@ -31,10 +31,12 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
         Shape (samples,), int32 if every count fits, else int64.
 
     Raises:
-        InvalidInputError: A sample lacks the key, or its value is null or no token count.
+        InvalidInputError: A sample lacks the key, or its value is null or no token count, or some values are counts
+            and others tokens.
         InvalidTypeError: A sample is neither a mapping nor one-dimensional.
     """
     counts = array("q")
+    has_counts = has_tokens = False
     for sample in samples:
         value = sample
         # Asking for the type of a dict takes a tenth of the time.
@@ -45,10 +47,19 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
                 column = choose_column(list(map(str, sample)), column, LENGTH_COLUMNS, where(len(counts)))
             value = sample[column]
             # A number of tokens, as most files have it.
-            if type(value) is int and 0 <= value <= _MOST_TOKENS:
+            if type(value) is int and 0 <= value <= _MOST_TOKENS and not has_tokens:
+                has_counts = True
                 counts.append(value)
                 continue
-        counts.append(_count(value, column if is_mapping else None, where, len(counts)))
+        count = _count(value, column if is_mapping else None, where, len(counts))
+        if is_mapping:
+            has_tokens = has_tokens or (hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0)
+            if has_tokens and (has_counts or type(value) is int):
+                raise InvalidInputError(
+                    f"{column} of {where(len(counts))} is {format_type(value)}, unlike in samples before it: a column "
+                    "holds token counts, or tokens"
+                )
+        counts.append(count)
     return narrowed(np.frombuffer(counts, dtype=np.int64) if counts else np.empty(0, dtype=np.int64))
 
 
