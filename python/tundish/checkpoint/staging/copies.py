@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import functools
 import threading
@@ -194,16 +193,16 @@ class LazyCopy:
         self._issued = threading.Event()
         self._error: BaseException | None = None
         self._gates = [_gate_of(optimizer) for optimizer in optimizers]
-        self._is_started = False
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to copy; once."""
         for gate in self._gates:
             gate.add(self)
         try:
-            # `Thread.start` waits until the thread runs, so the caller of a save would wait for processors that copy.
-            _thread.start_new_thread(self._run, ())
-            self._is_started = True
+            thread = threading.Thread(target=self._run, name="tundish-lazy-copy", daemon=True)
+            thread.start()
+            self._thread = thread
         except RuntimeError:
             self.release()
             raise
@@ -253,8 +252,8 @@ class LazyCopy:
 
     def release(self) -> None:
         """Block until no copy runs, and hold up no step any more."""
-        if self._is_started:
-            self._issued.wait()
+        if self._thread is not None:
+            self._thread.join()
         self._copy.wait(None)
         for gate in self._gates:
             gate.discard(self)
