@@ -21,6 +21,7 @@ ROWS = {
         "| chunked numpy + Python loop |",
     ),
     "vectorised numpy": ("Hard plan in memory, order given | text, 10⁷ |", "| vectorised numpy |"),
+    "TRL's `pack_dataset`": ("Best fit, whole plan | text, 10⁶,", "| TRL pack_dataset,"),
     "a pool on two `multiprocessing` queues": ("An empty task, 2 workers |", "| two-queue pool |"),
     "Accelerate's `DataLoaderDispatcher`": ("| VLM, 4 ranks |", "| Accelerate's DataLoaderDispatcher |"),
     "the best of five other libraries": ("| time lost, matrix products |", ", the best of them |"),
