@@ -23,17 +23,8 @@ struct Chunk<P> {
     start: usize,
     count: usize,
     buffer: PackBuffer<P>,
-    /// Which items go where.
-    moves: Vec<Move>,
     /// Lengths of the samples, where they are needed.
     lengths: Vec<P>,
-}
-
-/// Neighbours in the sorted samples that go into one pack.
-struct Move {
-    from: usize,
-    to: usize,
-    count: usize,
 }
 
 /// Writes the packs of one stream.
@@ -110,7 +101,7 @@ impl<P: PlanInteger> WholePacker<'_, P> {
 
 impl<P: PlanInteger> Chunk<P> {
     fn new(has_ranges: bool) -> Self {
-        Self { start: 0, count: 0, buffer: PackBuffer::new(has_ranges), moves: Vec::new(), lengths: Vec::new() }
+        Self { start: 0, count: 0, buffer: PackBuffer::new(has_ranges), lengths: Vec::new() }
     }
 }
 
@@ -120,16 +111,7 @@ impl<P: PlanInteger> PackWriter<'_, P> {
         for &number in &self.order[chunk.start..chunk.start + chunk.count] {
             match number.widen().checked_sub(full_parts) {
                 None => self.write_full_part(number.widen(), &mut chunk.buffer),
-                Some(number) => self.write_pack(number, &mut chunk.buffer, &mut chunk.moves),
-            }
-        }
-        // The samples of a pack lie anywhere in memory. In a loop of their own the processor reads many at a time.
-        let indices = &mut chunk.buffer.indices;
-        for Move { from, to, count } in chunk.moves.drain(..) {
-            match &self.sorted.samples[from..from + count] {
-                // A call of memcpy takes longer.
-                &[sample] => indices[to] = sample,
-                samples => indices[to..to + count].copy_from_slice(samples),
+                Some(number) => self.write_pack(number, &mut chunk.buffer),
             }
         }
         if self.sorted.has_last_parts && chunk.buffer.ranges.is_some() {
@@ -152,10 +134,10 @@ impl<P: PlanInteger> PackWriter<'_, P> {
         buffer.close_pack(stop, P::truncate(self.max_length));
     }
 
-    /// Write all of a pack but the samples, and note where those come from.
-    fn write_pack(&self, number: u64, buffer: &mut PackBuffer<P>, moves: &mut Vec<Move>) {
+    fn write_pack(&self, number: u64, buffer: &mut PackBuffer<P>) {
         let pack = self.groups.pack(number);
-        let mut end = buffer.indices.len() + pack.pieces as usize;
+        let begin = buffer.indices.len();
+        let mut end = begin + pack.pieces as usize;
         buffer.indices.resize(end, P::default());
         if let Some([starts, stops]) = &mut buffer.ranges {
             starts.resize(end, P::default());
@@ -164,13 +146,18 @@ impl<P: PlanInteger> PackWriter<'_, P> {
         let (mut shortest, mut longest) = (None, 0);
         // The shortest come first here, and last in the pack.
         for items in pack {
-            let start = end - items.count;
-            moves.push(Move { from: items.first, to: start, count: items.count });
+            let slots = end - items.count..end;
+            let samples = &self.sorted.samples[items.first..items.first + items.count];
+            match samples {
+                // A call of memcpy takes longer.
+                &[sample] => buffer.indices[slots.start] = sample,
+                samples => buffer.indices[slots.clone()].copy_from_slice(samples),
+            }
             if let Some([_, stops]) = &mut buffer.ranges {
-                stops[start..end].fill(P::truncate(items.length));
+                stops[slots.clone()].fill(P::truncate(items.length));
             }
             shortest = shortest.or(Some(items.length));
-            (longest, end) = (items.length, start);
+            (longest, end) = (items.length, slots.start);
         }
         buffer.close_pack(P::truncate(shortest.unwrap_or_default()), P::truncate(longest));
     }
