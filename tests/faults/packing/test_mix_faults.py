@@ -5,14 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.distributed.programs import run
+from support.interrupts import wait_after_interrupt
 from support.packing.small_disk import small_disk
 
 import tundish as td
@@ -73,26 +71,3 @@ def test_ctrl_c_ends_a_mix_within_100_ms() -> None:
     for name, call in calls.items():
         waits = [wait_after_interrupt(delay, call) for delay in (0.02, 0.05, 0.08)]
         assert sorted(waits)[1] < 0.1, (name, waits)
-
-
-def wait_after_interrupt(delay: float, call: Callable[[], object]) -> float:
-    """Seconds from a Ctrl-C, sent `delay` seconds from now, to the end of the call that it meets."""
-    sent = 0.0
-
-    def interrupt() -> None:
-        nonlocal sent
-        sent = time.monotonic()
-        os.kill(os.getpid(), signal.SIGINT)
-
-    timer = threading.Timer(delay, interrupt)
-
-    def interrupted() -> None:
-        # Started in here: on a busy machine the interrupt may come before this thread goes on.
-        timer.start()
-        call()
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    waited = time.monotonic() - sent
-    timer.join()
-    return waited

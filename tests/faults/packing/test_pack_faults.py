@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.interrupts import wait_after_interrupt
 from support.packing.small_disk import small_disk
 
 import tundish as td
@@ -85,29 +85,6 @@ def test_two_builders_at_once_end_with_one_plan(lengths_file: Path, tmp_path: Pa
     assert [builder.returncode for builder in builders] == [0, 0, 0], answers
     assert len({answer[0] for answer in answers}) == 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def wait_after_interrupt(delay: float, call: Callable[[], object]) -> float:
-    """Seconds from a Ctrl-C, sent `delay` seconds from now, to the end of the call that it meets."""
-    sent = 0.0
-
-    def interrupt() -> None:
-        nonlocal sent
-        sent = time.monotonic()
-        os.kill(os.getpid(), signal.SIGINT)
-
-    timer = threading.Timer(delay, interrupt)
-
-    def interrupted() -> None:
-        # Started in here: on a busy machine the interrupt may come before this thread goes on.
-        timer.start()
-        call()
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    waited = time.monotonic() - sent
-    timer.join()
-    return waited
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.packing.small_llama import small_llama
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tundish as td
 from tundish.errors import InvalidInputError
@@ -24,22 +25,6 @@ def make_items(lengths: list[int], max_length: int) -> list[dict[str, Any]]:
     samples = [draws.integers(0, VOCABULARY, length) for length in lengths]
     plan = td.pack(lengths, max_length, mode="sequential")
     return list(td.PackedDataset(samples, plan))
-
-
-def make_model(attention: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            # Weights of the usual size give a loss that hardly depends on what is attended to.
-            initializer_range=0.3,
-            attn_implementation=attention,
-        )
-    )
 
 
 def loss_apart(model: LlamaForCausalLM, items: list[dict[str, Any]]) -> torch.Tensor:
@@ -68,7 +53,7 @@ def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
     attention: str, pad_to: int | None
 ) -> None:
     items = make_items([9, 20, 1, 2, 17, 14], 32)
-    model = make_model(attention)
+    model = small_llama(VOCABULARY, attention)
     apart = loss_apart(model, items)
     expected = gradient(model, apart)
     batch = td.PackedCollator(attention="mask", pad_to=pad_to)(items)
@@ -87,7 +72,7 @@ def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_mask_fits_weights_of_half_precision(attention: str) -> None:
     items = make_items([9, 20, 3], 32)
-    model = make_model(attention)
+    model = small_llama(VOCABULARY, attention)
     apart = loss_apart(model, items).item()
     loss = model.bfloat16()(**td.PackedCollator(attention="mask")(items)).loss
     assert abs(loss.item() - apart) < 0.05
@@ -103,8 +88,8 @@ def test_a_block_mask_keeps_pieces_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", unfused)
     items = make_items([90, 200, 1, 30, 17, 14], 300)
-    model = make_model("flex_attention")
-    apart = loss_apart(make_model("sdpa"), items)
+    model = small_llama(VOCABULARY, "flex_attention")
+    apart = loss_apart(small_llama(VOCABULARY, "sdpa"), items)
     batch = td.PackedCollator(attention="flex")(items)
     assert batch["document_ids"].dtype == torch.int32
     del batch["position_ids"]

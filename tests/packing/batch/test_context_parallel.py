@@ -140,20 +140,9 @@ def test_wrong_columns_and_parts_are_refused() -> None:
 
 
 def make_model(attention: str) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from support.packing.small_llama import small_llama
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            initializer_range=0.3,
-            attn_implementation=attention,
-        )
-    )
+    model = small_llama(VOCABULARY, attention)
     model.loss_function = td.packing.weighted_loss
     return model
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from support.packing.small_llama import small_llama
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import tundish as td
 from tundish.errors import InvalidInputError
@@ -30,20 +31,6 @@ def make_dataset() -> td.PackedDataset:
     # Only its first token, which no token predicts.
     rows[6]["loss_mask"] = np.array([1] + [0] * 6)
     return td.PackedDataset(rows, td.pack(lengths, 64, mode="sequential"))
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            initializer_range=0.3,
-        )
-    )
 
 
 def loss_apart(model: LlamaForCausalLM, dataset: td.PackedDataset, mode: str) -> torch.Tensor:
@@ -75,7 +62,7 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", [{}, {"pad_to": 128, "attention": "mask"}])
 def test_the_gradient_of_all_steps_is_that_of_the_samples_apart(mode: Any, options: dict[str, Any]) -> None:
-    dataset, model = make_dataset(), make_model()
+    dataset, model = make_dataset(), small_llama(VOCABULARY)
     apart = loss_apart(model, dataset, mode)
     apart.backward()
     expected = gradients_of(model)
@@ -98,7 +85,7 @@ def test_the_gradient_of_all_steps_is_that_of_the_samples_apart(mode: Any, optio
 
 
 def test_a_batch_alone_is_divided_by_its_own_weights() -> None:
-    dataset, model = make_dataset(), make_model()
+    dataset, model = make_dataset(), small_llama(VOCABULARY)
     batch = td.PackedCollator(loss_weights="tokens")(list(dataset))
     own = model(**batch, use_cache=False).loss
     model.loss_function = td.packing.weighted_loss
@@ -132,7 +119,7 @@ def test_no_token_to_learn_from_is_a_loss_of_zero() -> None:
     rows = [{"input_ids": [1, 2], "loss_mask": [0, 0]}]
     batch = td.PackedCollator(loss_weights="samples")([td.PackedDataset(rows, td.pack([2], 2))[0]])
     assert batch["num_unlearned_pieces"] == 1
-    model = make_model()
+    model = small_llama(VOCABULARY)
     model.loss_function = td.packing.weighted_loss
     items = td.packing.num_items_in_batch([batch])
     for options in ({}, {"num_items_in_batch": items}):
@@ -147,7 +134,7 @@ class SampleTrainer(Trainer):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_trainer_of_transformers_takes_the_weights(mode: Any, tmp_path: Path) -> None:
-    dataset, model = make_dataset(), make_model()
+    dataset, model = make_dataset(), small_llama(VOCABULARY)
     loss_apart(model, dataset, mode).backward()
     expected = gradients_of(model)
     model.zero_grad()
