@@ -47,6 +47,71 @@ class SaveRequest:
         return f"save_{self.kind} of step {self.step}"
 
 
+def start_save(resources: CheckpointerResources, request: SaveRequest) -> Save:
+    """Collective: take a save; returns when it is staged, or published if the request is blocking.
+
+    Raises, on all ranks, the error of any rank, or of an earlier save.
+    """
+    queue = resources.queues[request.kind]
+    queue.wait_for_turn()
+    attempt = _Attempt(resources, request)
+    try:
+        stager = attempt.agree()
+        queued = _queued_save(resources, request, stager, attempt)
+    except BaseException:
+        attempt.release()
+        raise
+    try:
+        try:
+            queued.staged = stager.stage()
+            queued.save._staged_save = queued.staged
+        except BaseException as caught:
+            # The finalizer's next vote tells the other ranks.
+            queued.staged, queued.caller_raises = caught, True
+            stager.release()
+            # The frames hold views of staged tensors.
+            traceback.clear_frames(caught.__traceback__)
+            raise
+        finally:
+            queue.submit(queued)
+        if request.blocking:
+            queued.save.result()
+    except BaseException as caught:
+        if request.blocking and caught is not queued.staged:
+            _act_on_unraised(resources, queued, caught)
+        raise
+    return queued.save
+
+
+def _act_on_unraised(resources: CheckpointerResources, queued: QueuedSave, raised: BaseException) -> None:
+    """Have the failure policy act on a failure that the caller does not hear of, as Ctrl-C ended the wait for it."""
+    if not queued.save.done():
+        queued.caller_raises = False
+        return
+    error = queued.save.exception()
+    if error is not None and error is not raised and not isinstance(error, CallbackError):
+        resources.failure.act(error, queued.what)
+
+
+def _queued_save(
+    resources: CheckpointerResources, request: SaveRequest, stager: Stager, attempt: _Attempt
+) -> QueuedSave:
+    name = f"{request.kind}-{request.step}"
+    is_queue_thread = resources.queues[request.kind].is_own_thread
+    return QueuedSave(
+        save=Save(request.kind, request.step, stager.file_bytes, is_queue_thread=is_queue_thread),
+        number=resources.voter.last_vote.number,
+        folder=resources.path / f".{name}.incomplete",
+        target=resources.path / name,
+        tag=request.tag,
+        overwrite=request.overwrite,
+        extra=copy.deepcopy(dict(request.extra or {})),
+        needs_room=attempt.needs_room,
+        caller_raises=request.blocking,
+        release=attempt.memory.close,
+    )
+
+
 class _Attempt:
     """A save until it is taken, with its stager, its part of the staging budget and its folder in the root.
 
@@ -163,71 +228,6 @@ class _Attempt:
         until = time.monotonic() + resources.voter.timeout / 2
         for queue in resources.queues.values():
             queue.wait(max(0.0, until - time.monotonic()))
-
-
-def start_save(resources: CheckpointerResources, request: SaveRequest) -> Save:
-    """Collective: take a save; returns when it is staged, or published if the request is blocking.
-
-    Raises, on all ranks, the error of any rank, or of an earlier save.
-    """
-    queue = resources.queues[request.kind]
-    queue.wait_for_turn()
-    attempt = _Attempt(resources, request)
-    try:
-        stager = attempt.agree()
-        queued = _queued_save(resources, request, stager, attempt)
-    except BaseException:
-        attempt.release()
-        raise
-    try:
-        try:
-            queued.staged = stager.stage()
-            queued.save._staged_save = queued.staged
-        except BaseException as caught:
-            # The finalizer's next vote tells the other ranks.
-            queued.staged, queued.caller_raises = caught, True
-            stager.release()
-            # The frames hold views of staged tensors.
-            traceback.clear_frames(caught.__traceback__)
-            raise
-        finally:
-            queue.submit(queued)
-        if request.blocking:
-            queued.save.result()
-    except BaseException as caught:
-        if request.blocking and caught is not queued.staged:
-            _act_on_unraised(resources, queued, caught)
-        raise
-    return queued.save
-
-
-def _act_on_unraised(resources: CheckpointerResources, queued: QueuedSave, raised: BaseException) -> None:
-    """Have the failure policy act on a failure that the caller does not hear of, as Ctrl-C ended the wait for it."""
-    if not queued.save.done():
-        queued.caller_raises = False
-        return
-    error = queued.save.exception()
-    if error is not None and error is not raised and not isinstance(error, CallbackError):
-        resources.failure.act(error, queued.what)
-
-
-def _queued_save(
-    resources: CheckpointerResources, request: SaveRequest, stager: Stager, attempt: _Attempt
-) -> QueuedSave:
-    name = f"{request.kind}-{request.step}"
-    is_queue_thread = resources.queues[request.kind].is_own_thread
-    return QueuedSave(
-        save=Save(request.kind, request.step, stager.file_bytes, is_queue_thread=is_queue_thread),
-        number=resources.voter.last_vote.number,
-        folder=resources.path / f".{name}.incomplete",
-        target=resources.path / name,
-        tag=request.tag,
-        overwrite=request.overwrite,
-        extra=copy.deepcopy(dict(request.extra or {})),
-        needs_room=attempt.needs_room,
-        caller_raises=request.blocking,
-        release=attempt.memory.close,
-    )
 
 
 def _check_flag(name: str, flag: object) -> None:
