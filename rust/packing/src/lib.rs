@@ -5,6 +5,28 @@
 //! `mix` orders the packs of several plans by weight. `balance` splits the samples of one training step over ranks and into
 //! micro-batches. The crate knows neither Python nor torch.
 //!
+//! ```
+//! use tundish_packing::inputs::SampleOrder;
+//! use tundish_packing::{Field, Mode, NoProgress, PackRequest, Packer};
+//!
+//! let lengths: [i32; 3] = [3, 5, 2];
+//! let request = PackRequest {
+//!     lengths: vec![lengths[..].into()],
+//!     order: SampleOrder::Natural,
+//!     max_length: 5,
+//!     mode: Mode::Hard { drop_last: false }.into(),
+//!     costs: None,
+//!     multiple: None,
+//!     global_pack: false,
+//!     threads: 1,
+//! };
+//! let plan = Packer::new(request, &mut NoProgress)?.pack(&mut NoProgress)?;
+//! // Sample 1 is cut after its second token.
+//! assert_eq!(plan.column(Field::Indices).to_i64(), [0, 1, 1, 2]);
+//! assert_eq!(plan.column(Field::EndOffset).to_i64(), [2, 2]);
+//! # Ok::<(), tundish_packing::PackError>(())
+//! ```
+//!
 //! Invariants:
 //! 1. The same inputs give the same plan, for any number of threads and on any processor.
 //! 2. Inputs may change during a call, because another thread writes to the array. The result is then an error or a
