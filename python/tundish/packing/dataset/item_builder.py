@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidTypeError, format_type
 from tundish.packing.arguments.integers import as_integer
+from tundish.packing.dataset.custom_positions import Positions, custom_positions
 from tundish.packing.dataset.loss_masks import apply_masks
-from tundish.packing.dataset.own_positions import Positions, own_positions
 from tundish.packing.dataset.piece_layout import PieceLayout
+from tundish.packing.dataset.sample_columns import collected
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, Padding, dtype_of
-from tundish.packing.dataset.sample_values import collected
 from tundish.packing.dataset.samples import IGNORED_LABEL, Sample, joined
 
 __all__ = ["ItemBuilder"]
@@ -103,7 +103,7 @@ class ItemBuilder:
             positions = layout.positions()
         else:
             named = self._sample_columns
-            positions = own_positions(self._positions, tokens, columns, named, samples, layout)
+            positions = custom_positions(self._positions, tokens, columns, named, samples, layout)
         item: dict[str, Any] = {
             "input_ids": torch.from_numpy(layout.padded(tokens, self._pad_token_id)),
             "labels": torch.from_numpy(layout.padded(labels, IGNORED_LABEL)),

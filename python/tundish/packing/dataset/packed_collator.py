@@ -17,8 +17,8 @@ from torch.nn import functional
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.batch.loss_weights import token_weights
+from tundish.packing.dataset.sample_columns import collected
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS
-from tundish.packing.dataset.sample_values import collected
 from tundish.packing.dataset.samples import IGNORED_LABEL
 
 __all__ = ["PackedCollator"]

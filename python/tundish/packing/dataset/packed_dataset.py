@@ -17,9 +17,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from tundish.errors import InvalidTypeError, NoSuchPackError, PlanMismatchError, format_integer, format_type
+from tundish.packing.dataset.custom_positions import Positions
 from tundish.packing.dataset.item_builder import ItemBuilder
 from tundish.packing.dataset.mixed_parts import items_of_mix, parts_of_mix
-from tundish.packing.dataset.own_positions import Positions
 from tundish.packing.dataset.piece_layout import aligned_sizes
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.sample_keys import Padding

@@ -11,7 +11,7 @@ from tundish.packing.arguments.integers import as_integer
 from tundish.packing.mixing.arguments import as_plans, as_weights, check_exhausted, check_sharing
 from tundish.packing.mixing.ordering import agreed_parameters, mixed_order
 from tundish.packing.mixing.pack_mix import PackMix
-from tundish.packing.mixing.parameters import MixedPlan, MixParameters, Stage
+from tundish.packing.mixing.parameters import MixParameters, PlanIdentity, Stage
 
 __all__ = ["mix"]
 
@@ -98,7 +98,7 @@ def mix(
         is_endless = exhausted == "repeat" and most is not None
         through = 1 if epochs is None else as_integer(epochs, "epochs", 1, LARGEST_MIX)
         return MixParameters(
-            plans=tuple(MixedPlan(plan.fingerprint, len(plan)) for plan in found),
+            plans=tuple(PlanIdentity(plan.fingerprint, len(plan)) for plan in found),
             seed=as_integer(seed, "seed", 0, LARGEST_SEED),
             exhausted=exhausted,
             epochs=None if epochs is None and is_endless else through,

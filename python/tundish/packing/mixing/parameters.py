@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-__all__ = ["MixParameters", "MixedPlan", "Stage"]
+__all__ = ["MixParameters", "PlanIdentity", "Stage"]
 
 # Another order for the same parameters needs another number here.
 ORDER_VERSION = 1
 
 
-class MixedPlan(NamedTuple):
+class PlanIdentity(NamedTuple):
     """A plan of a mix: its fingerprint, and the number of its packs."""
 
     fingerprint: str
@@ -41,7 +41,7 @@ class MixParameters:
         stages: The weights. The first stage starts at 0, and `PackMix.resume` adds one.
     """
 
-    plans: tuple[MixedPlan, ...]
+    plans: tuple[PlanIdentity, ...]
     seed: int
     exhausted: str
     epochs: int | None
@@ -85,7 +85,9 @@ class MixParameters:
             KeyError, TypeError, ValueError: Something is missing or of another type.
         """
         return cls(
-            plans=tuple(MixedPlan(str(plan["fingerprint"]), int(plan["packs"])) for plan in value["plans"]),
+            plans=tuple(
+                PlanIdentity(str(plan["fingerprint"]), int(plan["packs"])) for plan in value["plans"]
+            ),
             seed=int(value["seed"]),
             exhausted=str(value["exhausted"]),
             epochs=None if value["epochs"] is None else int(value["epochs"]),

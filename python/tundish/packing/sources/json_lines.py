@@ -17,7 +17,7 @@ import numpy as np
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.sources.columns import INPUT_IDS, choose_column
-from tundish.packing.sources.sample_counts import chosen_keys, count_samples
+from tundish.packing.sources.sample_counts import count_samples, rename_keys
 from tundish.packing.sources.sample_rows import SampleRows
 
 __all__ = ["JsonLinesFiles"]
@@ -70,7 +70,7 @@ class JsonLinesSamples(SampleRows):
         columns = self._columns
         if columns is None:
             columns = [key for key, value in sample.items() if _is_number_list(value)]
-        return chosen_keys(sample, self._tokens, columns)
+        return rename_keys(sample, self._tokens, columns)
 
     def _mapped(self, place: int) -> mmap.mmap:
         if place not in self._maps:

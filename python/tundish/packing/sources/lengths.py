@@ -19,7 +19,7 @@ from tundish.packing.sources.files import find_files
 from tundish.packing.sources.json_lines import JsonLinesFiles
 from tundish.packing.sources.megatron_files import MegatronFile
 from tundish.packing.sources.numpy_files import NpyFile, NpzFile
-from tundish.packing.sources.sample_counts import SamplesSource, is_map_style
+from tundish.packing.sources.sample_counts import PythonSamples, is_map_style
 
 if TYPE_CHECKING:
     from tundish.packing.dataset.samples import SampleSource
@@ -140,7 +140,7 @@ def _open(source: Any) -> _Source:
         if isinstance(source, Mapping):
             hint = f": give one of its entries, which are {', '.join(map(repr, list(source)[:8]))}"
         raise InvalidTypeError(f"source is {format_type(source)}; give a path, a dataset or samples{hint}")
-    return SamplesSource(source)
+    return PythonSamples(source)
 
 
 def _is_list_of_paths(source: Any) -> bool:

@@ -14,7 +14,7 @@ from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.sources.columns import INPUT_IDS, LENGTH_COLUMNS, choose_column, narrowed
 from tundish.packing.sources.sample_rows import SampleRows
 
-__all__ = ["SamplesSource", "chosen_keys", "count_samples", "is_map_style"]
+__all__ = ["PythonSamples", "count_samples", "is_map_style", "rename_keys"]
 
 _MOST_TOKENS = 2**63 - 1
 
@@ -100,7 +100,7 @@ def _is_nested(entry: Any) -> bool:
     return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0
 
 
-def chosen_keys(sample: Mapping[str, Any], tokens: str, columns: Sequence[str] | None) -> dict[str, Any]:
+def rename_keys(sample: Mapping[str, Any], tokens: str, columns: Sequence[str] | None) -> dict[str, Any]:
     """Return the entries of a sample under the names that `PackedDataset` reads.
 
     Args:
@@ -114,7 +114,7 @@ def chosen_keys(sample: Mapping[str, Any], tokens: str, columns: Sequence[str] |
 
 
 @dataclass(frozen=True)
-class SamplesSource:
+class PythonSamples:
     """An iterable of samples, or a map-style dataset."""
 
     owner: Any
@@ -130,10 +130,10 @@ class SamplesSource:
             )
         if column is None and columns is None:
             return self.owner
-        return _ChosenKeys(self.owner, column or INPUT_IDS, columns)
+        return _RenamedSamples(self.owner, column or INPUT_IDS, columns)
 
 
-class _ChosenKeys(SampleRows):
+class _RenamedSamples(SampleRows):
     """The samples of a map-style dataset under the names that `PackedDataset` reads."""
 
     def __init__(self, owner: Any, tokens: str, columns: Sequence[str] | None) -> None:
@@ -153,7 +153,7 @@ class _ChosenKeys(SampleRows):
             )
         for name in (self._tokens, *(self._columns or ())):
             choose_column(list(map(str, sample)), name, (), where)
-        return chosen_keys(sample, self._tokens, self._columns)
+        return rename_keys(sample, self._tokens, self._columns)
 
 
 def is_map_style(source: Any) -> bool:

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tundish.errors import InvalidInputError, StateMismatchError
 from tundish.packing.arguments.integers import as_integer
+from tundish.packing.dataset.custom_positions import Positions
 from tundish.packing.dataset.item_builder import ItemBuilder
-from tundish.packing.dataset.own_positions import Positions
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.sample_keys import Padding
 from tundish.packing.stream.source_reader import SourceReader, Worker, check_source, epoch_of, passes_once

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::placement::PlacedPack;
+use super::reference_placement::PlacedPack;
 use crate::error::PackError;
 use crate::inputs::{RandomState, WINDOW};
 use crate::progress::Progress;

@@ -8,10 +8,10 @@
 //! which order it put its packs: their number and the room that is left in them is compared.
 
 mod cost_fit;
+mod dropped_packs;
 mod hard;
-mod left_out;
-mod placement;
-mod repeated;
+mod reference_placement;
+mod repeated_packs;
 mod whole;
 
 use crate::error::PackError;
@@ -24,7 +24,7 @@ use crate::plan::{Column, Field, MultipleMetadata, OrderKind, PlanMetadata, Plan
 use crate::progress::Progress;
 use crate::request::{Mode, PackRequest, Remainder, SampleCosts};
 
-use left_out::LeftOut;
+use dropped_packs::DroppedPacks;
 
 /// Check `plan` and `metadata` against `lengths`, one column a dataset, and against the order and the costs, where they
 /// were given.
@@ -65,7 +65,7 @@ pub fn verify(
     let is_dropped = |multiple: &&MultipleMetadata| multiple.remainder == Remainder::Drop;
     let parts = metadata.as_parts();
     let mut walked =
-        Walked { pack: 0, piece: 0, left_out: metadata.multiple.as_ref().filter(is_dropped).map(LeftOut::new) };
+        Walked { pack: 0, piece: 0, left_out: metadata.multiple.as_ref().filter(is_dropped).map(DroppedPacks::new) };
     let streams_a_part = if metadata.parts.is_empty() { streams.len().max(1) } else { 1 };
     let mut streams_of_parts = streams.chunks(streams_a_part);
     for (part, &mode) in parts.iter().zip(modes.all()) {
@@ -103,7 +103,7 @@ pub fn verify(
         left_out.check()?;
     }
     if let Some(multiple) = metadata.multiple.as_ref().filter(|multiple| !is_dropped(multiple)) {
-        repeated::check(plan, unrepeated.packs as usize, multiple, &streams, &modes, progress)?;
+        repeated_packs::check(plan, unrepeated.packs as usize, multiple, &streams, &modes, progress)?;
     }
     check_widths(plan, progress)?;
     if fingerprint != metadata.fingerprint {
@@ -119,7 +119,7 @@ pub fn verify(
 struct Walked<'a> {
     pack: usize,
     piece: u64,
-    left_out: Option<LeftOut<'a>>,
+    left_out: Option<DroppedPacks<'a>>,
 }
 
 impl Walked<'_> {

@@ -5,8 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::cost_fit::{BestFitOrder, CostlySample, cost_fit_packs};
-use super::left_out::LeftOut;
-use super::placement::{OpenPacks, PacksByRoom, PlacedPack, best_fit_packs};
+use super::dropped_packs::DroppedPacks;
+use super::reference_placement::{OpenPacks, PacksByRoom, PlacedPack, best_fit_packs};
 use super::{StreamWalk, Walked, check_totals, ordered, wrong_pack};
 use crate::error::PackError;
 use crate::inputs::{Integers, SampleLengths, WINDOW};
@@ -41,7 +41,7 @@ pub(super) struct PlanWalk<'a> {
     /// The costs of each stream.
     costs: Option<&'a [SampleLengths<'a>]>,
     best_fit_order: BestFitOrder,
-    left_out: Option<LeftOut<'a>>,
+    left_out: Option<DroppedPacks<'a>>,
 }
 
 /// The packs of a stream as they are made again.

@@ -18,7 +18,7 @@ struct StreamPacks {
 }
 
 /// What was found to be left out.
-pub(super) struct LeftOut<'a> {
+pub(super) struct DroppedPacks<'a> {
     said: &'a MultipleMetadata,
     streams: Vec<StreamPacks>,
     packs: u64,
@@ -30,7 +30,7 @@ pub(super) struct LeftOut<'a> {
     pub(super) samples_overlong: u64,
 }
 
-impl<'a> LeftOut<'a> {
+impl<'a> DroppedPacks<'a> {
     pub(super) fn new(said: &'a MultipleMetadata) -> Self {
         Self {
             said,

@@ -1,4 +1,4 @@
-//! What `verify` finds: whatever is changed in a plan, in its metadata, in the lengths or in the order.
+//! What `verify` finds in hard plans: whatever is changed in a plan, in its metadata, in the lengths or in the order.
 
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::plan::{Column, HardMetadata, OrderKind};

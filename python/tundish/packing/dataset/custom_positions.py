@@ -13,12 +13,12 @@ from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.dataset.piece_layout import PieceLayout
 from tundish.packing.dataset.samples import Sample, name_sample
 
-__all__ = ["Positions", "own_positions"]
+__all__ = ["Positions", "custom_positions"]
 
 Positions = Callable[[dict[str, Any]], Any]
 
 
-def own_positions(
+def custom_positions(
     positions: Positions,
     tokens: NDArray[np.int64],
     columns: Mapping[str, NDArray[Any]],
