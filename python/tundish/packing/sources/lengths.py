@@ -11,7 +11,7 @@ import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
-from tundish.packing.sources.arrow.files import ArrowFiles
+from tundish.packing.sources.arrow.ipc import IpcFiles
 from tundish.packing.sources.arrow.parquet import ParquetFiles
 from tundish.packing.sources.arrow.tables import as_table_source
 from tundish.packing.sources.columns import as_column, as_columns
@@ -36,7 +36,7 @@ _FILES: dict[str, Callable[[list[Path]], _Source]] = {
     "npy": lambda paths: NpyFile(paths[0]),
     "npz": lambda paths: NpzFile(paths[0]),
     "parquet": ParquetFiles,
-    "arrow": ArrowFiles,
+    "arrow": IpcFiles,
     "megatron": lambda paths: MegatronFile(paths[0]),
     "jsonl": JsonLinesFiles,
 }

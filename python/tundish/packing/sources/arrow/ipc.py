@@ -20,14 +20,14 @@ from tundish.packing.sources.arrow.columns import (
 from tundish.packing.sources.arrow.samples import ArrowSamples
 from tundish.packing.sources.columns import LengthsBuffer
 
-__all__ = ["ArrowFiles"]
+__all__ = ["IpcFiles"]
 
 _KIND = "an Arrow IPC file"
 _FILE_MAGIC = b"ARROW1"
 
 
 @dataclass(frozen=True)
-class ArrowFiles:
+class IpcFiles:
     """Arrow IPC files whose rows are the samples, file after file."""
 
     paths: Sequence[Path]
