@@ -159,7 +159,7 @@ def test_files_of_one_source_have_the_same_columns_of_samples(tmp_path: Path) ->
     pq.write_table(TABLE, tmp_path / "a.parquet")
     pq.write_table(TABLE.select(["input_ids"]), tmp_path / "b.parquet")
     with pytest.raises(
-        InvalidInputError, match=r"b\.parquet: has not the same lists .*a\.parquet: they differ in 'labels'"
+        InvalidInputError, match=r"b\.parquet: its columns of lists .* differ from .*a\.parquet in 'labels'"
     ):
         td.packing.open_samples(tmp_path)
     found = td.packing.open_samples(tmp_path, columns=[])

@@ -10,6 +10,7 @@ from support.packing.sources import assert_packs_alike, draw_rows
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.packing.sources import json_lines
 
 ROWS = draw_rows(40)
 
@@ -68,6 +69,7 @@ def test_samples_have_their_tokens_and_other_lists_of_numbers(tmp_path: Path) ->
         ('{"length": 3', InvalidInputError, "line 4 of .* is no JSON object: Expecting"),
         ("\udcff", InvalidInputError, "line 4 of .* is no JSON object: 'utf-8' codec"),
         ("[" * 100_000, InvalidInputError, "line 4 of .* is no JSON object: maximum recursion"),
+        ('{"length": 3}, {"length": 4}', InvalidInputError, "line 4 of .* is no JSON object: Extra data"),
         ("[3]", InvalidTypeError, "line 4 of .* is a list, and a sample is a JSON object"),
         ("{}", InvalidInputError, "line 4 of .* has no column 'length': it has no columns"),
         ('{"size": 3}', InvalidInputError, "line 4 of .* has no column 'length': its only column is 'size'"),
@@ -87,6 +89,18 @@ def test_a_bad_line_is_named(line: str, kind: type[Exception], message: str, tmp
     text = '{"length": 1}\n\n{"length": 2}\n' + line + '\n{"length": 3}\n'
     path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(kind, match=message):
+        td.packing.lengths(path)
+
+
+def test_lines_are_counted_through_all_parts_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_lines, "_READ_BYTES", 50)
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"length": {number}}}\n\n' for number in range(30)))
+    assert td.packing.lengths(path).tolist() == list(range(30))
+    path.write_text(path.read_text().replace("20}", "2.0}"))
+    with pytest.raises(InvalidTypeError, match=r"length of line 41 of .*a\.jsonl is a float"):
         td.packing.lengths(path)
 
 

@@ -1,12 +1,11 @@
-"""Names of columns, and token counts while they are collected."""
+"""Names of columns, and the integer type of token counts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments.integer_arrays import IntegerArray
@@ -14,10 +13,10 @@ from tundish.packing.arguments.integer_arrays import IntegerArray
 __all__ = [
     "INPUT_IDS",
     "LENGTH_COLUMNS",
-    "LengthsBuffer",
     "as_column",
     "as_columns",
     "choose_column",
+    "concatenated",
     "format_names",
     "narrowed",
 ]
@@ -92,22 +91,6 @@ def narrowed(lengths: IntegerArray) -> IntegerArray:
     return lengths.astype(np.int32 if fits else np.int64, copy=False)
 
 
-class LengthsBuffer:
-    """Collects token counts in memory that grows in place, as int32 until one does not fit."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-        self._dtype: np.dtype[Any] = np.dtype(np.int32)
-
-    def append(self, lengths: NDArray[np.integer[Any]]) -> None:
-        """Append token counts of any integer dtype that int64 holds."""
-        if not len(lengths):
-            return
-        if self._dtype == np.int32 and int(lengths.max()) > _LARGEST_INT32:
-            self._dtype = np.dtype(np.int64)
-            self._bytes = bytearray(np.frombuffer(self._bytes, dtype=np.int32).astype(np.int64).tobytes())
-        self._bytes += np.ascontiguousarray(lengths, dtype=self._dtype).data
-
-    def finish(self) -> IntegerArray:
-        """Return all token counts, shape (samples,), int32 or int64. Nothing can be appended afterwards."""
-        return np.frombuffer(self._bytes, dtype=self._dtype) if self._bytes else np.empty(0, dtype=np.int32)
+def concatenated(parts: Iterable[IntegerArray]) -> IntegerArray:
+    """Return the token counts of all `parts` in new memory: int32 if every part is int32, else int64."""
+    return np.concatenate([np.empty(0, dtype=np.int32), *parts])

@@ -7,20 +7,21 @@ import itertools
 import json
 import mmap
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments.integer_arrays import IntegerArray
-from tundish.packing.sources.columns import INPUT_IDS, choose_column
+from tundish.packing.sources.columns import INPUT_IDS, concatenated
 from tundish.packing.sources.sample_counts import count_samples, rename_keys
 from tundish.packing.sources.sample_rows import SampleRows
 
 __all__ = ["JsonLinesFiles"]
+
+# Bytes of whole lines that are in memory at once.
+_READ_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,8 @@ class JsonLinesFiles:
     paths: Sequence[Path]
 
     def lengths(self, column: str | None) -> IntegerArray:
-        parts = []
-        for path in self.paths:
-            lines = _Lines(path)
-            parts.append(count_samples(lines, column, lines.describe))
-        # int32 and int64 give int64.
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        readers = map(_Lines, self.paths)
+        return concatenated(count_samples(lines, column, lines.describe) for lines in readers)
 
     def samples(self, column: str | None, columns: Sequence[str] | None) -> JsonLinesSamples:
         return JsonLinesSamples(self.paths, column or INPUT_IDS, columns)
@@ -62,15 +59,14 @@ class JsonLinesSamples(SampleRows):
         place = bisect.bisect_right(self._ends, number)
         own = number - (self._ends[place] - len(self._starts[place]))
         mapped = self._mapped(place)
-        mapped.seek(self._starts[place][own])
-        where = f"sample {{}} of {self._paths[place]}".format
-        sample = _parse(mapped.readline(), where, own)
-        for name in (self._tokens, *(self._columns or ())):
-            choose_column(list(sample), name, (), where(own))
+        start = self._starts[place][own]
+        stop = mapped.find(b"\n", start)
+        where = f"sample {own} of {self._paths[place]}"
+        sample = _parse(mapped[start : stop if stop >= 0 else len(mapped)], where)
         columns = self._columns
         if columns is None:
             columns = [key for key, value in sample.items() if _is_number_list(value)]
-        return rename_keys(sample, self._tokens, columns)
+        return rename_keys(sample, self._tokens, columns, where)
 
     def _mapped(self, place: int) -> mmap.mmap:
         if place not in self._maps:
@@ -80,18 +76,21 @@ class JsonLinesSamples(SampleRows):
 
 
 class _Lines:
-    """The samples of a file. `where` names the one that was given last."""
+    """The samples of a file. `describe` names the one that was given last."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._number = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        before = 0
         with self._path.open("rb") as file:
-            for line in file:
-                self._number += 1
-                if not line.isspace():
-                    yield _parse(line, self.describe)
+            while lines := file.readlines(_READ_BYTES):
+                held = [(number, line) for number, line in enumerate(lines, before + 1) if not line.isspace()]
+                before += len(lines)
+                samples = _parse_together([line for _, line in held])
+                for (self._number, line), sample in zip(held, samples, strict=True):
+                    yield _parse(line, self.describe(0)) if sample is None else sample
 
     def describe(self, _: int) -> str:
         return f"line {self._number} of {self._path}"
@@ -109,13 +108,23 @@ def _line_starts(path: Path) -> array[int]:
     return starts
 
 
-def _parse(line: bytes, where: Callable[[int], str], number: int = 0) -> dict[str, Any]:
+def _parse_together(lines: Sequence[bytes]) -> Sequence[dict[str, Any] | None]:
+    """The objects of several lines, parsed in one call, which saves half the time. Nones if a line is no object."""
+    try:
+        samples = json.loads(b"[%s]" % b",".join(lines))
+    except (ValueError, RecursionError):
+        samples = []
+    are_objects = len(samples) == len(lines) and set(map(type, samples)) <= {dict}
+    return samples if are_objects else [None] * len(lines)
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         sample = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{where(number)} is no JSON object: {error}") from error
+        raise InvalidInputError(f"{where} is no JSON object: {error}") from error
     if not isinstance(sample, dict):
-        raise InvalidTypeError(f"{where(number)} is {format_type(sample)}, and a sample is a JSON object")
+        raise InvalidTypeError(f"{where} is {format_type(sample)}, and a sample is a JSON object")
     return sample
 
 

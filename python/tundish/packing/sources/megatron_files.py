@@ -62,50 +62,40 @@ class MegatronSamples(SampleRows):
     """
 
     def __init__(self, path: Path, unit: str) -> None:
-        self._path = path
-        self._unit = unit
-        self._map()
-
-    def _map(self) -> None:
-        path = self._path.with_suffix(".bin")
-        index = _Index.map(self._path)
+        self._origin = path, unit
+        index = _Index.map(path)
         if index.dtype.kind not in "iu":
-            raise InvalidInputError(f"{self._path}: holds {index.dtype.name}, and tokens are integers")
-        _check_pointers(self._path, index)
+            raise InvalidInputError(f"{path}: holds {index.dtype.name}, and tokens are integers")
+        _check_pointers(path, index)
         starts = index.pointers
         self._lengths = index.lengths
-        if self._unit == _DOCUMENTS:
+        if unit == _DOCUMENTS:
             bounds = _token_bounds(index)
             starts, self._lengths = bounds[:-1] * index.dtype.itemsize, np.diff(bounds)
             if len(index.pointers):
                 starts = starts + index.pointers[0]
         self._starts = starts
         needed = int(starts[-1]) + int(self._lengths[-1]) * index.dtype.itemsize if len(starts) else 0
+        tokens = path.with_suffix(".bin")
         try:
-            size = path.stat().st_size
+            size = tokens.stat().st_size
         except FileNotFoundError as error:
-            raise NotFoundError(
-                error.errno, f"does not exist; {self._path} is its index", str(path)
-            ) from error
+            raise NotFoundError(error.errno, f"does not exist; {path} is its index", str(tokens)) from error
         if size < needed:
             raise InvalidInputError(
-                f"{path}: holds {size} bytes, and {self._path} needs {needed}; write both again"
+                f"{tokens}: holds {size} bytes, and {path} needs {needed}; write both again"
             )
         count = size // index.dtype.itemsize
         self._tokens: NDArray[Any] = np.empty(0, dtype=index.dtype)
         if count:
             # A plain view: slices of a memory map of numpy are slow.
-            self._tokens = np.memmap(path, dtype=index.dtype, mode="r", shape=(count,)).view(np.ndarray)
+            self._tokens = np.memmap(tokens, dtype=index.dtype, mode="r", shape=(count,)).view(np.ndarray)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def __getstate__(self) -> tuple[Path, str]:
-        return self._path, self._unit
-
-    def __setstate__(self, state: tuple[Path, str]) -> None:
-        self._path, self._unit = state
-        self._map()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MegatronSamples, self._origin
 
     def _read(self, number: int) -> NDArray[Any]:
         start = int(self._starts[number]) // self._tokens.itemsize

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tundish.errors import InvalidInputError, InvalidTypeError, format_integer, format_type
+from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, format_integer, format_type
 from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.sources.columns import INPUT_IDS, LENGTH_COLUMNS, choose_column, narrowed
 from tundish.packing.sources.sample_rows import SampleRows
@@ -36,81 +36,93 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
         InvalidTypeError: A sample is neither a mapping nor one-dimensional.
     """
     counts = array("q")
-    has_counts = has_tokens = False
-    for sample in samples:
-        value = sample
+    # Whether the samples before hold counts, or tokens.
+    held_counts: bool | None = None
+    for number, sample in enumerate(samples):
+        value, key = sample, None
         # Asking for the type of a dict takes a tenth of the time.
-        is_mapping = type(sample) is dict or isinstance(sample, Mapping)
-        if is_mapping:
+        if type(sample) is dict or isinstance(sample, Mapping):
             if column is None or column not in sample:
                 # That of the first sample holds for all.
-                column = choose_column(list(map(str, sample)), column, LENGTH_COLUMNS, where(len(counts)))
-            value = sample[column]
-            # A number of tokens, as most files have it.
-            if type(value) is int and 0 <= value <= _MOST_TOKENS and not has_tokens:
-                has_counts = True
-                counts.append(value)
-                continue
-        count = _count(value, column if is_mapping else None, where, len(counts))
-        if is_mapping:
-            has_tokens = has_tokens or (hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0)
-            if has_tokens and (has_counts or type(value) is int):
-                raise InvalidInputError(
-                    f"{column} of {where(len(counts))} is {format_type(value)}, unlike in samples before it: a column "
-                    "holds token counts, or tokens"
-                )
+                column = choose_column(list(map(str, sample)), column, LENGTH_COLUMNS, where(number))
+            value, key = sample[column], column
+        is_count = key is not None and _is_integer(value)
+        count = int(value) if is_count else _count_tokens(value)
+        if count is None or not 0 <= count <= _MOST_TOKENS or held_counts not in (None, is_count):
+            raise _refusal(value, key, where(number))
+        held_counts = is_count
         counts.append(count)
     return narrowed(np.frombuffer(counts, dtype=np.int64) if counts else np.empty(0, dtype=np.int64))
 
 
-def _count(value: Any, column: str | None, where: Callable[[int], str], number: int) -> int:
-    """The token count that `value` is or has."""
-    kind = getattr(value, "dtype", None)
-    is_scalar = getattr(value, "ndim", None) == 0
-    if column is not None and value is None:
-        raise InvalidInputError(f"{column} of {where(number)} is null; every sample needs a value")
-    if column is not None and (type(value) is int or (is_scalar and "int" in str(kind))):
-        if not 0 <= int(value) <= _MOST_TOKENS:
-            raise InvalidInputError(
-                f"{column} of {where(number)} is {format_integer(int(value))}; a token count is in 0 … 2**63 - 1"
-            )
-        return int(value)
-    found = where(number) if column is None else f"{column} of {where(number)}"
-    if isinstance(value, str | bytes | Mapping) or is_scalar or not hasattr(value, "__len__"):
-        hint = ""
-        if isinstance(value, str):
-            hint = ": tokenize the texts first"
-        elif column is None and (type(value) is int or is_scalar):
-            hint = ": token counts need no counting, td.pack takes them as they are"
-        raise InvalidTypeError(
-            f"{found} is {format_type(value)}, and tokens are a sequence of integers{hint or _or_a_count(column)}"
+def _is_integer(value: Any) -> bool:
+    """Whether `value` is one integer of Python, numpy or torch."""
+    return type(value) is int or (
+        getattr(value, "ndim", None) == 0 and "int" in str(getattr(value, "dtype", ""))
+    )
+
+
+def _is_sequence(value: Any) -> bool:
+    has_entries = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+    return has_entries and not isinstance(value, str | bytes | Mapping)
+
+
+def _count_tokens(value: Any) -> int | None:
+    """The length of a sequence of tokens; None if `value` is none."""
+    if not _is_sequence(value):
+        return None
+    # Of lists, one entry tells whether they are nested. Entries may be tensors without dimensions.
+    entry = value[0] if isinstance(value, list | tuple) and value else None
+    is_nested = hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0
+    return None if is_nested or getattr(value, "ndim", 1) > 1 else len(value)
+
+
+def _refusal(value: Any, key: str | None, where: str) -> TundishError:
+    """The error for a value that is no token count and no tokens, or not what the samples before have."""
+    found = where if key is None else f"{key} of {where}"
+    if key is not None and value is None:
+        return InvalidInputError(f"{found} is null; every sample needs a value")
+    if key is not None and _is_integer(value) and not 0 <= value <= _MOST_TOKENS:
+        return InvalidInputError(
+            f"{found} is {format_integer(int(value))}; a token count is in 0 … 2**63 - 1"
         )
-    if getattr(value, "ndim", 1) != 1 or (isinstance(value, list | tuple) and value and _is_nested(value[0])):
-        shape = getattr(value, "shape", None)
-        described = "nested" if shape is None else f"of shape {tuple(shape)}"
-        raise InvalidTypeError(f"{found} is {described}, and the tokens of a sample have one dimension")
-    return len(value)
+    if _count_tokens(value) is not None or (key is not None and _is_integer(value)):
+        return InvalidInputError(
+            f"{found} is {format_type(value)}, unlike in samples before it: a column holds token counts, or tokens"
+        )
+    if _is_sequence(value):
+        described = f"of shape {tuple(value.shape)}" if hasattr(value, "shape") else "nested"
+        return InvalidTypeError(f"{found} is {described}, and the tokens of a sample have one dimension")
+    hint = "" if key is None else ", or their number"
+    if isinstance(value, str):
+        hint = ": tokenize the texts first"
+    elif key is None and _is_integer(value):
+        hint = ": token counts need no counting, td.pack takes them as they are"
+    return InvalidTypeError(f"{found} is {format_type(value)}, and tokens are a sequence of integers{hint}")
 
 
-def _or_a_count(column: str | None) -> str:
-    return "" if column is None else ", or their number"
-
-
-def _is_nested(entry: Any) -> bool:
-    return hasattr(entry, "__len__") and getattr(entry, "ndim", 1) != 0
-
-
-def rename_keys(sample: Mapping[str, Any], tokens: str, columns: Sequence[str] | None) -> dict[str, Any]:
+def rename_keys(
+    sample: Mapping[str, Any], tokens: str, columns: Sequence[str] | None, where: str
+) -> dict[str, Any]:
     """Return the entries of a sample under the names that `PackedDataset` reads.
 
     Args:
         sample: The sample.
         tokens: The key that becomes `input_ids`.
         columns: Further keys; None takes all.
+        where: The sample, for messages.
+
+    Raises:
+        InvalidInputError: The sample lacks a key.
     """
-    taken = {tokens, INPUT_IDS}
-    others = [key for key in sample if key not in taken] if columns is None else columns
-    return {INPUT_IDS: sample[tokens]} | {key: sample[key] for key in others if key not in taken}
+    for name in (tokens, *(columns or ())):
+        if name not in sample:
+            choose_column(list(map(str, sample)), name, (), where)
+    others = sample if columns is None else columns
+    # The tokens are given as `input_ids`, so another entry of this name has no place beside them.
+    return {INPUT_IDS: sample[tokens]} | {
+        key: sample[key] for key in others if key not in (tokens, INPUT_IDS)
+    }
 
 
 @dataclass(frozen=True)
@@ -151,9 +163,7 @@ class _RenamedSamples(SampleRows):
             raise InvalidTypeError(
                 f"{where} is {format_type(sample)}, which has no columns; column={self._tokens!r} was asked for"
             )
-        for name in (self._tokens, *(self._columns or ())):
-            choose_column(list(map(str, sample)), name, (), where)
-        return rename_keys(sample, self._tokens, self._columns)
+        return rename_keys(sample, self._tokens, self._columns, where)
 
 
 def is_map_style(source: Any) -> bool:

@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, missing_extra
 from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.sources.columns import (
     INPUT_IDS,
     LENGTH_COLUMNS,
-    LengthsBuffer,
     choose_column,
     format_names,
+    narrowed,
 )
 
 __all__ = [
-    "append_lengths",
     "arrow_errors",
     "check_lengths",
     "choose_length_column",
     "choose_sample_columns",
+    "count_batches",
     "import_pyarrow",
     "lengths_of",
-    "same_columns",
 ]
 
 
@@ -77,10 +76,8 @@ def choose_length_column(schema: Any, column: str | None, where: str) -> str:
     name = choose_column(schema.names, column, LENGTH_COLUMNS, where)
     kind = schema.field(name).type
     if not pyarrow.types.is_integer(kind) and not _is_token_list(kind):
-        raise InvalidTypeError(
-            f"{where}: column {name!r} holds {kind}, and token counts are integers, or lists of integers to be "
-            f"counted{_hint(kind)}; {format_names(schema.names)}"
-        )
+        wanted = f"token counts are integers, or lists of integers to be counted{_hint(kind)}"
+        raise _wrong_type(schema, name, wanted, where)
     return name
 
 
@@ -102,9 +99,8 @@ def choose_sample_columns(
     tokens = choose_column(schema.names, column, (INPUT_IDS,), where)
     kind = schema.field(tokens).type
     if not _is_token_list(kind):
-        raise InvalidTypeError(
-            f"{where}: column {tokens!r} holds {kind}, and the tokens of a sample are a list of "
-            f"integers{_hint(kind)}; {format_names(schema.names)}"
+        raise _wrong_type(
+            schema, tokens, f"the tokens of a sample are a list of integers{_hint(kind)}", where
         )
     # The tokens are given as `input_ids`, so another column of this name has no place beside them.
     taken = {tokens, INPUT_IDS}
@@ -113,34 +109,15 @@ def choose_sample_columns(
         return tokens, [name for name in once if _is_number_list(schema.field(name).type)]
     others = [choose_column(schema.names, name, (), where) for name in columns if name not in taken]
     for name in others:
-        kind = schema.field(name).type
-        if not _is_number_list(kind):
-            raise InvalidTypeError(
-                f"{where}: column {name!r} holds {kind}, and columns of samples are lists of numbers; "
-                f"{format_names(schema.names)}"
-            )
+        if not _is_number_list(schema.field(name).type):
+            raise _wrong_type(schema, name, "columns of samples are lists of numbers", where)
     return tokens, others
 
 
-def same_columns(paths: Sequence[Path], chosen: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]]:
-    """Return the columns of samples, which must be the same in all files.
-
-    Args:
-        paths: The files.
-        chosen: What `choose_sample_columns` returned for each.
-
-    Raises:
-        InvalidInputError: A file has other columns than the first.
-    """
-    tokens, others = chosen[0]
-    for path, (_, own) in zip(paths, chosen, strict=True):
-        if set(own) != set(others):
-            differing = ", ".join(map(repr, sorted(set(own) ^ set(others))))
-            raise InvalidInputError(
-                f"{path}: has not the same lists of numbers as {paths[0]}: they differ in {differing}; write the "
-                "files alike, or give columns= with those to read"
-            )
-    return tokens, others
+def _wrong_type(schema: Any, name: str, wanted: str, where: str) -> InvalidTypeError:
+    return InvalidTypeError(
+        f"{where}: column {name!r} holds {schema.field(name).type}, and {wanted}; {format_names(schema.names)}"
+    )
 
 
 def lengths_of(column: Any) -> IntegerArray:
@@ -165,8 +142,45 @@ def lengths_of(column: Any) -> IntegerArray:
     return found
 
 
-def append_lengths(found: LengthsBuffer, batches: Iterable[Any], name: str, where: str) -> None:
-    """Append the token counts of the column `name` of all record batches of a file to `found`.
+def check_lengths(
+    lengths: IntegerArray,
+    column: Any,
+    name: str,
+    where: str,
+    *,
+    first_row: int = 0,
+    indices: NDArray[np.int64] | None = None,
+) -> None:
+    """Refuse the first row that is null or holds no token count.
+
+    Args:
+        lengths: What `lengths_of` returned for `column`, or its entries at `indices`.
+        column: The chunked array.
+        name: The name of the column.
+        where: The source, for messages.
+        first_row: The number of the first row of `column` in the source.
+        indices: The row of each sample; None means all rows in their order. Messages name the number of the sample.
+
+    Raises:
+        InvalidInputError: There is such a row.
+    """
+    import pyarrow
+
+    if not len(lengths) or lengths.min() >= 0:
+        return
+    sample = int(np.argmax(lengths < 0))
+    row = sample if indices is None else int(indices[sample])
+    found = f"{where}: row {first_row + sample} of column {name!r}"
+    # Not by taking the row out: one whose offsets are damaged would end the process.
+    if column.slice(row, 1).null_count:
+        raise InvalidInputError(f"{found} is null; every sample needs a value")
+    if pyarrow.types.is_integer(column.type):
+        raise InvalidInputError(f"{found} holds {column[row].as_py()}; a token count is in 0 … 2**63 - 1")
+    raise InvalidInputError(f"{found} ends before it begins: the data is damaged, write it again")
+
+
+def count_batches(batches: Iterable[Any], name: str, where: str) -> Iterator[IntegerArray]:
+    """Yield the token counts of the column `name` of each record batch of a file, int32 if they fit, else int64.
 
     Raises:
         InvalidInputError: A row is null or holds no token count.
@@ -179,36 +193,9 @@ def append_lengths(found: LengthsBuffer, batches: Iterable[Any], name: str, wher
         # Checks that there are as many offsets as rows: reading others would end the process.
         column.validate()
         counts = lengths_of(column)
-        check_lengths(counts, column, name, where, row)
-        found.append(counts)
+        check_lengths(counts, column, name, where, first_row=row)
+        yield narrowed(counts)
         row += len(counts)
-
-
-def check_lengths(lengths: IntegerArray, column: Any, name: str, where: str, first_row: int = 0) -> None:
-    """Refuse the first row that is null or holds no token count.
-
-    Args:
-        lengths: What `lengths_of` returned for `column`.
-        column: The chunked array.
-        name: The name of the column.
-        where: The source, for messages.
-        first_row: The number of the first row of `column` in the source.
-
-    Raises:
-        InvalidInputError: There is such a row.
-    """
-    import pyarrow
-
-    if not len(lengths) or lengths.min() >= 0:
-        return
-    row = int(np.argmax(lengths < 0))
-    found = f"{where}: row {first_row + row} of column {name!r}"
-    # Not by taking the row out: one whose offsets are damaged would end the process.
-    if column.slice(row, 1).null_count:
-        raise InvalidInputError(f"{found} is null; every sample needs a value")
-    if pyarrow.types.is_integer(column.type):
-        raise InvalidInputError(f"{found} holds {column[row].as_py()}; a token count is in 0 … 2**63 - 1")
-    raise InvalidInputError(f"{found} ends before it begins: the data is damaged, write it again")
 
 
 def _as_signed(counts: Any) -> IntegerArray:

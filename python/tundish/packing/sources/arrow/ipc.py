@@ -8,17 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tundish.errors import InvalidInputError
-from tundish.packing.arguments.integer_arrays import IntegerArray
-from tundish.packing.sources.arrow.columns import (
-    append_lengths,
-    arrow_errors,
-    choose_length_column,
-    choose_sample_columns,
-    import_pyarrow,
-    same_columns,
-)
-from tundish.packing.sources.arrow.samples import ArrowSamples
-from tundish.packing.sources.columns import LengthsBuffer
+from tundish.packing.sources.arrow.columns import arrow_errors
+from tundish.packing.sources.arrow.files import TableFiles
 
 __all__ = ["IpcFiles"]
 
@@ -26,32 +17,23 @@ _KIND = "an Arrow IPC file"
 _FILE_MAGIC = b"ARROW1"
 
 
-@dataclass(frozen=True)
-class IpcFiles:
-    """Arrow IPC files whose rows are the samples, file after file."""
+class IpcFiles(TableFiles):
+    """Arrow IPC files."""
 
-    paths: Sequence[Path]
+    kind = _KIND
 
-    def lengths(self, column: str | None) -> IntegerArray:
-        import_pyarrow("reading an Arrow file")
-        found = LengthsBuffer()
-        for path in self.paths:
-            where = str(path)
-            with arrow_errors(where, _KIND):
-                name = choose_length_column(_open(path).schema, column, where)
-                append_lengths(found, _batches(path, [name]), name, where)
-        return found.finish()
+    def _schema(self, path: Path) -> Any:
+        return _open(path).schema
 
-    def samples(self, column: str | None, columns: Sequence[str] | None) -> ArrowSamples:
-        import_pyarrow("reading an Arrow file")
-        blocks, chosen = [], []
-        for path in self.paths:
-            where = str(path)
-            with arrow_errors(where, _KIND):
-                tokens, others = choose_sample_columns(_open(path).schema, column, columns, where)
-                blocks.append(_File(where, sum(batch.num_rows for batch in _batches(path, [tokens]))))
-                chosen.append((tokens, others))
-        return ArrowSamples(blocks, *same_columns(self.paths, chosen))
+    def _batches(self, path: Path, name: str) -> Iterator[Any]:
+        # A compressed batch is decoded in its turn.
+        reader = _open_columns(path, [name])
+        if hasattr(reader, "get_batch"):
+            return map(reader.get_batch, range(reader.num_record_batches))
+        return iter(reader)
+
+    def _blocks(self, path: Path, name: str) -> list[_File]:
+        return [_File(str(path), sum(batch.num_rows for batch in self._batches(path, name)))]
 
 
 @dataclass(frozen=True)
@@ -69,14 +51,6 @@ class _File:
             # Offsets beyond the tokens would end the process.
             table.validate(full=True)
             return table
-
-
-def _batches(path: Path, names: Sequence[str]) -> Iterator[Any]:
-    """The record batches of a file, with the columns `names` alone. A compressed one is decoded in its turn."""
-    reader = _open_columns(path, names)
-    if hasattr(reader, "get_batch"):
-        return (reader.get_batch(number) for number in range(reader.num_record_batches))
-    return iter(reader)
 
 
 def _open_columns(path: Path, names: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
 """`ArrowSamples`: rows of Arrow tables as samples.
 
-Invariants: a row is a view of the table's memory, but for booleans, which Arrow stores as bits. Tables that lie in the
-process's own memory are kept up to a limit; mapped ones are all kept.
+Invariants: a row is a view of the table's memory, but for booleans, which Arrow stores as bits. Decoded tables are kept
+up to a limit; mapped ones take no memory and are all kept.
 """
 
 from __future__ import annotations
@@ -107,15 +107,6 @@ class ArrowSamples(SampleRows):
         columns = {key: table.column(name) for key, name in self._keys.items()}
         size = 0 if block.is_mapped else sum(column.nbytes for column in columns.values())
         self._open[place] = columns, size
-        self._evict()
+        while len(self._open) > 1 and sum(size for _, size in self._open.values()) > _KEPT_BYTES:
+            self._open.popitem(last=False)
         return columns
-
-    def _evict(self) -> None:
-        kept = sum(size for _, size in self._open.values())
-        newest = next(reversed(self._open))
-        for place, (_, size) in list(self._open.items()):
-            if kept <= _KEPT_BYTES or place == newest:
-                return
-            if size:
-                del self._open[place]
-                kept -= size

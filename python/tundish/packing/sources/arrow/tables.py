@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,12 @@ def as_table_source(source: Any) -> TableSource | None:
     """
     name = type(source).__name__
     if any((one.__module__, one.__name__) == _DATASET for one in type(source).__mro__):
-        _refuse_transform(source)
+        if source.format["type"] == "custom":
+            raise InvalidInputError(
+                "the Dataset computes its rows when they are read (set_transform or with_transform), so its table does "
+                "not say how many tokens they have: store them with Dataset.map, or count them as "
+                "lengths(dataset[i] for i in range(len(dataset)))"
+            )
         indices = source._indices
         return TableSource(
             _Table(source, "the Dataset"),
@@ -48,12 +53,9 @@ def as_table_source(source: Any) -> TableSource | None:
     pyarrow = import_pyarrow("reading a table")
     if isinstance(source, pyarrow.RecordBatch):
         source = pyarrow.Table.from_batches([source])
-    if isinstance(source, pyarrow.Array):
-        source = pyarrow.chunked_array([source])
-    if isinstance(source, pyarrow.ChunkedArray):
+    if isinstance(source, pyarrow.Array | pyarrow.ChunkedArray):
         # An array has no name of its own.
-        source = pyarrow.table({INPUT_IDS: source})
-        name = "array"
+        source, name = pyarrow.table({INPUT_IDS: source}), "array"
     if not isinstance(source, pyarrow.Table):
         raise InvalidTypeError(f"source is {format_type(source)} of pyarrow; give a Table")
     return TableSource(_Table(source, f"the {name}"))
@@ -71,15 +73,10 @@ class TableSource:
         name = choose_length_column(table.schema, column, where)
         held = table.column(name)
         found = lengths_of(held)
-        if self.indices is None:
-            check_lengths(found, held, name, where)
-            return narrowed(found)
-        # Rows that are not selected need no value.
-        found = found[self.indices]
-        if len(found) and found.min() < 0:
-            sample = int(np.argmax(found < 0))
-            row = int(self.indices[sample])
-            check_lengths(found[sample:][:1], held.slice(row, 1), name, where, sample)
+        if self.indices is not None:
+            # Rows that are not selected need no value.
+            found = found[self.indices]
+        check_lengths(found, held, name, where, indices=self.indices)
         return narrowed(found)
 
     def samples(self, column: str | None, columns: Sequence[str] | None) -> ArrowSamples:
@@ -105,13 +102,3 @@ class _Table:
 
     def read(self, names: Sequence[str]) -> Any:  # noqa: ARG002 (other columns cost nothing)
         return self.open()
-
-
-def _refuse_transform(dataset: Any) -> None:
-    described = dataset.format
-    if isinstance(described, Mapping) and described.get("type") == "custom":
-        raise InvalidInputError(
-            "the Dataset computes its rows when they are read (set_transform or with_transform), so its table does "
-            "not say how many tokens they have: store them with Dataset.map, or count them as "
-            "lengths(dataset[i] for i in range(len(dataset)))"
-        )
