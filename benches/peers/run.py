@@ -29,6 +29,7 @@ MEASURES = {
         "plan",
         "best_fit",
         "ordered",
+        "costs",
         "first_batch",
         "published",
         "shuffle",
@@ -79,7 +80,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     from packing.lengths_case import lengths
     from packing.lookup_case import lookup
     from packing.size_curve_case import curve
-    from packing.whole.cases import best_fit, ordered
+    from packing.whole.cases import best_fit, costs, ordered
     from packing.whole.hugging_face import first_batch
 
     scale = Scale(
@@ -94,6 +95,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "plan": lambda: [hard_plan(scale)],
         "best_fit": lambda: [best_fit(scale)],
         "ordered": lambda: [ordered(scale)],
+        "costs": lambda: [costs(scale)],
         "first_batch": lambda: [first_batch(scale)],
         "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],

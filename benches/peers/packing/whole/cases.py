@@ -1,10 +1,11 @@
-"""The rows of packing whole samples: best fit beside other packers, ordered and sequential beside hard packing.
+"""The rows of packing whole samples: best fit beside other packers, and other modes and costs beside plainer calls.
 
 Invariant: lengths are cut to a pack, so that all packers pack the same tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,22 @@ from report import Row, Section, count, duration, times_faster
 
 import tundish as td
 from packing.cases import MAX_LENGTH, SEED, Scale
-from packing.distributions import CHAT, DISTRIBUTIONS, Distribution, draw_lengths, draw_order
+from packing.distributions import (
+    CHAT,
+    DISTRIBUTIONS,
+    RANDOM_SEED,
+    TEXT,
+    Distribution,
+    draw_lengths,
+    draw_order,
+)
 from packing.whole.peers import PEERS, Lengths
 
 BEST_FIT_SAMPLES = 10**6
 ORDERED_SAMPLES = 10**7
 OVER_HARD = 2.5
 LEAST_FILL = 0.97
+MOST_IMAGES = 32
 BEST_FIT_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, mode="best_fit", seed={SEED}, threads=1)`: lengths int32, all arrays of the plan. \
 Nanoseconds are per sample.
@@ -32,6 +42,12 @@ batches of 1000 samples; ms-swift packs batches of 1000 samples. Axolotl takes a
 ORDERED_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, mode=…, order=order, threads=1)` against hard packing with the same arguments. The \
 figure is hard packing's time over this one's, so that 0.4× is 2.5 times its time. Nanoseconds are per sample."""
+
+COSTS_NOTE = f"""\
+`td.pack(lengths, {MAX_LENGTH}, mode=…, costs=images, max_cost={MOST_IMAGES}, threads=1)` against the same call \
+without costs: chat lengths, 0 … 4 images a sample. With costs, best fit places sample by sample, else by counts of \
+lengths. One plan of two modes is `td.pack_datasets([text, chat], {MAX_LENGTH}, mode=["hard", "best_fit"])` on one \
+thread, against packing each with `td.pack`. Nanoseconds are per sample."""
 
 
 def best_fit(scale: Scale) -> Section:
@@ -119,3 +135,39 @@ def _ordered_rows(
             )
         )
     return rows
+
+
+def costs(scale: Scale) -> Section:
+    """Packs with a second limit, and packs of two modes in one plan, beside the plainer calls."""
+    samples = min(BEST_FIT_SAMPLES, scale.samples[-1])
+    text, chat = (_whole_lengths(samples, distribution) for distribution in (TEXT, CHAT))
+    images = np.random.default_rng(RANDOM_SEED).integers(0, 5, samples)
+    section = Section(title="Costs and mixed modes", note=COSTS_NOTE)
+
+    def add_row(
+        case: str, ours: Callable[[], int], peer: str, theirs: Callable[[], int], packed: int
+    ) -> None:
+        seconds = race({"ours": Contestant(ours, int), "theirs": Contestant(theirs, int)}, scale.least_rounds)
+        section.rows.append(times_faster(case, seconds["ours"], peer, seconds["theirs"], samples=packed))
+
+    for mode in ("best_fit", "ordered"):
+        add_row(
+            f"chat, {count(samples)}, {mode} with costs",
+            lambda mode=mode: len(_pack(chat, mode, costs=images, max_cost=MOST_IMAGES)),
+            f"{mode} without costs",
+            lambda mode=mode: len(_pack(chat, mode)),
+            samples,
+        )
+
+    def pack_together() -> int:
+        modes = ["hard", "best_fit"]
+        return len(td.pack_datasets([text, chat], MAX_LENGTH, mode=modes, threads=1, progress=False))
+
+    def pack_apart() -> int:
+        return len(_pack(text, "hard")) + len(_pack(chat, "best_fit"))
+
+    if pack_together() != pack_apart():
+        raise OutputsDiffer("one plan of two modes has other packs than two plans")
+    case = f"text hard and chat best_fit, {count(samples)} each, one plan"
+    add_row(case, pack_together, "two plans", pack_apart, 2 * samples)
+    return section
