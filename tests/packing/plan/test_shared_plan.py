@@ -95,6 +95,41 @@ def test_all_ranks_use_one_plan(world: int, tmp_path: Path) -> None:
         job.expect_end()
 
 
+IMAGES = np.random.default_rng(1).integers(0, 4, len(LENGTHS))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "costs": {"mode": "best_fit", "costs": [IMAGES, IMAGES[:3000]], "max_cost": 5},
+    "leaving packs out": {"mode": "ordered", "multiple_of": 64},
+    "repeating packs": {"mode": "hard", "multiple_of": 64, "remainder": "repeat"},
+    "mixed modes": {
+        "mode": ["hard", "best_fit"],
+        "costs": [None, IMAGES[:3000]],
+        "max_cost": 5,
+        "multiple_of": 64,
+    },
+}
+
+
+def compare_with_an_unshared_plan(_rank: int, line: Line) -> None:
+    options = {"lengths": [LENGTHS, LENGTHS[:3000]], "max_length": 300, "seed": 4, **OPTIONS[line.hear()]}
+    shared = td.pack_datasets(share=True, progress=False, **options)
+    shared.verify(costs=options.get("costs"))
+    line.say(plan_contents(shared) == plan_contents(td.pack_datasets(progress=False, **options)))
+
+
+def plan_contents(plan: td.PackPlan) -> list[Any]:
+    columns = {name: column.tolist() for name, column in plan.arrays().items()}
+    return [columns, plan.metadata, plan.fingerprint, plan.stats(), plan.ledger()]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_rank_has_the_plan_that_it_would_build_alone(name: str, tmp_path: Path) -> None:
+    with Job(compare_with_an_unshared_plan, 2, tmp_path) as job:
+        for rank in range(2):
+            job.tell(rank, name)
+        assert job.hear_all() == [(True,)] * 2
+        job.expect_end()
+
+
 class Rows:
     """Samples whose tokens are their number."""
 
