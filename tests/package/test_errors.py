@@ -38,12 +38,12 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "samples for lengths": (
         lambda: td.pack([[1, 2], [3]], 8),
         InvalidTypeError,
-        r"lengths\[0\] is of type list; it must be one integer",
+        r"lengths\[0\] is a list: give one integer",
     ),
     "rows for lengths": (
         lambda: td.pack([3, {"input_ids": [1]}], 8),
         InvalidTypeError,
-        r"lengths\[1\] is of type dict",
+        r"lengths\[1\] is a dict",
     ),
     "pack of a name": (lambda: PLAN["0"], InvalidTypeError, "asked for by its number, got '0'"),  # type: ignore[call-overload]
     "pack of a half": (lambda: PLAN[0.5], InvalidTypeError, "asked for by its number, got 0.5"),  # type: ignore[call-overload]
@@ -92,17 +92,17 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "datasets that are a mapping": (
         lambda: td.pack_datasets({}, 1),  # type: ignore[arg-type]
         InvalidTypeError,
-        "a list with the lengths of each dataset, not of type dict",
+        "lengths is a dict: give a list with the lengths of each dataset",
     ),
     "datasets that are a set": (
         lambda: td.pack_datasets(set(), 1),  # type: ignore[arg-type]
         InvalidTypeError,
-        "not of type set",
+        "lengths is a set",
     ),
     "datasets that are a number": (
         lambda: td.pack_datasets(np.array(3), 1),  # type: ignore[arg-type]
         InvalidTypeError,
-        "not of type ndarray",
+        "lengths is an ndarray",
     ),
     "datasets of numbers": (lambda: td.pack_datasets([1, 2], 1), InvalidInputError, r"lengths\[0\]"),
     "progress": (

@@ -92,18 +92,18 @@ def test_ten_thousand_rollouts_are_balanced_to_a_few_tokens() -> None:
         (lambda b, m: b([], 1), InvalidInputError, "there are 0 samples"),
         (lambda b, m: b([3, 4], True), InvalidTypeError, "parts must be an integer"),
         (lambda b, m: b([3, 4], 1.0), InvalidTypeError, "parts must be an integer"),
-        (lambda b, m: b([3.0, 4.0], 1), InvalidTypeError, r"lengths\[0\] is of type float"),
+        (lambda b, m: b([3.0, 4.0], 1), InvalidTypeError, r"lengths\[0\] is a float"),
         (lambda b, m: b([3, -4], 1), InvalidInputError, r"lengths\[1\] is -4; it must be at least 0"),
         (lambda b, m: b([3, -4], 1, cost=[1, 1]), InvalidInputError, r"lengths\[1\] is -4"),
         (lambda b, m: b([3, 4], 1, cost=[1, -1]), InvalidInputError, r"cost\[1\] is -1; it must be at least"),
-        (lambda b, m: b([3, 4], 1, cost=[1.5, 2.5]), InvalidTypeError, r"cost\[0\] is of type float"),
+        (lambda b, m: b([3, 4], 1, cost=[1.5, 2.5]), InvalidTypeError, r"cost\[0\] is a float"),
         (lambda b, m: b([3, 4], 1, cost=[1]), InvalidInputError, "cost has 1 entries, and lengths has 2"),
         (
             lambda b, m: b([3, 4], 1, cost="flops"),
             InvalidInputError,
             "cost is 'flops'; it must be \"tokens\"",
         ),
-        (lambda b, m: b([3, 4], 1, cost=None), InvalidTypeError, "cost is of type NoneType"),
+        (lambda b, m: b([3, 4], 1, cost=None), InvalidTypeError, "cost is None"),
         (
             lambda b, m: b([3, 4, 5], 2, equal_counts=True),
             InvalidInputError,
@@ -124,7 +124,11 @@ def test_ten_thousand_rollouts_are_balanced_to_a_few_tokens() -> None:
             InvalidInputError,
             r"lengths\[1\] is 9, above max_tokens=8 \(2 of 4 samples are, the longest has 12 tokens\)",
         ),
-        (lambda b, m: m([3, 4], 8, same_count_on="all"), InvalidInputError, "group"),
+        (
+            lambda b, m: m([3, 4], 8, same_count_on="all"),
+            InvalidInputError,
+            "or give None in place of the group",
+        ),
     ],
 )
 def test_bad_input_is_refused(ask: Any, kind: type[Exception], says: str) -> None:

@@ -84,8 +84,8 @@ def group_info(group: Any) -> GroupInfo:
             )
         if group is not None:
             raise InvalidInputError(
-                "group is given, but torch.distributed is not initialised: call init_process_group first, or leave "
-                "group out"
+                "a process group is given, but torch.distributed is not initialised: call init_process_group first, or "
+                "give None in place of the group"
             )
         return GroupInfo(ranks=(0,), rank=0, name="alone", store=None)
     c10d = distributed.distributed_c10d

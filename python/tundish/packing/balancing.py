@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError
+from tundish.packing.arguments.choices import check_flag
 from tundish.packing.arguments.integer_arrays import as_integer_array
 from tundish.packing.arguments.integers import as_integer
 
@@ -29,8 +30,8 @@ def balance(lengths: Any, parts: int, *, cost: Any = "tokens", equal_counts: boo
     Args:
         lengths: Tokens of each sample, shape (n,), integers of any dtype, at least 0.
         parts: The number of parts, 1 … n.
-        cost: What is balanced: "tokens"; "attention", where a sample of L tokens costs L² + 24576·L; or an array of
-            integers, shape (n,), at least 0, the cost of each sample. A layer of hidden size h does 2·h operations for
+        cost: What is balanced: "tokens", "attention", or the cost of each sample, integers, shape (n,), at least 0.
+            With "attention" a sample of L tokens costs L² + 24576·L. A layer of hidden size h does 2·h operations for
             each pair of tokens and 12·h² for each token. Their ratio is 6·h, which is 24576 for the 4096 of a model of
             7 billion parameters. For another hidden size, pass `lengths * (lengths + 6 * h)` as int64.
         equal_counts: Give every part the same number of samples; n must be a multiple of `parts`.
@@ -51,8 +52,7 @@ def balance(lengths: Any, parts: int, *, cost: Any = "tokens", equal_counts: boo
     """
     checked = as_integer_array(lengths, "lengths")
     number = as_integer(parts, "parts", 1, 2**62)
-    if not isinstance(equal_counts, bool):
-        raise InvalidTypeError(f"equal_counts must be True or False, not {equal_counts!r}")
+    check_flag(equal_counts, "equal_counts")
     if not isinstance(cost, str):
         return _native.balanced_parts(checked, number, as_integer_array(cost, "cost"), False, equal_counts)
     if cost not in _COSTS:

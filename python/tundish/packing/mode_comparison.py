@@ -8,7 +8,7 @@ from typing import Any
 
 from tundish.packing.arguments.integer_arrays import as_integer_array
 from tundish.packing.build.pack import pack
-from tundish.packing.build.request import MODES
+from tundish.packing.build.pack_arguments import MODES
 from tundish.packing.plan.plot import (
     BLUE,
     INK,

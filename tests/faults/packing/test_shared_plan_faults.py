@@ -84,10 +84,10 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
 
 
 def removed_before_it_is_mapped(rank: int, line: Line) -> None:
-    from tundish.packing.build import cache
+    from tundish.packing.build import plan_folders
 
     folder = Path(line.hear())
-    mapping, mapped = cache.map_existing_plan, folder / "mapped"
+    mapping, mapped = plan_folders.map_existing_plan, folder / "mapped"
     calls: list[Path] = []
 
     def map_existing_plan(target: Path) -> td.PackPlan:
@@ -102,7 +102,7 @@ def removed_before_it_is_mapped(rank: int, line: Line) -> None:
             mapped.touch()
         return plan
 
-    cache.map_existing_plan = map_existing_plan
+    plan_folders.map_existing_plan = map_existing_plan
     line.say(*outcome(lambda: share(folder).verify()))
 
 
@@ -150,7 +150,7 @@ def slow_build(rank: int, line: Line) -> None:
     folder = Path(line.hear())
     if rank == 0:
         # A builder that takes longer than the default group's timeout, and can be killed on the way.
-        from tundish.packing.build import local as build
+        from tundish.packing.build import plan_folders as build
 
         publish = build.publish_plan
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.packing.small_llama import small_llama
+from support.packing.small_llama import k_gradient, loss_apart, small_llama
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader
-from transformers import LlamaForCausalLM
 
 import tundish as td
-from tundish.errors import InvalidInputError
+from tundish.errors import TundishError
 
 VOCABULARY = 60
 
@@ -27,26 +25,6 @@ def make_items(lengths: list[int], max_length: int) -> list[dict[str, Any]]:
     return list(td.PackedDataset(samples, plan))
 
 
-def loss_apart(model: LlamaForCausalLM, items: list[dict[str, Any]]) -> torch.Tensor:
-    """The loss of each piece in a row of its own, averaged over all tokens that are learned."""
-    total, learned = torch.zeros(()), 0
-    for item in items:
-        for start, stop in pairwise(item["cu_seqlens"].tolist()):
-            tokens = item["input_ids"][start:stop]
-            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-            total = total + torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
-            learned += len(tokens) - 1
-    return total / learned
-
-
-def gradient(model: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
-    model.zero_grad()
-    loss.backward()
-    found = model.model.layers[0].self_attn.k_proj.weight.grad
-    assert found is not None
-    return found.clone()
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("pad_to", [None, 80])
 def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
@@ -55,7 +33,7 @@ def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
     items = make_items([9, 20, 1, 2, 17, 14], 32)
     model = small_llama(VOCABULARY, attention)
     apart = loss_apart(model, items)
-    expected = gradient(model, apart)
+    expected = k_gradient(model, apart)
     batch = td.PackedCollator(attention="mask", pad_to=pad_to)(items)
     with_positions = model(**batch, use_cache=False).loss
     # Rotary positions count relative to each other, so that only the mask tells pieces apart. The cache is on.
@@ -63,7 +41,7 @@ def test_a_mask_keeps_pieces_apart_in_a_model_that_is_told_no_positions(
     packed = model(**batch).loss
     assert abs(with_positions.item() - apart.item()) < 1e-5
     assert abs(packed.item() - apart.item()) < 1e-5
-    torch.testing.assert_close(gradient(model, packed), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(k_gradient(model, packed), expected, rtol=1e-4, atol=1e-6)
     # Without it, the comparison above fails.
     del batch["attention_mask"]
     assert abs(model(**batch).loss.item() - apart.item()) > 1e-2
@@ -169,5 +147,5 @@ def test_the_move_of_a_block_mask_takes_its_document_ids_along() -> None:
 
 @pytest.mark.parametrize("attention", ["flash", None, True, 0])
 def test_another_kind_of_attention_is_refused(attention: Any) -> None:
-    with pytest.raises(InvalidInputError, match='must be "none", "mask" or "flex"'):
+    with pytest.raises(TundishError, match=r"attention .* one of 'none', 'mask', 'flex'"):
         td.PackedCollator(attention=attention)

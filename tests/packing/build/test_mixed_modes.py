@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.packing.multiple import select
+from support.packing.plans import assert_changed_entries_are_found, assert_written_alike, changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
@@ -145,18 +145,10 @@ def test_folders_hold_the_same_plan(overlong: str, tmp_path: Path) -> None:
     modes = ["hard", "best_fit", "ordered"]
     options: dict[str, Any] = {"mode": modes, "overlong": overlong, "seed": 1, "window": 5}
     plan = td.pack_datasets(LENGTHS, 128, **options, threads=1)
-    plan.save(tmp_path / "saved")
-    written = td.pack_datasets(LENGTHS, 128, **options, out=tmp_path / "written", threads=3)
-    assert written.fingerprint == plan.fingerprint
-    for file in (tmp_path / "saved").iterdir():
-        assert file.read_bytes() == (tmp_path / "written" / file.name).read_bytes(), file.name
-    loaded = td.PackPlan.load(tmp_path / "saved", LENGTHS)
-    loaded.verify()
-    assert list(loaded) == list(plan) == list(pickle.loads(pickle.dumps(loaded)))
+    loaded = assert_written_alike(plan, tmp_path, LENGTHS, **options, threads=3)
+    assert list(pickle.loads(pickle.dumps(loaded))) == list(plan)
     assert (loaded.overlong, loaded.window, loaded.drop_last) == (overlong, 5, True)
     loaded.plot(tmp_path / "plan.png")
-    cached = td.pack_datasets(LENGTHS, 128, **options, cache_dir=tmp_path / "cache")
-    assert cached.path is not None and cached.path.name == f"plan-{plan.fingerprint}"
 
 
 @pytest.mark.parametrize("has_lengths", [True, False])
@@ -169,7 +161,7 @@ def test_a_dataset_reads_the_packs(overlong: str, has_lengths: bool) -> None:
         for column in lengths
     ]
     if not has_lengths:
-        plan = td.PackPlan([getattr(plan, name) for name in plan.arrays()], json.dumps(plan.metadata))
+        plan = changed(plan)
     dataset = td.PackedDataset(samples, plan)
     for number, pack in enumerate(plan.with_lengths(lengths)):
         expected = [
@@ -196,28 +188,17 @@ def test_equal_modes_are_one_mode() -> None:
 def test_any_changed_fact_is_found() -> None:
     lengths = [column[:30] // 8 for column in LENGTHS]
     plan = td.pack_datasets(lengths, 16, mode=["hard", "sequential", "best_fit"], overlong="split", align=2)
-    columns = [getattr(plan, name) for name in plan.arrays()]
-
-    def verify(columns: list[np.ndarray], facts: dict[str, Any]) -> None:
-        td.PackPlan([column.copy() for column in columns], json.dumps(facts)).verify(lengths)
-
-    verify(columns, dict(plan.metadata))
-    for number, column in enumerate(columns):
-        for position in range(len(column)):
-            broken = [other.copy() for other in columns]
-            broken[number][position] += 1
-            with pytest.raises(PlanMismatchError):
-                verify(broken, dict(plan.metadata))
+    assert_changed_entries_are_found(plan, lengths)
     for number, part in enumerate(plan.metadata["parts"]):
         for name, value in part.items():
             if isinstance(value, int):
                 parts = [dict(other) for other in plan.metadata["parts"]]
                 parts[number][name] = value + 1
                 with pytest.raises(PlanMismatchError):
-                    verify(columns, {**plan.metadata, "parts": parts})
+                    changed(plan, parts=parts).verify(lengths)
     for parts in (plan.metadata["parts"][:2], plan.metadata["parts"][::-1]):
         with pytest.raises(PlanMismatchError):
-            verify(columns, {**plan.metadata, "parts": parts})
+            changed(plan, parts=parts).verify(lengths)
 
 
 @pytest.mark.parametrize(

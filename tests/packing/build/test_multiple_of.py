@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.packing.multiple import select
+from support.packing.plans import assert_written_alike, changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
@@ -120,20 +120,10 @@ def test_folders_hold_the_same_plan(mode: str, remainder: str, tmp_path: Path) -
     options: dict[str, Any] = {"mode": mode, "multiple_of": 64, "remainder": remainder, "seed": 1}
     if mode != "hard":
         options["overlong"] = "split"
-    plan = td.pack(LENGTHS, 128, **options)
-    plan.save(tmp_path / "saved")
-    written = td.pack(LENGTHS, 128, **options, out=tmp_path / "written")
-    assert written.metadata == plan.metadata and written.fingerprint == plan.fingerprint
-    for file in (tmp_path / "saved").iterdir():
-        assert file.read_bytes() == (tmp_path / "written" / file.name).read_bytes(), file.name
-    loaded = td.PackPlan.load(tmp_path / "saved", LENGTHS)
-    loaded.verify()
+    loaded = assert_written_alike(td.pack(LENGTHS, 128, **options), tmp_path, LENGTHS, **options)
     assert (loaded.multiple_of, loaded.remainder) == (64, remainder)
-    assert list(loaded) == list(plan)
     loaded.plot(tmp_path / "plan.svg")
     assert "repeated" in (tmp_path / "plan.svg").read_text() or remainder == "drop"
-    cached = td.pack(LENGTHS, 128, **options, cache_dir=tmp_path / "cache")
-    assert cached.path is not None and cached.path.name == f"plan-{plan.fingerprint}"
 
 
 def test_fingerprints_tell_multiples_apart() -> None:
@@ -158,8 +148,7 @@ def test_a_dataset_reads_the_packs_without_lengths(mode: str, remainder: str) ->
     plan = td.pack(
         lengths, 8, mode=mode, multiple_of=2 if remainder == "drop" else 9, remainder=remainder, **own
     )
-    bare = td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
-    dataset = td.PackedDataset(samples, bare)
+    dataset = td.PackedDataset(samples, changed(plan))
     assert len(dataset) == len(plan) > 0
     for number, pack in enumerate(plan):
         expected = [piece.sample for piece in pack.pieces for _ in range(piece.start, piece.stop or 0)]
@@ -184,21 +173,14 @@ def test_verify_finds_changed_facts(mode: str, remainder: str) -> None:
     more: dict[str, Any] = {} if mode == "hard" else {"overlong": "truncate", "align": 2}
     lengths = LENGTHS[:60] // 8
     plan = td.pack(lengths, 16, mode=mode, multiple_of=7, remainder=remainder, **more)
-    columns = [column.astype(np.int32) for column in plan.arrays().values()]
     facts = plan.metadata["multiple"]
     assert facts["packs"] > 0
     for name, value in facts.items():
-        changed: dict[str, Any] = {**plan.metadata}
         other = {"drop": "repeat", "repeat": "drop"}[remainder] if name == "remainder" else value + 1
-        changed["multiple"] = {**facts, name: other}
         with pytest.raises(PlanMismatchError):
-            damaged(columns, changed).verify(lengths)
+            changed(plan, multiple={**facts, name: other}).verify(lengths)
     with pytest.raises(PlanMismatchError):
-        damaged(columns, {**plan.metadata, "multiple": None}).verify(lengths)
-
-
-def damaged(columns: list[np.ndarray], metadata: dict[str, Any]) -> td.PackPlan:
-    return td.PackPlan([column.copy() for column in columns], json.dumps(metadata))
+        changed(plan, multiple=None).verify(lengths)
 
 
 def test_verify_finds_another_pack_left_out_than_the_emptiest() -> None:
@@ -208,10 +190,9 @@ def test_verify_finds_another_pack_left_out_than_the_emptiest() -> None:
     # The pack of sample 1 instead of that of sample 3.
     values = [[0, 0, 0, 0], [0, 1, 2, 4], [1, 2, 3, 4], [0, 0, 0, 0], [8, 1, 8, 8], [8, 1, 8, 8]]
     columns = [np.array(column, np.int32) for column in values]
-    facts = {**made.metadata, "tokens_packed": 25}
-    facts["multiple"] = {**facts["multiple"], "tokens": 7}
+    multiple = {**made.metadata["multiple"], "tokens": 7}
     with pytest.raises(PlanMismatchError, match="leaves out the emptiest"):
-        damaged(columns, facts).verify(lengths)
+        changed(made, columns, tokens_packed=25, multiple=multiple).verify(lengths)
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,18 @@ def make_table() -> Any:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: "data.parquet", r"is of type str; .*: td\.packing\.lengths\('data\.parquet'\) reads them"),
-        (lambda: Path("lengths.npy"), r"is of type Posix\w+; .*: td\.packing\.lengths\('lengths\.npy'\) reads them"),
-        (make_table, r"is a Dataset, which holds samples; .*: td\.packing\.lengths\(dataset\) reads them"),
-        (lambda: make_table().to_iterable_dataset(), r"is an IterableDataset, .*: td\.packing\.lengths\(dataset\)"),
-        (lambda: hf.DatasetDict(train=make_table()), r"is a DatasetDict, .*: td\.packing\.lengths\(dataset\)"),
-        (lambda: [{"input_ids": [1, 2]}], r"\[0\] is of type dict; .*: td\.packing\.lengths\(samples\)"),
-        (lambda: [[1, 2], [3]], r"\[0\] is of type list; .*: td\.packing\.lengths\(samples\)"),
-        (lambda: make_table()["input_ids"], r"must have one dimension; .* \(2, 2\): td\.packing\.lengths\(samples\)"),
-        (lambda: [[1, 2], [3, 4]], r"must have one dimension; .* \(2, 2\): td\.packing\.lengths\(samples\)"),
-        (lambda: torch.ones(2, 3, dtype=torch.int64), r"must have one dimension; .*: td\.packing\.lengths\(samples\)"),
-        (lambda: np.array(3), r"must have one dimension; its shape is \(\)$"),
-        (lambda: ["a"], r"\[0\] is of type str; it must be one integer$"),
+        (lambda: "data.parquet", r"is a str: .*; td\.packing\.lengths\('data\.parquet'\) reads them"),
+        (lambda: Path("lengths.npy"), r"is a Posix\w+: .*; td\.packing\.lengths\('lengths\.npy'\) reads them"),
+        (make_table, r"is a Dataset, which holds samples: .*; td\.packing\.lengths\(dataset\) reads them"),
+        (lambda: make_table().to_iterable_dataset(), r"is an IterableDataset, .*; td\.packing\.lengths\(dataset\)"),
+        (lambda: hf.DatasetDict(train=make_table()), r"is a DatasetDict, .*; td\.packing\.lengths\(dataset\)"),
+        (lambda: [{"input_ids": [1, 2]}], r"\[0\] is a dict: .*; td\.packing\.lengths\(samples\)"),
+        (lambda: [[1, 2], [3]], r"\[0\] is a list: .*; td\.packing\.lengths\(samples\)"),
+        (lambda: make_table()["input_ids"], r"has the shape \(2, 2\): give one .*; td\.packing\.lengths\(samples\)"),
+        (lambda: [[1, 2], [3, 4]], r"has the shape \(2, 2\): give one .*; td\.packing\.lengths\(samples\)"),
+        (lambda: torch.ones(2, 3, dtype=torch.int64), r"has the shape .*; td\.packing\.lengths\(samples\)"),
+        (lambda: np.array(3), r"has the shape \(\): give one dimension$"),
+        (lambda: ["a"], r"\[0\] is a str: give one integer$"),
     ],
 )  # fmt: skip
 def test_what_holds_samples_is_no_array_of_lengths(make: Any, says: str) -> None:
@@ -52,7 +52,7 @@ def test_several_datasets_are_no_single_list(flat: Any) -> None:
 def test_an_order_is_not_read_from_samples() -> None:
     with pytest.raises(
         InvalidTypeError,
-        match=r"^order is of type str; give an array or a sequence of integers, one a sample$",
+        match=r"^order is a str: give an array or a sequence of integers, one a sample$",
     ):
         td.pack([1, 2], 2, order="order.npy")
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.packing.plans import columns_of
 from support.packing.whole_plan import (
     Options,
     Part,
     best_fit_packs,
-    columns_of,
+    expected_columns,
     packed_in_order,
     parts_of,
 )
@@ -75,10 +76,6 @@ def cases(draw: Any) -> Case:
     return Case(streams, [order.tolist() for order in orders], options, plan)
 
 
-def as_lists(plan: td.PackPlan) -> dict[str, list[int]]:
-    return {name: column.tolist() for name, column in plan.arrays().items()}
-
-
 def packs_of(plan: td.PackPlan, streams: int) -> list[list[list[Part]]]:
     """The packs of each stream, as the plan's look-ups give them."""
     found: list[list[list[Part]]] = [[] for _ in range(streams)]
@@ -97,8 +94,7 @@ def test_agrees_with_the_definition(case: Case) -> None:
         assert sorted(chain.from_iterable(packs)) == sorted(parts)
         assert all(sum(map(options.taken, pack)) <= options.max_length for pack in packs)
         assert all(1 <= len(pack) <= options.most for pack in packs)
-    columns = as_lists(plan)
-    assert columns == columns_of(found, options.overlong in ("split", "truncate"))
+    assert columns_of(plan) == expected_columns(found, options.overlong in ("split", "truncate"))
     if plan.mode != "best_fit":
         window = 1 if plan.mode == "sequential" else options.window or 64
         assert found == [packed_in_order(parts, options, window) for parts in expected]
@@ -178,7 +174,7 @@ def test_a_seed_changes_which_samples_come_together_and_nothing_else() -> None:
     orders = {tuple(plan.indices.tolist()) for plan in plans}
     assert len(orders) == 3
     again = td.pack(LENGTHS[:2000], 1024, mode="best_fit", overlong="split", seed=7, threads=1)
-    assert as_lists(again) == as_lists(plans[2])
+    assert columns_of(again) == columns_of(plans[2])
 
 
 def test_best_fit_takes_samples_of_one_length_in_the_order() -> None:

@@ -75,6 +75,12 @@ def test_integers_are_right_for_a_column_of_floats() -> None:
     assert torch.equal(weight, torch.tensor([1, 0, 0.1]))
 
 
+def test_infinite_values_stay_in_a_column_of_floats() -> None:
+    rows = [{"input_ids": [1, 2], "weight": [float("inf"), float("nan")]}]
+    weight = td.PackedDataset(rows, td.pack([2], 2), columns={"weight": float("-inf")})[0]["weight"]
+    assert weight[0] == float("inf") and weight[1].isnan()
+
+
 def test_a_key_that_is_left_out_can_be_carried() -> None:
     rows = [{"input_ids": [1, 2], "token_type_ids": [0, 1], "text": "ab"}]
     dataset = td.PackedDataset(rows, td.pack([2], 2), columns={"token_type_ids": 0}, sample_columns=["text"])
@@ -87,13 +93,15 @@ def test_a_key_that_is_left_out_can_be_carried() -> None:
     ("row", "kind", "says"),
     [
         ({"weight": [1.0]}, InvalidInputError, "weight of sample 1 of dataset 0 has 1 entries for 2 input_ids"),
-        ({"weight": [[1.0, 1.0]]}, InvalidTypeError, "weight of sample 1 of dataset 0 must be one-dimensional numbers"),
-        ({"weight": ["a", "b"]}, InvalidTypeError, "weight of sample 1 of dataset 0 must be floats or integers"),
-        ({"weight": [True, False]}, InvalidTypeError, "must be floats or integers, got list of dtype bool"),
+        ({"weight": [[1.0, 1.0]]}, InvalidTypeError, "weight of sample 1 .* is a list of shape .*: give one-dim"),
+        ({"weight": ["a", "b"]}, InvalidTypeError, "weight of sample 1 .* is a list of dtype <U1: give floats or int"),
+        ({"weight": [True, False]}, InvalidTypeError, "is a list of dtype bool: give floats or integers"),
         ({"weight": None}, InvalidInputError, "sample 1 of dataset 0 has None as its weight"),
         ({}, InvalidInputError, "sample 1 of dataset 0 lacks weight, named in columns or sample_columns"),
-        ({"weight": [1.0, 1.0], "segment": [0.0, 1.0]}, InvalidTypeError, "segment of sample 1 .* must be integers"),
+        ({"weight": [1.0, 1.0], "segment": [0.0, 1.0]}, InvalidTypeError, "segment of sample 1 .*: give integers"),
         ({"weight": [1, 1], "segment": np.array([0, 2**63], "u8")}, InvalidInputError, "segment of .* below 2"),
+        ({"weight": [np.inf, 1e300]}, InvalidInputError, r"weight of .* is 1e\+300 at position 1: .* float32"),
+        ({"weight": [1.0, 1.0], 3: [1]}, InvalidInputError, "sample 1 of dataset 0 has the key 3, which is an int"),
     ],
 )  # fmt: skip
 def test_a_column_that_does_not_fit_is_named(row: dict[str, Any], kind: type[Exception], says: str) -> None:
@@ -121,6 +129,7 @@ def test_samples_of_token_ids_alone_have_no_columns() -> None:
         ({"columns": {"weight": None}}, InvalidTypeError, r"columns\['weight'\] is None: give the padding value"),
         ({"columns": {"weight": "0"}}, InvalidTypeError, r"columns\['weight'\] is a str"),
         ({"columns": {"weight": 2**63}}, InvalidInputError, r"columns\['weight'\] is 9223372036854775808, beyond"),
+        ({"columns": {"weight": 1e300}}, InvalidInputError, r"columns\['weight'\] is 1e\+300, beyond the float32"),
         ({"columns": {1: 0}}, InvalidTypeError, "columns names 1, which is an int"),
         ({"columns": {"labels": 0}}, InvalidInputError, "columns names 'labels': take it out, because .* any case"),
         ({"columns": {"loss_mask": 0}}, InvalidInputError, "columns names 'loss_mask': .* labels of -100"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.packing.samples import pieces_of
+from support.packing.small_llama import k_gradient, loss_apart, small_llama
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -30,16 +31,6 @@ def make_dataset(own_labels: bool, *, mask_first_token: bool = False, seed: int 
             rows[-1]["labels"] = np.where(draws.random(length) < 0.4, -100, tokens)
     plan = td.pack(lengths, 64, seed=seed, drop_last=False)
     return td.PackedDataset(rows, plan, mask_first_token=mask_first_token)
-
-
-def pieces_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each piece of the items as a feature of its own."""
-    pieces = []
-    for item in items:
-        bounds = item["cu_seqlens"].tolist()
-        for start, stop in pairwise(bounds):
-            pieces.append({key: item[key][start:stop] for key in ("input_ids", "labels")})
-    return pieces
 
 
 def batches_of(dataset: Any) -> list[list[int]]:
@@ -83,18 +74,18 @@ ITEM = {
 @pytest.mark.parametrize(
     ("items", "says"),
     [
-        ([5], "item 0 of the batch is of type int"),
-        ([ITEM, None], "item 1 of the batch is of type NoneType"),
-        (["input_ids labels position_ids cu_seqlens max_seqlen"], "item 0 of the batch is of type str"),
+        ([5], "item 0 of the batch is an int"),
+        ([ITEM, None], "item 1 of the batch is None"),
+        (["input_ids labels position_ids cu_seqlens max_seqlen"], "item 0 of the batch is a str"),
         ([ITEM | {"labels": [1], "cu_seqlens": [0, 1]}], "item 0 .* no tensor as its labels, cu_seqlens"),
         (
             [ITEM, {"input_ids": ITEM["input_ids"]}],
             "item 1 .* lacks labels, position_ids, cu_seqlens, max_seqlen",
         ),
-        (ITEM, "a batch is a list of items of a PackedDataset, not of type dict"),
-        (iter([ITEM]), "not of type list_iterator"),
-        (None, "not of type NoneType"),
-        ("items", "not of type str"),
+        (ITEM, "the batch is a dict: give a list of items of a PackedDataset"),
+        (iter([ITEM]), "the batch is a list_iterator"),
+        (None, "the batch is None"),
+        ("items", "the batch is a str"),
     ],
 )
 def test_what_is_no_batch_is_refused(items: Any, says: str) -> None:
@@ -187,24 +178,6 @@ def test_the_default_device_of_a_script_changes_nothing() -> None:
         assert not isinstance(value, torch.Tensor) or torch.equal(found[key], value), key
 
 
-def make_model(attention: str) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            # Weights of the usual size give a loss that hardly depends on what is attended to.
-            initializer_range=0.3,
-            attn_implementation=attention,
-        )
-    )
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("own_labels", [False, True])
 @pytest.mark.parametrize("return_flash_attn_kwargs", [False, True])
@@ -213,28 +186,13 @@ def test_the_loss_of_packs_is_that_of_their_pieces_apart(
 ) -> None:
     dataset = make_dataset(own_labels)
     items = dataset.__getitems__([0, 3, len(dataset) - 1])
-    model = make_model(attention)
+    model = small_llama(VOCABULARY, attention)
     batch = td.PackedCollator(return_flash_attn_kwargs=return_flash_attn_kwargs)(items)
     packed = model(**batch, use_cache=False).loss
-    packed.backward()
-    gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
-
-    model.zero_grad()
-    total, counted = torch.zeros(()), 0
-    for piece in pieces_of(items):
-        labels = piece["labels"][1:]
-        kept = int((labels != -100).sum())
-        if kept:
-            logits = model(input_ids=piece["input_ids"][None], use_cache=False).logits[0, :-1]
-            total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-            counted += kept
-    apart = total / counted
-    apart.backward()
-
+    gradient = k_gradient(model, packed)
+    apart = loss_apart(model, items)
     assert abs(packed.item() - apart.item()) < 1e-5
-    torch.testing.assert_close(
-        gradient, model.model.layers[0].self_attn.k_proj.weight.grad, rtol=1e-4, atol=1e-6
-    )
+    torch.testing.assert_close(gradient, k_gradient(model, apart), rtol=1e-4, atol=1e-6)
     # The same row with pieces that see each other: the comparison above is able to fail.
     del batch["position_ids"]
     assert abs(model(**batch, use_cache=False).loss.item() - apart.item()) > 1e-2

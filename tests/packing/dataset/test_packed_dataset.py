@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,19 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.packing.samples import BatchedRows, Rows
+from support.packing.plans import changed
+from support.packing.samples import BatchedRows, Rows, make_samples
 from torch.utils.data import DataLoader, Subset
 
 import tundish as td
 from tundish.errors import InvalidTypeError, PlanMismatchError
 
 Samples = list[list[int]]
-
-
-def make_samples(lengths: Sequence[int], first: int = 0) -> Samples:
-    """Samples in which no token occurs twice, so that a token out of place is seen."""
-    tokens = iter(range(first, first + sum(lengths)))
-    return [[next(tokens) for _ in range(length)] for length in lengths]
 
 
 def lengths_of(samples: Samples) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -86,7 +80,7 @@ def test_items_are_the_packs_of_the_token_stream(
         np.random.RandomState(seed).shuffle(order)
     plan = td.pack(lengths_of(samples), max_length, seed=seed, drop_last=drop_last)
     if not attached:
-        plan = without_lengths(plan)
+        plan = changed(plan)
     dataset = td.PackedDataset(samples, plan)
     expected = list(expected_packs(samples, order.tolist(), max_length, drop_last))
     assert len(dataset) == len(expected)
@@ -111,7 +105,7 @@ def test_several_datasets(
         [lengths_of(part) for part in several], max_length, global_pack=global_pack, drop_last=drop_last
     )
     if not attached:
-        plan = without_lengths(plan)
+        plan = changed(plan)
     streams = [[sample for part in several for sample in part]] if global_pack else several
     expected = [
         pack
@@ -122,11 +116,6 @@ def test_several_datasets(
     backwards = list(range(len(expected)))[::-1]
     for index, item in zip(backwards, dataset.__getitems__(backwards), strict=True):
         assert_is_pack(item, expected[index])
-
-
-def without_lengths(plan: td.PackPlan) -> td.PackPlan:
-    """The plan as a load from disk without `lengths=` gives it."""
-    return td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
 
 
 def as_hf(samples: Samples, form: str | None) -> Any:
@@ -267,14 +256,16 @@ def test_an_empty_plan_is_an_empty_dataset() -> None:
             dataset[0]
 
 
-@pytest.mark.parametrize("changed", [0, 2, 3, 5])
+@pytest.mark.parametrize("sample", [0, 2, 3, 5])
 @pytest.mark.parametrize("by", [-2, -1, 1, 30])
-def test_a_changed_length_is_refused_and_the_sample_named(changed: int, by: int) -> None:
+def test_a_changed_length_is_refused_and_the_sample_named(sample: int, by: int) -> None:
     samples = make_samples([8, 3, 7, 5, 4, 5])
     plan = td.pack(lengths_of(samples), 8)
-    samples[changed] = (samples[changed] + [0] * 40)[: len(samples[changed]) + by]
+    samples[sample] = (samples[sample] + [0] * 40)[: len(samples[sample]) + by]
     dataset = td.PackedDataset(samples, plan)
-    wanted = f"sample {changed} of dataset 0 has {len(samples[changed])} tokens, .* for {plan.lengths[0][changed]} "
+    wanted = (
+        f"sample {sample} of dataset 0 has {len(samples[sample])} tokens, .* for {plan.lengths[0][sample]} "
+    )
     with pytest.raises(PlanMismatchError, match=wanted):
         dataset.__getitems__(range(len(dataset)))
 
@@ -298,7 +289,7 @@ def test_a_changed_length_names_sample_and_dataset_of_a_global_pack() -> None:
     ],
 )
 def test_without_lengths_pack_and_dataset_are_named(lengths: list[int], pack: int) -> None:
-    plan = without_lengths(td.pack_datasets([[8], [8, 3, 7, 5, 4, 6]], 8))
+    plan = changed(td.pack_datasets([[8], [8, 3, 7, 5, 4, 6]], 8))
     dataset = td.PackedDataset([[[1] * 8], make_samples(lengths)], plan)
     assert not plan.has_lengths
     dataset[0]
@@ -307,7 +298,7 @@ def test_without_lengths_pack_and_dataset_are_named(lengths: list[int], pack: in
 
 
 def test_without_lengths_a_right_total_of_wrong_pieces_is_refused() -> None:
-    plan = without_lengths(td.pack([3, 4, 5], 8))
+    plan = changed(td.pack([3, 4, 5], 8))
     assert len(td.PackedDataset(make_samples([3, 4, 5]), plan)[0]["input_ids"]) == 8
     with pytest.raises(PlanMismatchError, match=r"holds 8 tokens, its longest piece 5; .* 8, the longest 4"):
         td.PackedDataset(make_samples([2, 5, 5]), plan)[0]
@@ -316,7 +307,7 @@ def test_without_lengths_a_right_total_of_wrong_pieces_is_refused() -> None:
 @pytest.mark.parametrize("one", [True, False])
 def test_without_lengths_a_short_last_pack_is_checked(one: bool) -> None:
     lengths = [[5, 3, 2]] if one else [[5, 3, 2], [3]]
-    plan = without_lengths(td.pack_datasets(lengths, 4, drop_last=False))
+    plan = changed(td.pack_datasets(lengths, 4, drop_last=False))
     samples = [make_samples(part) for part in lengths]
     dataset = td.PackedDataset(samples, plan)
     assert dataset[2]["input_ids"].tolist() == [8, 9]

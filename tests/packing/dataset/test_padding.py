@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.packing.samples import pieces_of
+from support.packing.small_llama import loss_apart, small_llama
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+from transformers import DataCollatorWithFlattening
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError
@@ -26,15 +27,6 @@ def make_dataset(align: int = 1) -> td.PackedDataset:
     ]
     plan = td.pack(lengths, 64, mode="sequential", align=align)
     return td.PackedDataset(rows, plan, columns={"weight": 2.5})
-
-
-def pieces_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    keys = ("input_ids", "labels")
-    return [
-        {key: item[key][start:stop] for key in keys}
-        for item in items
-        for start, stop in pairwise(item["cu_seqlens"].tolist())
-    ]
 
 
 @pytest.mark.parametrize(("packs", "align"), [([0], 1), ([1, 2, 3], 1), ([1, 2], 8)])
@@ -85,29 +77,14 @@ def test_every_batch_of_an_epoch_has_the_same_shapes() -> None:
 @pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padding_does_not_change_the_loss(attention: str, align: int) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        attn_implementation=attention,
-    )
-    model = LlamaForCausalLM(config)
+    model = small_llama(VOCABULARY, attention)
     items = make_dataset(align).__getitems__([1, 2])
-    losses, learned = torch.zeros(()), 0
-    for piece in pieces_of(items):
-        tokens = piece["input_ids"][piece["labels"] != -100]
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        losses = losses + torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum")
-        learned += len(tokens) - 1
+    apart = loss_apart(model, items).item()
     for options in ({}, {"pad_to": 200}, {"pad_to_multiple_of": 64}):
         batch = td.PackedCollator(**options)(items)
         del batch["weight"]
         loss = model(**batch, use_cache=False).loss
-        assert abs(loss.item() - losses.item() / learned) < 1e-5
+        assert abs(loss.item() - apart) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
     ("row", "message"),
     [
         ({"tokens": [1, 2]}, "sample 1 of dataset 0 has no input_ids; its keys are ['tokens']"),
-        ([1.0, 2.0], "sample 1 of dataset 0 must be integers"),
-        ({"input_ids": [True, False]}, "input_ids of sample 1 of dataset 0 must be integers"),
-        ({"input_ids": [[1, 2]]}, "input_ids of sample 1 of dataset 0 must be one-dimensional"),
-        ({"input_ids": [1, 2], "labels": [1.0, 2.0]}, "labels of sample 1 of dataset 0 must be integers"),
+        ([1.0, 2.0], "sample 1 of dataset 0 is a list of dtype float64: give integers"),
+        ({"input_ids": [True, False]}, "input_ids of sample 1 of dataset 0 is a list of dtype bool: give integers"),
+        ({"input_ids": [[1, 2]]}, "input_ids of sample 1 of dataset 0 is a list of shape (1, 2): give one-dimensional"),
+        ({"input_ids": [1, 2], "labels": [1.0, 2.0]}, "labels of sample 1 of dataset 0 is a list of dtype float64"),
         ([[1], [2, 3]], "sample 1 of dataset 0 cannot be read"),
         (torch.zeros(2, dtype=torch.int64, device="meta"), "sample 1 of dataset 0 cannot be read as an array of "
          "token ids: it is a tensor on the meta device, which holds no values; make samples on the CPU"),
@@ -38,8 +38,8 @@ def test_labels_of_another_length_are_refused_and_the_sample_named() -> None:
         (torch.ones(2).to_sparse(), "sample 1 of dataset 0 cannot be read as an array of token ids: can't convert"),
         (torch.nested.nested_tensor([torch.ones(1)] * 2, layout=torch.jagged), "sample 1 of dataset 0 cannot be"),
         (np.ma.masked_less([1, 2], 2), "sample 1 of dataset 0 is a masked array; give its data, and the mask as"),
-        ("ab", "sample 1 of dataset 0 must be one-dimensional"),
-        (None, "sample 1 of dataset 0 must be one-dimensional"),
+        ("ab", "sample 1 of dataset 0 is a str of shape (): give one-dimensional"),
+        (None, "sample 1 of dataset 0 is None of shape (): give one-dimensional"),
     ],
 )  # fmt: skip
 def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
@@ -54,31 +54,39 @@ def test_samples_of_something_else_are_refused(row: Any, message: str) -> None:
         ([[1, 2], [3]], PlanMismatchError, "dataset 0 has 2 samples, the plan was made for 3"),
         ([[1], [2], [3], [4]], PlanMismatchError, "dataset 0 has 4 samples, the plan was made for 3"),
         ([Rows([[1]] * 3)] * 2, PlanMismatchError, "made for 1 dataset, and 2 datasets were given"),
-        ({"train": [[1], [2], [3]]}, InvalidTypeError, "dataset 0 is of type dict"),
-        ("samples", InvalidTypeError, "dataset 0 is of type str"),
-        (np.arange(3), InvalidTypeError, "dataset 0 is of type ndarray .* is one sample: .* is a list of it"),
+        ({"train": [[1], [2], [3]]}, InvalidTypeError, "dataset 0 is a dict"),
+        ("samples", InvalidTypeError, "dataset 0 is a str"),
+        (
+            np.arange(3),
+            InvalidTypeError,
+            "dataset 0 is an ndarray of one dimension, which is one sample: .* is a list of it",
+        ),
         (
             torch.arange(3),
             InvalidTypeError,
-            "dataset 0 is of type Tensor .* is one sample: .* is a list of it",
+            "dataset 0 is a Tensor of one dimension, which is one sample: .* is a list of it",
         ),
-        ([Rows([[1]] * 3), np.arange(3)], InvalidTypeError, "dataset 1 is of type ndarray .* is one sample"),
-        ((n for n in range(3)), InvalidTypeError, "dataset 0 is of type generator"),
-        ([iter([[1]])], InvalidTypeError, "dataset 0 is of type list_iterator"),
-        (None, InvalidTypeError, "dataset 0 is of type NoneType"),
+        (
+            [Rows([[1]] * 3), np.arange(3)],
+            InvalidTypeError,
+            "dataset 1 is an ndarray of one dimension, which is one sample",
+        ),
+        ((n for n in range(3)), InvalidTypeError, "dataset 0 is a generator"),
+        ([iter([[1]])], InvalidTypeError, "dataset 0 is a list_iterator"),
+        (None, InvalidTypeError, "dataset 0 is None"),
         # The samples are of the wrong type.
         (
             [[1.0], [2.0], [3.0]],
             PlanMismatchError,
-            "a sample is .* integers, .* first is of type list, of float",
+            "a sample is .* integers, .* first is a list of float",
         ),
         (
             [[[1]], [[2]], [[3]]],
             PlanMismatchError,
-            "a sample is .* integers, .* first is of type list, of list",
+            "a sample is .* integers, .* first is a list of list",
         ),
-        ([None] * 3, InvalidTypeError, "a sample is .* integers, and the first is of type NoneType"),
-        (["a"] * 3, InvalidTypeError, "a sample is .* integers, and the first is of type str"),
+        ([None] * 3, InvalidTypeError, "a sample is .* integers, and the first is None"),
+        (["a"] * 3, InvalidTypeError, "a sample is .* integers, and the first is a str"),
     ],
 )
 def test_datasets_that_do_not_fit_are_refused(datasets: Any, kind: type[Exception], message: str) -> None:
@@ -112,7 +120,7 @@ def test_a_dataset_that_gives_too_few_rows_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("gives", "named"),
-    [(None, "NoneType"), (np.array(1), "ndarray"), ({"input_ids": [[1], [2]]}, "dict"), (2, "int")],
+    [(None, "None"), (np.array(1), "an ndarray"), ({"input_ids": [[1], [2]]}, "a dict"), (2, "an int")],
 )
 def test_what_is_no_list_of_rows_is_refused(gives: Any, named: str) -> None:
     class Odd(BatchedRows):
@@ -121,7 +129,7 @@ def test_what_is_no_list_of_rows_is_refused(gives: Any, named: str) -> None:
 
     with pytest.raises(
         InvalidTypeError,
-        match=f"__getitems__ of dataset 0 gave something of type {named}: it is to give a list",
+        match=f"__getitems__ of dataset 0 gave {named}: it must give a list",
     ):
         td.PackedDataset(Odd([[1], [2]]), td.pack([1, 1], 2))[0]
 
@@ -159,7 +167,7 @@ def test_an_id_that_int64_does_not_hold_is_refused(key: str, dtype: str) -> None
         assert dataset[pack]["input_ids"].tolist() == [first, first + 1]
     with pytest.raises(
         InvalidInputError,
-        match=f"{key} of sample 0 of dataset 1 hold 9223372036854775808 at position 4: .*2.*63",
+        match=f"{key} of sample 0 of dataset 1 is 9223372036854775808 at position 4: .*2.*63",
     ):
         dataset[8]
 
@@ -236,6 +244,6 @@ def test_streams_are_refused_with_what_to_use(form: str) -> None:
 @pytest.mark.parametrize("make", [str, Path])
 def test_paths_are_refused_with_what_to_use(make: Any) -> None:
     with pytest.raises(
-        InvalidTypeError, match=r"dataset 0 is of type \w+, .*: td\.packing\.open_samples\('data\.parquet'\)"
+        InvalidTypeError, match=r"dataset 0 is an? \w+, .*: td\.packing\.open_samples\('data\.parquet'\)"
     ):
         td.PackedDataset(make("data.parquet"), td.pack([1, 1, 1], 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.packing.plans import changed
+from support.packing.samples import make_samples
 from support.packing.whole_plan import Options, packed_in_order, parts_of
 from torch.utils.data import DataLoader
 
@@ -19,19 +20,6 @@ from tundish.errors import PlanMismatchError, TundishError
 
 MODES = ["best_fit", "ordered", "sequential"]
 Samples = list[list[int]]
-
-
-def samples_of(lengths: list[int]) -> Samples:
-    """Samples in which no token occurs twice, so that a token out of place is seen."""
-    tokens = iter(range(sum(lengths)))
-    return [[next(tokens) for _ in range(length)] for length in lengths]
-
-
-def without_lengths(plan: td.PackPlan) -> td.PackPlan:
-    """The plan as a load from disk without `lengths=` gives it."""
-    return td.PackPlan(list(plan.arrays().values()), json.dumps(plan.metadata))
-
-
 PADDING = 99_999
 
 
@@ -57,12 +45,12 @@ def check_item(item: dict[str, Any], pieces: Samples, align: int = 1) -> None:
 def test_items_are_the_packs(
     lengths: list[int], max_length: int, mode: str, overlong: str, align: int, attached: bool
 ) -> None:
-    samples = samples_of(lengths)
+    samples = make_samples(lengths)
     plan = td.pack(lengths, max_length, mode=mode, overlong=overlong, align=align)
     options = Options(max_length, overlong, align=align)
     parts = parts_of(lengths, list(range(len(lengths))), options)
     pieces = [samples[part.sample][part.start : part.stop] for part in parts]
-    dataset = td.PackedDataset(samples, plan if attached else without_lengths(plan), pad_token_id=PADDING)
+    dataset = td.PackedDataset(samples, plan if attached else changed(plan), pad_token_id=PADDING)
     items = dataset.__getitems__(range(len(dataset)))
     assert sum(len(item["input_ids"]) for item in items) == sum(map(options.taken, parts))
     if mode != "best_fit":
@@ -87,7 +75,7 @@ def test_items_are_the_packs(
 @pytest.mark.parametrize("mode", MODES)
 def test_several_datasets(mode: str, global_pack: bool) -> None:
     lengths = [[9, 4, 0, 3], [], [5, 17, 2]]
-    samples = samples_of([length for part in lengths for length in part])
+    samples = make_samples([length for part in lengths for length in part])
     datasets = [samples[:4], [], samples[4:]]
     plan = td.pack_datasets(lengths, 8, mode=mode, overlong="split", seed=2, global_pack=global_pack)
     dataset = td.PackedDataset(datasets, plan)
@@ -103,7 +91,7 @@ def test_several_datasets(mode: str, global_pack: bool) -> None:
 def test_batches_hold_the_packed_tokens(mode: str, overlong: str) -> None:
     lengths = np.random.default_rng(0).integers(0, 90, 300).tolist()
     plan = td.pack(lengths, 64, mode=mode, overlong=overlong, seed=1)
-    dataset = td.PackedDataset(samples_of(lengths), plan)
+    dataset = td.PackedDataset(make_samples(lengths), plan)
     sampler = td.PackedBatchSampler(
         plan, 4, rank=0, world_size=1, drop_last=True, group_by_longest=True, seed=5
     )
@@ -128,9 +116,9 @@ def test_samples_that_do_not_fit_the_plan_are_refused(
     # One sample a pack, so that its length is known in every plan.
     lengths = [7, 6, 5, 7]
     plan = td.pack(lengths, 8, mode=mode, overlong=overlong)
-    samples = samples_of(lengths)
+    samples = make_samples(lengths)
     samples[2] = list(range(5 + change))
-    dataset = td.PackedDataset(samples, plan if attached else without_lengths(plan))
+    dataset = td.PackedDataset(samples, plan if attached else changed(plan))
     number = next(number for number, pack in enumerate(plan) if pack.pieces[0].sample == 2)
     if not attached and change > 0 and overlong in ("split", "truncate"):
         # The plan then says which tokens are taken, and not where the sample ends.
@@ -141,7 +129,7 @@ def test_samples_that_do_not_fit_the_plan_are_refused(
 
 
 def test_a_pack_that_would_be_too_long_is_refused() -> None:
-    plan = without_lengths(td.pack([3, 3], 8, mode="sequential"))
+    plan = changed(td.pack([3, 3], 8, mode="sequential"))
     with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 9 tokens"):
         td.PackedDataset([[1] * 6, [1] * 3], plan)[0]
 
@@ -180,7 +168,7 @@ def test_a_wrong_padding_token_is_refused(wrong: Any) -> None:
 
 
 def test_a_pack_that_would_be_too_long_with_its_padding_is_refused() -> None:
-    plan = without_lengths(td.pack([5, 1, 2], 16, mode="sequential", align=4))
+    plan = changed(td.pack([5, 1, 2], 16, mode="sequential", align=4))
     with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 20 tokens"):
         td.PackedDataset([[1] * 5, [1] * 5, [1] * 2], plan)[0]
 
@@ -188,11 +176,11 @@ def test_a_pack_that_would_be_too_long_with_its_padding_is_refused() -> None:
 @pytest.mark.parametrize("attached", [True, False])
 def test_datasets_of_mode_hard_get_no_padding_beside_aligned_ones(attached: bool) -> None:
     lengths = [[3, 4], [5, 5, 2], [1, 6]]
-    samples = samples_of([length for part in lengths for length in part])
+    samples = make_samples([length for part in lengths for length in part])
     datasets = [samples[:2], samples[2:5], samples[5:]]
     modes = ["sequential", "hard", "sequential"]
     plan = td.pack_datasets(lengths, 12, mode=modes, align=4)
-    dataset = td.PackedDataset(datasets, plan if attached else without_lengths(plan), pad_token_id=PADDING)
+    dataset = td.PackedDataset(datasets, plan if attached else changed(plan), pad_token_id=PADDING)
     for pack, item in zip(plan, dataset, strict=True):
         pieces = [datasets[pack.dataset_id][piece.sample][piece.start : piece.stop] for piece in pack.pieces]
         check_item(item, pieces, 1 if modes[pack.dataset_id] == "hard" else 4)

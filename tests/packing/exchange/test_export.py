@@ -215,7 +215,7 @@ REFUSED: list[tuple[Any, str, dict[str, Any], type[Exception], str]] = [
     ([1], "trl", {}, InvalidTypeError, "plan is a list: give a PackPlan"),
     (HARD, "npz", {}, InvalidInputError, "format is 'npz'; it must be one of 'xtuner-preset', 'trl'"),
     (HARD, "trl", {}, InvalidInputError, "format 'trl' needs samples=: the samples"),
-    (HARD, "xtuner-preset", {}, InvalidInputError, "needs paths=: a path for each data set"),
+    (HARD, "xtuner-preset", {}, InvalidInputError, "needs paths=: a path for each dataset"),
     (
         HARD,
         "megatron",

@@ -20,7 +20,7 @@ DATASETS = [
     [list(range(10 * sample, 10 * sample + length)) for sample, length in enumerate(lengths, first)]
     for first, lengths in ((0, LENGTHS["a.jsonl"]), (5, LENGTHS["b.jsonl"]))
 ]
-# Parts, a sample twice, pieces of two data sets, and a pack of one piece.
+# Parts, a sample twice, pieces of two datasets, and a pack of one piece.
 PACKS = [
     [("b.jsonl", 0, 2, 7), ("a.jsonl", 1, 0, 4)],
     [("a.jsonl", 2, 0, 2)],
@@ -142,7 +142,7 @@ DAMAGED: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
         "boundaries.npy: does not go from 0 to 5",
     ),
     (save("boundaries.npy", np.array([0, 2, 2, 5])), PlanFormatError, "boundaries.npy: pack 1 has no pieces"),
-    (spoil_rows(0, 2), InvalidInputError, "row 3 is of data set 2, and paths.json has 2"),
+    (spoil_rows(0, 2), InvalidInputError, "row 3 is of dataset 2, and paths.json has 2"),
     (spoil_rows(1, 3), InvalidInputError, "row 3 is of sample 3 of 'a.jsonl', which has 3"),
     (spoil_rows(1, -1), InvalidInputError, "row 3 is of sample -1"),
     (spoil_rows(2, 0), InvalidInputError, "row 3 is of characters 0 to -1: XTuner cuts such long texts"),
@@ -173,7 +173,7 @@ def test_a_damaged_preset_is_refused(
     ("given", "error", "message"),
     [
         ({"lengths": {"a.jsonl": [5, 9, 2]}}, InvalidInputError, "lengths has none for 'b.jsonl'"),
-        ({"lengths": [[7]]}, InvalidInputError, "lengths has 1 entries, and the preset is of 2 data sets"),
+        ({"lengths": [[7]]}, InvalidInputError, "lengths has 1 entries, and the preset is of 2 datasets"),
         ({"lengths": 3}, InvalidTypeError, "lengths is an int"),
         ({"max_length": 8}, InvalidInputError, "pack 0 holds 9 tokens, more than max_length=8"),
         (

@@ -266,7 +266,7 @@ def test_plans_that_cannot_be_mixed_are_refused(plans: Any, kind: type[Exception
         ({"exhausted": "never"}, InvalidInputError, "exhausted is 'never'; it must be one of 'repeat'"),
         ({"exhausted": None}, InvalidTypeError, "exhausted must be one of"),
         ({"share": 1}, InvalidTypeError, "share must be True or False"),
-        ({"group": "all"}, InvalidInputError, "group has a meaning only with share=True"),
+        ({"group": "all"}, InvalidInputError, "share is False: give share=True"),
         ({"progress": "yes"}, InvalidTypeError, "progress"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
+from support.packing.plans import inode_of
 from support.packing.samplers import plan_of
 
 import tundish as td
@@ -139,17 +140,6 @@ def test_a_mix_that_names_no_pack_is_refused_when_it_is_read(mix: td.PackMix, tm
     ):
         with pytest.raises((PlanFormatError, PlanMismatchError), match="damaged, make it again"):
             call()
-
-
-def inode_of(array: np.ndarray) -> str:
-    """Of the file or the memory that the array is mapped from."""
-    address = array.ctypes.data
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, _, _, inode, *_ = line.split()
-        start, stop = (int(end, 16) for end in span.split("-"))
-        if start <= address < stop:
-            return inode
-    raise AssertionError("nothing is mapped there")
 
 
 def seen_by_a_worker(mix: td.PackMix) -> tuple[list[Any], str]:

@@ -31,17 +31,6 @@ def folder(plan: td.PackPlan, tmp_path: Path) -> Path:
     return tmp_path / "plan"
 
 
-def test_without_lengths_the_stops_of_whole_pieces_are_open(plan: td.PackPlan, folder: Path) -> None:
-    loaded = td.PackPlan.load(folder)
-    assert plan.has_lengths and not loaded.has_lengths
-    for open_pack, full_pack in zip(loaded, plan, strict=True):
-        *inner, last = open_pack.pieces
-        assert all(piece.stop is None for piece in inner)
-        assert last == full_pack.pieces[-1]
-        for left, right in zip(open_pack.pieces, full_pack.pieces, strict=True):
-            assert left[:2] == right[:2]
-
-
 def test_getitem(plan: td.PackPlan) -> None:
     everything = list(plan)
     assert plan[-1] == everything[-1]

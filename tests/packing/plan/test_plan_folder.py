@@ -37,29 +37,6 @@ def folder(plan: td.PackPlan, tmp_path: Path) -> Path:
     return tmp_path / "plan"
 
 
-def test_what_is_saved_is_loaded(plan: td.PackPlan, folder: Path) -> None:
-    loaded = td.PackPlan.load(folder, LENGTHS)
-    assert loaded.path == folder
-    assert loaded.metadata == plan.metadata
-    for name in FIELDS:
-        column = getattr(loaded, name)
-        assert column.dtype == np.int32
-        assert not column.flags.writeable
-        assert np.array_equal(column, getattr(plan, name))
-    assert list(loaded) == list(plan)
-    loaded.verify()
-
-
-def test_the_files_are_plain_npy(plan: td.PackPlan, folder: Path) -> None:
-    assert sorted(file.name for file in folder.iterdir()) == sorted(
-        [f"{name}.npy" for name in FIELDS] + ["plan.json"]
-    )
-    for name in FIELDS:
-        column = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-        assert np.array_equal(column, getattr(plan, name))
-    assert json.loads((folder / "plan.json").read_text())["fingerprint"] == plan.fingerprint
-
-
 @pytest.mark.parametrize("options", [{}, {"seed": 3}, {"order": np.arange(2000)[::-1]}, {"drop_last": False}])
 def test_files_written_directly_hold_the_same_bytes(options: dict[str, object], tmp_path: Path) -> None:
     td.pack(LENGTHS, 128, **options).save(tmp_path / "saved")

@@ -13,7 +13,7 @@ import pytest
 
 import tundish as td
 from tundish.errors import InvalidInputError, MissingExtraError, NotFoundError, StorageError
-from tundish.packing.plan import plot
+from tundish.packing.plan import plot, slices
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -28,7 +28,6 @@ def counted_by_hand(plan: td.PackPlan, lengths: np.ndarray) -> dict[str, object]
         packs_of_sample.update(piece.sample for piece in pack.pieces)
     return {
         "pieces": Counter(len(pack.pieces) for pack in plan),
-        "parts": Counter(packs_of_sample.values()),
         "samples": len(packs_of_sample),
         "tokens": sum(int(lengths[sample]) for sample in packs_of_sample),
         "padded": sum(-(-int(lengths[sample]) // plan.max_length) for sample in packs_of_sample)
@@ -47,7 +46,7 @@ def test_counts_are_those_of_a_count_by_hand(
     max_length: int, slice_packs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plot, "SLICE_PACKS", slice_packs)
-    monkeypatch.setattr(plot, "SLICE_PIECES", 5)
+    monkeypatch.setattr(slices, "PIECES_AT_ONCE", 5)
     generator = np.random.default_rng(3)
     lengths = generator.integers(0, 150, 120)
     lengths[::7] = 0
@@ -58,7 +57,6 @@ def test_counts_are_those_of_a_count_by_hand(
     counts = plot.count(plan)
     assert counts.share == 1
     assert as_counter(counts.pieces) == by_hand["pieces"]
-    assert as_counter(counts.parts) == by_hand["parts"]
     assert counts.lengths.sum() == by_hand["samples"]
     assert counts.lengths[0] == by_hand["empty"]
     assert counts.tokens == by_hand["tokens"]
@@ -88,7 +86,6 @@ def test_a_selection_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
     part = plot.count(plan, most_pieces=len(plan.indices) // 8)
     assert 0.05 < part.share < 0.2
     assert part.lengths.sum() / part.share == pytest.approx(whole.lengths.sum(), rel=0.03)
-    assert part.parts[2] / part.share == pytest.approx(whole.parts[2], rel=0.05)
     assert part.padded / part.tokens == pytest.approx(whole.padded / whole.tokens, rel=0.03)
 
 
@@ -111,16 +108,23 @@ def test_a_plan_without_lengths_has_a_picture(tmp_path: Path) -> None:
     assert not plan.has_lengths
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
-    with_lengths = plan.with_lengths(np.full(50, 30))
-    assert plot.count(plan).parts.tolist() == plot.count(with_lengths).parts.tolist()
 
 
 def test_several_datasets_are_counted_apart(tmp_path: Path) -> None:
     # The first dataset's tail is dropped in the middle of a sample, which the second one does not go on with.
     plan = td.pack_datasets([np.array([6, 12]), np.array([12, 4])], 8)
     counts = plot.count(plan)
-    assert as_counter(counts.parts) == Counter({1: 2, 2: 2})
+    assert (counts.lengths.sum(), counts.tokens) == (4, 6 + 10 + 12 + 4)
+    plan.plot(tmp_path / "plan.svg")
+    assert "50.0 % of the samples are cut" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize("overlong", ["error", "split", "truncate", "drop"])
+@pytest.mark.parametrize("lengths", [[5, 3, 9, 2, 0], []], ids=["few", "none"])
+def test_every_plan_of_whole_samples_has_a_picture(overlong: str, lengths: list[int], tmp_path: Path) -> None:
+    plan = td.pack(lengths, 16 if overlong == "error" else 8, mode="best_fit", overlong=overlong)
     plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", PNG), (".pdf", b"%PDF"), (".svg", b"<?xml")])

@@ -9,23 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.distributed.rank_processes import Job, Line, outcome
+from support.packing.plans import inode_of
 
 import tundish as td
 from tundish.packing import FIELDS
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
-
-
-def inode_of(array: np.ndarray) -> str:
-    """Of the map that `array` lies in."""
-    address = array.ctypes.data
-    with open("/proc/self/maps", encoding="ascii") as maps:
-        for line in maps:
-            span, _, _, _, inode, *_ = line.split()
-            start, stop = (int(end, 16) for end in span.split("-"))
-            if start <= address < stop:
-                return inode
-    raise AssertionError("nothing is mapped there")
 
 
 def share(**options: Any) -> td.PackPlan:

@@ -87,15 +87,15 @@ def test_an_iterable_that_cannot_begin_is_numbered_too() -> None:
     [
         ("text", InvalidTypeError, "sample 2 of dataset 0"),
         (None, InvalidTypeError, "sample 2 of dataset 0"),
-        (7, InvalidTypeError, "sample 2 of dataset 0 must be one-dimensional token ids"),
-        ([1.5], InvalidTypeError, "sample 2 of dataset 0 must be integers"),
-        ([[1, 2]], InvalidTypeError, "sample 2 of dataset 0 must be one-dimensional"),
+        (7, InvalidTypeError, "sample 2 of dataset 0 is an int of shape .*: give one-dimensional token ids"),
+        ([1.5], InvalidTypeError, "sample 2 of dataset 0 is a list of dtype float64: give integers"),
+        ([[1, 2]], InvalidTypeError, "sample 2 of dataset 0 is a list of shape .*: give one-dimensional"),
         ({"text": "a"}, InvalidTypeError, "sample 2 of dataset 0 has no input_ids"),
         ({"input_ids": [1], "labels": [1, 2]}, InvalidInputError, "sample 2 of dataset 0 has 1 input_ids but 2 labels"),
         ({"input_ids": [1], "reward": 1.0}, InvalidInputError, r"sample 2 of dataset 0 has \['reward'\]"),
         ({"input_ids": [1], "loss_mask": [2]}, InvalidInputError, "loss_mask of sample 2 of dataset 0 is 2"),
         ({"input_ids": [1], "attention_mask": [0]}, InvalidInputError, "attention_mask of sample 2 .* is 0"),
-        (np.array([2**63], np.uint64), InvalidInputError, "sample 2 of dataset 0 hold 9223372036854775808"),
+        (np.array([2**63], np.uint64), InvalidInputError, "sample 2 of dataset 0 is 9223372036854775808"),
     ],
 )  # fmt: skip
 def test_a_sample_of_a_wrong_type_is_numbered(sample: Any, kind: type[Exception], says: str) -> None:

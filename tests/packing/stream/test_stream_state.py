@@ -257,6 +257,7 @@ def some_state() -> dict[str, Any]:
         (lambda state: state | {"samples": "7"}, "cut or edited: TypeError"),
         (lambda state: state | {"samples": -7}, "cut or edited: ValueError: -7 samples"),
         (lambda state: state | {"is_exhausted": None}, "cut or edited: ValueError: .* is_exhausted=None"),
+        (lambda state: state | {"epoch": -5}, "cut or edited: ValueError: .* epoch -5"),
         (lambda state: state | {"packs": None}, "cut or edited: TypeError"),
         (lambda state: state | {"worker": [1]}, "cut or edited: TypeError"),
         (lambda state: state | {"pieces_of_open_packs": [1]}, "1 open packs of 1 pieces"),

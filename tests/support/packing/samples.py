@@ -1,8 +1,9 @@
-"""Datasets that count what is read from them."""
+"""Samples for tests, datasets that count what is read from them, and the pieces of items."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 
@@ -30,3 +31,18 @@ class BatchedRows(Rows):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         self.read += indices
         return [self.rows[index] for index in indices]
+
+
+def make_samples(lengths: Sequence[int], first: int = 0) -> list[list[int]]:
+    """Samples in which no token occurs twice, so that a token out of place is seen."""
+    tokens = iter(range(first, first + sum(lengths)))
+    return [[next(tokens) for _ in range(length)] for length in lengths]
+
+
+def pieces_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each piece of the items as a feature of its own."""
+    return [
+        {key: item[key][start:stop] for key in ("input_ids", "labels")}
+        for item in items
+        for start, stop in pairwise(item["cu_seqlens"].tolist())
+    ]

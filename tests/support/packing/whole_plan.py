@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Part(NamedTuple):
@@ -57,27 +59,68 @@ def parts_of(lengths: list[int], order: list[int], options: Options) -> list[Par
 
 
 @dataclass
+class CostLimit:
+    """What each sample costs, and the samples of a pack together at most."""
+
+    costs: list[int]
+    max_cost: int
+
+
+@dataclass
 class OpenPack:
     """A pack that is being filled."""
 
     left: int
+    cost_left: int
+    number: int
     parts: list[Part] = field(default_factory=list)
 
+    def may_take(self, taken: int, cost: int, options: Options) -> bool:
+        return self.left >= taken and self.cost_left >= cost and len(self.parts) < options.most
 
-def packed_in_order(parts: list[Part], options: Options, window: int) -> list[list[Part]]:
+    def add(self, part: Part, taken: int, cost: int) -> None:
+        self.left -= taken
+        self.cost_left -= cost
+        self.parts.append(part)
+
+
+def packed_in_order(
+    parts: list[Part], options: Options, window: int, limit: CostLimit | None = None
+) -> list[list[Part]]:
     """The packs of "ordered", and with a window of 1 of "sequential"."""
     packs: list[OpenPack] = []
     for part in parts:
-        taken = options.taken(part)
-        fitting = [pack for pack in packs[-window:] if pack.left >= taken and len(pack.parts) < options.most]
+        taken, cost = options.taken(part), limit.costs[part.sample] if limit else 0
+        fitting = [pack for pack in packs[-window:] if pack.may_take(taken, cost, options)]
         if not fitting:
-            fitting = [OpenPack(options.max_length)]
+            fitting = [OpenPack(options.max_length, limit.max_cost if limit else 0, len(packs))]
             packs += fitting
-        # The first of those with the least left is the oldest.
-        best = min(fitting, key=lambda pack: pack.left)
-        best.left -= taken
-        best.parts.append(part)
+        min(fitting, key=lambda pack: (pack.left, pack.number)).add(part, taken, cost)
     return [pack.parts for pack in packs]
+
+
+def best_fit_by_cost(
+    parts: list[Part], options: Options, limit: CostLimit, random: np.random.RandomState, *, is_seeded: bool
+) -> list[list[Part]]:
+    """The packs of "best_fit", in their random order."""
+    packs: list[OpenPack] = []
+    longest_first = sorted(parts, key=lambda part: -part.tokens)
+    for _, group in groupby(longest_first, key=lambda part: part.tokens):
+        run = list(group)
+        if is_seeded:
+            numbers = np.arange(len(run))
+            random.shuffle(numbers)
+            run = [run[number] for number in numbers]
+        for part in run:
+            taken, cost = options.taken(part), limit.costs[part.sample]
+            fitting = [pack for pack in packs if pack.may_take(taken, cost, options)]
+            if not fitting:
+                fitting = [OpenPack(options.max_length, limit.max_cost, len(packs))]
+                packs += fitting
+            min(fitting, key=lambda pack: (pack.left, pack.cost_left, pack.number)).add(part, taken, cost)
+    order = np.arange(len(packs))
+    random.shuffle(order)
+    return [packs[number].parts for number in order]
 
 
 def best_fit_packs(parts: list[Part], options: Options) -> int:
@@ -97,7 +140,7 @@ def best_fit_packs(parts: list[Part], options: Options) -> int:
     return packs
 
 
-def columns_of(streams: list[list[list[Part]]], has_parts: bool) -> dict[str, list[int]]:
+def expected_columns(streams: list[list[list[Part]]], has_parts: bool) -> dict[str, list[int]]:
     """The columns of a plan of these packs, one list of packs a dataset."""
     numbered = [(number, pack) for number, packs in enumerate(streams) for pack in packs]
     parts = [part for _, pack in numbered for part in pack]

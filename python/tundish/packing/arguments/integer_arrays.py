@@ -1,9 +1,8 @@
-"""Arguments as one-dimensional integer arrays, without a copy where the memory already is one.
+"""Converts arguments to one-dimensional integer arrays, without a copy where the memory already is one.
 
-Accepts what users keep lengths and orders in: numpy, torch, pyarrow, columns of HF datasets, plain sequences.
+It accepts what users keep lengths and orders in: numpy, torch, pyarrow, columns of HF datasets, plain sequences.
 
-Invariants: the result is one-dimensional, of a native integer dtype; no value was rounded or wrapped on the way. If the
-array lies in a mapped file, the file holds all of it.
+Invariants: no value is rounded or wrapped. If the array lies in a mapped file, the file holds all of it.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
 
     Args:
         values: A numpy array (strided or memory-mapped), a torch tensor, a pyarrow array, a column of a HF
-            `Dataset`, or a sequence of Python integers. Only a chunked pyarrow array of several chunks, a tensor on a
-            device, a column, a sequence and an array of foreign byte order are copied.
+            `Dataset`, or a sequence of Python integers. Columns, sequences, tensors on a device, pyarrow arrays of
+            several chunks and arrays of foreign byte order are copied.
         name: The name of the argument, for messages.
 
     Returns:
@@ -60,23 +59,22 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
         values = values[:]
         package = type(values).__module__.partition(".")[0]
     if isinstance(values, str | os.PathLike):
-        raise InvalidTypeError(
-            f"{name} is of type {type(values).__name__}; {_NEEDED}{_lengths_hint(name, repr(os.fspath(values)))}"
-        )
+        hint = _lengths_hint(name, repr(os.fspath(values)))
+        raise InvalidTypeError(f"{name} is {format_type(values)}: {_NEEDED}{hint}")
     if package == "datasets":
         # numpy would read all samples.
         raise InvalidTypeError(
-            f"{name} is {format_type(values)}, which holds samples; {_NEEDED}{_lengths_hint(name, 'dataset')}"
+            f"{name} is {format_type(values)}, which holds samples: {_NEEDED}{_lengths_hint(name, 'dataset')}"
         )
     if package == "torch":
         values = _from_torch(values, name)
     elif package == "pyarrow":
         values = _from_arrow(values, name)
     elif isinstance(values, np.ma.MaskedArray):
-        raise InvalidTypeError(f"{name} is a masked array; fill or drop the masked entries first")
+        raise InvalidTypeError(f"{name} is a masked array: fill or drop the masked entries first")
     elif isinstance(values, bytes | bytearray):
         raise InvalidTypeError(
-            f"{name} is of type {type(values).__name__}, whose bytes are no numbers of tokens; {_NEEDED}"
+            f"{name} is {format_type(values)}, whose bytes are no numbers of tokens: {_NEEDED}"
         )
     try:
         # A memory map stays one, and so does an array of `node_shared`, to be pickled as what they are.
@@ -86,16 +84,16 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
         raise InvalidTypeError(f"{name} cannot be read as an array of integers: {error}") from error
     if array.ndim == 0 and array.dtype.kind not in "biufc":
         # numpy takes a mapping, a set, a generator, a text or None for one object.
-        raise InvalidTypeError(f"{name} is of type {type(values).__name__}; {_NEEDED}")
+        raise InvalidTypeError(f"{name} is {format_type(values)}: {_NEEDED}")
     if array.ndim != 1:
         hint = _lengths_hint(name, "samples") if array.ndim else ""
-        raise InvalidInputError(f"{name} must have one dimension; its shape is {array.shape}{hint}")
+        raise InvalidInputError(f"{name} has the shape {array.shape}: give one dimension{hint}")
     if array.dtype.kind not in "iu":
         if array.size == 0 and array.dtype.kind == "f":
             # numpy makes floats of an empty list.
             return np.empty(0, dtype=np.int64)
         _check_entries(values, name)
-        raise InvalidTypeError(f"{name} must be integers, and its dtype is {array.dtype}; convert it first")
+        raise InvalidTypeError(f"{name} has the dtype {array.dtype}: convert it to integers first")
     if isinstance(values, list | tuple) and not _BOOLEANS.isdisjoint(map(type, values)):
         # Among integers, numpy converts booleans to integers.
         _check_entries(values, name)
@@ -106,7 +104,7 @@ def as_integer_array(values: Any, name: str) -> IntegerArray:
 
 
 def _lengths_hint(name: str, source: str) -> str:
-    return f": td.packing.lengths({source}) reads them" if name.startswith("lengths") else ""
+    return f"; td.packing.lengths({source}) reads them" if name.startswith("lengths") else ""
 
 
 def _check_entries(values: Any, name: str) -> None:
@@ -115,13 +113,9 @@ def _check_entries(values: Any, name: str) -> None:
         return
     for position, value in enumerate(values):
         if type(value) in _BOOLEANS or not isinstance(value, int | np.integer):
-            kind = type(value).__name__
-            hint = (
-                _lengths_hint(name, "samples")
-                if hasattr(value, "__len__") and not isinstance(value, str)
-                else ""
-            )
-            raise InvalidTypeError(f"{name}[{position}] is of type {kind}; it must be one integer{hint}")
+            is_sample = hasattr(value, "__len__") and not isinstance(value, str)
+            hint = _lengths_hint(name, "samples") if is_sample else ""
+            raise InvalidTypeError(f"{name}[{position}] is {format_type(value)}: give one integer{hint}")
         if not -(2**63) <= value < 2**63:
             raise InvalidInputError(
                 f"{name}[{position}] is {format_integer(int(value))}, beyond what int64 holds"
@@ -167,7 +161,7 @@ def _from_torch(values: Any, name: str) -> Any:
 
 def _from_arrow(values: Any, name: str) -> Any:
     if getattr(values, "null_count", 0):
-        raise InvalidTypeError(f"{name} has {values.null_count} nulls; every sample needs an entry")
+        raise InvalidTypeError(f"{name} has {values.null_count} nulls: give an entry for every sample")
     if hasattr(values, "num_chunks"):
         values = values.chunk(0) if values.num_chunks == 1 else values.combine_chunks()
     if hasattr(values, "num_chunks"):
@@ -178,12 +172,10 @@ def _from_arrow(values: Any, name: str) -> Any:
     except (TypeError, ValueError) as error:
         # pyarrow refuses because a copy would be needed, which integers without nulls never need.
         kind = str(getattr(values, "type", "unknown type"))
-        hint = "convert it first"
+        hint = "convert it to integers first"
         if "list" in kind.partition("<")[0]:
-            hint = "if these are tokens, their numbers are pyarrow.compute.list_value_length of them"
-        raise InvalidTypeError(
-            f"{name} must be an array of integers, and is a pyarrow {type(values).__name__} of {kind}; {hint}"
-        ) from error
+            hint = "if these are tokens, give pyarrow.compute.list_value_length of them"
+        raise InvalidTypeError(f"{name} is {format_type(values)} of {kind}: {hint}") from error
 
 
 def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> list[IntegerArray]:
@@ -196,7 +188,7 @@ def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> li
     ordered = hasattr(type(lengths), "__getitem__") and not isinstance(lengths, Mapping | str | bytes)
     if not ordered or getattr(lengths, "ndim", 1) == 0:
         raise InvalidTypeError(
-            f"{name} must be a list with the {name} of each dataset, not of type {type(lengths).__name__}"
+            f"{name} is {format_type(lengths)}: give a list with the {name} of each dataset"
         )
     first: Any = next(iter(lengths), [])
     if isinstance(first, int) or getattr(first, "ndim", 1) == 0:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_integer
 
-__all__ = ["as_integer", "as_threads"]
+__all__ = ["as_integer", "as_optional_integer", "as_threads"]
 
 # A larger number is a typing error: no machine that this runs on has as many processors.
 MOST_THREADS = 512
@@ -26,6 +26,11 @@ def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
     return number
 
 
+def as_optional_integer(value: Any, name: str, smallest: int, largest: int) -> int | None:
+    """`value` as `as_integer` gives it; None stays None."""
+    return None if value is None else as_integer(value, name, smallest, largest)
+
+
 def as_threads(threads: Any) -> int | None:
     """The argument `threads`: None, or 1 … `MOST_THREADS`."""
-    return None if threads is None else as_integer(threads, "threads", 1, MOST_THREADS)
+    return as_optional_integer(threads, "threads", 1, MOST_THREADS)

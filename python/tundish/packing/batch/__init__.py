@@ -1,1 +1,1 @@
-"""What goes with a batch of packs: attention masks, loss weights, and the split over context-parallel ranks."""
+"""Attention masks and loss weights of batches, and their split over context-parallel ranks."""

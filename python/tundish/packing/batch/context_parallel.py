@@ -1,7 +1,7 @@
 """`context_parallel`: the split of a batch over context-parallel ranks, and its inverse.
 
-Invariants: a rank's part of a piece is its chunk `rank` and then its chunk `2 * world - 1 - rank` of `2 * world` equal
-ones. Attention that is causal costs every rank the same.
+Invariants: a piece is cut into `2 * world` equal chunks. A rank has chunk `rank`, and then chunk
+`2 * world - 1 - rank`, so that causal attention costs every rank the same.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def context_parallel(
 ) -> dict[str, Any]:
     """A context-parallel rank's part of a batch: of each piece, one chunk from its front and one from its back.
 
-    Each piece is cut into 2 × world equal chunks, of which the rank takes number `rank` and number 2 × world - 1 -
-    `rank`, so that causal attention costs all ranks the same. This is the split that Megatron-LM's
-    `get_batch_on_this_cp_rank` makes of whole sequences, and Transformer Engine's `thd_get_partitioned_indices` and
-    torch's `_PerDocumentHeadTailLoadBalancer` of packed ones.
+    Each piece is cut into 2 × world equal chunks. The rank takes number `rank` and number 2 × world - 1 - `rank`, so
+    that causal attention costs all ranks the same. Megatron-LM's `get_batch_on_this_cp_rank` splits whole sequences in
+    this way. Transformer Engine's `thd_get_partitioned_indices` and torch's `_PerDocumentHeadTailLoadBalancer` split
+    packed ones.
 
     Every piece must have a multiple of 2 × world tokens. Make the plan with `align=2 * world`, and pad rows to a
     multiple of it.
@@ -45,10 +45,10 @@ def context_parallel(
 
     Returns:
         A new dict. `input_ids`, `labels`, `position_ids`, `seq_idx`, `loss_weights` and the columns hold this rank's
-        tokens, their last dimension divided by `world`. Further keys are new, because a loss cannot shift labels
-        whose successors are on another rank: `shift_labels`, the label of each token's successor, which transformers'
-        models take; and `shift_loss_weights` if the batch has loss weights. Anything else is unchanged, so that
-        `cu_seq_lens_q` and `cu_seq_lens_k` bound the whole pieces, as Transformer Engine expects.
+        tokens, their last dimension divided by `world`. A loss cannot shift labels whose successors are on another
+        rank. So `shift_labels` is new: the label of each token's successor, which transformers' models take. So is
+        `shift_loss_weights`, if the batch has loss weights. Anything else is unchanged: `cu_seq_lens_q` and
+        `cu_seq_lens_k` bound the whole pieces, as Transformer Engine expects.
 
     Raises:
         InvalidTypeError: An argument is of a wrong type.
@@ -102,8 +102,8 @@ def undo_context_parallel(
 
     Raises:
         InvalidTypeError: `parts` is no list of tensors.
-        InvalidInputError: A part has not as many tokens as its rank has of the pieces, or the tokens of a piece are no
-            multiple of twice the number of parts.
+        InvalidInputError: `parts` is empty, a part has not as many tokens as its rank has of the pieces, or the tokens
+            of a piece are no multiple of twice the number of parts.
 
     Example:
         >>> import torch
@@ -111,12 +111,13 @@ def undo_context_parallel(
         >>> undo_context_parallel(parts, torch.tensor([0, 8])).tolist()
         [[1, 2, 3, 4, 5, 6, 7, 8]]
     """
-    if (
-        not isinstance(parts, list | tuple)
-        or not parts
-        or not all(isinstance(part, torch.Tensor) for part in parts)
-    ):
+    if not isinstance(parts, list | tuple):
         raise InvalidTypeError(f"parts is {format_type(parts)}: give a list of one tensor for each rank")
+    if not parts:
+        raise InvalidInputError("parts is empty: give one tensor for each rank")
+    for rank, part in enumerate(parts):
+        if not isinstance(part, torch.Tensor):
+            raise InvalidTypeError(f"parts[{rank}] is {format_type(part)}: give one tensor for each rank")
     world = len(parts)
     places = torch.cat([_places(cu_seq_lens, rank, world) for rank in range(world)])
     each = len(places) // world

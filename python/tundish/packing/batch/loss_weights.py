@@ -1,4 +1,4 @@
-"""Loss weights: by which every token or every sample of a step counts alike, and the denominator of the loss."""
+"""Loss weights, with which every token or every sample of a step counts alike, and the denominator of the loss."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def num_items_in_batch(batches: Iterable[Mapping[str, Any]], *, group: Any = Non
     """The denominator of a step's loss: the sum of the loss weights of all its batches, on all ranks.
 
     With `loss_weights="tokens"` it is the number of learned tokens, with "samples" the number of pieces that have one.
-    It is what transformers' `Trainer` calls `num_items_in_batch`. The call is collective if there are several ranks;
-    it uses the job's store, so the group's backend can be any, and an error on one rank is raised on all.
+    It is what transformers' `Trainer` calls `num_items_in_batch`. The call is collective if there are several ranks.
+    It uses the job's store, so the group's backend can be any. An error on one rank is raised on all.
 
     Args:
         batches: This rank's batches of the step, one for each accumulation step, as `PackedCollator` gave them.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError
+from tundish.packing.arguments.choices import check_sharing
 from tundish.packing.arguments.paths import as_absolute, as_new_folder
 
 __all__ = ["PlanDestination"]
@@ -39,12 +40,9 @@ class PlanDestination:
 
     def check(self) -> None:
         """Refuse arguments that contradict each other."""
-        if not isinstance(self.share, bool):
-            raise InvalidTypeError(f"share must be True or False, not {self.share!r}")
+        check_sharing(self.share, self.group)
         if self.out is not None and self.cache_dir is not None:
             raise InvalidInputError("give out or cache_dir, not both: each says where the plan is to lie")
-        if self.group is not None and not self.share:
-            raise InvalidInputError("group has a meaning only with share=True")
         if self.out is not None:
             as_new_folder(self.out, "out")
         if self.cache_dir is not None:

@@ -6,16 +6,16 @@ Arguments are checked before any work.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tundish import _native
-from tundish.packing.arguments.integer_arrays import as_integer_array, as_length_arrays
 from tundish.packing.build.destination import PlanDestination
-from tundish.packing.build.local import build_local_plan
-from tundish.packing.build.request import pack_request
+from tundish.packing.build.pack_arguments import PackArguments
+from tundish.packing.build.plan_folders import map_plan, publish_plan
 from tundish.packing.build.shared import build_shared_plan
 from tundish.packing.plan.pack_plan import PackPlan
+from tundish.progress import ProgressLine
 
 __all__ = ["pack", "pack_datasets"]
 
@@ -59,13 +59,12 @@ def pack(
     of threads and platform.
 
     Args:
-        lengths: Tokens of each sample, shape (n,): a numpy array of any integer dtype (strided and
-            memory-mapped ones too), a torch tensor, a pyarrow array, or a sequence. Arrays are read without a copy.
-            The plan keeps them, so that every `Piece.stop` is known, and they are pickled in full with the plan,
-            unless they come from `tundish.shm.node_shared` or are mapped whole from a file. Do not write to them
-            during the call.
-        max_length: Tokens a pack, at least 1, and at most 2**28 in all modes but "hard". Packs of whole samples may
-            have fewer.
+        lengths: Tokens of each sample, shape (n,): a numpy array of any integer dtype, a torch tensor, a pyarrow array,
+            or a sequence. Arrays, also strided and memory-mapped ones, are read without a copy. Do not write to them
+            during the call. The plan keeps them, so that every `Piece.stop` is known. They are pickled in full with
+            the plan, unless they come from `tundish.shm.node_shared` or are mapped whole from a file.
+        max_length: Tokens of a pack, at least 1, and at most 2**28 in all modes but "hard". Packs of whole samples
+            may have fewer.
         mode: "hard", "best_fit", "ordered" or "sequential".
         seed: 0 … 2**32 - 1 to shuffle the samples exactly as
             `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` does. None keeps their order. In "best_fit" the
@@ -79,14 +78,14 @@ def pack(
             "truncate" takes their first `max_length` tokens. "drop" leaves them out.
         window: For "ordered" only: open packs, 1 … 2**16, by default 64. A sample moves by at most `window` packs.
             The window, rounded up to a power of two, times `max_length` must be below 2**31.
-        max_samples: For whole samples only: pieces a pack at most.
+        max_samples: For whole samples only: the most pieces of a pack.
         align: For whole samples only: each piece takes a multiple of so many tokens of its pack. `max_length` must be
             a multiple of it. The plan leaves room for this padding and counts it; your collator adds it.
         costs: For whole samples only: a second quantity that limits a pack, such as images, patches or squares of
-            lengths: integers, shape (n,), one a sample, each 0 … `max_cost`. Not with `overlong="split"`. In "best_fit"
-            samples are then placed one by one, the longest first: each into the pack with the least room of those that
-            it fits by tokens and by cost.
-        max_cost: What the samples of a pack cost together at most.
+            lengths: integers, shape (n,), one a sample, each 0 … `max_cost`. Not with `overlong="split"`. "best_fit"
+            then places the samples one by one, the longest first. Each goes into the pack with the least room, of
+            those that it fits by tokens and by cost.
+        max_cost: The most that the samples of a pack cost together.
         multiple_of: Make the number of packs a multiple of this, 1 … 2**20: for example of the global batch.
         remainder: How the number becomes a multiple. "drop", the default, leaves out the emptiest packs; of packs
             that are equally full, the last ones. "repeat" appends the first packs again. `plan.stats` counts both.
@@ -132,31 +131,26 @@ def pack(
         >>> [[piece.sample for piece in pack.pieces] for pack in whole]
         [[0, 1], [2], [3]]
     """
-
-    def request() -> _native.PackRequest:
-        array = as_integer_array(lengths, "lengths")
-        return pack_request(
-            [array],
-            max_length,
-            is_single=True,
-            mode=mode,
-            seed=seed,
-            order=order,
-            drop_last=drop_last,
-            overlong=overlong,
-            window=window,
-            max_samples=max_samples,
-            align=align,
-            costs=costs,
-            max_cost=max_cost,
-            multiple_of=multiple_of,
-            remainder=remainder,
-            global_pack=False,
-            threads=threads,
-        )
-
+    arguments = PackArguments(
+        lengths=lengths,
+        is_single=True,
+        max_length=max_length,
+        mode=mode,
+        seed=seed,
+        order=order,
+        drop_last=drop_last,
+        overlong=overlong,
+        window=window,
+        max_samples=max_samples,
+        align=align,
+        costs=costs,
+        max_cost=max_cost,
+        multiple_of=multiple_of,
+        remainder=remainder,
+        threads=threads,
+    )
     return _build(
-        request, PlanDestination(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress)
+        arguments, PlanDestination(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress)
     )
 
 
@@ -228,35 +222,40 @@ def pack_datasets(
         >>> [[piece.sample for piece in pack.pieces] for pack in texts_and_images]
         [[0, 1], [1], [2], [1, 0]]
     """
-
-    def request() -> _native.PackRequest:
-        arrays = as_length_arrays(lengths, single=False)
-        return pack_request(
-            arrays,
-            max_length,
-            is_single=False,
-            mode=mode,
-            seed=seed,
-            order=None,
-            drop_last=drop_last,
-            overlong=overlong,
-            window=window,
-            max_samples=max_samples,
-            align=align,
-            costs=costs,
-            max_cost=max_cost,
-            multiple_of=multiple_of,
-            remainder=remainder,
-            global_pack=global_pack,
-            threads=threads,
-        )
-
+    arguments = PackArguments(
+        lengths=lengths,
+        is_single=False,
+        max_length=max_length,
+        mode=mode,
+        seed=seed,
+        drop_last=drop_last,
+        overlong=overlong,
+        window=window,
+        max_samples=max_samples,
+        align=align,
+        costs=costs,
+        max_cost=max_cost,
+        multiple_of=multiple_of,
+        remainder=remainder,
+        global_pack=global_pack,
+        threads=threads,
+    )
     return _build(
-        request, PlanDestination(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress)
+        arguments, PlanDestination(out=out, cache_dir=cache_dir, share=share, group=group, progress=progress)
     )
 
 
-def _build(request: Callable[[], _native.PackRequest], destination: PlanDestination) -> PackPlan:
+def _build(arguments: PackArguments, destination: PlanDestination) -> PackPlan:
     if destination.is_collective:
-        return build_shared_plan(request, destination)
-    return build_local_plan(request, destination)
+        return build_shared_plan(arguments, destination)
+    with ProgressLine("pack", destination.progress) as line:
+        destination.check()
+        request = arguments.checked()
+        if destination.is_memory:
+            metadata, columns = _native.pack(request, line.callback)
+            return PackPlan(columns, metadata, lengths=request["lengths"])
+        if destination.cache_dir is None:
+            expected = publish_plan(request, destination.folder(""), line.callback, None)
+        else:
+            expected = _native.plan_fingerprint(request, line.callback)
+        return map_plan(request, destination, expected, line.callback)

@@ -5,16 +5,14 @@ Invariants: everything that may fail on one rank runs within a vote, so that no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from tundish import _native
 from tundish.errors import PlanMismatchError
-from tundish.packing.build.cache import path_exists
 from tundish.packing.build.destination import PlanDestination
-from tundish.packing.build.local import Tick, cached_or_published, map_plan, publish_plan
+from tundish.packing.build.pack_arguments import PackArguments
+from tundish.packing.build.plan_folders import Tick, map_plan, path_exists, publish_plan
 from tundish.packing.plan.pack_plan import PackPlan
-from tundish.packing.plan.pickling import plan_in_block
 from tundish.packing.plan.shared_block import as_block
 from tundish.progress import ProgressLine
 
@@ -24,8 +22,8 @@ __all__ = ["build_shared_plan"]
 TIMEOUT = 3600.0
 
 
-def build_shared_plan(request: Callable[[], _native.PackRequest], destination: PlanDestination) -> PackPlan:
-    """Build the plan of `request`, which checks the arguments when it is called. Collective."""
+def build_shared_plan(arguments: PackArguments, destination: PlanDestination) -> PackPlan:
+    """Build the plan of `arguments`, which are checked here, within a vote. Collective."""
     from tundish.distributed import Voter, same_arguments, voter_of
 
     # This voter stays for the next call, which then notices a rank that is gone.
@@ -36,8 +34,8 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
         with voter.agreed("checking what to pack", timeout=TIMEOUT):
             line = progress_lines.enter_context(ProgressLine("pack", destination.progress))
             destination.check()
-            checked = request()
-            expected = _native.plan_fingerprint(checked, line.callback)
+            request = arguments.checked()
+            expected = _native.plan_fingerprint(request, line.callback)
         # If two plans were both in the cache, each rank would find its own.
         voter.vote(
             what="comparing the plans that the ranks ask for (share=True needs the same arguments on all ranks), by "
@@ -52,7 +50,7 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
 
         if destination.is_memory:
             try:
-                return _build_in_memory(checked, expected, destination, tick)
+                return _build_in_memory(request, expected, destination, tick)
             except Exception:
                 raise
             except BaseException:
@@ -63,9 +61,9 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
 
         def build() -> None:
             if destination.cache_dir is None:
-                publish_plan(checked, target, tick, expected)
+                publish_plan(request, target, tick, expected)
             else:
-                cached_or_published(checked, target, tick, expected)
+                map_plan(request, destination, expected, tick)
 
         voter.build_once_per_node(build, what="building the plan")
         with voter.agreed("mapping the plan", timeout=TIMEOUT):
@@ -75,7 +73,7 @@ def build_shared_plan(request: Callable[[], _native.PackRequest], destination: P
                     "must pass the same arguments and share one file system on a node, and no process may remove the "
                     "plan meanwhile"
                 )
-            return map_plan(checked, destination, expected, line.callback)
+            return map_plan(request, destination, expected, line.callback)
 
 
 def _build_in_memory(
@@ -90,4 +88,4 @@ def _build_in_memory(
         return as_block(metadata, remaining, tick)
 
     block = node_shared(build, key=f"plan {expected}", group=destination.group)
-    return plan_in_block(PackPlan, block, list(request["lengths"]))
+    return PackPlan.in_block(block, list(request["lengths"]))

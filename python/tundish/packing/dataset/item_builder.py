@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidTypeError, format_type
+from tundish.packing.arguments.choices import check_flag
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.dataset.custom_positions import Positions, custom_positions
 from tundish.packing.dataset.loss_masks import apply_masks
@@ -51,8 +52,7 @@ class ItemBuilder:
         positions: Any,
         pad_token_id: Any = 0,
     ) -> None:
-        if not isinstance(mask_first_token, bool):
-            raise InvalidTypeError(f"mask_first_token must be True or False, got {mask_first_token!r}")
+        check_flag(mask_first_token, "mask_first_token")
         if positions is not None and not callable(positions):
             raise InvalidTypeError(
                 f"positions is {format_type(positions)}: give a function of a piece, or None"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError
 from tundish.packing.dataset.sample_keys import CONSTANT_KEYS
-from tundish.packing.dataset.samples import IGNORED_LABEL, Sample, name_sample
+from tundish.packing.dataset.samples import IGNORED_LABEL, Sample, refuse_first
 
 __all__ = ["apply_masks"]
 
@@ -37,20 +35,9 @@ def apply_masks(
                 part = mask[start:stop]
                 learned = part != 0
                 if part.dtype.kind != "b":
-                    _refuse_first(learned & (part != 1), part, start, key, sample, _MASK_ADVICE)
+                    refuse_first(learned & (part != 1), part, start, key, sample, _MASK_ADVICE)
                 labels[first:last][~learned] = IGNORED_LABEL
             for key, constant in sample.extras.constants.items():
                 part = constant[start:stop]
-                _refuse_first(part != CONSTANT_KEYS[key], part, start, key, sample, _CONSTANT_ADVICE[key])
+                refuse_first(part != CONSTANT_KEYS[key], part, start, key, sample, _CONSTANT_ADVICE[key])
         first = last
-
-
-def _refuse_first(
-    wrong: NDArray[np.bool_], values: NDArray[Any], start: int, key: str, sample: Sample, advice: str
-) -> None:
-    if wrong.any():
-        position = int(wrong.argmax())
-        raise InvalidInputError(
-            f"{name_sample(sample.dataset, sample.number, key)} is {int(values[position])} at position "
-            f"{start + position}: {advice}"
-        )

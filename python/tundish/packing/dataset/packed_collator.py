@@ -1,7 +1,7 @@
 """`PackedCollator`: items of a `PackedDataset` as the keyword arguments of a transformers model.
 
-Invariants: without padding and columns, keys, shapes, dtypes and values equal those of transformers'
-`DataCollatorWithFlattening` for the same pieces, each as a feature of its own. Padding is one more piece, the last.
+Invariants: without padding and columns, a batch equals that of transformers' `DataCollatorWithFlattening`, which gets
+each piece as a feature of its own. Padding is one more piece, the last.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from tundish.errors import InvalidInputError, InvalidTypeError
-from tundish.packing.arguments.integers import as_integer
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.packing.arguments.choices import check_choice, check_flag
+from tundish.packing.arguments.integers import as_integer, as_optional_integer
 from tundish.packing.batch.loss_weights import token_weights
 from tundish.packing.dataset.sample_columns import collected
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS
@@ -57,8 +58,8 @@ class PackedCollator:
     dimension, are concatenated. Otherwise the batch has one list, in which an item's list counts entry by entry, and an
     item's tensor as one.
 
-    The label of each piece's first token is -100, whatever the dataset's `mask_first_token` is: the model shifts
-    labels by one over the whole row, and would otherwise learn to predict it from another piece.
+    The label of each piece's first token is -100, whatever the dataset's `mask_first_token` is. The model shifts labels
+    by one over the whole row, and would otherwise learn to predict it from another piece.
 
     The row has no padding unless `pad_to` or `pad_to_multiple_of` asks for it. The padding is one more piece after the
     last: `input_ids` are `pad_token_id`, `labels` -100, `position_ids` count from 0, columns have their padding values,
@@ -72,7 +73,7 @@ class PackedCollator:
             mask in which pieces do not see each other, for models that ignore positions; it is added to the scores.
             "flex" gives it as a `BlockMask` for FlexAttention, which `to` moves to a device with its document ids.
         loss_weights: "tokens" gives every learned token the weight 1. "samples" gives the learned tokens of a piece
-            weights that sum to 1, so that every sample counts alike whatever its length; a sample that is cut counts
+            weights that sum to 1, so that every sample counts alike whatever its length. A sample that is cut counts
             once for each of its pieces. None gives no weights. See `td.packing.weighted_loss`.
         pad_to: Tokens of every row, so that compiled models and CUDA graphs see one shape: packs of a batch ×
             `max_length` of the plan. A batch with more tokens is refused.
@@ -108,25 +109,20 @@ class PackedCollator:
         pad_pieces_to: int | None = None,
         pad_token_id: int = 0,
     ) -> None:
-        for name, value in (
-            ("return_flash_attn_kwargs", return_flash_attn_kwargs),
-            ("return_seq_idx", return_seq_idx),
-        ):
-            if not isinstance(value, bool):
-                raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        check_flag(return_flash_attn_kwargs, "return_flash_attn_kwargs")
+        check_flag(return_seq_idx, "return_seq_idx")
+        check_choice(attention, "attention", get_args(Attention))
+        if loss_weights is not None:
+            check_choice(loss_weights, "loss_weights", get_args(LossWeights))
         self.return_flash_attn_kwargs = return_flash_attn_kwargs
         self.return_seq_idx = return_seq_idx
-        if attention not in get_args(Attention):
-            raise InvalidInputError(f'attention is {attention!r}; it must be "none", "mask" or "flex"')
         self.attention = attention
-        if loss_weights not in (None, *get_args(LossWeights)):
-            raise InvalidInputError(
-                f'loss_weights is {loss_weights!r}; it must be "tokens", "samples" or None'
-            )
         self.loss_weights = loss_weights
-        self.pad_to = _size(pad_to, "pad_to")
-        self.pad_to_multiple_of = _size(pad_to_multiple_of, "pad_to_multiple_of")
-        self.pad_pieces_to = _size(pad_pieces_to, "pad_pieces_to")
+        self.pad_to = as_optional_integer(pad_to, "pad_to", 1, _MOST_TOKENS)
+        self.pad_to_multiple_of = as_optional_integer(
+            pad_to_multiple_of, "pad_to_multiple_of", 1, _MOST_TOKENS
+        )
+        self.pad_pieces_to = as_optional_integer(pad_pieces_to, "pad_pieces_to", 1, _MOST_TOKENS)
         self.pad_token_id = as_integer(pad_token_id, "pad_token_id", 0, 2**63 - 1)
         if self.pad_to and self.pad_to_multiple_of:
             raise InvalidInputError("pad_to and pad_to_multiple_of exclude each other: give one of them")
@@ -255,10 +251,6 @@ def _padded_bounds(bounds: NDArray[np.int32], pieces: int, padding: int) -> NDAr
     return np.pad(bounds, (0, missing), mode="edge")
 
 
-def _size(value: Any, name: str) -> int | None:
-    return None if value is None else as_integer(value, name, 1, _MOST_TOKENS)
-
-
 def _piece_numbers(sizes: NDArray[np.int64]) -> torch.Tensor:
     """The number of the piece of each token, int32, (1, tokens)."""
     return torch.from_numpy(np.arange(len(sizes), dtype=np.int32).repeat(sizes))[None]
@@ -343,14 +335,14 @@ def _joined_values(values: list[Any]) -> Any:
 def _check(items: Any) -> None:
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
         raise InvalidTypeError(
-            f"a batch is a list of items of a PackedDataset, not of type {type(items).__name__}: "
-            "PackedCollator is a collate_fn, which the DataLoader calls with such a list"
+            f"the batch is {format_type(items)}: give a list of items of a PackedDataset. PackedCollator is a "
+            "collate_fn, which the DataLoader calls with such a list"
         )
     if not items:
         raise InvalidInputError("a batch needs at least one item")
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            wrong = f"is of type {type(item).__name__}"
+            wrong = f"is {format_type(item)}"
         elif missing := [key for key in _ITEM_KEYS if key not in item]:
             wrong = f"lacks {', '.join(missing)}"
         elif others := [key for key in _TENSOR_KEYS if not isinstance(item[key], torch.Tensor)]:

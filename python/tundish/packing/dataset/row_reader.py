@@ -155,6 +155,10 @@ class RowReader:
                 f"{where} has {_listed(made)}, which PackedDataset or PackedCollator makes from the pieces: remove "
                 f"it, in a HF Dataset with remove_columns({_listed(made)})"
             )
+        if unnamed := [key for key in unknown if not isinstance(key, str)]:
+            raise InvalidInputError(
+                f"{where} has the key {unnamed[0]!r}, which is {format_type(unnamed[0])}: keys of samples are strings"
+            )
         if unknown:
             raise InvalidInputError(
                 f"{where} has {_listed(unknown)}, which PackedDataset does not know: carry what each token has with "
@@ -169,5 +173,5 @@ class RowReader:
         return schema
 
 
-def _listed(keys: Sequence[Hashable]) -> list[str]:
-    return sorted(map(str, keys))[:_SHOWN_KEYS]
+def _listed(keys: Sequence[Hashable]) -> list[Hashable]:
+    return sorted(keys, key=str)[:_SHOWN_KEYS]

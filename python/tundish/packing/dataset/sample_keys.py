@@ -5,6 +5,7 @@ Invariants: every key of a sample is used, checked or in `IGNORED_KEYS`, which t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ def as_columns(columns: Any) -> dict[str, Padding]:
 
     Raises:
         InvalidTypeError: It is no mapping of names to numbers.
-        InvalidInputError: A name has another meaning, or a padding value is beyond int64.
+        InvalidInputError: A name has another meaning, or a padding value is beyond int64 or float32.
     """
     if columns is None:
         return {}
@@ -94,6 +95,8 @@ def as_columns(columns: Any) -> dict[str, Padding]:
             raise InvalidInputError(
                 f"columns[{name!r}] is {format_integer(value)}, beyond the int64 of the column"
             )
+        if isinstance(value, float) and math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max):
+            raise InvalidInputError(f"columns[{name!r}] is {value}, beyond the float32 of the column")
         checked[name] = value
     return checked
 

@@ -33,8 +33,11 @@ __all__ = [
     "column_names",
     "joined",
     "name_sample",
+    "refuse_first",
 ]
 
+_INT64_ADVICE = "tensors of ids are int64, so they must be below 2**63"
+_FLOAT32_ADVICE = "the column is float32, whose largest value is 3.4e38; scale the column"
 # Cross-entropy in torch and transformers ignores this label by default.
 IGNORED_LABEL = -100
 
@@ -49,8 +52,8 @@ class SampleSource(Protocol):
 class Extras(NamedTuple):
     """Further content of a sample by key. Arrays are (tokens,), views of what the dataset gave.
 
-    `masks` say which tokens are learned, `constants` hold the same number everywhere, `columns` are carried beside the
-    tokens, and `values` are those that the sample has once.
+    `masks` say which tokens are learned, and `constants` must hold the same number everywhere. `columns` are carried
+    beside the tokens. `values` are those that the sample has once.
     """
 
     masks: dict[str, NDArray[Any]]
@@ -99,14 +102,23 @@ def joined(
     """The values from `starts` to `stops` of each array, one after the other; `key` and `samples` name them.
 
     Raises:
-        InvalidInputError: one does not fit int64.
+        InvalidInputError: One does not fit int64, or is finite and beyond float32.
     """
     parts = [array[start:stop] for array, start, stop in zip(arrays, starts, stops, strict=True)]
-    if dtype is np.int64 and any(part.dtype.kind == "u" for part in parts):
+    if dtype is np.int64 and any(part.dtype.kind == "u" and part.dtype.itemsize == 8 for part in parts):
         for sample, start, part in zip(samples, starts, parts, strict=True):
-            _check_range(part, start, key, sample)
-    # Kinds and values were checked; "unsafe" lets unsigned 64-bit ids through.
-    return np.concatenate(parts, dtype=dtype, casting="unsafe")
+            refuse_first(part > np.iinfo(np.int64).max, part, start, key, sample, _INT64_ADVICE)
+    # A value beyond float32 becomes infinite, which is looked for below. Kinds were checked; "unsafe" lets unsigned
+    # 64-bit ids through.
+    with np.errstate(over="ignore"):
+        values = np.concatenate(parts, dtype=dtype, casting="unsafe")
+    if dtype is np.float32 and not np.isfinite(values).all():
+        largest = float(np.finfo(np.float32).max)
+        for sample, start, part in zip(samples, starts, parts, strict=True):
+            refuse_first(
+                np.isfinite(part) & (np.abs(part) > largest), part, start, key, sample, _FLOAT32_ADVICE
+            )
+    return values
 
 
 def name_sample(dataset: int, number: int, key: str | None = None) -> str:
@@ -115,15 +127,16 @@ def name_sample(dataset: int, number: int, key: str | None = None) -> str:
     return sample if key is None else f"{key} of {sample}"
 
 
-def _check_range(values: NDArray[Any], start: int, key: str, sample: Sample) -> None:
-    # Only values that are used are checked: the rest of a mapped sample need not be read.
-    if (values.dtype.kind, values.dtype.itemsize) != ("u", 8):
-        return
-    beyond = np.flatnonzero(values > np.iinfo(np.int64).max)
-    if len(beyond):
+def refuse_first(
+    wrong: NDArray[np.bool_], values: NDArray[Any], start: int, key: str, sample: Sample, advice: str
+) -> None:
+    """Refuse the first of `values` that is `wrong`; the first of them is at position `start` in the sample."""
+    if wrong.any():
+        position = int(wrong.argmax())
+        value = values[position].item()
+        shown = int(value) if isinstance(value, bool) else value
         raise InvalidInputError(
-            f"{name_sample(sample.dataset, sample.number, key)} hold {values[beyond[0]]} at position "
-            f"{start + beyond[0]}: tensors of ids are int64, so they must be below 2**63"
+            f"{name_sample(sample.dataset, sample.number, key)} is {shown} at position {start + position}: {advice}"
         )
 
 
@@ -154,13 +167,12 @@ def as_array(value: Any, key: str | None, dataset: int, number: int, kind: Array
         )
     if array.ndim != 1:
         raise InvalidTypeError(
-            f"{name_sample(dataset, number, key)} must be one-dimensional {kind.name}, got {type(value).__name__} of "
-            f"shape {array.shape}"
+            f"{name_sample(dataset, number, key)} is {format_type(value)} of shape {array.shape}: give one-dimensional "
+            f"{kind.name}"
         )
     if array.dtype.kind not in kind.kinds and array.size:
         raise InvalidTypeError(
-            f"{name_sample(dataset, number, key)} must be {kind.dtypes}, got {type(value).__name__} of dtype "
-            f"{array.dtype}"
+            f"{name_sample(dataset, number, key)} is {format_type(value)} of dtype {array.dtype}: give {kind.dtypes}"
         )
     return array
 
@@ -182,32 +194,32 @@ def as_datasets(datasets: Any, num_samples: tuple[int, ...]) -> tuple[SampleSour
     hint = ""
     if several and num_samples == (len(found),):
         first = found[0]
-        entry = f", of {type(first[0]).__name__}" if isinstance(first, list | tuple) and first else ""
+        entry = f" of {type(first[0]).__name__}" if isinstance(first, list | tuple) and first else ""
         hint = (
             f"; or, if these are the samples of one dataset: a sample is a dict or one-dimensional token ids, which "
-            f"are integers, and the first is of type {type(first).__name__}{entry}"
+            f"are integers, and the first is {format_type(first)}{entry}"
         )
     for number, dataset in enumerate(found):
         if _is_row(dataset):
             raise InvalidTypeError(
-                f"dataset {number} is of type {type(dataset).__name__} and has one dimension, which is one sample: a "
-                f"dataset of this sample alone is a list of it; several datasets are a list of datasets{hint}"
+                f"dataset {number} is {format_type(dataset)} of one dimension, which is one sample: a dataset of this "
+                f"sample alone is a list of it; several datasets are a list of datasets{hint}"
             )
         if isinstance(dataset, str | os.PathLike):
             raise InvalidTypeError(
-                f"dataset {number} is of type {type(dataset).__name__}, and no dataset: "
+                f"dataset {number} is {format_type(dataset)}, and no dataset: "
                 f"td.packing.open_samples({os.fspath(dataset)!r}) opens files and folders{hint}"
             )
         if _is_stream(dataset):
             raise InvalidTypeError(
-                f"dataset {number} is of type {type(dataset).__name__}, which gives samples in an order of its own, "
-                "and packs ask for them by number: td.PackedStream packs them as they come. Or give a map-style "
-                f"dataset, as HF's load_dataset gives without streaming=True, or a list of the samples{hint}"
+                f"dataset {number} is {format_type(dataset)}, which gives samples in an order of its own, and packs "
+                "ask for them by number: td.PackedStream packs them as they come. Or give a map-style dataset, as HF's "
+                f"load_dataset gives without streaming=True, or a list of the samples{hint}"
             )
         usable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not usable or isinstance(dataset, Mapping | bytes):
             raise InvalidTypeError(
-                f"dataset {number} is of type {type(dataset).__name__}: a dataset has a length and gives "
+                f"dataset {number} is {format_type(dataset)}: a dataset has a length and gives "
                 f"samples by their numbers; several datasets are a list{hint}"
             )
         if type(dataset).__module__.partition(".")[0] in _TABLES and hasattr(dataset, "columns"):

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
+from tundish.packing.arguments.choices import check_choice
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
 from tundish.packing.arguments.paths import as_new_folder
 from tundish.packing.exchange.megatron_indices import write_indices
-from tundish.packing.exchange.new_folder import NewFolder
 from tundish.packing.exchange.packed_tokens import write_nemo, write_trl
 from tundish.packing.exchange.xtuner_preset import write_preset
+from tundish.packing.new_folder import NewFolder
 from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["FORMATS", "export"]
@@ -56,7 +57,7 @@ def export(
         path: The folder to make; its parent must exist.
         format: A format of the table.
         samples: For "trl" and "nemo-parquet", which need them: the samples, as `PackedDataset` takes them.
-        paths: For "xtuner-preset", which needs them: the path of each data set of the plan, as XTuner is given it.
+        paths: For "xtuner-preset", which needs them: the path of each dataset of the plan, as XTuner is given it.
         order: For "megatron": the order that was given to `pack`, if any.
         pack_order: For "xtuner-preset" and "megatron": numbers of packs in the order in which the trainer takes them,
             integers, shape (k,). It may repeat packs and leave some out. By default all packs in the plan's order.
@@ -82,8 +83,7 @@ def export(
     """
     if not isinstance(plan, PackPlan):
         raise InvalidTypeError(f"plan is {format_type(plan)}: give a PackPlan, as pack returns it")
-    if not isinstance(format, str) or format not in FORMATS:
-        raise InvalidInputError(f"format is {format!r}; it must be one of {', '.join(map(repr, FORMATS))}")
+    check_choice(format, "format", tuple(FORMATS))
     given = {"samples": samples, "paths": paths, "order": order, "pack_order": pack_order, "prefix": prefix}
     _check_use(format, given)
     folder = as_new_folder(path, "path")
@@ -110,9 +110,7 @@ def _check_use(format: str, given: dict[str, Any]) -> None:  # noqa: A002 (as ab
     required = _REQUIRED.get(format)
     if required is not None and given[required] is None:
         what = (
-            "the samples, as PackedDataset takes them"
-            if required == "samples"
-            else "a path for each data set"
+            "the samples, as PackedDataset takes them" if required == "samples" else "a path for each dataset"
         )
         raise InvalidInputError(f"format {format!r} needs {required}=: {what}")
 
@@ -130,7 +128,7 @@ def _as_pack_order(pack_order: Any, packs: int) -> IntegerArray:
 
 def _as_paths(paths: Any, datasets: int) -> list[str]:
     if isinstance(paths, str | os.PathLike) or not isinstance(paths, Sequence):
-        raise InvalidTypeError(f"paths is {format_type(paths)}: give a list of the path of each data set")
+        raise InvalidTypeError(f"paths is {format_type(paths)}: give a list of the path of each dataset")
     for entry in paths:
         if not isinstance(entry, str | os.PathLike):
             raise InvalidTypeError(f"paths has an entry that is {format_type(entry)}: give paths as strings")
@@ -138,10 +136,10 @@ def _as_paths(paths: Any, datasets: int) -> list[str]:
     if len(names) != datasets:
         raise InvalidInputError(
             f"paths has {len(names)} entries, and the plan was made for {format_count(datasets, 'dataset')}: give one "
-            "path a data set, in the order of the plan"
+            "path a dataset, in the order of the plan"
         )
     if len(set(names)) != len(names):
-        raise InvalidInputError("paths names one path twice; XTuner tells its data sets by their paths")
+        raise InvalidInputError("paths names one path twice; XTuner tells its datasets by their paths")
     return names
 
 

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,40 @@ from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, P
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.arguments.paths import as_absolute
-from tundish.packing.exchange.imported_plan import ImportedPlan
 from tundish.packing.exchange.xtuner_preset import BOUNDARIES, COLUMNS, PATHS, PIECES
 from tundish.packing.plan.pack_plan import PackPlan
 
 __all__ = ["import_preset"]
+
+
+class ImportedPlan(PackPlan):
+    """A plan of mode "preset", whose packs are given and not computed.
+
+    It is read as any plan. It cannot be verified, because no algorithm made it, and is not saved as a plan folder: the
+    folder that it was imported from stays.
+    """
+
+    def save(self, path: Any, *, progress: bool | None = None) -> NoReturn:  # noqa: ARG002 (of `PackPlan.save`)
+        """Refuse.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(
+            "this plan was imported, and a plan folder says by which mode its packs were made: keep the folder that it "
+            "was imported from"
+        )
+
+    def verify(self, lengths: Any = None, **options: Any) -> NoReturn:  # noqa: ARG002 (of `PackPlan.verify`)
+        """Refuse.
+
+        Raises:
+            InvalidInputError: Always.
+        """
+        raise InvalidInputError(
+            "this plan was imported, so there is no mode to compute its packs again. The import compared all pieces "
+            "with the lengths"
+        )
 
 
 def import_preset(
@@ -36,25 +65,25 @@ def import_preset(
 ) -> PackPlan:
     """Read a preset of XTuner v1 (`pack_level="preset"`), as `export` and other tools write it.
 
-    The packs may hold pieces of several data sets, and samples or parts of them more than once. The plan is in memory:
+    The packs may hold pieces of several datasets, and samples or parts of them more than once. The plan is in memory:
     `PackedDataset`, `PackedBatchSampler` and `export` take it. It cannot be verified or saved.
 
     Args:
         path: The folder with `boundaries.npy`, `samples.npy` and `paths.json`.
-        lengths: The lengths of each data set, as `td.pack_datasets` takes them: by the path that `paths.json` has for
-            it, or a list in the order of `paths.json`.
+        lengths: The lengths of each dataset, as `td.pack_datasets` takes them. Either a mapping from the paths in
+            `paths.json`, or a list in their order.
         max_length: Tokens a pack. By default those of the largest.
         pack_order: Numbers of packs in the order in which they are taken, integers, shape (k,), or the path of such a
             `.npy` file. The plan then has these packs in this order; it may repeat packs and leave some out.
 
     Returns:
-        A plan with `mode == "preset"` and `global_pack == True`: sample indices count through the data sets, in the
+        A plan with `mode == "preset"` and `global_pack == True`: sample indices count through the datasets, in the
         order of `paths.json`.
 
     Raises:
         NotFoundError: A file is missing.
         PlanFormatError: A file is damaged, or is no preset; the message names it.
-        InvalidInputError: A data set has no lengths, a piece is not within its sample, a pack is longer than
+        InvalidInputError: A dataset has no lengths, a piece is not within its sample, a pack is longer than
             `max_length`, the preset is of long texts that XTuner cuts by characters, or `pack_order` is out of range.
         InvalidTypeError: An argument is of a wrong type.
 
@@ -136,24 +165,24 @@ def _read_paths(file: Path) -> list[str]:
 
 
 def _lengths_of_each(names: list[str], lengths: Any) -> list[IntegerArray]:
-    """The lengths of each data set, in the order of `names`."""
+    """The lengths of each dataset, in the order of `names`."""
     if isinstance(lengths, Mapping):
         missing = [name for name in names if name not in lengths]
         if missing:
             raise InvalidInputError(
-                f"lengths has none for {missing[0]!r}: the preset is of the data sets {', '.join(map(repr, names))}"
+                f"lengths has none for {missing[0]!r}: the preset is of the datasets {', '.join(map(repr, names))}"
             )
         given = [lengths[name] for name in names]
     elif isinstance(lengths, list | tuple):
         given = list(lengths)
         if len(given) != len(names):
             raise InvalidInputError(
-                f"lengths has {len(given)} entries, and the preset is of {len(names)} data sets: give an array of the "
+                f"lengths has {len(given)} entries, and the preset is of {len(names)} datasets: give an array of the "
                 f"lengths of each, in the order {', '.join(map(repr, names))}"
             )
     else:
         raise InvalidTypeError(
-            f"lengths is {format_type(lengths)}: give the lengths of each data set by its path, or a list of them"
+            f"lengths is {format_type(lengths)}: give the lengths of each dataset by its path, or a list of them"
         )
     return [as_integer_array(array, f"lengths[{number}]") for number, array in enumerate(given)]
 
@@ -214,7 +243,7 @@ def _reordered(
 def _check_pieces(
     columns: Mapping[str, NDArray[np.int64]], lengths: Sequence[IntegerArray], names: list[str], file: Path
 ) -> NDArray[np.int64]:
-    """Refuse pieces that are not within a sample; return the samples, counted through all data sets."""
+    """Refuse pieces that are not within a sample; return the samples, counted through all datasets."""
     path, sample, start, stop = (columns[name] for name in ("path", "sample", "start", "stop"))
     _refuse_first(
         (columns["first_character"] != -1) | (columns["last_character"] != -1),
@@ -227,7 +256,7 @@ def _check_pieces(
     _refuse_first(
         (path < 0) | (path >= len(names)),
         file,
-        lambda row: f"is of data set {path[row]}, and {PATHS} has {len(names)}",
+        lambda row: f"is of dataset {path[row]}, and {PATHS} has {len(names)}",
     )
     counts = np.array([len(array) for array in lengths])
     _refuse_first(
@@ -235,7 +264,7 @@ def _check_pieces(
         file,
         lambda row: (
             f"is of sample {sample[row]} of {names[path[row]]!r}, which has {counts[path[row]]}: give the lengths of "
-            "the data set that the preset was made for"
+            "the dataset that the preset was made for"
         ),
     )
     numbers = np.cumsum([0, *counts[:-1]])[path] + sample if len(path) else sample

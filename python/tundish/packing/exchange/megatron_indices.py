@@ -18,7 +18,7 @@ import numpy as np
 
 from tundish.errors import InvalidInputError
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
-from tundish.packing.exchange.new_folder import NewFolder
+from tundish.packing.new_folder import NewFolder
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.packing.shuffle import shuffled_indices
 
@@ -33,7 +33,7 @@ def write_indices(
     """Write the four files, whose names begin with `prefix`.
 
     Raises:
-        InvalidInputError: The plan is not of mode "hard", is of several data sets or too large, or the order is
+        InvalidInputError: The plan is not of mode "hard", is of several datasets or too large, or the order is
             missing.
         PlanMismatchError: The plan was made with another order.
     """

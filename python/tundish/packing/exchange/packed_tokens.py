@@ -4,10 +4,10 @@
 starts of the pieces in `seq_start_id` (int32), and `loss_mask` (int8). The mask of a token says whether the *next*
 token is learned, because that trainer makes labels by shifting `input_ids` within each piece.
 
-`trl` is the layout of `datasets.Dataset.save_to_disk`, with the rows that TRL's padding-free collator takes:
+`trl` is the layout of `datasets.Dataset.save_to_disk`, with the rows that TRL's padding-free collator takes. A row has
 `input_ids` and `labels` (int32), and the tokens of each piece in `seq_lengths` (int32).
 
-Invariants: some packs are in memory at a time.
+Invariants: at most `_PACKS_AT_ONCE` packs are in memory at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError
-from tundish.packing.exchange.new_folder import NewFolder
+from tundish.packing.new_folder import NewFolder
 from tundish.packing.plan.pack_plan import PackPlan
 from tundish.packing.sources.arrow.columns import import_pyarrow
 

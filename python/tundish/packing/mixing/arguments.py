@@ -8,9 +8,7 @@ from typing import Any
 from tundish.errors import InvalidInputError, InvalidTypeError, format_count, format_type
 from tundish.packing.plan.pack_plan import PackPlan
 
-__all__ = ["EXHAUSTED", "as_plans", "as_weights", "check_exhausted", "check_sharing"]
-
-EXHAUSTED = ("repeat", "stop", "drop")
+__all__ = ["as_plans", "as_weights"]
 
 
 def as_plans(plans: Any) -> list[PackPlan]:
@@ -63,20 +61,3 @@ def as_weights(weights: Any, plans: int) -> tuple[float, ...]:
                 f"weights[{number}] is larger than any float: give a smaller one"
             ) from None
     return tuple(found)
-
-
-def check_exhausted(exhausted: Any) -> None:
-    """Refuse an `exhausted` that is none of the choices."""
-    choices = ", ".join(map(repr, EXHAUSTED))
-    if not isinstance(exhausted, str):
-        raise InvalidTypeError(f"exhausted must be one of {choices}, not {exhausted!r:.100}")
-    if exhausted not in EXHAUSTED:
-        raise InvalidInputError(f"exhausted is {exhausted!r:.100}; it must be one of {choices}")
-
-
-def check_sharing(share: Any, group: Any) -> None:
-    """Refuse a `share` that is no bool, and a `group` without it."""
-    if not isinstance(share, bool):
-        raise InvalidTypeError(f"share must be True or False, not {share!r:.100}")
-    if group is not None and not share:
-        raise InvalidInputError("group has a meaning only with share=True")

@@ -7,7 +7,6 @@ is used.
 from __future__ import annotations
 
 import errno
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from tundish import _native
 from tundish.errors import AlreadyExistsError, NotFoundError, PlanFormatError, StorageError, TundishError
 from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.mixing.parameters import MixParameters
+from tundish.packing.new_folder import NewFolder
 
 __all__ = ["open_mix", "save_mix"]
 
@@ -26,8 +25,6 @@ METADATA, PACKS = "mix.json", "packs.npy"
 FORMAT_VERSION = 1
 # The largest mix.json that is read: a million plans fit.
 LARGEST_METADATA = 256 << 20
-# Values that are written between two checks of signals.
-CHUNK = 1 << 20
 
 
 def save_mix(folder: Path, parameters: MixParameters, order: IntegerArray) -> None:
@@ -38,21 +35,10 @@ def save_mix(folder: Path, parameters: MixParameters, order: IntegerArray) -> No
         "fingerprint": parameters.fingerprint,
         **parameters.as_json(),
     }
-    header = io.BytesIO()
-    dtype = order.dtype.newbyteorder("<")
-    npy.write_array_header_1_0(
-        header, {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": order.shape}
-    )
     try:
-        writing = _native.AtomicFolder(folder)
-        try:
-            writing.append(PACKS, header.getvalue())
-            for start in range(0, len(order), CHUNK):
-                writing.append(PACKS, np.asarray(order[start : start + CHUNK], dtype=dtype).view(np.uint8))
-            writing.append(METADATA, (json.dumps(text) + "\n").encode())
-            writing.publish()
-        finally:
-            writing.abandon()
+        with NewFolder(folder) as files:
+            files.write_array(PACKS, np.asarray(order, dtype=order.dtype.newbyteorder("<")))
+            files.write_json(METADATA, text)
     except AlreadyExistsError:
         if not _lies_at(folder, parameters):
             raise

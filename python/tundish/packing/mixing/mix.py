@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from tundish.packing.arguments.integers import as_integer
-from tundish.packing.mixing.arguments import as_plans, as_weights, check_exhausted, check_sharing
+from tundish.packing.arguments.choices import check_choice, check_sharing
+from tundish.packing.arguments.integers import as_integer, as_optional_integer
+from tundish.packing.mixing.arguments import as_plans, as_weights
 from tundish.packing.mixing.ordering import agreed_parameters, mixed_order
 from tundish.packing.mixing.pack_mix import PackMix
 from tundish.packing.mixing.parameters import MixParameters, PlanIdentity, Stage
 
 __all__ = ["mix"]
 
+EXHAUSTED = ("repeat", "stop", "drop")
 LARGEST_SEED = 2**32 - 1
 # The core says that no memory holds a larger mix.
 LARGEST_MIX = 2**48
@@ -36,14 +38,14 @@ def mix(
 
     After any number of packs, each plan is within one pack of its share. This is the blending of Megatron-LM, with one
     difference. `build_blending_indices` takes a pack of the plan that lacks most, which may leave a plan more than a
-    pack behind. Here, of the plans that have had less than their share, the one whose next pack is due first comes
-    (Tijdeman, "The chairman assignment problem", 1980).
+    pack behind. This function looks only at plans that have had less than their share, and takes the one whose next
+    pack is due first (Tijdeman, "The chairman assignment problem", 1980).
 
     The packs of a plan come in a random order, and in a new one in each epoch. Epoch *e* of plan *p* has the order
     `numpy.random.RandomState([seed, p, e]).shuffle(numpy.arange(len(plan)))`.
 
-    A plan is *through* when each of its packs came in `epochs` epochs. `exhausted` says what happens then. The mix ends
-    after `num_packs` packs in any case.
+    A plan is *through* when each of its packs came in `epochs` epochs. `exhausted` says what the mix does then. The mix
+    ends after `num_packs` packs in any case.
 
     | `exhausted` | the plan | the mix ends |
     |---|---|---|
@@ -58,7 +60,7 @@ def mix(
         plans: The plans, or the `PackedDataset`s of plans.
         weights: A number for each plan: finite, at least 0, in any unit. With the weight 0 a plan takes no part, and
             its epochs do not count; at least one weight must be above 0. A plan without packs must have the weight 0.
-        num_packs: Packs of the mix at most, 1 … 2⁴⁸.
+        num_packs: The most packs of the mix, 1 … 2⁴⁸.
         epochs: Epochs after which a plan is through, at least 1.
         seed: 0 … 2³² − 1; the same on every rank.
         exhausted: "repeat", "stop" or "drop".
@@ -92,16 +94,17 @@ def mix(
 
     def checked() -> MixParameters:
         check_sharing(share, group)
-        check_exhausted(exhausted)
+        check_choice(exhausted, "exhausted", EXHAUSTED)
         found = as_plans(plans)
-        most = None if num_packs is None else as_integer(num_packs, "num_packs", 1, LARGEST_MIX)
-        is_endless = exhausted == "repeat" and most is not None
-        through = 1 if epochs is None else as_integer(epochs, "epochs", 1, LARGEST_MIX)
+        most = as_optional_integer(num_packs, "num_packs", 1, LARGEST_MIX)
+        through = as_optional_integer(epochs, "epochs", 1, LARGEST_MIX)
+        if through is None and (exhausted != "repeat" or most is None):
+            through = 1
         return MixParameters(
             plans=tuple(PlanIdentity(plan.fingerprint, len(plan)) for plan in found),
             seed=as_integer(seed, "seed", 0, LARGEST_SEED),
             exhausted=exhausted,
-            epochs=None if epochs is None and is_endless else through,
+            epochs=through,
             num_packs=most,
             stages=(Stage(0, as_weights(weights, len(found))),),
         )

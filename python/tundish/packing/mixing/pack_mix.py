@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import NoSuchPackError, PlanFormatError, PlanMismatchError, format_count
+from tundish.packing.arguments.choices import check_sharing
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.arguments.paths import as_absolute, as_new_folder
-from tundish.packing.mixing.arguments import as_plans, as_weights, check_sharing
+from tundish.packing.mixing.arguments import as_plans, as_weights
 from tundish.packing.mixing.folder import open_mix, save_mix
 from tundish.packing.mixing.ordering import agreed_parameters, mixed_order
 from tundish.packing.mixing.parameters import MixParameters
@@ -50,12 +51,12 @@ class PackMix:
         plans: The plans, in the order in which they were given.
         packs: The packs in their order, numbered through all plans, (packs of the mix,), int32 or int64, read-only.
             Pack *k* of plan *p* has the number *k* + the packs of all plans before *p*.
-        max_length: Tokens a pack at most, the largest `max_length` of the plans.
+        max_length: The most tokens of a pack, the largest `max_length` of the plans.
         weights: The weight of each plan; after `resume`, those that hold at the end.
         seed: The seed of the orders in which each plan's packs come.
         exhausted: What happens when a plan is through: "repeat", "stop" or "drop".
         epochs: Epochs after which a plan is through; None if it never is.
-        num_packs: Packs of the mix at most, or None.
+        num_packs: The most packs of the mix, or None.
         fingerprint: 32 hexadecimal digits, a hash of the plans and everything else that determines the order.
         path: The folder that `packs` is mapped from; None for a mix in memory.
 

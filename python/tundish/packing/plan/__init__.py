@@ -1,1 +1,1 @@
-"""A plan, and what can be done with it."""
+"""`PackPlan`: the packs, their folder, statistics and plots."""

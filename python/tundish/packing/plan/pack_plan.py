@@ -1,37 +1,46 @@
 """`PackPlan`: the tokens and samples that make up each pack.
 
-Invariants: the columns are read-only. A column is int32 where all its values fit, else int64. A plan that was loaded or
-saved has passed the checks of the folder format.
+Invariants: a plan that was loaded or saved has passed the checks of the folder format.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tundish import _native
-from tundish.errors import InvalidInputError, PlanMismatchError, format_count
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array, as_length_arrays
-from tundish.packing.arguments.paths import as_absolute
-from tundish.packing.plan.fields import fields_of, plan_parts
-from tundish.packing.plan.pack import Pack, PackBatch, Piece, pack_numbers
-from tundish.packing.plan.pickling import pickled_lengths, plan_in_block, plan_in_folder, plan_of_columns
+from tundish.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    OutOfMemoryError,
+    PlanMismatchError,
+    TundishError,
+)
+from tundish.packing.arguments.integer_arrays import (
+    IntegerArray,
+    as_cost_arrays,
+    as_integer_array,
+    as_length_arrays,
+)
+from tundish.packing.arguments.integers import as_threads
+from tundish.packing.arguments.paths import as_absolute, as_new_folder
+from tundish.packing.plan.ledger import plan_ledger
+from tundish.packing.plan.mapped_lengths import as_picklable
+from tundish.packing.plan.plan_columns import PlanColumns
+from tundish.packing.plan.shared_block import columns_in
+from tundish.packing.plan.stats import plan_stats
+from tundish.progress import ProgressLine
 
 __all__ = ["PackPlan"]
 
-# Packs that are made together when a plan is iterated. Python's garbage collector would walk the pieces of many more
-# packs again and again while they are made.
-_ITERATED = 32
 
-
-class PackPlan:
+class PackPlan(PlanColumns):
     """The tokens and samples that make up each pack of at most `max_length` tokens.
 
     `tundish.pack`, `tundish.pack_datasets` and `PackPlan.load` make plans. `plan[i]` is pack *i*, and `lookup` gives
@@ -47,16 +56,16 @@ class PackPlan:
         longest: Tokens of each pack's longest piece, (packs,).
         piece_start, piece_stop: First token taken of each piece's sample, and one past the last, (pieces,). None unless
             `overlong` is "split" or "truncate".
-        max_length: Tokens a pack at most; in mode "hard" all packs but the last are full.
+        max_length: The most tokens of a pack; in mode "hard" all packs but the last are full.
         mode: "hard", "best_fit", "ordered" or "sequential"; "mixed" if datasets have different modes.
         modes: The mode of each dataset.
         seed: The seed that the order was drawn from, or None.
         drop_last: Whether tails shorter than a pack were left out; None unless a mode is "hard".
         overlong: What happened to samples longer than `max_length`; None if all modes are "hard".
         window: Packs that were open at a time; None in modes "hard" and "best_fit".
-        max_samples: Pieces a pack at most, or None.
+        max_samples: The most pieces of a pack, or None.
         align: Each piece takes a multiple of so many tokens of its pack; 1 for no padding.
-        max_cost: What the samples of a pack cost together at most, or None.
+        max_cost: The most that the samples of a pack cost together, or None.
         multiple_of: The number of packs was made a multiple of this, or None.
         remainder: "drop" or "repeat", how that was done; None without `multiple_of`.
         packs_repeated: Packs at the end that are the first packs again.
@@ -73,91 +82,7 @@ class PackPlan:
         (2, [0, 1, 2], [2, 3])
     """
 
-    dataset_id: IntegerArray
-    indices: IntegerArray
-    indices_cu_len: IntegerArray
-    start_offset: IntegerArray
-    end_offset: IntegerArray
-    longest: IntegerArray
-    piece_start: IntegerArray | None = None
-    piece_stop: IntegerArray | None = None
-
-    def __init__(
-        self,
-        columns: Sequence[NDArray[Any]],
-        metadata: str,
-        *,
-        lengths: Sequence[IntegerArray] | None = None,
-        path: Path | None = None,
-        block: NDArray[np.uint8] | None = None,
-    ) -> None:
-        """Make a plan of columns that were checked; `pack`, `pack_datasets` and `load` call it.
-
-        Args:
-            columns: The columns, in the order of `fields_of`.
-            metadata: The content of `plan.json`.
-            lengths: The lengths to attach, one array a dataset.
-            path: The folder that the columns are mapped from.
-            block: The shared memory that the columns lie in; a pickled plan refers to it.
-        """
-        self._metadata_json = metadata
-        self._metadata: dict[str, Any] = json.loads(metadata)
-        parts = plan_parts(self._metadata)
-        # Options are the same for all datasets whose mode has them.
-        hard: dict[str, Any] = next((part["hard"] for part in parts if part.get("hard")), {})
-        whole: dict[str, Any] = next((part["whole"] for part in parts if part.get("whole")), {})
-        self._columns = tuple(columns)
-        self._fields = fields_of(whole.get("overlong"))
-        for name, column in zip(self._fields, self._columns, strict=True):
-            column.flags.writeable = False
-            setattr(self, name, column)
-        self._lengths = None if lengths is None else list(lengths)
-        if self._lengths is not None:
-            self._check_sample_counts(self._lengths)
-        self._reader = _native.PackLookup(self._columns, self._lengths, self._metadata["global_pack"])
-        self.path = path
-        self._block = block
-        self.max_length: int = self._metadata["max_length"]
-        self.mode: str = self._metadata["mode"]
-        mixed = [part["mode"] for part in self._metadata.get("parts", [])]
-        self.modes: tuple[str, ...] = tuple(mixed or [self.mode] * len(self._metadata["samples"]))
-        self.seed: int | None = self._metadata["seed"]
-        self.drop_last: bool | None = hard.get("drop_last")
-        self.overlong: str | None = whole.get("overlong")
-        windows = [part["whole"]["window"] for part in parts if part["mode"] == "ordered"]
-        self.window: int | None = windows[0] if windows else whole.get("window")
-        self.max_samples: int | None = whole.get("max_samples")
-        self.align: int = whole.get("align", 1)
-        self.max_cost: int | None = whole.get("max_cost")
-        multiple = self._metadata.get("multiple") or {}
-        self.multiple_of: int | None = multiple.get("of")
-        self.remainder: str | None = multiple.get("remainder")
-        self.packs_repeated: int = multiple.get("packs", 0) if self.remainder == "repeat" else 0
-        self.global_pack: bool = self._metadata["global_pack"]
-        self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
-        self.num_tokens: int = self._metadata["tokens"]
-        self.fingerprint: str = self._metadata["fingerprint"]
-
-    def _check_sample_counts(self, lengths: Sequence[IntegerArray]) -> None:
-        expected = self._metadata["samples"]
-        found = [len(column) for column in lengths]
-        if found != expected:
-            raise PlanMismatchError(
-                f"the plan was made for {format_count(len(expected), 'dataset')} of {expected[:8]} samples, "
-                f"and the lengths are of {format_count(len(found), 'dataset')} of {found[:8]}"
-            )
-
-    @property
-    def has_lengths(self) -> bool:
-        """Whether the samples' lengths are attached, so that every `Piece.stop` is known."""
-        return self._lengths is not None
-
-    @property
-    def lengths(self) -> list[IntegerArray] | None:
-        """The samples' lengths, one array a dataset, where they are attached."""
-        return self._lengths
-
-    def with_lengths(self, lengths: Any) -> PackPlan:
+    def with_lengths(self, lengths: Any) -> Self:
         """Return the same plan with the samples' lengths attached, so that every `Piece.stop` is known.
 
         Args:
@@ -174,41 +99,10 @@ class PackPlan:
             >>> pack([5, 3, 9], 8).with_lengths([5, 3, 9])[0].pieces[0].stop
             5
         """
-        columns = as_length_arrays(lengths, single=len(self.num_samples) == 1)
-        return PackPlan(
-            self._columns, self._metadata_json, lengths=columns, path=self.path, block=self._block
+        arrays = as_length_arrays(lengths, single=len(self.num_samples) == 1)
+        return type(self)(
+            self._columns, self._metadata_json, lengths=arrays, path=self.path, block=self._block
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the columns, in memory or in files."""
-        return sum(column.nbytes for column in self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns[2])
-
-    @overload
-    def __getitem__(self, index: int) -> Pack: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Pack]: ...
-    def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
-        """Return pack `index`; negative numbers count from the end, a slice gives a list.
-
-        Raises:
-            NoSuchPackError: There is no such pack (an `IndexError`).
-            InvalidTypeError: The index is neither an integer nor a slice of integers.
-            InvalidInputError: The step of a slice is 0.
-        """
-        number = pack_numbers(index, len(self))
-        if isinstance(number, range):
-            return list(self.lookup(np.arange(number.start, number.stop, number.step, dtype=np.int64)))
-        dataset_id, pieces = self._reader.pack(number)
-        return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
-
-    def __iter__(self) -> Iterator[Pack]:
-        for start in range(0, len(self), _ITERATED):
-            stop = min(start + _ITERATED, len(self))
-            yield from self.lookup(np.arange(start, stop, dtype=np.int64))
 
     def __repr__(self) -> str:
         where = f", path={str(self.path)!r}" if self.path else ""
@@ -217,27 +111,6 @@ class PackPlan:
             f"{len(self.indices)} pieces, "
             f"mode={self.mode!r}, fingerprint={self.fingerprint[:12]}…{where})"
         )
-
-    def lookup(self, pack_ids: Any) -> PackBatch:
-        """Return many packs at once, as arrays.
-
-        Args:
-            pack_ids: Pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
-
-        Returns:
-            A `tundish.packing.PackBatch`, whose attributes are arrays, and which iterates over its `Pack`s.
-
-        Raises:
-            NoSuchPackError: A number is out of range.
-            PlanMismatchError: The columns are damaged, or name a sample that the attached lengths lack.
-
-        Example:
-            >>> from tundish import pack
-            >>> batch = pack([5, 3, 9], 4).lookup([0, 3])
-            >>> batch.sample.tolist(), batch.start.tolist(), batch.stop.tolist()
-            ([0, 2], [0, 4], [4, 8])
-        """
-        return PackBatch(*self._reader.lookup(as_integer_array(pack_ids, "pack_ids")))
 
     def arrays(self) -> dict[str, NDArray[np.int64]]:
         """Copy the columns as int64.
@@ -254,9 +127,14 @@ class PackPlan:
             >>> pack([5, 3, 9], 8).arrays()["indices"].tolist()
             [0, 1, 2]
         """
-        from tundish.packing.plan.conversions import as_int64
-
-        return as_int64(self._fields, self._columns)
+        try:
+            pairs = zip(self._fields, self._columns, strict=True)
+            return {name: column.astype(np.int64) for name, column in pairs}
+        except MemoryError as error:
+            raise OutOfMemoryError(
+                f"the columns as int64 need {8 * sum(map(len, self._columns))} bytes of memory, which the system does "
+                f"not have; use the plan's attributes ({', '.join(self._fields)}), which are the columns without a copy"
+            ) from error
 
     def stats(self) -> dict[str, int | float]:
         """Count what the plan packs, cuts and leaves out.
@@ -282,8 +160,6 @@ class PackPlan:
             >>> stats["packs"], stats["samples_cut"], stats["tokens_dropped"]
             (4, 2, 1)
         """
-        from tundish.packing.plan.counts.stats import plan_stats
-
         return plan_stats(self)
 
     def ledger(self) -> dict[str, int]:
@@ -309,18 +185,16 @@ class PackPlan:
             >>> ledger["packed"], ledger["truncated"], ledger["padding"]
             (16, 1, 0)
         """
-        from tundish.packing.plan.counts.ledger import plan_ledger
-
         return plan_ledger(self)
 
     def sample_index(self, order: Any = None, *, progress: bool | None = None) -> IntegerArray:
         """Convert the plan to Megatron-LM's `sample_index`.
 
-        Row *i* says where token `i * max_length` of the stream is: the position of its sample in the order (Megatron's
-        index into `document_index`), and the token's offset in that sample. The rows equal those of Megatron-Core's
-        `build_sample_idx` for the same order with `seq_length=max_length` and one extra token a sequence. One case
-        differs: if the order begins with empty samples, Megatron's first row is (0, 0), and this one points at the
-        first token. The dropped tail has a row too.
+        Row *i* says where token `i * max_length` of the stream is. It holds the position of the token's sample in the
+        order (Megatron's index into `document_index`), and the token's offset in that sample. The rows equal those of
+        Megatron-Core's `build_sample_idx` for the same order, with `seq_length=max_length` and one extra token a
+        sequence. One case differs: if the order begins with empty samples, Megatron's first row is (0, 0), and this one
+        points at the first token. The dropped tail has a row too.
 
         Args:
             order: The order that was given to `pack`, if any. It is needed, and so are the lengths, if empty samples
@@ -342,16 +216,16 @@ class PackPlan:
             >>> pack([5, 3, 9], 8).sample_index().tolist()
             [[0, 0], [2, 0], [2, 8]]
         """
-        from tundish.packing.plan.conversions import sample_index
-
-        return sample_index(
-            self._columns, self._metadata_json, self._lengths, mode=self.mode, order=order, progress=progress
-        )
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The content of `plan.json`."""
-        return copy.deepcopy(self._metadata)
+        if self.mode != "hard":
+            raise InvalidInputError(
+                f"this plan is of mode {self.mode!r}, and Megatron's sample_index can only say where one stream of "
+                "tokens is cut. Read the packs with plan.lookup, or pack with mode='hard'"
+            )
+        given = None if order is None else as_integer_array(order, "order")
+        with ProgressLine("plan", progress) as line:
+            return _native.plan_sample_index(
+                self._columns, self._metadata_json, self._lengths, given, line.callback
+            )
 
     def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
         """Publish the plan as the folder `path`: whole and durable, or not at all.
@@ -375,14 +249,23 @@ class PackPlan:
             >>> td.PackPlan.load(folder).fingerprint == plan.fingerprint
             True
         """
-        from tundish.packing.plan.saving import save_plan
+        folder = as_new_folder(path, "path")
+        try:
+            with ProgressLine("plan", progress) as line:
+                _native.save_plan(self._columns, self._metadata_json, folder, line.callback)
+        except AlreadyExistsError:
+            if not self._lies_at(folder):
+                raise
 
-        save_plan(self._columns, self._metadata_json, path, progress=progress)
+    def _lies_at(self, folder: Path) -> bool:
+        try:
+            metadata, _ = _native.open_plan(folder)
+        except (TundishError, OSError):
+            return False
+        return bool(json.loads(metadata) == self._metadata)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None
-    ) -> PackPlan:
+    def load(cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None) -> Self:
         """Map a plan from its folder, in constant memory.
 
         Each file is opened once, checked and mapped: replacing or removing files later changes nothing.
@@ -411,8 +294,6 @@ class PackPlan:
             >>> td.PackPlan.load(folder, lengths=[5, 3, 9])[0].pieces[0].stop
             5
         """
-        from tundish.progress import ProgressLine
-
         folder = as_absolute(path, "path")
         with ProgressLine("plan", progress) as line:
             metadata, columns = _native.open_plan(folder, line.callback)
@@ -460,22 +341,39 @@ class PackPlan:
             >>> pack([5, 3, 9], 8, seed=1).verify()
             >>> pack([5, 3, 9], 8, order=[2, 0]).verify(order=[2, 0])
         """
-        from tundish.packing.plan.verification import verify_plan
-
         if lengths is None:
             if self._lengths is None:
                 raise InvalidInputError("verify needs the lengths: pass them, or load the plan with lengths=")
             lengths = self._lengths
-        arrays = as_length_arrays(lengths, single=len(self.num_samples) == 1)
+        single = len(self.num_samples) == 1
+        arrays = as_length_arrays(lengths, single=single)
         self._check_sample_counts(arrays)
-        given: dict[str, Any] = {"order": order, "costs": costs, "threads": threads, "progress": progress}
-        verify_plan(self._columns, self._metadata_json, arrays, **given)
+        given = None if order is None else as_integer_array(order, "order")
+        costed = None if costs is None else as_cost_arrays(costs, single=single)
+        try:
+            with ProgressLine("plan", progress) as line:
+                _native.verify_plan(
+                    self._columns,
+                    self._metadata_json,
+                    arrays,
+                    given,
+                    costed,
+                    as_threads(threads),
+                    line.callback,
+                )
+        except PlanMismatchError as error:
+            if "an order was given" in str(error) or "costs were given" in str(error):
+                raise
+            raise PlanMismatchError(
+                f"{error}; either these are not the lengths and the order that the plan was made from, or the plan is "
+                "damaged: pass those of the plan, or make it anew"
+            ) from None
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Plot the plan to a file: `.png`, `.svg` or `.pdf`.
 
-        The plot shows the samples' lengths (each pack's longest piece if no lengths are attached), pieces a pack, how
-        many samples are cut or overlong, and the tokens that are lost, beside the cost of padding.
+        The plot shows the samples' lengths, the pieces of a pack, how many samples are cut or overlong, and the tokens
+        that are lost, beside the cost of padding. Without lengths it shows each pack's longest piece instead.
 
         Args:
             path: The file to write; it appears complete and durable.
@@ -490,10 +388,24 @@ class PackPlan:
 
         plot_plan(self, path)
 
+    @classmethod
+    def in_block(cls, block: NDArray[np.uint8], lengths: list[IntegerArray] | None) -> Self:
+        """Make the plan that lies in a block of shared memory."""
+        metadata, columns = columns_in(block)
+        return cls(columns, metadata, lengths=lengths, block=block)
+
+    @classmethod
+    def _in_folder(cls, path: Path, fingerprint: str, lengths: list[IntegerArray] | None) -> Self:
+        """Map the plan that was pickled as its folder."""
+        plan = cls.load(path, lengths, progress=False)
+        if plan.fingerprint != fingerprint:
+            raise PlanMismatchError(f"{path} holds another plan now than the one that was pickled")
+        return plan
+
     def __reduce__(self) -> tuple[Any, ...]:
-        kind, lengths = type(self), pickled_lengths(self._lengths)
+        lengths = None if self._lengths is None else list(map(as_picklable, self._lengths))
         if self.path is not None:
-            return plan_in_folder, (kind, self.path, self.fingerprint, lengths)
+            return self._in_folder, (self.path, self.fingerprint, lengths)
         if self._block is not None:
-            return plan_in_block, (kind, self._block, lengths)
-        return plan_of_columns, (kind, self._columns, self._metadata_json, lengths)
+            return self.in_block, (self._block, lengths)
+        return partial(type(self), lengths=lengths), (self._columns, self._metadata_json)

@@ -12,25 +12,24 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tundish import _native
 from tundish.errors import InvalidInputError, NotFoundError, missing_extra
 from tundish.packing.arguments.paths import as_path
-
-if TYPE_CHECKING:
-    from tundish.packing.plan.readable_plan import ReadablePlan
+from tundish.packing.plan.plan_columns import PlanColumns
+from tundish.packing.plan.slices import pack_slices
+from tundish.packing.plan.stats import plan_stats
 
 __all__ = ["as_picture_path", "frame", "percent", "plot_plan", "short", "write_figure"]
 
-# Packs and pieces that are counted together: some tens of megabytes.
+# Packs that are chosen or left out together.
 SLICE_PACKS = 1 << 16
-SLICE_PIECES = 1 << 20
 # Read at most about this many pieces; a picture made of more would look the same.
 MOST_PIECES = 1 << 26
-# Counts of pieces a pack, and of packs a sample, from here on are one.
+# Counts of pieces a pack from here on are one.
 LAST_BIN = 1 << 16
 FORMATS = (".png", ".svg", ".pdf")
 # Histograms over a wide range of lengths: bins of equal ratio, this many a doubling.
@@ -49,7 +48,6 @@ class PlotCounts:
         lengths: Samples by length, in bins of equal ratio (bin 0: empty samples). Of a plan that splits or truncates
             samples, pieces by their tokens. Packs by their longest piece if neither is known.
         pieces: Packs by their number of pieces.
-        parts: In hard packing, samples by the number of packs that they lie in.
         tokens: Tokens of these samples.
         padded: Tokens if each sample were padded to whole packs instead.
     """
@@ -57,12 +55,11 @@ class PlotCounts:
     share: float = 1.0
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(64 * BINS_A_DOUBLING, np.int64))
     pieces: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
-    parts: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
     tokens: int = 0
     padded: int = 0
 
 
-def plot_plan(plan: ReadablePlan, path: str | os.PathLike[str]) -> Path:
+def plot_plan(plan: PlanColumns, path: str | os.PathLike[str]) -> Path:
     """Plot `plan` to `path` (see `PackPlan.plot`), and return the path."""
     target = as_picture_path(path)
     return write_figure(target, (12, 8), lambda figure: _draw(figure, plan, count(plan)))
@@ -104,19 +101,21 @@ def write_figure(target: Path, inches: tuple[float, float], draw: Callable[[Any]
     return target
 
 
-def count(plan: ReadablePlan, most_pieces: int = MOST_PIECES) -> PlotCounts:
+def count(plan: PlanColumns, most_pieces: int = MOST_PIECES) -> PlotCounts:
     """Count what the plot shows, reading at most about `most_pieces` pieces."""
     counts = PlotCounts()
     packs = len(plan)
     read = 0
-    for first, stop in _slices(packs, len(plan.indices), most_pieces):
-        _count_slice(plan, first, stop, counts)
+    for first, stop in _chosen(packs, len(plan.indices), most_pieces):
+        for begin, end in pack_slices(plan, first, stop):
+            _count_slice(plan, begin, end, counts)
         read += stop - first
     counts.share = read / packs if packs else 1.0
     return counts
 
 
-def _slices(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, int]]:
+def _chosen(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, int]]:
+    """All packs, or evenly spread ones of a plan with more pieces than are read."""
     total = math.ceil(packs / SLICE_PACKS)
     chosen = total if pieces <= most_pieces else max(1, total * most_pieces // pieces)
     for number in range(chosen):
@@ -124,54 +123,28 @@ def _slices(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, in
         yield first, min(first + SLICE_PACKS, packs)
 
 
-def _count_slice(plan: ReadablePlan, first: int, stop: int, counts: PlotCounts) -> None:
+def _count_slice(plan: PlanColumns, first: int, stop: int, counts: PlotCounts) -> None:
     before = int(plan.indices_cu_len[first - 1]) if first else 0
-    if int(plan.indices_cu_len[stop - 1]) - before > SLICE_PIECES and stop - first > 1:
-        middle = (first + stop) // 2
-        _count_slice(plan, first, middle, counts)
-        _count_slice(plan, middle, stop, counts)
-        return
-    cu = np.asarray(plan.indices_cu_len[first:stop], np.int64)
-    pieces = np.diff(cu, prepend=before)
+    pieces = np.diff(np.asarray(plan.indices_cu_len[first:stop], np.int64), prepend=before)
     counts.pieces = _add(counts.pieces, np.bincount(np.minimum(pieces, LAST_BIN)))
-    goes_on = _count_parts(plan, first, stop, pieces, counts) if plan.mode == "hard" else None
     if not _has_sizes(plan):
         longest = np.asarray(plan.longest[first:stop], np.int64)
         counts.lengths += _by_length(longest, len(counts.lengths))
         return
     batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
     lengths = batch.stop - batch.start
-    if goes_on is not None:
-        # A sample's last piece stops at the sample's length.
-        lengths = np.delete(batch.stop, batch.piece_cu[1:][goes_on] - 1)
+    if plan.mode == "hard":
+        # The last piece of a sample stops at the sample's length. The next pack goes on with any other one.
+        goes_on = np.asarray(plan.start_offset[first + 1 : stop + 1]) > 0
+        lengths = np.delete(batch.stop, batch.piece_cu[1 : len(goes_on) + 1][goes_on] - 1)
     counts.lengths += _by_length(lengths, len(counts.lengths))
     counts.tokens += int(lengths.sum())
     counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
 
 
-def _has_sizes(plan: ReadablePlan) -> bool:
+def _has_sizes(plan: PlanColumns) -> bool:
     """Whether the tokens of every piece are known."""
     return plan.has_lengths or plan.piece_stop is not None
-
-
-def _count_parts(
-    plan: ReadablePlan, first: int, stop: int, pieces: np.ndarray, counts: PlotCounts
-) -> np.ndarray:
-    """Count the packs that samples lie in, and return which packs the next one goes on with."""
-    # A pack that starts inside a sample holds a later part of it. That part is the last one unless it fills the
-    # pack and the next pack goes on with it, which the first pack of a dataset never does. Before it, the sample
-    # filled all its packs but the first.
-    look = min(stop + 1, len(plan))
-    start = np.asarray(plan.start_offset[first:look], np.int64)
-    goes_on = np.zeros(stop - first, bool)
-    goes_on[: look - first - 1] = start[1:] > 0
-    start = start[: stop - first]
-    last_part = (start > 0) & ((pieces > 1) | ~goes_on)
-    parts = -(-start[last_part] // plan.max_length) + 1
-    counts.parts = _add(counts.parts, np.bincount(np.minimum(parts, LAST_BIN)))
-    whole = int(pieces.sum()) - int((start > 0).sum()) - int((goes_on & ((start == 0) | (pieces > 1))).sum())
-    counts.parts = _add(counts.parts, np.array([0, whole]))
-    return goes_on
 
 
 def _by_length(lengths: np.ndarray, bins: int) -> np.ndarray:
@@ -190,9 +163,9 @@ def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return total
 
 
-def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
+def _draw(figure: Any, plan: PlanColumns, counts: PlotCounts) -> None:
     grid = figure.add_gridspec(2, 2, left=0.07, right=0.97, top=0.83, bottom=0.09, hspace=0.42, wspace=0.2)
-    stats = plan.stats()
+    stats = plan_stats(plan)
     figure.text(
         0.07,
         0.945,
@@ -210,14 +183,11 @@ def _draw(figure: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
     figure.text(0.07, 0.905, line, fontsize=11, color=SOFT)
     _draw_lengths(figure.add_subplot(grid[0, 0]), plan, counts)
     _draw_pieces(figure.add_subplot(grid[0, 1]), stats, counts)
-    if plan.mode == "hard":
-        _draw_cuts(figure.add_subplot(grid[1, 0]), counts)
-    else:
-        _draw_overlong(figure.add_subplot(grid[1, 0]), plan, stats)
+    _draw_samples(figure.add_subplot(grid[1, 0]), plan, stats)
     _draw_tokens(figure.add_subplot(grid[1, 1]), plan, stats, counts)
 
 
-def _draw_lengths(axes: Any, plan: ReadablePlan, counts: PlotCounts) -> None:
+def _draw_lengths(axes: Any, plan: PlanColumns, counts: PlotCounts) -> None:
     title, counted = "Longest piece of each pack", "packs"
     if _has_sizes(plan):
         counted = "samples" if plan.piece_stop is None and plan.mode != "mixed" else "pieces"
@@ -281,38 +251,16 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     _note(axes, f"most: {stats['max_pieces_per_pack']:,} pieces")
 
 
-def _draw_cuts(axes: Any, counts: PlotCounts) -> None:
-    total = int(counts.parts.sum())
-    frame(axes, "Packs a sample lies in", "packs", "samples")
-    if not total:
-        _nothing(axes)
-        return
-    shown = 6
-    heights = np.zeros(shown, np.int64)
-    tail = counts.parts[1:]
-    heights[: min(shown, len(tail))] = tail[:shown]
-    heights[-1] += tail[shown:].sum()
-    while len(heights) > 3 and heights[-1] == 0:
-        heights = heights[:-1]
-    names = ["1 (whole)", *(str(number) for number in range(2, len(heights) + 1))]
-    if len(tail) > shown:
-        names[-1] += " or more"
-    bars = axes.bar(names, heights / counts.share, color=[BLUE] + [ORANGE] * (len(heights) - 1), width=0.7)
-    axes.bar_label(bars, [percent(height / total) for height in heights], color=INK, fontsize=9.5, padding=3)
-    axes.margins(y=0.15)
-    cut = (total - int(counts.parts[1])) / total
-    _note(axes, f"{percent(cut)} of the samples are cut")
-
-
-def _draw_overlong(axes: Any, plan: ReadablePlan, stats: dict[str, Any]) -> None:
-    frame(axes, "Overlong samples", "", "samples")
+def _draw_samples(axes: Any, plan: PlanColumns, stats: dict[str, Any]) -> None:
+    frame(axes, "Whole and cut samples", "", "samples")
+    overlong = stats["samples_overlong"] if plan.overlong in ("split", "truncate") else 0
     bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
-    if plan.mode == "mixed":
-        overlong = stats["samples_overlong"] if plan.overlong in ("split", "truncate") else 0
-        bars.append(("cut hard", max(0, stats["samples_cut"] - overlong), PALE))
-    note = "none"
-    if plan.overlong != "error":
-        done = {"split": "split", "truncate": "truncated"}.get(plan.overlong or "", "dropped")
+    note = "no sample is longer than a pack"
+    if "hard" in plan.modes:
+        bars.append(("cut", max(0, stats["samples_cut"] - overlong), ORANGE if plan.mode == "hard" else PALE))
+        note = f"{percent(stats['samples_cut'] / max(1, stats['samples']))} of the samples are cut"
+    if plan.overlong not in (None, "error"):
+        done = {"split": "split", "truncate": "truncated"}.get(plan.overlong, "dropped")
         bars.append((done, stats["samples_overlong"], ORANGE))
         note = (
             f"{stats['samples_overlong']:,} are {done}, and {short(stats['tokens_dropped'])} tokens left out"
@@ -330,7 +278,7 @@ def _draw_overlong(axes: Any, plan: ReadablePlan, stats: dict[str, Any]) -> None
     _note(axes, note)
 
 
-def _draw_tokens(axes: Any, plan: ReadablePlan, stats: dict[str, Any], counts: PlotCounts) -> None:
+def _draw_tokens(axes: Any, plan: PlanColumns, stats: dict[str, Any], counts: PlotCounts) -> None:
     frame(axes, "Where the tokens go", "", "")
     axes.grid(False)
     packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]

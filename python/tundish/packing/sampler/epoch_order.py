@@ -6,8 +6,8 @@ Invariants:
 3. Draws are those of `numpy.random.RandomState`, whose stream numpy keeps frozen: a run that was saved under one
    version of numpy continues under another. The permutation is drawn natively, bit for bit the same, so that Ctrl-C
    ends it within 100 ms.
-4. Working memory is one permutation (4 bytes a pack below 2³¹ packs; none without `shuffle`), made at the first batch,
-   and with `longest` one window of 64 global batches.
+4. Working memory is one permutation, made at the first batch (4 bytes a pack below 2³¹ packs; none without `shuffle`).
+   With `longest` it is also one window of 64 global batches.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class EpochOrder:
     """Global batches of `global_batch` packs, `steps` of them.
 
     The packs are shuffled (or stay as they are) and repeated from the start as often as the steps take.
-    With `longest` given, each window of 64 global batches is sorted by it, cut into global batches, and
-    these are shuffled within the window, as are the packs within each.
+    With `longest` given, each window of 64 global batches is sorted by it and cut into global batches. These are
+    then shuffled within the window, and so are the packs within each.
 
     Args:
-        packs: how many there are.
-        global_batch: packs a step.
-        steps: global batches of the epoch.
-        seed, epoch: what the draws are made from, each in 0 … 2³² − 1.
-        shuffle: whether the packs are shuffled.
-        longest: longest piece of each pack, (packs,), or None.
+        packs: Number of packs.
+        global_batch: Packs a step.
+        steps: Global batches of the epoch.
+        seed, epoch: Seeds of the draws, each in 0 … 2³² − 1.
+        shuffle: Whether the packs are shuffled.
+        longest: Longest piece of each pack, (packs,), or None.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class EpochOrder:
     def _grouped(self, number: int, longest: _Packs) -> _Packs:
         """The packs of window `number`, one row for each global batch.
 
-        For two batches of two packs, with longest pieces of 9, 1, 8 and 2 tokens, the rows become in turn:
-        `[1 2] [8 9]`, sorted and cut; `[8 9] [1 2]`, batches shuffled; `[9 8] [1 2]`, each batch shuffled.
+        An example of two batches of two packs, with longest pieces of 9, 1, 8 and 2 tokens. Sorted and cut, they are
+        `[1 2] [8 9]`. The batches are shuffled: `[8 9] [1 2]`. Each batch is shuffled: `[9 8] [1 2]`.
         """
         first = number * _WINDOW_BATCHES
         batches = min(_WINDOW_BATCHES, self._steps - first)

@@ -26,6 +26,7 @@ from tundish.errors import (
     format_integer,
     format_type,
 )
+from tundish.packing.arguments.choices import check_flag
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.mixing.pack_mix import PackMix
 from tundish.packing.plan.pack_plan import PackPlan
@@ -57,8 +58,8 @@ class PackedBatchSampler:
         epoch: The first epoch; `set_epoch` changes it.
         shuffle: Draw a new order of packs each epoch: the default for a plan. `False` keeps the plan's order. A mix has
             an order of its own, which every epoch keeps.
-        drop_last: `False` fills the last global batch with the packs that began the epoch (again and again
-            when there are fewer packs than a global batch), `True` leaves out the packs that do not fill one.
+        drop_last: `True` leaves out the packs that do not fill a last global batch. `False` fills it with the packs
+            that began the epoch, again and again if there are fewer packs than a global batch.
         group_by_longest: Put packs with similar `longest` pieces into the same step. The cost of attention
             grows with the square of a piece's length, and a step lasts as long as its slowest rank.
             Windows of 64 global batches of the shuffled order are sorted by `longest` and cut into global
@@ -94,13 +95,9 @@ class PackedBatchSampler:
         is_mix = isinstance(plan, PackMix)
         if shuffle is None:
             shuffle = not is_mix
-        for name, value in (
-            ("shuffle", shuffle),
-            ("drop_last", drop_last),
-            ("group_by_longest", group_by_longest),
-        ):
-            if not isinstance(value, bool):
-                raise InvalidTypeError(f"{name} must be True or False, got {value!r}")
+        check_flag(shuffle, "shuffle")
+        check_flag(drop_last, "drop_last")
+        check_flag(group_by_longest, "group_by_longest")
         if is_mix and (shuffle or group_by_longest):
             option = "shuffle" if shuffle else "group_by_longest"
             raise InvalidInputError(
@@ -234,9 +231,9 @@ class PackedBatchSampler:
         trained on.
 
         Args:
-            steps_done: Steps of this epoch that are done, counted from the epoch's start, also after a
-                resume. The default is the number handed out, which is right without workers, and
-                with loaders that take this state at each draw, as torchdata's `StatefulDataLoader` does.
+            steps_done: Steps of this epoch that are done, counted from the epoch's start, also after a resume. The
+                default is the number of steps handed out. It is right without workers, and with loaders that take
+                this state at each draw, as torchdata's `StatefulDataLoader` does.
 
         Returns:
             The position, and everything that determines the order of global batches.
@@ -273,8 +270,8 @@ class PackedBatchSampler:
         already gone to the epoch after it, that epoch starts at its first step instead. A refused state changes
         nothing.
 
-        Over a mix that `PackMix.resume` made, the state may be one of the mix before, saved after at most as many packs
-        as both have in common.
+        Over a mix that `PackMix.resume` made, the state may be one of the mix before. It must have been saved within
+        the packs that both have in common.
 
         Args:
             state: A result of `state_dict`.
@@ -309,8 +306,8 @@ class PackedBatchSampler:
                 f"resumed after {kept} packs: resume it with after={step * self.global_batch}"
             )
         if step == self._steps and self._epoch == epoch + 1:
-            # torchdata's StatefulDataLoader loads the state of a finished epoch after the loop has called
-            # `set_epoch` for the next one, and would be taken back by it.
+            # torchdata's StatefulDataLoader loads the state of a finished epoch after the loop has called `set_epoch`
+            # for the next one. The state must not take the loop back.
             epoch, step = self._epoch, 0
         self._move(epoch, step)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.packing.build.request import pack_request
+from tundish.packing.build.pack_arguments import PackArguments
 
 __all__ = ["StreamOptions"]
 
@@ -51,25 +51,17 @@ class StreamOptions:
                 "mode 'best_fit' sorts all samples by length, and a stream gives one after the other: choose "
                 "mode='ordered', or plan the samples with td.pack"
             )
-        request = pack_request(
-            [],
-            max_length,
+        request = PackArguments(
+            lengths=[],
             is_single=True,
+            max_length=max_length,
             mode=mode,
-            seed=None,
-            order=None,
             drop_last=drop_last,
             overlong=overlong,
             window=window,
             max_samples=max_samples,
             align=align,
-            costs=None,
-            max_cost=None,
-            multiple_of=None,
-            remainder=None,
-            global_pack=False,
-            threads=None,
-        )
+        ).checked()
         options = cls(
             mode=request["modes"][0],
             max_length=request["max_length"],

@@ -80,11 +80,14 @@ class StreamState(NamedTuple):
             if any(not 0 < sum(len(piece.tokens) for piece in pack) <= most for pack in packs):
                 raise ValueError(f"an open pack that is empty or has more than {most} tokens")
             samples, closed = operator.index(state["samples"]), operator.index(state["packs"])
-            if min(samples, closed) < 0 or not isinstance(state["is_exhausted"], bool):
-                raise ValueError(f"{samples} samples, {closed} packs, is_exhausted={state['is_exhausted']!r}")
+            epoch = None if state["epoch"] is None else operator.index(state["epoch"])
+            if min(samples, closed, epoch or 0) < 0 or not isinstance(state["is_exhausted"], bool):
+                raise ValueError(
+                    f"{samples} samples, {closed} packs, epoch {epoch}, is_exhausted={state['is_exhausted']!r}"
+                )
             return cls(
                 None if worker is None else Worker(*worker),
-                state["epoch"],
+                epoch,
                 SourceState(samples, copy.deepcopy(state["source"]), state["is_exhausted"]),
                 OpenPacks(closed, packs, rest),
             )

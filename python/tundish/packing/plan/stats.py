@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tundish.packing.plan.fields import plan_parts
+from tundish.packing.plan.plan_columns import PlanColumns
+from tundish.packing.plan.slices import pack_slices
 
-if TYPE_CHECKING:
-    from tundish.packing.plan.readable_plan import ReadablePlan
+__all__ = ["plan_stats"]
 
-# Packs that are counted together: some megabytes of temporaries.
-PACKS_AT_ONCE = 1 << 18
 # What `plan.json` counts of packs that are left out or repeated.
 _MULTIPLE = ("packs", "tokens", "padding_align", "samples", "samples_overlong")
 
 
-def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
+def plan_stats(plan: PlanColumns) -> dict[str, int | float]:
     """Compute the statistics that `PackPlan.stats` documents."""
     metadata = plan.metadata
     packs, pieces, packed = len(plan), len(plan.indices), metadata["tokens_packed"]
@@ -48,11 +47,11 @@ def plan_stats(plan: ReadablePlan) -> dict[str, int | float]:
     }
 
 
-def _largest(plan: ReadablePlan) -> dict[str, int]:
+def _largest(plan: PlanColumns) -> dict[str, int]:
     most = 0
     longest = 0
     before = 0
-    for start, stop in _slices(0, len(plan)):
+    for start, stop in pack_slices(plan, 0, len(plan)):
         cu = plan.indices_cu_len[start:stop].astype(np.int64)
         most = max(most, int(np.diff(cu, prepend=before).max(initial=0)))
         longest = max(longest, int(plan.longest[start:stop].max(initial=0)))
@@ -61,7 +60,7 @@ def _largest(plan: ReadablePlan) -> dict[str, int]:
 
 
 def _count_samples(
-    plan: ReadablePlan, metadata: Mapping[str, Any], multiple: Mapping[str, Any]
+    plan: PlanColumns, metadata: Mapping[str, Any], multiple: Mapping[str, Any]
 ) -> dict[str, int]:
     """Count the samples of all modes."""
     # Packs that come again hold no more samples.
@@ -95,13 +94,13 @@ def _count_samples(
     return found
 
 
-def _count_hard(plan: ReadablePlan, first: int, end: int, part: Mapping[str, Any]) -> dict[str, int]:
+def _count_hard(plan: PlanColumns, first: int, end: int, part: Mapping[str, Any]) -> dict[str, int]:
     """Count the samples of packs `first` … `end` - 1, which hard packing made."""
     continued = 0
     cut = 0
     piece_first = piece_before = int(plan.indices_cu_len[first - 1]) if first else 0
     was_inside = False
-    for start, stop in _slices(first, end):
+    for start, stop in pack_slices(plan, first, end):
         cu = plan.indices_cu_len[start:stop].astype(np.int64)
         counts = np.diff(cu, prepend=piece_before)
         continues = plan.start_offset[start:stop] > 0
@@ -123,12 +122,7 @@ def _count_hard(plan: ReadablePlan, first: int, end: int, part: Mapping[str, Any
     }
 
 
-def _slices(first: int, end: int) -> Iterator[tuple[int, int]]:
-    for start in range(first, end, PACKS_AT_ONCE):
-        yield start, min(start + PACKS_AT_ONCE, end)
-
-
-def _cut_by_tails(plan: ReadablePlan, first: int, end: int, tail_starts: list[int]) -> int:
+def _cut_by_tails(plan: PlanColumns, first: int, end: int, tail_starts: list[int]) -> int:
     """Count the samples whose end is dropped, except those already counted as cut."""
     dataset_id = plan.dataset_id[first:end]
     # The column's own dtype: numpy would convert the whole column for any other.

@@ -1,4 +1,4 @@
-"""Plans that already lie in a folder: maps them, and builds a missing plan of a cache.
+"""Plans in folders: publishes them, and maps them from a folder of their own or from a cache.
 
 Invariants: a plan is mapped whole or not at all. A plan that goes missing from a cache on the way is built again.
 Anything else that lies in its place stays as it is, and the error names it and says what to do.
@@ -7,15 +7,21 @@ Anything else that lies in its place stays as it is, and the error names it and 
 from __future__ import annotations
 
 import errno
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
+from tundish import _native
 from tundish.errors import AlreadyExistsError, NotFoundError, PlanFormatError, StorageError
+from tundish.packing.build.destination import PlanDestination
+from tundish.packing.plan.fields import fields_of
 from tundish.packing.plan.pack_plan import PackPlan
 
-__all__ = ["cached_plan", "map_existing_plan", "path_exists"]
+__all__ = ["Tick", "map_plan", "path_exists", "publish_plan"]
 
+# Receives the progress of long work: phase, done, total. An exception that it raises ends the work.
+Tick = Callable[[str, int, int], None]
 # Attempts to map a plan that somebody keeps removing.
 ATTEMPTS = 3
 # Seconds that removing a plan file by file may take.
@@ -34,13 +40,52 @@ def path_exists(path: Path) -> bool:
         raise StorageError(error.errno, f"cannot be examined: {error.strerror}", str(path)) from error
 
 
-def map_existing_plan(target: Path) -> PackPlan:
-    """Map the plan that lies at `target`.
+def publish_plan(request: _native.PackRequest, target: Path, tick: Tick | None, expected: str | None) -> str:
+    """Publish the plan as `target`, unless there is a plan already, and return its fingerprint.
+
+    Args:
+        request: The checked arguments.
+        target: The folder.
+        tick: Receives progress.
+        expected: The fingerprint that the inputs gave before. Inputs that give another one now publish nothing.
+    """
+    # An existing plan needs no room on the disk, so this comes first.
+    if not path_exists(target / "plan.json"):
+        try:
+            metadata = _native.pack_to_folder(request, target, tick, expected)
+            return str(json.loads(metadata)["fingerprint"])
+        except AlreadyExistsError:
+            if not path_exists(target / "plan.json"):
+                raise
+    return expected or _native.plan_fingerprint(request, tick)
+
+
+def map_plan(
+    request: _native.PackRequest, destination: PlanDestination, expected: str, tick: Tick | None
+) -> PackPlan:
+    """Map the plan with the fingerprint `expected`; in a cache, build it if it is missing.
 
     Raises:
-        PlanFormatError: It is damaged; the message names the file.
-        NotFoundError: A part of it is missing.
+        PlanFormatError: The plan is damaged; the message names the file.
+        NotFoundError: A part of it is missing and stays missing.
+        AlreadyExistsError: The folder holds something else.
+        StorageError: The cache cannot be created or read.
     """
+    target = destination.folder(expected)
+    is_cached = destination.cache_dir is not None
+    plan = _cached_plan(request, target, expected, tick) if is_cached else map_existing_plan(target)
+    if plan.fingerprint != expected:
+        raise AlreadyExistsError(
+            errno.EEXIST,
+            f"holds another plan (fingerprint {plan.fingerprint}, not {expected}); "
+            "choose another folder or remove this one",
+            str(target),
+        )
+    return plan.with_lengths(request["lengths"])
+
+
+def map_existing_plan(target: Path) -> PackPlan:
+    """Map the plan that lies at `target`."""
     advice = f"to have it made again, remove {target} and make the same call"
     try:
         return PackPlan.load(target, progress=False)
@@ -50,23 +95,11 @@ def map_existing_plan(target: Path) -> PackPlan:
         raise NotFoundError(error.errno, f"{error.strerror}; {advice}", error.filename) from error
 
 
-def cached_plan(target: Path, fields: Sequence[str], publish: Callable[[], object]) -> PackPlan:
-    """Map the plan at `target` in a cache, and call `publish` to build it if it is missing.
+def _cached_plan(request: _native.PackRequest, target: Path, expected: str, tick: Tick | None) -> PackPlan:
+    """Map the plan at `target` in a cache.
 
     If another process publishes first, its plan is mapped. A plan that is removed before it is mapped is built again;
     once mapped, it stays readable.
-
-    Args:
-        target: The plan's folder.
-        fields: The columns of the plan.
-        publish: Builds the plan in the folder.
-
-    Raises:
-        PlanFormatError: The plan is damaged.
-        NotFoundError: A part of it is missing and stays missing.
-        AlreadyExistsError: Something else lies there.
-        StorageError: The cache cannot be created or read.
-        TundishError: As `publish` raises.
     """
     for _ in range(ATTEMPTS):
         missing = not path_exists(target / "plan.json")
@@ -74,14 +107,14 @@ def cached_plan(target: Path, fields: Sequence[str], publish: Callable[[], objec
             _make_folder(target.parent)
         try:
             if missing:
-                publish()
+                publish_plan(request, target, tick, expected)
             return map_existing_plan(target)
         except AlreadyExistsError as error:
-            if not _is_being_removed(target, fields):
+            if not _is_being_removed(target, request["overlong"]):
                 reason = "is no whole plan, though it is named like one of this cache; remove it, and the plan is made"
                 raise AlreadyExistsError(errno.EEXIST, reason, str(target)) from error
         except NotFoundError:
-            if not _is_being_removed(target, fields):
+            if not _is_being_removed(target, request["overlong"]):
                 raise
     raise NotFoundError(
         errno.ENOENT,
@@ -101,9 +134,9 @@ def _make_folder(cache: Path) -> None:
         raise StorageError(error.errno, f"cannot make the cache_dir: {error.strerror}", str(cache)) from error
 
 
-def _is_being_removed(target: Path, fields: Sequence[str]) -> bool:
+def _is_being_removed(target: Path, overlong: str) -> bool:
     """Wait until a plan that lacks a file is gone, or whole because it was built again; False if it stays."""
-    whole = {"plan.json", *(f"{field}.npy" for field in fields)}
+    whole = {"plan.json", *(f"{field}.npy" for field in fields_of(overlong))}
     deadline = time.monotonic() + REMOVAL
     while True:
         try:

@@ -1,4 +1,4 @@
-"""`NewFolder`: files of an export, which appear together, whole and durable, or not at all."""
+"""`NewFolder`: the files of a new folder, which appear together, whole and durable, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`piece_slices`: the pieces of a plan, some packs at a time, so that memory stays bounded."""
+"""Slices of a plan: packs, or their pieces, that are read together, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError
-from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.plan.plan_columns import PlanColumns
 
-__all__ = ["PieceSlice", "piece_slices"]
+__all__ = ["PieceSlice", "pack_slices", "piece_slices"]
 
-# Packs that are read together. A pack has some pieces, so this takes some tens of megabytes.
-PACKS_AT_ONCE = 1 << 16
+# Packs and pieces of a slice: some tens of megabytes of temporaries.
+PACKS_AT_ONCE = 1 << 18
+PIECES_AT_ONCE = 1 << 20
 
 
 class PieceSlice(NamedTuple):
@@ -35,8 +36,21 @@ class PieceSlice(NamedTuple):
     stop: NDArray[np.int64]
 
 
-def piece_slices(plan: PackPlan) -> Iterator[PieceSlice]:
-    """Iterate over the packs of a plan. Pieces without tokens are left out.
+def pack_slices(plan: PlanColumns, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut the packs `first` … `end` - 1 into ranges, each with the number of its first pack and one past the last."""
+    cu = plan.indices_cu_len
+    # In the column's own dtype: numpy would convert the whole column for any other.
+    most = np.iinfo(cu.dtype).max
+    while first < end:
+        before = int(cu[first - 1]) if first else 0
+        last = int(np.searchsorted(cu, cu.dtype.type(min(before + PIECES_AT_ONCE, most)), side="right"))
+        stop = min(first + PACKS_AT_ONCE, max(last, first + 1), end)
+        yield first, stop
+        first = stop
+
+
+def piece_slices(plan: PlanColumns, first: int, end: int) -> Iterator[PieceSlice]:
+    """Iterate over the pieces of packs `first` … `end` - 1. Pieces without tokens are left out.
 
     Raises:
         InvalidInputError: The plan does not say where pieces end, because it has no lengths.
@@ -47,10 +61,10 @@ def piece_slices(plan: PackPlan) -> Iterator[PieceSlice]:
             "with PackPlan.load(path, lengths=…)"
         )
     offsets = np.cumsum([0, *plan.num_samples[:-1]])
-    for first in range(0, len(plan), PACKS_AT_ONCE):
-        batch = plan.lookup(np.arange(first, min(first + PACKS_AT_ONCE, len(plan)), dtype=np.int64))
+    for begin, stop in pack_slices(plan, first, end):
+        batch = plan.lookup(np.arange(begin, stop, dtype=np.int64))
         numbers = np.repeat(np.arange(len(batch)), np.diff(batch.piece_cu))
-        has_tokens = batch.stop > batch.start
+        has_tokens = batch.stop != batch.start
         numbers, sample = numbers[has_tokens], batch.sample[has_tokens]
         dataset = batch.dataset_id[numbers]
         if plan.global_pack:

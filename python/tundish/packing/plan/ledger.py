@@ -6,26 +6,22 @@ Invariants: tokens are counted piece by piece. Sums that do not agree with `plan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, PlanMismatchError
 from tundish.packing.plan.fields import plan_parts
-
-if TYPE_CHECKING:
-    from tundish.packing.plan.readable_plan import ReadablePlan
+from tundish.packing.plan.plan_columns import PlanColumns
+from tundish.packing.plan.slices import piece_slices
+from tundish.packing.plan.stats import plan_stats
 
 __all__ = ["plan_ledger"]
 
-# Packs and pieces that are counted together: some tens of megabytes of temporaries.
-PACKS_AT_ONCE = 1 << 18
-PIECES_AT_ONCE = 1 << 20
 
-
-def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
+def plan_ledger(plan: PlanColumns) -> dict[str, int]:
     """Account for the tokens as `PackPlan.ledger` documents.
 
     Raises:
@@ -42,7 +38,6 @@ def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
     metadata = plan.metadata
     truncated = _overlong_cut(metadata) if plan.overlong == "truncate" else 0
     capacity = len(plan) * plan.max_length
-    stats = plan.stats()
     ledger = {
         "tokens": plan.num_tokens,
         "packed": packed,
@@ -52,13 +47,13 @@ def plan_ledger(plan: ReadablePlan) -> dict[str, int]:
         "repeated": repeated,
         "capacity": capacity,
         "padding": capacity - packed - repeated,
-        "padding_align": int(stats["padding_align"]),
+        "padding_align": int(plan_stats(plan)["padding_align"]),
     }
     _check(plan, plan.lengths, ledger)
     return ledger
 
 
-def _check(plan: ReadablePlan, lengths: Sequence[NDArray[Any]], ledger: dict[str, int]) -> None:
+def _check(plan: PlanColumns, lengths: Sequence[NDArray[Any]], ledger: dict[str, int]) -> None:
     metadata = plan.metadata
     sums = [("tokens_packed", ledger["packed"], metadata["tokens_packed"])]
     multiple = metadata.get("multiple") or {"tokens": 0}
@@ -87,33 +82,15 @@ def _overlong_cut(metadata: Mapping[str, Any]) -> int:
 
 
 def _count_pieces(
-    plan: ReadablePlan, lengths: Sequence[NDArray[Any]], begin: int, end: int
+    plan: PlanColumns, lengths: Sequence[NDArray[Any]], first: int, end: int
 ) -> tuple[int, int]:
-    """The tokens of all pieces of the packs `begin` … `end` - 1, and those of them in parts of samples."""
-    starts = np.cumsum([0, *map(len, lengths[:-1])])
+    """The tokens of all pieces of the packs `first` … `end` - 1, and those of them in parts of samples."""
     packed = cut = 0
-    for first, stop in _slices(plan, begin, end):
-        batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
-        sizes = batch.stop - batch.start
-        dataset, sample = np.repeat(batch.dataset_id, np.diff(batch.piece_cu)), batch.sample
-        if plan.global_pack:
-            dataset = np.searchsorted(starts, sample, side="right") - 1
-            sample = sample - starts[dataset]
+    for pieces in piece_slices(plan, first, end):
+        sizes = pieces.stop - pieces.start
         packed += int(sizes.sum())
-        cut += int(sizes[sizes != _lengths_of(lengths, dataset, sample)].sum())
+        cut += int(sizes[sizes != _lengths_of(lengths, pieces.dataset, pieces.sample)].sum())
     return packed, cut
-
-
-def _slices(plan: ReadablePlan, first: int, end: int) -> Iterator[tuple[int, int]]:
-    cu = plan.indices_cu_len
-    # In the column's own dtype: numpy would convert the whole column for any other.
-    most = np.iinfo(cu.dtype).max
-    while first < end:
-        before = int(cu[first - 1]) if first else 0
-        last = int(np.searchsorted(cu, cu.dtype.type(min(before + PIECES_AT_ONCE, most)), side="right"))
-        stop = min(first + PACKS_AT_ONCE, max(last, first + 1), end)
-        yield first, stop
-        first = stop
 
 
 def _lengths_of(

@@ -1,1 +1,0 @@
-"""Counts the tokens and samples of a plan."""
