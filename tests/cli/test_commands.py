@@ -67,11 +67,18 @@ def test_pack_show_and_verify(lengths: Path, tmp_path: Path) -> None:
         ("packs", f"{len(expected):,}"),
         ("pieces", f"{len(expected.indices):,}"),
         ("samples cut", f"{expected.stats()['samples_cut']:,}"),
+        ("padding align", "0"),
         ("tokens dropped", f"{expected.stats()['tokens_dropped']:,}"),
         ("fingerprint", expected.fingerprint),
         ("seed", "7"),
     ]:
-        assert re.search(rf"^{name} +{re.escape(value)}$", shown.stdout, re.MULTILINE), (name, shown.stdout)
+        assert re.search(rf"^{name} +{re.escape(value)}(  |$)", shown.stdout, re.MULTILINE), (
+            name,
+            shown.stdout,
+        )
+    assert re.search(
+        r"^samples cut .*  in more than one pack, or without their end$", shown.stdout, re.MULTILINE
+    )
 
     verified = tundish("plan", "verify", out, lengths)
     assert (verified.returncode, verified.stderr) == (0, "")
@@ -255,10 +262,14 @@ BAD = {
         2,
     ),
     "negative length": (["pack", "negative.npy", "--max-length", "8", "--out", "new"], "sample 1", 2),
-    "floats": (["pack", "floats.npy", "--max-length", "8", "--out", "new"], "floats.npy must be integers", 2),
+    "floats": (
+        ["pack", "floats.npy", "--max-length", "8", "--out", "new"],
+        "floats.npy has the dtype float64",
+        2,
+    ),
     "two dimensions": (
         ["pack", "square.npy", "--max-length", "8", "--out", "new"],
-        "square.npy must have one dimension",
+        "square.npy has the shape",
         2,
     ),
     "objects": (["pack", "objects.npy", "--max-length", "8", "--out", "new"], "objects.npy", 2),

@@ -11,7 +11,16 @@ from typing import Any, NoReturn
 from tundish.cli.output import write
 from tundish.errors import InvalidInputError
 
-__all__ = ["EXIT_CODES", "Parser", "PrintVersion", "add_command", "path_of", "progress_of"]
+__all__ = [
+    "EXIT_CODES",
+    "Parser",
+    "PrintVersion",
+    "add_command",
+    "add_number",
+    "add_path",
+    "path_of",
+    "progress_of",
+]
 
 EXIT_CODES = """\
 exit codes:
@@ -70,6 +79,16 @@ def add_command(verbs: Any, name: str, *, summary: str, description: str) -> Par
     parser.add_argument("--json", action="store_true", help="print one JSON object, also after an error")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar on a terminal")
     return parser
+
+
+def add_number(parser: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
+    """Add an option that is an integer; `text` is its help."""
+    parser.add_argument(name, type=int, metavar=metavar, help=text, **settings)
+
+
+def add_path(parser: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
+    """Add an argument that is a path; `text` is its help."""
+    parser.add_argument(name, type=path_of, metavar=metavar, help=text, **settings)
 
 
 def progress_of(options: argparse.Namespace) -> bool | None:
