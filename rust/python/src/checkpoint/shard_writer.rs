@@ -48,8 +48,15 @@ impl ShardWriter {
     }
 
     /// Submit `length` bytes of `image` from `start` on, to be written at `offset` of the file `name`.
-    fn write(&self, name: &str, offset: u64, image: &FileImage, start: usize, length: usize) -> PyResult<()> {
-        Ok(self.writer.write(name, offset, &image.image, start, length).map_err(BindingError::from)?)
+    fn write(
+        &self,
+        name: &str,
+        offset: u64,
+        image: &FileImage,
+        start: usize,
+        length: usize,
+    ) -> Result<(), BindingError> {
+        Ok(self.writer.write(name, offset, &image.image, start, length)?)
     }
 
     /// Bytes that are written (and summed), whose memory may be reused; and bytes of all files.

@@ -133,8 +133,8 @@ impl State {
 #[pymethods]
 impl SendBuffer {
     /// Returns the reference for `BufferReceiver.open` of the one receiver. From here on the buffer counts as sent.
-    fn reference(&self) -> PyResult<ReferenceTuple> {
-        let reference = self.lock().buffer()?.reference().map_err(BindingError::from)?;
+    fn reference(&self) -> Result<ReferenceTuple, BindingError> {
+        let reference = self.lock().buffer()?.reference()?;
         let (process, descriptor, identity, generation) = as_tuple(&reference.address);
         Ok((process, descriptor, identity, generation, reference.len))
     }

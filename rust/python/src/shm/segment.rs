@@ -150,26 +150,26 @@ impl SharedSegment {
     /// Attaches to the segment at `address`: through the descriptor of its process, or by its `name`.
     #[staticmethod]
     #[pyo3(signature = (address, name=None))]
-    fn attach(py: Python<'_>, address: AddressTuple, name: Option<&str>) -> PyResult<Self> {
+    fn attach(py: Python<'_>, address: AddressTuple, name: Option<&str>) -> Result<Self, BindingError> {
         let address = as_address(address);
         let (segment, mut tried) = match attachment::attach(&address) {
             Err(ShmError::Unreached { segment, tried }) => (segment, tried),
-            outcome => return Ok(Self::read_by(outcome.map_err(BindingError::from)?)),
+            outcome => return Ok(Self::read_by(outcome?)),
         };
         if let Some(name) = name {
             match find_named(py, name, Some(&address))? {
                 Ok(attachment) => return Ok(Self::read_by(attachment)),
-                Err(gone @ ShmError::Gone { .. }) => return Err(BindingError::from(gone).into()),
+                Err(gone @ ShmError::Gone { .. }) => return Err(gone.into()),
                 Err(error) => tried.push(error.to_string()),
             }
         }
-        Err(BindingError::from(ShmError::Unreached { segment, tried }).into())
+        Err(ShmError::Unreached { segment, tried }.into())
     }
 
     /// Attaches to the segment of this name.
     #[staticmethod]
-    fn attach_named(py: Python<'_>, name: &str) -> PyResult<Self> {
-        Ok(Self::read_by(find_named(py, name, None)?.map_err(BindingError::from)?))
+    fn attach_named(py: Python<'_>, name: &str) -> Result<Self, BindingError> {
+        Ok(Self::read_by(find_named(py, name, None)??))
     }
 
     /// Bytes of data.
@@ -214,18 +214,18 @@ impl SharedSegment {
     }
 
     /// The data, writable; other processes do not see the changes.
-    fn private(&self) -> PyResult<SegmentView> {
-        let copy = self.attachment()?.private(0..self.nbytes()).map_err(BindingError::from)?;
+    fn private(&self) -> Result<SegmentView, BindingError> {
+        let copy = self.attachment()?.private(0..self.nbytes())?;
         Ok(self.view(ViewedMemory::Private(copy)))
     }
 
     /// The data, writable for all processes; for the owner.
-    fn writable(&self) -> PyResult<SegmentView> {
+    fn writable(&self) -> Result<SegmentView, BindingError> {
         let SegmentRole::Owner(own) = &*self.role else {
-            return Err(PyValueError::new_err("only the owner of a segment writes to it"));
+            return Err(PyValueError::new_err("only the owner of a segment writes to it").into());
         };
         let segment = own.segment()?;
-        let lease = segment.lease().map_err(BindingError::from)?;
+        let lease = segment.lease()?;
         Ok(self.view(ViewedMemory::Written { data: segment.data(), _lease: lease }))
     }
 }
@@ -235,7 +235,7 @@ impl SharedSegment {
         SharedSegment { role: DropWithoutGil::new(SegmentRole::Reader(attachment)) }
     }
 
-    fn attachment(&self) -> PyResult<Arc<Attachment>> {
+    fn attachment(&self) -> Result<Arc<Attachment>, BindingError> {
         let attached = match &*self.role {
             SegmentRole::Owner(own) => match &own.name {
                 Some(name) => attachment::attach_own(own.segment()?, name.keeper()),
@@ -243,7 +243,7 @@ impl SharedSegment {
             },
             SegmentRole::Reader(attachment) => Ok(Arc::clone(attachment)),
         };
-        Ok(attached.map_err(BindingError::from)?)
+        Ok(attached?)
     }
 
     fn view(&self, memory: ViewedMemory) -> SegmentView {

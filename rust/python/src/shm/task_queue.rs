@@ -45,15 +45,15 @@ pub(crate) struct TaskQueue {
 #[pymethods]
 impl TaskQueue {
     #[new]
-    fn new(slots: usize, slot_bytes: usize) -> PyResult<Self> {
-        let queue = ParentQueue::create(slots, slot_bytes).map_err(BindingError::from)?;
+    fn new(slots: usize, slot_bytes: usize) -> Result<Self, BindingError> {
+        let queue = ParentQueue::create(slots, slot_bytes)?;
         Ok(Self { side: Side::Parent(queue) })
     }
 
     /// Opens the queue of a parent's `fd`, which is not needed afterwards.
     #[staticmethod]
-    fn open(fd: RawFd) -> PyResult<Self> {
-        let queue = WorkerQueue::open(descriptor::borrow(fd)?).map_err(BindingError::from)?;
+    fn open(fd: RawFd) -> Result<Self, BindingError> {
+        let queue = WorkerQueue::open(descriptor::borrow(fd)?)?;
         Ok(Self { side: Side::Worker(queue) })
     }
 
@@ -73,23 +73,28 @@ impl TaskQueue {
     }
 
     /// Queues a task and returns its id; `None` if there is no room.
-    fn put(&self, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<Option<u64>> {
+    fn put(&self, kind: u32, content: &Bound<'_, PyAny>) -> Result<Option<u64>, BindingError> {
         let (kind, content) = message_of(kind, content)?;
-        let task_id = self.parent()?.put(kind, content.as_ref()).map_err(BindingError::from)?;
+        let task_id = self.parent()?.put(kind, content.as_ref())?;
         Ok(task_id.map(TaskId::number))
     }
 
     /// Queues the first of `contents`, as many as there is room for; returns their ids.
-    fn put_many<'py>(&self, py: Python<'py>, kind: u32, contents: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
+    fn put_many<'py>(
+        &self,
+        py: Python<'py>,
+        kind: u32,
+        contents: &Bound<'py, PyList>,
+    ) -> Result<Bound<'py, PyList>, BindingError> {
         let queue = self.parent()?;
         let contents: Vec<_> = contents.iter().take(queue.room()).collect();
         // If one of them is refused, none is put.
         let messages = contents.iter().map(|content| {
             let message = message_of(kind, content)?;
-            queue.check(message.1.as_ref().len()).map_err(BindingError::from)?;
+            queue.check(message.1.as_ref().len())?;
             Ok(message)
         });
-        let messages = messages.collect::<PyResult<Vec<_>>>()?;
+        let messages = messages.collect::<Result<Vec<_>, BindingError>>()?;
         let task_ids = PyList::empty(py);
         let mut failed = Ok(());
         queue.put_many(messages.into_iter(), |task_id| {
@@ -154,8 +159,8 @@ impl TaskQueue {
     /// Frees the slots of a dead worker; returns the ids of the tasks that died with it.
     ///
     /// The tasks that it finished can still be collected. After this call another worker may have its number.
-    fn reap(&self, worker: i64) -> PyResult<Vec<u64>> {
-        let lost = self.parent()?.reap(worker_number(worker)?).map_err(BindingError::from)?;
+    fn reap(&self, worker: i64) -> Result<Vec<u64>, BindingError> {
+        let lost = self.parent()?.reap(worker_number(worker)?)?;
         Ok(lost.into_iter().map(TaskId::number).collect())
     }
 
@@ -175,10 +180,15 @@ impl TaskQueue {
     ///
     /// Returns `None` if the worker is to stop. Raises `TimedOutError` after the timeout.
     #[pyo3(signature = (worker, timeout))]
-    fn take<'py>(&self, py: Python<'py>, worker: i64, timeout: Option<f64>) -> PyResult<Option<Message<'py>>> {
+    fn take<'py>(
+        &self,
+        py: Python<'py>,
+        worker: i64,
+        timeout: Option<f64>,
+    ) -> Result<Option<Message<'py>>, BindingError> {
         let (queue, worker) = (self.worker()?, worker_number(worker)?);
         let task = queue.try_take(worker, |task_id, kind, payload| message(py, task_id, kind, payload));
-        if let Some(task) = task.map_err(BindingError::from)? {
+        if let Some(task) = task? {
             return Ok(Some(task));
         }
         let timeout = timeout.map(seconds).transpose()?.flatten();
@@ -194,22 +204,22 @@ impl TaskQueue {
         })?;
         let task =
             task_id.map(|task_id| queue.read(task_id, |task_id, kind, payload| message(py, task_id, kind, payload)));
-        Ok(task.transpose().map_err(BindingError::from)?)
+        Ok(task.transpose()?)
     }
 
     /// Leaves the result of a task that this worker has taken.
-    fn finish(&self, task_id: u64, kind: u32, content: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn finish(&self, task_id: u64, kind: u32, content: &Bound<'_, PyAny>) -> Result<(), BindingError> {
         let (kind, content) = message_of(kind, content)?;
-        Ok(self.worker()?.finish(TaskId::from_number(task_id), kind, content.as_ref()).map_err(BindingError::from)?)
+        Ok(self.worker()?.finish(TaskId::from_number(task_id), kind, content.as_ref())?)
     }
 
     /// Leaves a result that is plain and fits. Returns False, and does nothing, for any other value, also bytes.
-    fn finish_plain(&self, task_id: u64, kind: u32, value: &Bound<'_, PyAny>) -> PyResult<bool> {
+    fn finish_plain(&self, task_id: u64, kind: u32, value: &Bound<'_, PyAny>) -> Result<bool, BindingError> {
         let queue = self.worker()?;
         match BytesOrPlainValue::plain(value).filter(|content| content.as_ref().len() <= queue.capacity()) {
             Some(content) => {
                 let kind = checked_kind(&content, kind)?;
-                queue.finish(TaskId::from_number(task_id), kind, content.as_ref()).map_err(BindingError::from)?;
+                queue.finish(TaskId::from_number(task_id), kind, content.as_ref())?;
                 Ok(true)
             }
             None => Ok(false),
@@ -247,8 +257,8 @@ pub(crate) fn available_processors() -> usize {
 /// Ends this process, with status 1, as soon as `fd` becomes readable, its writing end is closed everywhere, or the
 /// process `pid` has ended. A thread that needs no GIL watches a copy of `fd`.
 #[pyfunction]
-pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> PyResult<()> {
-    Ok(tundish_shm::exit_with_parent(descriptor::borrow(fd)?, pid).map_err(BindingError::from)?)
+pub(crate) fn exit_with_parent(fd: RawFd, pid: i32) -> Result<(), BindingError> {
+    Ok(tundish_shm::exit_with_parent(descriptor::borrow(fd)?, pid)?)
 }
 
 fn message<'py>(py: Python<'py>, task_id: TaskId, kind: u32, payload: &[u8]) -> Message<'py> {

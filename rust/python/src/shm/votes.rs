@@ -23,15 +23,15 @@ pub(crate) struct SharedVotes {
 #[pymethods]
 impl SharedVotes {
     #[new]
-    fn new(members: usize) -> PyResult<Self> {
-        let inner = votes::SharedVotes::create(members).map_err(BindingError::from)?;
+    fn new(members: usize) -> Result<Self, BindingError> {
+        let inner = votes::SharedVotes::create(members)?;
         Ok(Self { inner, members })
     }
 
     /// Map the memory at the `address` of another process.
     #[staticmethod]
-    fn open(address: MemoryAddress, members: usize) -> PyResult<Self> {
-        let inner = votes::SharedVotes::open(address, members).map_err(BindingError::from)?;
+    fn open(address: MemoryAddress, members: usize) -> Result<Self, BindingError> {
+        let inner = votes::SharedVotes::open(address, members)?;
         Ok(Self { inner, members })
     }
 

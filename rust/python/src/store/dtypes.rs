@@ -50,19 +50,20 @@ pub(super) fn object_of(py: Python<'_>, dtype: Dtype) -> PyResult<Bound<'_, PyAn
 }
 
 /// The element type of a `torch.dtype`.
-pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> PyResult<Dtype> {
+pub(super) fn dtype_of(object: &Bound<'_, PyAny>) -> Result<Dtype, BindingError> {
     let code = dtypes(object.py())?.codes.bind(object.py()).get_item(object)?;
     let code = code.ok_or_else(|| {
         BindingError::Type(format!("tensors of {object} cannot be stored for others; convert it first"))
     })?;
-    Ok(Dtype::from_code(code.extract()?).map_err(BindingError::from)?)
+    Ok(Dtype::from_code(code.extract()?)?)
 }
 
 /// Element type and shape of a tensor.
-pub(super) fn meta_of(tensor: &Bound<'_, PyAny>) -> PyResult<TensorMeta> {
+pub(super) fn meta_of(tensor: &Bound<'_, PyAny>) -> Result<TensorMeta, BindingError> {
     let py = tensor.py();
     let dtype = dtype_of(&tensor.getattr(intern!(py, "dtype"))?)?;
     let sizes = tensor.getattr(intern!(py, "shape"))?;
-    let shape = sizes.cast::<PyTuple>()?.iter().map(|size| size.extract::<u64>()).collect::<PyResult<Shape>>()?;
-    Ok(TensorMeta::new(dtype, shape).map_err(BindingError::from)?)
+    let sizes = sizes.cast::<PyTuple>().map_err(PyErr::from)?;
+    let shape = sizes.iter().map(|size| size.extract::<u64>()).collect::<PyResult<Shape>>()?;
+    Ok(TensorMeta::new(dtype, shape)?)
 }

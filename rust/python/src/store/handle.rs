@@ -38,8 +38,8 @@ impl RTensor {
     }
 
     /// Element type and shape of the tensor, or of the chosen rows.
-    pub(super) fn meta(&self) -> PyResult<TensorMeta> {
-        Ok(self.handle.shared.meta.select_rows(self.handle.rows.as_deref()).map_err(BindingError::from)?)
+    pub(super) fn meta(&self) -> Result<TensorMeta, BindingError> {
+        Ok(self.handle.shared.meta.select_rows(self.handle.rows.as_deref())?)
     }
 
     pub(super) fn wanted(&self) -> PyResult<Wanted> {
@@ -88,9 +88,9 @@ fn text_of<'py>(shard: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyRes
 }
 
 /// Parses a shard id. A lone surrogate becomes a character that no id has.
-pub(super) fn name_of(text: &Bound<'_, PyString>) -> PyResult<ShardId> {
+pub(super) fn name_of(text: &Bound<'_, PyString>) -> Result<ShardId, BindingError> {
     let name = text.to_string_lossy().parse::<ShardId>().map_err(StoreError::from);
-    Ok(name.map_err(BindingError::from)?)
+    Ok(name?)
 }
 
 fn kind_of(object: &Bound<'_, PyAny>) -> String {
@@ -101,15 +101,15 @@ fn kind_of(object: &Bound<'_, PyAny>) -> String {
 impl RTensor {
     /// `shard`: a `TensorShardInfo`; `data`: a tensor of the shard's shape and dtype, on any device, such as meta.
     #[new]
-    fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn make(shard: &Bound<'_, PyAny>, data: &Bound<'_, PyAny>) -> Result<Self, BindingError> {
         let py = shard.py();
         let id = name_of(&text_of(shard, intern!(py, "shard_id"))?)?;
         let owner: Arc<str> = text_of(shard, intern!(py, "node_addr"))?.to_string_lossy().into();
-        check_owner(&owner).map_err(BindingError::from)?;
+        check_owner(&owner)?;
         let reference = shard.getattr_opt(intern!(py, "ref"))?.unwrap_or_else(|| py.None().into_bound(py));
         if !data.hasattr(intern!(py, "is_meta"))? {
             let reason = format!("data is a {}, and has to be a tensor: one on the device meta will do", kind_of(data));
-            return Err(BindingError::Type(reason).into());
+            return Err(BindingError::Type(reason));
         }
         let shared = Arc::new(SharedFields { owner, meta: Arc::new(meta_of(data)?) });
         let reference = (!reference.is_none()).then(|| reference.unbind());
@@ -249,10 +249,10 @@ impl RTensor {
     }
 
     /// Pickles the bytes of `dumps`, and the reference of the backend.
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<Reduced<'py>, BindingError> {
         let py = slf.py();
         let mut writer = HandleWriter::new();
-        writer.handle(&slf.get().handle).map_err(BindingError::from)?;
+        writer.handle(&slf.get().handle)?;
         let restore = py.import("tundish.rtensor.handles")?.getattr("restore")?;
         Ok((restore, (PyBytes::new(py, &writer.finish()), slf.get().reference_of(py))))
     }

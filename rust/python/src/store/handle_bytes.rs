@@ -140,8 +140,8 @@ fn label(key: &Bound<'_, PyAny>) -> String {
 ///
 /// Raises `InvalidInputError` for bytes that it did not make.
 #[pyfunction]
-pub(crate) fn load_handles<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
-    let mut reader = HandleReader::new(data).map_err(BindingError::from)?;
+pub(crate) fn load_handles<'py>(py: Python<'py>, data: &[u8]) -> Result<Bound<'py, PyAny>, BindingError> {
+    let mut reader = HandleReader::new(data)?;
     // Many small objects are made, and the garbage collector would search them again and again.
     let gc = py.import("gc")?;
     let was_enabled: bool = gc.call_method0("isenabled")?.extract()?;
@@ -151,14 +151,14 @@ pub(crate) fn load_handles<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<
         gc.call_method0("enable")?;
     }
     let value = value?;
-    reader.finish().map_err(BindingError::from)?;
+    reader.finish()?;
     Ok(value)
 }
 
-fn read<'py>(py: Python<'py>, reader: &mut HandleReader<'_>, depth: usize) -> PyResult<Bound<'py, PyAny>> {
-    let value = reader.read().map_err(BindingError::from)?;
+fn read<'py>(py: Python<'py>, reader: &mut HandleReader<'_>, depth: usize) -> Result<Bound<'py, PyAny>, BindingError> {
+    let value = reader.read()?;
     if depth == DEEPEST && matches!(value, Value::List(_) | Value::Tuple(_) | Value::Dict(_)) {
-        return Err(BindingError::Value(format!("these handles lie in more than {DEEPEST} containers")).into());
+        return Err(BindingError::Value(format!("these handles lie in more than {DEEPEST} containers")));
     }
     Ok(match value {
         Value::None => py.None().into_bound(py),

@@ -43,11 +43,10 @@ impl ShardServer {
         token: Option<&str>,
         tls: Option<(Vec<u8>, Vec<u8>)>,
         open_metrics: bool,
-    ) -> PyResult<Self> {
+    ) -> Result<Self, BindingError> {
         let token = token_of(token)?;
         let tls = tls.map(|(certificate, key)| ServerTls::from_pem(&certificate, &key)).transpose();
-        let options =
-            ServerOptions { token, tls: tls.map_err(BindingError::from)?, open_metrics, ..Default::default() };
+        let options = ServerOptions { token, tls: tls?, open_metrics, ..Default::default() };
         // A lone surrogate becomes another character that no host name has.
         let host = host.to_string_lossy().into_owned();
         let server = enter(py, None, move |_| Ok(Server::start(ProcessStore::of_process(), &host, port, options)?))?;
@@ -132,11 +131,11 @@ pub(crate) fn trust_owner(owner: &str, token: Option<&str>, tls: Option<Vec<u8>>
     Ok(())
 }
 
-fn trust_of(token: Option<&str>, tls: Option<Vec<u8>>) -> PyResult<Trust> {
+fn trust_of(token: Option<&str>, tls: Option<Vec<u8>>) -> Result<Trust, BindingError> {
     let tls = tls.map(|certificates| ClientTls::trusting(&certificates)).transpose();
-    Ok(Trust { token: token_of(token)?, tls: tls.map_err(BindingError::from)? })
+    Ok(Trust { token: token_of(token)?, tls: tls? })
 }
 
-fn token_of(token: Option<&str>) -> PyResult<Option<Token>> {
-    Ok(token.map(Token::new).transpose().map_err(BindingError::from)?)
+fn token_of(token: Option<&str>) -> Result<Option<Token>, BindingError> {
+    Ok(token.map(Token::new).transpose()?)
 }

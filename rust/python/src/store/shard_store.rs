@@ -273,10 +273,10 @@ pub(super) fn ids_of(shard_ids: &Bound<'_, PyAny>) -> PyResult<Vec<ShardId>> {
     Ok(ids)
 }
 
-fn id_of(id: &Bound<'_, PyAny>) -> PyResult<ShardId> {
+fn id_of(id: &Bound<'_, PyAny>) -> Result<ShardId, BindingError> {
     let Ok(text) = id.cast::<PyString>() else {
         let kind = id.get_type().name()?;
-        return Err(BindingError::Type(format!("a shard id is a text, not a {kind}")).into());
+        return Err(BindingError::Type(format!("a shard id is a text, not a {kind}")));
     };
     name_of(text)
 }
