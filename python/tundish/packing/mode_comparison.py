@@ -19,6 +19,7 @@ from tundish.packing.plan.plot import (
     frame,
     percent,
     short,
+    stacked_bar,
     write_figure,
 )
 
@@ -99,29 +100,19 @@ def draw_table(figure: Any, table: dict[str, dict[str, int | float]], max_length
     """Draw a bar for each mode: the tokens that are packed, the padding beside them, and the tokens that are lost."""
     axes = figure.add_axes((0.11, 0.1, 0.86, 0.76))
     frame(axes, title, "", "")
-    axes.grid(False)
-    rows = list(table.items())
-    full = [row["packs"] * max_length for _, row in rows]
-    widest = max(1.0, *(room + row["tokens_dropped"] for room, (_, row) in zip(full, rows, strict=True)))
-    for number, (room, (_, row)) in enumerate(zip(full, rows, strict=True)):
-        left = 0.0
-        for tokens, color in (
-            (room - row["padding"], BLUE),
-            (row["padding"], PALE),
-            (row["tokens_dropped"], ORANGE),
-        ):
-            axes.barh(number, tokens / widest, left=left / widest, color=color, height=0.4)
-            left += tokens
-        said = (
+    full = {mode: row["packs"] * max_length for mode, row in table.items()}
+    widest = max(1.0, *(full[mode] + row["tokens_dropped"] for mode, row in table.items()))
+    for number, (mode, row) in enumerate(table.items()):
+        text = (
             f"{row['packs']:,} packs, {percent(row['fill'])} full, {short(row['samples_cut'])} samples cut, "
             f"{short(row['tokens_dropped'])} tokens dropped, {1000 * row['seconds']:.3g} ms"
         )
-        axes.text(0, number - 0.27, said, color=INK, fontsize=10.5, va="bottom")
-    axes.set_yticks(range(len(rows)), [mode for mode, _ in rows], fontsize=11, color=INK)
-    axes.set_ylim(len(rows) - 0.5, -0.75)
-    axes.set_xlim(0, 1)
-    axes.set_xticks([])
-    axes.spines["bottom"].set_visible(False)
+        packed = (full[mode] - row["padding"], BLUE)
+        stacked_bar(
+            axes, number, [packed, (row["padding"], PALE), (row["tokens_dropped"], ORANGE)], widest, text
+        )
+    axes.set_yticks(range(len(table)), list(table), fontsize=11, color=INK)
+    axes.set_ylim(len(table) - 0.5, -0.75)
     legend = (("tokens in packs", BLUE), ("padding", PALE), ("dropped", ORANGE))
     for number, (word, color) in enumerate(legend):
         place = {"transform": axes.transAxes, "va": "top", "fontsize": 10}

@@ -18,7 +18,7 @@ from tundish.packing.exchange.xtuner_preset import write_preset
 from tundish.packing.new_folder import NewFolder
 from tundish.packing.plan.pack_plan import PackPlan
 
-__all__ = ["FORMATS", "export"]
+__all__ = ["FORMATS", "as_pack_order", "export"]
 
 # The arguments that each format takes beside the plan and the path. The first of each is required.
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -87,7 +87,7 @@ def export(
     given = {"samples": samples, "paths": paths, "order": order, "pack_order": pack_order, "prefix": prefix}
     _check_use(format, given)
     folder = as_new_folder(path, "path")
-    taken = None if pack_order is None else _as_pack_order(pack_order, len(plan))
+    taken = None if pack_order is None else as_pack_order(pack_order, len(plan), "plan")
     if format == "xtuner-preset":
         names = _as_paths(paths, len(plan.num_samples))
         with NewFolder(folder) as files:
@@ -115,13 +115,14 @@ def _check_use(format: str, given: dict[str, Any]) -> None:  # noqa: A002 (as ab
         raise InvalidInputError(f"format {format!r} needs {required}=: {what}")
 
 
-def _as_pack_order(pack_order: Any, packs: int) -> IntegerArray:
+def as_pack_order(pack_order: Any, packs: int, what: str) -> IntegerArray:
+    """The argument `pack_order` for a plan, or for `what` messages call it, of so many packs."""
     taken = as_integer_array(pack_order, "pack_order")
     wrong = (taken < 0) | (taken >= packs)
     if wrong.any():
         place = int(wrong.argmax())
         raise InvalidInputError(
-            f"pack_order has {taken[place]} at position {place}, and the plan has {packs} packs, from 0 on"
+            f"pack_order has {taken[place]} at position {place}, and the {what} has {packs} packs, from 0 on"
         )
     return taken
 

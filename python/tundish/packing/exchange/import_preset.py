@@ -20,6 +20,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, P
 from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
 from tundish.packing.arguments.integers import as_integer
 from tundish.packing.arguments.paths import as_absolute
+from tundish.packing.exchange.export import as_pack_order
 from tundish.packing.exchange.xtuner_preset import BOUNDARIES, COLUMNS, PATHS, PIECES
 from tundish.packing.plan.pack_plan import PackPlan
 
@@ -226,14 +227,8 @@ def _reordered(
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """The packs in another order."""
     is_file = isinstance(pack_order, str | os.PathLike)
-    order = _load(Path(pack_order), 1) if is_file else as_integer_array(pack_order, "pack_order")
-    packs = len(bounds) - 1
-    wrong = (order < 0) | (order >= packs)
-    if wrong.any():
-        place = int(wrong.argmax())
-        raise InvalidInputError(
-            f"pack_order has {order[place]} at position {place}, and the preset has {packs} packs, from 0 on"
-        )
+    given = _load(Path(pack_order), 1) if is_file else pack_order
+    order = as_pack_order(given, len(bounds) - 1, "preset")
     counts = (bounds[1:] - bounds[:-1])[order]
     found = np.concatenate(([0], np.cumsum(counts)))
     rows = np.repeat(bounds[:-1][order] - found[:-1], counts) + np.arange(found[-1])

@@ -10,7 +10,7 @@ import numpy as np
 from tundish.packing.arguments.choices import check_choice, check_sharing
 from tundish.packing.arguments.integers import as_integer, as_optional_integer
 from tundish.packing.mixing.arguments import as_plans, as_weights
-from tundish.packing.mixing.ordering import agreed_parameters, mixed_order
+from tundish.packing.mixing.ordering import agreed_order
 from tundish.packing.mixing.pack_mix import PackMix
 from tundish.packing.mixing.parameters import MixParameters, PlanIdentity, Stage
 
@@ -109,7 +109,6 @@ def mix(
             stages=(Stage(0, as_weights(weights, len(found))),),
         )
 
-    parameters = agreed_parameters(checked, share=share, group=group)
     nothing = np.empty(0, dtype=np.int32)
-    packs = mixed_order(parameters, nothing, share=share, group=group, progress=progress)
+    parameters, packs = agreed_order(checked, nothing, share=share, group=group, progress=progress)
     return PackMix(as_plans(plans), packs, parameters)

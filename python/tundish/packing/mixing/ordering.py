@@ -12,36 +12,33 @@ from tundish.packing.arguments.integer_arrays import IntegerArray
 from tundish.packing.mixing.parameters import MixParameters
 from tundish.progress import ProgressLine
 
-__all__ = ["agreed_parameters", "mixed_order"]
+__all__ = ["agreed_order"]
 
 
-def agreed_parameters(checked: Callable[[], MixParameters], *, share: Any, group: Any) -> MixParameters:
-    """The result of `checked`; with `share`, an error on one rank is raised on all ranks of the group."""
-    if share is False:
-        return checked()
-    from tundish.distributed import agreed
-
-    with agreed("checking what to mix", group=group):
-        return checked()
-
-
-def mixed_order(
-    parameters: MixParameters,
-    beginning: IntegerArray,
+def agreed_order(
+    checked: Callable[[], MixParameters],
+    packs: IntegerArray,
     *,
-    share: bool,
+    share: Any,
     group: Any,
     progress: bool | None,
-) -> IntegerArray:
-    """The packs of a mix, numbered through all plans, (packs,).
+) -> tuple[MixParameters, IntegerArray]:
+    """The parameters of a mix, and its packs, numbered through all plans, (packs,).
 
     Args:
-        parameters: The parameters; those of the last stage hold from the end of `beginning` on.
-        beginning: The packs before the last stage.
+        checked: Checks the arguments and makes the parameters. With `share`, an error on one rank is raised on all.
+        packs: The packs of the mix that is resumed. Those before the last stage of the parameters stay.
         share: Whether the ranks of a node share one copy; the call is then collective over `group`.
         group: The process group.
         progress: Show progress; by default on a terminal.
     """
+    if share is False:
+        parameters = checked()
+    else:
+        from tundish.distributed import agreed
+
+        with agreed("checking what to mix", group=group):
+            parameters = checked()
 
     def build() -> IntegerArray:
         with ProgressLine("mix", progress) as line:
@@ -53,13 +50,13 @@ def mixed_order(
                     "exhausted": parameters.exhausted,
                     "epochs": parameters.epochs,
                     "num_packs": parameters.num_packs,
-                    "beginning": np.asarray(beginning),
+                    "beginning": np.asarray(packs[: parameters.stages[-1].start]),
                 },
                 line.callback,
             )
 
     if not share:
-        return build()
+        return parameters, build()
     from tundish.shm import node_shared
 
-    return node_shared(build, key=f"mix {parameters.fingerprint}", group=group)
+    return parameters, node_shared(build, key=f"mix {parameters.fingerprint}", group=group)

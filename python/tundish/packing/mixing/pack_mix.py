@@ -21,7 +21,7 @@ from tundish.packing.arguments.integers import as_integer
 from tundish.packing.arguments.paths import as_absolute, as_new_folder
 from tundish.packing.mixing.arguments import as_plans, as_weights
 from tundish.packing.mixing.folder import open_mix, save_mix
-from tundish.packing.mixing.ordering import agreed_parameters, mixed_order
+from tundish.packing.mixing.ordering import agreed_order
 from tundish.packing.mixing.parameters import MixParameters
 from tundish.packing.plan.pack import pack_numbers
 from tundish.packing.plan.pack_plan import PackPlan
@@ -260,9 +260,7 @@ class PackMix:
             start = as_integer(after, "after", 0, len(self))
             return self._parameters.resumed(start, as_weights(weights, len(self.plans)))
 
-        parameters = agreed_parameters(resumed, share=share, group=group)
-        beginning = self.packs[: parameters.stages[-1].start]
-        packs = mixed_order(parameters, beginning, share=share, group=group, progress=progress)
+        parameters, packs = agreed_order(resumed, self.packs, share=share, group=group, progress=progress)
         return PackMix(self.plans, packs, parameters)
 
     def packs_in_common(self, fingerprint: str) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tundish.packing.plan.plan_columns import PlanColumns
 from tundish.packing.plan.slices import pack_slices
 from tundish.packing.plan.stats import plan_stats
 
-__all__ = ["as_picture_path", "frame", "percent", "plot_plan", "short", "write_figure"]
+__all__ = ["as_picture_path", "frame", "percent", "plot_plan", "short", "stacked_bar", "write_figure"]
 
 # Packs that are chosen or left out together.
 SLICE_PACKS = 1 << 16
@@ -32,8 +32,9 @@ MOST_PIECES = 1 << 26
 # Counts of pieces a pack from here on are one.
 LAST_BIN = 1 << 16
 FORMATS = (".png", ".svg", ".pdf")
-# Histograms over a wide range of lengths: bins of equal ratio, this many a doubling.
+# Histograms over a wide range of lengths: a bin for 0, and bins of equal ratio, this many a doubling.
 BINS_A_DOUBLING = 4
+EDGES = np.concatenate([[0.0], 2.0 ** (np.arange(64 * BINS_A_DOUBLING) / BINS_A_DOUBLING)])
 
 INK, SOFT, GRID = "#22303c", "#6b7a88", "#e3e8ec"
 BLUE, ORANGE, PALE = "#2f6f9f", "#d9772b", "#b9cfdf"
@@ -53,8 +54,8 @@ class PlotCounts:
     """
 
     share: float = 1.0
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(64 * BINS_A_DOUBLING, np.int64))
-    pieces: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(len(EDGES) - 1, np.int64))
+    pieces: np.ndarray = field(default_factory=lambda: np.zeros(LAST_BIN + 1, np.int64))
     tokens: int = 0
     padded: int = 0
 
@@ -126,10 +127,9 @@ def _chosen(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, in
 def _count_slice(plan: PlanColumns, first: int, stop: int, counts: PlotCounts) -> None:
     before = int(plan.indices_cu_len[first - 1]) if first else 0
     pieces = np.diff(np.asarray(plan.indices_cu_len[first:stop], np.int64), prepend=before)
-    counts.pieces = _add(counts.pieces, np.bincount(np.minimum(pieces, LAST_BIN)))
+    counts.pieces += np.bincount(np.minimum(pieces, LAST_BIN), minlength=LAST_BIN + 1)
     if not _has_sizes(plan):
-        longest = np.asarray(plan.longest[first:stop], np.int64)
-        counts.lengths += _by_length(longest, len(counts.lengths))
+        counts.lengths += np.histogram(plan.longest[first:stop], EDGES)[0]
         return
     batch = plan.lookup(np.arange(first, stop, dtype=np.int64))
     lengths = batch.stop - batch.start
@@ -137,7 +137,7 @@ def _count_slice(plan: PlanColumns, first: int, stop: int, counts: PlotCounts) -
         # The last piece of a sample stops at the sample's length. The next pack goes on with any other one.
         goes_on = np.asarray(plan.start_offset[first + 1 : stop + 1]) > 0
         lengths = np.delete(batch.stop, batch.piece_cu[1 : len(goes_on) + 1][goes_on] - 1)
-    counts.lengths += _by_length(lengths, len(counts.lengths))
+    counts.lengths += np.histogram(lengths, EDGES)[0]
     counts.tokens += int(lengths.sum())
     counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
 
@@ -145,22 +145,6 @@ def _count_slice(plan: PlanColumns, first: int, stop: int, counts: PlotCounts) -
 def _has_sizes(plan: PlanColumns) -> bool:
     """Whether the tokens of every piece are known."""
     return plan.has_lengths or plan.piece_stop is not None
-
-
-def _by_length(lengths: np.ndarray, bins: int) -> np.ndarray:
-    # Bin 0 is for length 0; bin b >= 1 begins at 2 ** ((b - 1) / BINS_A_DOUBLING).
-    where = np.zeros(len(lengths), np.int64)
-    filled = lengths > 0
-    where[filled] = 1 + np.floor(np.log2(lengths[filled]) * BINS_A_DOUBLING + 1e-9).astype(np.int64)
-    return np.bincount(np.minimum(where, bins - 1), minlength=bins)
-
-
-def _add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    if len(left) < len(right):
-        left, right = right, left
-    total = left.astype(np.int64)
-    total[: len(right)] += right
-    return total
 
 
 def _draw(figure: Any, plan: PlanColumns, counts: PlotCounts) -> None:
@@ -198,25 +182,14 @@ def _draw_lengths(axes: Any, plan: PlanColumns, counts: PlotCounts) -> None:
         _nothing(axes)
         return
     low, high = int(filled[0]), int(filled[-1]) + 1
-    edges = 2.0 ** (np.arange(low, high + 1) / BINS_A_DOUBLING)
+    edges = EDGES[1 + low : 2 + high]
     axes.stairs(counts.lengths[1 + low : 1 + high] / counts.share, edges, fill=True, color=BLUE)
     axes.set_xscale("log", base=4 if high - low > 6 * BINS_A_DOUBLING else 2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.minorticks_off()
     _headroom(axes)
     axes.set_xlim(edges[0] / 1.2, max(edges[-1], plan.max_length) * 1.2)
-    axes.axvline(plan.max_length, color=ORANGE, linewidth=1.5)
-    axes.annotate(
-        f"pack length {plan.max_length:,} ",
-        (plan.max_length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, -4),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color=ORANGE,
-        fontsize=9.5,
-    )
+    _mark(axes, plan.max_length, f"pack length {plan.max_length:,} ", "right")
     if counts.lengths[0]:
         empty = counts.lengths[0] / counts.share
         _note(axes, f"and {empty:,.0f} empty samples")
@@ -236,17 +209,7 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     sums = np.array([counts.pieces[low : low + width].sum() for low in edges[:-1]])
     axes.stairs(sums / counts.share, edges - 0.5, fill=True, color=BLUE)
     _headroom(axes)
-    axes.axvline(mean, color=ORANGE, linewidth=1.5)
-    axes.annotate(
-        f" mean {mean:,.1f}",
-        (mean, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(3, -4),
-        textcoords="offset points",
-        va="top",
-        color=ORANGE,
-        fontsize=9.5,
-    )
+    _mark(axes, mean, f" mean {mean:,.1f}", "left")
     axes.xaxis.get_major_locator().set_params(integer=True)
     _note(axes, f"most: {stats['max_pieces_per_pack']:,} pieces")
 
@@ -280,7 +243,6 @@ def _draw_samples(axes: Any, plan: PlanColumns, stats: dict[str, Any]) -> None:
 
 def _draw_tokens(axes: Any, plan: PlanColumns, stats: dict[str, Any], counts: PlotCounts) -> None:
     frame(axes, "Where the tokens go", "", "")
-    axes.grid(False)
     packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
     losses: list[tuple[float, str, str]] = []
     if stats["tokens_repeated"]:
@@ -296,26 +258,14 @@ def _draw_tokens(axes: Any, plan: PlanColumns, stats: dict[str, Any], counts: Pl
         rows.append(("padded", kept, [((counts.padded / counts.tokens - 1) * kept, PALE, "padding")]))
     widest = max(1.0, *(kept + sum(lost for lost, _, _ in losses) for _, kept, losses in rows))
     for row, (name, kept, losses) in enumerate(rows):
-        axes.barh(row, kept / widest, color=BLUE, height=0.42)
         total = kept + sum(lost for lost, _, _ in losses)
-        left, said = kept, []
-        for lost, color, word in losses:
-            axes.barh(row, lost / widest, left=left / widest, color=color, height=0.42)
-            left += lost
-            said.append(f"{short(lost)} {word} ({percent(lost / total if total else 0.0)})")
-        axes.text(
-            0,
-            row - 0.29,
-            f"{name}: {short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}",
-            color=INK,
-            fontsize=10.5,
-            va="bottom",
-        )
+        said = [
+            f"{short(lost)} {word} ({percent(lost / total if total else 0.0)})" for lost, _, word in losses
+        ]
+        text = f"{name}: {short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}"
+        stacked_bar(axes, row, [(kept, BLUE), *((lost, color) for lost, color, _ in losses)], widest, text)
     axes.set_ylim(len(rows) - 0.35 if len(rows) > 1 else 1.0, -0.75)
-    axes.set_xlim(0, 1)
-    axes.set_xticks([])
     axes.set_yticks([])
-    axes.spines["bottom"].set_visible(False)
     if counts.padded:
         each = "sample" if plan.piece_stop is None else "piece"
         _below(axes, f"padded: each {each} filled up to a whole number of packs")
@@ -332,6 +282,27 @@ def frame(axes: Any, title: str, below: str, beside: str) -> None:
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(GRID)
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
+
+
+def stacked_bar(axes: Any, row: int, parts: Sequence[tuple[float, str]], widest: float, text: str) -> None:
+    """Draw tokens and their colors as one bar in a `row`, relative to the widest, with a text above it."""
+    left = 0.0
+    for tokens, color in parts:
+        axes.barh(row, tokens / widest, left=left / widest, color=color, height=0.42)
+        left += tokens
+    axes.text(0, row - 0.28, text, color=INK, fontsize=10.5, va="bottom")
+    axes.grid(False)
+    axes.set_xlim(0, 1)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
+
+
+def _mark(axes: Any, place: float, text: str, side: str) -> None:
+    """Draw a vertical line, with a text at its top whose `side` touches it."""
+    axes.axvline(place, color=ORANGE, linewidth=1.5)
+    label: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    offset = (-3 if side == "right" else 3, -4)
+    axes.annotate(text, (place, 1), xytext=offset, ha=side, va="top", color=ORANGE, fontsize=9.5, **label)
 
 
 def _headroom(axes: Any) -> None:
