@@ -40,7 +40,7 @@ NOTE = f"""\
 `ParquetFile.iter_batches` gives. They run over {count(LOOP_ROWS)} rows, and their time is multiplied by the number of \
 samples over that.
 - Parquet has no offsets: tokens are decoded to be counted, by all contestants. The least that counting takes is their \
-decoding alone: `iter_batches` on one thread, with the fastest size of batches.
+decoding alone: `iter_batches` of a mapped file on one thread, with the fastest size of batches.
 - The counts of the `length` column are copied from the chunks of 1000 rows in which `datasets` holds them, and \
 checked. The least that this takes is a copy of one numpy array into fresh memory.
 - The JSON Lines are `{{"id": "row-0", "length": 17}}`; their figure is lines a second.
@@ -163,6 +163,6 @@ def _lines_loop(path: Path) -> list[int]:
 
 
 def _decode(path: Path) -> int:
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, memory_map=True) as file:
         batches = file.iter_batches(2**14, columns=["input_ids"], use_threads=False)
         return sum(batch.num_rows for batch in batches)

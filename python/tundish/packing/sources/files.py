@@ -75,7 +75,10 @@ def find_files(source: Any) -> tuple[str, list[Path]]:
     if index.is_file():
         # The name that Megatron-LM itself gives to both files.
         return "megatron", [index]
-    raise NotFoundError(errno.ENOENT, "there is no such file or folder", str(path))
+    reason = (
+        "there is no such file or folder on this machine; of other datasets, give what load_dataset returns"
+    )
+    raise NotFoundError(errno.ENOENT, reason, str(source))
 
 
 def _mode(path: Path) -> int | None:
@@ -103,7 +106,8 @@ def _kind(path: Path) -> str:
     kind = _ENDINGS.get(path.suffix.lower(), by_content)
     if kind is None:
         raise InvalidInputError(
-            f"{path}: is of no known kind; the names of files with samples end in {', '.join(_ENDINGS)}"
+            f"{path}: is of no known kind; the names of files with samples end in {', '.join(_ENDINGS)}; load others "
+            "yourself, for example with datasets.load_dataset, and give the samples"
         )
     return kind
 

@@ -122,9 +122,11 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         sample = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"{where} is no JSON object: {error}") from error
+        raise InvalidInputError(f"{where} is no JSON object: {error}; write one object a line") from error
     if not isinstance(sample, dict):
-        raise InvalidTypeError(f"{where} is {format_type(sample)}, and a sample is a JSON object")
+        raise InvalidTypeError(
+            f"{where} is {format_type(sample)}, and a sample is a JSON object; write one a line"
+        )
     return sample
 
 

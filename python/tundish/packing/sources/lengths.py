@@ -68,6 +68,7 @@ def lengths(source: Any, column: str | None = None) -> IntegerArray:
 
     Raises:
         InvalidInputError: There is no such column, or a row is null or below 0; a file is damaged or of no known kind.
+            Of `.npy` and `.npz` files, `pack` refuses counts below 0.
         InvalidTypeError: The source, or what the column holds, is of a wrong type.
         NotFoundError: There is no such file, or a glob matches none.
         StorageError: A file cannot be read.

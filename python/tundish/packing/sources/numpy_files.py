@@ -86,5 +86,7 @@ class NpzFile(_CountsFile):
         except InvalidInputError:
             raise
         except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise InvalidInputError(f"{path}: cannot be read as a .npz file: {error}") from error
+            raise InvalidInputError(
+                f"{path}: cannot be read as a .npz file: {error}; write it again with numpy.savez"
+            ) from error
         return as_integer_array(array, f"{path}: array {name!r}")

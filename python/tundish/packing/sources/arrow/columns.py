@@ -57,11 +57,11 @@ def arrow_errors(where: str, kind: str) -> Iterator[None]:
         if error.errno is not None:
             raise StorageError(error.errno, f"cannot be read: {error.strerror or error}", where) from error
         # pyarrow raises such errors for damaged files too.
-        raise InvalidInputError(f"{where}: cannot be read as {kind}: {_first_line(error)}") from error
+        raise _damaged(where, kind, error) from error
     except pyarrow.ArrowMemoryError:
         raise
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{where}: cannot be read as {kind}: {_first_line(error)}") from error
+        raise _damaged(where, kind, error) from error
 
 
 def choose_length_column(schema: Any, column: str | None, where: str) -> str:
@@ -241,5 +241,6 @@ def _hint(kind: Any) -> str:
     return ""
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+def _damaged(where: str, kind: str, error: BaseException) -> InvalidInputError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return InvalidInputError(f"{where}: cannot be read as {kind}: {reason}; write it again")
