@@ -68,7 +68,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _count_tokens(value: Any) -> int | None:
-    """The length of a sequence of tokens; None if `value` is none."""
+    """The number of tokens in `value`; None if it is no sequence of one dimension."""
     if not _is_sequence(value):
         return None
     # Of lists, one entry tells whether they are nested. Entries may be tensors without dimensions.
@@ -117,6 +117,7 @@ def rename_keys(
     """
     for name in (tokens, *(columns or ())):
         if name not in sample:
+            # Raises the error that names the keys there are.
             choose_column(list(map(str, sample)), name, (), where)
     others = sample if columns is None else columns
     # The tokens are given as `input_ids`, so another entry of this name has no place beside them.
