@@ -1,70 +1,36 @@
 //! What `verify` finds in hard plans: whatever is changed in a plan, in its metadata, in the lengths or in the order.
 
+mod verifying;
+
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::plan::{Column, HardMetadata, OrderKind};
 use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, Plan, verify};
+use verifying::Case;
 
 /// Empty samples everywhere, on boundaries too; the second dataset has no tail.
 const FIRST: [u64; 24] = [0, 5, 11, 0, 0, 16, 0, 3, 40, 0, 5, 0, 0, 1, 2, 0, 13, 0, 0, 50, 0, 7, 0, 2];
 const SECOND: [u64; 4] = [0, 16, 0, 32];
 /// Of the first dataset: some of the samples.
 const ORDER: [i16; 20] = [9, 2, 1, 0, 3, 4, 20, 19, 7, 8, 12, 11, 10, 5, 6, 21, 22, 23, 13, 14];
-const MAX_LENGTH: u64 = 16;
 
-fn columns(lengths: &[&'static [u64]]) -> Vec<Integers<'static>> {
-    lengths.iter().map(|&column| Integers::from(column)).collect()
-}
-
-/// A plan with the lengths and the order that it was made from.
-struct Case {
-    plan: Plan,
-    lengths: Vec<Integers<'static>>,
-    order: Option<Integers<'static>>,
-}
-
-impl Case {
-    fn new(lengths: &[&'static [u64]], order: SampleOrder<'static>, drop_last: bool, global_pack: bool) -> Self {
-        let lengths = columns(lengths);
-        let request = PackRequest {
-            lengths: lengths.clone(),
-            order,
-            max_length: MAX_LENGTH,
-            mode: Mode::Hard { drop_last }.into(),
-            costs: None,
-            multiple: None,
-            global_pack,
-            threads: 1,
-        };
-        let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
-        let order = match order {
-            SampleOrder::Given(order) => Some(order),
-            _ => None,
-        };
-        Self { plan, lengths, order }
-    }
-
-    fn all() -> Vec<Self> {
-        let mut cases = Vec::new();
-        for drop_last in [true, false] {
-            let given = SampleOrder::Given(Integers::from(&ORDER[..]));
-            cases.push(Self::new(&[&FIRST], given, drop_last, false));
-            for order in [SampleOrder::Natural, SampleOrder::Seed(3)] {
-                cases.push(Self::new(&[&FIRST], order, drop_last, false));
-                cases.push(Self::new(&[&FIRST, &SECOND], order, drop_last, false));
-                cases.push(Self::new(&[&FIRST, &SECOND], order, drop_last, true));
-            }
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for drop_last in [true, false] {
+        let mode = Mode::Hard { drop_last };
+        let given = SampleOrder::Given(Integers::from(&ORDER[..]));
+        cases.push(Case::new(&[&FIRST], given, mode, false));
+        for order in [SampleOrder::Natural, SampleOrder::Seed(3)] {
+            cases.push(Case::new(&[&FIRST], order, mode, false));
+            cases.push(Case::new(&[&FIRST, &SECOND], order, mode, false));
+            cases.push(Case::new(&[&FIRST, &SECOND], order, mode, true));
         }
-        cases
     }
-
-    fn verify(&self, plan: &Plan) -> Result<(), PackError> {
-        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, None, 1, &mut NoProgress)
-    }
+    cases
 }
 
 #[test]
 fn nothing_changed_is_fine() {
-    for case in Case::all() {
+    for case in cases() {
         case.verify(&case.plan).unwrap();
         assert!(
             case.plan.metadata.hard.as_ref().unwrap().empty_on_boundary > 0,
@@ -75,37 +41,19 @@ fn nothing_changed_is_fine() {
 
 #[test]
 fn any_changed_value_of_a_column_is_found() {
-    for case in Case::all() {
-        for field in 0..6 {
-            for entry in 0..case.plan.columns[field].len() {
-                for change in [-1, 1] {
-                    let mut broken = case.plan.clone();
-                    let Column::I32(values) = &mut broken.columns[field] else { panic!("values fit 32 bits") };
-                    values[entry] += change;
-                    let found = case.verify(&broken);
-                    assert!(matches!(found, Err(PackError::Mismatch(_))), "field {field} entry {entry}: {found:?}");
-                }
-            }
-        }
+    for case in cases() {
+        case.assert_changed_values_are_found();
     }
 }
 
 #[test]
 fn columns_of_another_width_are_found() {
-    let too_wide = |column: &Column| Column::I64(column.to_i64());
-    for case in Case::all() {
-        for field in Field::REQUIRED {
-            let mut broken = case.plan.clone();
-            broken.columns[field as usize] = too_wide(case.plan.column(field));
-            match case.verify(&broken) {
-                Err(PackError::Mismatch(text)) => assert!(text.starts_with(field.name()), "{text}"),
-                found => panic!("{}: {found:?}", field.name()),
-            }
-        }
+    for case in cases() {
+        case.assert_other_widths_are_found();
     }
-    let none = Case::new(&[&[]], SampleOrder::Natural, true, false);
+    let none = Case::new(&[&[]], SampleOrder::Natural, Mode::Hard { drop_last: true }, false);
     let mut broken = none.plan.clone();
-    broken.columns = broken.columns.iter().map(too_wide).collect();
+    broken.columns = broken.columns.iter().map(|column| Column::I64(column.to_i64())).collect();
     assert!(matches!(none.verify(&broken), Err(PackError::Mismatch(_))));
     none.verify(&none.plan).unwrap();
 }
@@ -157,7 +105,7 @@ fn any_changed_fact_is_found() {
         ("tails", |plan| hard(plan).tail_start.clear()),
         ("fingerprint", |plan| plan.metadata.fingerprint = "0".repeat(32)),
     ];
-    for case in Case::all() {
+    for case in cases() {
         for (name, change) in changes {
             let mut broken = case.plan.clone();
             change(&mut broken);
@@ -169,7 +117,7 @@ fn any_changed_fact_is_found() {
 
 #[test]
 fn a_plan_cannot_talk_itself_out_of_the_check_of_its_order() {
-    for case in Case::all() {
+    for case in cases() {
         let one_dataset = case.lengths.len() == 1;
         for kind in [OrderKind::Natural, OrderKind::Seed, OrderKind::Given] {
             let mut broken = case.plan.clone();
@@ -191,7 +139,8 @@ fn a_plan_cannot_talk_itself_out_of_the_check_of_its_order() {
 
 #[test]
 fn another_order_is_found_and_one_that_is_none_refused() {
-    let case = Case::new(&[&FIRST], SampleOrder::Given(Integers::from(&ORDER[..])), true, false);
+    let case =
+        Case::new(&[&FIRST], SampleOrder::Given(Integers::from(&ORDER[..])), Mode::Hard { drop_last: true }, false);
     let verify = |order: &[i16]| {
         let order = Some(Integers::from(order));
         verify::verify(&case.plan.view(), &case.plan.metadata, &case.lengths, order, None, 1, &mut NoProgress)
@@ -221,7 +170,7 @@ fn another_order_is_found_and_one_that_is_none_refused() {
 #[test]
 fn other_lengths_are_found() {
     for drop_last in [true, false] {
-        let case = Case::new(&[&FIRST], SampleOrder::Seed(3), drop_last, false);
+        let case = Case::new(&[&FIRST], SampleOrder::Seed(3), Mode::Hard { drop_last }, false);
         for sample in 0..FIRST.len() {
             let mut other = FIRST;
             other[sample] += 1;

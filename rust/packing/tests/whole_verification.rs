@@ -1,65 +1,32 @@
 //! What `verify` finds in plans of whole samples: whatever is changed in a plan, in its metadata, in the lengths or in
 //! the order.
 
+mod verifying;
+
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::plan::{Column, OrderKind, WholeMetadata};
-use tundish_packing::{
-    Field, Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Packer, Placement, Plan, WholeOptions, verify,
-};
+use tundish_packing::{Field, Integers, Mode, NoProgress, Overlong, PackError, Placement, Plan, WholeOptions, verify};
+use verifying::Case;
 
 const FIRST: [u64; 16] = [0, 5, 11, 16, 3, 40, 7, 1, 2, 13, 0, 50, 6, 4, 32, 9];
 const SECOND: [u64; 5] = [2, 0, 16, 10, 23];
 /// Of the first dataset: some of the samples.
 const ORDER: [i16; 12] = [9, 2, 1, 0, 3, 4, 5, 8, 7, 6, 12, 11];
-const MAX_LENGTH: u64 = 16;
 
-/// A plan with the lengths and the order that it was made from.
-struct Case {
-    plan: Plan,
-    lengths: Vec<Integers<'static>>,
-    order: Option<Integers<'static>>,
-}
-
-impl Case {
-    fn new(lengths: &[&'static [u64]], order: SampleOrder<'static>, options: WholeOptions, global_pack: bool) -> Self {
-        let lengths: Vec<Integers<'static>> = lengths.iter().map(|&column| Integers::from(column)).collect();
-        let request = PackRequest {
-            lengths: lengths.clone(),
-            order,
-            max_length: MAX_LENGTH,
-            mode: Mode::Whole(options).into(),
-            costs: None,
-            multiple: None,
-            global_pack,
-            threads: 1,
-        };
-        let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).unwrap();
-        let order = match order {
-            SampleOrder::Given(order) => Some(order),
-            _ => None,
-        };
-        Self { plan, lengths, order }
-    }
-
-    fn all() -> Vec<Self> {
-        let mut cases = Vec::new();
-        for placement in [Placement::BestFit, Placement::Ordered { window: 3 }, Placement::Sequential] {
-            for overlong in [Overlong::Split, Overlong::Truncate, Overlong::Drop] {
-                let options = WholeOptions { placement, overlong, max_samples: Some(3), align: 2 };
-                let given = SampleOrder::Given(Integers::from(&ORDER[..]));
-                cases.push(Self::new(&[&FIRST], given, options, false));
-                for order in [SampleOrder::Natural, SampleOrder::Seed(3)] {
-                    cases.push(Self::new(&[&FIRST, &SECOND], order, options, false));
-                    cases.push(Self::new(&[&FIRST, &SECOND], order, options, true));
-                }
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for placement in [Placement::BestFit, Placement::Ordered { window: 3 }, Placement::Sequential] {
+        for overlong in [Overlong::Split, Overlong::Truncate, Overlong::Drop] {
+            let mode = Mode::Whole(WholeOptions { placement, overlong, max_samples: Some(3), align: 2 });
+            let given = SampleOrder::Given(Integers::from(&ORDER[..]));
+            cases.push(Case::new(&[&FIRST], given, mode, false));
+            for order in [SampleOrder::Natural, SampleOrder::Seed(3)] {
+                cases.push(Case::new(&[&FIRST, &SECOND], order, mode, false));
+                cases.push(Case::new(&[&FIRST, &SECOND], order, mode, true));
             }
         }
-        cases
     }
-
-    fn verify(&self, plan: &Plan) -> Result<(), PackError> {
-        verify::verify(&plan.view(), &plan.metadata, &self.lengths, self.order, None, 1, &mut NoProgress)
-    }
+    cases
 }
 
 fn whole(plan: &mut Plan) -> &mut WholeMetadata {
@@ -68,7 +35,7 @@ fn whole(plan: &mut Plan) -> &mut WholeMetadata {
 
 #[test]
 fn nothing_changed_is_fine() {
-    for case in Case::all() {
+    for case in cases() {
         case.verify(&case.plan).unwrap();
         let whole = case.plan.metadata.whole.as_ref().unwrap();
         assert!(whole.samples_empty > 0 && whole.samples_overlong > 0 && whole.padding_align > 0);
@@ -77,39 +44,21 @@ fn nothing_changed_is_fine() {
 
 #[test]
 fn any_changed_value_of_a_column_is_found() {
-    for case in Case::all() {
-        for field in 0..case.plan.columns.len() {
-            for entry in 0..case.plan.columns[field].len() {
-                for change in [-1, 1] {
-                    let mut broken = case.plan.clone();
-                    let Column::I32(values) = &mut broken.columns[field] else { panic!("values fit 32 bits") };
-                    values[entry] += change;
-                    let found = case.verify(&broken);
-                    let mode = &case.plan.metadata.mode;
-                    assert!(matches!(found, Err(PackError::Mismatch(_))), "{mode} {field} {entry}: {found:?}");
-                }
-            }
-        }
+    for case in cases() {
+        case.assert_changed_values_are_found();
     }
 }
 
 #[test]
 fn columns_of_another_width_are_found() {
-    for case in Case::all() {
-        for &field in case.plan.view().fields() {
-            let mut broken = case.plan.clone();
-            broken.columns[field as usize] = Column::I64(case.plan.column(field).to_i64());
-            match case.verify(&broken) {
-                Err(PackError::Mismatch(text)) => assert!(text.starts_with(field.name()), "{text}"),
-                found => panic!("{}: {found:?}", field.name()),
-            }
-        }
+    for case in cases() {
+        case.assert_other_widths_are_found();
     }
 }
 
 #[test]
 fn columns_too_many_or_too_few_are_found() {
-    for case in Case::all() {
+    for case in cases() {
         let mut broken = case.plan.clone();
         if broken.columns.len() == 8 {
             broken.columns.truncate(6);
@@ -153,7 +102,7 @@ fn any_changed_fact_is_found() {
         ("samples_overlong", |plan| whole(plan).samples_overlong += 1),
         ("padding_align", |plan| whole(plan).padding_align -= 1),
     ];
-    for case in Case::all() {
+    for case in cases() {
         for (name, change) in changes {
             let mut broken = case.plan.clone();
             change(&mut broken);
@@ -168,7 +117,7 @@ fn any_changed_fact_is_found() {
 
 #[test]
 fn two_packs_that_trade_pieces_are_found() {
-    for case in Case::all() {
+    for case in cases() {
         if case.plan.metadata.mode == "best_fit" {
             continue;
         }
@@ -193,7 +142,7 @@ fn two_packs_that_trade_pieces_are_found() {
 fn more_packs_than_best_fit_makes_are_found() {
     let options =
         WholeOptions { placement: Placement::BestFit, overlong: Overlong::Error, max_samples: None, align: 1 };
-    let case = Case::new(&[&[8, 8]], SampleOrder::Natural, options, false);
+    let case = Case::new(&[&[8, 8]], SampleOrder::Natural, Mode::Whole(options), false);
     let mut broken = case.plan.clone();
     broken.metadata.packs = 2;
     for (field, values) in [
@@ -213,7 +162,7 @@ fn more_packs_than_best_fit_makes_are_found() {
 
 #[test]
 fn other_lengths_and_another_order_are_found() {
-    for case in Case::all() {
+    for case in cases() {
         let Some(order) = case.order else { continue };
         for sample in 0..FIRST.len() {
             let mut other = FIRST;

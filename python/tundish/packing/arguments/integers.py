@@ -16,11 +16,11 @@ MOST_THREADS = 512
 def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
     """`value` as an int in `smallest` … `largest`; booleans are refused."""
     if isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be an integer, not {value!r}")
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r:.100}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidTypeError(f"{name} must be an integer, not {value!r}") from None
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r:.100}") from None
     if not smallest <= number <= largest:
         raise InvalidInputError(f"{name} is {format_integer(number)}; it must be in {smallest} … {largest}")
     return number
