@@ -6,6 +6,8 @@ import contextlib
 import http.client
 import json
 import os
+import socket
+import threading
 import time
 
 import pytest
@@ -14,6 +16,7 @@ from support.other_user import as_nobody, start_as_nobody
 
 from tundish import rtensor
 from tundish._native import ShardStore
+from tundish.errors import TransferError
 
 _WAIT_SECONDS = 30.0
 
@@ -91,3 +94,43 @@ def test_connections_of_another_user_keep_nobody_out() -> None:
             os.waitpid(child, 0)
             os.close(parent)
             os.close(child_end)
+
+
+def test_another_user_who_answers_for_an_owner_gives_no_tensors() -> None:
+    with rtensor.serve() as server:
+        handle = rtensor.remotize(torch.arange(3))
+        with contextlib.closing(http.client.HTTPConnection(server.addr, timeout=_WAIT_SECONDS)) as connection:
+            names = json.dumps({"shard_ids": [handle.shard_id]})
+            connection.request("POST", "/data/batch", names, {"Accept": "application/x-tundish-shards"})
+            shards = connection.getresponse().read()
+        ShardStore.remove([handle.shard_id])
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(shards)
+
+    reached = os.pipe()
+
+    def answer(times: int) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            os.write(reached[1], listener.getsockname()[1].to_bytes(2, "little"))
+            for _ in range(times):
+                with listener.accept()[0] as client:
+                    client.recv(1 << 16)
+                    client.sendall(head + shards)
+                    # Until the client closes it.
+                    client.recv(1)
+
+    def answered() -> rtensor.RTensor:
+        addr = f"127.0.0.1:{int.from_bytes(os.read(reached[0], 2), 'little')}"
+        return rtensor.RTensor(handle.shard._replace(node_addr=addr), handle.data)
+
+    child = start_as_nobody(lambda: answer(10))
+    try:
+        with pytest.raises(TransferError, match="another user"):
+            rtensor.localize(answered())
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    # The same answer of this user.
+    threading.Thread(target=answer, args=(1,), daemon=True).start()
+    assert rtensor.localize(answered()).tolist() == [0, 1, 2]
+    for descriptor in reached:
+        os.close(descriptor)

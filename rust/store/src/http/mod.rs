@@ -28,6 +28,7 @@ mod client;
 mod fork_safe_sockets;
 mod json;
 mod media_type;
+mod peer_user;
 mod refusal;
 mod route;
 mod server;

@@ -12,12 +12,15 @@ use http_body_util::Full;
 use hyper::body::{Body, Bytes};
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
+use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite};
 
+use super::Trust;
 use super::incoming_response::IncomingResponse;
 use super::request::HttpRequest;
 use super::socket::ClientSocket;
 use crate::error::StoreError;
+use crate::http::peer_user;
 use crate::http::tls::ClientTls;
 use crate::time_limit::TimeLimit;
 
@@ -70,19 +73,27 @@ pub(super) struct Connection {
 type Driver = Pin<Box<dyn Future<Output = Infallible> + Send>>;
 
 impl Connection {
-    /// Connects to `owner` at one of these addresses, over TLS where it is trusted with that.
+    /// Connects to `owner` at one of these addresses, over TLS where it is trusted with that. Without a token or TLS, a
+    /// process of another user of this machine is refused: it may listen where an owner has ended.
     pub(super) fn open(
         owner: &str,
         addresses: &[SocketAddr],
-        tls: Option<&ClientTls>,
+        trust: &Trust,
         time_limit: &mut TimeLimit<'_>,
     ) -> Result<Self, ConnectionFailure> {
+        let is_trusted = trust.token.is_some() || trust.tls.is_some();
         let mut last = ConnectionFailure::Broken("its host name has no address".to_owned());
         for address in addresses {
             // The first request to connect may have been lost on the way.
             for _ in 0..2 {
-                match ClientSocket::connect(address, time_limit) {
-                    Ok(Some(socket)) => return Connection::over(socket, owner, tls, time_limit),
+                let connected = ClientSocket::connect(address, time_limit).and_then(|socket| {
+                    if socket.is_some() && !is_trusted && address.ip().to_canonical().is_loopback() {
+                        check_user(*address)?;
+                    }
+                    Ok(socket)
+                });
+                match connected {
+                    Ok(Some(socket)) => return Connection::over(socket, owner, trust.tls.as_ref(), time_limit),
                     Ok(None) => last = ConnectionFailure::Silent,
                     Err(failure @ ConnectionFailure::Final(_)) => return Err(failure),
                     Err(failure) => {
@@ -158,6 +169,15 @@ impl Connection {
             future.as_mut().poll(context)
         });
         socket.block_on(both, time_limit)
+    }
+}
+
+/// Checks that a process of this user listens at an address of this machine.
+fn check_user(address: SocketAddr) -> Result<(), ConnectionFailure> {
+    match peer_user::user_of_listener(address).map_err(|error| broken(&error))? {
+        Some(user) if user == geteuid().as_raw() => Ok(()),
+        Some(_) => Err(ConnectionFailure::Broken("a process of another user listens there".to_owned())),
+        None => Err(ConnectionFailure::Broken("no process listens there any more".to_owned())),
     }
 }
 

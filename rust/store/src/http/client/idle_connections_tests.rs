@@ -3,9 +3,9 @@
 use std::net::TcpListener;
 use std::time::{Duration, Instant};
 
-use crate::http::client::Client;
 use crate::http::client::connection::{Connection, ConnectionFailure};
 use crate::http::client::request::json_request;
+use crate::http::client::{Client, Trust};
 use crate::http::server::{Server, ServerOptions};
 use crate::process_store::ProcessStore;
 use crate::stats::Limits;
@@ -45,6 +45,9 @@ fn where_one_address_of_a_name_refuses_the_next_one_is_asked() {
     let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mut check_cancelled = || Ok(());
     let time_limit = &mut TimeLimit::new(Instant::now() + Duration::from_secs(20), &mut check_cancelled);
-    assert!(Connection::open("a:1", &[dead, living.address()], None, time_limit).unwrap().is_idle());
-    assert!(matches!(Connection::open("a:1", &[dead], None, time_limit), Err(ConnectionFailure::Broken(_))));
+    assert!(Connection::open("a:1", &[dead, living.address()], &Trust::default(), time_limit).unwrap().is_idle());
+    assert!(matches!(
+        Connection::open("a:1", &[dead], &Trust::default(), time_limit),
+        Err(ConnectionFailure::Broken(_))
+    ));
 }

@@ -91,8 +91,7 @@ impl Client {
         }
         self.idle_connections.tidy();
         let addresses = resolve(owner, time_limit)?;
-        let tls = self.trusted(owner).tls;
-        Connection::open(owner, &addresses, tls.as_ref(), time_limit)
+        Connection::open(owner, &addresses, &self.trusted(owner), time_limit)
     }
 
     /// The error in a response.

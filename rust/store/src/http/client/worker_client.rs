@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::connection::{Connection, ConnectionFailure};
 use super::request::{HttpRequest, json_request};
-use super::resolve;
+use super::{Trust, resolve};
 use crate::error::StoreError;
 use crate::http::tls::ClientTls;
 use crate::http::token::Token;
@@ -32,8 +32,7 @@ static NEXT_CONNECTION: AtomicU64 = AtomicU64::new(1);
 #[derive(Debug)]
 pub struct WorkerClient {
     addr: Arc<str>,
-    token: Option<Token>,
-    tls: Option<ClientTls>,
+    trust: Trust,
     /// Held while a request uses the connection.
     connection: Mutex<Option<Connection>>,
     is_closed: AtomicBool,
@@ -47,8 +46,7 @@ impl WorkerClient {
     pub fn new(addr: &str, token: Option<Token>, tls: Option<ClientTls>) -> Self {
         WorkerClient {
             addr: addr.into(),
-            token,
-            tls,
+            trust: Trust { token, tls },
             connection: Mutex::default(),
             is_closed: AtomicBool::new(false),
             connection_number: AtomicU64::new(0),
@@ -70,7 +68,7 @@ impl WorkerClient {
         if !path.starts_with('/') {
             return Err(StoreError::Invalid(format!("{path:?} is no path: it begins with '/'")));
         }
-        let request = json_request(&self.addr, self.token.as_ref(), method, path, body.to_vec())?;
+        let request = json_request(&self.addr, self.trust.token.as_ref(), method, path, body.to_vec())?;
         let deadline = time_limit.deadline();
         let mut check_cancelled = || {
             if self.is_closed.load(Ordering::Relaxed) {
@@ -106,7 +104,7 @@ impl WorkerClient {
         }
         time_limit.check_cancelled()?;
         let addresses = resolve(&self.addr, time_limit)?;
-        let mut connection = Connection::open(&self.addr, &addresses, self.tls.as_ref(), time_limit)?;
+        let mut connection = Connection::open(&self.addr, &addresses, &self.trust, time_limit)?;
         self.connection_number.store(NEXT_CONNECTION.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         let answer = self.exchange_on(&mut connection, request, time_limit)?;
         *kept = self.reusable(connection);

@@ -10,7 +10,6 @@ mod client_session;
 mod connections;
 mod handlers;
 mod metrics;
-mod peer_user;
 mod response;
 mod stream;
 mod timeouts;
@@ -45,6 +44,7 @@ pub use self::timeouts::Timeouts;
 pub use self::tls::ServerTls;
 use crate::error::StoreError;
 use crate::http::fork_safe_sockets::Socket;
+use crate::http::peer_user;
 use crate::http::token::Token;
 use crate::process_store::ProcessStore;
 

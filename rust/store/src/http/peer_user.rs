@@ -1,4 +1,4 @@
-//! Which user of this machine the other side of a loopback connection belongs to.
+//! Which user of this machine the other side of a loopback connection belongs to, or a socket that listens.
 //!
 //! The client's socket is the established one whose local address is our peer and whose remote address is ours. The
 //! kernel tells its owner over netlink (`sock_diag`), in some microseconds. Where that is missing, as in some
@@ -7,22 +7,38 @@
 use std::fmt::Write;
 use std::fs;
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with};
 
-/// The state of a connected socket.
+/// The states of a connected socket and of one that listens.
 const ESTABLISHED: u8 = 1;
+const LISTENING: u8 = 10;
 
 /// The user that owns the client's side of a connection from `client` to `server`; `None` where no socket of this
 /// machine is that.
 pub(super) fn user_of(client: SocketAddr, server: SocketAddr) -> io::Result<Option<u32>> {
-    ask_kernel(client, server).or_else(|_| read_tables(client, server))
+    ask_kernel(ESTABLISHED, client, server).or_else(|_| read_tables(ESTABLISHED, client, server))
+}
+
+/// The user whose socket listens at this address; `None` where none does.
+pub(super) fn user_of_listener(address: SocketAddr) -> io::Result<Option<u32>> {
+    let (any_v4, any_v6) = (IpAddr::from(Ipv4Addr::UNSPECIFIED), IpAddr::from(Ipv6Addr::UNSPECIFIED));
+    let any = if address.ip().to_canonical().is_ipv4() { any_v4 } else { any_v6 };
+    ask_kernel(LISTENING, address, SocketAddr::new(any, 0)).or_else(|_| {
+        for (ip, any) in [(address.ip(), any), (any_v4, any_v4), (any_v6, any_v6)] {
+            let found = read_tables(LISTENING, SocketAddr::new(ip, address.port()), SocketAddr::new(any, 0))?;
+            if found.is_some() {
+                return Ok(found);
+            }
+        }
+        Ok(None)
+    })
 }
 
 /// Asks `sock_diag`, whose messages are in the machine's byte order, with addresses and ports in that of the network.
-fn ask_kernel(client: SocketAddr, server: SocketAddr) -> rustix::io::Result<Option<u32>> {
+fn ask_kernel(state: u8, local: SocketAddr, remote: SocketAddr) -> rustix::io::Result<Option<u32>> {
     const BY_FAMILY: u16 = 20;
     const REQUEST: u16 = 1;
     const ERROR: u16 = 2;
@@ -31,12 +47,12 @@ fn ask_kernel(client: SocketAddr, server: SocketAddr) -> rustix::io::Result<Opti
     /// Where the user stands in an answer: behind its header, four bytes, the addresses, and three counts.
     const USER: usize = HEADER + 4 + 48 + 12;
 
-    let (client_ip, server_ip) = (client.ip().to_canonical(), server.ip().to_canonical());
-    let family = if client_ip.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let (local_ip, remote_ip) = (local.ip().to_canonical(), remote.ip().to_canonical());
+    let family = if local_ip.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let mut id = Vec::new();
-    id.extend(client.port().to_be_bytes());
-    id.extend(server.port().to_be_bytes());
-    for ip in [client_ip, server_ip] {
+    id.extend(local.port().to_be_bytes());
+    id.extend(remote.port().to_be_bytes());
+    for ip in [local_ip, remote_ip] {
         match ip {
             IpAddr::V4(ip) => id.extend([&ip.octets()[..], &[0; 12]].concat()),
             IpAddr::V6(ip) => id.extend(ip.octets()),
@@ -50,7 +66,7 @@ fn ask_kernel(client: SocketAddr, server: SocketAddr) -> rustix::io::Result<Opti
     message.extend(REQUEST.to_ne_bytes());
     message.extend([0; 8]);
     message.extend([family.as_raw() as u8, TCP, 0, 0]);
-    message.extend((1u32 << ESTABLISHED).to_ne_bytes());
+    message.extend((1u32 << state).to_ne_bytes());
     message.extend(&id);
 
     let socket =
@@ -65,19 +81,20 @@ fn ask_kernel(client: SocketAddr, server: SocketAddr) -> rustix::io::Result<Opti
         let errno = Errno::from_raw_os_error(word(HEADER).unwrap_or_default().cast_signed().wrapping_neg());
         return if errno == Errno::NOENT { Ok(None) } else { Err(errno) };
     }
-    let is_it = kind == Some(BY_FAMILY) && answer.get(HEADER + 1) == Some(&ESTABLISHED);
-    // A listening socket is no answer: the addresses have to be these.
-    let is_it = is_it && answer.get(HEADER + 4..HEADER + 4 + 36) == Some(&id[..36]);
+    // A listening socket may listen at all addresses; of a connected one the addresses have to be these.
+    let same = if state == LISTENING { 2 } else { 36 };
+    let is_it = kind == Some(BY_FAMILY) && answer.get(HEADER + 1) == Some(&state);
+    let is_it = is_it && answer.get(HEADER + 4..HEADER + 4 + same) == Some(&id[..same]);
     Ok(word(USER).filter(|_| is_it))
 }
 
 /// Looks the socket up in the tables of all sockets.
-fn read_tables(client: SocketAddr, server: SocketAddr) -> io::Result<Option<u32>> {
+fn read_tables(state: u8, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
     let mut found = None;
     for (table, is_v6) in [("/proc/net/tcp", false), ("/proc/net/tcp6", true)] {
-        let (Some(client), Some(server)) = (written(client, is_v6), written(server, is_v6)) else { continue };
+        let (Some(local), Some(remote)) = (written(local, is_v6), written(remote, is_v6)) else { continue };
         found = match fs::read_to_string(table) {
-            Ok(text) => text.lines().find_map(|line| owner_in(line, &client, &server)),
+            Ok(text) => text.lines().find_map(|line| owner_in(line, state, &local, &remote)),
             // A kernel without IPv6 has no such table.
             Err(error) if is_v6 && error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(error),
@@ -90,12 +107,12 @@ fn read_tables(client: SocketAddr, server: SocketAddr) -> io::Result<Option<u32>
 }
 
 /// The owner, if this line of a table is about that socket.
-fn owner_in(line: &str, client: &str, server: &str) -> Option<u32> {
+fn owner_in(line: &str, state: u8, local: &str, remote: &str) -> Option<u32> {
     let mut fields = line.split_ascii_whitespace().skip(1);
-    let (local, remote, state) = (fields.next()?, fields.next()?, fields.next()?);
+    let is_it = (fields.next()?, fields.next()?) == (local, remote);
+    let is_it = is_it && u8::from_str_radix(fields.next()?, 16) == Ok(state);
     // Behind the state: queues, timer, retransmissions.
-    (local == client && remote == server && u8::from_str_radix(state, 16) == Ok(ESTABLISHED))
-        .then(|| fields.nth(3)?.parse().ok())?
+    is_it.then(|| fields.nth(3)?.parse().ok())?
 }
 
 /// An address as the tables write it: words of four bytes in the machine's order, and the port.
@@ -128,10 +145,14 @@ mod tests {
             "   3: 0100007F:A1B2 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1000        0 9 1 0 20";
         let (client, server) = ("127.0.0.1:41394".parse().unwrap(), "127.0.0.1:8080".parse().unwrap());
         let (client, server) = (written(client, false).unwrap(), written(server, false).unwrap());
-        assert_eq!(owner_in(line, &client, &server), Some(1000));
-        assert_eq!(owner_in(line, &server, &client), None, "our own side of it");
-        assert_eq!(owner_in(&line.replace(" 01 ", " 06 "), &client, &server), None, "a socket that is closed");
-        assert_eq!(owner_in("  sl  local_address rem_address   st", &client, &server), None);
+        assert_eq!(owner_in(line, ESTABLISHED, &client, &server), Some(1000));
+        assert_eq!(owner_in(line, ESTABLISHED, &server, &client), None, "our own side of it");
+        assert_eq!(
+            owner_in(&line.replace(" 01 ", " 06 "), ESTABLISHED, &client, &server),
+            None,
+            "a socket that is closed"
+        );
+        assert_eq!(owner_in("  sl  local_address rem_address   st", ESTABLISHED, &client, &server), None);
     }
 
     #[test]
@@ -142,12 +163,36 @@ mod tests {
             let (server, _) = listener.accept().unwrap();
             let (peer, local) = (server.peer_addr().unwrap(), server.local_addr().unwrap());
             let user = Some(rustix::process::geteuid().as_raw());
-            assert_eq!(read_tables(peer, local).unwrap(), user, "{host}");
+            assert_eq!(read_tables(ESTABLISHED, peer, local).unwrap(), user, "{host}");
             assert_eq!(user_of(peer, local).unwrap(), user, "{host}");
             // Where the kernel does not answer, the tables do.
-            assert!(ask_kernel(peer, local).is_ok_and(|found| found == user) || !cfg!(target_os = "linux"), "{host}");
+            assert!(
+                ask_kernel(ESTABLISHED, peer, local).is_ok_and(|found| found == user) || !cfg!(target_os = "linux"),
+                "{host}"
+            );
             drop(client);
-            assert_eq!((user_of(peer, local).unwrap(), read_tables(peer, local).unwrap()), (None, None), "{host}");
+            assert_eq!(
+                (user_of(peer, local).unwrap(), read_tables(ESTABLISHED, peer, local).unwrap()),
+                (None, None),
+                "{host}"
+            );
+        }
+    }
+    #[test]
+    fn the_owner_of_a_listener_of_this_process_is_its_user() {
+        let user = Some(rustix::process::geteuid().as_raw());
+        for (host, reached) in
+            [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "127.0.0.1")]
+        {
+            let Ok(listener) = TcpListener::bind(host) else { continue };
+            let address = SocketAddr::new(reached.parse().unwrap(), listener.local_addr().unwrap().port());
+            let any: IpAddr =
+                if host.starts_with('[') { Ipv6Addr::UNSPECIFIED.into() } else { Ipv4Addr::UNSPECIFIED.into() };
+            let nowhere = SocketAddr::new(any, 0);
+            assert_eq!(user_of_listener(address).unwrap(), user, "{host}");
+            assert_eq!(read_tables(LISTENING, listener.local_addr().unwrap(), nowhere).unwrap(), user, "{host}");
+            drop(listener);
+            assert_eq!(user_of_listener(address).unwrap(), None, "{host}");
         }
     }
 }
