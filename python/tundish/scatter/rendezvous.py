@@ -7,7 +7,7 @@ Invariants:
 - Ranks wait for each other in votes only, so all name a rank that fails or dies.
 - After a failure all sockets are closed.
 - Every user of the machine can find a socket in the abstract namespace. Both ends check that the other process belongs
-  to the same user.
+  to the same user. A listener takes connections from the moment it has a name, so that strangers cannot fill its queue.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +47,8 @@ from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, Shared
 __all__ = ["connect", "memory_limit"]
 
 _BACKLOG = 4096
+# Between two looks of the accepting thread whether it is to end.
+_ACCEPT_SECONDS = 0.005
 # The rank, before the address of its watch.
 _HELLO = struct.Struct("<q")
 _ADDRESS_BYTES = 108
@@ -133,7 +136,7 @@ class _Rendezvous:
         self._temporary = temporary
         self._is_source = participants.rank == participants.source
         # Of this rank, for ranks of its node and of other nodes.
-        self._listener: socket.socket | None = None
+        self._listener: _SameUserListener | None = None
         self._liveness_listener: LivenessListener | None = None
         # Addresses of the listener and the watch, and the process id, of this rank and of its sender.
         self._own_address: _Address | None = None
@@ -148,11 +151,8 @@ class _Rendezvous:
         """Open the listener for ranks of this node, where the system has abstract sockets."""
         if not watch.address:
             return
-        self._listener = self._temporary.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        address = f"tundish-scatter-{secrets.token_hex(16)}"
-        self._listener.bind(f"\0{address}")
-        self._listener.listen(_BACKLOG)
-        self._own_address = address, watch.address, os.getpid()
+        self._listener = self._temporary.enter_context(contextlib.closing(_SameUserListener()))
+        self._own_address = self._listener.address, watch.address, os.getpid()
 
     def exchange_addresses(self, senders: dict[int, int], sender_rank: int) -> None:
         """Learn where this rank's sender listens."""
@@ -196,27 +196,19 @@ class _Rendezvous:
         """Accept the ranks that get their batches from this one."""
         receivers = [rank for rank, sender in self._senders.items() if sender == self._participants.rank]
         connections: dict[int, socket.socket] = {}
-        if self._listener is not None:
-            self._listener.settimeout(0)
         try:
-            while self._listener is not None and len(connections) < len(receivers):
-                try:
-                    connection, _ = self._listener.accept()
-                except BlockingIOError:
-                    missing = min(set(receivers) - connections.keys())
-                    raise PeerFailedError(
-                        f"scatter: rank {missing}, of this node, is another user's process: run all ranks of a "
-                        "node as one user",
-                        missing,
-                    ) from None
-                if not _is_same_user(connection):
-                    connection.close()
-                    continue
+            for connection in [] if self._listener is None else self._listener.accepted():
                 connection.settimeout(self._timeout.total_seconds())
                 hello = connection.recv(_HELLO.size + _ADDRESS_BYTES)
                 (rank,) = _HELLO.unpack_from(hello)
                 connections[rank] = connection
                 channels.watch.connect({rank: hello[_HELLO.size :].decode()})
+            if self._listener is not None and (missing := set(receivers) - connections.keys()):
+                raise PeerFailedError(
+                    f"scatter: rank {min(missing)}, of this node, is another user's process: run all ranks of a "
+                    "node as one user",
+                    min(missing),
+                )
             for rank in receivers:
                 sender = SharedMemorySender(rank, connections[rank], channels.arena_limit)
                 del connections[rank]
@@ -256,6 +248,64 @@ class _Rendezvous:
             channels.receiver = GlooReceiver(
                 gloo, channels.thread, channels.arena, passes_on=bool(channels.to_node)
             )
+
+
+class _SameUserListener:
+    """Listens in the abstract namespace, and keeps the connections of this user's processes. A thread takes them.
+
+    Attributes:
+        address: the name to connect to.
+    """
+
+    def __init__(self) -> None:
+        self.address = f"tundish-scatter-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(_BACKLOG)
+        self._listener.settimeout(_ACCEPT_SECONDS)
+        self._kept: list[socket.socket] = []
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._accept_all, name="tundish-scatter-accept", daemon=True)
+        self._thread.start()
+
+    def accepted(self) -> list[socket.socket]:
+        """End the thread, and return all connections that were made before this call."""
+        self._end()
+        # Strangers may go on, so no more than the queue can have held.
+        self._listener.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_BACKLOG + 1):
+                self._accept()
+        kept, self._kept = self._kept, []
+        return kept
+
+    def close(self) -> None:
+        """Close the listener, and the connections that `accepted` did not return."""
+        self._end()
+        self._listener.close()
+        for connection in self._kept:
+            connection.close()
+
+    def _end(self) -> None:
+        self._is_ending.set()
+        self._thread.join()
+
+    def _accept_all(self) -> None:
+        while not self._is_ending.is_set():
+            try:
+                self._accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                # Out of descriptors, which may pass.
+                self._is_ending.wait(_ACCEPT_SECONDS)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if _is_same_user(connection):
+            self._kept.append(connection)
+        else:
+            connection.close()
 
 
 def _is_same_user(connection: socket.socket) -> bool:

@@ -5,6 +5,7 @@ The names of a scatter's sockets can be read by every user of the machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.distributed.rank_processes import Job, Line, outcome
-from support.other_user import RAISED, start_as_nobody
+from support.other_user import RAISED, as_nobody, start_as_nobody
 
 import tundish as td
 
@@ -46,13 +47,15 @@ def stranger_calls_first(rank: int, line: Line) -> None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
                 stranger.connect(f"\0{own._sender_address[0]}")
                 # With the number of the rank whose batch it wants.
-                stranger.sendall(rendezvous._HELLO.pack(rank) + channels.watch.address.encode())
+                # It may be closed already.
+                with contextlib.suppress(BrokenPipeError):
+                    stranger.sendall(rendezvous._HELLO.pack(rank) + channels.watch.address.encode())
                 os.write(begun, b".")
                 return what_comes(stranger)
 
         children.append(start_as_nobody(claim))
         os.close(begun)
-        # It is the first in the backlog.
+        # It is the first to connect.
         assert os.read(began, 1) == b"."
         os.close(began)
         call(own, channels)
@@ -69,6 +72,37 @@ def stranger_calls_first(rank: int, line: Line) -> None:
 def test_another_user_s_process_that_claims_to_be_a_rank_gets_nothing(tmp_path: Path) -> None:
     with Job(stranger_calls_first, 2, tmp_path) as job:
         assert job.hear(1) == (GOT_NOTHING,)
+        job.expect_end()
+
+
+def stranger_fills_the_queue(rank: int, line: Line) -> None:
+    from tundish.scatter import rendezvous
+
+    call = rendezvous._Rendezvous.connect_to_sender
+
+    def calling(own: Any, channels: Any) -> None:
+        if rank in own._senders:
+
+            def connect_often() -> None:
+                # More often than a listener has room for; a connection stays in the queue when its maker has closed it.
+                for _ in range(5000):
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+                        stranger.setblocking(False)
+                        with contextlib.suppress(BlockingIOError):
+                            stranger.connect(f"\0{own._sender_address[0]}")
+
+            as_nobody(connect_often)
+        call(own, channels)
+
+    rendezvous._Rendezvous.connect_to_sender = calling  # type: ignore[method-assign]
+    begin = time.monotonic()
+    assert td.scatter_batch([1, 2] if rank == 0 else None) == 1 + rank
+    line.say(time.monotonic() - begin)
+
+
+def test_connections_of_another_user_keep_no_rank_out(tmp_path: Path) -> None:
+    with Job(stranger_fills_the_queue, 2, tmp_path) as job:
+        assert max(seconds for (seconds,) in job.hear_all()) < 10
         job.expect_end()
 
 
