@@ -46,6 +46,7 @@ __all__ = [
     "default_arena_limit",
     "dump_handles",
     "exit_with_parent",
+    "integers_of_list",
     "is_plain",
     "load_handles",
     "micro_batches",
@@ -164,6 +165,7 @@ class MixRequest(TypedDict):
     num_packs: int | None
     beginning: NDArray[Any]
 
+def integers_of_list(integers: list[Any]) -> NDArray[np.int64] | None: ...
 def mix_packs(request: MixRequest, progress: _Progress | None = None) -> NDArray[Any]: ...
 def shuffled_indices(
     samples: int, seed: int, epoch: int | None = None, progress: _Progress | None = None

@@ -60,8 +60,8 @@ mod _native {
     use super::checkpoint::verify_checkpoint::verify_checkpoint;
     #[pymodule_export]
     use super::packing::{
-        PackLookup, StreamWindow, balanced_parts, micro_batches, mix_packs, open_plan, pack, pack_to_folder,
-        plan_fingerprint, plan_sample_index, save_plan, shuffled_indices, verify_plan,
+        PackLookup, StreamWindow, balanced_parts, integers_of_list, micro_batches, mix_packs, open_plan, pack,
+        pack_to_folder, plan_fingerprint, plan_sample_index, save_plan, shuffled_indices, verify_plan,
     };
     #[pymodule_export]
     use super::shm::buffers::{

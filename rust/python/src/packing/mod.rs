@@ -3,6 +3,7 @@
 mod balance;
 mod folder;
 mod integer_array;
+mod integer_list;
 mod mapped_array;
 mod mix;
 mod pack_lookup;
@@ -13,6 +14,7 @@ mod stream_window;
 
 pub(crate) use balance::{balanced_parts, micro_batches};
 pub(crate) use folder::{open_plan, save_plan};
+pub(crate) use integer_list::integers_of_list;
 pub(crate) use mix::mix_packs;
 pub(crate) use pack_lookup::PackLookup;
 pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};
