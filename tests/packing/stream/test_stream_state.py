@@ -91,6 +91,7 @@ def nodes() -> Loader[Any]:
 SOURCES: dict[str, Callable[[], Any]] = {
     "list": lambda: draw_samples(LENGTHS, "lists"),
     "HF": hf_stream,
+    "HF mapped": lambda: hf_stream().map(lambda row: row),
     "HF in numpy format": lambda: hf_stream().with_format("numpy"),
     "HF with a shuffle buffer": lambda: hf_stream(shuffled=True),
     "HF in memory": lambda: hf.Dataset.from_list(list(hf_stream())),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from tundish.errors import InvalidTypeError, StateMismatchError, format_type
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.samples import Sample
+from tundish.packing.stream.arrow_rows import arrow_rows, in_arrow_format
 
 __all__ = ["SourceReader", "SourceState", "Worker", "check_source", "epoch_of", "passes_once"]
 
@@ -64,6 +65,12 @@ class SourceReader:
 
     def __init__(self, source: Any, reader: RowReader, worker: Worker | None, start: SourceState) -> None:
         self._source = source
+        # Makes a row of what the source gives, if that is no row.
+        self._as_row: Callable[[Any], Any] | None = None
+        if (tables := in_arrow_format(source)) is not None:
+            self._source = tables
+            # If an entry is null, the array has floats, which columns may have and tokens and masks may not.
+            self._as_row = arrow_rows(tables.features, [*reader.columns, *reader.sample_columns])
         self._reader = reader
         self._worker = worker
         self._start = start
@@ -83,13 +90,13 @@ class SourceReader:
         first, step = 0, 1
         if self._worker is not None and not isinstance(self._source, IterableDataset):
             first, step = self._worker
-        read, draw = self._reader.read, self._draw
+        read, draw, as_row = self._reader.read, self._draw, self._as_row
         rows = self._rows()
         while (row := draw(rows, self.position)) is not _END:
             number = self.position
             self.position = number + 1
             if step == 1 or number % step == first:
-                yield read(row, 0, number)
+                yield read(row if as_row is None else as_row(row), 0, number)
         self.is_exhausted = True
 
     def state(self) -> SourceState:
