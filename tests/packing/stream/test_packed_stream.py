@@ -136,6 +136,8 @@ def test_a_sample_that_is_too_long_is_numbered() -> None:
         ({"pad_token_id": -1}, InvalidInputError, "pad_token_id is -1"),
         ({"positions": 3}, InvalidTypeError, "positions is an int"),
         ({"window": 2**12, "max_length": 2**20}, InvalidInputError, "window is 4096 and max_length is 1048576"),
+        ({"num_packs": 0}, InvalidInputError, "num_packs is 0"),
+        ({"num_packs": 2.0}, InvalidTypeError, "num_packs must be an integer"),
         ({"mask_first_token": 1}, InvalidTypeError, "mask_first_token must be True or False"),
         ({"columns": ["weight"]}, InvalidTypeError, "columns is a list"),
         ({"sample_columns": "name"}, InvalidTypeError, "sample_columns is a str"),

@@ -36,7 +36,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
     | "sequential" | whole samples; one that does not fit opens the next pack | the next pack is opened |
     | "hard" | all tokens as one stream, cut every `max_length` tokens | it is full |
 
-    The packs that are open at the end of the samples are given out then, in order.
+    The packs that are open at the end of the samples are given out then, in order. With `num_packs`, an iteration gives
+    exactly so many packs and stops: ranks that each pack a part of the data then take the same number of steps.
 
     Memory: at most `window + 1` packs of `max_length` tokens, and the sample that was read last. A token takes 8 bytes,
     or 16 if samples have labels or masks of their own, and what the columns take.
@@ -61,6 +62,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         columns: As in `PackedDataset`.
         sample_columns: As in `PackedDataset`. These values are kept until their pack is given out.
         positions: As in `PackedDataset`.
+        num_packs: Packs of an iteration, in all workers together: of *w* workers, each gives `num_packs // w`, and the
+            first `num_packs % w` one more. A resumed iteration gives the rest. None means all packs.
 
     Raises:
         InvalidTypeError: An argument is of the wrong type.
@@ -68,7 +71,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
 
     Iterating raises:
         InvalidTypeError, InvalidInputError: A sample cannot be used, as in `PackedDataset`, or is longer than
-            `max_length`; the message numbers it. Or the source is a generator, and was iterated over before.
+            `max_length`; the message numbers it. Or the source is a generator, and was iterated over before; or it
+            ended before `num_packs` packs.
         StateMismatchError: The state that was loaded is of another worker, or the source has fewer samples than it
             says.
         Errors of the source: as they are, with a note (`__notes__`) that numbers the sample.
@@ -97,9 +101,11 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         columns: Mapping[str, Padding] | None = None,
         sample_columns: Sequence[str] | None = None,
         positions: Positions | None = None,
+        num_packs: int | None = None,
     ) -> None:
         check_source(samples)
         self.samples = samples
+        self._num_packs = None if num_packs is None else as_integer(num_packs, "num_packs", 1, 2**63 - 1)
         self._options = StreamOptions.checked(
             max_length,
             mode=mode,
@@ -120,7 +126,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         # Loaded, and not gone on from yet.
         self._loaded: StreamState | None = None
         # The iteration that was begun last.
-        self._pass: _Pass | None = None
+        self._iteration: _Iteration | None = None
         self._is_begun = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -141,8 +147,8 @@ class PackedStream(IterableDataset[dict[str, Any]]):
                 "and load the state of a torchdata StatefulDataLoader with as many workers"
             )
         self._is_begun, self._loaded = True, None
-        current = self._pass = _Pass(self, start)
-        return current.items()
+        self._iteration = _Iteration(self, start)
+        return self._iteration.items()
 
     def set_epoch(self, epoch: int) -> None:
         """Call the source's `set_epoch`, if it has one.
@@ -184,7 +190,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
             >>> stream.state_dict()["packs"]
             1
         """
-        state = self._loaded if self._pass is None else self._pass.state()
+        state = self._loaded if self._iteration is None else self._iteration.state()
         if state is None:
             state = StreamState(worker=None, epoch=epoch_of(self.samples))
         return state.to_dict(self._options, self._reader)
@@ -215,7 +221,7 @@ class PackedStream(IterableDataset[dict[str, Any]]):
         # Datasets of Hugging Face go on from a state only in its epoch.
         if loaded.epoch not in (None, epoch_of(self.samples)):
             self.set_epoch(loaded.epoch)
-        self._loaded, self._pass = loaded, None
+        self._loaded, self._iteration = loaded, None
 
     @property
     def _distributed(self) -> Any:
@@ -224,11 +230,11 @@ class PackedStream(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the iteration: a copy in another process begins its own."""
-        return self.__dict__ | {"_pass": None}
+        return self.__dict__ | {"_iteration": None}
 
 
-class _Pass:
-    """One iteration over the packs."""
+class _Iteration:
+    """One iteration over the packs, from a state on."""
 
     def __init__(self, stream: PackedStream, start: StreamState) -> None:
         self._start = start
@@ -236,14 +242,39 @@ class _Pass:
         self._packer = StreamPacker(stream._options, stream._reader.columns, start.packs)
         self._builder = stream._builder
         self._align = stream._options.align
+        self._num_packs = stream._num_packs
 
     def items(self) -> Iterator[dict[str, Any]]:
-        for pieces in self._packer.packs(self._reader):
+        packs, given = self._packer.packs(self._reader), self._start.packs.closed
+        own = _own_packs(self._num_packs, self._start.worker)
+        while own is None or given < own:
+            pieces = next(packs, None)
+            if pieces is None:
+                if own is not None:
+                    raise self._ended_early(given, own)
+                return
+            given += 1
             sizes = [len(piece.tokens) for piece in pieces]
             yield self._builder.build(pieces, [0] * len(pieces), sizes, sizes, self._align)
 
     def state(self) -> StreamState:
         return self._start._replace(source=self._reader.state(), packs=self._packer.state())
+
+    def _ended_early(self, given: int, own: int) -> InvalidInputError:
+        worker, where = self._start.worker, ""
+        if worker is not None:
+            where = f" in worker {worker.number} of {worker.total}, which is to give {own}"
+        return InvalidInputError(
+            f"the source ended after {given} packs{where}, and num_packs is {self._num_packs}: lower num_packs, or "
+            "give a source that begins again at its end, for example a Hugging Face stream with repeat(None)"
+        )
+
+
+def _own_packs(num_packs: int | None, worker: Worker | None) -> int | None:
+    """How many of `num_packs` packs this process gives."""
+    if num_packs is None or worker is None:
+        return num_packs
+    return num_packs // worker.total + int(worker.number < num_packs % worker.total)
 
 
 def _place(worker: Worker | None) -> str:

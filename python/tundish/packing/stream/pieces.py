@@ -33,13 +33,13 @@ def as_piece(sample: Sample, start: int, stop: int, columns: Mapping[str, Paddin
     Raises:
         InvalidInputError: A mask holds another number than 0 and 1, a constant is another one, or an id is 2⁶³ or more.
     """
-    whole, starts, stops = (sample,), (start,), (stop,)
     labels = tokens = _as_int64("input_ids", sample.tokens, sample, start, stop)
     if sample.labels is not sample.tokens:
         labels = _as_int64("labels", sample.labels, sample, start, stop)
     extras = sample.extras
     if extras is None:
         return Sample(tokens, labels, sample.dataset, sample.number)
+    whole, starts, stops = (sample,), (start,), (stop,)
     if extras.masks and labels is tokens:
         labels = tokens.copy()
     apply_masks(labels, whole, starts, stops)

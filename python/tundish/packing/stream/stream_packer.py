@@ -57,10 +57,10 @@ class StreamPacker:
             self._window.reopen(self._closed, lengths)
         elif lengths:
             self._filled = sum(lengths[0])
-        # The sample that is being cut, the first of its tokens that no pack has, and the end of those that are packed.
-        self._cut: tuple[Sample, int, int] | None = None
+        # A sample, and the first and the end of its tokens that are to be packed; None if there are none.
+        self._rest: tuple[Sample, int, int] | None = None
         if start.rest is not None:
-            self._cut = start.rest, 0, len(start.rest.tokens)
+            self._rest = start.rest, 0, len(start.rest.tokens)
 
     def packs(self, samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         """Iterate over the packs, each as the pieces in it.
@@ -72,10 +72,13 @@ class StreamPacker:
             InvalidInputError: A sample is longer than a pack, and `overlong` is "error"; or its content is refused.
             Errors of `samples`.
         """
-        if self._cut is not None:
-            yield from self._place(*self._cut)
+        while (pack := self._place_rest()) is not None:
+            yield pack
         for sample in samples:
-            yield from self._place(sample, 0, self._end(sample))
+            if end := self._end(sample):
+                self._rest = sample, 0, end
+            while (pack := self._place_rest()) is not None:
+                yield pack
         while self._open:
             self._closed += 1
             pack = self._open.popleft()
@@ -85,10 +88,7 @@ class StreamPacker:
 
     def state(self) -> OpenPacks:
         """What is held between two packs."""
-        rest = None
-        if self._cut is not None:
-            sample, start, end = self._cut
-            rest = as_piece(sample, start, end, self._columns) if start < end else None
+        rest = None if self._rest is None else as_piece(*self._rest, self._columns)
         return OpenPacks(self._closed, [list(pack) for pack in self._open], rest)
 
     def _end(self, sample: Sample) -> int:
@@ -109,20 +109,19 @@ class StreamPacker:
             "tokens, or overlong='drop' to leave them out"
         )
 
-    def _place(self, sample: Sample, start: int, end: int) -> Iterator[list[Sample]]:
-        """Put the tokens `start` … `end` - 1 of a sample into packs, and yield those that this closes."""
-        max_length = self._options.max_length
-        while start < end:
-            stop = min(end, start + max_length - self._filled)
+    def _place_rest(self) -> list[Sample] | None:
+        """Put the rest of the sample into packs, until that closes one; returns the pack."""
+        while self._rest is not None:
+            sample, start, end = self._rest
             # A sample that is refused is not gone on with.
-            self._cut = None
+            self._rest = None
+            stop = min(end, start + self._options.max_length - self._filled)
             piece = as_piece(sample, start, stop, self._columns)
-            self._cut = sample, stop, end
-            start = stop
-            closed = self._add(piece)
-            if closed is not None:
-                yield closed
-        self._cut = None
+            if stop < end:
+                self._rest = sample, stop, end
+            if (closed := self._add(piece)) is not None:
+                return closed
+        return None
 
     def _add(self, piece: Sample) -> list[Sample] | None:
         """Put a piece into its pack; the pack that this closes, if there is one."""
