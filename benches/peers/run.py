@@ -31,6 +31,7 @@ MEASURES = {
         "ordered",
         "costs",
         "first_batch",
+        "stream",
         "published",
         "shuffle",
         "lookup",
@@ -82,6 +83,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
     from packing.size_curve_case import curve
     from packing.whole.cases import best_fit, costs, ordered
     from packing.whole.hugging_face import first_batch
+    from packing.whole.stream import stream
 
     scale = Scale(
         samples=(10**4, 10**5) if quick else (10**5, 10**6, 10**7),
@@ -97,6 +99,7 @@ def packing_measures(folder: Path, *, quick: bool) -> tuple[dict[str, Callable[[
         "ordered": lambda: [ordered(scale)],
         "costs": lambda: [costs(scale)],
         "first_batch": lambda: [first_batch(scale)],
+        "stream": lambda: [stream(scale)],
         "published": lambda: [published(scale)],
         "shuffle": lambda: [shuffle(scale)],
         "lookup": lambda: [lookup(scale)],
