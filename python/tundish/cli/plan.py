@@ -27,13 +27,13 @@ Pack token counts in every mode, in memory, and print what each costs.
 columns:
   fill              share of the packs that tokens take
   samples cut       samples in more than one pack, or without their end
-  samples overlong  samples longer than max_length, for which --overlong counts
+  samples overlong  samples longer than max_length (see --overlong)
   tokens dropped    tokens in no pack
   padding           tokens that the packs lack to max_length
 """
 # Printed beside the statistics of a plan.
 _MEANINGS = {
-    "samples": "with tokens in a pack",
+    "samples": "in a pack",
     "samples_cut": "in more than one pack, or without their end",
     "samples_empty": "of length 0, in no pack",
     "samples_overlong": "longer than max_length",

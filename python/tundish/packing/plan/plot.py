@@ -215,7 +215,7 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
 
 
 def _draw_samples(axes: Any, plan: PlanColumns, stats: dict[str, Any]) -> None:
-    frame(axes, "Whole and cut samples", "", "samples")
+    frame(axes, "Samples", "", "samples")
     overlong = stats["samples_overlong"] if plan.overlong in ("split", "truncate") else 0
     bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
     note = "no sample is longer than a pack"
@@ -259,9 +259,11 @@ def _draw_tokens(axes: Any, plan: PlanColumns, stats: dict[str, Any], counts: Pl
     widest = max(1.0, *(kept + sum(lost for lost, _, _ in losses) for _, kept, losses in rows))
     for row, (name, kept, losses) in enumerate(rows):
         total = kept + sum(lost for lost, _, _ in losses)
-        said = [
-            f"{short(lost)} {word} ({percent(lost / total if total else 0.0)})" for lost, _, word in losses
-        ]
+        said = [f"{short(lost)} {word}" for lost, _, word in losses]
+        # The shares of three would not fit into the plot.
+        if len(losses) < 3:
+            shares = [percent(lost / total if total else 0.0) for lost, _, _ in losses]
+            said = [f"{words} ({share})" for words, share in zip(said, shares, strict=True)]
         text = f"{name}: {short(kept)}{' tokens' if len(said) == 1 else ''}, {', '.join(said)}"
         stacked_bar(axes, row, [(kept, BLUE), *((lost, color) for lost, color, _ in losses)], widest, text)
     axes.set_ylim(len(rows) - 0.35 if len(rows) > 1 else 1.0, -0.75)
