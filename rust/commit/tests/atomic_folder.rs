@@ -306,8 +306,7 @@ fn bad_names_are_refused() {
 fn a_file_is_replaced_and_nothing_else_is_touched() {
     let parent = tempfile::tempdir().unwrap();
     let path = |name: &str| parent.path().join(name);
-    let leftover = path(".old.00000000ffffffff.incomplete");
-    fs::create_dir(&leftover).unwrap();
+    common::leave_folder(&path(".old.00000000ffffffff.incomplete"));
     fs::write(path("elsewhere"), b"keep").unwrap();
     symlink(path("elsewhere"), path("link.png")).unwrap();
     for (name, bytes) in
@@ -349,7 +348,8 @@ fn only_unfinished_folders_are_swept() {
     fs::create_dir(&room).unwrap();
 
     let leftover = room.join(".plan.00000000ffffffff.incomplete");
-    fs::create_dir_all(leftover.join("inner")).unwrap();
+    common::leave_folder(&leftover);
+    fs::create_dir(leftover.join("inner")).unwrap();
     fs::write(leftover.join("inner/file"), b"x").unwrap();
     symlink(&outside, leftover.join("link")).unwrap();
     symlink(&outside, leftover.join("inner/link")).unwrap();
@@ -362,8 +362,10 @@ fn only_unfinished_folders_are_swept() {
         "..0000000000000001.incomplete",
     ];
     for name in kept {
-        fs::create_dir(room.join(name)).unwrap();
+        common::leave_folder(&room.join(name));
     }
+    // Renamed by somebody who may write to the parent.
+    fs::create_dir(room.join(".mine.0000000000000001.incomplete")).unwrap();
     fs::write(room.join(".file.0000000000000001.incomplete"), b"x").unwrap();
     symlink(&outside, room.join(".link.0000000000000001.incomplete")).unwrap();
     let before: Vec<_> =
@@ -380,12 +382,12 @@ fn only_unfinished_folders_are_swept() {
 fn folders_of_other_users_are_not_swept() {
     let parent = tempfile::tempdir().unwrap();
     let folder = parent.path().join(".plan.0000000000000001.incomplete");
-    fs::create_dir(&folder).unwrap();
+    common::leave_folder(&folder);
     if let Err(error) = std::os::unix::fs::chown(&folder, Some(12_345), None) {
         common::skip(&format!("a folder cannot be given to another user here: {error}"));
         return;
     }
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o1777)).unwrap();
     let report = sweep(parent.path()).unwrap();
     assert!(report.removed.is_empty() && report.live.is_empty() && report.failed.is_empty());
     assert!(folder.exists());

@@ -113,7 +113,7 @@ impl Run {
             fs::write(parent.path().join("plan"), old).unwrap();
         }
         let leftover = parent.path().join(LEFTOVER);
-        fs::create_dir(&leftover).unwrap();
+        common::leave_folder(&leftover);
         fs::write(leftover.join("a"), b"x").unwrap();
         fs::write(leftover.join("b"), b"x").unwrap();
         let elsewhere = tempfile::tempdir().unwrap();

@@ -149,6 +149,7 @@ def test_a_picture_is_replaced_and_keeps_to_the_umask(tmp_path: Path) -> None:
 def test_what_a_killed_writer_left_goes_with_the_next_picture(tmp_path: Path) -> None:
     leftover = tmp_path / ".plan.png.00000000000000aa.incomplete"
     leftover.mkdir()
+    leftover.chmod(0o1700)  # as writers mark it
     (leftover / "file").write_bytes(PNG)
     (tmp_path / ".mine.png.incomplete").write_bytes(b"keep")
     plan_of(np.arange(100), 64).plot(tmp_path / "plan.png")

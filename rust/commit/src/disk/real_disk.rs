@@ -28,6 +28,35 @@ pub struct RealDisk;
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
 
+/// The sticky bit: the mark of an unfinished folder, see `folders/unfinished_folder.rs`.
+const MARK: u32 = 0o1000;
+
+impl RealDisk {
+    /// Makes a folder with the mark of an unfinished one, which no other user can open.
+    pub(crate) fn create_unfinished_folder(
+        &self,
+        parent: &OwnedFd,
+        name: &OsStr,
+        path: &Path,
+    ) -> Result<(), CommitError> {
+        let mode = Mode::from_raw_mode(MARK | private_mode());
+        change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
+    }
+
+    /// Whether the folder has the mark of an unfinished one.
+    pub(crate) fn is_unfinished(&self, folder: &OwnedFd, path: &Path) -> Result<bool, CommitError> {
+        query("look at", path, || rustix::fs::fstat(folder)).map(|stat| stat.st_mode & MARK != 0)
+    }
+
+    /// Removes that mark. Best effort: it changes nothing for those who read the folder.
+    pub(crate) fn unmark(&self, folder: &OwnedFd) {
+        if let Ok(stat) = rustix::fs::fstat(folder) {
+            let mode = Mode::from_raw_mode(stat.st_mode & 0o7777 & !MARK);
+            let _ = retry_on_intr(|| rustix::fs::fchmod(folder, mode));
+        }
+    }
+}
+
 fn change<T>(
     operation: &'static str,
     path: &Path,
@@ -196,7 +225,7 @@ impl Disk for RealDisk {
     }
 
     fn create_private_folder(&self, parent: &OwnedFd, name: &OsStr, path: &Path) -> Result<(), CommitError> {
-        let mode = Mode::from_raw_mode(if umask().is_some() { 0o700 } else { 0o777 });
+        let mode = Mode::from_raw_mode(private_mode());
         change("create folder", path, || retry_on_intr(|| rustix::fs::mkdirat(parent, name, mode)))
     }
 
@@ -329,6 +358,11 @@ fn answer(outcome: rustix::io::Result<()>, path: &Path) -> Result<LockOutcome, C
         Err(Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::BADF | Errno::NOLCK) => Ok(LockOutcome::Unknown),
         Err(errno) => Err(CommitError::io("lock", path, errno)),
     }
+}
+
+/// The mode of a folder that no other user can open, where `open_to_readers` can give it the mode that the umask leaves.
+fn private_mode() -> u32 {
+    if umask().is_some() { 0o700 } else { 0o777 }
 }
 
 /// The umask of this process; `None` where the system does not say. To ask with `umask()` would change it for a moment.

@@ -137,6 +137,7 @@ impl AtomicFolder {
             RealDisk.rename((&self.parent, &self.unfinished.name), (&self.parent, &self.target_name), &self.target);
         self.confirm(renamed, moved)?;
         self.remover = None;
+        RealDisk.unmark(&self.unfinished.folder);
         self.make_name_durable()
     }
 

@@ -79,7 +79,7 @@ fn sweep_one(parent: &OwnedFd, name: &OsStr, tag: u32, path: &Path) -> Result<Sw
     };
     let stat = RealDisk.folder_stat(&folder, path)?;
     let is_mount_point = stat.device != RealDisk.folder_stat(parent, path)?.device;
-    if stat.user != geteuid().as_raw() || is_mount_point {
+    if stat.user != geteuid().as_raw() || is_mount_point || !RealDisk.is_unfinished(&folder, path)? {
         return Ok(SweepOutcome::NotOurs);
     }
     // Before the lock is taken: it must not be withheld from a writer of another machine even for an instant.

@@ -13,6 +13,10 @@
 //!    another machine. One kernel knows a lock on a directory only within one mounted file system, so the hidden name
 //!    carries a tag of both. On file systems that may be shared, a folder with another tag is left alone.
 //!
+//! 4. From its creation until it is published, the folder has the sticky bit, which has no other effect on it. A sweep
+//!    removes no folder without. Otherwise another user who may write to the parent could rename a folder of this user
+//!    to a hidden name, and a sweep would remove it. Where a file system has no such bit, leftovers stay.
+//!
 //! A process made by `fork` shares the lock: the folder counts as live until the child ends or calls `exec`.
 
 use std::ffi::{OsStr, OsString};
@@ -45,7 +49,7 @@ impl UnfinishedFolder {
         for _ in 0..TRIES {
             let name = hidden_names::hidden(target_name, tag, random(parent_path)?);
             let path = parent_path.join(&name);
-            match RealDisk.create_private_folder(parent, &name, &path) {
+            match RealDisk.create_unfinished_folder(parent, &name, &path) {
                 Err(error) if error.is(Errno::EXIST) => continue,
                 Err(error) => {
                     abandon(parent, &name, &path);

@@ -10,6 +10,7 @@
 use std::cell::Cell;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -107,6 +108,12 @@ pub fn entries(directory: &Path) -> Vec<String> {
         fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort_unstable();
     names
+}
+
+/// Makes a folder with the mark that writers give theirs: the sticky bit.
+pub fn leave_folder(path: &Path) {
+    fs::create_dir(path).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o1700)).unwrap();
 }
 
 /// The only unfinished folder in a directory.
