@@ -17,7 +17,7 @@ from support.soak import IS_SOAK
 
 from tundish.shm import sweep
 
-KILLS = 200 if IS_SOAK else 40
+KILLS = 200 if IS_SOAK else 20
 ACTORS = 3
 
 # Runs until it is stopped. Every element of a segment is the same number; any other content is an error.

@@ -37,7 +37,8 @@ class Training:
         self.model = torch.nn.Sequential(*layers)
         if distributed.is_initialized():
             fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        # Its steps are few operations, and torch plans each for DTensors in every new process.
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
         # torch makes the states of an optimizer by a step, which counts: here once and for all.
         self.state()
 

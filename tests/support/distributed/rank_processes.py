@@ -33,9 +33,13 @@ PATIENCE = 60.0
 _STARTING_SECONDS = 30.0
 # Slow imports of scenarios.
 _PRELOADED = [
+    "hypothesis",
+    "peft",
+    "tabulate",
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
