@@ -64,20 +64,27 @@ fn assert_in_use(outcome: Outcome<Root<NetworkDisk>>, by: &str) {
 
 #[test]
 fn a_heartbeat_shows_an_owner_on_another_machine() {
-    for disk in [LOCAL_LOCKS, NO_LOCKS] {
-        let folder = tempfile::tempdir().unwrap();
-        let one = open(disk, folder.path(), on("one", Duration::ZERO)).unwrap();
-        assert_in_use(open(disk, folder.path(), on("other", Duration::ZERO)), "one");
-        // The wait is longer than a record without heartbeats counts as live.
-        assert_in_use(open(disk, folder.path(), on("other", 2 * STALE)), "one");
-        save(&one, 1, false).unwrap();
-        // A released root is taken over after one heartbeat, which shows the first of two owners.
-        drop(one);
-        let begun = Instant::now();
-        let other = open(disk, folder.path(), on("other", Duration::ZERO)).unwrap();
-        assert!(begun.elapsed() < STALE);
-        assert_eq!(other.list().unwrap().len(), 1);
-    }
+    // Each disk takes seconds, so both are tried at once.
+    std::thread::scope(|scope| {
+        for disk in [LOCAL_LOCKS, NO_LOCKS] {
+            scope.spawn(move || heartbeat_shows_owner(disk));
+        }
+    });
+}
+
+fn heartbeat_shows_owner(disk: NetworkDisk) {
+    let folder = tempfile::tempdir().unwrap();
+    let one = open(disk, folder.path(), on("one", Duration::ZERO)).unwrap();
+    assert_in_use(open(disk, folder.path(), on("other", Duration::ZERO)), "one");
+    // The wait is longer than a record without heartbeats counts as live.
+    assert_in_use(open(disk, folder.path(), on("other", 2 * STALE)), "one");
+    save(&one, 1, false).unwrap();
+    // A released root is taken over after one heartbeat, which shows the first of two owners.
+    drop(one);
+    let begun = Instant::now();
+    let other = open(disk, folder.path(), on("other", Duration::ZERO)).unwrap();
+    assert!(begun.elapsed() < STALE);
+    assert_eq!(other.list().unwrap().len(), 1);
 }
 
 #[test]
@@ -85,7 +92,7 @@ fn an_owner_without_heartbeat_is_replaced_and_notices() {
     let folder = tempfile::tempdir().unwrap();
     let mut stopped = on("one", Duration::ZERO);
     // As if the process were stopped: it writes no heartbeat while the other one waits.
-    stopped.timing.beat = Duration::from_secs(3);
+    stopped.timing.beat = Duration::from_secs(2);
     let one = open(LOCAL_LOCKS, folder.path(), stopped).unwrap();
     save(&one, 1, false).unwrap();
     one.begin(CheckpointKind::Hf, 2, false).unwrap();
@@ -102,7 +109,7 @@ fn an_owner_without_heartbeat_is_replaced_and_notices() {
     lost(one.remove(CheckpointKind::Hf, 1));
     lost(one.discard_after(0).map(drop));
     // Neither its heartbeat nor its release overwrites the other's record.
-    std::thread::sleep(Duration::from_secs(4));
+    std::thread::sleep(Duration::from_secs(3));
     drop(one);
     save(&other, 3, false).unwrap();
     assert_in_use(open(LOCAL_LOCKS, folder.path(), on("third", Duration::ZERO)), "other");

@@ -441,10 +441,15 @@ fn a_locked_checkpoint_is_not_reported_as_missing() {
     let manifest = path.join("tundish.json");
     let foreign_lock = fs::File::open(&manifest).unwrap();
     assert_eq!(RealDisk.lock_file(&foreign_lock, LockMode::Exclusive, &manifest).unwrap(), LockOutcome::Taken);
-    let error = read_lock_at(&RealDisk, &path).unwrap_err();
-    assert!(matches!(&error, CommitError::CheckpointLocked { path: locked } if *locked == path), "{error}");
-    let error = verify_checkpoint(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
-    assert!(matches!(error, CommitError::CheckpointLocked { .. }), "{error}");
+    // Each waits for seconds, so both wait at once.
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let error = read_lock_at(&RealDisk, &path).unwrap_err();
+            assert!(matches!(&error, CommitError::CheckpointLocked { path: locked } if *locked == path), "{error}");
+        });
+        let error = verify_checkpoint(&path, &mut |_, _| ControlFlow::Continue(())).unwrap_err();
+        assert!(matches!(error, CommitError::CheckpointLocked { .. }), "{error}");
+    });
     drop(foreign_lock);
     assert!(read_lock_at(&RealDisk, &path).unwrap().is_locked());
 }

@@ -156,7 +156,7 @@ def slow_build(rank: int, line: Line) -> None:
 
         def slowly(*arguments: object) -> str:
             line.say("building")
-            time.sleep(5)
+            time.sleep(3)
             return publish(*arguments)  # type: ignore[arg-type]
 
         build.publish_plan = slowly

@@ -70,8 +70,8 @@ class World:
             parallelize_module(self.model, mesh["inner"], plan)
         if layout in ("fsdp", "hsdp", "both"):
             fully_shard(self.model, mesh=mesh["outer"] if layout == "both" else mesh)
-        # Fused it is one operation, and torch plans each for DTensors in every new process.
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        # Fused it is one operation, and torch plans each for DTensors in every new process. Under tp not all are such.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=layout != "tp")
 
     def train(self, steps: int = 1) -> None:
         for step in range(steps):

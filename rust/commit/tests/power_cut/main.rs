@@ -140,7 +140,7 @@ fn after_any_power_cut_the_old_or_the_new_state_is_there() {
 fn a_recovery_survives_a_power_cut() {
     let run = life();
     let world = run.disk.world().clone();
-    let every = if is_soak() { 5 } else { 25 };
+    let every = if is_soak() { 5 } else { 200 };
     let mut states = 0;
     for call in &run.calls {
         let mut number = 0;
@@ -163,9 +163,10 @@ fn a_recovery_after_a_kill_survives_a_power_cut() {
     let world = run.disk.world().clone();
     let mut states = 0;
     for call in &run.calls {
-        // Many calls are alike: every other change of each will do, odd ones here and even ones there.
+        // Many calls are alike: every fourth change of each will do, others here than there.
         let changes_nothing = call.before == call.after;
-        let is_tried = |length: &usize| *length == call.end || !changes_nothing && length.is_multiple_of(2);
+        let stride = if is_soak() { 2 } else { 4 };
+        let is_tried = |length: &usize| *length == call.end || !changes_nothing && length.is_multiple_of(stride);
         for length in (call.first + 1..=call.end).filter(is_tried) {
             let disk = ModelDisk::new(world.at(length));
             let what = format!("killed in {} after change {}, and opened again", call.what, length - call.first);
