@@ -32,7 +32,8 @@ per token.
 - `td.PackedStream(stream, {MAX_LENGTH})` gives tensors: tokens, labels, positions and bounds.
 - `trl.pack_dataset(stream, {MAX_LENGTH}, "bfd")` gives lists. Its users' collator makes a tensor of the tokens of \
 each pack: "to tensors" includes `torch.tensor(pack["input_ids"])`, and nothing else of the collator.
-- Reading alone gives a list a sample: `for sample in stream`."""
+- Reading alone gives a list of Python integers a sample: `for sample in stream`. `PackedStream` reads the Arrow \
+tables of the same stream, and makes no lists."""
 
 
 def stream(scale: Scale) -> Section:
