@@ -195,7 +195,7 @@ def test_a_silent_rank_is_named_and_the_next_vote_works(host: str, pause: float,
         job.expect_end()
 
 
-ROUNDS = 5
+ROUNDS = 3
 
 
 def host_that_is_stopped(rank: int, line: Line) -> None:
