@@ -77,6 +77,17 @@ def test_the_packs_are_those_of_the_rows(source: str) -> None:
     assert_same_items(list(td.PackedStream(make(), **OPTIONS, **CARRIED)), expected)
 
 
+def test_each_epoch_has_its_order() -> None:
+    orders = []
+    for epoch in range(2):
+        source = stream().shuffle(seed=1, buffer_size=4)
+        source.set_epoch(epoch)
+        orders.append([sample["input_ids"] for sample in source])
+        packs = td.PackedStream(source, **OPTIONS, **CARRIED)
+        assert_same_items(list(packs), planned_items(list(source), OPTIONS, **CARRIED))
+    assert orders[0] != orders[1]
+
+
 def test_rows_of_parquet_files(tmp_path: Path) -> None:
     ROWS.to_parquet(tmp_path / "rows.parquet", batch_size=7)
     source = hf.IterableDataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path))
