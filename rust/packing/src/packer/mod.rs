@@ -10,6 +10,7 @@ mod hard;
 mod mixed;
 mod multiple;
 mod output;
+mod plan_fingerprint;
 mod refusals;
 mod repeated_samples;
 mod samples;
@@ -20,7 +21,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use crate::error::PackError;
-use crate::fingerprint::{Fingerprint, LEAF, ParameterHash};
+use crate::fingerprint::LEAF;
 use crate::folder::{FolderWriter, check_disk_space};
 use crate::inputs::{SampleLengths, SampleOrder};
 use crate::memory;
@@ -36,6 +37,8 @@ pub(crate) use closed_packs::{ClosedPack, PackMeter, PackRows, PackSplitter};
 pub(crate) use costs::{CheckedCosts, StreamCosts};
 use output::{MemoryOutput, WidthProbe};
 pub(crate) use output::{PackColumns, PlanOutput};
+pub use plan_fingerprint::plan_fingerprint;
+pub(crate) use plan_fingerprint::unchecked_fingerprint;
 pub(crate) use repeated_samples::SeenSamples;
 pub(crate) use samples::{
     CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, ReadFailure, SampleReader, Samples, bad_order,
@@ -64,22 +67,6 @@ pub(crate) struct Packed {
     pub(crate) whole: Option<WholeMetadata>,
     /// Hash of an order that was given.
     pub(crate) order_digest: u128,
-}
-
-/// The fingerprint of the plan that a request asks for.
-///
-/// # Errors
-/// As `Packer::new`. The order is only hashed, not checked, except where it may name samples that are refused.
-pub fn plan_fingerprint(request: PackRequest<'_>, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
-    Packer::new(request, progress)?.with_order_hashed(progress)
-}
-
-/// As `plan_fingerprint`, but samples that are too long or cost too much are not refused.
-pub(crate) fn unchecked_fingerprint(
-    request: PackRequest<'_>,
-    progress: &mut dyn Progress,
-) -> Result<Fingerprint, PackError> {
-    Packer::scanned(request, progress)?.with_order_hashed(progress)
 }
 
 impl<'a> Packer<'a> {
@@ -134,54 +121,6 @@ impl<'a> Packer<'a> {
     fn check_fingerprint(&self, found: &str) -> Result<(), PackError> {
         let is_other = self.expected_fingerprint.as_deref().is_some_and(|expected| expected != found);
         if is_other { Err(PackError::InputChanged) } else { Ok(()) }
-    }
-
-    fn with_order_hashed(&self, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
-        let order_digest = match self.request.order {
-            SampleOrder::Given(order) => scan::hash_column(&order, &self.threads, progress)?,
-            _ => 0,
-        };
-        Ok(self.fingerprint(order_digest))
-    }
-
-    fn fingerprint(&self, order_digest: u128) -> Fingerprint {
-        let mut hash = ParameterHash::new("tundish plan");
-        hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
-        match &self.request.mode {
-            Modes::All(mode) => {
-                hash.push("mode", mode.name().as_bytes());
-                hash.push("max_length", &self.request.max_length.to_le_bytes());
-                push_options(&mut hash, *mode);
-            }
-            Modes::Each(modes) => {
-                hash.push("mode", MIXED.as_bytes());
-                hash.push("max_length", &self.request.max_length.to_le_bytes());
-                for mode in modes {
-                    hash.push("mode", mode.name().as_bytes());
-                    push_options(&mut hash, *mode);
-                }
-            }
-        }
-        if let Some(costs) = &self.costs {
-            costs.push_to(&mut hash);
-        }
-        if let Some(PackMultiple { of, remainder }) = self.request.multiple {
-            hash.push("multiple_of", &of.to_le_bytes());
-            hash.push("remainder", remainder.name().as_bytes());
-        }
-        hash.push("global_pack", &[u8::from(self.request.global_pack)]);
-        match self.request.order {
-            SampleOrder::Natural => hash.push("order", b"natural"),
-            SampleOrder::Seed(seed) => hash.push("seed", &seed.to_le_bytes()),
-            SampleOrder::Given(_) => hash.push("order", &order_digest.to_le_bytes()),
-        }
-        for scan in &self.scans {
-            for (samples, digest) in &scan.parts {
-                hash.push("samples", &samples.to_le_bytes());
-                hash.push("lengths", &digest.to_le_bytes());
-            }
-        }
-        hash.finish()
     }
 
     /// The options of a stream of whole samples.
@@ -417,21 +356,6 @@ impl Packed {
     fn into_metadata(self, mode: Mode) -> PartMetadata {
         let Self { tokens, tokens_packed, packs, pieces, hard, whole, .. } = self;
         PartMetadata { mode: mode.name().into(), tokens, tokens_packed, packs, pieces, hard, whole }
-    }
-}
-
-fn push_options(hash: &mut ParameterHash, mode: Mode) {
-    match mode {
-        Mode::Hard { drop_last } => hash.push("drop_last", &[u8::from(drop_last)]),
-        Mode::Whole(WholeOptions { placement, overlong, max_samples, align }) => {
-            hash.push("overlong", overlong.name().as_bytes());
-            hash.push("align", &align.to_le_bytes());
-            for (name, value) in [("window", placement.window()), ("max_samples", max_samples)] {
-                if let Some(value) = value {
-                    hash.push(name, &value.to_le_bytes());
-                }
-            }
-        }
     }
 }
 
