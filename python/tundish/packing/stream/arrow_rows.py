@@ -24,11 +24,15 @@ def in_arrow_format(source: Any) -> Any | None:
     """
     examples: Any = getattr(source, "_ex_iterable", None)
     features: Any = getattr(source, "features", None)
-    if features is None or getattr(examples, "iter_arrow", None) is None or examples.is_typed:
-        return None
-    if getattr(source._formatting, "format_type", None) or source._starting_state_dict:
-        return None
-    if any(features._column_requires_decoding.values()):
+    try:
+        if features is None or examples.iter_arrow is None or examples.is_typed:
+            return None
+        if getattr(source._formatting, "format_type", None) or source._starting_state_dict:
+            return None
+        if any(features._column_requires_decoding.values()):
+            return None
+    except AttributeError:
+        # These names are private to `datasets`, and another release may lack one.
         return None
     tables = source.with_format("arrow")
     tables.set_epoch(source.epoch)
