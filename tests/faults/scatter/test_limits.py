@@ -251,7 +251,7 @@ def test_memory_that_the_receiver_could_not_open_is_used_again(size: int, tmp_pa
 
 
 def shared_with_one_that_stays_away(rank: int, line: Line) -> None:
-    limit = timedelta(seconds=1)
+    limit = timedelta(seconds=2)
     data = [dist.new_group([column, column + 2], timeout=limit) for column in range(2)][rank % 2]
     tensor = [dist.new_group([row, row + 1], timeout=limit) for row in (0, 2)][rank // 2]
 

@@ -253,7 +253,7 @@ def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect(tmp_path: Path) -
 
 @pytest.mark.parametrize("host", [LAUNCHER, RANK0])
 def test_a_rank_that_stands_still_before_it_connects_is_named_in_time(host: str, tmp_path: Path) -> None:
-    timeout = 2.0
+    timeout = 3.0
     with Job(saving, 3, tmp_path, host=host) as job:
         for rank in range(3):
             job.tell(rank, (tmp_path / "root", "hf", timeout))

@@ -12,7 +12,7 @@ import pytest
 from support.checkpoint.rank_commands import _Rank, assert_fine, assert_saved, each, end, save
 from support.distributed.rank_processes import Job, Line, outcome
 
-TIMEOUT = 1.5
+TIMEOUT = 3.0
 
 
 class _Seeing(_Rank):

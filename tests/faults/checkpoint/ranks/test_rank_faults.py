@@ -22,7 +22,7 @@ from support.checkpoint.rank_commands import (
 )
 from support.distributed.rank_processes import Job
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])

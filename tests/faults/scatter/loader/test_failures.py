@@ -298,7 +298,7 @@ def test_all_may_leave_alike_and_begin_again(node: int, prefetch: int, tmp_path:
 
 
 # Timeout of the group, in tests that wait for it.
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 
 
 def impatient_group() -> Any:

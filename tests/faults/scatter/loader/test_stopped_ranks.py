@@ -17,7 +17,7 @@ import tundish as td
 
 # The promise: seconds until all ranks know of a failure.
 KNOWN = 1.0
-TIMEOUT = 2.0
+TIMEOUT = 3.0
 STOPPED = 1
 
 
