@@ -79,11 +79,17 @@ impl<'a> Handler<'a> {
                 Answer::json(200, &KeepAnswer { kept_count: kept.entries, kept_shards: kept.shards })
             }
             Route::Begin(step) => match store.begin_step(step, self.claimant()) {
-                Ok(()) => Answer::json(200, &OkAnswer::new()),
+                Ok(()) => {
+                    self.hold_claims();
+                    Answer::json(200, &OkAnswer::new())
+                }
                 Err(error) => Answer::error(&error),
             },
             Route::Claim(step) => match store.claim(step, self.claimant(), &self.ids()?) {
-                Ok(claimed) => Answer::json(200, &ClaimAnswer::from(claimed)),
+                Ok(claimed) => {
+                    self.hold_claims();
+                    Answer::json(200, &ClaimAnswer::from(claimed))
+                }
                 Err(error) => Answer::error(&error),
             },
             Route::End(step) => Answer::json(200, &store.end_step(step)),
@@ -158,9 +164,13 @@ impl<'a> Handler<'a> {
         json::read_ids(&self.body)?.ok_or_else(|| Refusal::new(400, "'shard_ids' must be a list"))
     }
 
+    /// From now on this connection is not closed to make room. One whose claim was refused may be.
+    fn hold_claims(&self) {
+        self.session.admitted.connection.hold_claims();
+    }
+
     /// The claimant of this connection.
     fn claimant(&self) -> Claimant {
-        self.session.admitted.connection.hold_claims();
         *self.session.claimant.get_or_init(|| NEXT_CLAIMANT.fetch_add(1, Ordering::Relaxed))
     }
 }
