@@ -5,11 +5,10 @@
 
 use super::WholePacker;
 use super::pack_buffer::PackBuffer;
-use super::pack_groups::{GroupPacker, Items, PackGroups};
+use super::pack_groups::{GroupPacker, PackGroups};
 use super::sorted_samples::{SortedSamples, Sorting};
 use crate::error::PackError;
 use crate::inputs::{RandomState, SampleLengths};
-use crate::memory;
 use crate::packer::{CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, ScanResult};
 use crate::plan::PlanInteger;
 use crate::progress::Progress;
@@ -24,19 +23,8 @@ struct Chunk<P> {
     start: usize,
     count: usize,
     buffer: PackBuffer<P>,
-    /// Where its samples come from.
-    copies: Vec<ItemsCopy>,
     /// Lengths of the samples, where they are needed.
     lengths: Vec<P>,
-}
-
-/// Items that follow each other in the sorted samples and in a pack.
-struct ItemsCopy {
-    /// The first of them in the sorted samples.
-    first: usize,
-    /// Where it goes in the buffer.
-    slot: usize,
-    count: usize,
 }
 
 /// Writes the packs of one stream.
@@ -44,7 +32,7 @@ struct PackWriter<'r, P> {
     max_length: u64,
     stream: &'r SampleLengths<'r>,
     sorted: SortedSamples<P>,
-    groups: PackGroups<P>,
+    groups: PackGroups,
     /// The packs in the order in which they are written.
     order: Vec<P>,
 }
@@ -113,7 +101,7 @@ impl<P: PlanInteger> WholePacker<'_, P> {
 
 impl<P: PlanInteger> Chunk<P> {
     fn new(has_ranges: bool) -> Self {
-        Self { start: 0, count: 0, buffer: PackBuffer::new(has_ranges), copies: Vec::new(), lengths: Vec::new() }
+        Self { start: 0, count: 0, buffer: PackBuffer::new(has_ranges), lengths: Vec::new() }
     }
 }
 
@@ -123,16 +111,7 @@ impl<P: PlanInteger> PackWriter<'_, P> {
         for &number in &self.order[chunk.start..chunk.start + chunk.count] {
             match number.widen().checked_sub(full_parts) {
                 None => self.write_full_part(number.widen(), &mut chunk.buffer),
-                Some(number) => self.write_pack(number, &mut chunk.buffer, &mut chunk.copies),
-            }
-        }
-        // By now the prefetched samples have come.
-        let indices = &mut chunk.buffer.indices;
-        for ItemsCopy { first, slot, count } in chunk.copies.drain(..) {
-            match &self.sorted.samples[first..first + count] {
-                // A call of memcpy takes longer.
-                &[sample] => indices[slot] = sample,
-                samples => indices[slot..slot + count].copy_from_slice(samples),
+                Some(number) => self.write_pack(number, &mut chunk.buffer),
             }
         }
         if self.sorted.has_last_parts && chunk.buffer.ranges.is_some() {
@@ -155,29 +134,32 @@ impl<P: PlanInteger> PackWriter<'_, P> {
         buffer.close_pack(stop, P::truncate(self.max_length));
     }
 
-    /// Write all of a pack but its samples. Those lie anywhere in memory: they are prefetched here, and `copies` says
-    /// where they go.
-    fn write_pack(&self, number: u64, buffer: &mut PackBuffer<P>, copies: &mut Vec<ItemsCopy>) {
+    fn write_pack(&self, number: u64, buffer: &mut PackBuffer<P>) {
         let pack = self.groups.pack(number);
-        let mut end = buffer.indices.len() + pack.pieces;
+        let begin = buffer.indices.len();
+        let mut end = begin + pack.pieces as usize;
         buffer.indices.resize(end, P::default());
         if let Some([starts, stops]) = &mut buffer.ranges {
             starts.resize(end, P::default());
             stops.resize(end, P::default());
         }
-        let (mut shortest, mut longest) = (None, P::default());
+        let (mut shortest, mut longest) = (None, 0);
         // The shortest come first here, and last in the pack.
-        for Items { first, count, length } in pack {
-            let slot = end - count;
-            memory::prefetch(&self.sorted.samples, first);
-            copies.push(ItemsCopy { first, slot, count });
-            if let Some([_, stops]) = &mut buffer.ranges {
-                stops[slot..end].fill(length);
+        for items in pack {
+            let slots = end - items.count..end;
+            let samples = &self.sorted.samples[items.first..items.first + items.count];
+            match samples {
+                // A call of memcpy takes longer.
+                &[sample] => buffer.indices[slots.start] = sample,
+                samples => buffer.indices[slots.clone()].copy_from_slice(samples),
             }
-            shortest = shortest.or(Some(length));
-            (longest, end) = (length, slot);
+            if let Some([_, stops]) = &mut buffer.ranges {
+                stops[slots.clone()].fill(P::truncate(items.length));
+            }
+            shortest = shortest.or(Some(items.length));
+            (longest, end) = (items.length, slots.start);
         }
-        buffer.close_pack(shortest.unwrap_or_default(), longest);
+        buffer.close_pack(P::truncate(shortest.unwrap_or_default()), P::truncate(longest));
     }
 
     /// Move items that are the last parts of their samples to where those lie.
