@@ -30,7 +30,7 @@ def balance(lengths: Any, parts: int, *, cost: Any = "tokens", equal_counts: boo
     Args:
         lengths: Tokens of each sample, shape (n,), integers of any dtype, at least 0.
         parts: The number of parts, 1 … n.
-        cost: What is balanced: "tokens", "attention", or the cost of each sample, integers, shape (n,), at least 0.
+        cost: "tokens", "attention", or integers of at least 0, shape (n,): the cost of each sample.
             With "attention" a sample of L tokens costs L² + 24576·L. A layer of hidden size h does 2·h operations for
             each pair of tokens and 12·h² for each token. Their ratio is 6·h, which is 24576 for the 4096 of a model of
             7 billion parameters. For another hidden size, pass `lengths * (lengths + 6 * h)` as int64.

@@ -117,7 +117,7 @@ def test_the_memory_of_large_plans_that_are_gone_is_given_back(how: str) -> None
 
 @pytest.mark.parametrize("how", ["nothing", "order", "seed"])
 def test_the_allocator_keeps_at_most_what_one_small_plan_took(how: str) -> None:
-    """Whether it does depends on what lies above that memory, so it is asked to give it back, too."""
+    """The allocator is asked to give memory back first: on its own it keeps what lies below memory in use."""
     left, held, _ = left_by_plans(how, 3_000_000)
     assert max(left) < held + 8 * MIB
     left, _, _ = left_by_plans(how, 3_000_000, trimmed=True)

@@ -1,4 +1,4 @@
-"""Samples for tests, datasets that count what is read from them, and the pieces of items."""
+"""Samples for tests, datasets that count their reads, and the pieces of items."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def small_llama(vocabulary: int, attention: str | None = None) -> LlamaForCausal
             intermediate_size=48,
             num_hidden_layers=2,
             num_attention_heads=2,
-            # Weights of the usual size give a loss that hardly depends on what is attended to.
+            # With weights of the usual size, attention hardly changes the loss.
             initializer_range=0.3,
             attn_implementation=attention,
         )

@@ -178,6 +178,7 @@ mod tests {
             );
         }
     }
+
     #[test]
     fn the_owner_of_a_listener_of_this_process_is_its_user() {
         let user = Some(rustix::process::geteuid().as_raw());
