@@ -13,19 +13,22 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 _SECTION = (
     (CHECKOUT / "CONTRIBUTING.md")
     .read_text(encoding="utf-8")
-    .partition("## Four paths")[2]
+    .partition("## Paths through")[2]
     .partition("\n## ")[0]
 )
 # The file and the text of each step, by path.
 PATHS = {
-    title: re.findall(r"^\d\. `([^`]+)`: ((?:.|\n   )+)", steps, re.MULTILINE)
-    for title, steps in re.findall(r"^(An? \w+).*:\n\n((?:\d\. .*\n|   .*\n)+)", _SECTION, re.MULTILINE)
+    title: re.findall(r"^\d+\. `([^`]+)`: ((?:.|\n +)+)", steps, re.MULTILINE)
+    for title, steps in re.findall(r"^(An? \w+).*:\n\n((?:\d+\. .*\n| +.*\n)+)", _SECTION, re.MULTILINE)
 }
 
 
-def test_there_are_four_paths_of_at_most_eight_files() -> None:
-    assert list(PATHS) == ["A batch", "A tensor", "An array", "A shard"]
-    assert all(5 < len(steps) <= 8 for steps in PATHS.values())
+def test_a_path_has_at_most_twelve_files_and_none_twice() -> None:
+    assert PATHS
+    for path, steps in PATHS.items():
+        files = [file for file, _ in steps]
+        assert 5 < len(files) <= 12, path
+        assert len(set(files)) == len(files), path
 
 
 @pytest.mark.parametrize("path", PATHS)

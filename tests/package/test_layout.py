@@ -1,4 +1,4 @@
-"""Files have at most 500 lines, and folders at most 12 source files, `__init__.py` and `mod.rs` among them."""
+"""Files have at most 700 lines, and folders at most 20 source files, `__init__.py` and `mod.rs` among them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SOURCES = [
 STUB = CHECKOUT / "python" / "tundish" / "_native.pyi"
 
 
-def test_no_file_is_longer_than_500_lines() -> None:
+def test_no_file_is_longer_than_700_lines() -> None:
     lines = {path: path.read_bytes().count(b"\n") for path in SOURCES if path != STUB}
-    assert lines and {path: count for path, count in lines.items() if count > 500} == {}
+    assert lines and {path: count for path, count in lines.items() if count > 700} == {}
 
 
-def test_no_folder_has_more_than_12_source_files() -> None:
+def test_no_folder_has_more_than_20_source_files() -> None:
     counts = Counter(path.parent for path in SOURCES)
-    assert counts and {folder: count for folder, count in counts.items() if count > 12} == {}
+    assert counts and {folder: count for folder, count in counts.items() if count > 20} == {}
