@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tundish.checkpoint.tensor_checks import local_of
+from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
 __all__ = ["RankPart", "Run", "check_placement", "is_sharded_over_ranks", "rank_parts_of", "rectangles"]

@@ -16,7 +16,7 @@ from tundish.checkpoint.hf.conversion import (
     reverting_conversion,
     to_hf_conversion,
 )
-from tundish.checkpoint.tensor_checks import TensorSpec
+from tundish.checkpoint.tensors import TensorSpec
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn

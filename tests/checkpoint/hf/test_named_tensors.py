@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tundish.checkpoint.named_tensors import check_name, named_tensors
+from tundish.checkpoint.tensors import check_name, named_tensors
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 # torch.compile imports what torch itself gave up.
@@ -41,12 +41,22 @@ def names(given: Any) -> list[str]:
     return [part.prefix + name for part in named_tensors(given) for name in part.tensors]
 
 
-class Engine(nn.Module):
-    """As other libraries wrap models: DeepSpeed's engine, Megatron's Float16Module."""
+class Outer(nn.Module):
+    """A model whose only child has the name of a wrapper's."""
+
+    def __init__(self, child: str, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(child, module)
+
+
+class Float16Module(Outer):
+    """As Megatron wraps models."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__("module", module)
+
+
+Float16Module.__module__ = "megatron.core.transformer.module"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +67,7 @@ class Engine(nn.Module):
         lambda: torch.compile(Model()),
         lambda: nn.DataParallel(torch.compile(Model())),
         lambda: torch.compile(nn.DataParallel(Model())),
-        lambda: Engine(nn.DataParallel(Model())),
+        lambda: Float16Module(nn.DataParallel(Model())),
     ],
 )
 def test_names_of_wrappers_are_removed(wrap: Any) -> None:
@@ -67,29 +77,38 @@ def test_names_of_wrappers_are_removed(wrap: Any) -> None:
     assert part.prefix == ""
 
 
-def test_the_name_of_activation_checkpointing_is_removed() -> None:
+@pytest.mark.parametrize("child", ["module", "_orig_mod", "_checkpoint_wrapped_module"])
+def test_a_child_of_the_model_that_is_called_as_a_wrapper_s_keeps_its_name(child: str) -> None:
+    model = Outer(child, Layer())
+    assert names(model) == [f"{child}.weight", f"{child}.kept"]
+    assert named_tensors(model)[0].module is model
+    assert names(nn.DataParallel(model)) == [f"{child}.weight", f"{child}.kept"]
+
+
+def test_names_of_wrappers_within_a_model_are_removed() -> None:
     model = Model()
-    model.last = checkpoint_wrapper(model.last)
-    # The wrapper takes its name off itself; a mapping made by hand may still have it.
+    model.last = torch.compile(checkpoint_wrapper(model.last))
     assert names(model) == NAMES
-    assert names({f"last._checkpoint_wrapped_module.{name}": torch.ones(1) for name in ("a", "b")}) == [
-        "last.a",
-        "last.b",
-    ]
+    assert names(torch.compile(nn.DataParallel(model))) == NAMES
 
 
-def test_names_of_a_mapping() -> None:
-    given = [
-        "module.a.w",
-        "_orig_mod.module.b",
-        "module.module.c",
-        "x.module.w",
-        "module",
-        "submodule.w",
-        "ä ö",
-    ]
-    kept = ["a.w", "b", "c", "x.module.w", "module", "submodule.w", "ä ö"]
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["module.a.w", "module.b"], ["a.w", "b"]),
+        (["_orig_mod.module.a", "_orig_mod.module.module.b"], ["a", "module.b"]),
+        (["module.a", "b"], ["module.a", "b"]),
+        (["module", "x.module.w", "submodule.w", "ä ö"], ["module", "x.module.w", "submodule.w", "ä ö"]),
+    ],
+)
+def test_a_prefix_of_a_mapping_is_removed_where_every_name_has_it(given: list[str], kept: list[str]) -> None:
     assert names({name: torch.ones(1) for name in given}) == kept
+
+
+def test_the_name_of_a_wrapper_inside_a_mapping_is_kept_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    given = ["embed.w", "layers.0._orig_mod.w"]
+    assert names({name: torch.ones(1) for name in given}) == given
+    assert "'layers.0._orig_mod.w'" in caplog.text
 
 
 def test_tensors_are_not_copied() -> None:
@@ -156,8 +175,11 @@ def test_names_are_strings(name: Any) -> None:
 
 
 def test_names_that_are_equal_without_wrappers_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="'a' is there twice, once the names of"):
-        named_tensors({"a": torch.ones(1), "module.a": torch.ones(1)})
+    model = Model()
+    model.last = torch.compile(model.last)
+    model.last._buffers["kept"] = torch.ones(1)
+    with pytest.raises(InvalidInputError, match=r"two tensors have the name 'last.kept' without those of"):
+        named_tensors(model)
 
 
 @pytest.mark.parametrize(

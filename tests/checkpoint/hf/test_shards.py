@@ -18,7 +18,7 @@ from support.checkpoint.dcp_states import bits
 
 from tundish.checkpoint.hf.shards import WeightFiles, assign_files, lay_out
 from tundish.checkpoint.staging.buffers import PAGE
-from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec
+from tundish.checkpoint.tensors import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
 
 FORMAT = (("format", "pt"),)

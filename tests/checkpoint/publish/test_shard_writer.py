@@ -16,7 +16,7 @@ from support.checkpoint.checkpoint_roots import add_manifest_checksum, crc64
 
 from tundish import _native
 from tundish._native import FileImage, FileMetadata, ShardWriter, TensorInspector
-from tundish.checkpoint.tensor_checks import INSPECTOR
+from tundish.checkpoint.tensors import INSPECTOR
 from tundish.errors import (
     AlreadyExistsError,
     CorruptCheckpointError,

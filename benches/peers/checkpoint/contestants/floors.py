@@ -16,7 +16,7 @@ from checkpoint.contestants import State
 from checkpoint.contestants.safetensors_saves import Done
 from checkpoint.state import local, whole_of
 from tundish._native import FileImage
-from tundish.checkpoint.tensor_checks import INSPECTOR
+from tundish.checkpoint.tensors import INSPECTOR
 
 
 class EagerCopy:

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from tundish.checkpoint.named_tensors import check_name
-from tundish.checkpoint.tensor_checks import check_tensor, local_of
+from tundish.checkpoint.tensors import check_name, check_tensor, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = ["FlattenedState", "StateStructure", "flatten_state", "is_stateful", "plain_state"]

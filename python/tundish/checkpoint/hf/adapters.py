@@ -31,8 +31,14 @@ from tundish.checkpoint.hf.transformers_models import (
     save_generation_config,
     tied_duplicates,
 )
-from tundish.checkpoint.named_tensors import WRAPPERS, check_name, without_wrappers
-from tundish.checkpoint.tensor_checks import check_gathered, is_dtensor
+from tundish.checkpoint.tensors import (
+    check_gathered,
+    check_name,
+    is_dtensor,
+    name_without_wrappers,
+    paths_without_wrappers,
+    without_wrappers,
+)
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
 __all__ = [
@@ -322,7 +328,7 @@ def _ask_peft(
             # Values are asked for, and a stand-in has none.
             raise refused from error
         raise
-    chosen = {WRAPPERS.sub("", name): tensor for name, tensor in chosen.items()}
+    chosen = {name_without_wrappers(name, model): tensor for name, tensor in chosen.items()}
     known = {name: sources[id(tensor)] for name, tensor in chosen.items() if id(tensor) in sources}
     if is_sharded and any(tensor.is_meta for name, tensor in chosen.items() if name not in known):
         raise refused
@@ -331,11 +337,13 @@ def _ask_peft(
 
 def _by_path(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """`names` by the paths of modules, which peft compares names with: some wrappers are in these and not in those."""
-    paths = {WRAPPERS.sub("", f"{path}."): f"{path}." for path, _ in model.named_modules() if path}
+    # The innermost of a wrapper and its module, which come in this order.
+    paths = {kept: path for path, kept in paths_without_wrappers(model).items()}
     named: dict[str, str] = {}
     for name in names:
-        module, dot, leaf = WRAPPERS.sub("", name).rpartition(".")
-        named[paths.get(module + dot, module + dot) + leaf] = name
+        module, _, leaf = name_without_wrappers(name, model).rpartition(".")
+        path = paths.get(module, module)
+        named[f"{path}.{leaf}" if path else leaf] = name
     return named
 
 

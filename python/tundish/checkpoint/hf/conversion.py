@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from tundish.checkpoint.named_tensors import check_name, refuse_repeated
-from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec, is_fp8
+from tundish.checkpoint.tensors import DTYPES, TensorSpec, check_name, is_fp8, refuse_repeated
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [

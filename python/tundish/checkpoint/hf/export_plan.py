@@ -26,13 +26,14 @@ from tundish.checkpoint.hf.conversion import (
     to_hf_conversion,
 )
 from tundish.checkpoint.hf.shards import ShardFile, WeightFiles, assign_files, lay_out
-from tundish.checkpoint.named_tensors import NamedTensors, named_tensors
 from tundish.checkpoint.placements import check_placement, is_sharded_over_ranks, rank_parts_of
-from tundish.checkpoint.tensor_checks import (
+from tundish.checkpoint.tensors import (
+    NamedTensors,
     TensorSpec,
     check_tensors,
     is_dtensor,
     local_of,
+    named_tensors,
     specs_of,
     tied_names,
 )

@@ -35,7 +35,7 @@ from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.staging.buffer_copy import BufferCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
-from tundish.checkpoint.tensor_checks import any_on_cuda, locals_of
+from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed import VoteId, group_info
 from tundish.errors import format_count
 

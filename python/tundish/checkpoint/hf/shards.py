@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place
-from tundish.checkpoint.tensor_checks import DTYPES, TensorSpec
+from tundish.checkpoint.tensors import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
 
 __all__ = [

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from tundish.checkpoint.hf.conversion import Conversion, reverting_conversion
-from tundish.checkpoint.named_tensors import WRAPPERS
-from tundish.checkpoint.tensor_checks import TensorSpec, tied_names
+from tundish.checkpoint.tensors import TensorSpec, paths_without_wrappers, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 __all__ = [
@@ -159,10 +158,11 @@ def tied_duplicates(model: Any, tensors: dict[str, torch.Tensor]) -> set[str]:
     if not groups:
         return set()
     patterns = []
+    plain = paths_without_wrappers(model)
     for path, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or ()
         # The regular expressions are relative to the module that declares them.
-        start = WRAPPERS.sub("", f"{path}.") if path else ""
+        start = f"{plain[path]}." if plain[path] else ""
         patterns += [re.compile(start + pattern) for pattern in declared]
     dropped: set[str] = set()
     for names in groups:

@@ -15,7 +15,7 @@ import torch
 
 from tundish._native import TensorCopy
 from tundish.checkpoint.staging.buffers import Buffer, Place
-from tundish.checkpoint.tensor_checks import INSPECTOR, check_memory
+from tundish.checkpoint.tensors import INSPECTOR, check_memory
 from tundish.tensor_bytes import INTEGER_DTYPES
 
 __all__ = [

@@ -26,7 +26,7 @@ from tundish.checkpoint.staging.buffer_copy import (
     copy_from_device,
     finish_host_copy,
 )
-from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, locals_of
+from tundish.checkpoint.tensors import any_on_cuda, check_memories, locals_of
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError, format_type
 
 __all__ = ["Copies", "EagerCopy", "LazyCopy", "optimizers_of"]

@@ -24,7 +24,7 @@ from tundish.checkpoint.dcp.saving.staged_state import StagedState
 from tundish.checkpoint.staging.buffer_copy import BufferCopy
 from tundish.checkpoint.staging.buffers import Buffer
 from tundish.checkpoint.staging.copies import Copies, optimizers_of
-from tundish.checkpoint.tensor_checks import any_on_cuda, check_memories, local_of
+from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError, format_type
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.dcp.flattened_state import FlattenedState
 from tundish.checkpoint.placements import check_placement, rank_parts_of
-from tundish.checkpoint.tensor_checks import local_of
+from tundish.checkpoint.tensors import local_of
 from tundish.errors import InvalidInputError
 
 __all__ = ["LocalValue", "LocalValues", "assign_values", "local_values_of", "shape_of"]

@@ -24,7 +24,7 @@ from tundish.checkpoint.hf.gather.file_sink import FileSink
 from tundish.checkpoint.hf.gather.schedule import GatherBatch, GatherUnit
 from tundish.checkpoint.hf.gather.transport import TAGS, TensorTransport
 from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
-from tundish.checkpoint.tensor_checks import check_memory
+from tundish.checkpoint.tensors import check_memory
 from tundish.distributed import torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
 from tundish.tensor_bytes import raw_bytes
