@@ -9,7 +9,7 @@ import pytest
 from support.checkpoint.checkpoint_roots import Root
 from support.checkpoint.dcp_states import new_planner
 
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.dcp.plan import SavePlanner
 from tundish.errors import NotFoundError
 
 

@@ -18,7 +18,7 @@ from support.distributed.programs import PIPE, Program, run
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.hf.export import HfStager
 from tundish.checkpoint.save import Save
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError, NotFoundError
 

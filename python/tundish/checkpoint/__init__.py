@@ -12,7 +12,7 @@ from tundish.lazy import TYPE_CHECKING, lazily
 # An alias lets the command line and the integrations import a name that is not public.
 if TYPE_CHECKING:
     from tundish.checkpoint.checkpointer import Checkpointer
-    from tundish.checkpoint.dcp.loading.load import load_dcp
+    from tundish.checkpoint.dcp.load import load_dcp
     from tundish.checkpoint.hf.adapters import holds_adapters as holds_adapters
     from tundish.checkpoint.hf.adapters import load_adapters as load_adapters
     from tundish.checkpoint.hf.adapters import refuse_encoded as refuse_encoded
@@ -30,7 +30,7 @@ else:
         __name__,
         {
             "tundish.checkpoint.checkpointer": ("Checkpointer",),
-            "tundish.checkpoint.dcp.loading.load": ("load_dcp",),
+            "tundish.checkpoint.dcp.load": ("load_dcp",),
             "tundish.checkpoint.hf.adapters": (
                 "holds_adapters",
                 "load_adapters",

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tundish.checkpoint.checkpointer_resources import open_checkpointers
-from tundish.checkpoint.dcp.loading.load import load_from_root
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.dcp.load import load_from_root
+from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.hf.export import HfStager
 from tundish.checkpoint.open_checkpointer import open_checkpointer
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.kinds_and_steps import check_step, plain_step

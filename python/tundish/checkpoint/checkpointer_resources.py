@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
-from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
+from tundish.checkpoint.buffers import StagingBudget, trim
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.hf.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy
 from tundish.checkpoint.publish.kinds_and_steps import Kind, format_steps
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WritableRoot
 from tundish.checkpoint.save import waits_for_itself
-from tundish.checkpoint.staging.budget import StagingBudget
-from tundish.checkpoint.staging.buffers import trim
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError, NotFoundError
 

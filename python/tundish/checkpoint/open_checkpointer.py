@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tundish.checkpoint.buffers import StagingBudget
 from tundish.checkpoint.checkpointer_resources import CheckpointerResources
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
-from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.hf.exchange_group import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer
 from tundish.checkpoint.publish.kinds_and_steps import KINDS, Kind
@@ -27,7 +28,6 @@ from tundish.checkpoint.publish.readonly_root import ReadonlyRoot, path_of
 from tundish.checkpoint.publish.retention import Retention
 from tundish.checkpoint.publish.save_queue import SaveQueue
 from tundish.checkpoint.publish.writable_root import WAIT_SECONDS, WritableRoot
-from tundish.checkpoint.staging.budget import StagingBudget
 from tundish.distributed import Voter, group_info, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError
 from tundish.timeouts import timeout_seconds

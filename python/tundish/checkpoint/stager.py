@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from tundish import _native
-from tundish.checkpoint.staging.buffers import Buffer
-from tundish.checkpoint.staging.copies import Copies
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.copies import Copies
 from tundish.distributed import VoteId
 
 __all__ = ["DEFAULT_SHARD_BYTES", "StagedSave", "Stager", "Staging", "WriteOptions"]

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.saving.local_values import LocalValue, assign_values, local_values_of
+from tundish.checkpoint.dcp.plan import LocalValue, assign_values, local_values_of
+from tundish.checkpoint.dcp.state import flatten_state
 from tundish.errors import InvalidInputError
 
 

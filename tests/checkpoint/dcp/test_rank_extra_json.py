@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tundish.checkpoint.dcp.rank_extra_json import from_json, to_json
+from tundish.checkpoint.dcp.rank_extra import from_json, to_json
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()

@@ -18,7 +18,7 @@ from torch import distributed
 
 from tundish._native import write_small_file
 from tundish.checkpoint import load_dcp
-from tundish.checkpoint.dcp.rank_extra_json import to_json
+from tundish.checkpoint.dcp.rank_extra import to_json
 
 SAVERS = 6
 # One rank had nothing to remember.

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp.saving import save_planner
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
-from tundish.checkpoint.hf.gather import exchange_group
+from tundish.checkpoint.dcp import plan as dcp_plan
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.hf import exchange_group
 
 
 def train_and_save(rank: int, line: Line) -> None:
@@ -125,15 +125,15 @@ def test_an_error_after_planning_refuses_only_that_save_on_all_ranks(tmp_path: P
 
 def fail_while_planning(rank: int, line: Line) -> None:
     (root,) = line.hear()
-    pack = save_planner._pack_values
+    pack = dcp_plan._pack_values
 
     def fail(held: Any) -> str:
-        save_planner._pack_values = pack
+        dcp_plan._pack_values = pack
         raise MemoryError("no memory for the list of values")
 
     with Checkpointer(root, on_failure="raise", timeout=300) as checkpointer:
         if rank == 1:
-            save_planner._pack_values = fail
+            dcp_plan._pack_values = fail
         begun = time.monotonic()
         said = outcome(lambda: checkpointer.save_dcp(1, {"w": torch.ones(3)}))
         seconds = time.monotonic() - begun

@@ -14,8 +14,8 @@ from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed
 
 from tundish._native import staging_stats
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.dcp.save import DcpStager
 from tundish.distributed import VoteId
 
 

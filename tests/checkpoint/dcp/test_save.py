@@ -26,8 +26,8 @@ from torch import distributed
 from torch.distributed import checkpoint as dcp
 
 from tundish._native import staging_stats, verify_checkpoint
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.dcp.save import DcpStager
 
 LAYOUTS = [
     *((1, "ddp"), (1, "fsdp")),

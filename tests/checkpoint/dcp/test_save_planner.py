@@ -11,9 +11,9 @@ from support.checkpoint.dcp_states import assert_same, prepare, read, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tundish._native import staging_stats
-from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.dcp.state import flatten_state
 
 
 def test_fingerprints_differ_with_extra_and_staging(planner: SavePlanner) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.checkpoint.dcp_states import Net, assert_same, prepare, read, save, whole, write
 
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
-from tundish.checkpoint.staging.copies import EagerCopy
+from tundish.checkpoint.copies import EagerCopy
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.dcp.save import DcpStager
 
 
 def test_a_lazy_save_has_the_values_before_the_optimizer_step(planner: SavePlanner, tmp_path: Path) -> None:

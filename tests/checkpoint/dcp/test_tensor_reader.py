@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader, _fill
+from tundish.checkpoint.dcp.reader import TensorReader, _fill
 
 STATE = {
     "rows": torch.arange(60.0).reshape(5, 3, 4),

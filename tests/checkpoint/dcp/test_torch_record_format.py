@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tundish.checkpoint.dcp.torch_record_format import ALIGNMENT, record_frame_of
+from tundish.checkpoint.dcp.format import ALIGNMENT, record_frame_of
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

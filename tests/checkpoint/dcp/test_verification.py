@@ -21,9 +21,9 @@ from support.distributed.rank_processes import Job, Line, outcome
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, load_dcp
-from tundish.checkpoint.dcp.file_layout import shard_name
-from tundish.checkpoint.dcp.loading import open_checkpoint
-from tundish.checkpoint.dcp.loading.open_checkpoint import files_of_reader
+from tundish.checkpoint.dcp import verify as dcp_verify
+from tundish.checkpoint.dcp.format import shard_name
+from tundish.checkpoint.dcp.verify import files_of_reader
 
 MIB = 1 << 20
 
@@ -66,8 +66,8 @@ class Watched:
 
 
 def watch(verify: Callable[[Any, set[str], bool], Any]) -> None:
-    read_lock = open_checkpoint.read_lock
-    open_checkpoint.read_lock = lambda path: Watched(read_lock(path), verify)  # type: ignore[assignment,return-value]
+    read_lock = dcp_verify.read_lock
+    dcp_verify.read_lock = lambda path: Watched(read_lock(path), verify)  # type: ignore[assignment,return-value]
 
 
 def save(root: Path, *steps: int, **options: Any) -> dict[str, Any]:

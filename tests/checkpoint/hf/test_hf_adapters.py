@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.hf.export import HfStager
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
 take_any_peft()

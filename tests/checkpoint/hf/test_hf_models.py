@@ -37,7 +37,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.hf.export import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -64,7 +64,7 @@ def saving(rank: int, line: Line) -> None:
     from support.checkpoint.sharded_models import spread, whole
 
     from tundish import _native
-    from tundish.checkpoint.hf.hf_stager import HfStager
+    from tundish.checkpoint.hf.export import HfStager
 
     exchange_group = connected_exchange_group()
     alone = distributed.new_group([rank], use_local_synchronization=True)
@@ -180,7 +180,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from torch.distributed.tensor import Shard, full
 
     from tundish import _native
-    from tundish.checkpoint.hf.hf_stager import HfStager
+    from tundish.checkpoint.hf.export import HfStager
 
     exchange_group = connected_exchange_group()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
@@ -244,8 +244,8 @@ def failing(rank: int, line: Line) -> None:
     from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
     from tundish import _native
-    from tundish.checkpoint.hf.gather import schedule
-    from tundish.checkpoint.hf.hf_stager import HfStager
+    from tundish.checkpoint.hf import gather as schedule
+    from tundish.checkpoint.hf.export import HfStager
 
     # A round for each tensor, so that one fails in the middle.
     schedule.ROUND_BYTES = 1

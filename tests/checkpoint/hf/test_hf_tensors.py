@@ -17,7 +17,7 @@ from support.checkpoint.exports import export, header_and_data, options, staged,
 from torch import nn
 
 from tundish import _native
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.hf.export import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MEBIBYTE = 1 << 20

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint.dcp_states import bits
 
-from tundish.checkpoint.hf.shards import WeightFiles, assign_files, lay_out
-from tundish.checkpoint.staging.buffers import PAGE
+from tundish.checkpoint.buffers import PAGE
+from tundish.checkpoint.hf.safetensors import WeightFiles, assign_files, lay_out
 from tundish.checkpoint.tensors import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
 

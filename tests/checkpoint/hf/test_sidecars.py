@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.hf.export import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 WEIGHTS = {"w": torch.ones(2)}

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tundish.checkpoint.staging.budget import StagingBudget
+from tundish.checkpoint.buffers import StagingBudget
 from tundish.errors import InvalidInputError
 
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tundish.checkpoint.staging.buffer_copy import BufferCopy, copy_from_device, transfers
-from tundish.checkpoint.staging.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.copies import BufferCopy, copy_from_device, transfers
 
 _HOST = torch.device("cpu")
 

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tundish import _native
-from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.gather.schedule import ROUND_BYTES
-from tundish.checkpoint.staging import buffers
+from tundish.checkpoint import Checkpointer, buffers
+from tundish.checkpoint.hf.gather import ROUND_BYTES
 
 # Cycles: some hundred milliseconds, in which a copy that is not waited for would be missed.
 _SLOW = 500_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tundish import _native
-from tundish.checkpoint.staging import buffers
+from tundish.checkpoint import buffers
 
 
 class Runtime:

@@ -21,11 +21,10 @@ from torch import nn
 
 from tundish import _native
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.hf.hf_stager import HfStager
-from tundish.checkpoint.staging import copies as staging
-from tundish.checkpoint.staging.buffer_copy import BufferCopy
-from tundish.checkpoint.staging.buffers import Buffer, Place
-from tundish.checkpoint.staging.copies import Copies, LazyCopy, optimizers_of
+from tundish.checkpoint import copies as staging
+from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.copies import BufferCopy, Copies, LazyCopy, optimizers_of
+from tundish.checkpoint.hf.export import HfStager
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 

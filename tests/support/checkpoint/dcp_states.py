@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from support.checkpoint.checkpoint_roots import add_manifest_checksum
 from support.distributed.rank_processes import Job
 from tundish._native import FileMetadata
-from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.dcp.plan import SavePlanner
+from tundish.checkpoint.dcp.save import DcpStager
 from tundish.checkpoint.stager import WriteOptions
 from tundish.distributed import VoteId, voter_of
 

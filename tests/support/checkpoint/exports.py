@@ -11,8 +11,8 @@ from typing import Any
 from torch import distributed
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
-from tundish.checkpoint.hf.hf_stager import HfStager
+from tundish.checkpoint.hf.exchange_group import ExchangeGroup
+from tundish.checkpoint.hf.export import HfStager
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.distributed import voter_of
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tundish.checkpoint.hf.transformers_models import (
+from tundish.checkpoint.hf.transformers import (
     is_pretrained,
     own_class,
     save_code,

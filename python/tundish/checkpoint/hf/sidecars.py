@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 import torch
 
 from tundish._native import FileMetadata, checksum_file
-from tundish.checkpoint.hf import transformers_models
 from tundish.checkpoint.hf.adapters import Adapters
-from tundish.checkpoint.hf.shards import INDEX_NAME
+from tundish.checkpoint.hf.safetensors import INDEX_NAME
+from tundish.checkpoint.hf.transformers import save_settings, set_dtype
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_type
 
 __all__ = ["Sidecars", "collect_sidecars"]
@@ -159,10 +159,10 @@ def _settings(
         if adapters is not None:
             adapters.save_settings(scratch)
         elif model is not None:
-            transformers_models.save_settings(model, config, dtype, scratch)
+            save_settings(model, config, dtype, scratch)
         else:
             own = copy.deepcopy(config)
-            transformers_models.set_dtype(own, dtype)
+            set_dtype(own, dtype)
             own.save_pretrained(scratch)
         folder = Path(scratch)
         return {

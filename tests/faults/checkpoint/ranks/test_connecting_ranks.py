@@ -14,7 +14,7 @@ import pytest
 from support.distributed.rank_processes import LAUNCHER, RANK0, Job, Line, outcome
 
 from tundish.checkpoint import open_readonly
-from tundish.checkpoint.hf.gather import exchange_group
+from tundish.checkpoint.hf import exchange_group
 from tundish.distributed import voter_of
 from tundish.errors import PeerFailedError
 
@@ -57,11 +57,11 @@ class Saving:
 
     def break_group(self, step: int, **arguments: Any) -> Any:
         """A save that this rank gives up in the middle of an exchange with the others."""
-        from tundish.checkpoint.dcp.saving import save_planner
-        from tundish.checkpoint.hf.gather.gather import Gather
+        from tundish.checkpoint.dcp import plan as dcp_plan
+        from tundish.checkpoint.hf.gather import Gather
 
         kind: Any
-        kind, name = (Gather, "_exchange") if self._kind == "hf" else (save_planner, "_pack_values")
+        kind, name = (Gather, "_exchange") if self._kind == "hf" else (dcp_plan, "_pack_values")
         whole = getattr(kind, name)
 
         def give_up(*given: Any, **named: Any) -> Any:

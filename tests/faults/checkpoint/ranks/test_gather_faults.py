@@ -19,8 +19,8 @@ def gathering(rank: int, line: Line) -> None:
     from support.checkpoint.sharded_models import spread
 
     from tundish import _native
-    from tundish.checkpoint.hf.gather import schedule
-    from tundish.checkpoint.hf.hf_stager import HfStager
+    from tundish.checkpoint.hf import gather as schedule
+    from tundish.checkpoint.hf.export import HfStager
 
     # A round for each tensor, so that there are rounds to come.
     schedule.ROUND_BYTES = 1

@@ -20,8 +20,8 @@ def calling(rank: int, line: Line) -> None:
     import torch
 
     from tundish.checkpoint import Checkpointer
-    from tundish.checkpoint.dcp.saving.dcp_stager import DcpStager
-    from tundish.checkpoint.hf.hf_stager import HfStager
+    from tundish.checkpoint.dcp.save import DcpStager
+    from tundish.checkpoint.hf.export import HfStager
     from tundish.distributed import Voter
 
     def interrupt(*_: Any, **__: Any) -> Any:

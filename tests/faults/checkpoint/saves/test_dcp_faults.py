@@ -14,7 +14,7 @@ from support.distributed.rank_processes import Job, Line, outcome
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tundish.checkpoint import Checkpointer
-from tundish.checkpoint.dcp.saving.save_planner import SavePlanner
+from tundish.checkpoint.dcp.plan import SavePlanner
 
 NOTICED = 1.0
 

@@ -24,10 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tundish.checkpoint.dcp.torch_record_format import record_frame_of
+from tundish.checkpoint.dcp.format import record_frame_of
 from tundish.tensor_bytes import raw_bytes
-
-__all__ = ["TensorReader"]
 
 # Bytes read between two checks for Ctrl-C.
 _PIECE = 32 << 20

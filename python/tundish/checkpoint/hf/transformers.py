@@ -23,19 +23,6 @@ from tundish.checkpoint.hf.conversion import Conversion, reverting_conversion
 from tundish.checkpoint.tensors import TensorSpec, paths_without_wrappers, tied_names
 from tundish.errors import InvalidInputError, InvalidTypeError
 
-__all__ = [
-    "conversion_of",
-    "fp32_pattern",
-    "is_pretrained",
-    "own_class",
-    "save_code",
-    "save_generation_config",
-    "save_settings",
-    "set_dtype",
-    "tied_duplicates",
-    "weights_of",
-]
-
 
 def is_pretrained(module: nn.Module | None) -> bool:
     """Whether `module` is a model of transformers."""

@@ -1,8 +1,9 @@
-"""Stages a Hugging Face export: reserves its memory, gathers sharded tensors, and copies all others.
+"""Stages a Hugging Face export and writes it: reserves memory, gathers sharded tensors, and copies all others.
 
 Invariants:
     - Making a stager is not collective.
     - Staging goes through the same exchanges on all ranks, and ends on all of them, even if it fails on one.
+    - A lazy save gathers before it opens a file, so that a rank that writes never holds up one that gathers.
 """
 
 from __future__ import annotations
@@ -11,35 +12,36 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tundish._native import FileMetadata
+from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.copies import BufferCopy, Copies, optimizers_of
 from tundish.checkpoint.hf.conversion import ToHf
-from tundish.checkpoint.hf.export_plan import make_export_plan
-from tundish.checkpoint.hf.gather.exchange_group import ExchangeGroup
-from tundish.checkpoint.hf.gather.file_sink import FileSink
-from tundish.checkpoint.hf.gather.gather import Gather
-from tundish.checkpoint.hf.gather.schedule import exchange_bytes, gather_rounds, snapshots
-from tundish.checkpoint.hf.gather.transport import (
+from tundish.checkpoint.hf.exchange_group import ExchangeGroup
+from tundish.checkpoint.hf.gather import (
+    FileSink,
+    Gather,
     TensorTransport,
     device_transport,
+    exchange_bytes,
+    gather_rounds,
     host_transport,
     joins_devices,
+    snapshots,
 )
-from tundish.checkpoint.hf.shards import ShardBuffer
+from tundish.checkpoint.hf.plan import make_export_plan
+from tundish.checkpoint.hf.safetensors import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, collect_sidecars
-from tundish.checkpoint.hf.staged_export import StagedExport
-from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
-from tundish.checkpoint.staging.buffer_copy import BufferCopy
-from tundish.checkpoint.staging.buffers import Buffer, Place
-from tundish.checkpoint.staging.copies import Copies, optimizers_of
+from tundish.checkpoint.publish.shard_writing import write_files
+from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, StagedSave, Staging, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
 from tundish.distributed import VoteId, group_info
 from tundish.errors import format_count
-
-__all__ = ["HfStager"]
 
 # Places in a buffer of several tensors are aligned to this, so that any dtype can be viewed in them.
 _ALIGNMENT = 64
@@ -269,3 +271,50 @@ def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
         places.append(Place(at, at + size, dtype, shape))
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, at
+
+
+@dataclass(kw_only=True, eq=False)
+class StagedExport(StagedSave):
+    """A Hugging Face export. The first rank knows everything about the other files, so that it has no notes.
+
+    Attributes:
+        files: the buffers of this rank's files, among all buffers.
+        gather: fills the rest of `files` in the background, from snapshots; None if nothing is missing.
+        sidecars: the files beside the weights, on the rank that writes them.
+    """
+
+    files: Sequence[ShardBuffer]
+    gather: Gather | None
+    sidecars: Sidecars | None
+
+    def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:  # noqa: ARG002 (it has none)
+        """Write everything but the weights."""
+        return [] if self.sidecars is None else self.sidecars.write(folder)
+
+    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
+        """Write this rank's files and block until they are durable."""
+        if self.gather is not None:
+            try:
+                self.gather.run()
+            finally:
+                # A conversion may make its products on a device.
+                self.gather.wait()
+            self.gather = None
+        # Without a name: a later error would keep the images alive.
+        written = write_files(
+            folder, [(buffer.file.name, buffer.file.size, buffer.image) for buffer in self.files], options
+        )
+        self.copies.confirm()
+        return written
+
+    def abort(self) -> None:
+        """Called instead of `write`: ranks that wait for this one fail at once."""
+        if self.gather is not None:
+            self.gather.abort()
+
+    def release(self) -> None:
+        """Stop the copies, give the host memory back and close the files beside the weights."""
+        self.gather = None
+        super().release()
+        if self.sidecars is not None:
+            self.sidecars.release()

@@ -1,8 +1,8 @@
-"""`DcpStager`, one DCP save of one rank: checked early, planned with the other ranks, staged.
+"""`DcpStager`, one DCP save of one rank: checked early, planned with the other ranks, staged and written.
 
 Invariants:
-- After an eager `stage` returns, the caller may change the tensors: the save does not change.
-- Each rank stages only the tensors that it writes, each with one copy into the image of its file.
+    - After an eager `stage` returns, the caller may change the tensors: the save does not change.
+    - Each rank stages only the tensors that it writes, each with one copy into the image of its file.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from tundish.checkpoint.dcp.file_layout import FileLayout
-from tundish.checkpoint.dcp.flattened_state import flatten_state
-from tundish.checkpoint.dcp.rank_extra_json import to_json
-from tundish.checkpoint.dcp.saving.local_values import local_values_of
-from tundish.checkpoint.dcp.saving.save_planner import RankShare, SavePlanner
-from tundish.checkpoint.dcp.saving.staged_state import StagedState
-from tundish.checkpoint.staging.buffer_copy import BufferCopy
-from tundish.checkpoint.staging.buffers import Buffer
-from tundish.checkpoint.staging.copies import Copies, optimizers_of
+from tundish._native import FileMetadata, write_small_file
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.copies import BufferCopy, Copies, optimizers_of
+from tundish.checkpoint.dcp.format import METADATA, FileLayout, rank_extra_name, shard_name
+from tundish.checkpoint.dcp.plan import RankShare, SavePlanner, local_values_of, make_metadata
+from tundish.checkpoint.dcp.rank_extra import to_json
+from tundish.checkpoint.dcp.state import flatten_state
+from tundish.checkpoint.publish.shard_writing import write_files
+from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError, format_type
-
-__all__ = ["DcpStager"]
 
 _SIMPLE = (int, float, str, bytes, type(None))
 
@@ -236,3 +236,43 @@ def _pickled(name: str, value: Any) -> bytes:
             f"{name!r}, which is {format_type(value)}, cannot be pickled: {error}"
         ) from error
     return stream.getvalue()
+
+
+@dataclass(kw_only=True, eq=False)
+class StagedState(StagedSave):
+    """A rank's part of a DCP save. Its note: the lengths of `objects` as JSON, for `.metadata`.
+
+    Attributes:
+        index: of this rank in the group.
+        part: what this rank saves.
+        layout: of its file, which is the only buffer; there is none if the file is empty.
+        objects: pickles of the values that are no tensors, in order.
+        rank_extra: the contents of the file for it; empty if there is none.
+    """
+
+    index: int
+    part: RankShare
+    layout: FileLayout
+    objects: Sequence[bytes]
+    rank_extra: bytes
+
+    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
+        """Write this rank's files."""
+        for buffer in self.buffers:
+            self.layout.fill(buffer, self.objects)
+        name, size = shard_name(self.index), self.layout.size
+        # Without a name: a later error would keep the image alive.
+        files = write_files(folder, [(name, size, buffer.image) for buffer in self.buffers], options)
+        if self.rank_extra:
+            files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
+        self.copies.confirm()
+        return files
+
+    def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:
+        """On the first rank: write `.metadata`."""
+        part = self.part
+        if part.files is None:
+            raise RuntimeError("only the first rank knows what all ranks save")
+        if part.metadata is None or part.metadata[0] != notes:
+            part.metadata = notes, make_metadata(part.files, [json.loads(note) for note in notes])
+        return [write_small_file(folder, METADATA, part.metadata[1])]

@@ -15,18 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tundish.checkpoint.staging.buffers import PAGE, Buffer, Place
+from tundish.checkpoint.buffers import PAGE, Buffer, Place
 from tundish.checkpoint.tensors import DTYPES, TensorSpec
 from tundish.errors import InvalidInputError
-
-__all__ = [
-    "INDEX_NAME",
-    "ShardBuffer",
-    "ShardFile",
-    "WeightFiles",
-    "assign_files",
-    "lay_out",
-]
 
 INDEX_NAME = "model.safetensors.index.json"
 # Readers of the format refuse longer headers.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from tundish.checkpoint.hf import transformers_models
 from tundish.checkpoint.hf.adapters import Adapters, adapters_of, holds_adapters
 from tundish.checkpoint.hf.conversion import (
     Conversion,
@@ -25,7 +24,8 @@ from tundish.checkpoint.hf.conversion import (
     join_conversions,
     to_hf_conversion,
 )
-from tundish.checkpoint.hf.shards import ShardFile, WeightFiles, assign_files, lay_out
+from tundish.checkpoint.hf.safetensors import ShardFile, WeightFiles, assign_files, lay_out
+from tundish.checkpoint.hf.transformers import conversion_of, fp32_pattern, is_pretrained, weights_of
 from tundish.checkpoint.placements import check_placement, is_sharded_over_ranks, rank_parts_of
 from tundish.checkpoint.tensors import (
     NamedTensors,
@@ -39,8 +39,6 @@ from tundish.checkpoint.tensors import (
 )
 from tundish.distributed import GroupInfo, local_world_size
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-
-__all__ = ["ExportPlan", "make_export_plan"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 
@@ -122,8 +120,8 @@ def make_export_plan(
     contents = (
         _model_contents(model_or_tensors, to_hf) if adapters is None else _adapter_contents(adapters, to_hf)
     )
-    models = [model for model in contents.models if transformers_models.is_pretrained(model)]
-    keep = filter(None, (transformers_models.fp32_pattern(model, dtype) for model in models))
+    models = [model for model in contents.models if is_pretrained(model)]
+    keep = filter(None, (fp32_pattern(model, dtype) for model in models))
     # A cache would keep alive what `to_hf` closes over.
     lay_out_products = _lay_out if to_hf is None else _lay_out.__wrapped__
     products, layout = lay_out_products(
@@ -185,8 +183,8 @@ def _model_contents(model_or_tensors: Any, to_hf: ToHf | None) -> _ExportedTenso
         metadata = added | metadata
         tensors += kept.values()
         conversion = identity_conversion(specs)
-        if to_hf is None and transformers_models.is_pretrained(model.module):
-            conversion, total_parameters = transformers_models.conversion_of(model.module, specs)
+        if to_hf is None and is_pretrained(model.module):
+            conversion, total_parameters = conversion_of(model.module, specs)
         conversions.append((model.prefix, conversion))
     conversion = join_conversions(conversions)
     return _ExportedTensors(
@@ -254,8 +252,8 @@ def _saved_tensors(given: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[s
             "itself, or merge them and give the merged model"
         )
     check_tensors(given.prefix, given.tensors)
-    if transformers_models.is_pretrained(given.module):
-        kept, metadata = transformers_models.weights_of(given.module, given.tensors)
+    if is_pretrained(given.module):
+        kept, metadata = weights_of(given.module, given.tensors)
         check_tensors(given.prefix, kept)
         return kept, metadata
     tied = tied_names(given.tensors)

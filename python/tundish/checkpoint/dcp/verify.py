@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tundish._native import CheckpointReadLock
-from tundish.checkpoint.dcp.file_layout import METADATA, rank_extra_name, shard_name
+from tundish.checkpoint.dcp.format import METADATA, rank_extra_name, shard_name
 from tundish.checkpoint.publish.kinds_and_steps import format_steps
 from tundish.checkpoint.publish.readonly_root import MANIFEST, is_file, releasing, warn_without_checksums
 from tundish.distributed import Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, NotFoundError, StateMismatchError, StorageError
-
-__all__ = ["OpenCheckpoint", "files_of_reader", "open_checkpoint", "read_lock"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 

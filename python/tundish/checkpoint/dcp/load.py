@@ -21,18 +21,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from tundish.checkpoint.dcp.file_layout import METADATA
-from tundish.checkpoint.dcp.flattened_state import flatten_state, is_stateful, plain_state
-from tundish.checkpoint.dcp.loading.open_checkpoint import OpenCheckpoint, open_checkpoint
-from tundish.checkpoint.dcp.loading.rank_extras import RankExtras
-from tundish.checkpoint.dcp.loading.state_fit import check_fit, empty_mappings
-from tundish.checkpoint.dcp.loading.tensor_reader import TensorReader
+from tundish.checkpoint.dcp.format import METADATA
+from tundish.checkpoint.dcp.rank_extra import RankExtras
+from tundish.checkpoint.dcp.reader import TensorReader
+from tundish.checkpoint.dcp.state import check_fit, empty_mappings, flatten_state, is_stateful, plain_state
+from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint
 from tundish.checkpoint.publish.kinds_and_steps import check_step
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
-
-__all__ = ["load_dcp", "load_from_root"]
 
 _logger = logging.getLogger("tundish.checkpoint")
 

@@ -1,1 +1,0 @@
-"""Saving DCP checkpoints, from a state dict to durable files."""

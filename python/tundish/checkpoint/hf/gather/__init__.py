@@ -1,1 +1,0 @@
-"""Gathers sharded tensors on the rank that writes them."""

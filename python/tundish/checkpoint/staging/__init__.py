@@ -1,1 +1,0 @@
-"""Copies tensors into host memory, within a byte limit."""
