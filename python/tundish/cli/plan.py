@@ -122,7 +122,7 @@ def _add_compare(verbs: Any) -> None:
     _add_whole_options(compare, "split", "; the mode hard does not use it")
     add_path(compare, "--plot", "PICTURE", "draw the table: .png, .svg or .pdf (needs tundish[plot])")
     _add_threads(compare)
-    compare.set_defaults(run=run_compare, needs="tundish.packing.mode_comparison")
+    compare.set_defaults(run=run_compare, needs="tundish.packing.comparing")
 
 
 def _add_show(verbs: Any) -> None:
@@ -142,7 +142,7 @@ def _add_show(verbs: Any) -> None:
         nargs="+",
     )
     _add_column(show)
-    show.set_defaults(run=run_show, needs="tundish.packing.plan.pack_plan")
+    show.set_defaults(run=run_show, needs="tundish.packing.plan")
 
 
 def _add_verify(verbs: Any) -> None:
@@ -157,7 +157,7 @@ def _add_verify(verbs: Any) -> None:
     add_path(verify, "--order", "FILE.npy", "the order that was packed with --order, if one was")
     add_path(verify, "--costs", "FILE.npy", "the costs that were packed with --costs, if any were", nargs="+")
     _add_threads(verify)
-    verify.set_defaults(run=run_verify, needs="tundish.packing.plan.pack_plan")
+    verify.set_defaults(run=run_verify, needs="tundish.packing.plan")
 
 
 def _add_export(verbs: Any) -> None:
@@ -196,7 +196,7 @@ def _add_export(verbs: Any) -> None:
         metavar="TEXT",
         help="the beginning of the names by which Megatron finds its index files; for megatron",
     )
-    export.set_defaults(run=run_export, needs="tundish.packing.exchange.export")
+    export.set_defaults(run=run_export, needs="tundish.packing.exporting")
 
 
 def _add_sources(parser: argparse.ArgumentParser, several: str) -> None:

@@ -9,46 +9,36 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.packing.arguments.integer_arrays import as_integer_array
-    from tundish.packing.balancing import balance, micro_batches
+    from tundish.packing.arguments import as_integer_array
+    from tundish.packing.balancing import balance, micro_batches, shuffled_indices
     from tundish.packing.batch.context_parallel import context_parallel, undo_context_parallel
     from tundish.packing.batch.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.build.pack import pack, pack_datasets
+    from tundish.packing.comparing import compare
     from tundish.packing.dataset.packed_collator import PackedCollator
     from tundish.packing.dataset.packed_dataset import PackedDataset
-    from tundish.packing.exchange.export import export
-    from tundish.packing.exchange.import_preset import import_preset
-    from tundish.packing.mixing.mix import mix
-    from tundish.packing.mixing.pack_mix import MixedPack, PackMix
-    from tundish.packing.mode_comparison import compare
-    from tundish.packing.plan.fields import FIELDS
-    from tundish.packing.plan.pack import Pack, PackBatch, Piece
-    from tundish.packing.plan.pack_plan import PackPlan
+    from tundish.packing.exporting import export
+    from tundish.packing.mixing import MixedPack, PackMix, mix
+    from tundish.packing.plan import FIELDS, Pack, PackBatch, PackPlan, Piece
     from tundish.packing.sampler.packed_batch_sampler import PackedBatchSampler
-    from tundish.packing.shuffle import shuffled_indices
     from tundish.packing.sources.lengths import lengths, open_samples
     from tundish.packing.stream.packed_stream import PackedStream
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.packing.arguments.integer_arrays": ("as_integer_array",),
-            "tundish.packing.balancing": ("balance", "micro_batches"),
+            "tundish.packing.arguments": ("as_integer_array",),
+            "tundish.packing.balancing": ("balance", "micro_batches", "shuffled_indices"),
             "tundish.packing.batch.context_parallel": ("context_parallel", "undo_context_parallel"),
             "tundish.packing.batch.loss_weights": ("num_items_in_batch", "weighted_loss"),
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
             "tundish.packing.dataset.packed_collator": ("PackedCollator",),
             "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
-            "tundish.packing.exchange.export": ("export",),
-            "tundish.packing.exchange.import_preset": ("import_preset",),
-            "tundish.packing.mixing.mix": ("mix",),
-            "tundish.packing.mixing.pack_mix": ("MixedPack", "PackMix"),
-            "tundish.packing.mode_comparison": ("compare",),
-            "tundish.packing.plan.fields": ("FIELDS",),
-            "tundish.packing.plan.pack": ("Pack", "PackBatch", "Piece"),
-            "tundish.packing.plan.pack_plan": ("PackPlan",),
+            "tundish.packing.exporting": ("export",),
+            "tundish.packing.mixing": ("MixedPack", "PackMix", "mix"),
+            "tundish.packing.comparing": ("compare",),
+            "tundish.packing.plan": ("FIELDS", "Pack", "PackBatch", "PackPlan", "Piece"),
             "tundish.packing.sampler.packed_batch_sampler": ("PackedBatchSampler",),
-            "tundish.packing.shuffle": ("shuffled_indices",),
             "tundish.packing.sources.lengths": ("lengths", "open_samples"),
             "tundish.packing.stream.packed_stream": ("PackedStream",),
         },
@@ -71,7 +61,6 @@ __all__ = [
     "compare",
     "context_parallel",
     "export",
-    "import_preset",
     "lengths",
     "micro_batches",
     "mix",

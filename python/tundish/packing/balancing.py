@@ -1,4 +1,4 @@
-"""`balance` and `micro_batches`: the samples of one training step, split over ranks and into batches."""
+"""`balance` and `micro_batches`: the samples of a training step, split; `shuffled_indices`: numpy's random orders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from numpy.typing import NDArray
 
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.packing.arguments.choices import check_flag
-from tundish.packing.arguments.integer_arrays import as_integer_array
-from tundish.packing.arguments.integers import as_integer
-
-__all__ = ["balance", "micro_batches"]
+from tundish.packing.arguments import IntegerArray, as_integer, as_integer_array, check_flag
 
 Indices = list[NDArray[np.int64]]
 
@@ -111,3 +107,26 @@ def micro_batches(lengths: Any, max_tokens: int, *, same_count_on: Any = None) -
     count = int(voter.broadcast(largest, what=_WHAT))
     with voter.agreed(_WHAT):
         return batches if count == len(batches) else split(count)
+
+
+def shuffled_indices(n: int, seed: int) -> IntegerArray:
+    """Return the order of `n` samples in `pack(..., seed=seed)`.
+
+    It equals `numpy.random.RandomState(seed).shuffle(numpy.arange(n))` bit for bit, several times as fast.
+
+    Args:
+        n: How many samples, at least 0.
+        seed: 0 … 2**32 - 1.
+
+    Returns:
+        A permutation of 0 … n - 1, shape (n,), int32 up to 2**31 samples, else int64.
+
+    Raises:
+        InvalidTypeError: An argument is not an integer.
+        InvalidInputError: An argument is out of range.
+
+    Example:
+        >>> shuffled_indices(5, 0).tolist()
+        [2, 0, 1, 3, 4]
+    """
+    return _native.shuffled_indices(as_integer(n, "n", 0, 2**62), as_integer(seed, "seed", 0, 2**32 - 1))

@@ -21,7 +21,7 @@ PLANS = [td.pack(np.ones(packs, dtype=np.int8), 1) for packs in (300, 700)]
 SAVE = """
 import sys, numpy as np, tundish as td
 plans = [td.pack(np.ones(packs, dtype=np.int8), 1) for packs in (300, 700)]
-td.mix(plans, [1, 2], num_packs=2000).save(sys.argv[1] + "/mix")
+td.mix(plans, [1, 2], num_packs=2000).save(sys.argv[1] + "/mix.json")
 """
 
 
@@ -40,24 +40,27 @@ def test_killed_at_any_system_call_a_mix_is_there_whole_or_not_at_all(tmp_path: 
         folder.mkdir()
         ran = run(["-c", SAVE, folder], env=os.environ | {"TUNDISH_FAILPOINT": f"kill {hit}"})
         assert ran.returncode == -signal.SIGKILL, (hit, ran.stderr)
-        if (folder / "mix").exists():
+        if (folder / "mix.json").exists():
             whole += 1
-            assert np.array_equal(td.PackMix.load(folder / "mix", PLANS).packs, expected.packs)
-        expected.save(folder / "mix")
-        assert [entry.name for entry in folder.iterdir()] == ["mix"]
-        assert np.array_equal(td.PackMix.load(folder / "mix", PLANS).packs, expected.packs)
+            assert np.array_equal(td.PackMix.load(folder / "mix.json", PLANS).packs, expected.packs)
+        expected.save(folder / "mix.json")
+        # The next file that is written there removes what the killed process left.
+        expected.save(folder / "again.json")
+        assert sorted(entry.name for entry in folder.iterdir()) == ["again.json", "mix.json"]
+        assert np.array_equal(td.PackMix.load(folder / "mix.json", PLANS).packs, expected.packs)
     assert 0 < whole < hits
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     mix = td.mix(PLANS, [1, 2], num_packs=500_000)
-    with small_disk(tmp_path / "disk", "size=1m") as disk:
+    with small_disk(tmp_path / "disk", "size=4k") as disk:
+        (disk / "other").write_bytes(bytes(4096))
         with pytest.raises(StorageError, match="mix") as caught:
-            mix.save(disk / "mix")
+            mix.save(disk / "mix.json")
         assert caught.value.errno == errno.ENOSPC
-        assert list(disk.iterdir()) == []
+        assert [entry.name for entry in disk.iterdir()] == ["other"]
     with small_disk(tmp_path / "read-only", "ro") as disk, pytest.raises(StorageError) as caught:
-        mix.save(disk / "mix")
+        mix.save(disk / "mix.json")
     assert caught.value.errno == errno.EROFS
 
 

@@ -18,8 +18,8 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 import tundish as td
 from tundish import _native
 from tundish.distributed import voter as voter_module
+from tundish.packing import shared_block
 from tundish.packing.build import shared as building
-from tundish.packing.plan import shared_block
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 

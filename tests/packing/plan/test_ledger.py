@@ -13,7 +13,7 @@ from support.packing.plans import changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, PlanMismatchError
-from tundish.packing.plan import slices
+from tundish.packing import plan_stats
 
 LENGTHS = st.lists(st.lists(st.integers(0, 30), max_size=20), min_size=1, max_size=4)
 
@@ -86,8 +86,8 @@ def test_slices_change_nothing(packs_at_once: int, monkeypatch: pytest.MonkeyPat
     lengths = np.random.default_rng(0).integers(0, 60, 500)
     plans = [td.pack(lengths, 64), td.pack(lengths, 64, mode="best_fit"), td.pack([], 64)]
     expected = [plan.ledger() for plan in plans]
-    monkeypatch.setattr(slices, "PACKS_AT_ONCE", packs_at_once)
-    monkeypatch.setattr(slices, "PIECES_AT_ONCE", 5)
+    monkeypatch.setattr(plan_stats, "PACKS_AT_ONCE", packs_at_once)
+    monkeypatch.setattr(plan_stats, "PIECES_AT_ONCE", 5)
     assert [plan.ledger() for plan in plans] == expected
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import tundish as td
 from tundish.errors import InvalidInputError, MissingExtraError, NotFoundError, StorageError
-from tundish.packing.plan import plot, slices
+from tundish.packing import plan_stats, plot
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -46,7 +46,7 @@ def test_counts_are_those_of_a_count_by_hand(
     max_length: int, slice_packs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plot, "SLICE_PACKS", slice_packs)
-    monkeypatch.setattr(slices, "PIECES_AT_ONCE", 5)
+    monkeypatch.setattr(plan_stats, "PIECES_AT_ONCE", 5)
     generator = np.random.default_rng(3)
     lengths = generator.integers(0, 150, 120)
     lengths[::7] = 0

@@ -15,7 +15,7 @@ from support.packing.plans import assert_changed_entries_are_found
 
 import tundish as td
 from tundish.errors import InvalidInputError, NotFoundError, PlanFormatError, PlanMismatchError
-from tundish.packing.plan import plot
+from tundish.packing import plot
 
 MODES = ["best_fit", "ordered", "sequential"]
 OVERLONG = ["split", "truncate", "drop"]

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.packing.arguments.integers import as_integer
+from tundish.packing.arguments import as_integer
 
 __all__ = ["context_parallel", "undo_context_parallel"]
 

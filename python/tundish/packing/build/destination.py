@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish.errors import InvalidInputError
-from tundish.packing.arguments.choices import check_sharing
-from tundish.packing.arguments.paths import as_absolute, as_new_folder
+from tundish.packing.arguments import as_absolute, as_new_folder, check_sharing
 
 __all__ = ["PlanDestination"]
 

@@ -14,7 +14,7 @@ from tundish.packing.build.destination import PlanDestination
 from tundish.packing.build.pack_arguments import PackArguments
 from tundish.packing.build.plan_folders import map_plan, publish_plan
 from tundish.packing.build.shared import build_shared_plan
-from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.plan import PackPlan
 from tundish.progress import ProgressLine
 
 __all__ = ["pack", "pack_datasets"]

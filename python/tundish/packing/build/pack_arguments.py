@@ -10,14 +10,17 @@ from typing import Any
 
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.packing.arguments.choices import check_choice, check_flag
-from tundish.packing.arguments.integer_arrays import (
+from tundish.packing.arguments import (
     IntegerArray,
     as_cost_arrays,
+    as_integer,
     as_integer_array,
     as_length_arrays,
+    as_optional_integer,
+    as_threads,
+    check_choice,
+    check_flag,
 )
-from tundish.packing.arguments.integers import as_integer, as_optional_integer, as_threads
 
 __all__ = ["MODES", "PackArguments"]
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from tundish import _native
 from tundish.errors import AlreadyExistsError, NotFoundError, PlanFormatError, StorageError
 from tundish.packing.build.destination import PlanDestination
-from tundish.packing.plan.fields import fields_of
-from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.plan import PackPlan, fields_of
 
 __all__ = ["Tick", "map_plan", "path_exists", "publish_plan"]
 

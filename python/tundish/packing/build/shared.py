@@ -12,8 +12,8 @@ from tundish.errors import PlanMismatchError
 from tundish.packing.build.destination import PlanDestination
 from tundish.packing.build.pack_arguments import PackArguments
 from tundish.packing.build.plan_folders import Tick, map_plan, path_exists, publish_plan
-from tundish.packing.plan.pack_plan import PackPlan
-from tundish.packing.plan.shared_block import as_block
+from tundish.packing.plan import PackPlan
+from tundish.packing.shared_block import as_block
 from tundish.progress import ProgressLine
 
 __all__ = ["build_shared_plan"]

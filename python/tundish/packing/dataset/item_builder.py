@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidTypeError, format_type
-from tundish.packing.arguments.choices import check_flag
-from tundish.packing.arguments.integers import as_integer
+from tundish.packing.arguments import as_integer, check_flag
 from tundish.packing.dataset.custom_positions import Positions, custom_positions
 from tundish.packing.dataset.loss_masks import apply_masks
 from tundish.packing.dataset.piece_layout import PieceLayout

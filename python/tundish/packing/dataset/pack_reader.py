@@ -20,7 +20,7 @@ from tundish.packing.dataset.item_builder import ItemBuilder
 from tundish.packing.dataset.piece_layout import aligned_sizes
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.samples import Sample, as_datasets
-from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.plan import PackPlan
 
 __all__ = ["PackReader"]
 

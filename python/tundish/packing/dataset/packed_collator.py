@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.packing.arguments.choices import check_choice, check_flag
-from tundish.packing.arguments.integers import as_integer, as_optional_integer
+from tundish.packing.arguments import as_integer, as_optional_integer, check_choice, check_flag
 from tundish.packing.batch.loss_weights import token_weights
 from tundish.packing.dataset.sample_columns import collected
 from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS

@@ -23,8 +23,8 @@ from tundish.packing.dataset.pack_reader import PackReader
 from tundish.packing.dataset.row_reader import RowReader
 from tundish.packing.dataset.sample_keys import Padding
 from tundish.packing.dataset.samples import SampleSource
-from tundish.packing.mixing.pack_mix import PackMix
-from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.mixing import PackMix
+from tundish.packing.plan import PackPlan
 
 __all__ = ["PackedDataset"]
 

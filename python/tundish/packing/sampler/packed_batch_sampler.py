@@ -26,10 +26,9 @@ from tundish.errors import (
     format_integer,
     format_type,
 )
-from tundish.packing.arguments.choices import check_flag
-from tundish.packing.arguments.integers import as_integer
-from tundish.packing.mixing.pack_mix import PackMix
-from tundish.packing.plan.pack_plan import PackPlan
+from tundish.packing.arguments import as_integer, check_flag
+from tundish.packing.mixing import PackMix
+from tundish.packing.plan import PackPlan
 from tundish.packing.sampler.epoch_order import EpochOrder
 
 __all__ = ["PackedBatchSampler"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 
 __all__ = [
     "INPUT_IDS",

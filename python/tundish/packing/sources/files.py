@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish.errors import InvalidInputError, NotFoundError, StorageError, format_count
-from tundish.packing.arguments.paths import as_path
+from tundish.packing.arguments import as_path
 
 __all__ = ["find_files"]
 

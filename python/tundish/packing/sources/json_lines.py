@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 from tundish.packing.sources.columns import INPUT_IDS, concatenated
 from tundish.packing.sources.sample_counts import count_samples, rename_keys
 from tundish.packing.sources.sample_rows import SampleRows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
+from tundish.packing.arguments import IntegerArray, as_integer_array
 from tundish.packing.sources.arrow.ipc import IpcFiles
 from tundish.packing.sources.arrow.parquet import ParquetFiles
 from tundish.packing.sources.arrow.tables import as_table_source

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, NotFoundError
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 from tundish.packing.sources.columns import choose_column, narrowed
 from tundish.packing.sources.sample_rows import SampleRows
 

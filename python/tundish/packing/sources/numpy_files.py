@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from tundish.errors import InvalidInputError, format_count
-from tundish.packing.arguments.integer_arrays import IntegerArray, as_integer_array
+from tundish.packing.arguments import IntegerArray, as_integer_array
 from tundish.packing.sources.columns import choose_column
 
 __all__ = ["NpyFile", "NpzFile"]

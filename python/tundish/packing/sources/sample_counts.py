@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, format_integer, format_type
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 from tundish.packing.sources.columns import INPUT_IDS, LENGTH_COLUMNS, choose_column, narrowed
 from tundish.packing.sources.sample_rows import SampleRows
 

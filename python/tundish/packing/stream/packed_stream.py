@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tundish.errors import InvalidInputError, StateMismatchError
-from tundish.packing.arguments.integers import as_integer
+from tundish.packing.arguments import as_integer
 from tundish.packing.dataset.custom_positions import Positions
 from tundish.packing.dataset.item_builder import ItemBuilder
 from tundish.packing.dataset.row_reader import RowReader

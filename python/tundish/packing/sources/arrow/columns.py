@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, missing_extra
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 from tundish.packing.sources.columns import (
     INPUT_IDS,
     LENGTH_COLUMNS,

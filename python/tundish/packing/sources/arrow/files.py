@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tundish.errors import InvalidInputError
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 from tundish.packing.sources.arrow.columns import (
     arrow_errors,
     choose_length_column,

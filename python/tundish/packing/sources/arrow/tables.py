@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.packing.arguments.integer_arrays import IntegerArray
+from tundish.packing.arguments import IntegerArray
 from tundish.packing.sources.arrow.columns import (
     check_lengths,
     choose_length_column,

@@ -18,12 +18,8 @@ import numpy as np
 
 from tundish import _native
 from tundish.errors import InvalidInputError, NotFoundError, missing_extra
-from tundish.packing.arguments.paths import as_path
-from tundish.packing.plan.plan_columns import PlanColumns
-from tundish.packing.plan.slices import pack_slices
-from tundish.packing.plan.stats import plan_stats
-
-__all__ = ["as_picture_path", "frame", "percent", "plot_plan", "short", "stacked_bar", "write_figure"]
+from tundish.packing.arguments import as_path
+from tundish.packing.plan_stats import PlanReader, pack_slices, plan_stats
 
 # Packs that are chosen or left out together.
 SLICE_PACKS = 1 << 16
@@ -60,7 +56,7 @@ class PlotCounts:
     padded: int = 0
 
 
-def plot_plan(plan: PlanColumns, path: str | os.PathLike[str]) -> Path:
+def plot_plan(plan: PlanReader, path: str | os.PathLike[str]) -> Path:
     """Plot `plan` to `path` (see `PackPlan.plot`), and return the path."""
     target = as_picture_path(path)
     return write_figure(target, (12, 8), lambda figure: _draw(figure, plan, count(plan)))
@@ -102,7 +98,7 @@ def write_figure(target: Path, inches: tuple[float, float], draw: Callable[[Any]
     return target
 
 
-def count(plan: PlanColumns, most_pieces: int = MOST_PIECES) -> PlotCounts:
+def count(plan: PlanReader, most_pieces: int = MOST_PIECES) -> PlotCounts:
     """Count what the plot shows, reading at most about `most_pieces` pieces."""
     counts = PlotCounts()
     packs = len(plan)
@@ -124,7 +120,7 @@ def _chosen(packs: int, pieces: int, most_pieces: int) -> Iterator[tuple[int, in
         yield first, min(first + SLICE_PACKS, packs)
 
 
-def _count_slice(plan: PlanColumns, first: int, stop: int, counts: PlotCounts) -> None:
+def _count_slice(plan: PlanReader, first: int, stop: int, counts: PlotCounts) -> None:
     before = int(plan.indices_cu_len[first - 1]) if first else 0
     pieces = np.diff(np.asarray(plan.indices_cu_len[first:stop], np.int64), prepend=before)
     counts.pieces += np.bincount(np.minimum(pieces, LAST_BIN), minlength=LAST_BIN + 1)
@@ -142,12 +138,12 @@ def _count_slice(plan: PlanColumns, first: int, stop: int, counts: PlotCounts) -
     counts.padded += int((-(-lengths // plan.max_length)).sum()) * plan.max_length
 
 
-def _has_sizes(plan: PlanColumns) -> bool:
+def _has_sizes(plan: PlanReader) -> bool:
     """Whether the tokens of every piece are known."""
     return plan.has_lengths or plan.piece_stop is not None
 
 
-def _draw(figure: Any, plan: PlanColumns, counts: PlotCounts) -> None:
+def _draw(figure: Any, plan: PlanReader, counts: PlotCounts) -> None:
     grid = figure.add_gridspec(2, 2, left=0.07, right=0.97, top=0.83, bottom=0.09, hspace=0.42, wspace=0.2)
     stats = plan_stats(plan)
     figure.text(
@@ -171,7 +167,7 @@ def _draw(figure: Any, plan: PlanColumns, counts: PlotCounts) -> None:
     _draw_tokens(figure.add_subplot(grid[1, 1]), plan, stats, counts)
 
 
-def _draw_lengths(axes: Any, plan: PlanColumns, counts: PlotCounts) -> None:
+def _draw_lengths(axes: Any, plan: PlanReader, counts: PlotCounts) -> None:
     title, counted = "Longest piece of each pack", "packs"
     if _has_sizes(plan):
         counted = "samples" if plan.piece_stop is None and plan.mode != "mixed" else "pieces"
@@ -214,7 +210,7 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
     _note(axes, f"most: {stats['max_pieces_per_pack']:,} pieces")
 
 
-def _draw_samples(axes: Any, plan: PlanColumns, stats: dict[str, Any]) -> None:
+def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
     frame(axes, "Samples", "", "samples")
     overlong = stats["samples_overlong"] if plan.overlong in ("split", "truncate") else 0
     bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
@@ -241,7 +237,7 @@ def _draw_samples(axes: Any, plan: PlanColumns, stats: dict[str, Any]) -> None:
     _note(axes, note)
 
 
-def _draw_tokens(axes: Any, plan: PlanColumns, stats: dict[str, Any], counts: PlotCounts) -> None:
+def _draw_tokens(axes: Any, plan: PlanReader, stats: dict[str, Any], counts: PlotCounts) -> None:
     frame(axes, "Where the tokens go", "", "")
     packed, dropped, padding = stats["tokens_packed"], stats["tokens_dropped"], stats["padding"]
     losses: list[tuple[float, str, str]] = []

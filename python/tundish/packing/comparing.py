@@ -6,10 +6,10 @@ import os
 import time
 from typing import Any
 
-from tundish.packing.arguments.integer_arrays import as_integer_array
+from tundish.packing.arguments import as_integer_array
 from tundish.packing.build.pack import pack
 from tundish.packing.build.pack_arguments import MODES
-from tundish.packing.plan.plot import (
+from tundish.packing.plot import (
     BLUE,
     INK,
     ORANGE,

@@ -1,15 +1,19 @@
 """`PackPlan`: the tokens and samples that make up each pack.
 
-Invariants: a plan that was loaded or saved has passed the checks of the folder format.
+Invariants: the columns are read-only. A plan that was loaded or saved has passed the checks of the folder format.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import operator
 import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +22,122 @@ from tundish import _native
 from tundish.errors import (
     AlreadyExistsError,
     InvalidInputError,
+    InvalidTypeError,
+    NoSuchPackError,
+    NotFoundError,
     OutOfMemoryError,
     PlanMismatchError,
+    StorageError,
     TundishError,
+    format_count,
+    format_integer,
 )
-from tundish.packing.arguments.integer_arrays import (
+from tundish.packing.arguments import (
     IntegerArray,
+    as_absolute,
     as_cost_arrays,
     as_integer_array,
     as_length_arrays,
+    as_new_folder,
+    as_threads,
+    is_memory_map,
+    truncated_file,
 )
-from tundish.packing.arguments.integers import as_threads
-from tundish.packing.arguments.paths import as_absolute, as_new_folder
-from tundish.packing.plan.ledger import plan_ledger
-from tundish.packing.plan.mapped_lengths import as_picklable
-from tundish.packing.plan.plan_columns import PlanColumns
-from tundish.packing.plan.shared_block import columns_in
-from tundish.packing.plan.stats import plan_stats
+from tundish.packing.plan_stats import plan_ledger, plan_parts, plan_stats
+from tundish.packing.shared_block import columns_in
 from tundish.progress import ProgressLine
 
-__all__ = ["PackPlan"]
+FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
+PIECE_FIELDS = ("piece_start", "piece_stop")
 
 
-class PackPlan(PlanColumns):
+def fields_of(overlong: str | None) -> tuple[str, ...]:
+    """The columns of a plan by its `overlong`, which is None in hard packing.
+
+    Only parts of overlong samples can be partial pieces in the middle of a pack.
+    """
+    return FIELDS + PIECE_FIELDS if overlong in ("split", "truncate") else FIELDS
+
+
+class Piece(NamedTuple):
+    """Tokens `start` … `stop` - 1 of sample `sample`; with `stop` None, all tokens from `start` on."""
+
+    sample: int
+    start: int
+    stop: int | None
+
+
+class Pack(NamedTuple):
+    """One packed sequence: the pieces, in order, of samples of dataset `dataset_id`."""
+
+    dataset_id: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class PackBatch:
+    """Several packs, as arrays.
+
+    Attributes:
+        dataset_id: Dataset of each pack, int64, (packs,).
+        piece_cu: Pack `k` has the pieces `piece_cu[k]:piece_cu[k + 1]`, int64, (packs + 1,).
+        sample: Sample index of each piece, int64, (pieces,).
+        start: First token taken of each piece's sample, int64, (pieces,).
+        stop: One past the last token taken, -1 for "to the sample's end", int64, (pieces,).
+    """
+
+    dataset_id: NDArray[np.int64]
+    piece_cu: NDArray[np.int64]
+    sample: NDArray[np.int64]
+    start: NDArray[np.int64]
+    stop: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.dataset_id)
+
+    def __iter__(self) -> Iterator[Pack]:
+        bounds = self.piece_cu.tolist()
+        rows = zip(self.sample.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
+        pieces = [Piece(sample, start, None if stop < 0 else stop) for sample, start, stop in rows]
+        for number, dataset in enumerate(self.dataset_id.tolist()):
+            yield Pack(dataset, pieces[bounds[number] : bounds[number + 1]])
+
+
+def pack_numbers(index: Any, packs: int, what: str = "plan") -> int | range:
+    """The number of the pack that `plan[index]` is, or the numbers that a slice gives, for a plan of `packs` packs.
+
+    `what` is the plan in messages.
+
+    Raises:
+        NoSuchPackError: There is no such pack.
+        InvalidTypeError: The index is neither an integer nor a slice of integers.
+        InvalidInputError: The step of a slice is 0.
+    """
+    if isinstance(index, slice):
+        try:
+            return range(*index.indices(packs))
+        except TypeError:
+            raise InvalidTypeError(f"packs are asked for by a slice of integers, got {index!r}") from None
+        except ValueError:
+            raise InvalidInputError(
+                f"packs are asked for by a slice whose step is not 0, got {index!r}"
+            ) from None
+    try:
+        asked = operator.index(index)
+    except TypeError:
+        raise InvalidTypeError(f"a pack is asked for by its number, got {index!r}") from None
+    number = asked + packs if asked < 0 else asked
+    if not 0 <= number < packs:
+        raise NoSuchPackError(f"pack {format_integer(asked)} does not exist: the {what} has {packs} packs")
+    return number
+
+
+# Packs that are made together when a plan is iterated. Python's garbage collector would walk the pieces of many more
+# packs again and again while they are made.
+_ITERATED = 32
+
+
+class PackPlan:
     """The tokens and samples that make up each pack of at most `max_length` tokens.
 
     `tundish.pack`, `tundish.pack_datasets` and `PackPlan.load` make plans. `plan[i]` is pack *i*, and `lookup` gives
@@ -81,6 +178,147 @@ class PackPlan(PlanColumns):
         >>> len(plan), plan.indices.tolist(), plan.indices_cu_len.tolist()
         (2, [0, 1, 2], [2, 3])
     """
+
+    dataset_id: IntegerArray
+    indices: IntegerArray
+    indices_cu_len: IntegerArray
+    start_offset: IntegerArray
+    end_offset: IntegerArray
+    longest: IntegerArray
+    piece_start: IntegerArray | None = None
+    piece_stop: IntegerArray | None = None
+
+    def __init__(
+        self,
+        columns: Sequence[NDArray[Any]],
+        metadata: str,
+        *,
+        lengths: Sequence[IntegerArray] | None = None,
+        path: Path | None = None,
+        block: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Make a plan of columns that were checked; `pack`, `pack_datasets` and `load` call it.
+
+        Args:
+            columns: The columns, in the order of `fields_of`.
+            metadata: The content of `plan.json`.
+            lengths: The lengths to attach, one array a dataset.
+            path: The folder that the columns are mapped from.
+            block: The shared memory that the columns lie in; a pickled plan refers to it.
+        """
+        self._metadata_json = metadata
+        self._metadata: dict[str, Any] = json.loads(metadata)
+        parts = plan_parts(self._metadata)
+        # Options are the same for all datasets whose mode has them.
+        hard: dict[str, Any] = next((part["hard"] for part in parts if part.get("hard")), {})
+        whole: dict[str, Any] = next((part["whole"] for part in parts if part.get("whole")), {})
+        self._columns = tuple(columns)
+        self._fields = fields_of(whole.get("overlong"))
+        for name, column in zip(self._fields, self._columns, strict=True):
+            column.flags.writeable = False
+            setattr(self, name, column)
+        self._lengths = None if lengths is None else list(lengths)
+        if self._lengths is not None:
+            self._check_sample_counts(self._lengths)
+        self._reader = _native.PackLookup(self._columns, self._lengths, self._metadata["global_pack"])
+        self.path = path
+        self._block = block
+        self.max_length: int = self._metadata["max_length"]
+        self.mode: str = self._metadata["mode"]
+        mixed = [part["mode"] for part in self._metadata.get("parts", [])]
+        self.modes: tuple[str, ...] = tuple(mixed or [self.mode] * len(self._metadata["samples"]))
+        self.seed: int | None = self._metadata["seed"]
+        self.drop_last: bool | None = hard.get("drop_last")
+        self.overlong: str | None = whole.get("overlong")
+        windows = [part["whole"]["window"] for part in parts if part["mode"] == "ordered"]
+        self.window: int | None = windows[0] if windows else whole.get("window")
+        self.max_samples: int | None = whole.get("max_samples")
+        self.align: int = whole.get("align", 1)
+        self.max_cost: int | None = whole.get("max_cost")
+        multiple = self._metadata.get("multiple") or {}
+        self.multiple_of: int | None = multiple.get("of")
+        self.remainder: str | None = multiple.get("remainder")
+        self.packs_repeated: int = multiple.get("packs", 0) if self.remainder == "repeat" else 0
+        self.global_pack: bool = self._metadata["global_pack"]
+        self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
+        self.num_tokens: int = self._metadata["tokens"]
+        self.fingerprint: str = self._metadata["fingerprint"]
+
+    def _check_sample_counts(self, lengths: Sequence[IntegerArray]) -> None:
+        expected = self._metadata["samples"]
+        found = [len(column) for column in lengths]
+        if found != expected:
+            raise PlanMismatchError(
+                f"the plan was made for {format_count(len(expected), 'dataset')} of {expected[:8]} samples, "
+                f"and the lengths are of {format_count(len(found), 'dataset')} of {found[:8]}"
+            )
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether the samples' lengths are attached, so that every `Piece.stop` is known."""
+        return self._lengths is not None
+
+    @property
+    def lengths(self) -> list[IntegerArray] | None:
+        """The samples' lengths, one array a dataset, where they are attached."""
+        return self._lengths
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns, in memory or in files."""
+        return sum(column.nbytes for column in self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns[2])
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
+        """Return pack `index`; negative numbers count from the end, a slice gives a list.
+
+        Raises:
+            NoSuchPackError: There is no such pack (an `IndexError`).
+            InvalidTypeError: The index is neither an integer nor a slice of integers.
+            InvalidInputError: The step of a slice is 0.
+        """
+        number = pack_numbers(index, len(self))
+        if isinstance(number, range):
+            return list(self.lookup(np.arange(number.start, number.stop, number.step, dtype=np.int64)))
+        dataset_id, pieces = self._reader.pack(number)
+        return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
+
+    def __iter__(self) -> Iterator[Pack]:
+        for start in range(0, len(self), _ITERATED):
+            stop = min(start + _ITERATED, len(self))
+            yield from self.lookup(np.arange(start, stop, dtype=np.int64))
+
+    def lookup(self, pack_ids: Any) -> PackBatch:
+        """Return many packs at once, as arrays.
+
+        Args:
+            pack_ids: Pack numbers, integers, shape (k,), each in 0 … len(plan) - 1.
+
+        Returns:
+            A `tundish.packing.PackBatch`, whose attributes are arrays, and which iterates over its `Pack`s.
+
+        Raises:
+            NoSuchPackError: A number is out of range.
+            PlanMismatchError: The columns are damaged, or name a sample that the attached lengths lack.
+
+        Example:
+            >>> from tundish import pack
+            >>> batch = pack([5, 3, 9], 4).lookup([0, 3])
+            >>> batch.sample.tolist(), batch.start.tolist(), batch.stop.tolist()
+            ([0, 2], [0, 4], [4, 8])
+        """
+        return PackBatch(*self._reader.lookup(as_integer_array(pack_ids, "pack_ids")))
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The content of `plan.json`."""
+        return copy.deepcopy(self._metadata)
 
     def with_lengths(self, lengths: Any) -> Self:
         """Return the same plan with the samples' lengths attached, so that every `Piece.stop` is known.
@@ -384,7 +622,7 @@ class PackPlan(PlanColumns):
             StorageError: The file cannot be written.
             NotFoundError: Its folder does not exist.
         """
-        from tundish.packing.plan.plot import plot_plan
+        from tundish.packing.plot import plot_plan
 
         plot_plan(self, path)
 
@@ -409,3 +647,36 @@ class PackPlan(PlanColumns):
         if self._block is not None:
             return self.in_block, (self._block, lengths)
         return partial(type(self), lengths=lengths), (self._columns, self._metadata_json)
+
+
+class _MappedArray:
+    """Stands in a pickle for an array that is mapped whole from a file; unpickling maps the file again."""
+
+    def __init__(self, array: Any) -> None:
+        self._place = (str(array.filename), array.dtype.str, array.offset, len(array))
+
+    def __reduce__(self) -> tuple[Callable[..., IntegerArray], tuple[str, str, int, int]]:
+        return _map_again, self._place
+
+
+def as_picklable(array: Any) -> Any:
+    """The array, or what stands for it in a pickle. A worker process then maps the file instead of getting a copy."""
+    # A view of a map keeps the map's offset, whatever part it shows. Only the map itself says where it lies.
+    if is_memory_map(array) and array.filename is not None and array.mode == "r":
+        return _MappedArray(array)
+    return np.asarray(array) if isinstance(array, np.memmap) else array
+
+
+def _map_again(path: str, dtype: str, offset: int, count: int) -> IntegerArray:
+    try:
+        return np.memmap(path, dtype, "r", offset, (count,))
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            error.errno, "is not there (any more), and a plan's lengths are mapped from it", path
+        ) from error
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"cannot be mapped for a plan's lengths: {error.strerror}", path
+        ) from error
+    except ValueError as error:
+        raise truncated_file(path, f"a plan's lengths are {count} entries of it") from error

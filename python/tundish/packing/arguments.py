@@ -1,31 +1,30 @@
-"""Converts arguments to one-dimensional integer arrays, without a copy where the memory already is one.
+"""Checks the arguments that the packing functions share, and converts arrays.
 
-It accepts what users keep lengths and orders in: numpy, torch, pyarrow, columns of HF datasets, plain sequences.
-
-Invariants: no value is rounded or wrapped. If the array lies in a mapped file, the file holds all of it.
+Invariants: no value of an array is rounded or wrapped. If an array lies in a mapped file, the file holds all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_integer, format_type
-
-__all__ = [
-    "IntegerArray",
-    "as_cost_arrays",
-    "as_integer_array",
-    "as_length_arrays",
-    "is_memory_map",
-    "truncated_file",
-]
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotFoundError,
+    StorageError,
+    format_integer,
+    format_type,
+)
 
 IntegerArray = NDArray[np.integer[Any]]
 _BOOLEANS = frozenset({bool, np.bool_})
@@ -211,3 +210,88 @@ def _is_one_dimensional(value: Any) -> bool:
     except (TypeError, ValueError):
         # `as_integer_array` says what is wrong with it.
         return False
+
+
+# A larger number is a typing error: no machine that this runs on has as many processors.
+MOST_THREADS = 512
+
+
+def as_integer(value: Any, name: str, smallest: int, largest: int) -> int:
+    """`value` as an int in `smallest` … `largest`; booleans are refused."""
+    if isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r:.100}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(f"{name} must be an integer, not {value!r:.100}") from None
+    if not smallest <= number <= largest:
+        raise InvalidInputError(f"{name} is {format_integer(number)}; it must be in {smallest} … {largest}")
+    return number
+
+
+def as_optional_integer(value: Any, name: str, smallest: int, largest: int) -> int | None:
+    """`value` as `as_integer` gives it; None stays None."""
+    return None if value is None else as_integer(value, name, smallest, largest)
+
+
+def as_threads(threads: Any) -> int | None:
+    """The argument `threads`: None, or 1 … `MOST_THREADS`."""
+    return as_optional_integer(threads, "threads", 1, MOST_THREADS)
+
+
+def check_flag(value: Any, name: str) -> None:
+    """Refuse a `value` that is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} must be True or False, not {value!r:.100}")
+
+
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """Refuse a `value` that is none of the words in `choices`."""
+    listed = ", ".join(map(repr, choices))
+    if not isinstance(value, str):
+        raise InvalidTypeError(f"{name} must be one of {listed}, not {value!r:.100}")
+    if value not in choices:
+        raise InvalidInputError(f"{name} is {value!r:.100}; it must be one of {listed}")
+
+
+def check_sharing(share: Any, group: Any) -> None:
+    """Refuse a `share` that is neither True nor False, and a `group` without it."""
+    check_flag(share, "share")
+    if group is not None and not share:
+        raise InvalidInputError("group is given, and share is False: give share=True, or leave group out")
+
+
+def as_path(path: Any, name: str) -> Path:
+    """`path`, which must be one that a file or folder can have."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise InvalidTypeError(f"{name} is {path!r}: give a path, as a non-empty str or a pathlib.Path")
+    try:
+        named = b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise InvalidInputError(
+            f"{name} is {os.fspath(path)!r}; no path can hold a null character, or one that cannot be encoded"
+        )
+    return Path(path)
+
+
+def as_absolute(path: Any, name: str) -> Path:
+    """The absolute form of `path`, which must be one that a folder can have."""
+    folder = as_path(path, name)
+    try:
+        return folder.absolute()
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            error.errno, f"{name} is relative, and the current folder was removed", str(folder)
+        ) from error
+
+
+def as_new_folder(path: Any, name: str) -> Path:
+    """The absolute path of a folder to be made, which cannot be the current one."""
+    folder = as_absolute(path, name)
+    # A current folder that was removed is no folder to be made either.
+    with contextlib.suppress(FileNotFoundError):
+        if Path(os.path.normpath(folder)) == Path.cwd():
+            raise InvalidInputError(f"{name} is {str(path)!r}, the current folder; name a folder to be made")
+    return folder

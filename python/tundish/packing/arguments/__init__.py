@@ -1,1 +1,0 @@
-"""Checks the arguments that the packing functions share."""

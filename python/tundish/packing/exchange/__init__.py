@@ -1,1 +1,0 @@
-"""Plans in the formats of other trainers: one module for each format."""

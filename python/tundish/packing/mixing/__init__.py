@@ -1,1 +1,0 @@
-"""Mixes: an order over the packs of several plans, by weight."""

@@ -1,1 +1,0 @@
-"""`PackPlan`: the packs, their folder, statistics and plots."""
