@@ -236,6 +236,34 @@ def test_a_late_vote_counts_for_all_or_for_none(tmp_path: Path) -> None:
         job.expect_end()
 
 
+def closes_while_another_thread_votes(rank: int, line: Line) -> None:
+    voter = Voter()
+    if rank == 0:
+        said: list[Any] = []
+        thread = threading.Thread(target=lambda: said.append(outcome(lambda: voter.vote(what="a step"))))
+        thread.start()
+        time.sleep(line.hear())
+        voter.close()
+        thread.join(60)
+        assert not thread.is_alive()
+        line.say(*said[0][:2])
+    else:
+        line.hear()
+        line.say(*outcome(lambda: voter.vote(what="a step", timeout=60))[:2])
+        voter.close()
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05])
+def test_closing_ends_the_vote_of_another_thread(wait: float, tmp_path: Path) -> None:
+    with Job(closes_while_another_thread_votes, 2, tmp_path) as job:
+        job.tell(0, wait)
+        kind, text = job.hear(0)
+        assert kind == "InvalidInputError" and "closed" in text
+        job.tell(1)
+        assert job.hear(1)[0] == "PeerFailedError"
+        job.expect_end()
+
+
 def occupied(rank: int, line: Line) -> None:
     import torch.distributed as distributed
 

@@ -1,7 +1,10 @@
-"""Votes that carry texts: to compare, to gather and to broadcast."""
+"""Votes that carry texts: to compare, to gather, to combine and to broadcast."""
 
 from __future__ import annotations
 
+import json
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -154,8 +157,84 @@ def test_broadcasts(host: str, tmp_path: Path) -> None:
         job.expect_end()
 
 
+def combine(rank: int, line: Line) -> None:
+    def listed(values: list[str]) -> str:
+        if "bad" in values:
+            raise ValueError("a bad value")
+        return json.dumps(values)
+
+    with Voter() as voter:
+        line.say(json.loads(voter.combine(f"from {rank}", listed, what="combining")))
+        own = KeyError("lost") if rank == 2 else None
+        line.say(*outcome(lambda: voter.combine(f"again {rank}", listed, own, what="badly")))
+        line.say(*outcome(lambda: voter.combine("bad" if rank == 1 else "good", listed, what="a bad one")))
+        line.say(len(voter.combine("é" * 10_000, "".join, what="much")))
+        voter.vote(what="a plain vote")
+        voter.vote(what="another")
+        # No value stays in the store.
+        store = voter._protocol._store  # type: ignore[union-attr]
+        keys = [f"{number}/value/{teller}" for number in range(8) for teller in range(3)]
+        line.say(len(store.missing([*keys, *(f"{number}/combined" for number in range(8))])))
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0, FILE])
+def test_all_ranks_get_one_text_from_the_values_of_all(host: str, tmp_path: Path) -> None:
+    with Job(combine, 3, tmp_path, host=host) as job:
+        assert job.hear_all() == [(["from 0", "from 1", "from 2"],)] * 3
+        assert [kind for kind, _, _ in job.hear_all()] == ["PeerFailedError", "PeerFailedError", "KeyError"]
+        heard = job.hear_all()
+        assert {kind for kind, _, _ in heard} == {"PeerFailedError"}
+        assert len({text for _, text, _ in heard}) == 1 and "ValueError: a bad value" in heard[0][1]
+        assert job.hear_all() == [(30_000,)] * 3
+        assert job.hear_all() == [(32,)] * 3
+        job.expect_end()
+
+
+def votes_of_all_kinds(rank: int, line: Line) -> None:
+    # Drawn alike on all ranks, so that each knows the result.
+    drawn = random.Random(line.hear())
+    with Voter() as voter:
+        for number in range(60):
+            kind = drawn.choice(["well"] * 3 + ["fails", "differs", "flags", "gathers", "combines"])
+            who = drawn.randrange(3)
+            time.sleep(drawn.choice([0, 0, 0, 0.002, 0.15 if number % 10 == 0 else 0]) * (rank == who))
+            what = f"step {number}"
+            if kind == "fails":
+                error = ValueError("mine") if rank == who else None
+                text = outcome(lambda error=error, what=what: voter.vote(error, what=what))
+                expected = (
+                    ("ValueError", "mine", None)
+                    if rank == who
+                    else ("PeerFailedError", f"{what}: rank {who} failed with ValueError: mine", who)
+                )
+                assert text == expected
+            elif kind == "differs":
+                same = f"{what} of one" if rank == who else what
+                assert outcome(lambda same=same, what=what: voter.vote(what=what, same=same))[0]
+            elif kind == "flags":
+                assert voter.vote(what=what, flag=rank == who)
+            elif kind == "gathers":
+                found = voter.gather(f"{rank} in {number}", what=what)
+                assert found == ([f"{one} in {number}" for one in range(3)] if rank == 0 else [])
+            elif kind == "combines":
+                assert voter.combine(f"{rank}", "".join, what=what) == "012"
+            else:
+                assert not voter.vote(what=what, same=what)
+
+
+@pytest.mark.parametrize("host", [LAUNCHER, RANK0])
+def test_each_vote_has_its_own_result_in_any_order_of_kinds(host: str, tmp_path: Path) -> None:
+    with Job(votes_of_all_kinds, 3, tmp_path, host=host) as job:
+        for rank in range(3):
+            job.tell(rank, host)
+        job.expect_end()
+
+
 def test_a_world_of_one_hears_itself() -> None:
     with Voter() as voter:
+        assert voter.combine("alone", "".join, what="telling") == "alone"
+        with pytest.raises(KeyError, match="lost"):
+            voter.combine("alone", "".join, KeyError("lost"), what="telling")
         assert voter.broadcast("alone", source=0, what="telling") == "alone"
         with pytest.raises(InvalidInputError, match="sent nothing"):
             voter.broadcast(None, source=0, what="telling")

@@ -13,16 +13,6 @@ import os
 import weakref
 from typing import Any
 
-__all__ = [
-    "JobStore",
-    "job_start",
-    "second_client",
-    "store_address",
-    "store_host_rank",
-    "store_load_factor",
-    "torch_distributed",
-]
-
 # compare_set returns this for a key that does not exist. No stored value equals it.
 _ABSENT = "\x00"
 # Values fetched in one request.

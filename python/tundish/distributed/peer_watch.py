@@ -30,8 +30,6 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["PeerWatch", "node_identity"]
-
 _BACKLOG = 4096
 _CONNECT_SECONDS = 5.0
 # The message of a watch that closes: the rank whose end is the reason.

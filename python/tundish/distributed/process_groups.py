@@ -21,15 +21,6 @@ from tundish.distributed.job_store import job_start, torch_distributed
 from tundish.errors import InvalidInputError
 from tundish.timeouts import timeout_seconds
 
-__all__ = [
-    "GroupInfo",
-    "VoteId",
-    "group_info",
-    "new_subgroup",
-    "temporary_group",
-    "unique_name",
-]
-
 _counters: dict[tuple[str, tuple[int, ...]], itertools.count[int]] = {}
 _counters_lock = threading.Lock()
 

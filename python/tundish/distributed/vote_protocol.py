@@ -2,7 +2,7 @@
 
 Every rank writes its status and increments a counter. The last to arrive, or a rank that sees a peer die or the
 deadline pass, writes the result with compare-and-set. All ranks read the first result written, so all raise or none
-does. A late rank reads the result of the vote that it missed, at once, and is in step again.
+does. A late rank reads the missed result, then continues with the next vote.
 
 Invariants:
 
@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,16 +38,6 @@ from tundish.errors import (
     format_ranks,
     format_type,
 )
-
-__all__ = [
-    "LINGER_SECONDS",
-    "RankVote",
-    "VoteProtocol",
-    "as_exception",
-    "check_same",
-    "check_size",
-    "no_result_error",
-]
 
 # How long a failed rank waits for the failures of others, so that all are named.
 _GATHER_SECONDS = 0.5
@@ -81,12 +71,13 @@ class RankVote:
         value: a text that this rank sends to others.
         gathers: whether the group's first rank gets the values of all.
         source: the rank whose value this rank gets.
+        combine: makes one text, which all ranks get, from the values of all.
         flag: this rank's flag.
         warn_after: seconds after which one rank logs which ranks it waits for; doubled after each warning.
         interruption: set by the caller's thread: what interrupted it.
         abandoned: set by the caller's thread: it stopped waiting.
         result, values, received: set by the thread that holds the vote: the result, the values of all ranks, and the
-            value of `source`.
+            value of `source` or the combined one.
         posted: set by the thread that holds the vote: this rank reported its status in time.
         lock: held to stop waiting and to set the result.
     """
@@ -98,6 +89,7 @@ class RankVote:
     value: str | None = None
     gathers: bool = False
     source: int | None = None
+    combine: Callable[[list[str]], str] | None = None
     flag: bool = False
     warn_after: float | None = None
     started: float = field(default_factory=time.monotonic)
@@ -119,13 +111,10 @@ class VoteProtocol:
         node: the name of this rank's node. Ranks with the same name watch each other.
         name: the namespace of the group's keys.
         known_losses: returns the lost ranks that other voters know of; called until the first complete vote.
-        offer: returns the address of shared memory that the first member of a node offers to the others.
 
     Attributes:
         host: the rank that serves the store, None where no rank does.
         node_ranks: the ranks of this rank's node in the group's order, known after the first complete vote.
-        offered: the address that the first member of this node offered.
-        has_values: whether the store still has values of the last vote, which the next vote deletes.
     """
 
     def __init__(
@@ -134,16 +123,12 @@ class VoteProtocol:
         node: str,
         name: str,
         known_losses: Callable[[], Mapping[int, RankFailure]],
-        offer: Callable[[], Sequence[int] | None],
     ) -> None:
         self.host = store_host_rank(member.store)
         self.node_ranks: tuple[int, ...] = ()
-        self.offered: Sequence[int] | None = None
-        self.has_values = False
         self._rank, self._ranks = member.rank, member.ranks
         self._load = store_load_factor(len(member.ranks))
         self._node = node
-        self._offer = offer
         self._known_losses = known_losses
         # Keys to delete once all ranks are in a later vote: of this rank, with the vote's number, and of all ranks.
         self._own_keys: list[tuple[int, str]] = []
@@ -284,7 +269,7 @@ class VoteProtocol:
             # A log that cannot be written does not fail the vote.
             with contextlib.suppress(Exception):
                 _logger.warning(
-                    "%s has waited %.4g s for %s: still at work, hung, or without this call, which all ranks make",
+                    "%s has waited %.4g s for %s: slow, hung, or missing this collective call",
                     vote.what,
                     seconds,
                     format_ranks(missing[:_MAX_WARNED], len(missing)),
@@ -310,12 +295,22 @@ class VoteProtocol:
                 failures[failure.rank] = failure
         if vote.interruption is not None:
             failures[self._rank] = vote.interruption
+        is_complete = not (missing or lost or vote.interruption or vote.abandoned)
+        if vote.combine is not None and is_complete and not failures:
+            try:
+                text = vote.combine(self._values(number))
+                refusal = check_size(text, vote.what)
+                if refusal is not None:
+                    raise refusal
+                store.write(f"{number}/combined", text)
+            except Exception as error:  # noqa: BLE001 (all ranks raise it)
+                failures[self._rank] = RankFailure.of(self._rank, error)
         silent = sorted(missing)
         if vote.abandoned:
             # The store did not answer in time, so nothing is known of other ranks.
             silent = [] if self.host is None else [self.host]
         result = VoteResult.bounded(
-            complete=not (missing or lost or vote.interruption or vote.abandoned),
+            complete=is_complete,
             failures=list(failures.values()),
             failed_count=failed,
             silent=[] if failures else silent,
@@ -336,10 +331,17 @@ class VoteProtocol:
         if not result.succeeded:
             return
         if vote.gathers and self._rank == self._ranks[0]:
-            keys = [f"{vote.number}/value/{rank}" for rank in self._ranks]
-            vote.values = [text or "" for text in self._store.read_all(keys)]
+            vote.values = self._values(vote.number)
+        if vote.combine is not None:
+            vote.received = self._store.read(f"{vote.number}/combined")
         if vote.source is not None:
             vote.received = self._store.read(f"{vote.number}/value/{vote.source}")
+
+    def _values(self, number: int) -> list[str]:
+        """The values of all ranks, in the group's order."""
+        return [
+            text or "" for text in self._store.read_all([f"{number}/value/{rank}" for rank in self._ranks])
+        ]
 
     def _introduce(self) -> None:
         """Write, once, this rank's entry in the list of its node, with the address to watch it."""
@@ -348,9 +350,7 @@ class VoteProtocol:
         position = self._store.add(f"node/{self._node}", 1)
         self._introduction = f"node/{self._node}/{position}"
         process = f"process {os.getpid()} on {socket.gethostname()}"
-        offered = self._offer() if position == 1 else None
-        text = json.dumps([self._rank, self._watch.address, process, offered])
-        self._store.write(self._introduction, text)
+        self._store.write(self._introduction, json.dumps([self._rank, self._watch.address, process]))
 
     def _watch_new_ranks(self) -> None:
         """Watch the ranks of this node that were added to its list since the last call."""
@@ -360,8 +360,7 @@ class VoteProtocol:
             if text is None:
                 # The rank is about to write it.
                 break
-            rank, address, process, offered = json.loads(text)
-            self.offered = self.offered or offered
+            rank, address, process = json.loads(text)
             addresses[rank], self._processes[rank], self._known_positions = address, process, position
         addresses.pop(self._rank, None)
         self._watch.connect(addresses)
@@ -383,9 +382,8 @@ class VoteProtocol:
             self._common_keys = []
         common = ["result", "arrived", "left"]
         common += ["same"] * (vote.same is not None) + ["flagged"] * result.flagged
-        common += ["failed"] * (result.failed_count > 0)
+        common += ["failed"] * (result.failed_count > 0) + ["combined"] * (vote.combine is not None)
         self._common_keys += [f"{number}/{key}" for key in common]
-        self.has_values = bool(self._own_keys)
 
     def _leave(self, vote: RankVote, result: VoteResult) -> None:
         """Have the host of the store wait until the others have read the result.
@@ -448,10 +446,10 @@ def check_size(text: str | None, what: str) -> TundishError | None:
 
 
 def no_result_error(
-    what: str, rank: int, host: int | None, task: Future[None] | None, seconds: float | None
+    what: str, rank: int, host: int | None, task: Future[Any], seconds: float | None
 ) -> TundishError:
     """The error of a vote without a result on this `rank`: its `task` failed, or the store did not answer in time."""
-    if task is None or not task.done():
+    if not task.done():
         text = f"{what}: the job's store did not answer within {seconds or 0.0:.4g} s"
         if host is None:
             return VoteTimeoutError(f"{text}: look at the launcher that serves it", ())

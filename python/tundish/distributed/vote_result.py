@@ -13,15 +13,6 @@ from dataclasses import dataclass
 
 from tundish.errors import PeerFailedError, TundishError, VoteTimeoutError, format_ranks
 
-__all__ = [
-    "LostPeerError",
-    "RankFailure",
-    "VoteResult",
-    "difference",
-    "same_arguments",
-    "shortened",
-]
-
 _MAX_CHARACTERS = 2000
 _MAX_DETAILED = 8
 _MAX_NAMED = 256

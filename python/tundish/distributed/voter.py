@@ -6,9 +6,8 @@ whose timeout ends leaves that thread behind.
 
 Invariants:
 
-1. Each call is the next vote on its rank, also after a vote that failed.
-2. A vote is first decided, or given up, in the shared memory of its node. Only a vote given up there goes to the store.
-3. An interrupted vote closes the voter. The other ranks are told, in that vote or in the next one.
+1. Every call uses the next vote number, even after a failed vote.
+2. An interrupted vote closes the voter. The other ranks are told, in that vote or in the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tundish.daemon_thread import DaemonThread
 from tundish.distributed.job_store import store_load_factor, torch_distributed
 from tundish.distributed.peer_watch import node_identity
 from tundish.distributed.process_groups import VoteId, group_info, unique_name
-from tundish.distributed.shared_memory_vote import SharedMemoryVotes
 from tundish.distributed.vote_protocol import (
     LINGER_SECONDS,
     RankVote,
@@ -39,11 +37,9 @@ from tundish.distributed.vote_protocol import (
     check_size,
     no_result_error,
 )
-from tundish.distributed.vote_result import LostPeerError, RankFailure, VoteResult
-from tundish.errors import InvalidInputError, TundishError
+from tundish.distributed.vote_result import LostPeerError, RankFailure
+from tundish.errors import InvalidInputError, JobStoreLostError, TundishError
 from tundish.timeouts import timeout_seconds
-
-__all__ = ["DEFAULT_TIMEOUT", "Voter", "group_voters"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 # The default of `timeout` in votes: that of the voter.
@@ -61,6 +57,7 @@ _LONGEST_WAIT = 0.5
 
 # The voter of each group's calling threads.
 group_voters: weakref.WeakKeyDictionary[Any, Voter] = weakref.WeakKeyDictionary()
+_group_voters_lock = threading.Lock()
 
 T = TypeVar("T")
 
@@ -126,15 +123,12 @@ class Voter:
         self._check: tuple[int, Future[bool]] | None = None
         self._one_vote = threading.Lock()
         self._thread = DaemonThread("tundish-vote")
-        self._memory = SharedMemoryVotes(self.index, len(member.ranks))
         self._protocol_lock = threading.Lock()
         # None in a world of one.
         self._protocol: VoteProtocol | None = None
         if len(member.ranks) > 1:
             name = f"votes/{self._name}"
-            self._protocol = VoteProtocol(
-                member, node_identity(), name, _known_losses(group), self._memory.offer
-            )
+            self._protocol = VoteProtocol(member, node_identity(), name, _known_losses(group))
         if first_vote:
             try:
                 self.vote(what="connecting a new voter")
@@ -173,7 +167,7 @@ class Voter:
                 errors of up to eight ranks and names up to 64.
             VoteTimeoutError: a rank did not vote in time (`ranks` has the lowest 256 of them), or this rank came after
                 the others had given up. All ranks are in step for the next vote.
-            JobStoreLostError: the launcher's store is gone. Votes that succeed on a single node do not need it.
+            JobStoreLostError: the launcher's store is gone.
             InvalidInputError: the timeout is not positive, `same` is empty (the others are told), or the voter is
                 closed, was interrupted, or was created before a fork.
             InvalidTypeError: `error` is no exception (the others are told).
@@ -235,6 +229,39 @@ class Voter:
         if received is None:
             raise InvalidInputError(f"{what}: rank {source} sent nothing")
         return received
+
+    def combine(
+        self,
+        value: str,
+        combine: Callable[[list[str]], str],
+        error: BaseException | None = None,
+        *,
+        what: str,
+        timeout: timedelta | float | None = _VOTERS_TIMEOUT,
+    ) -> str:
+        """Collective: a vote in which every rank sends `value`, and receives one text made from the values of all.
+
+        Args:
+            value: what this rank sends.
+            combine: makes the text from the values, in the group's order. It has to give the same on all ranks,
+                because any one of them calls it, on another thread.
+            error: as in `vote`.
+            what: as in `vote`.
+            timeout: as in `vote`.
+
+        Returns:
+            The combined text. It travels through the job's store: kilobytes, not megabytes.
+
+        Raises:
+            The errors of `vote`.
+            InvalidInputError: the value has more than 8 MiB (the others are told).
+        """
+        pending = self._hold(error, what, timeout, value=value, combine=combine)
+        if self._protocol is None:
+            return combine([value])
+        if pending.received is None:
+            raise JobStoreLostError(f"{what}: the job's store has lost the combined text: restart the job")
+        return pending.received
 
     def agreed(
         self, what: str, *, same: str | None = None, timeout: timedelta | float | None = _VOTERS_TIMEOUT
@@ -309,6 +336,8 @@ class Voter:
     def close(self, reason: str = "is closed") -> None:
         """Release sockets and the store. Not collective, never waits; other members see this rank vanish.
 
+        A vote of another thread ends with an error within half a second.
+
         Args:
             reason: ends the message "this voter ..." of the error at its next use.
         """
@@ -348,11 +377,9 @@ class Voter:
             )
             vote.deadline = None if seconds is None else vote.started + seconds
             self._number += 1
-            task: Future[Any] | None = None
             try:
-                if not self._decide_in_memory(protocol, vote, seconds):
-                    task = self._thread.submit(lambda: self._hold_in_store(protocol, vote), waits=False)
-                    self._wait(task, vote)
+                task = self._thread.submit(lambda: self._hold_in_store(protocol, vote), waits=False)
+                self._wait(task, vote)
             except BaseException as interruption:
                 self._report_interruption(protocol, vote, interruption)
                 raise
@@ -362,7 +389,7 @@ class Voter:
         if result is None:
             problem: TundishError | None = no_result_error(what, self.rank, protocol.host, task, seconds)
         else:
-            problem = result.error(what, self.rank, late=task is not None and not vote.posted)
+            problem = result.error(what, self.rank, late=not vote.posted)
         # A rank that only noticed the loss of another one raises the common error.
         if error is not None and (problem is None or not isinstance(error, LostPeerError)):
             raise error
@@ -378,16 +405,11 @@ class Voter:
                 f"{what}: this voter was made before a fork: make one in the process that votes"
             )
 
-    def _decide_in_memory(self, protocol: VoteProtocol, vote: RankVote, seconds: float | None) -> bool:
-        needs_store = (vote.failure, vote.value, vote.source, self._store_error)
-        is_plain = not (vote.flag or protocol.has_values) and all(part is None for part in needs_store)
-        if self._memory.decide(vote.number, is_plain=is_plain, same=vote.same, seconds=seconds):
-            vote.result = VoteResult(complete=True)
-        return vote.result is not None
-
     def _wait(self, task: Future[Any], vote: RankVote) -> None:
-        """Wait until the vote is over, or a little after its deadline."""
+        """Wait until the vote is over, or a little after its deadline. Raises if another thread closes the voter."""
         while not task.done():
+            if self._closed:
+                raise InvalidInputError(f"{vote.what}: this voter {self._closed}")
             left = _LONGEST_WAIT if vote.deadline is None else vote.deadline - time.monotonic()
             if left <= 0:
                 break
@@ -410,9 +432,6 @@ class Voter:
             if vote.result is not None and vote.result.succeeded:
                 self._locked(lambda: protocol.fail(vote.number + 1, failure))
 
-        if vote.result is None and self._memory.give_up(vote.number):
-            vote.result = VoteResult(complete=True)
-        self._memory.give_up(vote.number + 1)
         # The thread sees the interruption and ends a vote in progress early.
         wait([self._thread.submit(report)], _REPORT_SECONDS)
         self.close("was interrupted in a vote and is closed: make a new one on all ranks")
@@ -420,16 +439,8 @@ class Voter:
     # On the background thread.
 
     def _hold_in_store(self, protocol: VoteProtocol, vote: RankVote) -> None:
-        def hold() -> None:
-            is_first = not protocol.node_ranks
-            protocol.hold(vote)
-            if is_first and protocol.node_ranks == self.ranks:
-                self._memory.join(protocol.offered)
-            elif is_first and protocol.node_ranks:
-                self._memory.release()
-
         try:
-            self._locked(hold)
+            self._locked(lambda: protocol.hold(vote))
         except InvalidInputError:
             raise
         except Exception as error:
@@ -452,7 +463,6 @@ class Voter:
         # A vote in progress holds the lock; its thread comes here when it ends.
         if self._closed and self._protocol_lock.acquire(blocking=False):
             try:
-                self._memory.release()
                 if self._protocol is not None:
                     self._protocol.close()
             finally:
@@ -485,3 +495,117 @@ def _known_losses(group: Any) -> Callable[[], Mapping[int, RankFailure]]:
 
 def _fails(check: Future[bool]) -> bool:
     return check.exception() is not None or check.result()
+
+
+def voter_of(group: Any) -> Voter:
+    """The voter that a group's calling threads share. It lives as long as the group; nobody closes it.
+
+    The ranks of a node watch each other from the group's first vote on, also between calls.
+
+    Raises:
+        InvalidInputError: as `vote`.
+    """
+    if len(group_info(group).ranks) == 1:
+        return Voter(group, first_vote=False)
+    key = torch_distributed().group.WORLD if group is None else group
+    with _group_voters_lock:
+        voter = group_voters.get(key)
+        if voter is None:
+            voter = group_voters[key] = Voter(group, first_vote=False)
+            # At exit the kernel closes everything; a finaliser would only meet a half-dead interpreter.
+            weakref.finalize(key, voter.close).atexit = False
+    return voter
+
+
+def vote(
+    error: BaseException | None = None,
+    *,
+    what: str,
+    same: str | None = None,
+    group: Any = None,
+    timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+) -> None:
+    """Collective over `group`: report this rank's status; return when every rank reported success.
+
+    All members call it in the same order, each on one thread; a background thread uses a `Voter`. In a world of one it
+    raises `error`, if any.
+
+    The other ranks of its node notice a killed rank within 1 s, if it voted before in `group` or in the whole job.
+    Otherwise they wait for it until the timeout.
+
+    Args:
+        error: this rank's error; None if its work succeeded.
+        what: the step voted on, for messages: "loading the data".
+        same: a text that must be equal on all ranks, such as a hash of the configuration. All ranks give it or none.
+        group: the `ProcessGroup` (None: all ranks).
+        timeout: how long this rank waits for the others; seconds or a `timedelta`. None waits for as long as it takes.
+
+    Raises:
+        The `error` given, on the rank that gave it.
+        PeerFailedError: another rank failed or was killed. `rank` is the lowest of them; the message contains the
+            errors of up to eight ranks.
+        VoteTimeoutError: a rank did not vote in time (`ranks` names up to 256 of them), or this rank came after the
+            others had given up. The next vote works.
+        JobStoreLostError: the store of the launcher is gone.
+        InvalidInputError: the timeout is not positive, `same` is empty, this rank is not in `group`, or `WORLD_SIZE`
+            says that there are several processes but no process group is initialised.
+        InvalidTypeError: `error` is not an exception, or `timeout` is neither a number nor a `timedelta`.
+
+    Example:
+        >>> vote(what="loading the data")
+        >>> vote(what="comparing the vocabularies", same="sha256:2c26b46b")
+    """
+    voter_of(group).vote(error, what=what, same=same, timeout=timeout)
+
+
+def agreed(
+    what: str, *, group: Any = None, timeout: timedelta | float | None = DEFAULT_TIMEOUT
+) -> contextlib.AbstractContextManager[None]:
+    """Collective over `group`: a block of fallible work that ends in a `vote`.
+
+    If the block raises on one rank, its error goes on there, and the vote raises `PeerFailedError` on all others.
+
+    Args:
+        what: as in `vote`.
+        group: as in `vote`.
+        timeout: as in `vote`.
+
+    Returns:
+        The context manager of the block.
+
+    Raises:
+        The errors of `vote`, at the end of the block.
+
+    Example:
+        >>> with agreed("loading the data"):
+        ...     lengths = [3, 4]
+    """
+    return voter_of(group).agreed(what, timeout=timeout)
+
+
+def build_once_per_node(
+    build: Callable[[], T],
+    *,
+    what: str,
+    group: Any = None,
+    timeout: timedelta | float | None = None,
+) -> T | None:
+    """Collective over `group`: run `build` on one rank of every node while the others wait.
+
+    Args:
+        build: slow work that may raise anything.
+        what: a name of the result, for messages.
+        group: the `ProcessGroup` (None: all ranks).
+        timeout: how long the others wait for the builders; None, the default, for as long as they take.
+
+    Returns:
+        The result of `build` on the ranks that ran it, None on the others.
+
+    Raises:
+        The errors of `vote`: the builder's own error on its rank, `PeerFailedError` on all others.
+
+    Example:
+        >>> build_once_per_node(lambda: 42, what="building the answer")
+        42
+    """
+    return voter_of(group).build_once_per_node(build, what=what, timeout=timeout)

@@ -76,7 +76,6 @@ mod _native {
     #[pymodule_export]
     use super::shm::task_queue::{TaskQueue, available_processors, exit_with_parent};
     #[pymodule_export]
-    use super::shm::votes::SharedVotes;
     #[pymodule_export]
     use super::store::dtypes::stored_dtypes;
     #[pymodule_export]

@@ -1,4 +1,4 @@
-//! Shared memory of one node: segments that processes attach to and use again, the queue of a pool's tasks, and votes.
+//! Shared memory of one node: segments that processes attach to and use again, and the queue of a pool's tasks.
 //!
 //! A [`Segment`] is memory without a name (a memfd) or with one. Its first page is a header; its data begin behind it.
 //!
@@ -22,7 +22,6 @@ pub mod named;
 mod process;
 mod segment;
 pub mod task_queue;
-pub mod votes;
 
 pub use buffers::{BufferReceiver, BufferReference, ReceivedBuffer, SendBuffer};
 pub use error::ShmError;

@@ -75,9 +75,10 @@ def num_items_in_batch(batches: Iterable[Mapping[str, Any]], *, group: Any = Non
         total = _summed(batches)
     except BaseException as caught:  # noqa: BLE001 (the vote raises it again, Ctrl-C included)
         error = caught
-    sums = voter.gather(total.hex(), error, what=_WHAT)
-    whole = math.fsum(map(float.fromhex, sums)).hex() if sums else None
-    return torch.tensor(float.fromhex(voter.broadcast(whole, what=_WHAT)), dtype=torch.float64)
+    whole = voter.combine(
+        total.hex(), lambda sums: math.fsum(map(float.fromhex, sums)).hex(), error, what=_WHAT
+    )
+    return torch.tensor(float.fromhex(whole), dtype=torch.float64)
 
 
 def _summed(batches: Any) -> float:

@@ -3,7 +3,6 @@
 //! - `segment`: segments that hold an array, and views of them; `named`: the sweep of segments with a name.
 //! - `buffers`: memory that one process writes and another receives, and the arena that keeps it.
 //! - `task_queue`: the queue of a pool, and the watcher that ends a worker with its parent.
-//! - `votes`: votes of the ranks of a node.
 //!
 //! The other files hold what these share, and export no class.
 //!
@@ -18,7 +17,6 @@ pub(crate) mod named;
 pub(crate) mod plain_values;
 pub(crate) mod segment;
 pub(crate) mod task_queue;
-pub(crate) mod votes;
 
 use tundish_packing::Progress;
 use tundish_shm::{SegmentAddress, ShmError};

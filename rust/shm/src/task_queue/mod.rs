@@ -20,7 +20,6 @@ use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
 pub use self::protocol::WaiterRole;
 pub use self::protocol::parent::WaitOutcome;
 pub use self::protocol::slot_state::TaskId;
-pub(crate) use self::protocol::spin::SpinHistory;
 pub use self::protocol::time_limit::TimeLimit;
 pub use self::protocol::worker::TakeOutcome;
 pub use self::worker_queue::WorkerQueue;
