@@ -21,7 +21,7 @@ RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -type d -o -name '*.rs' 
 CORE_TESTS := --features tundish-commit/failpoints
 PYTHON_FOLDERS := python tests benches examples .ci
 # Where `.ci/vocabulary.txt` holds.
-SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run .ci/rust_cycles.py rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
+SPELLED := README.md CHANGELOG.md CONTRIBUTING.md Makefile Cargo.toml pyproject.toml clippy.toml deny.toml .ci/run rust fuzz/fuzz_targets docs $(PYTHON_FOLDERS)
 # One more than there are processors, because tests wait at times. pytest uses at most 4 processes, to limit memory.
 TESTS_AT_ONCE := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 
@@ -34,7 +34,7 @@ help:
 	@echo 'make soak    long forms of the fault tests: kills, full disks, power cuts (hours)'
 	@echo 'make mutants insert faults into a copy of rtensor, one at a time, and check that a test fails (10 minutes)'
 	@echo 'make bench   Rust benches, then tundish beside its peers; writes benches/RESULTS.md'
-	@echo 'make lint    formats, lints, types, stubs, import layers, circles of Rust modules, vocabulary'
+	@echo 'make lint    formats, lints, types, stubs, import layers, circles of Rust modules, layout, vocabulary'
 	@echo 'make wheel   build one wheel for every Python from 3.11 on, into dist/'
 	@echo 'make fuzz    fuzz plan folders, requests and shard headers, FUZZ_SECONDS each'
 	@echo 'make audit   licences, sources and known vulnerabilities of the Rust dependencies'
@@ -79,6 +79,8 @@ lint: $(STAMPS)/with-lint
 	$(BIN)/codespell $(SPELLED); \
 	$(BIN)/lint-imports .ci/import-contracts.toml --no-cache; \
 	$(BIN)/python .ci/rust_cycles.py; \
+	$(BIN)/python .ci/layout.py; \
+	$(BIN)/python .ci/test_times.py; \
 	$(BIN)/python -m mypy.stubtest --mypy-config-file stubtest.ini tundish._native; \
 	wait $$types
 

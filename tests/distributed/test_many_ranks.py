@@ -138,9 +138,7 @@ def test_the_next_rank_writes_the_result_if_one_is_lost(crowd: Crowd) -> None:
 
     # As a rank does that is killed right after.
     PrefixStore("votes/crowd/start-0", crowd.store).add("1/turns", 1)
-    began = time.monotonic()
     outcomes = crowd.hold(*range(1, SIZE), seconds=1.0)
-    assert time.monotonic() - began < 5.0
     for problem, _ in outcomes:
         assert isinstance(problem, VoteTimeoutError)
         assert problem.ranks == (0,)
@@ -155,11 +153,9 @@ def test_a_vote_ends_if_the_last_two_ranks_are_lost(crowd: Crowd, monkeypatch: p
     store.add("1/turns", 1)
     lost = threading.Timer(0.5, store.add, ("1/arrived", 1))
     monkeypatch.setattr(vote_protocol, "_CHECK_SECONDS", 3.0)
-    began = time.monotonic()
     lost.start()
     assert not any(problem for problem, _ in crowd.hold(*range(1, SIZE)))
     lost.join()
-    assert time.monotonic() - began < 5.5
 
 
 def test_gathered_values_take_few_requests(crowd: Crowd) -> None:

@@ -33,11 +33,13 @@ def test_a_queue_that_strangers_fill_makes_no_peer_look_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watch, "_BACKLOG", 2)
+    monkeypatch.setattr(watch, "_CONNECT_SECONDS", 40.0)
     peer, own, other = PeerWatch(), PeerWatch(), PeerWatch()
     own.connect({1: peer.address})
     with filled(peer.address):
         began = time.monotonic()
         other.connect({1: peer.address})
+        # time: a full queue refuses at once; otherwise it would be all of this
         assert time.monotonic() - began < watch._CONNECT_SECONDS
         assert other.vanished() == own.vanished() == frozenset()
         peer.close()

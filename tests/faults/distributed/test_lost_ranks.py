@@ -20,7 +20,7 @@ from tundish.distributed import Voter, build_once_per_node, vote, vote_protocol
 from tundish.distributed import voter as voter_module
 from tundish.distributed.peer_watch import PeerWatch, node_identity
 
-# The promise is 1 s. A machine with much else to do gets ten times as long, which is still far from every timeout here.
+# time: ten times the promise of 1 s, and still far from the timeouts of these votes
 NOTICED = 10.0
 
 

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Self
 
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
-PATIENCE = 60.0
+PATIENCE = 60.0  # time: what comes at all comes within this time
 _STARTING_SECONDS = 30.0
 # Slow imports of scenarios.
 _PRELOADED = [
