@@ -20,7 +20,6 @@ __all__ = [
     "PackLookup",
     "RTensor",
     "ReadonlyCheckpointRoot",
-    "RebuildProgram",
     "ReceivedBuffer",
     "SegmentArena",
     "SegmentView",
@@ -38,7 +37,6 @@ __all__ = [
     "TensorExchange",
     "TensorInspector",
     "WorkerClient",
-    "are_apart",
     "available_processors",
     "balanced_parts",
     "checksum_file",
@@ -67,7 +65,6 @@ __all__ = [
     "sweep_segments",
     "sweep_writer_slots",
     "tensors_over",
-    "traverse",
     "trim_staging",
     "trust_owner",
     "verify_checkpoint",
@@ -453,32 +450,6 @@ class ReceivedBuffer:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 # ---- tree, tensor_inspector ----
-
-def are_apart(addresses: list[int], sizes: bytes) -> bool: ...
-def traverse(
-    root: object,
-    tensor: type,
-    plain_tuples: set[type],
-    rule: Callable[[Any], int | tuple[Any, ...] | None],
-    leaves: list[Any],
-    path: list[tuple[Any, Any]],
-    careful: bool,
-) -> tuple[bytes, tuple[Any, ...], list[Any]] | None: ...
-
-@final
-class RebuildProgram:
-    def __new__(cls, words: bytes, tokens: tuple[Any, ...]) -> RebuildProgram: ...
-    @property
-    def pickles(self) -> int: ...
-    @property
-    def host_only_leaves(self) -> set[int]: ...
-    def build(
-        self,
-        leaves: list[Any],
-        values: list[Any],
-        pickled: list[Any],
-        builder: Callable[[tuple[Any, ...], list[Any]], Any],
-    ) -> Any: ...
 
 @final
 class TensorExchange:

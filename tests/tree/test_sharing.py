@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -108,18 +109,14 @@ def test_containers_arrays_and_unknown_objects_are_shared_too(echo: EchoProcess)
     assert all(one is other for one, other in zip(back["a"], back["b"], strict=True))
 
 
-def test_a_container_is_one_in_all_unknown_objects_and_one_outside(echo: EchoProcess) -> None:
-    """As docs/tree.md has it: two in all, of the same tensors and arrays."""
+def test_a_container_is_one_inside_other_objects_and_outside(echo: EchoProcess) -> None:
     inner = {"deep": [torch.ones(2)], "array": np.arange(3)}
     obj = [inner, Unknown(inner), Unknown([inner]), inner, Known(inner)]
     assert carried(obj) == 32
     back = echo.round_trip(obj)
     outside, first, second, again, known = back
-    assert outside is again is known.inside and first.inside is second.inside[0] is not outside
-    assert first.inside["deep"] is not outside["deep"]
-    assert first.inside["deep"][0] is outside["deep"][0] and first.inside["array"] is outside["array"]
-    assert_same([inner, obj[4]], [outside, known])
-    assert_same(obj[1:3], [first, second])
+    assert outside is again is known.inside is first.inside is second.inside[0]
+    assert_same(obj, back)
 
 
 def test_a_tensor_in_an_unknown_object_is_shared_with_those_outside(echo: EchoProcess) -> None:
@@ -168,7 +165,7 @@ def test_an_array_in_an_unknown_object_and_outside(dtype: Any, is_writable: bool
     array.flags.writeable = is_writable
     obj = [Unknown({"deep": array}), array]
     assert carried(obj) == array.nbytes
-    assert len(td.tree.flatten(obj)[1].encode()) < 2000
+    assert len(pickle.dumps(td.tree.flatten(obj)[1])) < 2000
     back = trip(obj, echo)
     assert back[0].inside["deep"] is back[1]
 

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tundish import tree
 from tundish._native import RTensor, dump_handles, load_handles, shard_ids
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.tree import find_all, map_only
+from tundish.tree import find_all
 
 __all__ = [
     "RTensor",
@@ -126,7 +127,7 @@ def required_handles(obj: Any, argument: str) -> list[RTensor]:
 
 def replace_handles(function: Callable[[RTensor], Any], obj: Any) -> Any:
     """Nested containers like `obj`, with `function(handle)` in place of each handle."""
-    return map_only(RTensor, function, obj)
+    return tree.map(function, obj, kinds=RTensor)
 
 
 def flatten_shard_ids(obj: Any) -> list[str]:

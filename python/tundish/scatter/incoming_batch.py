@@ -60,7 +60,7 @@ class IncomingBatch(NamedTuple):
 
     def build(self, device: torch.device | None) -> Any:
         """The object, with its tensors in `memory` (None) or on `device`. Call it once: the caller owns the result."""
-        layout, host_only = self.schema.layout, self.schema.host_only_tensors
+        layout, host_only = self.schema.layout, self.schema.layout.host_only_tensors
         on_host: list[Tensor] = []
         if self.device_buffer is None:
             on_host = _host_tensors(layout, self.memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cached_property
 from typing import Any
 
@@ -36,7 +37,7 @@ class OutgoingBatch:
     @cached_property
     def encoded_schema(self) -> bytes:
         """The schema in bytes."""
-        return self.schema.encode()
+        return pickle.dumps(self.schema, 5)
 
     def write(self, buffer: _native.SendBuffer) -> None:
         """Write the tensors to the first `size` bytes of a buffer in shared memory."""

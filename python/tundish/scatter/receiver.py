@@ -64,8 +64,6 @@ class ScatterReceiver(ScatterRank):
             raise PeerFailedError(
                 f"scatter: rank {self.participants.source}, the source, {why}", self.participants.source
             )
-        if isinstance(content, Exception):
-            raise content
         if isinstance(content, IncomingBatch):
             self._batches += 1
             return content

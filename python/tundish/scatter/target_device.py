@@ -45,7 +45,7 @@ def resolve_device(device: Any) -> torch.device | None:
 
 def unflatten_to_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
     """The object of `schema`, with its tensors copied to `device`; arrays of numpy stay in host memory."""
-    on_host = schema.host_only_tensors
+    on_host = schema.layout.host_only_tensors
     moved = [
         tensor if number in on_host else copy_to_device(tensor, device)
         for number, tensor in enumerate(tensors)

@@ -9,13 +9,13 @@
     >>> td.tree.unflatten(schema, tensors)["task"]
     'caption'
 
-`flattening` and `map_and_find` traverse an object. `container_rules`, `tensor_rules` and `array_rules` say what the
-parts of an object of each type are, and how to build it again. `memory_regions` and `buffer_layout` choose the tensors
-that travel; `schema` holds the rest; `unflattening` rebuilds the object.
+`flattening` pickles an object without its tensors. `tensors` says how tensors and arrays that are more than plain
+tensors are taken apart; `layout` chooses the tensors that travel, and says where they lie in one buffer. `mapping`
+replaces or collects tensors in containers.
 
 Invariants:
 
-1. The same types come back, with the same values, attributes and sharing, in whichever process.
+1. The same types come back, with the same values, attributes and sharing as pickle keeps, in whichever process.
 2. Nothing is copied that can be read where it is; nothing that was given is changed.
 3. `flatten` refuses an object that cannot travel, with its path, before it returns anything.
 4. A schema holds no tensor.
@@ -23,15 +23,10 @@ Invariants:
 
 from __future__ import annotations
 
-from tundish.tree.array_rules import NUMPY_DTYPES
-from tundish.tree.buffer_layout import DLPACK_DTYPES, BufferLayout
-from tundish.tree.container_rules import register
-from tundish.tree.flattening import flatten, flatten_with_addresses
-from tundish.tree.map_and_find import find_all, map_only
-from tundish.tree.memory_regions import DLPACK_EXCHANGE
-from tundish.tree.object_parts import Refusal
-from tundish.tree.schema import Schema
-from tundish.tree.unflattening import unflatten, unflatten_unchecked
+from tundish.tree.flattening import Schema, flatten, flatten_with_addresses, unflatten, unflatten_unchecked
+from tundish.tree.layout import DLPACK_DTYPES, DLPACK_EXCHANGE, BufferLayout
+from tundish.tree.mapping import find_all, map  # noqa: A004 (as in other libraries of trees)
+from tundish.tree.tensors import NUMPY_DTYPES, Refusal
 
 __all__ = [
     "DLPACK_DTYPES",
@@ -43,8 +38,7 @@ __all__ = [
     "find_all",
     "flatten",
     "flatten_with_addresses",
-    "map_only",
-    "register",
+    "map",
     "unflatten",
     "unflatten_unchecked",
 ]

@@ -93,11 +93,5 @@ mod _native {
     #[pymodule_export]
     use super::tree::dlpack_exchange::TensorExchange;
     #[pymodule_export]
-    use super::tree::overlap::are_apart;
-    #[pymodule_export]
-    use super::tree::rebuild_program::RebuildProgram;
-    #[pymodule_export]
     use super::tree::tensor_builder::TensorBuilder;
-    #[pymodule_export]
-    use super::tree::traversal::traverse;
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 
 import tundish as td
-from tundish.tree.schema import Schema
 
 
 def send(obj: Any, connection: Connection) -> None:
@@ -27,7 +27,7 @@ def send(obj: Any, connection: Connection) -> None:
             buffer[start : start + length] = raw
         else:
             place.copy_(tensor)
-    connection.send_bytes(schema.encode())
+    connection.send_bytes(pickle.dumps(schema))
     connection.send_bytes(buffer.numpy())
 
 
@@ -40,7 +40,7 @@ def receive(connection: Connection) -> Any:
     encoded = connection.recv_bytes()
     if not encoded:
         raise EOFError("the other end closed")
-    schema = Schema.decode(encoded)
+    schema = pickle.loads(encoded)
     received = connection.recv_bytes()
     buffer = torch.zeros(max(len(received), 1), dtype=torch.uint8)
     if received:

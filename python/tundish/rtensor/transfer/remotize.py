@@ -9,11 +9,11 @@ from typing import Any, Final, TypeGuard
 import torch
 from torch import Tensor
 
+from tundish import tree
 from tundish.rtensor.arguments import DEFAULT_TIMEOUT
 from tundish.rtensor.backends.current_backend import current_backend
 from tundish.rtensor.dense_tensors import dense, is_whole
 from tundish.timeouts import check_seconds
-from tundish.tree import map_only
 
 __all__ = ["remotize"]
 
@@ -70,12 +70,12 @@ def remotize(obj: Any, *, trim: bool = True, timeout: float = DEFAULT_TIMEOUT) -
         places.append(place)
         return tensor
 
-    map_only(Tensor, collect, obj, enter=_trimmed if trim else None)
+    tree.map(collect, obj, enter=_trimmed if trim else None)
     if not found:
         return obj
     handles = current_backend().store(found, timeout)
     following = iter(places)
-    return map_only(Tensor, lambda _: handles[next(following)], obj)
+    return tree.map(lambda _: handles[next(following)], obj)
 
 
 def _identity(tensor: Tensor) -> Any:

@@ -53,13 +53,6 @@ class EpochIterator(Iterator[T_co]):
             # A signal's handler may have left the loop meanwhile.
             self._raise_if_left()
             batch = self._hand_out(step, time.monotonic() - begin)
-        except StopIteration as error:
-            self.close()
-            # A loop would take it for the end of the data.
-            raise RuntimeError(
-                "StopIteration was raised while a batch was flattened or rebuilt: look for a next() without a default "
-                "in registered functions"
-            ) from error
         except BaseException:
             self.close()
             raise

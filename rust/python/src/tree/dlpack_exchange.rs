@@ -17,7 +17,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
 use super::dlpack::{ATTRIBUTE, CAPSULE, CPU, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
-use super::overlap::none_overlap;
 use super::tensor_builder::{self, Geometry, TensorBuilder};
 
 /// The functions of the type `torch.Tensor`.
@@ -49,7 +48,7 @@ impl TensorExchange {
         })
     }
 
-    /// Dtypes and shapes of `tensors`, as `tundish.tree.buffer_layout` reads them, and their addresses as native 64-bit
+    /// Dtypes and shapes of `tensors`, as `tundish.tree.layout` reads them, and their addresses as native 64-bit
     /// integers; no addresses unless all are in host memory.
     ///
     /// None unless all tensors are of the type, have memory and no gradient, are dense and not negated lazily, and no
@@ -205,6 +204,13 @@ impl Tensor {
         // SAFETY: shape and strides have so many, and are torch's own until the tensor changes.
         (!first.is_null()).then(|| unsafe { std::slice::from_raw_parts(first, dimensions) })
     }
+}
+
+/// Whether no two pieces of memory, as address and length, overlap. An address that is there twice overlaps, whatever
+/// the lengths.
+fn none_overlap(pieces: &mut [(u64, u64)]) -> bool {
+    pieces.sort_unstable();
+    pieces.windows(2).all(|pair| pair[0].0 < pair[1].0 && pair[1].0 - pair[0].0 >= pair[0].1)
 }
 
 /// Dtypes and shapes in words of 64 bits.

@@ -1,7 +1,8 @@
-"""Containers come back with their types, attributes, factories and order, here and in another process."""
+"""Objects come back as pickle brings them back: with types, attributes, factories, order, here and elsewhere."""
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import datetime
 import enum
@@ -18,10 +19,8 @@ import torch
 from support.tree.comparison import assert_same
 from support.tree.echo_process import EchoProcess
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils import _pytree
 
 import tundish as td
-from tundish.errors import InvalidTypeError
 
 
 def numbers(count: int = 3) -> torch.Tensor:
@@ -61,14 +60,6 @@ class Groups(defaultdict[str, Any]):
     pass
 
 
-class Attributes(dict[str, Any]):
-    """A dict whose items are its attributes."""
-
-    def __init__(self, **items: Any) -> None:
-        super().__init__(**items)
-        self.__dict__ = self
-
-
 class StepCounts(Counter[str]):
     pass
 
@@ -91,43 +82,6 @@ class Guarded(dict[str, Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.lock = threading.Lock()
         self.name = state["name"]
-
-
-class Addict(dict[str, Any]):
-    """Pickles as the dicts of addict and the configurations of mmengine do."""
-
-    def __init__(self, *args: Any, **items: Any) -> None:
-        super().__init__(*args, **items)
-        object.__setattr__(self, "__parent", None)
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if hasattr(type(self), name):
-            raise AttributeError(name)
-        self[name] = value
-
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return tuple(self.items())
-
-    def __getstate__(self) -> Any:
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.update(state)
-
-
-class Counted(dict[str, Any]):
-    """A dict that gives itself for its state, and counts the items that it takes back."""
-
-    count = 0
-
-    def __getstate__(self) -> Any:
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.count = len(state)
 
 
 @dataclasses.dataclass
@@ -171,39 +125,22 @@ class Unknown:
         vars(self).update(attributes)
 
 
-class Registered:
+class Reduced:
+    """A class that says by `__reduce__` how it is taken apart, and another by `copyreg`."""
+
     def __init__(self, tensors: list[torch.Tensor], note: Any) -> None:
-        self.tensors = tensors
-        self.note = note
+        self.tensors, self.note, self.lock = tensors, note, threading.Lock()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.tensors, self.note)
 
 
-class Setting:
-    """A constant of torch's pytree."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Setting) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+class CopyRegistered:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.lock = tensor, threading.Lock()
 
 
-class Node:
-    def __init__(self, left: Any, right: Any, name: str) -> None:
-        self.left, self.right, self.name = left, right, name
-
-
-td.tree.register(
-    Registered,
-    lambda one: (one.tensors, {"note": one.note}),
-    lambda parts, context: Registered(parts, context["note"]),
-)
-_pytree.register_constant(Setting)
-_pytree.register_pytree_node(
-    Node, lambda node: ([node.left, node.right], node.name), lambda parts, name: Node(*parts, name)
-)
+copyreg.pickle(CopyRegistered, lambda one: (CopyRegistered, (one.tensor,)))
 
 
 def with_attributes(obj: Any, **attributes: Any) -> Any:
@@ -264,9 +201,6 @@ OBJECTS: dict[str, Callable[[], Any]] = {
         "set": {1, "a"},
         "date": datetime.date(2026, 1, 2),
     },
-    "registered": lambda: Registered([numbers(), numbers(2)], {"k": [1, numbers(1)]}),
-    "constant of torch's": lambda: {"x": numbers(), "setting": Setting("s")},
-    "registered with torch": lambda: Node(numbers(), [Node(1, None, "b")], "a"),
 }
 
 
@@ -278,11 +212,27 @@ def test_objects_come_back(name: str, echo: EchoProcess) -> None:
     assert_same(obj, td.tree.unflatten(schema, tensors))
     again = pickle.loads(pickle.dumps(schema))
     assert again == schema and hash(again) == hash(schema)
-    back = td.tree.unflatten(again, [tensor.clone() for tensor in tensors])
-    assert_same(obj, back)
-    # And it can be taken apart again.
-    assert td.tree.flatten(back)[1] == schema or schema.pickles
+    assert_same(obj, td.tree.unflatten(again, [tensor.clone() for tensor in tensors]))
     assert_same(obj, echo.round_trip(obj))
+
+
+def test_a_class_says_how_it_is_taken_apart(echo: EchoProcess) -> None:
+    obj = {
+        "reduce": Reduced([numbers(), numbers(2)], {"k": [1, numbers(1)]}),
+        "copyreg": CopyRegistered(numbers()),
+    }
+    assert len(td.tree.flatten(obj)[0]) == 4
+    back = echo.round_trip(obj)
+    assert type(back["reduce"]) is Reduced and type(back["copyreg"]) is CopyRegistered
+    assert_same([obj["reduce"].tensors, obj["reduce"].note], [back["reduce"].tensors, back["reduce"].note])
+    assert torch.equal(back["copyreg"].tensor, numbers())
+
+
+def test_a_container_may_contain_itself(echo: EchoProcess) -> None:
+    obj: dict[str, Any] = {"tensor": numbers(), "list": []}
+    obj["list"].append({"again": obj})
+    back = echo.round_trip(obj)
+    assert back["list"][0]["again"] is back and torch.equal(back["tensor"], numbers())
 
 
 def test_a_type_chooses_its_state(echo: EchoProcess) -> None:
@@ -291,27 +241,12 @@ def test_a_type_chooses_its_state(echo: EchoProcess) -> None:
     assert back.lock.acquire(blocking=False)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in OBJECTS if name.startswith(("userdict", "unknown", "registered"))]
-)
-def test_no_tensor_is_in_the_schema(name: str) -> None:
-    def size(count: int) -> int:
-        obj = {
-            "x": OBJECTS[name](),
-            "more": Unknown(t=torch.zeros(count)),
-            "wrapped": Wrapped(t=torch.ones(count)),
-        }
-        return len(pickle.dumps(td.tree.flatten(obj)[1]))
-
-    assert size(100_000) - size(10) < 100
-
-
 def test_arrays_stay_in_host_memory() -> None:
     dates = np.zeros(2, dtype="M8[D]")
     tensors, schema = td.tree.flatten({"a": numbers(), "array": numbers().numpy(), "dates": dates})
-    assert schema.host_only_tensors == {1, 2}
+    assert schema.layout.host_only_tensors == {1, 2}
     # A device without memory shows which tensors are read.
-    moved = [t if n in schema.host_only_tensors else t.to("meta") for n, t in enumerate(tensors)]
+    moved = [t if n in schema.layout.host_only_tensors else t.to("meta") for n, t in enumerate(tensors)]
     back = td.tree.unflatten(schema, moved)
     assert back["a"].is_meta and back["array"].tolist() == numbers().tolist()
 
@@ -323,36 +258,7 @@ def test_a_tensor_goes_to_a_device_though_an_array_has_its_memory() -> None:
         {"tensor": one[1:], "array": one.numpy()[:3]},
         {"array": one.numpy(), "rows": [*numbers(8).unbind(), one]},
     ):
-        assert not td.tree.flatten(obj)[1].host_only_tensors
-
-
-def test_deep_objects_need_no_stack(echo: EchoProcess) -> None:
-    deep: Any = numbers()
-    for level in range(20_000):
-        deep = ({"in": deep}, [deep], (deep,), Single(deep))[level % 4]
-    tensors, schema = td.tree.flatten(deep)
-    assert len(tensors) == 1
-    back = td.tree.unflatten(pickle.loads(pickle.dumps(schema)), tensors)
-    for level in reversed(range(20_000)):
-        assert type(back) is (dict, list, tuple, Single)[level % 4]
-        back = back["in"] if level % 4 == 0 else back[0]
-    assert back is tensors[0]
-
-
-def test_a_dict_whose_items_are_its_attributes(echo: EchoProcess) -> None:
-    back = echo.round_trip([Attributes(ids=numbers(), inner=Attributes(name="n"))])[0]
-    assert type(back) is type(back.inner) is Attributes
-    assert torch.equal(back.ids, numbers()) and back.inner.name == "n"
-    back.more = 1
-    assert back["more"] == 1
-
-
-def test_a_dict_that_gives_itself_for_its_state_takes_itself_back(echo: EchoProcess) -> None:
-    back = echo.round_trip([Counted(a=numbers(), b=None)])[0]
-    assert type(back) is Counted and back.count == 2 and vars(back) is not back
-    back = echo.round_trip({"addict": Addict(a=numbers(), inner=[Addict(n="n")])})["addict"]
-    assert type(back) is type(back.inner[0]) is Addict and "__parent" not in vars(back)
-    assert torch.equal(back.a, numbers()) and back.inner[0].n == "n"
+        assert not td.tree.flatten(obj)[1].layout.host_only_tensors
 
 
 def test_mutable_containers_are_new_objects() -> None:
@@ -362,32 +268,6 @@ def test_mutable_containers_are_new_objects() -> None:
     first["long"].append(3)
     assert second == {"list": [1, 2], "long": list(range(100)), "t": second["t"]}
     assert second["t"] is tensors[0]
-
-
-def test_a_type_registered_later_is_known_from_then_on() -> None:
-    class Late:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.tensor = tensor
-
-    with pytest.raises(TypeError, match="Late"):
-        td.tree.flatten(Late(numbers()))
-    td.tree.register(Late, lambda late: ([late.tensor], None), lambda parts, _: Late(*parts))
-    with pytest.raises(TypeError, match=r"batch.*Late"):
-        # Another process does not find a class that is local to a function.
-        td.tree.flatten([Late(numbers())])
-
-
-@pytest.mark.parametrize("kind", [dict, list, tuple, int, type(None), torch.Tensor, torch.nn.Parameter])
-def test_builtin_types_cannot_be_registered(kind: type) -> None:
-    with pytest.raises(InvalidTypeError, match="cannot be registered"):
-        td.tree.register(kind, lambda one: ([], one), lambda parts, one: one)
-
-
-def test_register_takes_a_class_and_two_functions() -> None:
-    with pytest.raises(InvalidTypeError, match="takes a class, not 'Node'"):
-        td.tree.register("Node", repr, repr)  # type: ignore[arg-type]
-    with pytest.raises(InvalidTypeError, match="two functions"):
-        td.tree.register(Unknown, None, repr)  # type: ignore[arg-type]
 
 
 class Unshown:
@@ -416,10 +296,8 @@ class OfCompared(metaclass=Compared):
     pass
 
 
-@pytest.mark.parametrize(("kind", "pickled"), [(Unknown, False), (Task, True), (OfCompared, True)])
-def test_a_class_is_a_name_whatever_its_metaclass(kind: type, pickled: bool, echo: EchoProcess) -> None:
+@pytest.mark.parametrize("kind", [Unknown, Task, OfCompared])
+def test_a_class_is_a_name_whatever_its_metaclass(kind: type, echo: EchoProcess) -> None:
     obj = {"kind": kind, "again": [kind, torch.ones(2)]}
-    _, schema = td.tree.flatten(obj)
-    assert bool(schema.pickles) is pickled
     back = echo.round_trip(obj)
     assert back["kind"] is kind and back["again"][0] is kind

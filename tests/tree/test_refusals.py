@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import threading
 import types
 from collections import UserDict, defaultdict
@@ -15,7 +14,6 @@ import torch
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError, TundishError
-from tundish.tree.schema import Schema
 
 
 class Pair(NamedTuple):
@@ -52,10 +50,6 @@ class Cannot:
         raise ValueError("I stay here")
 
 
-class Rebuilt:
-    pass
-
-
 class NoParts(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,12 +61,6 @@ def local_class() -> Any:
         pass
 
     return Local(a=torch.ones(2))
-
-
-def cycle() -> Any:
-    inner: list[Any] = [1]
-    inner.append({"again": (inner,)})
-    return inner
 
 
 def freed() -> torch.Tensor:
@@ -102,20 +90,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "in a frozen dataclass with slots": (
         lambda: [Fixed(1, [LOCK])],
         NotPicklableError,
-        r"^batch\[0\]\[1\]\[0\] cannot",
+        r"^batch\[0\]\.mask\[0\] cannot",
     ),
     "in a userdict": (lambda: UserDict(a=[LOCK]), NotPicklableError, r'^batch\.data\["a"\]\[0\] cannot'),
     "in an unknown object": (
         lambda: {"x": [torch.ones(1), Unknown(a=1, b=Unknown(c=LOCK))]},
         NotPicklableError,
-        r'^batch\["x"\]\[1\] cannot .*lock',
+        r'^batch\["x"\]\[1\]\.b\.c cannot .*lock',
     ),
     "after other values": (
         lambda: {"x": [1, "a", 2.5, Unknown(), [3]], "y": (4, {5: LOCK})},
         NotPicklableError,
         r'^batch\["y"\]\[1\]\[5\] cannot',
     ),
-    "a key": (lambda: {LOCK: 1}, NotPicklableError, r"^batch \(key 0\) cannot"),
+    "a key": (lambda: {LOCK: 1}, NotPicklableError, r"^batch \(key lock\) cannot"),
     "a factory": (
         lambda: {"d": defaultdict(lambda: 1)},
         NotPicklableError,
@@ -127,11 +115,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: {"rows": [torch.ones(2), [torch.ones(1)] * 5, local_class()]},
         NotPicklableError,
         r'^batch\["rows"\]\[2\] cannot .*Local',
-    ),
-    "a cycle": (
-        lambda: {"c": cycle()},
-        InvalidInputError,
-        r'^batch\["c"\]\[1\]\["again"\]\[0\] contains itself',
     ),
     "a deep unknown object": (
         deep_unknown,
@@ -167,7 +150,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "inside an unknown object": (
         lambda: {"u": Unknown(t=Unknown(m=torch.ones(2, 2).to_mkldnn()))},
         InvalidTypeError,
-        r'^batch\["u"\] has a part that is a tensor of .*mkldnn',
+        r'^batch\["u"\]\.t\.m is a tensor of .*mkldnn',
     ),
     "under vmap": (
         lambda: torch.func.vmap(lambda one: td.tree.flatten({"v": one})[0][0])(torch.ones(2, 3)),
@@ -199,49 +182,6 @@ def test_a_dtensor_is_refused(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_an_error_of_a_registered_function_says_where_it_was() -> None:
-    class Broken:
-        pass
-
-    def take_apart(_: Any) -> Any:
-        raise KeyError("mine")
-
-    td.tree.register(Broken, take_apart, lambda parts, context: None)
-    with pytest.raises(KeyError, match="mine") as caught:
-        td.tree.flatten({"x": [1, Broken()]})
-    assert caught.value.__notes__ == ['while batch["x"][1] was flattened']
-
-
-@pytest.mark.parametrize(
-    ("taken_apart", "says"),
-    [
-        ([], "returned a list: let it return the pair (children, context)"),
-        ((torch.tensor(1), None), "returned a Tensor as its children: let it return them in a list"),
-        ((3, None), "returned an int as its children: let it return them in a list"),
-    ],
-)
-def test_a_registered_function_that_returns_something_else_is_named(taken_apart: Any, says: str) -> None:
-    class Wrong:
-        pass
-
-    td.tree.register(Wrong, lambda _: taken_apart, lambda parts, context: None)
-    with pytest.raises(InvalidTypeError) as caught:
-        td.tree.flatten({"x": [1, Wrong()]})
-    assert str(caught.value).startswith('batch["x"][1] is a ') and str(caught.value).endswith(
-        f"Wrong, whose registered flatten function {says}"
-    )
-
-
-def test_a_registered_function_that_takes_other_arguments_is_named() -> None:
-    td.tree.register(Rebuilt, lambda _: ([], None), lambda parts: None)  # type: ignore[arg-type, misc]
-    tensors, schema = td.tree.flatten([Rebuilt()])
-    with pytest.raises(
-        InvalidTypeError,
-        match=r"registered for .*Rebuilt failed on 0 children and a context: .*unflatten\(children, context\)$",
-    ):
-        td.tree.unflatten(schema, tensors)
-
-
 def test_the_tensors_have_to_be_those_of_the_schema() -> None:
     tensors, schema = td.tree.flatten({"a": torch.ones(2, 3), "b": torch.arange(4)})
     with pytest.raises(InvalidInputError, match="the schema is of 2 tensors, and tensors has 1: give"):
@@ -259,38 +199,9 @@ def test_the_tensors_have_to_be_those_of_the_schema() -> None:
         td.tree.unflatten({}, tensors)  # type: ignore[arg-type]
 
 
-def test_bytes_that_are_no_schema_are_refused() -> None:
-    encoded = td.tree.flatten({"a": torch.ones(2)})[1].encode()
-    with pytest.raises(InvalidInputError, match="is not a schema"):
-        Schema.decode(b"something else, which is long enough for one")
-    with pytest.raises(InvalidInputError, match="is not a schema"):
-        Schema.decode(b"tree")
-    with pytest.raises(InvalidInputError, match=r"has \d+ bytes of a schema of \d+"):
-        Schema.decode(encoded[:-3])
-    missing = td.tree.flatten({"a": Sample(1)})[1].encode().replace(b"Sample", b"Simple")
-    with pytest.raises(NotPicklableError, match=r"the schema cannot be decoded in this process: .*Simple"):
-        Schema.decode(missing)
-
-
 def test_an_object_that_cannot_be_made_again_is_an_error_of_the_library() -> None:
     tensors, schema = td.tree.flatten([torch.ones(2), OneWay()])
     with pytest.raises(
         NotPicklableError, match=r"cannot be unpickled in this process: ValueError: .*'no number'"
     ):
         td.tree.unflatten(schema, tensors)
-
-
-def test_a_type_that_is_not_registered_here_is_named() -> None:
-    td.tree.register(Unknown, lambda one: ([], vars(one)), lambda parts, context: Unknown(**context))
-    tensors, schema = td.tree.flatten([Unknown(a=1)])
-    from tundish.tree import container_rules
-
-    before = dict(container_rules._registered)
-    container_rules._registered.clear()
-    try:
-        with pytest.raises(InvalidTypeError, match=r"Unknown is registered where .* call td.tree.register"):
-            td.tree.unflatten(pickle.loads(pickle.dumps(schema)), tensors)
-    finally:
-        container_rules._registered.update(before)
-        del container_rules._registered[Unknown]
-        container_rules.rule_of.cache_clear()
