@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from support.distributed.rank_processes import Job, Line, on_nodes
-from support.scatter.batches import Node, Opaque, Pair, Rows, Sample, Span, same
+from support.scatter.batches import Opaque, Pair, Rows, Sample, Span, same
 from support.tree.containers import KEYS, containers
 
 import tundish as td
@@ -55,7 +55,6 @@ STRUCTURES: some.SearchStrategy[Any] = some.recursive(
         | some.builds(Pair, inner, inner)
         | some.builds(Sample, inner, some.text(max_size=4))
         | some.builds(Span, inner, some.text(max_size=4))
-        | some.builds(Node, inner, inner)
         | some.builds(Opaque, inner)
     ),
     max_leaves=12,

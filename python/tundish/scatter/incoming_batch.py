@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import pickle
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tundish import _native
+from tundish.errors import NotPicklableError
 from tundish.scatter.target_device import copy_to_device, pinned_copy
 from tundish.tree import (
     DLPACK_DTYPES,
@@ -26,7 +28,7 @@ from tundish.tree import (
     unflatten_unchecked,
 )
 
-__all__ = ["IncomingBatch", "bytes_of"]
+__all__ = ["IncomingBatch", "bytes_of", "decode_schema"]
 
 # DLPack's code and bits of the dtypes that the compiled module makes tensors of.
 _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
@@ -79,6 +81,18 @@ class IncomingBatch(NamedTuple):
             for number, tensor in enumerate(layout.tensors_in(buffer))
         ]
         return unflatten_unchecked(self.schema, tensors)
+
+
+def decode_schema(encoded: NDArray[np.uint8]) -> Schema:
+    """The schema that `OutgoingBatch.encoded_schema` returned on another rank of this job.
+
+    Raises `NotPicklableError` where the bytes are damaged. A type that is not found here is an error of `build`.
+    """
+    try:
+        schema: Schema = pickle.loads(encoded.data)  # noqa: S301 (ranks of a process group trust each other)
+    except Exception as error:
+        raise NotPicklableError(f"the schema of a batch cannot be read: {error}") from error
+    return schema
 
 
 def bytes_of(memory: _native.SendBuffer | _native.ReceivedBuffer) -> NDArray[np.uint8]:

@@ -115,6 +115,10 @@ def format_key(key: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _index_label(key: Any) -> str:
+    return f"[{format_key(key)}]"
+
+
 class _Run:
     """One traversal.
 
@@ -164,12 +168,8 @@ class _Run:
     def _map_tuple(self, value: tuple[Any, ...]) -> Any:
         names = getattr(type(value), "_fields", None)
         items = tuple.__iter__(value)
-        made = [
-            self._map_part(
-                part, lambda number=number: f"[{number}]" if names is None else f".{names[number]}"
-            )
-            for number, part in enumerate(items)
-        ]
+        label = _index_label if names is None else lambda number: f".{names[number]}"
+        made = [self._map_part(part, label, number) for number, part in enumerate(items)]
         if all(one is part for one, part in zip(made, tuple.__iter__(value), strict=True)):
             return value
         if type(value) is tuple:
@@ -183,9 +183,9 @@ class _Run:
         if isinstance(value, _DICTS):
             # A subclass may look its items up in another way.
             parts = dict.items(value) if isinstance(value, dict) else value.data.items()
-            changed = self._changed_parts(parts, lambda key: f"[{format_key(key)}]")
+            changed = self._changed_parts(parts, _index_label)
         elif isinstance(value, _LISTS):
-            changed = self._changed_parts(enumerate(value), lambda number: f"[{number}]")
+            changed = self._changed_parts(enumerate(value), _index_label)
         else:
             changed = {}
         changed_attributes = self._changed_parts(_attributes_of(value), lambda name: f".{name}")
@@ -204,16 +204,16 @@ class _Run:
         for key, part in parts:
             if type(part) in self._plain:
                 continue
-            made = self._map_part(part, lambda key=key: label(key))
+            made = self._map_part(part, label, key)
             if made is not part:
                 changed[key] = made
         return changed
 
-    def _map_part(self, part: Any, label: Callable[[], str]) -> Any:
+    def _map_part(self, part: Any, label: Callable[[Any], str], key: Any) -> Any:
         try:
             return self.map(part)
         except Refusal:
-            self.path.append(label())
+            self.path.append(label(key))
             raise
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support.distributed.rank_processes import Job, Line, outcome
+from support.scatter.batches import EndsIteration
 
 import tundish as td
 
@@ -71,25 +72,11 @@ def test_the_padding_of_the_last_step_is_the_same_after_resuming(tmp_path: Path)
         job.expect_end()
 
 
-class Ends:
-    """Raises StopIteration where it is flattened, or where it is rebuilt."""
-
-    def __init__(self, when: str) -> None:
-        self.when = when
-
-    def __reduce__(self) -> Any:
-        return take_first, ([next(iter(()))] if self.when == "flattened" else [],)
-
-
-def take_first(parts: list[Any]) -> Any:
-    return next(iter(parts))
-
-
 def ends_for_no_reason(rank: int, line: Line) -> None:
     for prefetch in (0, 1):
         for failing in (0, 1):
             # The source fails to flatten the second batch, or a receiver to rebuild it.
-            batches = [1, 2, 3, Ends(("flattened", "rebuilt")[failing]), 5, 6]
+            batches = [1, 2, 3, EndsIteration(when_flattened=not failing), 5, 6]
             with td.DispatchLoader(batches if rank == 0 else None, prefetch=prefetch) as loader:
                 kind, text, _ = outcome(lambda: list(loader))
             if rank == failing:

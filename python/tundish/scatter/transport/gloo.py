@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -27,11 +26,10 @@ from torch import Tensor
 
 from tundish import _native
 from tundish.daemon_thread import DaemonThread, is_done
-from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
+from tundish.scatter.incoming_batch import IncomingBatch, bytes_of, decode_schema
 from tundish.scatter.outgoing_batch import OutgoingBatch
 from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, MessageHeader, MessageKind
 from tundish.scatter.transport.shared_memory import MAX_LEASES, IncomingMessage
-from tundish.tree import Schema
 
 __all__ = [
     "GlooReceiver",
@@ -178,10 +176,10 @@ class GlooReceiver:
             everything = bytes_of(buffer)
             everything[header.size : header.size + header.text_bytes] = text
             memory = self._receive_into(everything[: header.size]).copy() if header.size else None
-            return IncomingMessage(header, IncomingBatch(_decode(text), memory), buffer)
+            return IncomingMessage(header, IncomingBatch(decode_schema(text), memory), buffer)
         on_host = header.size and not header.flags & DEVICE
         memory = self._receive_into(self._memory_for(header.size)) if on_host else None
-        return IncomingMessage(header, IncomingBatch(_decode(text), memory))
+        return IncomingMessage(header, IncomingBatch(decode_schema(text), memory))
 
     def _memory_for(self, size: int) -> NDArray[np.uint8]:
         self._held = [held for held in self._held if held() is not None]
@@ -197,8 +195,3 @@ class GlooReceiver:
     def _receive_into(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         self._group.recv([torch.from_numpy(memory)], 0, _TAG).wait(_FOREVER)
         return memory
-
-
-def _decode(text: NDArray[np.uint8]) -> Schema:
-    schema: Schema = pickle.loads(text)  # noqa: S301 (from the source of this job)
-    return schema
