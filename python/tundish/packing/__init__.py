@@ -11,36 +11,36 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.packing.arguments import as_integer_array
     from tundish.packing.balancing import balance, micro_batches, shuffled_indices
-    from tundish.packing.batch.context_parallel import context_parallel, undo_context_parallel
-    from tundish.packing.batch.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.build.pack import pack, pack_datasets
+    from tundish.packing.collator import PackedCollator
     from tundish.packing.comparing import compare
-    from tundish.packing.dataset.packed_collator import PackedCollator
-    from tundish.packing.dataset.packed_dataset import PackedDataset
+    from tundish.packing.context_parallelism import context_parallel, undo_context_parallel
+    from tundish.packing.dataset import PackedDataset
     from tundish.packing.exporting import export
+    from tundish.packing.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.mixing import MixedPack, PackMix, mix
     from tundish.packing.plan import FIELDS, Pack, PackBatch, PackPlan, Piece
-    from tundish.packing.sampler.packed_batch_sampler import PackedBatchSampler
+    from tundish.packing.sampler import PackedBatchSampler
     from tundish.packing.sources.lengths import lengths, open_samples
-    from tundish.packing.stream.packed_stream import PackedStream
+    from tundish.packing.stream import PackedStream
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "tundish.packing.arguments": ("as_integer_array",),
             "tundish.packing.balancing": ("balance", "micro_batches", "shuffled_indices"),
-            "tundish.packing.batch.context_parallel": ("context_parallel", "undo_context_parallel"),
-            "tundish.packing.batch.loss_weights": ("num_items_in_batch", "weighted_loss"),
+            "tundish.packing.context_parallelism": ("context_parallel", "undo_context_parallel"),
+            "tundish.packing.loss_weights": ("num_items_in_batch", "weighted_loss"),
             "tundish.packing.build.pack": ("pack", "pack_datasets"),
-            "tundish.packing.dataset.packed_collator": ("PackedCollator",),
-            "tundish.packing.dataset.packed_dataset": ("PackedDataset",),
+            "tundish.packing.collator": ("PackedCollator",),
+            "tundish.packing.dataset": ("PackedDataset",),
             "tundish.packing.exporting": ("export",),
             "tundish.packing.mixing": ("MixedPack", "PackMix", "mix"),
             "tundish.packing.comparing": ("compare",),
             "tundish.packing.plan": ("FIELDS", "Pack", "PackBatch", "PackPlan", "Piece"),
-            "tundish.packing.sampler.packed_batch_sampler": ("PackedBatchSampler",),
+            "tundish.packing.sampler": ("PackedBatchSampler",),
             "tundish.packing.sources.lengths": ("lengths", "open_samples"),
-            "tundish.packing.stream.packed_stream": ("PackedStream",),
+            "tundish.packing.stream": ("PackedStream",),
         },
     )
 

@@ -46,10 +46,10 @@ from tundish.packing.arguments import IntegerArray, as_integer_array, as_new_fol
 from tundish.packing.balancing import shuffled_indices
 from tundish.packing.plan import PackPlan
 from tundish.packing.plan_stats import piece_slices
-from tundish.packing.sources.arrow.columns import import_pyarrow
+from tundish.packing.sources.tables import import_pyarrow
 
 if TYPE_CHECKING:
-    from tundish.packing.dataset.packed_dataset import PackedDataset
+    from tundish.packing.dataset import PackedDataset
 
 # The arguments that each format takes beside the plan and the path. The first of each is required.
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -340,7 +340,7 @@ def write_trl(plan: PackPlan, folder: NewFolder, samples: Any) -> None:
 
 def _packs(plan: PackPlan, samples: Any) -> PackedDataset:
     # Imports torch.
-    from tundish.packing.dataset.packed_dataset import PackedDataset
+    from tundish.packing.dataset import PackedDataset
 
     return PackedDataset(samples, plan, mask_first_token=True)
 

@@ -114,6 +114,14 @@ def test_positions_of_several_dimensions_are_split_by_tokens() -> None:
         ({}, (0, 2.0), InvalidTypeError, "world must be an integer"),
         ({"cu_seq_lens_q": None}, (0, 2), InvalidInputError, "return_flash_attn_kwargs=True"),
         ({"attention_mask": torch.ones(1)}, (0, 2), InvalidInputError, 'use attention="none"'),
+        ({"labels": None}, (0, 2), InvalidInputError, "the batch has no labels, .*: keep them"),
+        ({"input_ids": [1] * 12}, (0, 2), InvalidInputError, "input_ids of the batch is a list"),
+        ({"position_ids": torch.ones(1, 11)}, (0, 2), InvalidInputError, r"position_ids .* shape \(1, 11\)"),
+        ({"loss_weights": torch.ones(3)}, (0, 2), InvalidInputError, r"loss_weights .* shape \(3,\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8, 4, 12])}, (0, 2), InvalidInputError, "which do not rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 12]])}, (0, 2), InvalidInputError, "which do not rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 8])}, (0, 2), InvalidInputError, "end at 8, and the batch has 12 tokens"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 12])}, (0, 2), InvalidTypeError, "bounds of the pieces are a Tensor"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_split_is_refused(
@@ -132,8 +140,20 @@ def test_wrong_columns_and_parts_are_refused() -> None:
     with pytest.raises(InvalidTypeError, match="batch is a list"):
         td.packing.context_parallel([batch], 0, 2)  # type: ignore[arg-type]
     bounds = batch["cu_seq_lens_q"]
-    with pytest.raises(InvalidInputError, match="part 1 has 5 tokens, and a rank has 6"):
+    with pytest.raises(
+        InvalidInputError, match=r"parts\[1\] has the shape \(1, 5\), and a rank has 6 tokens"
+    ):
         td.packing.undo_context_parallel([torch.ones(1, 6), torch.ones(1, 5)], bounds)
+    pair = [torch.ones(1, 6), torch.ones(1, 6)]
+    for changed in (torch.tensor([0, 8, 4, 12]), torch.tensor([4, 12]), torch.tensor([]).int(), bounds[None]):
+        with pytest.raises(InvalidInputError, match=r"bounds of the pieces are .* which do not rise from 0"):
+            td.packing.undo_context_parallel(pair, changed)
+    with pytest.raises(InvalidTypeError, match="bounds of the pieces are a list"):
+        td.packing.undo_context_parallel(pair, bounds.tolist())
+    with pytest.raises(InvalidInputError, match="dim is 2"):
+        td.packing.undo_context_parallel(pair, bounds, dim=2)
+    with pytest.raises(InvalidInputError, match=r"parts\[1\] has the shape \(2, 6\)"):
+        td.packing.undo_context_parallel([torch.ones(1, 6), torch.ones(2, 6)], bounds)
     for parts, says in (
         ([], "is empty"),
         (torch.ones(2, 6), "is a Tensor"),

@@ -117,7 +117,21 @@ def test_rows_stand_under_the_positions_of_the_text() -> None:
     assert item["position_ids"].tolist() == expected
     assert item["position_ids"].dtype == torch.int64
     batch = td.PackedCollator(pad_to=10)([item])
-    assert batch["position_ids"].tolist() == [[[*row, 0, 1]] for row in expected]
+    paddings = ([0, 1], [0, 1], [1, 2])
+    assert batch["position_ids"].tolist() == [
+        [[*row, *padding]] for row, padding in zip(expected, paddings, strict=True)
+    ]
+
+
+def test_transformers_finds_the_bounds_of_padding_wherever_positions_begin() -> None:
+    """Models whose positions begin at 2, such as RoBERTa's kind, tell pieces by the least position."""
+    from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
+
+    for first in (0, 1, 2, 7):
+        item = make_dataset(lambda piece: first + np.arange(len(piece["input_ids"])))[0]  # noqa: B023 (called at once)
+        batch = td.PackedCollator(pad_to=10, return_flash_attn_kwargs=True)([item])
+        (found, _), _ = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
+        assert found.tolist() == batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 8, 10]
 
 
 def test_the_padding_of_a_piece_continues_its_positions() -> None:

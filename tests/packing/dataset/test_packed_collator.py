@@ -138,7 +138,7 @@ def test_an_item_whose_tensors_do_not_fit_is_named(
 
 def test_a_batch_beyond_what_its_bounds_can_say_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # The limit itself is 16 GiB of tokens.
-    monkeypatch.setattr("tundish.packing.dataset.packed_collator._MOST_TOKENS", 8)
+    monkeypatch.setattr("tundish.packing.collator._MOST_TOKENS", 8)
     assert td.PackedCollator()([item_of()] * 2)["input_ids"].shape == (1, 8)
     with pytest.raises(InvalidInputError, match=r"the batch has 12 tokens, .* end at 8"):
         td.PackedCollator()([item_of()] * 3)

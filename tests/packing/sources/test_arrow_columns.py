@@ -132,6 +132,18 @@ def test_a_missing_column_is_named_with_those_there_are() -> None:
 
 
 def test_a_null_among_tokens_is_refused_by_its_row() -> None:
+    for array in (
+        pa.array([[1], [], [2, None]], pa.list_(pa.int32())),
+        pa.array([[1], [], [2, None]], pa.large_list_view(pa.int32())),
+        pa.array([[0, 0], [1, 2], [2, None]], pa.list_(pa.int32(), 2)),
+        pa.array([[], [], [None]]),
+    ):
+        table = pa.table({"input_ids": array})
+        with pytest.raises(InvalidInputError, match="the Table: row 2 of column 'input_ids' holds a null"):
+            td.packing.lengths(table)
+        with pytest.raises(InvalidInputError, match="row 1 of column 'input_ids' holds a null"):
+            td.packing.lengths(table.slice(1))
+        assert len(td.packing.lengths(table.slice(0, 2))) == 2
     samples = td.packing.open_samples(pa.table({"input_ids": [[1], [2, None]]}))
     assert samples[0]["input_ids"].tolist() == [1]
     with pytest.raises(InvalidInputError, match="the Table: row 1 of column 'input_ids' holds a null"):

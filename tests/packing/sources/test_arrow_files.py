@@ -16,7 +16,8 @@ from support.packing.sources import assert_packs_alike, draw_rows
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
-from tundish.packing.sources.arrow import parquet, samples
+from tundish.packing.sources import source as shared
+from tundish.packing.sources import tables
 
 ROWS = draw_rows(90)
 TABLE = pa.Table.from_pylist(ROWS)
@@ -155,6 +156,15 @@ def test_refusals_name_the_file_and_the_row_in_it(tmp_path: Path) -> None:
         td.packing.lengths(tmp_path / "b.parquet", "tokens")
 
 
+def test_a_null_among_tokens_is_refused_when_it_is_counted(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": [[1]] * 20 + [[2, None], [3]]})
+    write_file(table, tmp_path / "a.arrow")
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=9)
+    for name in ("a.arrow", "a.parquet"):
+        with pytest.raises(InvalidInputError, match=f"{name}: row 20 of column 'input_ids' holds a null"):
+            td.packing.lengths(tmp_path / name)
+
+
 def test_files_of_one_source_have_the_same_columns_of_samples(tmp_path: Path) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet")
     pq.write_table(TABLE.select(["input_ids"]), tmp_path / "b.parquet")
@@ -193,7 +203,7 @@ def test_a_row_group_is_decoded_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, values), "id": np.arange(count)})
     pq.write_table(table, tmp_path / "large.parquet", row_group_size=count, use_dictionary=False)
     del table
-    monkeypatch.setattr(parquet, "_VALUES_AT_ONCE", 100_000)
+    monkeypatch.setattr(tables, "_VALUES_AT_ONCE", 100_000)
     pool = pa.proxy_memory_pool(pa.default_memory_pool())
     before = pa.default_memory_pool()
     pa.set_memory_pool(pool)
@@ -208,20 +218,20 @@ def test_a_row_group_is_decoded_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
 def test_decoded_row_groups_are_kept_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(TABLE, tmp_path / "a.parquet", row_group_size=10)
     read: list[int] = []
-    own = parquet._RowGroup.read
+    own = tables._ParquetFile.read
 
-    def counted(self: Any, names: Any) -> Any:
-        read.append(self.group)
-        return own(self, names)
+    def counted(self: Any, part: int, names: Any) -> Any:
+        read.append(part)
+        return own(self, part, names)
 
-    monkeypatch.setattr(parquet._RowGroup, "read", counted)
+    monkeypatch.setattr(tables._ParquetFile, "read", counted)
     found = td.packing.open_samples(tmp_path / "a.parquet")
     for _ in range(2):
         assert [sample["input_ids"].tolist() for sample in found] == [row["input_ids"] for row in ROWS]
     assert read == list(range(9))
-    assert not pickle.loads(pickle.dumps(found))._open
+    assert len(pickle.dumps(found)) < 2000
 
-    monkeypatch.setattr(samples, "_KEPT_BYTES", 1)
+    monkeypatch.setattr(shared, "_KEPT_BYTES", 1)
     read.clear()
     found = td.packing.open_samples(tmp_path / "a.parquet")
     for number in (5, 6, 85, 5, 84):

@@ -106,7 +106,7 @@ def test_the_column_of_the_tokens_and_those_beside_it() -> None:
     }
     assert td.packing.open_samples(dataset, "tokens", columns=[])[-1]["input_ids"].tolist() == [3]
     with pytest.raises(
-        InvalidTypeError, match=r"column 'text' holds string.* lists of numbers; its columns are 'tokens'"
+        InvalidTypeError, match=r"column 'text' holds string.* lists of numbers .*; its columns are 'tokens'"
     ):
         td.packing.open_samples(dataset, columns=["text"])
     with pytest.raises(
@@ -163,6 +163,12 @@ def test_a_saved_dataset_is_its_folder(tmp_path: Path) -> None:
     (tmp_path / "saved" / "state.json").write_text('{"_data_files": 3}')
     with pytest.raises(InvalidInputError, match=r"state\.json: is not what Dataset\.save_to_disk writes"):
         td.packing.lengths(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_saved_dataset_without_rows_has_no_samples(shards: int | None, tmp_path: Path) -> None:
+    PLAIN.select([]).save_to_disk(tmp_path / "saved", num_shards=shards)
+    assert_packs_alike(tmp_path / "saved", [])
 
 
 def test_samples_of_a_saved_dataset_pickle_without_their_tokens(tmp_path: Path) -> None:

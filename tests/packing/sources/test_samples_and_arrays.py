@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from support.packing.samples import Rows
-from support.packing.sources import assert_packs_alike, draw_rows
+from support.packing.sources import assert_packs_alike, draw_rows, write_megatron
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError, TundishError
 
 ROWS = draw_rows(30)
 TOKENS = [row["input_ids"] for row in ROWS]
@@ -83,6 +85,8 @@ def test_errors_of_a_dataset_are_its_own() -> None:
         ([{"input_ids": [1]}, {"ids": [1]}], InvalidInputError, "sample 1 has no column 'input_ids': its only column"),
         ([{"text": "a", "id": 1}], InvalidInputError, "no column 'length' and no 'input_ids': its columns are 'text'"),
         ([{"input_ids": None}], InvalidInputError, "input_ids of sample 0 is null"),
+        ([[1], [1, None]], InvalidInputError, "sample 1 holds a null, and every token needs a value"),
+        ([{"input_ids": [None]}], InvalidInputError, "input_ids of sample 0 holds a null"),
         ([{"input_ids": "ab"}], InvalidTypeError, "input_ids of sample 0 is a str"),
         ([{"length": 1.0}], InvalidTypeError, "length of sample 0 is a float, .* or their number"),
         ([{"length": np.float32(1)}], InvalidTypeError, "length of sample 0 is a float32"),
@@ -150,14 +154,27 @@ def test_arrays_in_memory_and_in_files(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
-    np.savez_compressed(tmp_path / "a.npz", length=np.arange(10_000))
-    whole = (tmp_path / "a.npz").read_bytes()
-    middle = bytearray(whole)
-    middle[200:400] = bytes(200)
-    for content in (b"", b"text", whole[:-40], bytes(middle)):
-        (tmp_path / "a.npz").write_bytes(content)
-        with pytest.raises(InvalidInputError, match=r"a\.npz: "):
-            td.packing.lengths(tmp_path / "a.npz")
+    whole = {}
+    for name, save in {"a.npz": np.savez, "b.npz": np.savez_compressed}.items():
+        save(tmp_path / name, length=np.arange(10_000))
+        whole[name] = (tmp_path / name).read_bytes()
+    np.save(tmp_path / "c.npy", np.arange(10_000))
+    whole["c.npy"] = (tmp_path / "c.npy").read_bytes()
+    draws = random.Random(0)
+    for name, content in whole.items():
+        damaged = [b"", b"text", b"PK", content[:-40], content[:200] + bytes(200) + content[400:]]
+        # Headers and the directory of the archive are at the ends.
+        for _ in range(300):
+            place = draws.choice([draws.randrange(120), len(content) - 1 - draws.randrange(120)])
+            damaged.append(content[:place] + bytes([draws.randrange(256)]) + content[place + 1 :])
+        for number, bad in enumerate(damaged):
+            (tmp_path / name).write_bytes(bad)
+            try:
+                said = f"{name} has {len(td.packing.lengths(tmp_path / name))} counts"
+            except td.TundishError as error:
+                said = str(error)
+            # Some bytes say nothing, such as the date of an entry, or are those of counts.
+            assert name in said and (number >= 4 or "counts" not in said)
     (tmp_path / "a.csv").write_text("length\n3\n")
     with pytest.raises(
         InvalidInputError, match=r"a\.csv: is of no known kind; .* end in \.npy, \.npz, \.parquet"
@@ -193,3 +210,30 @@ for source in ("a.parquet", "a.arrow"):
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ran.stdout.count("file needs pyarrow: run `pip install 'tundish[arrow]'`") == 4, ran.stderr
+
+
+def test_what_is_no_regular_file_is_refused_and_nothing_waits(tmp_path: Path) -> None:
+    for name in ("a.npy", "a.npz", "a.parquet", "a.arrow", "a.jsonl", "a.idx", "b.bin", "unnamed"):
+        os.mkfifo(tmp_path / name)
+    os.mkfifo(tmp_path / "b.idx")
+    (tmp_path / "saved").mkdir()
+    os.mkfifo(tmp_path / "saved" / "state.json")
+    write_megatron(tmp_path / "c.idx", [[1, 2]], [1])
+    (tmp_path / "c.bin").unlink()
+    os.mkfifo(tmp_path / "c.bin")
+    sources = [
+        tmp_path / name for name in ("a.npy", "a.npz", "a.parquet", "a.arrow", "a.jsonl", "a.idx", "b.bin")
+    ]
+    sources += [
+        tmp_path / "unnamed",
+        tmp_path / "b",
+        tmp_path / "saved",
+        tmp_path / "*.jsonl",
+        Path("/dev/zero"),
+    ]
+    for source in (*sources, [tmp_path / "a.jsonl"], tmp_path / "c.idx"):
+        with pytest.raises(TundishError, match=r"is a (FIFO|device)|no such file|is a folder that"):
+            td.packing.open_samples(source)
+        if source != tmp_path / "c.idx":
+            with pytest.raises(TundishError, match=r"is a (FIFO|device)|no such file|is a folder that"):
+                td.packing.lengths(source)

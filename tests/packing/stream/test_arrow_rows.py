@@ -12,7 +12,7 @@ from support.packing.streams import assert_same_items, planned_items
 
 import tundish as td
 from tundish.errors import InvalidTypeError
-from tundish.packing.stream.arrow_rows import in_arrow_format
+from tundish.packing.stream_source import in_arrow_format
 
 OPTIONS = {"mode": "ordered", "window": 2, "max_length": 16}
 LENGTHS = [number * 5 % 13 for number in range(30)]

@@ -100,13 +100,14 @@ def test_memory_is_bounded_in_tokens(options: dict[str, Any], form: str) -> None
     assert peak < 9 * 8192 * 2 + 2 * 800_000 + 100_000, peak
 
 
-def test_a_sample_is_cut_as_its_packs_are_asked_for() -> None:
+def test_a_sample_is_checked_before_its_first_token_is_packed() -> None:
     mask = np.ones(1000, np.int8)
     mask[950] = 2
-    iterator = iter(td.PackedStream([{"input_ids": np.arange(1000), "loss_mask": mask}], 100, mode="hard"))
-    assert [next(iterator)["input_ids"][0].item() for _ in range(9)] == list(range(0, 900, 100))
-    with pytest.raises(InvalidInputError, match="loss_mask of sample 0 of dataset 0 is 2 at position 950"):
-        next(iterator)
+    samples = [np.arange(50), {"input_ids": np.arange(1000), "loss_mask": mask}]
+    with pytest.raises(InvalidInputError, match="loss_mask of sample 1 of dataset 0 is 2 at position 950"):
+        next(iter(td.PackedStream(samples, 100, mode="hard")))
+    # Tokens that no pack takes are not looked at.
+    assert len(list(td.PackedStream(samples, 900, mode="sequential", overlong="truncate"))) == 2
 
 
 def test_a_sample_that_is_too_long_is_numbered() -> None:

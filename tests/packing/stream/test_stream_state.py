@@ -262,7 +262,9 @@ def some_state() -> dict[str, Any]:
         (lambda state: state | {"packs": None}, "cut or edited: TypeError"),
         (lambda state: state | {"worker": [1]}, "cut or edited: TypeError"),
         (lambda state: state | {"pieces_of_open_packs": [1]}, "1 open packs of 1 pieces"),
-        (lambda state: state | {"pieces_of_open_packs": [0, *state["pieces_of_open_packs"]]}, "4 open packs"),
+        (lambda state: state | {"pieces_of_open_packs": [0, *state["pieces_of_open_packs"]]}, "an open pack that is"),
+        (lambda state: state | {"pieces_of_open_packs": [0, 0, *state["pieces_of_open_packs"]]}, "5 open packs"),
+        (lambda state: state | {"source_samples": state["samples"] + 1}, "ValueError: .* in the source's state"),
         (lambda state: state | {"pieces": state["pieces"] | {"labels": torch.zeros(1)}}, "1 entries for"),
         (lambda state: state | {"pieces": state["pieces"] | {"lengths": torch.zeros(1)}}, "cut or edited"),
     ],
@@ -310,3 +312,136 @@ def test_a_state_is_refused_for_a_generator_that_was_begun() -> None:
     stream.load_state_dict(stream.state_dict())
     with pytest.raises(InvalidInputError, match="passes once"):
         iter(stream)
+
+
+class Curable(StatefulSource):
+    """Its sample `number` is `sick` until `is_cured`; a sick sample that is an error is raised."""
+
+    def __init__(self, samples: list[Any], number: int, sick: Any, is_cured: bool) -> None:
+        super().__init__(samples)
+        if not is_cured:
+            self._samples = [*samples[:number], sick, *samples[number + 1 :]]
+
+    def __iter__(self) -> Iterator[Any]:
+        for sample in super().__iter__():
+            if isinstance(sample, Exception):
+                raise sample
+            yield sample
+
+
+class PlainCurable(Curable):
+    """The same without a state."""
+
+    load_state_dict = None  # type: ignore[assignment]
+
+
+SICK: dict[str, Any] = {
+    "an error of the source": ConnectionError("the bucket does not answer"),
+    "no sample": "text",
+    "an unknown key": {"input_ids": [1], "reward": 1.0},
+    "a wrong mask": {"input_ids": [1, 2], "loss_mask": [1, 2]},
+    "a wrong constant": {"input_ids": [1, 2], "attention_mask": [1, 0]},
+    "an id that is too large": np.array([1, 2**63], np.uint64),
+    "a sample that is too long": [1] * 99,
+    "labels of another length": {"input_ids": [1, 2], "labels": [1]},
+    "a wrong mask at the end of a long sample": {"input_ids": [1] * 16, "loss_mask": [1] * 15 + [2]},
+}
+
+
+def packs_until_an_error(
+    stream: td.PackedStream, states_at: set[int]
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """The packs before an error. The state is asked for after the packs of these numbers, as a checkpoint does."""
+    found: list[dict[str, Any]] = []
+    try:
+        for number, item in enumerate(stream):
+            found.append(item)
+            if number in states_at:
+                stream.state_dict()
+    except Exception as error:
+        return found, error
+    return found, None
+
+
+@pytest.mark.parametrize("sick", SICK)
+@pytest.mark.parametrize("mode", ["ordered", "sequential", "hard"])
+@pytest.mark.parametrize("source", [Curable, PlainCurable])
+def test_the_state_after_an_error_lacks_nothing(source: type[Curable], mode: str, sick: str) -> None:
+    if mode == "hard" and sick == "a sample that is too long":
+        return
+    lengths = [length % 17 for length in LENGTHS]
+    samples = draw_samples(lengths, "lists")
+    options: dict[str, Any] = {"mode": mode, "max_length": 16}
+    expected = planned_items(samples, options)
+    for number in (0, 1, 9, len(samples) - 1):
+        for states_at in (set(), {1, 2}):
+            stream = td.PackedStream(source(samples, number, SICK[sick], False), **options)
+            found, error = packs_until_an_error(stream, states_at)
+            assert error is not None
+            assert_same_items(found, expected[: len(found)])
+            state = saved(stream.state_dict())
+            assert (state["packs"], state["samples"]) == (len(found), number)
+            # The sickness that lasts is met again.
+            again = td.PackedStream(source(samples, number, SICK[sick], False), **options)
+            again.load_state_dict(state)
+            assert packs_until_an_error(again, set())[0] == []
+            assert saved(again.state_dict())["samples"] == number
+            for taken in (state, saved(again.state_dict())):
+                cured = td.PackedStream(source(samples, number, None, True), **options)
+                cured.load_state_dict(taken)
+                assert_same_items(list(cured), expected[len(found) :])
+
+
+def test_an_error_after_a_checkpoint_does_not_read_all_samples_again() -> None:
+    samples = draw_samples([5] * 100, "lists")
+    stream = td.PackedStream(Curable(samples, 90, "text", False), 8, mode="sequential")
+    packs_until_an_error(stream, {79})
+    cured = Curable(samples, 90, None, True)
+    again = td.PackedStream(cured, 8, mode="sequential")
+    again.load_state_dict(stream.state_dict())
+    list(again)
+    # The state was asked for when pack 80 was opened by sample 80.
+    assert cured.given == 100 - 81
+
+
+@pytest.mark.parametrize("mode", ["ordered", "sequential", "hard"])
+@pytest.mark.parametrize("source", [PlainSource, StatefulSource])
+def test_a_pack_whose_positions_failed_is_not_given_out(source: type[Any], mode: str) -> None:
+    samples = draw_samples([length % 17 for length in LENGTHS], "lists")
+    options: dict[str, Any] = {"mode": mode, "max_length": 16}
+    if mode == "hard":
+        options["drop_last"] = False
+    sick: set[int] = set()
+
+    def positions(piece: dict[str, Any]) -> Any:
+        if not sick.isdisjoint(piece["input_ids"].tolist()):
+            raise KeyError("image_grid_thw")
+        return np.arange(len(piece["input_ids"]))
+
+    expected = planned_items(samples, options, positions=positions)
+    for number in (0, 3, len(expected) - 1):
+        sick = {int(expected[number]["input_ids"][-1])}
+        stream = td.PackedStream(source(samples), positions=positions, **options)
+        found, error = packs_until_an_error(stream, set())
+        assert isinstance(error, KeyError) and len(found) == number
+        state = saved(stream.state_dict())
+        assert state["packs"] == number
+        again = td.PackedStream(source(samples), positions=positions, **options)
+        again.load_state_dict(state)
+        assert packs_until_an_error(again, set())[0] == []
+        sick = set()
+        for taken in (state, saved(again.state_dict())):
+            cured = td.PackedStream(source(samples), positions=positions, **options)
+            cured.load_state_dict(taken)
+            assert_same_items(list(cured), expected[number:])
+
+
+def test_a_state_of_a_source_is_refused_where_the_source_takes_none() -> None:
+    samples = draw_samples(LENGTHS, "lists")
+    stream = td.PackedStream(StatefulSource(samples), **ORDERED)
+    next(iter(stream))
+    for other in (PlainSource(samples), samples, iter(samples)):
+        plain = td.PackedStream(other, **ORDERED)
+        with pytest.raises(StateMismatchError, match=r"holds that of a source, .* without load_state_dict"):
+            plain.load_state_dict(stream.state_dict())
+        assert_same_items(list(plain), planned_items(samples, ORDERED))

@@ -48,7 +48,7 @@ _PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral",
     "tundish.checkpoint.checkpointer",
-    "tundish.packing.sampler.packed_batch_sampler",
+    "tundish.packing.sampler",
     "tundish.rtensor.controller",
     "tundish.scatter.dispatch_loader",
     "tundish.shm.pool.shared_pool",

@@ -1,31 +1,36 @@
-"""JSON Lines: one JSON object a line. Lines of nothing but white space are no samples."""
+"""JSON Lines: one JSON object a line. Lines of white space alone, also after a byte order mark, are no samples."""
 
 from __future__ import annotations
 
 import bisect
+import codecs
 import itertools
 import json
 import mmap
+import secrets
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import IntegerArray
-from tundish.packing.sources.columns import INPUT_IDS, concatenated
-from tundish.packing.sources.sample_counts import count_samples, rename_keys
-from tundish.packing.sources.sample_rows import SampleRows
-
-__all__ = ["JsonLinesFiles"]
+from tundish.packing.sample_keys import MEANINGFUL_KEYS
+from tundish.packing.sources.python import count_samples, rename_keys
+from tundish.packing.sources.source import INPUT_IDS, Kept, SampleRows, concatenated
+from tundish.regular_files import open_regular_file
 
 # Bytes of whole lines that are in memory at once.
 _READ_BYTES = 2**18
+_KIND = "a file of JSON Lines"
+# About what Python takes for a sample, and for an entry of a list.
+_SAMPLE_BYTES, _ENTRY_BYTES = 1024, 40
+# Stands between two lines that are parsed together. No file holds it, so lines that end within an object are noticed.
+_SEPARATOR = secrets.token_hex(8)
 
 
-@dataclass(frozen=True)
-class JsonLinesFiles:
+class JsonLinesFiles(NamedTuple):
     """Files of JSON Lines whose lines are the samples, file after file."""
 
     paths: Sequence[Path]
@@ -39,7 +44,11 @@ class JsonLinesFiles:
 
 
 class JsonLinesSamples(SampleRows):
-    """Lines as samples. A sample has its tokens as `input_ids`, and either `columns` or all other lists of numbers."""
+    """Lines as samples. A sample has its tokens as `input_ids`, and either `columns`, or labels, masks and numbers.
+
+    Whether another key holds lists of numbers is what its first value says that is not empty, in the first lines of the
+    first file. So each line is read in the same way, also those where the list is empty.
+    """
 
     def __init__(self, paths: Sequence[Path], tokens: str, columns: Sequence[str] | None) -> None:
         self._paths = list(paths)
@@ -47,32 +56,62 @@ class JsonLinesSamples(SampleRows):
         self._columns = columns
         self._starts = [_line_starts(path) for path in paths]
         self._ends = list(itertools.accumulate(map(len, self._starts)))
-        self._maps: dict[int, mmap.mmap] = {}
+        self._hold_numbers = _keys_of_first_lines(paths[0]) if columns is None else {}
+        self._files: dict[int, mmap.mmap] = {}
+        self._kept: Kept[dict[str, Any]] = Kept()
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}
+        return {**self.__dict__, "_files": {}}
 
     def _read(self, number: int) -> dict[str, Any]:
+        return dict(self._kept.get(number) or self._parsed(number))
+
+    def _parsed(self, number: int) -> dict[str, Any]:
+        """Parse a line, once for all packs that take a part of it."""
         place = bisect.bisect_right(self._ends, number)
         own = number - (self._ends[place] - len(self._starts[place]))
         mapped = self._mapped(place)
         start = self._starts[place][own]
         stop = mapped.find(b"\n", start)
+        line = _content(mapped[start : stop if stop >= 0 else len(mapped)])
         where = f"sample {own} of {self._paths[place]}"
-        sample = _parse(mapped[start : stop if stop >= 0 else len(mapped)], where)
+        sample = _parse(line, where)
         columns = self._columns
         if columns is None:
-            columns = [key for key, value in sample.items() if _is_number_list(value)]
-        return rename_keys(sample, self._tokens, columns, where)
+            columns = [key for key, value in sample.items() if self._is_read(key, value, where)]
+        sample = rename_keys(sample, self._tokens, columns, where)
+        size = _SAMPLE_BYTES
+        for key, value in sample.items():
+            if type(value) is not list:
+                continue
+            if (integers := _native.integers_of_list(value)) is None:
+                size += _ENTRY_BYTES * len(value)
+                continue
+            # Arrays take a fifth of the memory of lists.
+            integers.flags.writeable = False
+            sample[key] = integers
+            size += integers.nbytes
+        return self._kept.add(number, sample, size)
+
+    def _is_read(self, key: str, value: Any, where: str) -> bool:
+        if key in MEANINGFUL_KEYS:
+            return True
+        holds_numbers = self._hold_numbers.get(key)
+        if holds_numbers is None and _is_number_list(value) and key not in (self._tokens, INPUT_IDS):
+            raise InvalidInputError(
+                f"{key} of {where} is a list of numbers, and the first lines of {self._paths[0]} have none: name the "
+                "columns to read with columns="
+            )
+        return bool(holds_numbers)
 
     def _mapped(self, place: int) -> mmap.mmap:
-        if place not in self._maps:
-            with self._paths[place].open("rb") as file:
-                self._maps[place] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[place]
+        if place not in self._files:
+            with open_regular_file(self._paths[place], _KIND) as file:
+                self._files[place] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._files[place]
 
 
 class _Lines:
@@ -84,37 +123,66 @@ class _Lines:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         before = 0
-        with self._path.open("rb") as file:
+        with open_regular_file(self._path, _KIND) as file:
             while lines := file.readlines(_READ_BYTES):
-                held = [(number, line) for number, line in enumerate(lines, before + 1) if not line.isspace()]
+                held = [
+                    (number, content)
+                    for number, line in enumerate(lines, before + 1)
+                    if (content := _content(line))
+                ]
                 before += len(lines)
-                samples = _parse_together([line for _, line in held])
-                for (self._number, line), sample in zip(held, samples, strict=True):
-                    yield _parse(line, self.describe(0)) if sample is None else sample
+                samples = _parse_together([content for _, content in held])
+                for (self._number, content), sample in zip(held, samples, strict=True):
+                    yield _parse(content, self.describe(0)) if sample is None else sample
 
     def describe(self, _: int) -> str:
         return f"line {self._number} of {self._path}"
+
+
+def _content(line: bytes) -> bytes:
+    """A line without white space and byte order mark; empty if the line is no sample."""
+    return line.removeprefix(codecs.BOM_UTF8).strip()
 
 
 def _line_starts(path: Path) -> array[int]:
     """The first byte of each line that is a sample."""
     starts = array("q")
     position = 0
-    with path.open("rb") as file:
+    with open_regular_file(path, _KIND) as file:
         for line in file:
-            if not line.isspace():
+            # Most lines are told by their first byte.
+            if line[:1] == b"{" or _content(line):
                 starts.append(position)
             position += len(line)
     return starts
 
 
+def _keys_of_first_lines(path: Path) -> dict[str, bool]:
+    """Whether each key holds lists of numbers, by its first value that is not empty."""
+    found: dict[str, bool] = {}
+    with open_regular_file(path, _KIND) as file:
+        for content in filter(None, map(_content, file.readlines(_READ_BYTES))):
+            try:
+                sample = json.loads(content)
+            except (ValueError, RecursionError):
+                # Reading the sample says what is wrong with it.
+                continue
+            for key, value in sample.items() if isinstance(sample, dict) else ():
+                if value not in (None, []):
+                    found.setdefault(key, _is_number_list(value))
+    return found
+
+
 def _parse_together(lines: Sequence[bytes]) -> Sequence[dict[str, Any] | None]:
     """The objects of several lines, parsed in one call, which saves half the time. Nones if a line is no object."""
+    separator = b',"%s",' % _SEPARATOR.encode()
     try:
-        samples = json.loads(b"[%s]" % b",".join(lines))
+        parsed = json.loads(b"[%s]" % separator.join(lines))
     except (ValueError, RecursionError):
-        samples = []
-    are_objects = len(samples) == len(lines) and set(map(type, samples)) <= {dict}
+        parsed = []
+    samples, between = parsed[0::2], parsed[1::2]
+    are_lines = len(samples) == len(lines) and between == [_SEPARATOR] * (len(lines) - 1)
+    are_objects = are_lines and set(map(type, samples)) <= {dict}
     return samples if are_objects else [None] * len(lines)
 
 
@@ -131,4 +199,4 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _is_number_list(value: Any) -> bool:
-    return isinstance(value, list) and (not value or isinstance(value[0], int | float))
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int | float)

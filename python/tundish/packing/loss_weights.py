@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 
-__all__ = ["num_items_in_batch", "token_weights", "weighted_loss"]
-
 _WHAT = "summing up the loss weights"
 _ADVICE = 'the batches are those of PackedCollator(loss_weights="tokens" or "samples")'
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["PackedBlockMask", "causal_mask"]
-
 # The block size of FlexAttention's kernels; any other needs options of theirs.
 _BLOCK = 128
 

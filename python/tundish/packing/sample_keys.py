@@ -19,6 +19,7 @@ __all__ = [
     "IGNORED_KEYS",
     "MADE_KEYS",
     "MASK_KEYS",
+    "MEANINGFUL_KEYS",
     "Padding",
     "as_columns",
     "as_sample_columns",
@@ -59,6 +60,10 @@ MADE_KEYS = frozenset(
         "max_length_k",
     }
 )
+
+
+# Left out of a sample in silence, these would change what is trained: sources look for them by name, not by type.
+MEANINGFUL_KEYS = frozenset({"labels", *MASK_KEYS, *CONSTANT_KEYS, *MADE_KEYS})
 
 
 def dtype_of(padding: Padding) -> type[np.generic]:

@@ -15,8 +15,6 @@ from torch.nn import functional
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import as_integer
 
-__all__ = ["context_parallel", "undo_context_parallel"]
-
 # Keys of a batch that have one entry a token.
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "seq_idx", "loss_weights")
 _IGNORED_LABEL = -100
@@ -52,8 +50,9 @@ def context_parallel(
 
     Raises:
         InvalidTypeError: An argument is of a wrong type.
-        InvalidInputError: The rank is not below `world`; the batch has no bounds, or an attention mask; or the tokens
-            of a piece are no multiple of 2 × world.
+        InvalidInputError: The rank is not below `world`; the batch has no labels or bounds, or an attention mask; its
+            bounds do not rise from 0 to its tokens; an entry has not one value a token; or the tokens of a piece are no
+            multiple of 2 × world.
 
     Example:
         >>> import tundish as td
@@ -76,15 +75,31 @@ def context_parallel(
         raise InvalidTypeError("columns is no list of names: give the names of the dataset's columns")
     if missing := [name for name in columns if name not in batch]:
         raise InvalidInputError(f"the batch has no {', '.join(missing)}, named in columns")
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or not labels.ndim:
+        raise InvalidInputError("the batch has no labels, which are shifted before they are split: keep them")
+    bounds = batch.get("cu_seq_lens_q")
+    if not isinstance(bounds, torch.Tensor):
+        raise InvalidInputError(
+            "the batch has no cu_seq_lens_q, the bounds of its pieces: give the collator return_flash_attn_kwargs=True"
+        )
+    tokens = labels.shape[-1]
+    places = _places(_checked_bounds(bounds, tokens), number, ranks).to(labels.device)
     whole = dict(batch)
-    whole["shift_labels"] = functional.pad(batch["labels"][..., 1:], (0, 1), value=_IGNORED_LABEL)
-    if "loss_weights" in batch:
-        whole["shift_loss_weights"] = functional.pad(batch["loss_weights"][..., 1:], (0, 1))
-    places = _places(_bounds_of(batch), number, ranks).to(batch["labels"].device)
-    for key in (*_PER_TOKEN, "shift_labels", "shift_loss_weights", *columns):
-        if key in whole:
-            whole[key] = whole[key].index_select(-1, places)
-    return whole
+    whole["shift_labels"] = functional.pad(labels[..., 1:], (0, 1), value=_IGNORED_LABEL)
+    split = [key for key in (*_PER_TOKEN, "shift_labels", *columns) if key in whole]
+    for key in split:
+        value = whole[key]
+        if not isinstance(value, torch.Tensor) or value.shape[-1:] != (tokens,):
+            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else format_type(value)
+            raise InvalidInputError(
+                f"{key} of the batch is {found}, and has no entry for each of {tokens} tokens: take it out, or make "
+                "the batch with PackedCollator"
+            )
+    if "loss_weights" in whole:
+        whole["shift_loss_weights"] = functional.pad(whole["loss_weights"][..., 1:], (0, 1))
+        split.append("shift_loss_weights")
+    return whole | {key: whole[key].index_select(-1, places.to(whole[key].device)) for key in split}
 
 
 def undo_context_parallel(
@@ -101,9 +116,10 @@ def undo_context_parallel(
         A tensor of the parts' shape, but with all tokens along `dim`. Gradients flow through it.
 
     Raises:
-        InvalidTypeError: `parts` is no list of tensors.
-        InvalidInputError: `parts` is empty, a part has not as many tokens as its rank has of the pieces, or the tokens
-            of a piece are no multiple of twice the number of parts.
+        InvalidTypeError: `parts` is no list of tensors, or the bounds are no tensor of integers.
+        InvalidInputError: `parts` is empty, their shapes do not fit together, a part has not as many tokens as its rank
+            has of the pieces, the bounds do not rise from 0, or the tokens of a piece are no multiple of twice the
+            number of parts.
 
     Example:
         >>> import torch
@@ -118,31 +134,46 @@ def undo_context_parallel(
     for rank, part in enumerate(parts):
         if not isinstance(part, torch.Tensor):
             raise InvalidTypeError(f"parts[{rank}] is {format_type(part)}: give one tensor for each rank")
-    world = len(parts)
-    places = torch.cat([_places(cu_seq_lens, rank, world) for rank in range(world)])
+    world, first = len(parts), parts[0]
+    dim = as_integer(dim, "dim", -first.ndim, first.ndim - 1)
+    bounds = _checked_bounds(cu_seq_lens, None)
+    places = torch.cat([_places(bounds, rank, world) for rank in range(world)])
     each = len(places) // world
+    expected = list(first.shape)
+    expected[dim] = each
     for rank, part in enumerate(parts):
-        if part.shape[dim] != each:
+        if part.shape != torch.Size(expected):
             raise InvalidInputError(
-                f"part {rank} has {part.shape[dim]} tokens, and a rank has {each} of the pieces: give the part of each "
-                f"of the {world} ranks, and the bounds of the whole pieces"
+                f"parts[{rank}] has the shape {tuple(part.shape)}, and a rank has {each} tokens of the pieces, which "
+                f"makes {tuple(expected)}: give the part of each of the {world} ranks, and the bounds of the whole "
+                "pieces"
             )
-    joined = torch.cat(list(parts), dim)
+    joined = torch.cat([part.to(first.device) for part in parts], dim)
     return joined.index_select(dim, places.argsort().to(joined.device))
 
 
-def _bounds_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    bounds = batch.get("cu_seq_lens_q")
-    if not isinstance(bounds, torch.Tensor):
-        raise InvalidInputError(
-            "the batch has no cu_seq_lens_q, the bounds of its pieces: give the collator return_flash_attn_kwargs=True"
+def _checked_bounds(bounds: Any, tokens: int | None) -> torch.Tensor:
+    """The bounds of pieces as int64 on the CPU. None for `tokens` allows any number of them."""
+    if not isinstance(bounds, torch.Tensor) or bounds.dtype.is_floating_point or bounds.dtype is torch.bool:
+        raise InvalidTypeError(
+            f"the bounds of the pieces are {format_type(bounds)}: give cu_seq_lens_q of the batch, integers"
         )
-    return bounds
+    found = bounds.to("cpu", torch.int64)
+    if found.ndim != 1 or not len(found) or found[0] != 0 or (found.diff() < 0).any():
+        raise InvalidInputError(
+            f"the bounds of the pieces are {found.tolist()!s:.200}, which do not rise from 0: give cu_seq_lens_q of "
+            "the batch, as PackedCollator made it"
+        )
+    if tokens is not None and found[-1] != tokens:
+        raise InvalidInputError(
+            f"the bounds of the pieces end at {found[-1]}, and the batch has {tokens} tokens: give cu_seq_lens_q of "
+            "the same batch, before it is split"
+        )
+    return found
 
 
-def _places(cu_seq_lens: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+def _places(bounds: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     """Where a rank's tokens are in the row, int64, (tokens / world,), on the CPU."""
-    bounds = cu_seq_lens.to("cpu", torch.int64)
     sizes = bounds.diff()
     odd = (sizes % (2 * world)).nonzero()
     if len(odd):

@@ -1,20 +1,17 @@
-"""Token counts of samples that are Python objects, one after the other."""
+"""Samples that are Python objects: iterables and map-style datasets."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, TundishError, format_integer, format_type
 from tundish.packing.arguments import IntegerArray
-from tundish.packing.sources.columns import INPUT_IDS, LENGTH_COLUMNS, choose_column, narrowed
-from tundish.packing.sources.sample_rows import SampleRows
-
-__all__ = ["PythonSamples", "count_samples", "is_map_style", "rename_keys"]
+from tundish.packing.sources.source import INPUT_IDS, LENGTH_COLUMNS, SampleRows, choose_column, narrowed
 
 _MOST_TOKENS = 2**63 - 1
 
@@ -31,8 +28,8 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
         Shape (samples,), int32 if every count fits, else int64.
 
     Raises:
-        InvalidInputError: A sample lacks the key, or its value is null or no token count, or some values are counts
-            and others tokens.
+        InvalidInputError: A sample lacks the key, or its value is null, holds a null or is no token count, or some
+            values are counts and others tokens.
         InvalidTypeError: A sample is neither a mapping nor one-dimensional.
     """
     counts = array("q")
@@ -50,6 +47,9 @@ def count_samples(samples: Iterable[Any], column: str | None, where: Callable[[i
         count = int(value) if is_count else _count_tokens(value)
         if count is None or not 0 <= count <= _MOST_TOKENS or held_counts not in (None, is_count):
             raise _refusal(value, key, where(number))
+        if type(value) is list and _native.integers_of_list(value) is None and _holds_none(value):
+            found = where(number) if key is None else f"{key} of {where(number)}"
+            raise InvalidInputError(f"{found} holds a null, and every token needs a value")
         held_counts = is_count
         counts.append(count)
     return narrowed(np.frombuffer(counts, dtype=np.int64) if counts else np.empty(0, dtype=np.int64))
@@ -75,6 +75,10 @@ def _count_tokens(value: Any) -> int | None:
     entry = value[0] if isinstance(value, list | tuple) and value else None
     is_nested = hasattr(entry, "__len__") and getattr(entry, "ndim", 1) > 0
     return None if is_nested or getattr(value, "ndim", 1) > 1 else len(value)
+
+
+def _holds_none(value: list[Any]) -> bool:
+    return any(entry is None for entry in value)
 
 
 def _refusal(value: Any, key: str | None, where: str) -> TundishError:
@@ -126,8 +130,7 @@ def rename_keys(
     }
 
 
-@dataclass(frozen=True)
-class PythonSamples:
+class PythonSamples(NamedTuple):
     """An iterable of samples, or a map-style dataset."""
 
     owner: Any

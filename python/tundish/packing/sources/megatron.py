@@ -6,21 +6,19 @@ which each sequence begins (int64), and the first sequence of each document, the
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, NotFoundError
+from tundish.errors import InvalidInputError
 from tundish.packing.arguments import IntegerArray
-from tundish.packing.sources.columns import choose_column, narrowed
-from tundish.packing.sources.sample_rows import SampleRows
-
-__all__ = ["MegatronFile", "MegatronSamples"]
+from tundish.packing.sources.source import SampleRows, choose_column, narrowed
+from tundish.regular_files import open_regular_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 # Magic, version, dtype, sequences, entries of the document array.
@@ -31,8 +29,7 @@ _SEQUENCES, _DOCUMENTS = "sequences", "documents"
 _UNITS = (_SEQUENCES, _DOCUMENTS)
 
 
-@dataclass(frozen=True)
-class MegatronFile:
+class MegatronFile(NamedTuple):
     """A `.idx` file and the `.bin` file beside it. The columns are "sequences", the default, and "documents"."""
 
     path: Path
@@ -77,10 +74,8 @@ class MegatronSamples(SampleRows):
         self._starts = starts
         needed = int(starts[-1]) + int(self._lengths[-1]) * index.dtype.itemsize if len(starts) else 0
         tokens = path.with_suffix(".bin")
-        try:
-            size = tokens.stat().st_size
-        except FileNotFoundError as error:
-            raise NotFoundError(error.errno, f"does not exist; {path} is its index", str(tokens)) from error
+        with open_regular_file(tokens, f"the tokens ({path} is its index)") as file:
+            size = os.fstat(file.fileno()).st_size
         if size < needed:
             raise InvalidInputError(
                 f"{tokens}: holds {size} bytes, and {path} needs {needed}; write both again"
@@ -124,7 +119,7 @@ class _Index(NamedTuple):
         Raises:
             InvalidInputError: The file is no index, or of another version, or truncated.
         """
-        with path.open("rb") as file:
+        with open_regular_file(path, "the .idx file of an indexed dataset") as file:
             header = file.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
             raise InvalidInputError(

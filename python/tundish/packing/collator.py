@@ -16,12 +16,9 @@ from torch.nn import functional
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import as_integer, as_optional_integer, check_choice, check_flag
-from tundish.packing.batch.loss_weights import token_weights
-from tundish.packing.dataset.sample_columns import collected
-from tundish.packing.dataset.sample_keys import COLUMN_PADDING, MADE_KEYS
-from tundish.packing.dataset.samples import IGNORED_LABEL
-
-__all__ = ["PackedCollator"]
+from tundish.packing.item import IGNORED_LABEL, collected
+from tundish.packing.loss_weights import token_weights
+from tundish.packing.sample_keys import COLUMN_PADDING, MADE_KEYS
 
 Attention = Literal["none", "mask", "flex"]
 LossWeights = Literal["tokens", "samples"]
@@ -61,8 +58,8 @@ class PackedCollator:
     by one over the whole row, and would otherwise learn to predict it from another piece.
 
     The row has no padding unless `pad_to` or `pad_to_multiple_of` asks for it. The padding is one more piece after the
-    last: `input_ids` are `pad_token_id`, `labels` -100, `position_ids` count from 0, columns have their padding values,
-    and the bounds and `seq_idx` count it as a piece. So no piece sees it.
+    last: `input_ids` are `pad_token_id`, `labels` -100, `position_ids` count from 0, or from where those of the pieces
+    begin, columns have their padding values, and the bounds and `seq_idx` count it as a piece. So no piece sees it.
 
     Args:
         return_flash_attn_kwargs: Give the bounds to flash attention, so that it does not compute them from
@@ -188,7 +185,10 @@ class PackedCollator:
             "position_ids": _row(items, "position_ids", padding, 0),
         }
         if padding:
-            batch["position_ids"][..., before:] = torch.arange(padding, device="cpu")
+            # The padding begins where pieces begin: a model tells pieces by their least position.
+            positions = batch["position_ids"]
+            first = positions[..., pieces[:-1]].amin(-1, keepdim=True)
+            positions[..., before:] = first + torch.arange(padding, device="cpu")
         if self.return_seq_idx:
             batch["seq_idx"] = _piece_numbers(sizes)
         if self.loss_weights:
@@ -198,7 +198,7 @@ class PackedCollator:
             batch["num_unlearned_pieces"] = unlearned
         if self.attention != "none":
             # It takes a second to import FlexAttention.
-            from tundish.packing.batch.attention import PackedBlockMask, causal_mask
+            from tundish.packing.attention import PackedBlockMask, causal_mask
 
             document_ids = _piece_numbers(sizes)
             if self.attention == "mask":

@@ -1,1 +1,0 @@
-"""The packs of a plan as training items and batches."""

@@ -1,1 +1,0 @@
-"""The packs that each rank trains on, step by step."""

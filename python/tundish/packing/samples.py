@@ -1,0 +1,265 @@
+"""What a sample may be, and how its content becomes arrays.
+
+Invariants:
+    Arrays and tensors are viewed and not copied, so that a piece of a long memory-mapped sample costs only the piece.
+    Values are checked only where a piece takes them. Any other content is refused, and the message names the sample.
+    Each tuple of keys is checked once, not for each row, because a look-up takes a tenth of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tundish import _native
+from tundish.errors import InvalidInputError, InvalidTypeError, format_type
+from tundish.packing.sample_keys import (
+    CONSTANT_KEYS,
+    IGNORED_KEYS,
+    MADE_KEYS,
+    MASK_KEYS,
+    as_columns,
+    as_sample_columns,
+    dtype_of,
+)
+
+# A message lists at most so many keys.
+_SHOWN_KEYS = 8
+
+
+class Extras(NamedTuple):
+    """Further content of a sample by key. Arrays are (tokens,), views of what the dataset gave.
+
+    `masks` say which tokens are learned, and `constants` must hold the same number everywhere. `columns` are carried
+    beside the tokens. `values` are those that the sample has once.
+    """
+
+    masks: dict[str, NDArray[Any]]
+    constants: dict[str, NDArray[Any]]
+    columns: dict[str, NDArray[Any]]
+    values: dict[str, Any]
+
+
+class Sample(NamedTuple):
+    """One sample as arrays of any integer dtype, both (tokens,), views of what the dataset gave.
+
+    `labels` is `tokens` itself if the sample has no labels. `dataset` and `number` name the sample in errors. `extras`
+    is None if the sample has nothing else.
+    """
+
+    tokens: NDArray[Any]
+    labels: NDArray[Any]
+    dataset: int
+    number: int
+    extras: Extras | None = None
+
+
+class _Kind(NamedTuple):
+    """Names numpy's kinds of dtypes that an array may have, and what to call them."""
+
+    name: str
+    kinds: str
+    dtypes: str
+
+
+_TOKEN_IDS = _Kind("token ids", "iu", "integers")
+_MASK = _Kind("zeros and ones", "biu", "booleans or integers")
+_COLUMN_KINDS: dict[type[np.generic], _Kind] = {
+    np.bool_: _Kind("booleans", "b", "booleans"),
+    np.int64: _Kind("integers", "iu", "integers"),
+    np.float32: _Kind("numbers", "fiu", "floats or integers"),
+}
+
+
+class _Schema(NamedTuple):
+    """Which of the keys of a row are masks, and which hold constants; `is_plain` if it has no extras at all."""
+
+    masks: tuple[str, ...]
+    constants: tuple[str, ...]
+    is_plain: bool
+
+
+def name_sample(dataset: int, number: int, key: str | None = None) -> str:
+    """Name a sample, or what it has as its `key`, in a message."""
+    sample = f"sample {number} of dataset {dataset}"
+    return sample if key is None else f"{key} of {sample}"
+
+
+class SampleReader:
+    """Reads the rows of datasets as samples, which may have the given columns beside tokens, labels and masks.
+
+    None stands for a key that is not there, as in rows of joined Hugging Face datasets.
+
+    Args:
+        columns: As in `PackedDataset`.
+        sample_columns: As in `PackedDataset`.
+
+    Attributes:
+        columns: The columns, checked, with their padding values.
+        sample_columns: The names of the values that samples have once, checked.
+
+    Raises:
+        InvalidTypeError, InvalidInputError: An argument is refused.
+    """
+
+    def __init__(self, columns: Any, sample_columns: Any) -> None:
+        self.columns = as_columns(columns)
+        self.sample_columns = as_sample_columns(sample_columns, self.columns)
+        self._kinds = {name: _COLUMN_KINDS[dtype_of(padding)] for name, padding in self.columns.items()}
+        self._named = (*self.columns, *self.sample_columns)
+        self._known = {"input_ids", "labels", *MASK_KEYS, *CONSTANT_KEYS, *IGNORED_KEYS, *self._named}
+        self._schemas: dict[tuple[Hashable, ...], _Schema] = {}
+
+    def check_keys(self, keys: Sequence[str], dataset: int) -> None:
+        """Check the keys of all rows of a dataset that tells them.
+
+        Raises:
+            InvalidTypeError: There is no `input_ids`.
+            InvalidInputError: A key is unknown, or a column is missing.
+        """
+        self._schema(tuple(keys), f"dataset {dataset}")
+
+    def read(self, row: Any, dataset: int, number: int) -> Sample:
+        """Read one row; `dataset` and `number` name it in errors.
+
+        Raises:
+            InvalidTypeError: It holds something else than token ids, or a mask or column is of a wrong dtype.
+            InvalidInputError: Its labels, masks or columns are not as many as its tokens; a column is missing; or a key
+                is unknown.
+        """
+        # The first question is for speed: the others take longer than all else that is asked of a dict.
+        if type(row) is not dict and (isinstance(row, np.ndarray) or not isinstance(row, Mapping)):
+            tokens = _as_array(row, None, dataset, number, _TOKEN_IDS)
+            if self._named:
+                raise InvalidInputError(
+                    f"{name_sample(dataset, number)} is {format_type(row)} of token ids, and has no "
+                    f"{', '.join(self._named)}: a sample with columns is a mapping with input_ids"
+                )
+            return Sample(tokens, tokens, dataset, number)
+        keys = tuple(row)
+        schema = self._schemas.get(keys) or self._schema(keys, name_sample(dataset, number))
+        tokens = _as_array(row["input_ids"], "input_ids", dataset, number, _TOKEN_IDS)
+        own = row.get("labels")
+        labels = tokens if own is None else _as_array(own, "labels", dataset, number, _TOKEN_IDS)
+        if len(labels) != len(tokens):
+            raise InvalidInputError(
+                f"{name_sample(dataset, number)} has {len(tokens)} input_ids but {len(labels)} labels: "
+                "they must be as many"
+            )
+        if schema.is_plain:
+            return Sample(tokens, labels, dataset, number)
+        return Sample(
+            tokens, labels, dataset, number, self._extras(row, schema, len(tokens), dataset, number)
+        )
+
+    def _extras(
+        self, row: Mapping[str, Any], schema: _Schema, tokens: int, dataset: int, number: int
+    ) -> Extras:
+        def arrays(kinds: Iterable[tuple[str, _Kind]]) -> dict[str, NDArray[Any]]:
+            found = {}
+            for key, kind in kinds:
+                value = row[key]
+                if value is None:
+                    continue
+                array = found[key] = _as_array(value, key, dataset, number, kind)
+                if len(array) != tokens:
+                    raise InvalidInputError(
+                        f"{key} of {name_sample(dataset, number)} has {len(array)} entries for {tokens} input_ids: "
+                        "give one a token"
+                    )
+            return found
+
+        columns = arrays(self._kinds.items())
+        if missing := [key for key in self.columns if key not in columns]:
+            raise InvalidInputError(
+                f"{name_sample(dataset, number)} has None as its {', '.join(missing)}: give one entry a token, or take "
+                "the name out of columns"
+            )
+        return Extras(
+            masks=arrays((key, _MASK) for key in schema.masks),
+            constants=arrays((key, _MASK) for key in schema.constants),
+            columns=columns,
+            values={key: row[key] for key in self.sample_columns},
+        )
+
+    def _schema(self, keys: tuple[Hashable, ...], where: str) -> _Schema:
+        """Check keys that were not seen before; `where` names what has them."""
+        if "input_ids" not in keys:
+            raise InvalidTypeError(f"{where} has no input_ids; its keys are {_listed(keys)}")
+        if missing := [name for name in self._named if name not in keys]:
+            raise InvalidInputError(
+                f"{where} lacks {', '.join(missing)}, named in columns or sample_columns; its keys are {_listed(keys)}"
+                ". (A sample that has no value for one of sample_columns has None there)"
+            )
+        unknown = [key for key in keys if key not in self._known]
+        if made := [key for key in unknown if key in MADE_KEYS]:
+            raise InvalidInputError(
+                f"{where} has {_listed(made)}, which PackedDataset or PackedCollator makes from the pieces: remove "
+                f"it, in a HF Dataset with remove_columns({_listed(made)})"
+            )
+        if unnamed := [key for key in unknown if not isinstance(key, str)]:
+            raise InvalidInputError(
+                f"{where} has the key {unnamed[0]!r}, which is {format_type(unnamed[0])}: keys of samples are strings"
+            )
+        if unknown:
+            raise InvalidInputError(
+                f"{where} has {_listed(unknown)}, which PackedDataset does not know: carry what each token has with "
+                f"columns={{{unknown[0]!r}: 0.0}}, where 0.0 is the padding value, and what a sample has once with "
+                f"sample_columns={_listed(unknown)}; or remove it, in a HF Dataset with "
+                f"remove_columns({_listed(unknown)})"
+            )
+        masks = tuple(key for key in MASK_KEYS if key in keys)
+        constants = tuple(key for key in CONSTANT_KEYS if key in keys and key not in self._named)
+        is_plain = not (masks or constants or self._named)
+        schema = self._schemas[keys] = _Schema(masks, constants, is_plain)
+        return schema
+
+
+def _listed(keys: Sequence[Hashable]) -> list[Hashable]:
+    return sorted(keys, key=str)[:_SHOWN_KEYS]
+
+
+def _as_array(value: Any, key: str | None, dataset: int, number: int, kind: _Kind) -> NDArray[Any]:
+    """The value of a sample's `key`, or the sample itself, as an array of one dimension.
+
+    Raises:
+        InvalidTypeError: It is none, or of another kind.
+    """
+    if type(value) is np.ndarray and value.ndim == 1 and value.dtype.kind in kind.kinds:
+        return value
+    if type(value) is list and "i" in kind.kinds:
+        # numpy makes the same array in three times the time.
+        integers = _native.integers_of_list(value)
+        if integers is not None:
+            return integers
+    try:
+        array = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # torch raises any of these for a tensor. A RuntimeError of anything else is the dataset's own.
+        is_tensor = isinstance(value, torch.Tensor)
+        if isinstance(error, RuntimeError) and not is_tensor:
+            raise
+        reason = str(error)
+        if is_tensor and value.is_meta:
+            reason = "it is a tensor on the meta device, which holds no values; make samples on the CPU"
+        raise InvalidTypeError(
+            f"{name_sample(dataset, number, key)} cannot be read as an array of {kind.name}: {reason}"
+        ) from error
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidTypeError(
+            f"{name_sample(dataset, number, key)} is a masked array; give its data, and the mask as loss_mask"
+        )
+    if array.ndim != 1:
+        raise InvalidTypeError(
+            f"{name_sample(dataset, number, key)} is {format_type(value)} of shape {array.shape}: give one-dimensional "
+            f"{kind.name}"
+        )
+    if array.dtype.kind not in kind.kinds and array.size:
+        raise InvalidTypeError(
+            f"{name_sample(dataset, number, key)} is {format_type(value)} of dtype {array.dtype}: give {kind.dtypes}"
+        )
+    return array

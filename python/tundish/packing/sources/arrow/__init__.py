@@ -1,1 +1,0 @@
-"""Sources that pyarrow reads: tables, datasets of Hugging Face, Arrow files and Parquet files."""

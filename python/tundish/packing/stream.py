@@ -1,0 +1,671 @@
+"""`PackedStream`: packs of samples that come one after the other, and the state of a pass through them.
+
+Invariants:
+1. Pack *i* is pack *i* of the plan that `pack` makes of the same lengths in the same order.
+2. The pieces of packs that are not given out own their memory. Nothing else of a sample is kept, but while it is cut.
+3. A state belongs to the packs that were given out: it changes only when an item is made, after all that may fail.
+4. A state is loaded completely or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from tundish import _native
+from tundish.errors import InvalidInputError, StateMismatchError, format_type
+from tundish.packing.arguments import as_integer
+from tundish.packing.build.pack_arguments import PackArguments
+from tundish.packing.item import ItemBuilder, Positions
+from tundish.packing.sample_keys import Padding, dtype_of
+from tundish.packing.samples import Extras, Sample, SampleReader, name_sample
+from tundish.packing.stream_source import (
+    SourceState,
+    StreamReader,
+    Worker,
+    check_source,
+    epoch_of,
+    is_stateful,
+    passes_once,
+)
+
+_KIND, _VERSION = "PackedStream", 1
+
+
+class PackedStream(IterableDataset[dict[str, Any]]):
+    """An iterable dataset of the packs of a stream of samples, which are packed as they come.
+
+    Samples, items and their keys are those of `PackedDataset`. Pack *i* is pack *i* of the plan that `pack` makes of
+    the same lengths in the same order, with the same options.
+
+    | mode | packs | a pack is given out when |
+    |---|---|---|
+    | "ordered" | whole samples, each in the fullest of the last `window` packs | `window` packs were opened after it |
+    | "sequential" | whole samples; one that does not fit opens the next pack | the next pack is opened |
+    | "hard" | all tokens as one stream, cut every `max_length` tokens | it is full |
+
+    The packs that are open at the end of the samples are given out then, in order. With `num_packs`, an iteration gives
+    exactly so many packs and stops: ranks that each pack a part of the data then take the same number of steps.
+
+    A sample is checked before any of its tokens comes into a pack. Memory: at most `window + 1` packs of `max_length`
+    tokens, and twice the sample that was read last. A token takes 8 bytes,
+    or 16 if samples have labels or masks of their own, and what the columns take.
+
+    In the workers of a `DataLoader`, each worker packs a part of the samples. A torch `IterableDataset` (those of
+    Hugging Face and of webdataset are) splits itself and is left alone. Of any other source, each worker reads all
+    samples and packs every `num_workers`-th.
+
+    Args:
+        samples: An iterable of samples: a streaming dataset, a list, an object whose `__iter__` makes a generator. A
+            generator passes once.
+        max_length: Tokens a pack, at least 1, and at most 2**28 unless the mode is "hard".
+        mode: "ordered", "sequential" or "hard".
+        window: For "ordered" only: open packs, as in `pack`, by default 64.
+        overlong: As in `pack`: what happens to samples longer than `max_length`, unless the mode is "hard". "error",
+            the default, raises when such a sample comes.
+        drop_last: As in `pack`: whether "hard" leaves out a last pack that is not full, which None means.
+        max_samples: As in `pack`.
+        align: As in `pack`. Pieces are padded as in `PackedDataset`.
+        pad_token_id: As in `PackedDataset`.
+        mask_first_token: As in `PackedDataset`.
+        columns: As in `PackedDataset`.
+        sample_columns: As in `PackedDataset`. These values are kept until their pack is given out.
+        positions: As in `PackedDataset`.
+        num_packs: Packs of an iteration, in all workers together: of *w* workers, each gives `num_packs // w`, and the
+            first `num_packs % w` one more. A resumed iteration gives the rest. None means all packs.
+
+    Raises:
+        InvalidTypeError: An argument is of the wrong type.
+        InvalidInputError: An argument is out of range or not one of the mode's.
+
+    Iterating raises:
+        InvalidTypeError, InvalidInputError: A sample cannot be used, as in `PackedDataset`, or is longer than
+            `max_length`; the message numbers it. Or the source is a generator, and was iterated over before; or it
+            ended before `num_packs` packs.
+        StateMismatchError: The state that was loaded is of another worker, or the source has fewer samples than it
+            says.
+        Errors of the source: as they are, with a note (`__notes__`) that numbers the sample.
+
+    Example:
+        >>> import tundish as td
+        >>> samples = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+        >>> stream = td.PackedStream(samples, max_length=6)
+        >>> [item["input_ids"].tolist() for item in stream]
+        [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Any],
+        max_length: int,
+        *,
+        mode: str = "ordered",
+        window: int | None = None,
+        overlong: str | None = None,
+        drop_last: bool | None = None,
+        max_samples: int | None = None,
+        align: int = 1,
+        pad_token_id: int = 0,
+        mask_first_token: bool = False,
+        columns: Mapping[str, Padding] | None = None,
+        sample_columns: Sequence[str] | None = None,
+        positions: Positions | None = None,
+        num_packs: int | None = None,
+    ) -> None:
+        check_source(samples)
+        self.samples = samples
+        self._num_packs = None if num_packs is None else as_integer(num_packs, "num_packs", 1, 2**63 - 1)
+        self._options = _Options.checked(
+            max_length,
+            mode=mode,
+            window=window,
+            overlong=overlong,
+            drop_last=drop_last,
+            max_samples=max_samples,
+            align=align,
+        )
+        self._reader = SampleReader(columns, sample_columns)
+        self._builder = ItemBuilder(
+            self._reader.columns,
+            self._reader.sample_columns,
+            mask_first_token=mask_first_token,
+            positions=positions,
+            pad_token_id=pad_token_id,
+        )
+        # Loaded, and not gone on from yet.
+        self._loaded: _State | None = None
+        # The iteration that was begun last.
+        self._iteration: _Iteration | None = None
+        self._is_begun = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the packs: from the state that was loaded, once; else from the beginning of the source."""
+        if self._is_begun and passes_once(self.samples):
+            raise InvalidInputError(
+                f"the source of this PackedStream ({type(self.samples).__qualname__}) passes once, and was iterated "
+                "over before: give an iterable that begins anew, for example an object whose __iter__ makes a generator"
+            )
+        info = get_worker_info()
+        worker = None if info is None else Worker(info.id, info.num_workers)
+        start = self._loaded
+        if start is None:
+            start = _State(worker=worker, epoch=epoch_of(self.samples))
+        elif start.worker != worker:
+            raise StateMismatchError(
+                f"the state was taken {_place(start.worker)}, and it is loaded {_place(worker)}: with workers, save "
+                "and load the state of a torchdata StatefulDataLoader with as many workers"
+            )
+        self._is_begun, self._loaded = True, None
+        self._iteration = _Iteration(self, start)
+        return self._iteration.items()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call the source's `set_epoch`, if it has one.
+
+        If a state of another epoch was loaded, the next iteration begins at the beginning of the source.
+
+        Args:
+            epoch: 0 … 2**63 - 1.
+
+        Raises:
+            InvalidTypeError: It is not an integer.
+            InvalidInputError: It is out of range.
+
+        Example:
+            >>> import tundish as td
+            >>> td.PackedStream([[1, 2]], max_length=4).set_epoch(1)
+        """
+        epoch = as_integer(epoch, "epoch", 0, 2**63 - 1)
+        if callable(method := getattr(self.samples, "set_epoch", None)):
+            method(epoch)
+        if self._loaded is not None and self._loaded.epoch not in (None, epoch):
+            self._loaded = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last pack that was given out.
+
+        It holds the open packs, the rest of the sample that is being cut, and how far the source is: its own state if
+        it has `state_dict` and `load_state_dict`, else the number of samples that it gave. With workers each worker
+        has a state, which torchdata's `StatefulDataLoader` collects.
+
+        After an error, the state leads to the sample that was refused, or the pack whose `positions` could not be made:
+        a resume after the cure lacks nothing. The source may then be read again from its newest state on that this
+        method returned before, or from the beginning.
+
+        Returns:
+            A dict of numbers, strings and tensors, and what the source's state and `sample_columns` hold. It has about
+            as many bytes as the open packs.
+
+        Example:
+            >>> import tundish as td
+            >>> stream = td.PackedStream([[1, 2], [3, 4], [5, 6]], max_length=2, mode="sequential")
+            >>> first = next(iter(stream))
+            >>> stream.state_dict()["packs"]
+            1
+        """
+        state = self._loaded if self._iteration is None else self._iteration.state()
+        if state is None:
+            state = _State(worker=None, epoch=epoch_of(self.samples))
+        return state.to_dict(self._options, self._reader)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next iteration go on after the packs that were given out when the state was taken.
+
+        The source must give the same samples in the same order. If it has a state of its own, it is loaded; else the
+        samples that were read are read again and left out. A Hugging Face stream with `shuffle(buffer_size=…)` is read
+        again too, because its state lacks the samples in the buffer.
+
+        Args:
+            state: As `state_dict` returned it.
+
+        Raises:
+            StateMismatchError: It is no state of a `PackedStream`, is damaged, or is of one with other options; or it
+                holds the state of a source, and this source takes none. Nothing changes.
+
+        Example:
+            >>> import tundish as td
+            >>> stream = td.PackedStream([[1, 2], [3, 4], [5, 6]], max_length=2, mode="sequential")
+            >>> first = next(iter(stream))
+            >>> stream.load_state_dict(stream.state_dict())
+            >>> [item["input_ids"].tolist() for item in stream]
+            [[3, 4], [5, 6]]
+        """
+        loaded = _State.from_dict(state, self._options, self._reader)
+        if loaded.source.state is not None and not is_stateful(self.samples):
+            raise StateMismatchError(
+                f"the state holds that of a source, and the source of this stream is {format_type(self.samples)} "
+                "without load_state_dict: give the source that the state was taken of"
+            )
+        # Datasets of Hugging Face go on from a state only in its epoch.
+        if loaded.epoch not in (None, epoch_of(self.samples)):
+            self.set_epoch(loaded.epoch)
+        self._loaded, self._iteration = loaded, None
+
+    @property
+    def _distributed(self) -> Any:
+        """How a Hugging Face source is split by node: a `DispatchLoader` refuses to read one rank's part for all."""
+        return getattr(self.samples, "_distributed", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the iteration: a copy in another process begins its own."""
+        return self.__dict__ | {"_iteration": None}
+
+
+class _Iteration:
+    """One iteration over the packs, from a state on."""
+
+    def __init__(self, stream: PackedStream, start: _State) -> None:
+        self._start = start
+        self._reader = StreamReader(stream.samples, stream._reader, start.worker, start.source)
+        self._packer = _Packer(stream._options, start.packs)
+        self._builder = stream._builder
+        self._align = stream._options.align
+        self._num_packs = stream._num_packs
+
+    def items(self) -> Iterator[dict[str, Any]]:
+        own = _own_packs(self._num_packs, self._start.worker)
+        while own is None or self._packer.given < own:
+            pack = self._next_pack()
+            if pack is None:
+                if own is not None:
+                    raise self._ended_early(own)
+                return
+            lengths = [len(piece.tokens) for piece in pack]
+            item = self._builder.build(pack, [0] * len(pack), lengths, self._align)
+            # Only now: positions may have failed, and a state taken then leads to this pack.
+            self._packer.give()
+            yield item
+
+    def state(self) -> _State:
+        return self._start._replace(source=self._reader.state(), packs=self._packer.state())
+
+    def _next_pack(self) -> list[Sample] | None:
+        """The pieces of the oldest pack, when it is closed; None if no pack is left."""
+        packer = self._packer
+        while (pack := packer.closed()) is None:
+            if packer.place():
+                continue
+            sample = self._reader.next()
+            if sample is None:
+                return packer.last()
+            if end := packer.tokens_of(sample):
+                packer.begin(self._builder.detached(sample, end))
+            self._reader.take()
+        return pack
+
+    def _ended_early(self, own: int) -> InvalidInputError:
+        worker, where = self._start.worker, ""
+        if worker is not None:
+            where = f" in worker {worker.number} of {worker.total}, which is to give {own}"
+        return InvalidInputError(
+            f"the source ended after {self._packer.given} packs{where}, and num_packs is {self._num_packs}: lower "
+            "num_packs, or give a source that begins again at its end, for example a Hugging Face stream with "
+            "repeat(None)"
+        )
+
+
+def _own_packs(num_packs: int | None, worker: Worker | None) -> int | None:
+    """How many of `num_packs` packs this process gives."""
+    if num_packs is None or worker is None:
+        return num_packs
+    return num_packs // worker.total + int(worker.number < num_packs % worker.total)
+
+
+def _place(worker: Worker | None) -> str:
+    return "without workers" if worker is None else f"in worker {worker.number} of {worker.total}"
+
+
+# ---- Packs ----
+
+
+class _Packs(NamedTuple):
+    """What a pass through a stream holds between two packs.
+
+    Attributes:
+        given: Packs that were given out.
+        packs: The pieces of each pack that was not, the oldest first.
+        rest: The tokens of the newest sample that no pack has, or None.
+    """
+
+    given: int = 0
+    packs: Sequence[Sequence[Sample]] = ()
+    rest: Sample | None = None
+
+
+class _Packer:
+    """Puts pieces of samples into packs.
+
+    Args:
+        options: How they come into packs.
+        start: The packs to go on with.
+
+    Attributes:
+        given: Packs that were given out.
+    """
+
+    def __init__(self, options: _Options, start: _Packs) -> None:
+        self._options = options
+        self._window = options.new_window()
+        self._packs = deque(list(pack) for pack in start.packs)
+        self._rest = start.rest
+        self.given = start.given
+        lengths = [[len(piece.tokens) for piece in pack] for pack in self._packs]
+        # Tokens in the pack of hard packing.
+        self._filled = 0
+        if self._window is None:
+            self._filled = sum(map(sum, lengths))
+        else:
+            closed = max(0, len(lengths) - options.window)
+            self._window.reopen(self.given + closed, lengths[closed:])
+
+    def closed(self) -> list[Sample] | None:
+        """The oldest pack, if nothing can come into it any more."""
+        if self._window is None:
+            is_closed = self._filled == self._options.max_length
+        else:
+            is_closed = len(self._packs) > self._options.window
+        return self._packs[0] if is_closed else None
+
+    def last(self) -> list[Sample] | None:
+        """The oldest pack after the end of the samples; None if no pack is left."""
+        # Only hard packing has drop_last, and only its last pack may be short.
+        if not self._packs or self._options.drop_last:
+            return None
+        return self._packs[0]
+
+    def give(self) -> None:
+        """Count the oldest pack as given out."""
+        self._packs.popleft()
+        self._filled = 0
+        self.given += 1
+
+    def tokens_of(self, sample: Sample) -> int:
+        """How many tokens of a sample are packed.
+
+        Raises:
+            InvalidInputError: It is longer than a pack, and `overlong` is "error".
+        """
+        tokens, max_length = len(sample.tokens), self._options.max_length
+        if tokens <= max_length or self._options.mode == "hard":
+            return tokens
+        match self._options.overlong:
+            case "split":
+                return tokens
+            case "truncate":
+                return max_length
+            case "drop":
+                return 0
+        raise InvalidInputError(
+            f"{name_sample(sample.dataset, sample.number)} has {tokens} tokens, and max_length is {max_length}: pass "
+            f"overlong='split' to cut such samples into parts, overlong='truncate' to keep their first {max_length} "
+            "tokens, or overlong='drop' to leave them out"
+        )
+
+    def begin(self, sample: Sample) -> None:
+        """Take a sample, which owns its memory and is not empty; `place` puts it into packs."""
+        self._rest = sample
+
+    def place(self) -> bool:
+        """Put the next piece of the sample into its pack; False if nothing is left of the sample."""
+        rest = self._rest
+        if rest is None:
+            return False
+        tokens = min(len(rest.tokens), self._options.max_length - self._filled)
+        number = self.given
+        if self._window is None:
+            self._filled += tokens
+        else:
+            number = self._window.place(tokens)
+        if number - self.given == len(self._packs):
+            self._packs.append([])
+        pack = self._packs[number - self.given]
+        if tokens == len(rest.tokens):
+            pack.append(rest)
+            self._rest = None
+        else:
+            pack.append(_part(rest, 0, tokens, copies=True))
+            self._rest = _part(rest, tokens, len(rest.tokens), copies=False)
+        return True
+
+    def state(self) -> _Packs:
+        return _Packs(self.given, [list(pack) for pack in self._packs], self._rest)
+
+
+def _part(sample: Sample, start: int, stop: int, *, copies: bool) -> Sample:
+    """A part of a sample that owns its memory, as a view of it or as a copy."""
+
+    def part(array: NDArray[Any]) -> NDArray[Any]:
+        return array[start:stop].copy() if copies else array[start:stop]
+
+    tokens = part(sample.tokens)
+    labels = tokens if sample.labels is sample.tokens else part(sample.labels)
+    extras = sample.extras
+    if extras is not None:
+        extras = extras._replace(columns={key: part(column) for key, column in extras.columns.items()})
+    return Sample(tokens, labels, sample.dataset, sample.number, extras)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Options:
+    """How samples come into packs; the names are those of `pack`.
+
+    Attributes:
+        window: Packs that are open at once; 1 in all modes but "ordered".
+    """
+
+    mode: str
+    max_length: int
+    window: int
+    overlong: str
+    drop_last: bool
+    max_samples: int | None
+    align: int
+
+    @classmethod
+    def checked(cls, max_length: Any, *, mode: Any, **options: Any) -> _Options:
+        """The options, as `pack` would take them.
+
+        Raises:
+            InvalidTypeError: One is of the wrong type.
+            InvalidInputError: One is out of range, or the mode does not use it.
+        """
+        if mode == "best_fit":
+            raise InvalidInputError(
+                "mode 'best_fit' sorts all samples by length, and a stream gives one after the other: choose "
+                "mode='ordered', or plan the samples with td.pack"
+            )
+        arguments = PackArguments(lengths=[], is_single=True, max_length=max_length, mode=mode, **options)
+        request: Mapping[str, Any] = arguments.checked()
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "mode"]
+        made = cls(mode=request["modes"][0], **{name: request[name] for name in names})
+        # Refused here, and not when samples come.
+        made.new_window()
+        return made
+
+    def new_window(self) -> _native.StreamWindow | None:
+        """A window without packs; None for hard packing, which has one open pack.
+
+        Raises:
+            InvalidInputError: So many packs cannot be open at once.
+        """
+        if self.mode == "hard":
+            return None
+        return _native.StreamWindow(self.window, self.max_length, self.max_samples, self.align)
+
+
+# ---- The state as a dict ----
+
+
+class _State(NamedTuple):
+    """How far an iteration is.
+
+    Attributes:
+        worker: The worker of a `DataLoader` that packs.
+        epoch: The epoch that the source says it is in.
+        source: How far the source is.
+        packs: The packs that were not given out.
+    """
+
+    worker: Worker | None
+    epoch: int | None
+    source: SourceState = SourceState()
+    packs: _Packs = _Packs()
+
+    def to_dict(self, options: _Options, reader: SampleReader) -> dict[str, Any]:
+        """The state as `from_dict` takes it."""
+        given, packs, rest = self.packs
+        pieces = [piece for pack in packs for piece in pack]
+        if rest is not None:
+            pieces.append(rest)
+        return {
+            "kind": _KIND,
+            "version": _VERSION,
+            "options": _options_dict(options, reader),
+            "worker": None if self.worker is None else list(self.worker),
+            "epoch": self.epoch,
+            "samples": self.source.samples,
+            "is_exhausted": self.source.is_exhausted,
+            "source": copy.deepcopy(self.source.state),
+            "source_samples": self.source.state_samples,
+            "packs": given,
+            "pieces_of_open_packs": [len(pack) for pack in packs],
+            "has_rest": rest is not None,
+            "pieces": _as_tensors(pieces, reader.columns, reader.sample_columns),
+        }
+
+    @classmethod
+    def from_dict(cls, state: Any, options: _Options, reader: SampleReader) -> _State:
+        """The state that `to_dict` made a dict of.
+
+        Raises:
+            StateMismatchError: It is another dict, or of a stream with other options.
+        """
+        _check_kind(state)
+        try:
+            _check_options(state["options"], _options_dict(options, reader))
+            worker = state["worker"]
+            pieces = _as_pieces(state["pieces"])
+            rest = pieces.pop() if state["has_rest"] else None
+            packs, first = [], 0
+            for count in state["pieces_of_open_packs"]:
+                packs.append(pieces[first : first + count])
+                first += count
+            # One more than can be open: the oldest is closed, and could not be given out.
+            if first != len(pieces) or len(packs) > options.window + (options.mode != "hard"):
+                raise ValueError(f"{len(packs)} open packs of {first} pieces, and {len(pieces)} pieces")
+            most = options.max_length
+            if any(not 0 < sum(len(piece.tokens) for piece in pack) <= most for pack in packs):
+                raise ValueError(f"an open pack that is empty or has more than {most} tokens")
+            names = ("samples", "source_samples", "packs")
+            samples, source_samples, given = (operator.index(state[name]) for name in names)
+            epoch = None if state["epoch"] is None else operator.index(state["epoch"])
+            is_good = min(given, epoch or 0) >= 0 and 0 <= source_samples <= samples
+            if not is_good or not isinstance(state["is_exhausted"], bool):
+                raise ValueError(
+                    f"{samples} samples, {source_samples} of them in the source's state, {given} packs, epoch {epoch}, "
+                    f"is_exhausted={state['is_exhausted']!r}"
+                )
+            source = SourceState(
+                samples, copy.deepcopy(state["source"]), source_samples, state["is_exhausted"]
+            )
+            return cls(None if worker is None else Worker(*worker), epoch, source, _Packs(given, packs, rest))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, StateMismatchError):
+                raise
+            raise StateMismatchError(
+                f"the state of the stream was cut or edited: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _options_dict(options: _Options, reader: SampleReader) -> dict[str, Any]:
+    columns = {"columns": dict(reader.columns), "sample_columns": list(reader.sample_columns)}
+    return dataclasses.asdict(options) | columns
+
+
+def _check_kind(state: Any) -> None:
+    if not isinstance(state, Mapping) or state.get("kind") != _KIND:
+        found = (
+            f"its keys are {list(state)[:8]}" if isinstance(state, Mapping) else f"it is {format_type(state)}"
+        )
+        raise StateMismatchError(
+            f"this is no state of a PackedStream: {found}; pass what its state_dict() returned"
+        )
+    if state.get("version") != _VERSION:
+        raise StateMismatchError(
+            f"the state has version {state.get('version')!r}, and this release of tundish reads {_VERSION}: load it "
+            "with the release that saved it"
+        )
+
+
+def _check_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    for name, value in own.items():
+        if saved[name] != value:
+            raise StateMismatchError(
+                f"the state is of a stream with {name}={saved[name]!r}, and this one has {name}={value!r}: make the "
+                "stream with the same options"
+            )
+
+
+def _as_tensors(
+    pieces: Sequence[Sample], columns: Mapping[str, Padding], values: Sequence[str]
+) -> dict[str, Any]:
+    """The pieces as a few tensors, whatever their number is, and lists of the `values` that samples have once."""
+
+    def tensor(arrays: Sequence[NDArray[Any]], dtype: type[np.generic] = np.int64) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate((np.empty(0, dtype), *arrays), dtype=dtype))
+
+    has_labels = any(piece.labels is not piece.tokens for piece in pieces)
+    extras = [piece.extras for piece in pieces if piece.extras is not None]
+    return {
+        "samples": torch.tensor([piece.number for piece in pieces], dtype=torch.int64),
+        "lengths": torch.tensor([len(piece.tokens) for piece in pieces], dtype=torch.int64),
+        "input_ids": tensor([piece.tokens for piece in pieces]),
+        "labels": tensor([piece.labels for piece in pieces]) if has_labels else None,
+        "columns": {
+            key: tensor([extra.columns[key] for extra in extras], dtype_of(padding))
+            for key, padding in columns.items()
+        },
+        "values": {key: [extra.values[key] for extra in extras] for key in values},
+    }
+
+
+def _as_pieces(state: Mapping[str, Any]) -> list[Sample]:
+    """The pieces that `_as_tensors` made tensors of.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: They do not fit together.
+    """
+    lengths = state["lengths"].tolist()
+    bounds = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+
+    def parts(tensor: torch.Tensor) -> list[NDArray[Any]]:
+        array = tensor.numpy()
+        if array.shape != (sum(lengths),):
+            raise ValueError(f"{array.shape[0]} entries for {sum(lengths)} tokens")
+        # Copies, because the state is the caller's.
+        return [array[start:stop].copy() for start, stop in bounds]
+
+    tokens = parts(state["input_ids"])
+    labels = tokens if state["labels"] is None else parts(state["labels"])
+    columns = {key: parts(tensor) for key, tensor in state["columns"].items()}
+    values = state["values"]
+    pieces = []
+    for place, number in enumerate(state["samples"].tolist()):
+        extras = None
+        if columns or values:
+            own = {key: arrays[place] for key, arrays in columns.items()}
+            extras = Extras({}, {}, own, {key: listed[place] for key, listed in values.items()})
+        pieces.append(Sample(tokens[place], labels[place], 0, number, extras))
+    if len(pieces) != len(lengths):
+        raise ValueError(f"{len(lengths)} lengths for {len(pieces)} pieces")
+    return pieces

@@ -1,1 +1,0 @@
-"""Packs of samples that come one after the other."""
