@@ -85,7 +85,9 @@ class ItemBuilder:
         if any(map(operator.eq, starts, stops)):
             # A piece without tokens is no sequence.
             held = list(map(operator.ne, starts, stops))
-            samples, starts, stops = (list(itertools.compress(one, held)) for one in (samples, starts, stops))
+            samples = list(itertools.compress(samples, held))
+            starts = list(itertools.compress(starts, held))
+            stops = list(itertools.compress(stops, held))
         layout = _Layout(list(map(operator.sub, stops, starts)), align)
         # All samples at once: there may be many in an item.
         all_tokens, all_labels, _, _, all_extras = zip(*samples, strict=True)
