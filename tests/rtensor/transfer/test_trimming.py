@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tundish import rtensor
-from tundish.errors import InvalidTypeError
+from tundish.errors import InvalidInputError, InvalidTypeError
 
 pytestmark = pytest.mark.usefixtures("local")
 
@@ -20,7 +20,6 @@ def test_columns_that_no_row_uses_are_left_out() -> None:
     batch: dict[str, Any] = {
         "attention_mask": mask,
         "input_ids": torch.arange(10).view(2, 5),
-        "per_layer": torch.rand(2, 4, 5),
         "rewards": torch.rand(2),
         "other": torch.rand(3, 5),
         "nested": [torch.rand(2, 5)],
@@ -28,10 +27,8 @@ def test_columns_that_no_row_uses_are_left_out() -> None:
     for given in (batch, UserDict(batch)):
         back = rtensor.localize(rtensor.remotize(given))
         assert type(back) is type(given)
-        assert {
-            key: back[key].shape[-1] for key in ("attention_mask", "input_ids", "per_layer")
-        } == dict.fromkeys(("attention_mask", "input_ids", "per_layer"), 3)
-        assert torch.equal(back["per_layer"], batch["per_layer"][..., :3])
+        assert back["attention_mask"].shape == back["input_ids"].shape == (2, 3)
+        assert torch.equal(back["input_ids"], batch["input_ids"][:, :3])
         assert (
             back["rewards"].shape == (2,)
             and back["other"].shape == (3, 5)
@@ -41,11 +38,45 @@ def test_columns_that_no_row_uses_are_left_out() -> None:
     whole = rtensor.localize(rtensor.remotize(batch, trim=False))
     assert torch.equal(whole["input_ids"], batch["input_ids"])
     # With three dimensions, and where no row uses anything.
-    cube = {"attention_mask": torch.tensor([[[True, False]], [[False, False]]]), "x": torch.rand(2, 2)}
-    assert rtensor.remotize(cube)["x"].shape == (2, 1)
+    cube = {"attention_mask": torch.tensor([[[True, False]], [[False, False]]]), "x": torch.rand(2, 1, 2)}
+    assert rtensor.remotize(cube)["x"].shape == (2, 1, 1)
     nothing = torch.zeros(2, 3, dtype=torch.int64)
     assert rtensor.remotize({"attention_mask": nothing, "x": torch.rand(2, 3)})["x"].shape == (2, 0)
     assert rtensor.remotize({"attention_mask": torch.zeros(3), "x": torch.rand(3, 3)})["x"].shape == (3, 3)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 5), (2, 4, 5), (2, 5, 5), (2, 5, 7), (2, 1, 5), (5, 5), (5, 2)])
+def test_a_tensor_of_another_shape_than_the_mask_stays_whole(shape: tuple[int, ...]) -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]])
+    image = torch.rand(shape)
+    back = rtensor.localize(rtensor.remotize({"attention_mask": mask, "pixel_values": image}))
+    assert back["attention_mask"].shape == (2, 3)
+    assert torch.equal(back["pixel_values"], image)
+
+
+def test_named_tensors_are_cut_where_the_mask_has_its_columns() -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0]])
+    logits, image = torch.rand(2, 5, 5), torch.rand(2, 3, 5, 5)
+    batch = {
+        "attention_mask": mask,
+        "ids": mask,
+        "logits": logits,
+        "image": image,
+        "nested": {"logits": logits},
+    }
+    back = rtensor.localize(rtensor.remotize(batch, trim=("logits", "values")))
+    assert torch.equal(back["logits"], logits[:, :3])
+    assert back["ids"].shape == (2, 3) and torch.equal(back["image"], image)
+    # A dict without a mask of its own is not cut.
+    assert torch.equal(back["nested"]["logits"], logits)
+    for width in (3, 5):
+        full = mask.clone()
+        full[0, width - 1] = 1
+        with pytest.raises(InvalidInputError, match=r"trim names 'image', whose shape \(2, 3, 5, 5\)"):
+            rtensor.remotize({**batch, "attention_mask": full}, trim=["image"])
+    for wrong in ("logits", 3, [3], None):
+        with pytest.raises(InvalidTypeError, match="trim is"):
+            rtensor.remotize(batch, trim=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32])

@@ -21,6 +21,24 @@ pub(super) fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
+/// The certificates in a PEM file: at least one.
+pub(super) fn certificates_in(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
+    let found: Vec<_> = CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
+    if found.is_empty() { Err(format!("the file {}", what_is_in(pem))) } else { Ok(found) }
+}
+
+/// What a PEM file without the wanted part has instead.
+pub(super) fn what_is_in(pem: &[u8]) -> String {
+    let text = String::from_utf8_lossy(pem);
+    let labels: Vec<_> =
+        text.lines().filter_map(|line| line.trim().strip_prefix("-----BEGIN ")?.strip_suffix("-----")).collect();
+    match &labels[..] {
+        [] if text.trim().is_empty() => "is empty".to_owned(),
+        [] => "has no line \"-----BEGIN …-----\", so it is not PEM".to_owned(),
+        _ => format!("has only: {}", labels.join(", ")),
+    }
+}
+
 /// Servers that a client trusts.
 #[derive(Clone)]
 pub struct ClientTls(TlsConnector);
@@ -34,8 +52,7 @@ impl ClientTls {
     pub fn trusting(certificates: &[u8]) -> Result<Self, StoreError> {
         let invalid =
             |reason: &dyn fmt::Display| StoreError::Invalid(format!("tls: no certificate to trust: {reason}"));
-        let pinned: Vec<CertificateDer<'static>> =
-            CertificateDer::pem_slice_iter(certificates).collect::<Result<_, _>>().map_err(|error| invalid(&error))?;
+        let pinned = certificates_in(certificates).map_err(|reason| invalid(&reason))?;
         let verifier = Verifier::new(pinned).map_err(|error| invalid(&error))?;
         let builder = ClientConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
         let builder = builder.map_err(|error| invalid(&error))?;
@@ -63,14 +80,14 @@ impl fmt::Debug for ClientTls {
 
 /// Trusts certificates that are pinned, whatever name they are for, and those that an authority among them signed.
 #[derive(Debug)]
-struct Verifier {
+pub(super) struct Verifier {
     pinned: Vec<CertificateDer<'static>>,
-    authorities: Arc<WebPkiServerVerifier>,
+    pub(super) authorities: Arc<WebPkiServerVerifier>,
     provider: Arc<CryptoProvider>,
 }
 
 impl Verifier {
-    fn new(pinned: Vec<CertificateDer<'static>>) -> Result<Self, VerifierBuilderError> {
+    pub(super) fn new(pinned: Vec<CertificateDer<'static>>) -> Result<Self, VerifierBuilderError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(pinned.iter().cloned());
         let provider = provider();

@@ -75,9 +75,43 @@ fn pages_in_a_browser_are_not_served() {
     for fields in ["Origin: http://evil.example\r\n", "Sec-Fetch-Site: cross-site\r\n"] {
         assert_eq!(owner.ask("POST", "/step/1/end", fields, b"").status, 403);
     }
-    let mut turned = owner.connect();
-    turned.send(b"GET /stats HTTP/1.1\r\nHost: evil.example\r\n\r\n");
-    assert_eq!(turned.answer().status, 403);
+}
+
+#[test]
+fn a_request_names_this_machine_as_its_host_and_nothing_else() {
+    let owner = Owner::new();
+    let own = owner.address();
+    for (line, hosts, status) in [
+        ("GET /stats HTTP/1.1", "Host: localhost\r\n", 200),
+        ("GET http://localhost/stats HTTP/1.1", "Host: localhost\r\n", 200),
+        (&format!("GET http://{own}/stats HTTP/1.1"), "Host: localhost\r\n", 200),
+        ("GET /stats HTTP/1.1", "Host: evil.example\r\n", 403),
+        ("GET http://evil.example/stats HTTP/1.1", "Host: localhost\r\n", 403),
+        ("GET http://localhost@evil.example/stats HTTP/1.1", "Host: localhost\r\n", 403),
+        ("GET /stats HTTP/1.1", "", 400),
+        ("GET /stats HTTP/1.0", "", 400),
+        ("GET http://localhost/stats HTTP/1.1", "", 400),
+        ("GET /stats HTTP/1.1", "Host: localhost\r\nHost: evil.example\r\n", 400),
+        ("GET /stats HTTP/1.1", "Host: localhost\r\nHost: localhost\r\n", 400),
+    ] {
+        let mut raw = owner.connect();
+        raw.send(format!("{line}\r\n{hosts}\r\n").as_bytes());
+        assert_eq!(raw.answer().status, status, "{line} {hosts}");
+    }
+}
+
+#[test]
+fn a_client_that_closes_its_side_after_its_request_is_answered() {
+    let owner = Owner::new();
+    let bytes = pattern(1, 1 << 20);
+    owner.store("a", &bytes);
+    for _ in 0..100 {
+        let mut raw = owner.connect();
+        raw.request("GET", "/data/a", "", b"");
+        raw.0.shutdown(std::net::Shutdown::Write).unwrap();
+        assert!(raw.answer().body.ends_with(&bytes));
+        assert!(raw.is_closed());
+    }
 }
 
 #[test]

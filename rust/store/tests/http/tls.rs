@@ -1,26 +1,10 @@
 //! Servers and clients that speak TLS.
 
-use tundish_store::http::{Client, ClientTls, Server, ServerOptions, ServerTls, Token, Trust, WorkerClient};
+use tundish_store::http::{Client, ClientTls, ServerOptions, ServerTls, Token, Trust, WorkerClient};
 use tundish_store::{ProcessStore, ShardId, StoreError};
 
 use crate::common::{LIMITS, pattern, put, whole, within};
 use crate::raw_http::Owner;
-
-#[test]
-fn a_certificate_that_is_none_is_refused() {
-    let pem = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
-    let other = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
-    let (certificate, key) = (pem.cert.pem(), pem.signing_key.serialize_pem());
-    assert!(ServerTls::from_pem(b"", key.as_bytes()).is_err());
-    assert!(ServerTls::from_pem(certificate.as_bytes(), b"").is_err());
-    let unfit = ServerTls::from_pem(certificate.as_bytes(), other.signing_key.serialize_pem().as_bytes());
-    assert!(unfit.unwrap_err().to_string().contains("does not fit"));
-    let tls = ServerTls::from_pem(certificate.as_bytes(), key.as_bytes()).unwrap();
-    let store = tundish_store::ProcessStore::new(LIMITS);
-    let options = ServerOptions { tls: Some(tls), ..ServerOptions::default() };
-    let server = Server::start(store.clone(), "127.0.0.1", 0, options).unwrap();
-    assert!(server.address().ip().is_loopback() && store.stats().current_step.is_none());
-}
 
 /// A certificate for the loopback addresses, and its key; signed by the authority, or by itself.
 fn certificate(authority: Option<&rcgen::Issuer<'_, rcgen::KeyPair>>) -> (String, String) {
@@ -31,6 +15,66 @@ fn certificate(authority: Option<&rcgen::Issuer<'_, rcgen::KeyPair>>) -> (String
         None => params.self_signed(&key).unwrap(),
     };
     (certificate.pem(), key.serialize_pem())
+}
+
+/// `openssl pkey -aes256` of any key begins like this.
+const ENCRYPTED: &str = "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIB\n-----END ENCRYPTED PRIVATE KEY-----\n";
+const OLD_ENCRYPTED: &str =
+    "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\nDEK-Info: A\n\nMIIB\n-----END RSA PRIVATE KEY-----\n";
+
+#[test]
+fn a_file_without_certificate_or_key_is_refused_with_what_it_is() {
+    let (own, key) = certificate(None);
+    let refused = |certificate: &str, key: &str| {
+        ServerTls::from_pem(certificate.as_bytes(), key.as_bytes()).unwrap_err().to_string()
+    };
+    for (certificate, key, what) in [
+        (&own, ENCRYPTED, "the private key cannot be read: it is encrypted"),
+        (&own, OLD_ENCRYPTED, "the private key cannot be read: it is encrypted"),
+        (&own, "\n", "the private key cannot be read: the file is empty"),
+        (&own, &own, "the private key cannot be read: the file has only: CERTIFICATE"),
+        (&String::new(), &key, "the certificate cannot be read: the file is empty"),
+        (&key, &key, "the certificate cannot be read: the file has only: PRIVATE KEY"),
+        (&"text".to_owned(), &key, "the certificate cannot be read: the file has no line \"-----BEGIN"),
+    ] {
+        let error = refused(certificate, key);
+        assert!(error.contains(what), "{error}");
+    }
+    let error = refused(&own, &certificate(None).1);
+    assert!(error.contains("does not fit"), "{error}");
+    let error = ClientTls::trusting(b"").unwrap_err().to_string();
+    assert!(error.contains("no certificate to trust: the file is empty"), "{error}");
+}
+
+#[test]
+fn a_certificate_that_has_expired_says_so() {
+    let key = rcgen::KeyPair::generate().unwrap();
+    let problem = |from: i32, to: i32| {
+        let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+        (params.not_before, params.not_after) = (rcgen::date_time_ymd(from, 1, 1), rcgen::date_time_ymd(to, 1, 1));
+        let own = params.self_signed(&key).unwrap().pem();
+        ServerTls::from_pem(own.as_bytes(), key.serialize_pem().as_bytes()).unwrap().validity_problem()
+    };
+    assert_eq!(problem(2020, 4000), None);
+    assert!(problem(2020, 2021).unwrap().contains("expired"));
+    assert!(problem(3999, 4000).unwrap().contains("not valid yet"));
+}
+
+#[test]
+fn plain_text_to_a_server_of_tls_and_the_reverse_are_told_apart() {
+    let (own, key) = certificate(None);
+    let owner = serving(&own, &key, None);
+    let answer = owner.ask("GET", "/health", "", b"");
+    assert_eq!(answer.status, 400);
+    assert!(answer.text().contains("speaks TLS"), "{}", answer.text());
+    let asked = |address: &str, tls| {
+        let worker = WorkerClient::new(address, None, tls);
+        within(20.0, |time_limit| worker.request("GET", "/health", b"", time_limit))
+    };
+    let (status, body) = asked(&owner.address(), None).unwrap();
+    assert_eq!(status, 400, "{}", String::from_utf8_lossy(&body));
+    let error = asked(&Owner::new().address(), Some(trusting(&own))).unwrap_err().to_string();
+    assert!(error.contains("speaks no TLS"), "{error}");
 }
 
 fn serving(certificate: &str, key: &str, token: Option<&str>) -> Owner {
@@ -89,6 +133,5 @@ fn a_client_that_trusts_another_certificate_or_speaks_no_tls_gets_nothing() {
     let error = fetch(&owner, &id, 6, Trust { token: None, tls: Some(trusting(&other)) }).unwrap_err();
     assert!(matches!(&error, StoreError::Unreachable { reason, .. } if reason.contains("certificate")), "{error}");
     let error = fetch(&owner, &id, 6, Trust::default()).unwrap_err();
-    assert!(matches!(&error, StoreError::Unreachable { .. }), "{error}");
-    assert!(ClientTls::trusting(b"").is_err());
+    assert!(matches!(&error, StoreError::Refused { status: 400, .. }), "{error}");
 }

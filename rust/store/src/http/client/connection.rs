@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::error::Error;
 use std::fmt;
 use std::future::{Future, pending, poll_fn};
+use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
@@ -120,7 +121,12 @@ impl Connection {
                 socket.block_on(async { speak_http(encrypted.await?).await }, time_limit)?
             }
         };
-        let (sender, driver) = opened.map_err(|error| broken(&*error))?;
+        let (sender, driver) = opened.map_err(|error| match tls {
+            Some(_) if is_plain_text(&*error) => {
+                ConnectionFailure::Broken("it speaks no TLS: call trust(…) for it without tls".to_owned())
+            }
+            _ => broken(&*error),
+        })?;
         Ok(Connection { socket, sender, driver })
     }
 
@@ -170,6 +176,13 @@ impl Connection {
         });
         socket.block_on(both, time_limit)
     }
+}
+
+/// Whether a handshake of TLS failed because the other side does not speak it.
+fn is_plain_text(error: &(dyn Error + 'static)) -> bool {
+    let cause = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
+    let cause = cause.and_then(|cause| cause.downcast_ref::<rustls::Error>());
+    matches!(cause, Some(rustls::Error::InvalidMessage(rustls::InvalidMessage::InvalidContentType)))
 }
 
 /// Checks that a process of this user listens at an address of this machine.

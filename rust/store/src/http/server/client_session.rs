@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, OnceLock};
 
 use hyper::body::Incoming;
-use hyper::header::{AUTHORIZATION, HOST, HeaderName, ORIGIN};
+use hyper::header::{AUTHORIZATION, HOST, HeaderName, HeaderValue, ORIGIN};
 use hyper::http::request;
 use hyper::{Request, Response};
 
@@ -21,6 +21,8 @@ use crate::http::route::Route;
 pub(super) struct Session {
     pub(super) server: Arc<ServerState>,
     pub(super) admitted: Admitted,
+    /// Whether the client speaks plain text to a server of TLS.
+    pub(super) lacks_tls: bool,
     /// Why this client is not served, if it is a process of another user.
     pub(super) refusal_reason: Option<String>,
     /// The claimant of the claims that were made on this connection.
@@ -61,7 +63,12 @@ impl Session {
     /// A page in somebody's browser can send requests to this machine. They carry the origin of the page, unless its
     /// owner pointed the page's own host name at this machine (DNS rebinding): then they carry that name as `Host`.
     fn admit(&self, head: &request::Parts) -> Result<(), Refusal> {
-        let host = header_text(&head.headers, &HOST);
+        if self.lacks_tls {
+            let reason = "this server speaks TLS: call trust(ADDR, token=…, tls=CERTIFICATE) in the client, or give \
+                          the command --certificate";
+            return Err(Refusal::new(400, reason));
+        }
+        let host = host_of(head)?;
         let site = header_text(&head.headers, &HeaderName::from_static("sec-fetch-site"));
         if head.headers.contains_key(ORIGIN) || site.is_some_and(|site| site != "none") {
             return Err(Refusal::new(403, "pages in a browser are not served"));
@@ -80,12 +87,23 @@ impl Session {
             }
             None => match &self.refusal_reason {
                 Some(reason) => Err(Refusal::new(403, reason.clone())),
-                None if host.is_none_or(is_local_name) => Ok(()),
+                None if is_local_name(host) && head.uri.authority().is_none_or(|name| is_local_name(name.as_str())) => {
+                    Ok(())
+                }
                 None => {
                     Err(Refusal::new(403, "without a token only requests to an address or to localhost are served"))
                 }
             },
         }
+    }
+}
+
+/// The host that a request names, exactly once. A second one could be meant for somebody else on the way.
+fn host_of(head: &request::Parts) -> Result<&str, Refusal> {
+    let mut hosts = head.headers.get_all(HOST).iter();
+    match (hosts.next().map(HeaderValue::to_str), hosts.next()) {
+        (Some(Ok(host)), None) => Ok(host),
+        _ => Err(Refusal::new(400, "a request has one field `Host`, of ASCII characters")),
     }
 }
 

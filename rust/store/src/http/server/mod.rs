@@ -212,11 +212,14 @@ async fn serve(admitted: Admitted, server: &Arc<ServerState>) {
     }
     let refusal_reason =
         if server.token.is_some() { None } else { reason_to_refuse(&connection.stream, server.user).await };
-    let session = Session { server: Arc::clone(server), admitted, refusal_reason, claimant: OnceLock::new() };
+    let silence = server.timeouts.silence;
+    let lacks_tls = server.tls.is_some() && timeout(silence, speaks_plain_text(&connection.stream)).await == Ok(true);
+    let session =
+        Session { server: Arc::clone(server), admitted, lacks_tls, refusal_reason, claimant: OnceLock::new() };
     let stream = ClientStream::new(Arc::clone(&connection), server.timeouts, Arc::clone(&server.metrics));
-    let has_ended_well = match &server.tls {
+    let has_ended_well = match server.tls.as_ref().filter(|_| !lacks_tls) {
         None => serve_http(stream, session).await,
-        Some(tls) => match timeout(server.timeouts.silence, tls.acceptor().accept(stream)).await {
+        Some(tls) => match timeout(silence, tls.acceptor().accept(stream)).await {
             Ok(Ok(stream)) => serve_http(stream, session).await,
             _ => false,
         },
@@ -232,7 +235,14 @@ async fn serve(admitted: Admitted, server: &Arc<ServerState>) {
     }
 }
 
-/// Speaks HTTP; whether it came to a proper end.
+/// Whether the first byte of a client begins no TLS handshake.
+async fn speaks_plain_text(stream: &TcpStream) -> bool {
+    const HANDSHAKE: u8 = 0x16;
+    let mut first = [HANDSHAKE];
+    matches!(stream.peek(&mut first).await, Ok(1)) && first != [HANDSHAKE]
+}
+
+/// Speaks HTTP; whether it came to a proper end. A client may close its side after its last request.
 async fn serve_http(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static, session: Session) -> bool {
     let session = Arc::new(session);
     let service = service_fn(move |request| {
@@ -241,6 +251,7 @@ async fn serve_http(stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static
     });
     http1::Builder::new()
         .auto_date_header(false)
+        .half_close(true)
         .header_read_timeout(None)
         .max_headers(MAX_FIELDS)
         .max_header_size(LONGEST_HEAD)
