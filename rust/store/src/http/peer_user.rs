@@ -1,8 +1,10 @@
 //! Which user of this machine the other side of a loopback connection belongs to, or a socket that listens.
 //!
-//! The client's socket is the established one whose local address is our peer and whose remote address is ours. The
+//! The client's socket is the connected one whose local address is our peer and whose remote address is ours. The
 //! kernel tells its owner over netlink (`sock_diag`), in some microseconds. Where that is missing, as in some
 //! sandboxes, `/proc/net/tcp` and `/proc/net/tcp6` list all TCP sockets of the machine.
+//!
+//! Invariant: a socket that no process has open any more, which has no inode, is nobody's. The kernel gives it to root.
 
 use std::fmt::Write;
 use std::fs;
@@ -12,14 +14,16 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink, recv, send, socket_with};
 
-/// The states of a connected socket and of one that listens.
-const ESTABLISHED: u8 = 1;
-const LISTENING: u8 = 10;
+/// The states of a connected socket: established, or its own side closed after a request (`FIN_WAIT1`, `FIN_WAIT2`).
+const CONNECTED: &[u8] = &[1, 4, 5];
+
+/// The state of a socket that listens.
+const LISTENING: &[u8] = &[10];
 
 /// The user that owns the client's side of a connection from `client` to `server`; `None` where no socket of this
 /// machine is that.
 pub(super) fn user_of(client: SocketAddr, server: SocketAddr) -> io::Result<Option<u32>> {
-    ask_kernel(ESTABLISHED, client, server).or_else(|_| read_tables(ESTABLISHED, client, server))
+    ask_kernel(CONNECTED, client, server).or_else(|_| read_tables(CONNECTED, client, server))
 }
 
 /// The user whose socket listens at this address; `None` where none does.
@@ -38,13 +42,14 @@ pub(super) fn user_of_listener(address: SocketAddr) -> io::Result<Option<u32>> {
 }
 
 /// Asks `sock_diag`, whose messages are in the machine's byte order, with addresses and ports in that of the network.
-fn ask_kernel(state: u8, local: SocketAddr, remote: SocketAddr) -> rustix::io::Result<Option<u32>> {
+fn ask_kernel(states: &[u8], local: SocketAddr, remote: SocketAddr) -> rustix::io::Result<Option<u32>> {
     const BY_FAMILY: u16 = 20;
     const REQUEST: u16 = 1;
     const ERROR: u16 = 2;
     const TCP: u8 = 6;
     const HEADER: usize = 16;
-    /// Where the user stands in an answer: behind its header, four bytes, the addresses, and three counts.
+    /// Where the user stands in an answer: behind its header, four bytes, the addresses, and three counts. The inode
+    /// follows.
     const USER: usize = HEADER + 4 + 48 + 12;
 
     let (local_ip, remote_ip) = (local.ip().to_canonical(), remote.ip().to_canonical());
@@ -66,7 +71,7 @@ fn ask_kernel(state: u8, local: SocketAddr, remote: SocketAddr) -> rustix::io::R
     message.extend(REQUEST.to_ne_bytes());
     message.extend([0; 8]);
     message.extend([family.as_raw() as u8, TCP, 0, 0]);
-    message.extend((1u32 << state).to_ne_bytes());
+    message.extend(states.iter().fold(0u32, |mask, state| mask | 1 << state).to_ne_bytes());
     message.extend(&id);
 
     let socket =
@@ -82,19 +87,19 @@ fn ask_kernel(state: u8, local: SocketAddr, remote: SocketAddr) -> rustix::io::R
         return if errno == Errno::NOENT { Ok(None) } else { Err(errno) };
     }
     // A listening socket may listen at all addresses; of a connected one the addresses have to be these.
-    let same = if state == LISTENING { 2 } else { 36 };
-    let is_it = kind == Some(BY_FAMILY) && answer.get(HEADER + 1) == Some(&state);
+    let same = if states == LISTENING { 2 } else { 36 };
+    let is_it = kind == Some(BY_FAMILY) && answer.get(HEADER + 1).is_some_and(|state| states.contains(state));
     let is_it = is_it && answer.get(HEADER + 4..HEADER + 4 + same) == Some(&id[..same]);
-    Ok(word(USER).filter(|_| is_it))
+    Ok(word(USER).filter(|_| is_it && word(USER + 4).is_some_and(|inode| inode > 0)))
 }
 
 /// Looks the socket up in the tables of all sockets.
-fn read_tables(state: u8, local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
+fn read_tables(states: &[u8], local: SocketAddr, remote: SocketAddr) -> io::Result<Option<u32>> {
     let mut found = None;
     for (table, is_v6) in [("/proc/net/tcp", false), ("/proc/net/tcp6", true)] {
         let (Some(local), Some(remote)) = (written(local, is_v6), written(remote, is_v6)) else { continue };
         found = match fs::read_to_string(table) {
-            Ok(text) => text.lines().find_map(|line| owner_in(line, state, &local, &remote)),
+            Ok(text) => text.lines().find_map(|line| owner_in(line, states, &local, &remote)),
             // A kernel without IPv6 has no such table.
             Err(error) if is_v6 && error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(error),
@@ -107,12 +112,13 @@ fn read_tables(state: u8, local: SocketAddr, remote: SocketAddr) -> io::Result<O
 }
 
 /// The owner, if this line of a table is about that socket.
-fn owner_in(line: &str, state: u8, local: &str, remote: &str) -> Option<u32> {
+fn owner_in(line: &str, states: &[u8], local: &str, remote: &str) -> Option<u32> {
     let mut fields = line.split_ascii_whitespace().skip(1);
     let is_it = (fields.next()?, fields.next()?) == (local, remote);
-    let is_it = is_it && u8::from_str_radix(fields.next()?, 16) == Ok(state);
-    // Behind the state: queues, timer, retransmissions.
-    is_it.then(|| fields.nth(3)?.parse().ok())?
+    let is_it = is_it && u8::from_str_radix(fields.next()?, 16).is_ok_and(|state| states.contains(&state));
+    // Behind the state: queues, timer, retransmissions; behind the user: a timeout, and the inode.
+    let (user, inode) = (fields.nth(3)?, fields.nth(1)?);
+    (is_it && inode != "0").then(|| user.parse().ok())?
 }
 
 /// An address as the tables write it: words of four bytes in the machine's order, and the port.
@@ -145,14 +151,18 @@ mod tests {
             "   3: 0100007F:A1B2 0100007F:1F90 01 00000000:00000000 00:00000000 00000000  1000        0 9 1 0 20";
         let (client, server) = ("127.0.0.1:41394".parse().unwrap(), "127.0.0.1:8080".parse().unwrap());
         let (client, server) = (written(client, false).unwrap(), written(server, false).unwrap());
-        assert_eq!(owner_in(line, ESTABLISHED, &client, &server), Some(1000));
-        assert_eq!(owner_in(line, ESTABLISHED, &server, &client), None, "our own side of it");
+        assert_eq!(owner_in(line, CONNECTED, &client, &server), Some(1000));
+        assert_eq!(owner_in(line, CONNECTED, &server, &client), None, "our own side of it");
         assert_eq!(
-            owner_in(&line.replace(" 01 ", " 06 "), ESTABLISHED, &client, &server),
+            owner_in(&line.replace(" 01 ", " 06 "), CONNECTED, &client, &server),
             None,
             "a socket that is closed"
         );
-        assert_eq!(owner_in("  sl  local_address rem_address   st", ESTABLISHED, &client, &server), None);
+        let half_closed = line.replace(" 01 ", " 05 ");
+        assert_eq!(owner_in(&half_closed, CONNECTED, &client, &server), Some(1000));
+        let orphaned = half_closed.replace("1000        0 9 ", "   0        0 0 ");
+        assert_eq!(owner_in(&orphaned, CONNECTED, &client, &server), None, "a socket that no process has");
+        assert_eq!(owner_in("  sl  local_address rem_address   st", CONNECTED, &client, &server), None);
     }
 
     #[test]
@@ -163,16 +173,22 @@ mod tests {
             let (server, _) = listener.accept().unwrap();
             let (peer, local) = (server.peer_addr().unwrap(), server.local_addr().unwrap());
             let user = Some(rustix::process::geteuid().as_raw());
-            assert_eq!(read_tables(ESTABLISHED, peer, local).unwrap(), user, "{host}");
+            assert_eq!(read_tables(CONNECTED, peer, local).unwrap(), user, "{host}");
             assert_eq!(user_of(peer, local).unwrap(), user, "{host}");
             // Where the kernel does not answer, the tables do.
             assert!(
-                ask_kernel(ESTABLISHED, peer, local).is_ok_and(|found| found == user) || !cfg!(target_os = "linux"),
+                ask_kernel(CONNECTED, peer, local).is_ok_and(|found| found == user) || !cfg!(target_os = "linux"),
                 "{host}"
+            );
+            client.shutdown(std::net::Shutdown::Write).unwrap();
+            assert_eq!(
+                (user_of(peer, local).unwrap(), read_tables(CONNECTED, peer, local).unwrap()),
+                (user, user),
+                "{host}: its own side is closed"
             );
             drop(client);
             assert_eq!(
-                (user_of(peer, local).unwrap(), read_tables(ESTABLISHED, peer, local).unwrap()),
+                (user_of(peer, local).unwrap(), read_tables(CONNECTED, peer, local).unwrap()),
                 (None, None),
                 "{host}"
             );

@@ -23,7 +23,8 @@ pub(super) fn provider() -> Arc<CryptoProvider> {
 
 /// The certificates in a PEM file: at least one.
 pub(super) fn certificates_in(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
-    let found: Vec<_> = CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
+    let found: Vec<_> =
+        CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
     if found.is_empty() { Err(format!("the file {}", what_is_in(pem))) } else { Ok(found) }
 }
 

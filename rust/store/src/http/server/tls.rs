@@ -26,8 +26,7 @@ impl ServerTls {
     /// [`StoreError::Invalid`] if they are none, or do not belong together.
     pub fn from_pem(certificates: &[u8], private_key: &[u8]) -> Result<Self, StoreError> {
         let invalid = |what: &str, error: &dyn fmt::Display| StoreError::Invalid(format!("tls: {what}: {error}"));
-        let chain =
-            certificates_in(certificates).map_err(|error| invalid("the certificate cannot be read", &error))?;
+        let chain = certificates_in(certificates).map_err(|error| invalid("the certificate cannot be read", &error))?;
         let key = private_key_in(private_key).map_err(|error| invalid("the private key cannot be read", &error))?;
         let builder = ServerConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
         let builder = builder.map_err(|error| invalid("no protocol", &error))?;
