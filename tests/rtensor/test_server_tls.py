@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.rtensor.peers import Peer
 
 from tundish import cli, rtensor
 from tundish._native import WorkerClient
-from tundish.errors import DrainError, InvalidInputError, TransferError
+from tundish.errors import DrainError, InvalidInputError, NotFoundError, TransferError
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -108,23 +109,83 @@ def test_the_command_shows_servers_that_speak_tls(
         assert peer.addr in capsys.readouterr().out
 
 
-def test_a_client_that_trusts_nothing_or_another_certificate_is_refused(
+def test_a_client_that_trusts_another_certificate_is_refused(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     other, _ = _certificate(tmp_path, "other")
     with rtensor.serve(tls=files) as server:
         trusting = WorkerClient(server.addr, tls=files[0].read_bytes())
         assert trusting.request("GET", "/health", timeout=_WAIT_SECONDS)[0] == 200
-        for tls in (None, other.read_bytes()):
-            with pytest.raises(TransferError):
-                WorkerClient(server.addr, tls=tls).request("GET", "/health", timeout=_WAIT_SECONDS)
+        with pytest.raises(TransferError):
+            WorkerClient(server.addr, tls=other.read_bytes()).request("GET", "/health", timeout=_WAIT_SECONDS)
+
+
+def test_a_client_without_tls_is_told_of_it(files: tuple[Path, Path]) -> None:
+    with rtensor.serve(tls=files) as server:
+        status, body = WorkerClient(server.addr).request("GET", "/health", timeout=_WAIT_SECONDS)
+        assert status == 400 and b"speaks TLS" in body
+    with rtensor.serve() as server:
+        trusting = WorkerClient(server.addr, tls=files[0].read_bytes())
+        with pytest.raises(TransferError, match="speaks no TLS"):
+            trusting.request("GET", "/health", timeout=_WAIT_SECONDS)
 
 
 def test_files_that_are_no_certificates_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
-    empty = tmp_path / "empty"
+    empty, encrypted = tmp_path / "empty", tmp_path / "encrypted"
     empty.touch()
-    for tls in [(empty, files[1]), (files[0], empty), (files[0], tmp_path / "missing")]:
-        with pytest.raises(InvalidInputError, match="tls"):
+    command = [
+        "openssl",
+        "pkey",
+        "-in",
+        str(files[1]),
+        "-aes256",
+        "-passout",
+        "pass:s3cret",
+        "-out",
+        str(encrypted),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    for tls, what in [
+        ((empty, files[1]), "the certificate cannot be read: the file is empty"),
+        ((files[0], empty), "the private key cannot be read: the file is empty"),
+        ((files[0], encrypted), "the private key cannot be read: it is encrypted"),
+        ((files[0], files[0]), "the private key cannot be read: the file has only: CERTIFICATE"),
+    ]:
+        with pytest.raises(InvalidInputError, match=what):
             rtensor.serve(tls=tls)
+    with pytest.raises(NotFoundError, match="missing"):
+        rtensor.serve(tls=(files[0], tmp_path / "missing"))
     with pytest.raises(InvalidInputError, match="tls"):
         rtensor.trust("127.0.0.1:1", token=None, tls=empty)
+
+
+@pytest.mark.timeout(20)
+def test_files_without_end_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for path in (str(fifo), "/dev/zero"):
+        for tls in [(path, files[1]), (files[0], path)]:
+            with pytest.raises(InvalidInputError, match=path):
+                rtensor.serve(tls=tls)
+        with pytest.raises(InvalidInputError, match=path):
+            rtensor.trust("127.0.0.1:1", token=None, tls=path)
+
+
+def test_an_open_key_and_an_expired_certificate_are_said(
+    files: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = files
+    with rtensor.serve(tls=files):
+        assert caplog.messages == []
+    key.chmod(0o644)
+    with rtensor.serve(tls=files):
+        (said,) = caplog.messages
+    assert f"other users may read the server's private key in {key}" in said
+    caplog.clear()
+    key.chmod(0o600)
+    expired = tmp_path / "expired.pem"
+    command = ["openssl", "x509", "-in", str(certificate), "-signkey", str(key), "-out", str(expired)]
+    subprocess.run([*command, "-days", "-1"], check=True, capture_output=True)
+    with rtensor.serve(tls=(expired, key)):
+        (said,) = caplog.messages
+    assert f"certificate in {expired} is not valid now" in said and "expired" in said

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ _HEADINGS = (
     "escaped MiB",
     "step",
 )
+
+
+# A token has at most 1024 characters.
+_TOKEN_FILE_BYTES = 1 << 16
 
 
 def add_rtensor_commands(commands: Any) -> None:
@@ -90,7 +96,10 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
         for row in rows
         if found
     ]
-    text += [f"no answer: {printable(reason)}" for reason in failed.values()]
+    for reason in failed.values():
+        # The exit code still reports the failure.
+        with contextlib.suppress(OSError, AttributeError):
+            print(f"tundish: no answer: {printable(reason)}", file=sys.stderr, flush=True)
     return {
         "json": {"processes": found, "failed": failed},
         "text": "\n".join(line.rstrip() for line in text),
@@ -99,11 +108,13 @@ def run_stats(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_token(path: Path) -> str:
-    """The first line of a file. Raises `InvalidInputError`, and names the file."""
+    """The first line of a file. Errors name the file."""
+    from tundish.regular_files import read_regular_file
     from tundish.rtensor import trust
 
+    content = read_regular_file(path, "a file with a token", _TOKEN_FILE_BYTES)
     try:
-        token = path.read_bytes().partition(b"\n")[0].decode().strip()
+        token = content.partition(b"\n")[0].decode().strip()
         # For no address: it checks the token.
         trust(token=token)
     except UnicodeDecodeError as error:

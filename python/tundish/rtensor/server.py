@@ -8,8 +8,10 @@ Invariants:
 from __future__ import annotations
 
 import ipaddress
+import logging
 import operator
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -17,12 +19,17 @@ from typing import Any, Final, NamedTuple, Self
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.own_address import OUTSIDE, address_towards
+from tundish.regular_files import read_regular_file
 from tundish.rtensor.arguments import check_token, split_address
 from tundish.rtensor.process_state import Trust, state
 
 __all__ = ["Server", "serve", "server_address", "trust", "trust_workers"]
 
+_log = logging.getLogger("tundish.rtensor")
+
 _LOOPBACK = "127.0.0.1"
+# Far more than any chain of certificates has.
+_PEM_BYTES = 1 << 20
 
 # The default of `token` in `trust`. No string, since callers may pass any.
 _NOT_GIVEN: Final[Any] = object()
@@ -121,7 +128,7 @@ def serve(
     Raises:
         InvalidInputError: a token is missing, an argument is invalid, or this process serves with other arguments.
         InvalidTypeError: an argument has the wrong type.
-        StorageError: the port is taken (an `OSError` with its `errno`).
+        StorageError: the port is taken, or a file cannot be read (an `OSError` with its `errno`).
 
     Example:
         >>> import tundish as td
@@ -153,9 +160,11 @@ def _start(options: _Options) -> Server:
         host.removeprefix("[").removesuffix("]"),
         options.port,
         options.token,
-        tls=None if tls is None else (_read_file(tls[0]), _read_file(tls[1])),
+        tls=None if tls is None else (_read_pem(tls[0], "certificates"), _read_pem(tls[1], "a private key")),
         open_metrics=options.open_metrics,
     )
+    if tls is not None:
+        _warn_of_tls(native, tls)
     # After the server started: a failure leaves the limits as they were.
     default = 4 * _native.default_arena_limit()
     limits = (options.limit_bytes, options.buffer_limit_bytes)
@@ -185,7 +194,8 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
 
     Raises:
         InvalidTypeError: `token` is missing.
-        InvalidInputError: an address or the token is invalid, or the file cannot be read.
+        InvalidInputError: an address or the token is invalid, or the file has no certificate.
+        StorageError: the file cannot be read.
 
     Example:
         >>> import tundish as td
@@ -197,7 +207,7 @@ def trust(*addresses: str, token: str | None = _NOT_GIVEN, tls: str | os.PathLik
     check_token(token)
     for addr in addresses:
         split_address(addr)
-    certificates = None if tls is None else _read_file(tls)
+    certificates = None if tls is None else _read_pem(tls, "certificates")
     for addr in addresses:
         _native.trust_owner(addr, token, tls=certificates)
         state().trusted[addr] = Trust(token, certificates)
@@ -240,11 +250,22 @@ def _check_options(options: _Options) -> None:
             )
 
 
-def _read_file(path: str | os.PathLike[str]) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InvalidInputError(f"tls: {os.fspath(path)} cannot be read: {error.strerror}") from error
+def _read_pem(path: str | os.PathLike[str], what: str) -> bytes:
+    content: bytes = read_regular_file(path, f"a PEM file with {what}", _PEM_BYTES)
+    return content
+
+
+def _warn_of_tls(native: _native.ShardServer, tls: _Tls) -> None:
+    """Warn of a certificate that clients refuse, and of a key that is no secret."""
+    certificate, key = map(os.fspath, tls)
+    if native.certificate_problem is not None:
+        _log.warning(
+            "the server's certificate in %s is not valid now (%s): clients that trust its authority refuse it",
+            certificate,
+            native.certificate_problem,
+        )
+    if Path(key).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        _log.warning("other users may read the server's private key in %s: run `chmod 600 %s`", key, key)
 
 
 def _is_integer(value: Any, least: int, most: int) -> bool:

@@ -25,6 +25,7 @@ pub(super) fn transport(shared_memory: bool) -> &'static dyn Transport {
 pub(crate) struct ShardServer {
     server: std::sync::Mutex<Option<DropWithoutGil<Server>>>,
     port: u16,
+    certificate_problem: Option<String>,
 }
 
 #[pymethods]
@@ -45,19 +46,27 @@ impl ShardServer {
         open_metrics: bool,
     ) -> Result<Self, BindingError> {
         let token = token_of(token)?;
-        let tls = tls.map(|(certificate, key)| ServerTls::from_pem(&certificate, &key)).transpose();
-        let options = ServerOptions { token, tls: tls?, open_metrics, ..Default::default() };
+        let tls = tls.map(|(certificate, key)| ServerTls::from_pem(&certificate, &key)).transpose()?;
+        let certificate_problem = tls.as_ref().and_then(ServerTls::validity_problem);
+        let options = ServerOptions { token, tls, open_metrics, ..Default::default() };
         // A lone surrogate becomes another character that no host name has.
         let host = host.to_string_lossy().into_owned();
         let server = enter(py, None, move |_| Ok(Server::start(ProcessStore::of_process(), &host, port, options)?))?;
         let port = server.address().port();
-        Ok(ShardServer { server: std::sync::Mutex::new(Some(DropWithoutGil::new(server))), port })
+        let server = std::sync::Mutex::new(Some(DropWithoutGil::new(server)));
+        Ok(ShardServer { server, port, certificate_problem })
     }
 
     /// Its port.
     #[getter]
     fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Why its certificate is not valid now: it has expired, or is not valid yet; else None.
+    #[getter]
+    fn certificate_problem(&self) -> Option<&str> {
+        self.certificate_problem.as_deref()
     }
 
     /// Stops serving. Idempotent.
