@@ -1,13 +1,14 @@
 """Real ranks for tests: processes that join one torch.distributed job and that a test can signal.
 
-The processes come from a fork server that has torch imported already, which makes a job cost tenths
-of a second instead of seconds.
+The processes come from a fork server that has torch imported already. A job takes over the processes that earlier jobs
+left as they found them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import inspect
@@ -21,14 +22,20 @@ import socket
 import sys
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from support.distributed.rank_state import RankState, restored
+
 LAUNCHER, RANK0, FILE = "launcher", "rank0", "file"
+_INIT_METHODS = {RANK0: "tcp://127.0.0.1:{}", LAUNCHER: "env://", FILE: "file://{}"}
+_LEAVE = "leave"
 PATIENCE = 60.0  # time: what comes at all comes within this time
 _STARTING_SECONDS = 30.0
 # Slow imports of scenarios.
@@ -94,64 +101,172 @@ class Line:
 Scenario = Callable[[int, Line], None]
 
 
-def _load(path: str, name: str) -> Scenario:
-    """The scenario `name` of the test file `path`, however pytest named the module it made of it."""
+@dataclass(frozen=True, kw_only=True)
+class _Orders:
+    """What a rank of a job is to do; see `Job`."""
+
+    path: str
+    scenario: str
+    rank: int
+    size: int
+    host: str
+    where: str
+    seconds: float
+
+
+def _serve(connection: multiprocessing.connection.Connection, last_words: Any) -> None:
+    """Be a rank of one job after the other, until the test process closes the connection."""
+    faulthandler.enable(last_words.fileno())
+    import torch.distributed as distributed
+
+    assert distributed.is_available()
+    # Imported modules are never garbage. A search through them takes a third of a second, and copies them.
+    gc.freeze()
+    # Errors of finalizers (a socket left open) are only printed otherwise.
+    warnings.simplefilter("error", ResourceWarning)
+    while True:
+        try:
+            orders = connection.recv()
+        except EOFError:
+            return
+        if orders == _LEAVE:
+            return
+        # A scenario may end without hearing all that it was told.
+        if isinstance(orders, _Orders):
+            _run_rank(orders, Line(connection))
+
+
+def _run_rank(orders: _Orders, line: Line) -> None:
+    import torch.distributed as distributed
+
+    complaints: list[str] = []
+    sys.unraisablehook = lambda unraisable: complaints.append(repr(unraisable.exc_value))
+    try:
+        scenario = _load(orders.path, orders.scenario)
+        before = RankState()
+        with restored():
+            os.environ |= {"LOCAL_RANK": str(orders.rank), "LOCAL_WORLD_SIZE": str(orders.size)}
+            if orders.host == LAUNCHER:
+                os.environ |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": orders.where,
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+            # How soon the ranks are there is a matter of the machine.
+            starting = timedelta(seconds=max(orders.seconds, _STARTING_SECONDS))
+            distributed.init_process_group(
+                "gloo",
+                init_method=_INIT_METHODS[orders.host].format(orders.where),
+                rank=orders.rank,
+                world_size=orders.size,
+                timeout=starting,
+            )
+            # gloo fails on a rank that still connects when another one has left the group already.
+            distributed.barrier()
+            distributed.distributed_c10d._set_pg_timeout(
+                timedelta(seconds=orders.seconds), distributed.group.WORLD
+            )
+            scenario(orders.rank, line)
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+            gc.collect()
+            if complaints:
+                raise AssertionError(complaints)
+        line.say("end of scenario", before.changes())
+    except BaseException:
+        line.say("crash", traceback.format_exc())
+        raise
+
+
+@functools.cache
+def _module(path: str) -> types.ModuleType:
+    """The test file `path` as a module, however pytest named the one it made of it."""
     specification = importlib.util.spec_from_file_location("scenarios", path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    scenario: Scenario = getattr(module, name)
+    # It stays, like other modules.
+    gc.freeze()
+    return module
+
+
+def _load(path: str, name: str) -> Scenario:
+    scenario: Scenario = getattr(_module(path), name)
     return scenario
 
 
-def _run_rank(
-    path: str,
-    name: str,
-    rank: int,
-    size: int,
-    host: str,
-    where: str,
-    seconds: float,
-    connection: multiprocessing.connection.Connection,
-    last_words: multiprocessing.connection.Connection,
-) -> None:
-    faulthandler.enable(last_words.fileno())
-    import torch.distributed as distributed
+class RankProcess:
+    """A process that is a rank of one job after the other."""
 
-    # Imported modules are never garbage. A search through them takes a third of a second, and copies them.
-    gc.freeze()
-    init_method = {RANK0: f"tcp://127.0.0.1:{where}", LAUNCHER: "env://", FILE: f"file://{where}"}[host]
-    if host == LAUNCHER:
-        os.environ |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": where,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
-    line = Line(connection)
-    # Errors of finalizers (a socket left open) are only printed otherwise.
-    warnings.simplefilter("error", ResourceWarning)
-    complaints: list[str] = []
-    sys.unraisablehook = lambda unraisable: complaints.append(repr(unraisable.exc_value))
-    try:
-        scenario = _load(path, name)
-        # How soon the ranks are there is a matter of the machine.
-        starting = timedelta(seconds=max(seconds, _STARTING_SECONDS))
-        distributed.init_process_group(
-            "gloo", init_method=init_method, rank=rank, world_size=size, timeout=starting
-        )
-        distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), distributed.group.WORLD)
-        scenario(rank, line)
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        gc.collect()
-        if complaints:
-            raise AssertionError(complaints)
-        line.say("end of scenario")
-    except BaseException:
-        line.say("crash", traceback.format_exc())
-        raise
+    def __init__(self) -> None:
+        preload()
+        context = multiprocessing.get_context("forkserver")
+        self.connection, theirs = context.Pipe()
+        self._last_words, told = context.Pipe(duplex=False)
+        self._process = context.Process(target=_serve, args=(theirs, told))
+        self._process.start()
+        theirs.close()
+        told.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def exit_code(self) -> int | None:
+        """With what it ended, once its scenario is over; None where it did not end."""
+        with contextlib.suppress(OSError):
+            self.connection.send(_LEAVE)
+        self._process.join(PATIENCE)
+        return self._process.exitcode
+
+    def end(self) -> str:
+        """The signal or the status that it ended with, and where its threads were if it crashed."""
+        self._process.join(PATIENCE)
+        code = self._process.exitcode
+        stacks = bytearray()
+        with open(self._last_words.fileno(), "rb", closefd=False) as reader:
+            while self._last_words.poll() and (part := reader.read1()):
+                stacks += part
+        end = signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
+        return f"{end}\n{stacks.decode(errors='replace')}"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        """After `kill`."""
+        self._process.join(PATIENCE)
+        self._process.close()
+        self.connection.close()
+        self._last_words.close()
+
+
+# Processes that a job left as it found them, and that wait for the next one.
+_idle: list[RankProcess] = []
+
+
+def _take(size: int) -> list[RankProcess]:
+    taken: list[RankProcess] = []
+    while _idle and len(taken) < size:
+        process = _idle.pop()
+        if process.is_alive():
+            taken.append(process)
+        else:
+            process.close()
+    return [*taken, *(RankProcess() for _ in range(size - len(taken)))]
+
+
+def end_idle() -> None:
+    """End the processes that wait for a job."""
+    for process in _idle:
+        process.kill()
+    while _idle:
+        _idle.pop().close()
 
 
 def preload() -> None:
@@ -170,12 +285,29 @@ def settle() -> None:
 class Job:
     """`size` ranks that run `scenario`; leaving the block ends what still runs.
 
-    `host` says where the job's store is served: by the launcher (as torchrun does; here the test process),
-    by rank 0, or in a file in `folder`. `seconds` is the default group's timeout.
+    Its processes are those that earlier jobs left as they found them, and new ones where these are too few. A process
+    that was signalled, failed, or is changed (see `rank_state`) ends with its job.
+
+    Args:
+        scenario: a function at the top level of a test file.
+        size: how many ranks.
+        folder: for the store in a file.
+        host: where the job's store is served: by the launcher (as torchrun does; here the test process), by rank 0, or
+            in a file in `folder`.
+        seconds: the default group's timeout.
+        fresh: whether all processes are new and end with the job, for a scenario that must not see what earlier ones
+            left: caches, peaks of memory, failpoints.
     """
 
     def __init__(
-        self, scenario: Scenario, size: int, folder: Path, *, host: str = LAUNCHER, seconds: float = 30.0
+        self,
+        scenario: Scenario,
+        size: int,
+        folder: Path,
+        *,
+        host: str = LAUNCHER,
+        seconds: float = 30.0,
+        fresh: bool = False,
     ) -> None:
         import torch.distributed as distributed
 
@@ -189,70 +321,69 @@ class Job:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 where = str(probe.getsockname()[1])
-        preload()
-        context = multiprocessing.get_context("forkserver")
-        self._lines, self._last_words, self._processes = [], [], []
-        for rank in range(size):
-            mine, theirs = context.Pipe()
-            last_words, told = context.Pipe(duplex=False)
-            about = inspect.getfile(scenario), scenario.__name__, rank, size, host, where, seconds
-            process = context.Process(target=_run_rank, args=(*about, theirs, told))
-            process.start()
-            theirs.close()
-            told.close()
-            self._lines.append(mine)
-            self._last_words.append(last_words)
-            self._processes.append(process)
+        self._ranks = [RankProcess() for _ in range(size)] if fresh else _take(size)
+        self._is_fresh = fresh
+        # Ranks that came to the end of the scenario and left their process as it was.
+        self._reusable: set[int] = set()
+        self._signalled: set[int] = set()
+        for rank, process in enumerate(self._ranks):
+            orders = _Orders(
+                path=inspect.getfile(scenario),
+                scenario=scenario.__name__,
+                rank=rank,
+                size=size,
+                host=host,
+                where=where,
+                seconds=seconds,
+            )
+            process.connection.send(orders)
 
     def says(self, rank: int) -> bool:
         """Whether `rank` says something within a tenth of a second."""
-        return self._lines[rank].poll(0.1)
+        return self._ranks[rank].connection.poll(0.1)
 
     def hear(self, rank: int) -> Any:
         """The next message of `rank`; a tuple."""
-        if not self._lines[rank].poll(PATIENCE):
+        process = self._ranks[rank]
+        if not process.connection.poll(PATIENCE):
             raise TimeoutError(f"rank {rank} says nothing")
         try:
-            message = self._lines[rank].recv()
+            message = process.connection.recv()
         except EOFError:
-            raise EOFError(f"rank {rank} ended: {self._end_of(rank)}") from None
+            raise EOFError(f"rank {rank} ended: {process.end()}") from None
         if message[0] == "crash":
             raise AssertionError(f"rank {rank}:\n{message[1]}")
+        if message[0] == "end of scenario":
+            if not message[1]:
+                self._reusable.add(rank)
+            return message[:1]
         return message
 
     def hear_all(self, *ranks: int) -> list[Any]:
-        return [self.hear(rank) for rank in ranks or range(len(self._lines))]
+        return [self.hear(rank) for rank in ranks or range(self.size)]
 
     def tell(self, rank: int, message: Any = None) -> None:
-        self._lines[rank].send(message)
+        self._ranks[rank].connection.send(message)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        process_id = self._processes[rank].pid
-        assert process_id is not None
-        send_signal(process_id, number)
+        self._signalled.add(rank)
+        send_signal(self._ranks[rank].pid, number)
 
     def exit_code(self, rank: int) -> int | None:
         """With what `rank` ended; None where it did not."""
-        self._processes[rank].join(PATIENCE)
-        return self._processes[rank].exitcode
-
-    def _end_of(self, rank: int) -> str:
-        """The signal or the status that `rank` ended with, and where its threads were if it crashed."""
-        code = self.exit_code(rank)
-        stacks = bytearray()
-        with open(self._last_words[rank].fileno(), "rb", closefd=False) as reader:
-            while self._last_words[rank].poll() and (part := reader.read1()):
-                stacks += part
-        end = signal.Signals(-code).name if code is not None and code < 0 else f"status {code}"
-        return f"{end}\n{stacks.decode(errors='replace')}"
+        return self._ranks[rank].exit_code()
 
     def expect_end(self, *ranks: int) -> None:
-        """`ranks` (all by default) come to the end of the scenario and exit well."""
-        ranks = ranks or tuple(range(len(self._lines)))
+        """`ranks` (all by default) come to the end of the scenario; those that cannot be used again exit well."""
+        ranks = ranks or tuple(range(self.size))
         for rank in ranks:
             assert self.hear(rank) == ("end of scenario",)
         for rank in ranks:
-            assert self.exit_code(rank) == 0, f"rank {rank} exits with {self.exit_code(rank)}"
+            if not self._can_be_used_again(rank):
+                assert self.exit_code(rank) == 0, f"rank {rank} exits with {self.exit_code(rank)}"
+
+    def _can_be_used_again(self, rank: int) -> bool:
+        return rank in self._reusable and rank not in self._signalled and not self._is_fresh
 
     def __enter__(self) -> Self:
         return self
@@ -260,13 +391,15 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes:
-            process.kill()
-        for process, *ends in zip(self._processes, self._lines, self._last_words, strict=True):
-            process.join(PATIENCE)
+        ended = []
+        for rank, process in enumerate(self._ranks):
+            if self._can_be_used_again(rank) and process.is_alive():
+                _idle.append(process)
+            else:
+                process.kill()
+                ended.append(process)
+        for process in ended:
             process.close()
-            for end in ends:
-                end.close()
 
 
 def on_nodes(rank: int, size: int) -> None:
