@@ -44,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     rank_processes.preload()
 
 
+def pytest_unconfigure() -> None:
+    # The interpreter would wait for them.
+    rank_processes.end_idle()
+
+
 def pytest_collection_finish() -> None:
     # Imported modules are never garbage; without this, collections in tests would spend minutes on torch.
     gc.collect()

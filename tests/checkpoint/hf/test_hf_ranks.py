@@ -217,7 +217,7 @@ def test_no_rank_holds_the_whole_model(path_in_memory: Path) -> None:
     size, whole = 4, 512 * MEBIBYTE
     # Buffers of sockets and the interpreter.
     slack = 32 * MEBIBYTE
-    with Job(gathering_much, size, path_in_memory) as job:
+    with Job(gathering_much, size, path_in_memory, fresh=True) as job:
         for kind in ("plain", "to_hf", "lazy"):
             for rank in range(size):
                 job.tell(rank, (kind, path_in_memory / kind))

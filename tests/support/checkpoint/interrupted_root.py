@@ -38,7 +38,7 @@ class InterruptedRoot:
         for trace in traces:
             # They are added to, and another test may have made them.
             trace.unlink(missing_ok=True)
-        with Job(train, 2, self._folder) as job:
+        with Job(train, 2, self._folder, fresh=True) as job:
             for rank, trace in enumerate(traces):
                 self.start(job, rank, {"TUNDISH_FAILPOINT_TRACE": str(trace)})
             for message in job.hear_all():

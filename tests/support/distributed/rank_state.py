@@ -38,6 +38,8 @@ _OTHER_MODULES = (
     "torch.distributed.checkpoint",
     "torch.distributed.distributed_c10d",
 )
+# tqdm's thread lives as long as the process.
+_TQDM = "tqdm_monitor"
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
@@ -106,6 +108,12 @@ def _settings() -> dict[str, Any]:
             torch.cuda.is_initialized(),
         ),
     }
+    if "torch.distributed.tensor" in sys.modules:
+        # What torch keeps of operations on DTensors names the groups of their meshes, which end with the job.
+        from torch.distributed.tensor import DTensor
+
+        propagator = DTensor._op_dispatcher.sharding_propagator
+        settings["DTensors"] = propagator.propagate_op_sharding.cache.cache_info().currsize, _native_plans()
     for name in ("", *(name for name in logging.root.manager.loggerDict if name.startswith("tundish"))):
         logger = logging.getLogger(name)
         settings[f"logger {name}"] = (list(logger.handlers), list(logger.filters), logger.level)
@@ -114,6 +122,14 @@ def _settings() -> dict[str, Any]:
         status = Path("/proc/self/status").read_text().splitlines()
         settings["capabilities"] = [line for line in status if line.startswith("Cap")]
     return settings
+
+
+def _native_plans() -> Any:
+    """Operations on DTensors that torch planned in C++; None in a version that plans none."""
+    import torch
+
+    stats = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", lambda: None)
+    return stats()
 
 
 def _attributes() -> dict[str, Any]:
@@ -135,7 +151,9 @@ def _attributes() -> dict[str, Any]:
 
 def _running() -> set[str]:
     """Threads, of the library's Rust too, and child processes."""
-    found = {f"thread {thread.name} {thread.ident}" for thread in threading.enumerate()}
+    found = {
+        f"thread {thread.name} {thread.ident}" for thread in threading.enumerate() if thread.name != _TQDM
+    }
     for task in Path("/proc/self/task").glob("*"):
         # A thread may end meanwhile.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

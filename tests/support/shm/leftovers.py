@@ -20,6 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 import tundish as td
+from support.distributed.rank_processes import end_idle
 from tundish.shm import set_cache_limit
 
 # Of the names that tests give to segments; no other run has it.
@@ -73,6 +74,8 @@ def watched() -> Iterator[None]:
     resource_tracker.ensure_running()
     with td.shm.SharedArray.from_array(np.zeros(1)) as first:
         pickle.dumps(first.handle)
+    # Ranks that wait for their next job are not of this test.
+    end_idle()
     # Memory of earlier tests is kept for a minute, and would be freed in the middle of this test.
     td.rtensor.clear_node()
     # Existing objects are not of this test, and collecting them again and again would take minutes.
@@ -81,6 +84,7 @@ def watched() -> Iterator[None]:
     before = _settled()
     set_cache_limit(_KEPT)
     yield
+    end_idle()
     end = time.monotonic() + PATIENCE
     while (after := _state()) != before and time.monotonic() < end:
         time.sleep(0.01)

@@ -54,7 +54,7 @@ def test_whatever_goes_wrong_once_all_ranks_hear_of_it_and_later_saves_succeed(
     for rank, call, fault in tried(interrupted_root.calls()):
         what = f"rank {rank}: {fault} of {call}"
         root = interrupted_root.reset()
-        with Job(train_through_failures, 2, tmp_path) as job:
+        with Job(train_through_failures, 2, tmp_path, fresh=True) as job:
             interrupted_root.start(job, rank, failpoints.environment(call, fault))
             interrupted_root.start(job, 1 - rank, {})
             (_, here), (_, there) = job.hear_all()

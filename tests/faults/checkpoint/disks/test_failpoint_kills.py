@@ -48,7 +48,7 @@ def test_killed_at_any_failpoint_the_next_start_goes_on(
     for rank, call, is_after, is_all in runs:
         what = f"rank {rank} {'and all ' if is_all else ''}killed {'after' if is_after else 'before'} {call}"
         root = interrupted_root.reset()
-        with Job(train, 2, tmp_path) as job:
+        with Job(train, 2, tmp_path, fresh=True) as job:
             fault = failpoints.environment(call, f"kill {2 * call.number + is_after}")
             interrupted_root.start(job, rank, fault)
             interrupted_root.start(job, 1 - rank, {})

@@ -56,7 +56,7 @@ def test_a_panic_in_the_writer_of_one_rank_fails_the_save_and_no_later_one(kind:
     root = tmp_path / "root"
     name = {"hf": "model-00001-of-00002.safetensors", "dcp": "__1_0.distcp"}[kind]
     call = failpoints.SystemCall("write", str(root / f".{kind}-2.incomplete" / name), 0)
-    with Job(obey, 2, tmp_path) as job:
+    with Job(obey, 2, tmp_path, fresh=True) as job:
         each(job, "arm", failpoints.environment(call, "panic 0"))
         assert_fine(each(job, "open", root))
         save(job, kind, 1)
