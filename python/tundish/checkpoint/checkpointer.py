@@ -350,7 +350,12 @@ class Checkpointer(ReadonlyRoot):
                     resources.writable.discard_after(step)
 
     def load_dcp(
-        self, state_dict: dict[str, Any], step: int | None = None, *, verify: bool = True
+        self,
+        state_dict: dict[str, Any],
+        step: int | None = None,
+        *,
+        verify: bool = True,
+        trusted: Sequence[type] = (),
     ) -> tuple[dict[str, Any], Mapping[int, Any]]:
         """Collective: load a DCP checkpoint into `state_dict`, in place, on any number of ranks.
 
@@ -364,6 +369,10 @@ class Checkpointer(ReadonlyRoot):
                 with an error in the log. A step that is named raises instead.
             verify: read all bytes first, each rank a part of them, and compare their checksums; sizes alone, with a
                 warning, if no checksum was recorded.
+            trusted: types of objects in the state dict that are read too. Reading an object calls its type, so anybody
+                who can write to the root could have this process call it. Without it these are read: numbers, text,
+                bytes, builtin containers, `collections`' containers, numpy arrays and random states, tensors,
+                `Namespace`, `Path`, `datetime`, and members of enumerations whose module is imported.
 
         Returns:
             `extra`, and a mapping of each rank that saved to its `rank_extra`. The mapping reads what this rank has
@@ -374,6 +383,7 @@ class Checkpointer(ReadonlyRoot):
             CorruptCheckpointError: the checkpoint, or every checkpoint, is damaged.
             CheckpointInUseError: another process locks readers out of it.
             StateMismatchError: `state_dict` does not fit.
+            InvalidTypeError: an object is of a type that is not read.
 
         Example:
             >>> import torch
@@ -391,7 +401,14 @@ class Checkpointer(ReadonlyRoot):
             resources.queues["dcp"].wait(None)
             with resources.agreed("load_dcp"):
                 resources.failure.raise_pending()
-            return load_from_root(state_dict, resources.readonly, step, verify=verify, voter=resources.voter)
+            return load_from_root(
+                state_dict,
+                resources.readonly,
+                step,
+                verify=verify,
+                trusted=trusted,
+                voter=resources.voter,
+            )
 
     # ---- Waiting and closing ----
 

@@ -317,7 +317,7 @@ def refuse_repeated(names: Iterable[str], message: str) -> None:
 
 def without_wrappers(module: nn.Module) -> nn.Module:
     """The module inside of wrappers."""
-    child = _wrapped_child(type(module))
+    child = _wrapped_child(module)
     return module if child is None else without_wrappers(getattr(module, child))
 
 
@@ -327,7 +327,7 @@ def paths_without_wrappers(module: nn.Module) -> dict[str, str]:
 
     def visit(given: nn.Module, path: str, kept: str) -> None:
         plain[path] = kept
-        wrapped = _wrapped_child(type(given))
+        wrapped = _wrapped_child(given)
         for name, child in given._modules.items():
             if child is not None:
                 visit(child, _joined(path, name), kept if name == wrapped else _joined(kept, name))
@@ -342,7 +342,7 @@ def name_without_wrappers(name: str, module: nn.Module) -> str:
     here: nn.Module | None = module
     for part in name.split("."):
         is_wrapper = False
-        while here is not None and not is_wrapper and (wrapped := _wrapped_child(type(here))) is not None:
+        while here is not None and not is_wrapper and (wrapped := _wrapped_child(here)) is not None:
             here, is_wrapper = here._modules[wrapped], part == wrapped
         if not is_wrapper:
             kept.append(part)
@@ -350,9 +350,13 @@ def name_without_wrappers(name: str, module: nn.Module) -> str:
     return ".".join(kept)
 
 
+def _wrapped_child(module: nn.Module) -> str | None:
+    """The name of the child that a wrapper wraps; None if the module is no wrapper."""
+    return _wrapped_child_of(type(module))  # type: ignore[arg-type]  # types are hashable
+
+
 @functools.lru_cache(maxsize=1024)
-def _wrapped_child(kind: type[nn.Module]) -> str | None:
-    """The name of the child that a wrapper wraps; None if modules of this kind are no wrappers."""
+def _wrapped_child_of(kind: type) -> str | None:
     known = (
         _WRAPPED_CHILDREN.get((base.__module__.partition(".")[0], base.__name__)) for base in kind.__mro__
     )
@@ -371,7 +375,7 @@ def _named_of_module(prefix: Any, module: nn.Module) -> NamedTensors:
         prefix = prefix if prefix.endswith(".") else f"{prefix}."
     # The parameters themselves: a detached copy takes 50 µs for a DTensor.
     given = dict(module.state_dict(keep_vars=True))
-    has_wrappers = any(_wrapped_child(type(one)) for one in module.modules())
+    has_wrappers = any(_wrapped_child(one) for one in module.modules())
     names = [name_without_wrappers(name, module) if has_wrappers else name for name in given]
     return NamedTensors(prefix=prefix, module=without_wrappers(module), tensors=_named(given, tuple(names)))
 

@@ -60,14 +60,15 @@ def ragged() -> torch.Tensor:
     [
         ({}, "InvalidInputError", "nothing to save"),
         ([1], "InvalidTypeError", "is a list"),
-        ({1: torch.ones(1)}, "InvalidTypeError", "1 names"),
+        ({"x": {0: 1, "0": 2}}, "InvalidInputError", "'x.0', under the keys ('x', 0) and ('x', '0')"),
+        ({1: 1, "1": 2}, "InvalidInputError", "have the name '1'"),
         ({"../up": torch.ones(1)}, "InvalidInputError", "'../up'"),
         ({"a.b": 1, "a": {"b": 2}}, "InvalidInputError", "a.b"),
         ({"w": torch.empty(1, device="meta")}, "InvalidInputError", "'w' is on the meta device"),
         ({"w": torch.eye(2).to_sparse()}, "InvalidTypeError", "'w' is sparse"),
         ({"w": ragged()}, "InvalidTypeError", "'w' is nested"),
         ({"w": torch.zeros(4, dtype=torch.uint8).view(torch.bits8)}, "InvalidTypeError", "'w' is bits8"),
-        ({"f": lambda: 1}, "InvalidTypeError", "'f', which is a function, cannot be pickled"),
+        ({"f": lambda: 1}, "InvalidTypeError", "'f', which is a function, cannot be saved as a pickle"),
     ],
 )
 def test_unsupported_values_are_refused_before_staging(

@@ -1,8 +1,8 @@
 """Loads a DCP checkpoint into a state dict, on any number of ranks.
 
 Invariants: the state dict is not touched before the checkpoint is verified and known to fit. A failure on one rank
-fails on all. Only what torch's own reader unpickles is unpickled, after its checksum was compared (unless the caller
-declined, or the checkpoint has none). Files that no save wrote are not read.
+fails on all. Pickles are read by `unpickling` alone, before any tensor, and after their checksums were compared (unless
+the caller declined, or the checkpoint has none). Files that no save wrote are not read.
 """
 
 from __future__ import annotations
@@ -12,19 +12,30 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from tundish.checkpoint.dcp.format import METADATA
 from tundish.checkpoint.dcp.rank_extra import RankExtras
 from tundish.checkpoint.dcp.reader import TensorReader
-from tundish.checkpoint.dcp.state import check_fit, empty_mappings, flatten_state, is_stateful, plain_state
+from tundish.checkpoint.dcp.state import (
+    AbsentState,
+    FlattenedState,
+    absent_states,
+    check_fit,
+    empty_mappings,
+    flatten_state,
+    is_stateful,
+    plain_state,
+    set_value,
+)
+from tundish.checkpoint.dcp.unpickling import UntrustedNameError, names_of, read_object
 from tundish.checkpoint.dcp.verify import OpenCheckpoint, open_checkpoint
 from tundish.checkpoint.publish.kinds_and_steps import check_step
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
@@ -32,6 +43,9 @@ from tundish.distributed import DEFAULT_TIMEOUT, Voter, same_arguments
 from tundish.errors import CorruptCheckpointError, InvalidTypeError, NotFoundError, format_type
 
 _logger = logging.getLogger("tundish.checkpoint")
+
+# A message names so many parameters.
+_MOST_NAMED = 5
 
 # `extra`, and the `rank_extra` of every rank that saved.
 Loaded = tuple[dict[str, Any], Mapping[int, Any]]
@@ -43,6 +57,7 @@ def load_dcp(
     *,
     group: Any = None,
     verify: bool = True,
+    trusted: Sequence[type] = (),
     timeout: float = DEFAULT_TIMEOUT.total_seconds(),
 ) -> Loaded:
     """Collective over `group` (None: all ranks): load the DCP checkpoint at `path` into `state_dict`, in place.
@@ -52,6 +67,7 @@ def load_dcp(
         path: of a published checkpoint, which is not removed or replaced meanwhile.
         group: the ranks that load together.
         verify: read all bytes first, each rank a part, and compare their checksums.
+        trusted: types of objects in the state dict that are read too, beside those that `Checkpointer.load_dcp` names.
         timeout: seconds that ranks wait for each other.
 
     Returns:
@@ -76,11 +92,17 @@ def load_dcp(
     # A link is resolved once.
     folder = Path(os.path.realpath(path))
     with Voter(group, timeout=timeout) as voter:
-        return _load_verified(state_dict, folder, None, verify=verify, voter=voter)
+        return _load_verified(state_dict, folder, None, verify=verify, trusted=trusted, voter=voter)
 
 
 def load_from_root(
-    state_dict: dict[str, Any], root: ReadonlyRoot, step: int | None, *, verify: bool, voter: Voter
+    state_dict: dict[str, Any],
+    root: ReadonlyRoot,
+    step: int | None,
+    *,
+    verify: bool,
+    trusted: Sequence[type],
+    voter: Voter,
 ) -> Loaded:
     """Collective: load a checkpoint of `root`, as `Checkpointer.load_dcp` says."""
     what = "choosing the checkpoint to load"
@@ -88,7 +110,8 @@ def load_from_root(
         if step is not None:
             check_step(step)
     if step is not None:
-        return _load_verified(state_dict, root.path / f"dcp-{step}", step, verify=verify, voter=voter)
+        path = root.path / f"dcp-{step}"
+        return _load_verified(state_dict, path, step, verify=verify, trusted=trusted, voter=voter)
     candidates = _CandidateCheckpoints(root)
     while True:
         # The lock lasts from the first rank's proposal until all ranks have locked the checkpoint.
@@ -111,7 +134,7 @@ def load_from_root(
             with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
                 problem = checkpoint.verify()
                 if problem is None:
-                    return _load(state_dict, checkpoint)
+                    return _load(state_dict, checkpoint, trusted)
         candidates.skip(step, problem, is_logged=voter.is_first)
 
 
@@ -169,7 +192,13 @@ class _CandidateCheckpoints:
 
 
 def _load_verified(
-    state_dict: dict[str, Any], path: Path, step: int | None, *, verify: bool, voter: Voter
+    state_dict: dict[str, Any],
+    path: Path,
+    step: int | None,
+    *,
+    verify: bool,
+    trusted: Sequence[type],
+    voter: Voter,
 ) -> Loaded:
     """Collective: load the checkpoint at `path`, which must have `step` where one is given."""
     with open_checkpoint(path, step=step, every_byte=verify, voter=voter) as checkpoint:
@@ -178,18 +207,18 @@ def _load_verified(
             with voter.agreed(f"verifying {path}"):
                 if voter.is_first:
                     raise problem
-        return _load(state_dict, checkpoint)
+        return _load(state_dict, checkpoint, trusted)
 
 
-def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint) -> Loaded:
+def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: Sequence[type]) -> Loaded:
     voter = checkpoint.voter
     with voter.agreed(f"reading the metadata of {checkpoint.path}"):
         rank_extras = RankExtras(checkpoint)
         checkpoint.check({METADATA})
-        load = _Load(state_dict, checkpoint.path)
-        checkpoint.check(load.files())
+        load = _Load(state_dict, checkpoint, names_of(trusted))
+        load.prepare()
         if voter.is_first:
-            load.warn_of_empty_mappings()
+            load.warn()
     with voter.agreed(f"loading {checkpoint.path}"):
         load.run()
     return checkpoint.extra, rank_extras
@@ -198,33 +227,63 @@ def _load(state_dict: dict[str, Any], checkpoint: OpenCheckpoint) -> Loaded:
 class _Load:
     """The local steps of `torch.distributed.checkpoint.load`; loading has no others."""
 
-    def __init__(self, state_dict: dict[str, Any], path: Path) -> None:
+    def __init__(
+        self, state_dict: dict[str, Any], checkpoint: OpenCheckpoint, trusted: frozenset[tuple[str, str]]
+    ) -> None:
         if not isinstance(state_dict, dict):
             raise InvalidTypeError(f"the state dict is {format_type(state_dict)}: give a dict to load into")
         self._target = state_dict
         self._state = plain_state(state_dict)
+        self._checkpoint = checkpoint
+        self._path = path = checkpoint.path
+        self._trusted = trusted
         self._reader = TensorReader(path)
         self._metadata = _read_metadata(self._reader, path)
-        self._path = path
-        # An empty state dict loads only `extra` and `rank_extra`.
-        if self._state:
-            check_fit(flatten_state(self._state), self._metadata, path)
-        self._planner = DefaultLoadPlanner()
-        self._plan = self._make_plan()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False)
+        self._plan = LoadPlan([])
+        # None for an empty state dict, which loads only `extra` and `rank_extra`.
+        self._flat: FlattenedState | None = None
+        self._absent: list[AbsentState] = []
+        # By name: the values that are no tensors.
+        self._objects: dict[str, Any] = {}
 
-    def _make_plan(self) -> LoadPlan:
-        reader, planner = self._reader, self._planner
-        reader.set_up_storage_reader(self._metadata, is_coordinator=False)
-        planner.set_up_planner(self._state, self._metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-        return planner.finish_plan(plan)
+    def prepare(self) -> None:
+        """Check that the state dict fits, read everything except tensors, and plan which tensors are read."""
+        if not self._state:
+            return
+        self._flat = flatten_state(self._state)
+        saved = self._metadata.state_dict_metadata
+        self._absent = absent_states(self._state, self._flat, saved, self._read_object)
+        left_out = frozenset[str]().union(*(absent.names for absent in self._absent))
+        wanted = {name: value for name, value in self._flat if name not in left_out}
+        check_fit(wanted, self._metadata, self._path)
+        tensors = {name: value for name, value in wanted.items() if isinstance(value, torch.Tensor)}
+        self._objects = {name: self._read_object(name) for name in wanted if name not in tensors}
+        self._planner.set_up_planner(tensors, self._metadata, is_coordinator=False)
+        self._plan = self._reader.prepare_local_plan(self._planner.create_local_plan())
+        places = self._reader.storage_data
+        self._checkpoint.check({places[item.storage_index].relative_path for item in self._plan.items})
 
-    def warn_of_empty_mappings(self) -> None:
-        """Warn of saved values whose place in the state dict is empty: an optimizer before its first step."""
+    def warn(self) -> None:
+        """Warn of a checkpoint of another user, and of state that is not loaded."""
+        metadata = self._path / METADATA
+        if metadata.stat().st_uid != os.geteuid():
+            _logger.warning(
+                "%s belongs to another user: load only checkpoints of users whom you trust", metadata
+            )
+        if self._absent:
+            _logger.warning(
+                "%s has no optimizer state of %d parameters, which got no gradient before it was saved; here they have "
+                "none either: %s",
+                self._path,
+                len(self._absent),
+                ", ".join(str(absent.parameter) for absent in self._absent[:_MOST_NAMED]),
+            )
         saved = list((self._metadata.planner_data or {}).values())
         for place in empty_mappings(self._state):
-            count = sum(path[: len(place)] == place for path in saved)
+            written = tuple(map(str, place))
+            count = sum(tuple(map(str, path[: len(place)])) == written for path in saved)
             if count:
                 _logger.warning(
                     "%d values that %s holds under %r are not loaded: it is empty in the state dict. An optimizer has "
@@ -232,22 +291,45 @@ class _Load:
                     "torch.distributed.checkpoint.state_dict.get_state_dict, which makes one",
                     count,
                     self._path,
-                    ".".join(map(str, place)),
+                    ".".join(written),
                 )
 
-    def files(self) -> set[str]:
-        """The files that `run` reads."""
-        places = self._reader.storage_data
-        return {places[item.storage_index].relative_path for item in self._plan.items}
-
     def run(self) -> None:
+        """Load everything into the state dict."""
         with torch.no_grad():
             self._reader.read_data(self._plan, self._planner).wait()
+            if self._flat is not None:
+                for name, value in self._objects.items():
+                    set_value(self._state, self._flat.structure.paths[name], value)
+                for absent in self._absent:
+                    absent.reset(self._flat, self._state)
         for name, value in list(self._target.items()):
             if is_stateful(value):
                 value.load_state_dict(self._state[name])
             else:
                 self._target[name] = self._state[name]
+
+    def _read_object(self, name: str) -> Any:
+        """A saved value that is no tensor."""
+        place = self._reader.storage_data[MetadataIndex(name)]
+        self._checkpoint.check({place.relative_path})
+        with Path(self._path, place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            data = file.read(place.length)
+        try:
+            return read_object(data, self._trusted)
+        except UntrustedNameError as error:
+            raise InvalidTypeError(
+                f"{name!r} in {self._path} is an object whose pickle names {error.name}: where you trust those who "
+                f"can write there, load it with trusted=[{error.name}]"
+            ) from None
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"{name!r} in {self._path} cannot be read ({type(error).__name__}: {error}): it is damaged",
+                (place.relative_path,),
+            ) from error
 
 
 def _read_metadata(reader: TensorReader, path: Path) -> Metadata:

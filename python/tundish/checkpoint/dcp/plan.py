@@ -89,7 +89,7 @@ def local_values_of(state: FlattenedState, rank: int) -> LocalValues:
     """
     values: LocalValues = []
     blocks: dict[Any, tuple[str, str] | None] = {}
-    for (name, value), keys in zip(state, state.structure.paths.values(), strict=True):
+    for (name, value), keys in zip(state, state.structure.torch_paths, strict=True):
         path = json.dumps(keys)
         if not isinstance(value, torch.Tensor):
             values.append(LocalValue(name, path))

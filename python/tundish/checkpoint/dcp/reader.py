@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from tundish.checkpoint.dcp.format import record_frame_of
+from tundish.checkpoint.dcp.format import METADATA, record_frame_of
+from tundish.checkpoint.dcp.unpickling import read_metadata
 from tundish.tensor_bytes import raw_bytes
 
 # Bytes read between two checks for Ctrl-C.
@@ -41,6 +42,11 @@ class _StoredTensor(NamedTuple):
 
 class TensorReader(FileSystemReader):
     """torch's `FileSystemReader`, with fewer copies."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 (as torch calls it)
+        """The contents of `.metadata`; a damaged one raises anything."""
+        with Path(self.path, METADATA).open("rb") as file:
+            return read_metadata(file)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object

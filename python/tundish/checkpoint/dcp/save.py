@@ -7,8 +7,10 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +26,14 @@ from tundish.checkpoint.dcp.format import METADATA, FileLayout, rank_extra_name,
 from tundish.checkpoint.dcp.plan import RankShare, SavePlanner, local_values_of, make_metadata
 from tundish.checkpoint.dcp.rank_extra import to_json
 from tundish.checkpoint.dcp.state import flatten_state
+from tundish.checkpoint.dcp.unpickling import unread_types
 from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError, format_type
+
+_logger = logging.getLogger("tundish.checkpoint")
 
 _SIMPLE = (int, float, str, bytes, type(None))
 
@@ -227,15 +232,31 @@ def _not_json(value: Any, where: str) -> str | None:
 
 
 def _pickled(name: str, value: Any) -> bytes:
-    """`value` as torch's planner pickles it."""
+    """`value` as torch's planner pickles it.
+
+    Raises:
+        InvalidTypeError: it cannot be pickled, or `load_dcp` could not read it.
+    """
     stream = io.BytesIO()
     try:
         torch.save(value, stream)
+        data = stream.getvalue()
+        unread = () if type(value) in _SIMPLE else unread_types(data)
     except Exception as error:
         raise InvalidTypeError(
-            f"{name!r}, which is {format_type(value)}, cannot be pickled: {error}"
+            f"{name!r}, which is {format_type(value)}, cannot be saved as a pickle: {error}. Give its state as "
+            "numbers, text, containers, arrays and tensors"
         ) from error
-    return stream.getvalue()
+    for kind in unread:
+        _warn_of_unread(name, kind)
+    return data
+
+
+@functools.cache
+def _warn_of_unread(name: str, kind: str) -> None:
+    _logger.warning(
+        "%r is saved as a pickle of %s: load_dcp reads it only with trusted=[%s]", name, kind, kind
+    )
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,7 +1,8 @@
 """A state dict as a flat list of named values, and whether it fits a checkpoint.
 
 Invariants:
-    - Names are those of `torch.distributed.checkpoint`'s planner.
+    - Names are those of `torch.distributed.checkpoint`'s planner: keys as text, joined by dots. Keys of any type are
+      found again in the state dict that is loaded into.
     - Nothing is copied, and no value of a tensor is read.
     - The structure of a state dict is compared completely, not by a digest.
 """
@@ -10,20 +11,22 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from tundish.checkpoint.tensors import check_name, check_tensor, local_of
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_type
+
+# The keys, and the places in lists, that lead to a value.
+Keys = tuple[Any, ...]
 
 _NEVER_STATEFUL = (torch.Tensor, dict)
 _WITHOUT_SHAPE = (nn.UninitializedParameter, nn.UninitializedBuffer)
@@ -34,11 +37,13 @@ class StateStructure:
     """Everything about a state dict except its values.
 
     Attributes:
-        paths: the name of each value to the keys that lead to it.
+        paths: the name of each value to the keys and places in lists that lead to it.
+        torch_paths: the same as torch's planner writes them: keys of mappings are text.
         parts: for each value its path and, for a tensor, everything that determines where its bytes lie.
     """
 
-    paths: dict[str, tuple[str | int, ...]]
+    paths: dict[str, Keys]
+    torch_paths: list[tuple[str | int, ...]]
     parts: list[Hashable]
 
 
@@ -67,16 +72,18 @@ def flatten_state(state_dict: Any, known: StateStructure | None = None) -> Flatt
         raise InvalidTypeError(
             f"the state dict is {format_type(state_dict)}: give a mapping of names to values"
         )
-    paths, values = _flat(plain_state(state_dict))
+    paths, torch_paths, values = _flat(plain_state(state_dict))
     # Compared one by one: objects that die at once give the garbage collector nothing to traverse.
     if (
         known is not None
         and len(values) == len(known.parts)
-        and all(map(operator.eq, map(_part_of, paths.values(), values), known.parts))
+        and all(map(operator.eq, map(_part_of, paths.values(), torch_paths, values), known.parts))
     ):
         return FlattenedState(structure=known, values=values)
-    parts = list(map(_part_of, paths.values(), values))
-    state = FlattenedState(structure=StateStructure(paths=paths, parts=parts), values=values)
+    parts = list(map(_part_of, paths.values(), torch_paths, values))
+    state = FlattenedState(
+        structure=StateStructure(paths=paths, torch_paths=torch_paths, parts=parts), values=values
+    )
     if not values:
         raise InvalidInputError("there is nothing to save: the state dict is empty")
     for name, value in state:
@@ -101,11 +108,8 @@ def _has_known_size(dtype: torch.dtype) -> bool:
     return True
 
 
-def plain_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def plain_state(state_dict: Mapping[Any, Any]) -> dict[Any, Any]:
     """`state_dict` with each stateful value replaced by its state, as DCP does."""
-    for name in state_dict:
-        if not isinstance(name, str):
-            raise InvalidTypeError(f"{name!r} names a value of the state dict: names are strings")
     return {name: value.state_dict() if is_stateful(value) else value for name, value in state_dict.items()}
 
 
@@ -115,49 +119,185 @@ def is_stateful(value: Any) -> bool:
     return not isinstance(value, _NEVER_STATEFUL) and isinstance(value, Stateful)
 
 
-def _flat(state: dict[str, Any]) -> tuple[dict[str, tuple[str | int, ...]], list[Any]]:
-    """The paths of all values by name, and the values."""
+def set_value(state: Any, path: Keys, value: Any) -> None:
+    """Replace the value at `path`."""
+    for key in path[:-1]:
+        state = state[key]
+    state[path[-1]] = value
+
+
+def _flat(state: dict[Any, Any]) -> tuple[dict[str, Keys], list[tuple[str | int, ...]], list[Any]]:
+    """The paths of all values by name, their paths in torch's form, and the values."""
     if all(type(name) is str and isinstance(value, torch.Tensor) for name, value in state.items()):
-        # The planner gives the same, but takes milliseconds for thousands of tensors.
-        return {name: (name,) for name in state}, list(state.values())
-    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+        paths: dict[str, Keys] = {name: (name,) for name in state}
+        return paths, list(paths.values()), list(state.values())
+    paths = {}
+    torch_paths: list[tuple[str | int, ...]] = []
+    values: list[Any] = []
+
+    def visit(path: Keys, torch_path: tuple[str | int, ...], value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit((*path, key), (*torch_path, str(key)), item)
+        elif isinstance(value, list) and _is_nested(value):
+            for number, item in enumerate(value):
+                visit((*path, number), (*torch_path, number), item)
+        else:
+            name = ".".join(map(str, torch_path))
+            if name in paths:
+                raise InvalidInputError(
+                    f"two values of the state dict have the name {name!r}, under the keys {paths[name]} and {path}: "
+                    "change one of them"
+                )
+            paths[name] = path
+            torch_paths.append(torch_path)
+            values.append(value)
+
     try:
-        planner.set_up_planner(state)
-    except ValueError as error:
-        raise InvalidInputError(f"two values of the state dict have one name: {error}") from error
+        visit((), (), state)
     except RecursionError:
         raise InvalidInputError(
             "the state dict is nested without end, or a thousand levels deep: does a part of it contain itself?"
         ) from None
-    return planner.mappings, list(planner.state_dict.values())
+    return paths, torch_paths, values
 
 
-def _part_of(path: tuple[str | int, ...], tensor: Any) -> Hashable:
+def _is_nested(values: list[Any]) -> bool:
+    """Whether a list has tensors or mappings in it, so that each item is a value of its own."""
+    return any(
+        isinstance(value, torch.Tensor | Mapping) or (isinstance(value, list) and _is_nested(value))
+        for value in values
+    )
+
+
+def _part_of(path: Keys, torch_path: tuple[str | int, ...], tensor: Any) -> Hashable:
     if not isinstance(tensor, torch.Tensor):
-        return path
+        return path, torch_path
     # The type counts too, so that one checked tensor may stand for another.
     kind, dtype, layout = type(tensor), tensor.dtype, tensor.layout
     if not isinstance(tensor, DTensor):
         # Nested and uninitialized tensors, which are refused later, have no shape.
         has_shape = not tensor.is_nested and not isinstance(tensor, _WITHOUT_SHAPE)
-        return path, kind, dtype, layout, tensor.is_meta, tensor.shape if has_shape else None
+        return path, torch_path, kind, dtype, layout, tensor.is_meta, tensor.shape if has_shape else None
     local = local_of(tensor)
     of_local = type(local), local.is_meta, local.layout, local.shape
-    return path, kind, dtype, layout, tensor.shape, tensor.placements, tensor.device_mesh, of_local
+    return (
+        path,
+        torch_path,
+        kind,
+        dtype,
+        layout,
+        tensor.shape,
+        tensor.placements,
+        tensor.device_mesh,
+        of_local,
+    )
 
 
 _MOST_NAMED = 5
+# Values of an optimizer's state that are zero before the first step of a parameter.
+_ZERO_AT_FIRST = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
-def check_fit(state: FlattenedState, metadata: Metadata, path: Path) -> None:
-    """Compare names, kinds, shapes and dtypes of `state` with those of the checkpoint at `path`.
+@dataclass(frozen=True, kw_only=True)
+class AbsentState:
+    """The state of one parameter of an optimizer, of which a checkpoint has nothing.
+
+    Attributes:
+        parameter: as the optimizer's state dict names it.
+        names: of the values in the state dict that is loaded into.
+        entry: the mapping of the values; None where it holds those of other parameters too.
+    """
+
+    parameter: Any
+    names: frozenset[str]
+    entry: dict[Any, Any] | None
+
+    def reset(self, state: FlattenedState, target: Any) -> None:
+        """Make the state what it was when it was saved: that of a parameter that never got a gradient."""
+        if self.entry is not None:
+            # An optimizer makes the state of a parameter that has none at its first gradient.
+            self.entry.clear()
+            return
+        for name, value in state:
+            if name in self.names and isinstance(value, torch.Tensor):
+                value.detach().zero_()
+            elif name in self.names:
+                set_value(target, state.structure.paths[name], type(value)(0))
+
+
+def absent_states(
+    target: Any, state: FlattenedState, saved: Collection[str], read_object: Callable[[str], Any]
+) -> list[AbsentState]:
+    """The parameters in `target` that had no state in an optimizer when it was saved.
+
+    Args:
+        target: the state dict that is loaded into, nested.
+        state: the same, flattened.
+        saved: the names of all values in the checkpoint.
+        read_object: returns a saved value that is no tensor.
+    """
+    paths = state.structure.paths
+    groups: dict[tuple[Keys, Any], set[str]] = {}
+    for name, path in paths.items():
+        if (place := _parameter_of(target, path)) is not None:
+            groups.setdefault(place, set()).add(name)
+    absent = []
+    for (outer, parameter), names in groups.items():
+        if any(name in saved for name in names):
+            continue
+        optimizer, prefix = target, "".join(f"{key}." for key in outer)
+        for key in outer:
+            optimizer = optimizer[key]
+        if "state" in optimizer:
+            lists = _parameter_lists(prefix, saved)
+            is_known, entry = (
+                any(parameter in read_object(name) for name in lists),
+                optimizer["state"][parameter],
+            )
+        else:
+            values = {name.rpartition(".")[2] for name in names}
+            known = f"{prefix}param_groups.{parameter}."
+            is_known, entry = values <= _ZERO_AT_FIRST and any(name.startswith(known) for name in saved), None
+        # A parameter that the saved optimizer does not know was renamed, or is new: that is a mismatch.
+        if is_known:
+            absent.append(AbsentState(parameter=parameter, names=frozenset(names), entry=entry))
+    return absent
+
+
+def _parameter_lists(prefix: str, saved: Collection[str]) -> list[str]:
+    """The names of the lists of parameters of an optimizer's groups."""
+    lists: list[str] = []
+    while (name := f"{prefix}param_groups.{len(lists)}.params") in saved:
+        lists.append(name)
+    return lists
+
+
+def _parameter_of(state: Any, path: Keys) -> tuple[Keys, Any] | None:
+    """The path of an optimizer's state dict and the parameter whose state has a value at `path`; None elsewhere.
+
+    An optimizer's state dict is nested, or flat as torch's `flatten_optimizer_state_dict` makes it.
+    """
+    for number, key in enumerate(path):
+        is_last = number == len(path) - 1
+        if key == "state" and not is_last and isinstance(state, Mapping) and "param_groups" in state:
+            return path[:number], path[number + 1]
+        if is_last and isinstance(key, str) and key.startswith("state."):
+            parameter = key.removeprefix("state.").rpartition(".")[0]
+            return (path[:number], parameter) if parameter else None
+        state = state[key]
+    return None
+
+
+def check_fit(values: Mapping[str, Any], metadata: Metadata, path: Path) -> None:
+    """Compare names, kinds, shapes and dtypes of `values` with those of the checkpoint at `path`.
 
     Raises:
         StateMismatchError: a value is not in the checkpoint, or cannot hold what is.
     """
     saved = metadata.state_dict_metadata
     problems = []
-    for name, value in state:
+    for name, value in values.items():
         there = saved.get(name)
         if there is None:
             problems.append(f"{name!r} is not in it")

@@ -1,0 +1,199 @@
+"""Reads pickles of a DCP checkpoint: `.metadata`, and objects of the state dict.
+
+A pickle names the functions and types that reading it calls, so that a folder written by somebody else would be code.
+These readers know a list of names, and refuse every other one.
+
+Invariants:
+    - No module is imported and nothing is called for a name that is neither on the list nor trusted by the caller.
+    - Everything that torch writes into `.metadata` can be read.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import io
+import pickle
+import pickletools
+import sys
+import types
+import zipfile
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import IO, Any, ClassVar
+
+import torch
+
+from tundish.errors import InvalidInputError, InvalidTypeError
+
+# Module to names in it.
+_Names = dict[str, frozenset[str]]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+
+_OF_METADATA: _Names = {
+    "torch": _DTYPES | {"Size", "device"},
+    "torch.serialization": _names("_get_layout"),
+    "torch.distributed.checkpoint.metadata": _names(
+        "Metadata MetadataIndex StorageMeta BytesStorageMetadata TensorStorageMetadata ChunkStorageMetadata "
+        "TensorProperties _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": _names("_StorageInfo _StoragePrefix"),
+    # torch before 2.3
+    "torch.distributed._shard.sharded_tensor.metadata": _names("TensorProperties MEM_FORMAT_ENCODING"),
+    "collections": _names("OrderedDict"),
+    "pathlib": _names("PosixPath PurePosixPath WindowsPath PureWindowsPath"),
+    "pathlib._local": _names("PosixPath PurePosixPath WindowsPath PureWindowsPath"),
+}
+
+_OF_OBJECTS: _Names = {
+    "builtins": _names(
+        "bool int float complex str bytes bytearray list tuple dict set frozenset range slice object"
+    ),
+    # bytes, and objects without arguments, as the protocol of `torch.save` writes them.
+    "_codecs": _names("encode"),
+    "copyreg": _names("_reconstructor"),
+    "collections": _names("OrderedDict defaultdict deque Counter"),
+    "argparse": _names("Namespace"),
+    "types": _names("SimpleNamespace"),
+    "pathlib": _OF_METADATA["pathlib"],
+    "pathlib._local": _OF_METADATA["pathlib._local"],
+    "datetime": _names("datetime date time timedelta timezone"),
+    "torch": _DTYPES | {"Size", "device", "Tensor"},
+    "torch.serialization": _names("_get_layout"),
+    "torch._utils": _names(
+        "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter _rebuild_parameter_with_state"
+    ),
+    "torch._tensor": _names("_rebuild_from_type_v2"),
+    "torch.nn.parameter": _names("Parameter Buffer"),
+    "numpy": _names("ndarray dtype"),
+    **{
+        module: _names("_reconstruct scalar _frombuffer")
+        for package in ("core", "_core")
+        for module in (f"numpy.{package}.multiarray", f"numpy.{package}.numeric")
+    },
+    "numpy.random._pickle": _names("__generator_ctor __bit_generator_ctor __randomstate_ctor"),
+    "numpy.random.bit_generator": _names("SeedSequence __pyx_unpickle_SeedSequence"),
+    **{
+        f"numpy.random._{kind.lower()}": _names(kind)
+        for kind in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+    },
+    "numpy.random._pcg64": _names("PCG64 PCG64DXSM"),
+}
+
+
+class UntrustedNameError(pickle.UnpicklingError):
+    """A pickle names something that is not read. `name`: with its module."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"it names {name}, which is not read")
+        self.name = name
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds the names of `known`; subclasses say which."""
+
+    known: ClassVar[_Names]
+    trusted: ClassVar[frozenset[tuple[str, str]]] = frozenset()
+
+    def find_class(self, module: str, name: str) -> Any:
+        module, name = _renamed(module, name)
+        if name in self.known.get(module, ()) or (module, name) in self.trusted:
+            return super().find_class(module, name)
+        raise UntrustedNameError(f"{module}.{name}")
+
+
+class _MetadataUnpickler(_Unpickler):
+    known = _OF_METADATA
+
+
+class _ObjectUnpickler(_Unpickler):
+    known = _OF_OBJECTS
+
+    def find_class(self, module: str, name: str) -> Any:
+        if _renamed(module, name) == ("builtins", "getattr"):
+            return _member
+        found = _imported(module, name)
+        return found if _is_enum(found) else super().find_class(module, name)
+
+
+def read_metadata(file: IO[bytes]) -> Any:
+    """The contents of `.metadata`, a `Metadata` unless the file is damaged. Raises anything for a damaged one."""
+    return _MetadataUnpickler(file).load()
+
+
+def read_object(data: bytes, trusted: frozenset[tuple[str, str]] = frozenset()) -> Any:
+    """The object that `torch.save` wrote.
+
+    Raises:
+        UntrustedNameError: it names something else than the known types and `trusted`.
+        Exception: the bytes are damaged.
+    """
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise UntrustedNameError("a TorchScript program")
+    unpickler = type("Unpickler", (_ObjectUnpickler,), {"trusted": trusted})
+    # torch reads the tensors of the object, with this class for the rest.
+    reader: Any = types.SimpleNamespace(Unpickler=unpickler, __name__="tundish")
+    return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=reader, weights_only=False)
+
+
+def names_of(trusted: Any) -> frozenset[tuple[str, str]]:
+    """The names of the types that a caller trusts. Raises `InvalidTypeError` for something else than types."""
+    if not isinstance(trusted, Iterable) or not all(isinstance(kind, type) for kind in trusted):
+        raise InvalidTypeError(f"trusted is {trusted!r}: give a list of types, whose pickles are read")
+    return frozenset((kind.__module__, kind.__qualname__) for kind in trusted)
+
+
+def unread_types(data: bytes) -> Sequence[str]:
+    """The types that an object of `torch.save` names and that `read_object` reads only where they are trusted.
+
+    Raises:
+        InvalidInputError: it names a function, so that no caller can trust it.
+    """
+    found: dict[str, None] = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    for opcode, given, _ in pickletools.genops(pickled):
+        if opcode.name != "GLOBAL":
+            continue
+        module, name = _renamed(*str(given).split(" ", 1))
+        if name in _OF_OBJECTS.get(module, ()) or (module.startswith("torch") and name.endswith("Storage")):
+            continue
+        named = _imported(module, name)
+        if _is_enum(named) or (module, name) == ("builtins", "getattr"):
+            continue
+        if not isinstance(named, type):
+            raise InvalidInputError(f"its pickle calls {module}.{name}")
+        found[f"{module}.{name}"] = None
+    return list(found)
+
+
+def _renamed(module: str, name: str) -> tuple[str, str]:
+    """A name of Python 2, which the protocol of `torch.save` writes, as it is called now."""
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        return _compat_pickle.NAME_MAPPING[module, name]
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+def _imported(module: str, name: str) -> Any:
+    """What is called so in a module that is imported already; None if there is nothing."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _is_enum(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, Enum)
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """`getattr` for members of enumerations alone."""
+    if not _is_enum(kind) or name not in kind.__members__:
+        raise UntrustedNameError("builtins.getattr")
+    return kind.__members__[name]
