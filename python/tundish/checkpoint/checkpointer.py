@@ -214,6 +214,8 @@ class Checkpointer(ReadonlyRoot):
                     optimizer=optimizer,
                     group=resources.group,
                     exchange_group=resources.exchange_group,
+                    voter=resources.voter,
+                    of_first_rank=resources.of_first_rank,
                     are_nodes_alike=resources.are_nodes_alike,
                 ),
             )

@@ -17,7 +17,7 @@ from typing import Any
 
 from tundish.checkpoint.buffers import StagingBudget, trim
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.hf.exchange_group import ExchangeGroup
+from tundish.checkpoint.hf.gather import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy
 from tundish.checkpoint.publish.kinds_and_steps import Kind, format_steps
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
@@ -51,6 +51,7 @@ class CheckpointerResources:
         writable: the root with its writer lock, on the first rank; None on the others.
         readonly: the root for reading.
         exchange_group: for tensors that travel through host memory; None in a world of one.
+        of_first_rank: buffers of models that differ between ranks; exports have those of the first rank.
         are_nodes_alike: whether all nodes have as many ranks.
         planner: plans DCP saves.
         queues: the saves under way, by kind.
@@ -74,6 +75,7 @@ class CheckpointerResources:
     queues: Mapping[Kind, SaveQueue]
     protected: set[int]
     exit_stack: contextlib.ExitStack
+    of_first_rank: set[str] = field(default_factory=set)
     was_dropped: bool = False
     closed_by: str | None = None
     process: int = field(default_factory=os.getpid)

@@ -20,7 +20,7 @@ from typing import Any
 from tundish.checkpoint.buffers import StagingBudget
 from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.hf.exchange_group import ExchangeGroup
+from tundish.checkpoint.hf.gather import ExchangeGroup
 from tundish.checkpoint.publish.failure_policy import FailurePolicy, OnFailure
 from tundish.checkpoint.publish.finalizer import Finalizer
 from tundish.checkpoint.publish.kinds_and_steps import KINDS, Kind
@@ -89,7 +89,7 @@ def open_checkpointer(
         are_nodes_alike = _compare_ranks(path, voter, shared=shared)
         exchange_group = None
         if world_size > 1:
-            exchange_group = ExchangeGroup(member.ranks, seconds, voter)
+            exchange_group = ExchangeGroup(member.ranks, seconds)
             stack.callback(exchange_group.close)
         queues: dict[Kind, SaveQueue] = {}
         protected: set[int] = set()

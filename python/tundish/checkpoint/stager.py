@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -96,6 +96,8 @@ class Stager(Protocol):
         checkpoint_bytes: on the first rank, bytes of the whole checkpoint on the disk; after `prepare`.
         fingerprint: equal on all ranks exactly if their saves fit together.
         needs_preparation: whether `prepare` has to talk to other ranks, as far as this rank knows.
+        replicas: hashes of what several ranks hold, by a name for these ranks; equal under one name, unless a value
+            differs between ranks.
     """
 
     @property
@@ -108,13 +110,18 @@ class Stager(Protocol):
     def fingerprint(self) -> str: ...
     @property
     def needs_preparation(self) -> bool: ...
+    @property
+    def replicas(self) -> Mapping[str, str]: ...
 
-    def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
+    def prepare(self, vote: VoteId, *, any_needs: bool, do_replicas_differ: bool) -> bool:
         """Collective if any rank needs it: prepare staging with the other ranks. Fails on all ranks or on none.
+
+        Values that differ between ranks by mistake are refused here, with their names.
 
         Args:
             vote: the vote in which all ranks had a stager.
             any_needs: whether `needs_preparation` holds on any rank; the same on all.
+            do_replicas_differ: whether `replicas` differ between ranks; the same on all.
 
         Returns:
             Whether `staged_bytes` changed and the reserved memory was released.

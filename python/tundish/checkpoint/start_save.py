@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import time
 import traceback
@@ -132,6 +133,7 @@ class _Attempt:
         """Collective: refuse the save if it can be refused, else reserve its resources."""
         resources, request = self._resources, self._request
         same, flag = same_arguments(call=request.what), False
+        replicas: Mapping[str, str] = {}
         error: BaseException | None = None
         try:
             stager = self._make_stager()
@@ -142,18 +144,24 @@ class _Attempt:
                 content=stager.fingerprint,
             )
             flag = stager.needs_preparation
+            if resources.world_size > 1:
+                replicas = stager.replicas
             if not flag:
                 self._reserve(stager)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             # The frames hold memory that was being reserved.
             traceback.clear_frames(caught.__traceback__)
             error = caught
-        any_needs = resources.voter.vote(error, what=request.what, same=same, flag=flag)
-        # It fails on all ranks or on none.
-        has_changed = stager.prepare(resources.voter.last_vote, any_needs=any_needs)
-        if not any_needs:
+        given = json.dumps([flag, dict(replicas)])
+        found = resources.voter.combine(given, _compared, error, what=request.what, same=same)
+        any_needs, do_replicas_differ = json.loads(found)
+        if not any_needs and not do_replicas_differ:
+            stager.prepare(resources.voter.last_vote, any_needs=False, do_replicas_differ=False)
             return stager
         try:
+            has_changed = stager.prepare(
+                resources.voter.last_vote, any_needs=any_needs, do_replicas_differ=do_replicas_differ
+            )
             if has_changed or flag:
                 self._reserve(stager)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
@@ -228,6 +236,18 @@ class _Attempt:
         until = time.monotonic() + resources.voter.timeout / 2
         for queue in resources.queues.values():
             queue.wait(max(0.0, until - time.monotonic()))
+
+
+def _compared(given: list[str]) -> str:
+    """Whether any rank needs preparation, and whether any two have different hashes under one name."""
+    known: dict[str, str] = {}
+    any_needs = do_replicas_differ = False
+    for needs, replicas in map(json.loads, given):
+        any_needs = any_needs or needs
+        do_replicas_differ = do_replicas_differ or any(
+            known.setdefault(name, digest) != digest for name, digest in replicas.items()
+        )
+    return json.dumps([any_needs, do_replicas_differ])
 
 
 def _check_flag(name: str, flag: object) -> None:

@@ -237,6 +237,7 @@ class Voter:
         error: BaseException | None = None,
         *,
         what: str,
+        same: str | None = None,
         timeout: timedelta | float | None = _VOTERS_TIMEOUT,
     ) -> str:
         """Collective: a vote in which every rank sends `value`, and receives one text made from the values of all.
@@ -247,6 +248,7 @@ class Voter:
                 because any one of them calls it, on another thread.
             error: as in `vote`.
             what: as in `vote`.
+            same: as in `vote`.
             timeout: as in `vote`.
 
         Returns:
@@ -256,7 +258,7 @@ class Voter:
             The errors of `vote`.
             InvalidInputError: the value has more than 8 MiB (the others are told).
         """
-        pending = self._hold(error, what, timeout, value=value, combine=combine)
+        pending = self._hold(error, what, timeout, same=same, value=value, combine=combine)
         if self._protocol is None:
             return combine([value])
         if pending.received is None:

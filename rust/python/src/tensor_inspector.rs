@@ -12,6 +12,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PySequence, PyType};
 
+use tundish_commit::Checksum;
+
 use crate::tree::dlpack::{COMPLEX, CPU, CUDA, Dtype, INT, Read, Tensor, UINT};
 use crate::tree::dlpack_exchange::{functions_of, method_of};
 
@@ -60,6 +62,12 @@ impl TensorInspector {
         }
         Ok(unusual)
     }
+
+    /// The checksum of each tensor's bytes; None if it has more than `most` bytes, or does not lie densely in host
+    /// memory. Nothing else may free the memory of a tensor meanwhile.
+    fn checksums(&self, tensors: &Bound<'_, PySequence>, most: u64) -> PyResult<Vec<Option<String>>> {
+        tensors.try_iter()?.map(|tensor| self.checksum(&tensor?, most)).collect()
+    }
 }
 
 impl TensorInspector {
@@ -83,6 +91,21 @@ impl TensorInspector {
             // SAFETY: `read` checked the type.
             && unsafe { self.is_all_there(tensor, u64::from(seen.dtype.bits / 8), size)? };
         Ok(is_plain.then_some((usize::try_from(address)?, usize::try_from(size)?)))
+    }
+
+    fn checksum(&self, tensor: &Bound<'_, PyAny>, most: u64) -> PyResult<Option<String>> {
+        let Some(seen) = self.read(tensor).filter(|seen| seen.device.kind == CPU) else { return Ok(None) };
+        let Some((address, size)) = seen.piece().filter(|&(_, size)| size <= most) else { return Ok(None) };
+        // SAFETY: `read` checked the type.
+        if !unsafe { self.is_all_there(tensor, u64::from(seen.dtype.bits / 8), size)? } {
+            return Ok(None);
+        }
+        // SAFETY: the storage holds all of these bytes, and the tensor is alive. Bytes that change meanwhile give another
+        // checksum.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(ptr::with_exposed_provenance(usize::try_from(address)?), usize::try_from(size)?)
+        };
+        Ok(Some(Checksum::of(bytes).to_string()))
     }
 
     fn is_ordinary(&self, tensor: &Bound<'_, PyAny>) -> PyResult<bool> {

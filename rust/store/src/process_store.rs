@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
-use tundish_copying::{self as copying, AdaptiveCopy};
+use tundish_copying as copying;
 use tundish_shm::{PerProcess, Segment, ShmError, arena};
 
 use crate::entries::fetch_buffer::FetchBuffer;
@@ -34,12 +34,10 @@ pub struct ProcessStore {
     /// Addresses of this process. Another process may have served at one of them before, or may do so by now.
     pub(crate) own_addresses: Mutex<HashSet<Arc<str>>>,
     drop_thread: DropThread,
-    /// Chooses how large tensors are copied into segments.
-    adaptive_copy: AdaptiveCopy,
 }
 
-/// Copies of at least so many bytes choose their method and threads by measured speed.
-const ADAPTIVE_COPY_BYTES: usize = 128 << 10;
+/// Copies of at least so many bytes go past the caches: another process reads them, from a cache of its own.
+const UNCACHED_COPY_BYTES: usize = 128 << 10;
 
 /// Threads of one such copy: more do not make memory faster.
 const MAX_THREADS: usize = 4;
@@ -68,7 +66,6 @@ impl ProcessStore {
             buffer_pool,
             attached_segments: AttachedSegments::default(),
             own_addresses: Mutex::default(),
-            adaptive_copy: AdaptiveCopy::default(),
         })
     }
 
@@ -276,12 +273,12 @@ impl ProcessStore {
             .collect();
         let (mut check, mut failure) = (|| time_limit.as_deref_mut().map_or(Ok(()), TimeLimit::check_cancelled), None);
         let total: usize = ranges.iter().map(|range| range.length).sum();
-        if segment.is_used() && total >= ADAPTIVE_COPY_BYTES {
+        if segment.is_used() && total >= UNCACHED_COPY_BYTES {
             segment.populate(segment.capacity());
             let threads = thread::available_parallelism().map_or(1, |count| count.get().min(MAX_THREADS));
             // SAFETY: the makers of the sources promised it; the offsets lie within the segment, which nobody else has,
             // and it is nobody's source.
-            return unsafe { self.adaptive_copy.copy(&ranges, threads, |_| check()) };
+            return unsafe { copying::copy(&ranges, threads, |_| check()) };
         }
         let mut check_cancelled = || {
             check().map_err(|error| {

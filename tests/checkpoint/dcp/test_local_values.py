@@ -18,7 +18,7 @@ def owners(states: dict[int, dict[str, Any]]) -> dict[str, list[int]]:
     """For each name the ranks that save it."""
     held = [local_values_of(flatten_state(state), rank) for rank, state in states.items()]
     found: dict[str, list[int]] = {name: [] for state in states.values() for name in state}
-    for rank, values, numbers in zip(states, held, assign_values(held, list(states))[0], strict=True):
+    for rank, values, numbers in zip(states, held, assign_values(held, list(states)).owned, strict=True):
         for number in numbers:
             value = values[number]
             assert value is not None
@@ -92,7 +92,8 @@ def test_blocks_that_do_not_make_up_the_tensor_are_refused() -> None:
     def block(first: int, last: int) -> list[LocalValue | None]:
         return [LocalValue("w", '["w"]', "float32", "8", f"{first}", f"{last - first}")]
 
-    assert assign_values([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2]) == ([[0], [0], []], 32)
+    assigned = assign_values([block(0, 4), block(4, 8), block(0, 4)], [0, 1, 2])
+    assert (assigned.owned, assigned.total_bytes) == ([[0], [0], []], 32)
     for held in (
         [block(0, 4)],
         [block(0, 4), block(4, 7)],

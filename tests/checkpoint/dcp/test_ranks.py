@@ -24,7 +24,7 @@ from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp import plan as dcp_plan
 from tundish.checkpoint.dcp.plan import SavePlanner
 from tundish.checkpoint.dcp.save import DcpStager
-from tundish.checkpoint.hf import exchange_group
+from tundish.checkpoint.hf import gather
 
 
 def train_and_save(rank: int, line: Line) -> None:
@@ -346,13 +346,13 @@ def test_all_ranks_notice_a_new_form_on_any_rank(tmp_path: Path) -> None:
 def count_groups(rank: int, line: Line) -> None:
     (root,) = line.hear()
     made: list[str] = []
-    make = exchange_group.temporary_group
+    make = gather.temporary_group
 
     def counted(name: str, *given: Any, **named: Any) -> Any:
         made.append(name)
         return make(name, *given, **named)
 
-    exchange_group.temporary_group = counted
+    gather.temporary_group = counted
     world = World("fsdp")
     whole_model = torch.nn.Linear(4, 4)
     said = []

@@ -34,7 +34,8 @@ def refused_tensors(rank: int, line: Line) -> None:
     said = [outcome(lambda tensor=tensor: DcpStager(planner, {"w": tensor})) for tensor in (partial, crooked)]
     if rank == 0:
         alone_stager = DcpStager(new_planner(alone), {"w": outsider})
-        said.append(outcome(lambda: alone_stager.prepare(VoteId("unused", 0), any_needs=True)))
+        vote = VoteId("unused", 0)
+        said.append(outcome(lambda: alone_stager.prepare(vote, any_needs=True, do_replicas_differ=False)))
     line.say([one[:2] for one in said])
 
 

@@ -158,7 +158,8 @@ def new_planner(group: Any = None) -> SavePlanner:
 def prepare(stager: DcpStager) -> None:
     """Find what is saved, and take the memory for it. Collective."""
     vote = VoteId("unused", 0)
-    stager.prepare(vote, any_needs=any(gathered(stager.needs_preparation)))
+    any_needs = any(gathered(stager.needs_preparation))
+    stager.prepare(vote, any_needs=any_needs, do_replicas_differ=False)
     stager.reserve()
 
 

@@ -11,10 +11,9 @@ from typing import Any
 from torch import distributed
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.exchange_group import ExchangeGroup
 from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.gather import ExchangeGroup
 from tundish.checkpoint.stager import StagedSave, WriteOptions
-from tundish.distributed import voter_of
 
 PAGE = 4096
 
@@ -25,7 +24,7 @@ def options(progress: Any = lambda ask: None) -> WriteOptions:
 
 def connected_exchange_group() -> ExchangeGroup:
     """Collective: an exchange group of all ranks of the job."""
-    group = ExchangeGroup(tuple(range(distributed.get_world_size())), 60, voter_of(None))
+    group = ExchangeGroup(tuple(range(distributed.get_world_size())), 60)
     group.connect("exchange")
     return group
 

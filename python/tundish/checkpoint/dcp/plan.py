@@ -18,6 +18,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from tundish.checkpoint.dcp.format import FileLayout, shard_name
 from tundish.checkpoint.dcp.state import FlattenedState, StateStructure
 from tundish.checkpoint.placements import check_placement, rank_parts_of
+from tundish.checkpoint.replicas import BUFFER, contents_of, differs, say_once
 from tundish.checkpoint.tensors import local_of
 from tundish.distributed import Voter
 from tundish.errors import InvalidInputError
@@ -50,6 +52,7 @@ class LocalValue(NamedTuple):
         dtype: such as "float32"; empty for a value that is no tensor.
         size: shape of the whole tensor.
         offsets, lengths: the block of it that the rank holds.
+        content: as `contents_of` compares it; empty if it is not compared.
     """
 
     name: str
@@ -58,6 +61,7 @@ class LocalValue(NamedTuple):
     size: str = ""
     offsets: str = ""
     lengths: str = ""
+    content: str = ""
 
     @property
     def block(self) -> tuple[torch.dtype, torch.Size]:
@@ -124,18 +128,33 @@ def _block_of(name: str, tensor: Any, rank: int) -> tuple[str, str] | None:
     return _text(runs[0][0] for runs in own.runs), _text(own.shape)
 
 
-def assign_values(values_by_rank: Sequence[LocalValues], ranks: Sequence[int]) -> tuple[list[list[int]], int]:
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Which rank saves which values, on the first rank.
+
+    Attributes:
+        owned: for each rank the indices of the values that it saves, ascending.
+        shared: for each rank the indices of the values that are compared with those of other ranks, by a name for the
+            ranks that hold them.
+        total_bytes: of all blocks together.
+        differing: the names of buffers that differ between ranks.
+    """
+
+    owned: Sequence[Sequence[int]]
+    shared: Sequence[Mapping[str, Sequence[int]]]
+    total_bytes: int
+    differing: Sequence[str]
+
+
+def assign_values(values_by_rank: Sequence[LocalValues], ranks: Sequence[int]) -> Assignment:
     """Decide which rank saves which values.
 
     Blocks that several ranks hold are assigned the largest first, each to the holder with the fewest bytes. The lowest
-    holder saves an object.
+    holder saves an object, and a buffer of a module.
 
     Args:
         values_by_rank: in the order of `ranks`.
         ranks: global ranks, for messages.
-
-    Returns:
-        For each rank the indices of the values that it saves, ascending; and the bytes of all blocks together.
 
     Raises:
         InvalidInputError: two ranks hold different things under one name, or the ranks do not hold a whole tensor.
@@ -147,34 +166,52 @@ def assign_values(values_by_rank: Sequence[LocalValues], ranks: Sequence[int]) -
         for number, value in enumerate(values):
             if value is None:
                 continue
-            name, _, dtype, size, offsets, lengths = value
-            known, other = first.setdefault(name, (value, index))
-            if known.dtype != dtype or known.size != size:
+            known, other = first.setdefault(value.name, (value, index))
+            if known.dtype != value.dtype or known.size != value.size:
                 raise InvalidInputError(
-                    f"{name!r} is {known} on rank {ranks[other]} and {value} on rank {ranks[index]}: give different "
-                    "things different names"
+                    f"{value.name!r} is {known} on rank {ranks[other]} and {value} on rank {ranks[index]}: give "
+                    "different things different names"
                 )
-            blocks.setdefault((name, offsets, lengths), []).append((index, number))
+            blocks.setdefault((value.name, value.offsets, value.lengths), []).append((index, number))
     _check_covered(first, blocks)
     owned: list[list[int]] = [[] for _ in values_by_rank]
+    shared: list[dict[str, list[int]]] = [{} for _ in values_by_rank]
+    groups: dict[tuple[int, ...], str] = {}
     loads = [0] * len(values_by_rank)
-    total, shared = 0, []
+    total, spread, differing = 0, [], []
     for block, holders in blocks.items():
         index, number = holders[0]
         value = first[block[0]][0]
         size_bytes = shape_of(block[2]).numel() * _dtype(value.dtype).itemsize if value.dtype else 0
         total += size_bytes
-        if len(holders) > 1 and value.dtype:
-            shared.append((-size_bytes, block, holders))
+        is_buffer = False
+        if len(holders) > 1:
+            contents = [(ranks[at], _content(values_by_rank[at][place])) for at, place in holders]
+            contents = [(rank, content) for rank, content in contents if content]
+            if contents and differs(block[0], contents):
+                differing.append(block[0])
+            is_buffer = any(content.startswith(BUFFER) for _, content in contents)
+            if contents and not is_buffer:
+                group = groups.setdefault(tuple(at for at, _ in holders), str(len(groups)))
+                for at, place in holders:
+                    shared[at].setdefault(group, []).append(place)
+        if len(holders) > 1 and value.dtype and not is_buffer:
+            spread.append((-size_bytes, block, holders))
         else:
             owned[index].append(number)
             loads[index] += size_bytes
-    for minus_size, _, holders in sorted(shared):
+    for minus_size, _, holders in sorted(spread):
         index, number = min(holders, key=lambda holder: loads[holder[0]])
         owned[index].append(number)
         # Empty blocks count too, or one rank would get all of them.
         loads[index] += max(-minus_size, 1)
-    return [sorted(numbers) for numbers in owned], total
+    return Assignment(
+        owned=[sorted(numbers) for numbers in owned], shared=shared, total_bytes=total, differing=differing
+    )
+
+
+def _content(value: LocalValue | None) -> str:
+    return "" if value is None else value.content
 
 
 def _check_covered(first: Mapping[str, tuple[LocalValue, int]], blocks: Iterable[_Block]) -> None:
@@ -225,6 +262,7 @@ class RankShare:
         tensors, objects: indices of the values that it saves.
         structure: of the state dict.
         files: on the first rank, the files of all ranks.
+        shared: indices of the values that are compared with those of other ranks, by a name for these ranks.
         layout: of the last save.
         metadata: on the first rank, the notes of all ranks at the last save and the `.metadata` that follows from them.
     """
@@ -235,8 +273,10 @@ class RankShare:
         owned: Sequence[int],
         structure: StateStructure | None = None,
         files: FilesByRank | None = None,
+        shared: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.local_values = local_values
+        self.shared = shared or {}
         saved = [(number, value) for number in owned if (value := local_values[number]) is not None]
         self.tensors = [number for number, value in saved if value.dtype]
         self.objects = [number for number, value in saved if not value.dtype]
@@ -281,27 +321,43 @@ class SavePlanner:
         voter, what = self._voter, "planning what each rank saves"
         text, error = "", None
         try:
-            text = _pack_values(local_values)
+            text = _pack_values(self._with_contents(state, local_values))
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
         texts = voter.gather(text, error, what=what)
-        owned: list[list[int]] = []
-        total, reply = 0, None
+        files, reply = None, None
         try:
             if texts:
                 everyone = list(map(_unpack_values, texts))
-                owned, total = assign_values(everyone, voter.ranks)
-                # Mostly a rank saves all that it holds.
-                pairs = zip(owned, everyone, strict=True)
-                reply = _pack([None if len(own) == len(values) else own for own, values in pairs])
+                assigned = assign_values(everyone, voter.ranks)
+                files = FilesByRank(texts, assigned.owned, assigned.total_bytes)
+                reply = _pack_reply(assigned, everyone)
+                say_once(tuple(assigned.differing))
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        reply = voter.broadcast(reply, error, what=what)
-        numbers = _unpack(reply)[self.index]
+        owned, kinds, places = _unpack(voter.broadcast(reply, error, what=what))
+        numbers = owned[self.index]
         owned_here = range(len(local_values)) if numbers is None else numbers
-        files = FilesByRank(texts, owned, total) if texts else None
-        self._part = RankShare(local_values, owned_here, state.structure, files)
+        self._part = RankShare(local_values, owned_here, state.structure, files, kinds[places[self.index]])
         return self._part
+
+    def _with_contents(self, state: FlattenedState, local_values: LocalValues) -> LocalValues:
+        """`local_values` with what other ranks compare."""
+        if len(self._voter.ranks) == 1:
+            return local_values
+        pairs = zip(local_values, contents_of(state.values), strict=True)
+        return [None if value is None else value._replace(content=content) for value, content in pairs]
+
+
+def _pack_reply(assigned: Assignment, everyone: Sequence[LocalValues]) -> str:
+    """What all ranks learn: the values that each saves, and those that it compares."""
+    # Mostly a rank saves all that it holds, and many ranks compare the same.
+    owned = [
+        None if len(own) == len(held) else own for own, held in zip(assigned.owned, everyone, strict=True)
+    ]
+    kinds: dict[str, int] = {}
+    places = [kinds.setdefault(json.dumps(shared), len(kinds)) for shared in assigned.shared]
+    return _pack([owned, list(map(json.loads, kinds)), places])
 
 
 def _pack(value: Any) -> str:

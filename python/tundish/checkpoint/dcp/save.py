@@ -28,6 +28,7 @@ from tundish.checkpoint.dcp.rank_extra import to_json
 from tundish.checkpoint.dcp.state import flatten_state
 from tundish.checkpoint.dcp.unpickling import unread_types
 from tundish.checkpoint.publish.shard_writing import write_files
+from tundish.checkpoint.replicas import digest_of
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
 from tundish.distributed import VoteId
@@ -110,12 +111,22 @@ class DcpStager:
         """Whether the structure of the state dict is new to this rank."""
         return self._part is None
 
-    def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:  # noqa: ARG002 (the planner votes by itself)
-        """Collective where a rank needs it: plan what each rank saves. Returns whether it did."""
-        if any_needs:
+    @property
+    def replicas(self) -> Mapping[str, str]:
+        """Hashes of the values that other ranks hold too, by a name for these ranks; none for a new structure."""
+        shared = {} if self._part is None else self._part.shared
+        return {
+            name: digest_of([self._state.values[number] for number in numbers])
+            for name, numbers in shared.items()
+        }
+
+    def prepare(self, vote: VoteId, *, any_needs: bool, do_replicas_differ: bool) -> bool:  # noqa: ARG002 (the planner votes by itself)
+        """Collective where a rank needs it, or replicas differ: plan what each rank saves. Returns whether it did."""
+        if any_needs or do_replicas_differ:
             self.release()
             self._part, self._layout = self._planner.plan(self._state, self._rank_values), None
-        return any_needs
+            return True
+        return False
 
     def reserve(self) -> None:
         """Allocate the image of this rank's file."""

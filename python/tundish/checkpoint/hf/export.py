@@ -8,10 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from tundish._native import FileMetadata
 from tundish.checkpoint.buffers import Buffer, Place
 from tundish.checkpoint.copies import BufferCopy, Copies, optimizers_of
 from tundish.checkpoint.hf.conversion import ToHf
-from tundish.checkpoint.hf.exchange_group import ExchangeGroup
 from tundish.checkpoint.hf.gather import (
+    ExchangeGroup,
     FileSink,
     Gather,
+    HostConnection,
     TensorTransport,
     device_transport,
     exchange_bytes,
@@ -38,9 +40,10 @@ from tundish.checkpoint.hf.plan import make_export_plan
 from tundish.checkpoint.hf.safetensors import ShardBuffer
 from tundish.checkpoint.hf.sidecars import Sidecars, collect_sidecars
 from tundish.checkpoint.publish.shard_writing import write_files
+from tundish.checkpoint.replicas import compare, digest_of
 from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, StagedSave, Staging, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
-from tundish.distributed import VoteId, group_info
+from tundish.distributed import VoteId, Voter, group_info
 from tundish.errors import format_count
 
 # Places in a buffer of several tensors are aligned to this, so that any dtype can be viewed in them.
@@ -57,6 +60,9 @@ class HfStager:
         group: the ranks that save together (None: all ranks of the job). Parts of tensors travel over it between CUDA
             devices, on the caller's thread.
         exchange_group: of the same ranks, for parts that travel through host memory; None for a single rank.
+        voter: of the caller's thread; None for a single rank.
+        of_first_rank: names of buffers that differ between ranks, of which the first rank's are saved. The same on all
+            ranks; `prepare` adds to it.
         are_nodes_alike: whether all nodes have as many ranks as this one; the same on all ranks.
 
     Raises:
@@ -81,14 +87,19 @@ class HfStager:
         optimizer: Any = None,
         group: Any = None,
         exchange_group: ExchangeGroup | None = None,
+        voter: Voter | None = None,
+        of_first_rank: set[str] | None = None,
         are_nodes_alike: bool = True,
     ) -> None:
         self._optimizers = optimizers_of(staging, optimizer)
         self._group = group
         self._exchange_group = exchange_group
+        self._voter = voter
+        self._of_first_rank = set() if of_first_rank is None else of_first_rank
         info = group_info(group)
         self._rank = info.rank
-        self._plan = plan = make_export_plan(
+        self._make_plan = functools.partial(
+            make_export_plan,
             model_or_tensors,
             dtype=dtype,
             shard_bytes=shard_bytes,
@@ -96,6 +107,31 @@ class HfStager:
             info=info,
             are_nodes_alike=are_nodes_alike,
         )
+        self._ranks = info.ranks
+        self._buffers: list[ShardBuffer] = []
+        self._snapshot_buffers: list[Buffer] = []
+        self._copies = Copies()
+        self._number = 0
+        # The connection in which other ranks wait for this one, if they do.
+        self._awaited_in: HostConnection | None = None
+        self._sidecars: Sidecars | None = None
+        self._plan_files()
+        if info.rank == info.ranks[0]:
+            # Last, since it opens files.
+            self._sidecars = collect_sidecars(
+                model=self._plan.model,
+                adapters=self._plan.adapters,
+                config=config,
+                tokenizer=tokenizer,
+                source_dir=source_dir,
+                root=root,
+                dtype=dtype,
+                index=self._plan.layout.index,
+            )
+            self.checkpoint_bytes += self._sidecars.size
+
+    def _plan_files(self) -> None:
+        self._plan = plan = self._make_plan(of_first_rank=self._of_first_rank)
         self._local = locals_of(plan.tensors)
         # The device of the sharded tensors; None if there are none.
         self._sharded_device = next(
@@ -105,58 +141,66 @@ class HfStager:
         self._uses_devices = (
             not self._optimizers
             and self._sharded_device is not None
-            and joins_devices(group, self._sharded_device)
+            and joins_devices(self._group, self._sharded_device)
         )
-        self._rounds = gather_rounds(plan, info.ranks if plan.any_sharded else (info.rank,))
+        self._rounds = gather_rounds(plan, self._ranks if plan.any_sharded else (self._rank,))
         # A lazy save gathers snapshots: their sources, and their places in one buffer.
-        kept = snapshots(plan, self._rounds, info.rank) if self._optimizers else {}
+        kept = snapshots(plan, self._rounds, self._rank) if self._optimizers else {}
         self._snapshot_sources = list(kept)
         self._snapshot_places, self._snapshot_bytes = _places_of(list(kept.values()))
-        self._buffers: list[ShardBuffer] = []
-        self._snapshot_buffers: list[Buffer] = []
-        self._copies = Copies()
-        self._number = 0
-        # The generation of the exchange group in which other ranks wait for this one, if they do.
-        self._awaited_in: int | None = None
-        self._files = plan.files_of(info.rank)
+        self._files = plan.files_of(self._rank)
         self.file_bytes = sum(file.size for file in self._files)
         self.staged_bytes = (
-            self.file_bytes + self._snapshot_bytes + exchange_bytes(plan, self._rounds, info.rank)
+            self.file_bytes + self._snapshot_bytes + exchange_bytes(plan, self._rounds, self._rank)
         )
         self.checkpoint_bytes = sum(file.size for file in plan.layout.files)
         self.fingerprint = self._fingerprint()
-        self._sidecars: Sidecars | None = None
-        if info.rank == info.ranks[0]:
-            # Last, since it opens files.
-            self._sidecars = collect_sidecars(
-                model=plan.model,
-                adapters=plan.adapters,
-                config=config,
-                tokenizer=tokenizer,
-                source_dir=source_dir,
-                root=root,
-                dtype=dtype,
-                index=plan.layout.index,
-            )
-            self.checkpoint_bytes += self._sidecars.size
 
     @property
     def needs_preparation(self) -> bool:
-        """Whether the exchange group is needed, and is not connected on this rank."""
+        """Whether tensors travel through host memory, and this rank has no connection."""
         group = self._exchange_group
-        uses_host = self._sharded_device is not None and not self._uses_devices
-        return group is not None and group.is_absent and uses_host
+        return group is not None and self._uses_host and not group.is_connected
 
-    def prepare(self, vote: VoteId, *, any_needs: bool) -> bool:
-        """Collective if a rank needs it: connect the exchange group."""
+    @property
+    def _uses_host(self) -> bool:
+        return self._sharded_device is not None and not self._uses_devices
+
+    @property
+    def replicas(self) -> Mapping[str, str]:
+        """A hash of the tensors that all ranks hold."""
+        return {"all": digest_of([tensor for _, tensor in self._replicas()])}
+
+    def prepare(self, vote: VoteId, *, any_needs: bool, do_replicas_differ: bool) -> bool:
+        """Collective if a rank needs it: find the tensors that differ, and connect the ranks."""
         self._number = vote.number
+        if do_replicas_differ:
+            if self._voter is None:
+                raise RuntimeError("one rank alone has no replicas")
+            named = self._replicas()
+            self._of_first_rank.update(
+                compare(self._voter, [name for name, _ in named], [one for _, one in named])
+            )
+            self._give_back()
+            self._plan_files()
         group = self._exchange_group
         if group is not None:
             if any_needs:
                 group.connect(vote.name)
-            if self._plan.any_sharded and not self._optimizers:
-                self._awaited_in = group.generation
-        return False
+            if self._uses_host and not self._optimizers:
+                self._awaited_in = group.connection
+        return do_replicas_differ
+
+    def _replicas(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that are the same on all ranks, and their names."""
+        plan = self._plan
+        return [
+            (name, tensor)
+            for (name, _, _), tensor, is_sharded in zip(
+                plan.conversion.sources, plan.tensors, plan.is_sharded, strict=True
+            )
+            if not is_sharded and name not in self._of_first_rank
+        ]
 
     def reserve(self) -> None:
         """Take the memory of this rank's files and snapshots, and begin to copy."""
@@ -202,13 +246,17 @@ class HfStager:
 
     def release(self) -> None:
         """Give back all that was reserved; ranks that wait for this one in an exchange through host memory fail."""
-        if self._awaited_in is not None and self._exchange_group is not None:
-            self._exchange_group.close(self._awaited_in)
+        if self._awaited_in is not None:
+            self._awaited_in.close()
+        self._give_back()
+        if self._sidecars is not None:
+            self._sidecars.release()
+
+    def _give_back(self) -> None:
         self._copies.release()
         for buffer in (*self._buffers, *self._snapshot_buffers):
             buffer.release()
-        if self._sidecars is not None:
-            self._sidecars.release()
+        self._buffers, self._snapshot_buffers, self._copies = [], [], Copies()
 
     def _sources(self) -> Sequence[torch.Tensor]:
         """This rank's part of each source: a snapshot, if it is gathered later."""
@@ -240,14 +288,20 @@ class HfStager:
             return TensorTransport()
         if self._uses_devices:
             return device_transport(self._group, self._sharded_device)
-        if self._exchange_group is None:
-            raise RuntimeError("tensors are sharded over ranks that have no group")
-        return host_transport(self._exchange_group, self._number)
+        if self._exchange_group is None or self._exchange_group.connection is None:
+            raise RuntimeError("tensors are sharded over ranks that are not connected")
+        return host_transport(self._exchange_group.connection, self._number)
 
     def _fingerprint(self) -> str:
         plan = self._plan
         digest = hashlib.sha256(plan.layout.fingerprint.encode())
-        known = (plan.writers, bool(self._optimizers), len(plan.conversion.units), plan.any_sharded)
+        known = (
+            plan.writers,
+            bool(self._optimizers),
+            len(plan.conversion.units),
+            plan.any_sharded,
+            self._uses_devices,
+        )
         digest.update(repr(known).encode())
         if plan.any_sharded:
             digest.update(bytes(plan.is_sharded))

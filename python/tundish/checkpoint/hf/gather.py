@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,15 +26,16 @@ import torch
 
 from tundish.checkpoint.copies import BufferCopy, Copies, EagerCopy
 from tundish.checkpoint.hf.conversion import ConversionUnit
-from tundish.checkpoint.hf.exchange_group import ExchangeGroup
 from tundish.checkpoint.hf.plan import ExportPlan
 from tundish.checkpoint.hf.safetensors import ShardBuffer
 from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
 from tundish.checkpoint.tensors import check_memory
-from tundish.distributed import torch_distributed
+from tundish.distributed import second_client, store_load_factor, temporary_group, torch_distributed
 from tundish.errors import InvalidInputError, PeerFailedError
 from tundish.tensor_bytes import raw_bytes
 
+# How long ranks, which come from a vote, wait for one another to connect; more for many ranks, which share the store.
+_CONNECT_SECONDS = 60.0
 # How long a rank that gives up waits for the messages that it has started.
 _ABORT_WAIT = timedelta(seconds=5)
 
@@ -130,7 +132,7 @@ class Gather:
                     sent.append(self._operation("isend", self._outgoing(source, taken), batch.writer))
         operations = sent + [operation for tensor_in in incoming for operation in tensor_in.operations]
         if self._transport.device.type == "cpu":
-            _run_on_host(operations)
+            _run_on_host(operations, self._transport)
         elif operations:
             for work in torch_distributed().batch_isend_irecv(operations):
                 work.wait()
@@ -181,7 +183,7 @@ class Gather:
             self._sink.put(product, made[product])
 
 
-def _run_on_host(operations: Sequence[Any]) -> None:
+def _run_on_host(operations: Sequence[Any], transport: TensorTransport) -> None:
     """Start all operations and wait for them, even after an interrupt: they write to memory of this rank.
 
     Raises `PeerFailedError` if another rank gave up.
@@ -196,7 +198,10 @@ def _run_on_host(operations: Sequence[Any]) -> None:
         for work in started:
             # Before the wait, which cannot be repeated.
             waited += 1
-            work.wait()
+            if transport.connection is None:
+                work.wait()
+            else:
+                work.wait(transport.connection.timeout)
         return
     except BaseException as error:
         for work in started[waited:]:
@@ -359,21 +364,98 @@ _SAVES = 1 << 11
 _HOST = torch.device("cpu")
 
 
+class ExchangeGroup:
+    """A gloo group of the ranks of a checkpointer, made by the first save whose tensors travel through host memory.
+
+    A gloo group has a connection between every two ranks, so a checkpointer that needs none never makes it. A rank that
+    gives up in the middle of an exchange closes its connection, so that the other ranks fail at once; the next save
+    connects again.
+
+    Args:
+        ranks: global ranks of the members.
+        timeout: seconds that an exchange waits for the other ranks.
+
+    Attributes:
+        connection: None before `connect`.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], timeout: float) -> None:
+        self._ranks = ranks
+        self._timeout = timeout
+        self.connection: HostConnection | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether this rank has a connection that is open."""
+        return self.connection is not None and self.connection.is_open
+
+    def connect(self, name: str) -> None:
+        """Collective, on the caller's thread: connect anew, under a `name` that was never used before."""
+        self.close()
+        with contextlib.ExitStack() as resources:
+            # gloo blocks the client of the job's store while it waits for a rank, so the group has its own.
+            client = second_client(torch_distributed().distributed_c10d._get_default_store())
+            # The group's reference to the client is not visible to Python.
+            resources.callback(id, client)
+            limit = min(self._timeout, _CONNECT_SECONDS * store_load_factor(len(self._ranks)))
+            group = resources.enter_context(temporary_group(name, limit, self._ranks, store=client))
+            self.connection = HostConnection(group, self._timeout, resources.pop_all())
+
+    def close(self) -> None:
+        """Close the connection; ranks that wait in it for this one fail at once."""
+        if self.connection is not None:
+            self.connection.close()
+
+
+class HostConnection:
+    """The gloo group of some saves. Sockets close with its last reference, so that nobody keeps one for long.
+
+    Attributes:
+        timeout: how long an exchange waits for the other ranks.
+    """
+
+    def __init__(self, group: Any, timeout: float, resources: contextlib.ExitStack) -> None:
+        self._group = group
+        self.timeout = timedelta(seconds=timeout)
+        self._resources = resources
+        # A background thread may close it while the caller's thread does.
+        self._lock = threading.Lock()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self._group is not None
+
+    @property
+    def group(self) -> Any:
+        """The `ProcessGroup`; raises `PeerFailedError` if it was closed."""
+        group = self._group
+        if group is None:
+            raise PeerFailedError(
+                "a rank gave up while the ranks exchanged tensors: its own error says why", -1
+            )
+        return group
+
+    def close(self) -> None:
+        """Close it; the second time does nothing."""
+        with self._lock:
+            self._group = None
+            self._resources.close()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorTransport:
     """How parts travel.
 
     Attributes:
-        exchange_group: for parts that travel through host memory. None: they travel over `callers_group`, on the
-            caller's thread.
-        generation: of the exchange group.
+        connection: for parts that travel through host memory. None: they travel over `callers_group`, on the caller's
+            thread.
         callers_group: the process group of the user.
         device: parts are sent from here and received here.
         tag: the first message tag; no two saves at a time have the same.
     """
 
-    exchange_group: ExchangeGroup | None = None
-    generation: int = 0
+    connection: HostConnection | None = None
     callers_group: Any = None
     device: torch.device = _HOST
     tag: int = 0
@@ -381,14 +463,12 @@ class TensorTransport:
     @property
     def group(self) -> Any:
         """The `ProcessGroup`; raises `PeerFailedError` if it was closed."""
-        if self.exchange_group is None:
-            return self.callers_group
-        return self.exchange_group.of_generation(self.generation)
+        return self.callers_group if self.connection is None else self.connection.group
 
     def close(self) -> None:
-        """Close the exchange group in the middle of an exchange, so that the other ranks fail at once."""
-        if self.exchange_group is not None:
-            self.exchange_group.close(self.generation)
+        """Close the connection in the middle of an exchange, so that the other ranks fail at once."""
+        if self.connection is not None:
+            self.connection.close()
 
 
 def device_transport(group: Any, device: torch.device) -> TensorTransport:
@@ -398,11 +478,9 @@ def device_transport(group: Any, device: torch.device) -> TensorTransport:
     return TensorTransport(callers_group=group, device=device)
 
 
-def host_transport(exchange_group: ExchangeGroup, number: int) -> TensorTransport:
+def host_transport(connection: HostConnection, number: int) -> TensorTransport:
     """Through host memory. `number`: of the save, different from one that still travels."""
-    return TensorTransport(
-        exchange_group=exchange_group, generation=exchange_group.generation, tag=number % _SAVES * TAGS
-    )
+    return TensorTransport(connection=connection, tag=number % _SAVES * TAGS)
 
 
 def joins_devices(group: Any, device: torch.device) -> bool:

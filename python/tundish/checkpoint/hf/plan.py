@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,7 @@ def make_export_plan(
     to_hf: ToHf | None,
     info: GroupInfo,
     are_nodes_alike: bool,
+    of_first_rank: Collection[str] = (),
 ) -> ExportPlan:
     """Decide which tensors are saved and where they lie.
 
@@ -110,6 +111,7 @@ def make_export_plan(
         to_hf: as `Checkpointer.save_hf` takes it.
         info: the ranks that save together.
         are_nodes_alike: whether all nodes have as many ranks as this one.
+        of_first_rank: names of tensors that differ between ranks, of which the first rank's are saved.
 
     Raises:
         InvalidTypeError: a tensor or an argument has a kind or dtype that cannot be saved.
@@ -134,6 +136,9 @@ def make_export_plan(
         contents.files,
     )
     ranks = _by_node(info.ranks) if are_nodes_alike else info.ranks
+    writers = assign_files([file.size for file in layout.files], ranks)
+    if of_first_rank:
+        writers = _with_first_rank(writers, layout, contents.conversion, of_first_rank, info.ranks[0])
     plan = ExportPlan(
         tensors=tuple(contents.tensors),
         is_sharded=tuple(
@@ -142,13 +147,26 @@ def make_export_plan(
         conversion=contents.conversion,
         products=products,
         layout=layout,
-        writers=tuple(assign_files([file.size for file in layout.files], ranks)),
+        writers=tuple(writers),
         model=models[0] if adapters is None and len(contents.models) == 1 and models else None,
         adapters=adapters,
     )
     if any(map(is_dtensor, plan.tensors)):
         _check_rank_parts(plan, info.rank)
     return plan
+
+
+def _with_first_rank(
+    writers: Sequence[int], layout: WeightFiles, conversion: Conversion, names: Collection[str], rank: int
+) -> list[int]:
+    """`writers`, but `rank` for files with products of these sources."""
+    numbers = {number for number, (name, _, _) in enumerate(conversion.sources) if name in names}
+    return [
+        rank
+        if any(numbers.intersection(conversion.unit_of[product].sources) for product in file.products)
+        else writer
+        for file, writer in zip(layout.files, writers, strict=True)
+    ]
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMemoryView};
-use tundish_copying::{self as copying, AdaptiveCopy};
+use tundish_copying as copying;
 use tundish_shm::arena::{Arena, ArenaPurpose, default_limit};
 use tundish_shm::{self as shm, BufferReference};
 
@@ -33,8 +33,6 @@ type ReferenceTuple = (u32, i32, u64, u64, usize);
 #[pyclass(frozen)]
 pub(crate) struct SegmentArena {
     arena: DropWithoutGil<Arc<Arena>>,
-    /// Shared by all its buffers: their receivers are alike.
-    copier: Arc<AdaptiveCopy>,
 }
 
 #[pymethods]
@@ -43,10 +41,7 @@ impl SegmentArena {
     #[pyo3(signature = (limit_bytes=None))]
     fn new(limit_bytes: Option<usize>) -> Self {
         let limit = limit_bytes.unwrap_or_else(default_limit);
-        SegmentArena {
-            arena: DropWithoutGil::new(Arc::new(Arena::new(ArenaPurpose::Messages, limit))),
-            copier: Arc::default(),
-        }
+        SegmentArena { arena: DropWithoutGil::new(Arc::new(Arena::new(ArenaPurpose::Messages, limit))) }
     }
 
     /// Returns a writable buffer of `nbytes`, whose contents are not defined.
@@ -55,7 +50,7 @@ impl SegmentArena {
         let buffer =
             enter(py, None, move |signals| Ok(shm::SendBuffer::take(arena, nbytes, &mut || check_signals(signals))?))?;
         let state = State { buffer: Some(DropWithoutGil::new(buffer)), exports: 0, end: None };
-        Ok(SendBuffer { state: Mutex::new(state), copier: Arc::clone(&self.copier) })
+        Ok(SendBuffer { state: Mutex::new(state) })
     }
 
     /// Returns the bytes in use, kept idle, kept while their receiver still has them, and their peak.
@@ -94,7 +89,6 @@ struct State {
 #[pyclass(frozen)]
 pub(crate) struct SendBuffer {
     state: Mutex<State>,
-    copier: Arc<AdaptiveCopy>,
 }
 
 impl SendBuffer {
@@ -187,11 +181,10 @@ impl SendBuffer {
             }
             return Ok(());
         }
-        let copier = &slf.get().copier;
         enter(slf.py(), None, move |signals| {
             // SAFETY: targets lie in the buffer, which is exported and therefore stays, one after the other; sources
             // in memory that the caller keeps.
-            Ok(unsafe { copier.copy(&copies, threads, |_| check_signals(signals)) }?)
+            Ok(unsafe { copying::copy(&copies, threads, |_| check_signals(signals)) }?)
         })
     }
 

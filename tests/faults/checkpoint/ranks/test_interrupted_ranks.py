@@ -30,7 +30,8 @@ def calling(rank: int, line: Line) -> None:
     places: dict[str, tuple[Any, str]] = {
         "planning": (HfStager, "reserve"),
         "planning dcp": (DcpStager, "reserve"),
-        "voting": (Voter, "vote"),
+        "voting": (Voter, "combine"),
+        "voting on a load": (Voter, "vote"),
         "staging": (HfStager, "stage"),
         "staging dcp": (DcpStager, "stage"),
     }
@@ -76,7 +77,7 @@ def calling(rank: int, line: Line) -> None:
         ("save_hf", "staging"),
         ("save_dcp", "planning dcp"),
         ("save_dcp", "staging dcp"),
-        ("load_dcp", "voting"),
+        ("load_dcp", "voting on a load"),
     ],
 )
 def test_other_ranks_get_an_error_that_names_the_interrupted_rank(

@@ -21,14 +21,14 @@ class _Seeing(_Rank):
         from tundish.errors import VoteTimeoutError
 
         voter = self._checkpointer._resources.voter
-        real = voter.vote
+        real = voter._hold
 
-        def vote(*arguments: Any, **named: Any) -> bool:
-            del voter.vote
+        def hold(*arguments: Any, **named: Any) -> Any:
+            del voter._hold
             real(*arguments, **named)
             raise VoteTimeoutError("the job's store did not answer", ())
 
-        voter.vote = vote
+        voter._hold = hold
 
     def discard_after(self, step: int) -> Any:
         return outcome(lambda: self._checkpointer.discard_after(step))
