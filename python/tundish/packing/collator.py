@@ -18,7 +18,7 @@ from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import as_integer, as_optional_integer, check_choice, check_flag
 from tundish.packing.item import IGNORED_LABEL, collected
 from tundish.packing.loss_weights import token_weights
-from tundish.packing.sample_keys import COLUMN_PADDING, MADE_KEYS
+from tundish.packing.samples import COLUMN_PADDING, MADE_KEYS
 
 Attention = Literal["none", "mask", "flex"]
 LossWeights = Literal["tokens", "samples"]

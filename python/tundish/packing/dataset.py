@@ -29,8 +29,7 @@ from tundish.errors import (
 from tundish.packing.item import ItemBuilder, Positions
 from tundish.packing.mixing import PackMix
 from tundish.packing.plan import PackBatch, PackPlan
-from tundish.packing.sample_keys import Padding
-from tundish.packing.samples import Sample, SampleReader
+from tundish.packing.samples import Padding, Sample, SampleReader
 
 
 class SampleSource(Protocol):

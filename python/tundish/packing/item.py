@@ -17,8 +17,15 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import as_integer, check_flag
-from tundish.packing.sample_keys import COLUMN_PADDING, CONSTANT_KEYS, Padding, dtype_of
-from tundish.packing.samples import Extras, Sample, name_sample
+from tundish.packing.samples import (
+    COLUMN_PADDING,
+    CONSTANT_KEYS,
+    Extras,
+    Padding,
+    Sample,
+    dtype_of,
+    name_sample,
+)
 
 # Cross-entropy in torch and transformers ignores this label by default.
 IGNORED_LABEL = -100

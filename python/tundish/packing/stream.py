@@ -27,8 +27,7 @@ from tundish.errors import InvalidInputError, StateMismatchError, format_type
 from tundish.packing.arguments import as_integer
 from tundish.packing.build.pack_arguments import PackArguments
 from tundish.packing.item import ItemBuilder, Positions
-from tundish.packing.sample_keys import Padding, dtype_of
-from tundish.packing.samples import Extras, Sample, SampleReader, name_sample
+from tundish.packing.samples import Extras, Padding, Sample, SampleReader, dtype_of, name_sample
 from tundish.packing.stream_source import (
     SourceState,
     StreamReader,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.packing.arguments import IntegerArray
-from tundish.packing.sample_keys import MEANINGFUL_KEYS
+from tundish.packing.samples import MEANINGFUL_KEYS
 from tundish.packing.sources.python import count_samples, rename_keys
 from tundish.packing.sources.source import INPUT_IDS, Kept, SampleRows, concatenated
 from tundish.regular_files import open_regular_file

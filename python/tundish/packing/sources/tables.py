@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_type, missing_extra
 from tundish.packing.arguments import IntegerArray
-from tundish.packing.sample_keys import MEANINGFUL_KEYS
+from tundish.packing.samples import MEANINGFUL_KEYS
 from tundish.packing.sources.source import (
     INPUT_IDS,
     LENGTH_COLUMNS,
