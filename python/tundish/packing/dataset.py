@@ -292,7 +292,7 @@ class _PackReader:
         """The items of packs that exist; `PackedDataset.__getitem__` says what they hold and when they are refused."""
         found = self._plan.lookup(np.array(packs, dtype=np.int64))
         keys = self._keys(packs, found)
-        samples = self._read(packs, found, keys)
+        samples = self._read(packs, found, keys.tolist())
         tokens = np.array([len(sample.tokens) for sample in samples])
         stops = np.where(found.stop < 0, tokens, found.stop)
         self._check_pieces(packs, found, tokens, stops)
@@ -333,26 +333,31 @@ class _PackReader:
             )
         return keys
 
-    def _read(self, packs: list[int], found: PackBatch, keys: NDArray[np.int64]) -> list[Sample]:
+    def _read(self, packs: list[int], found: PackBatch, keys: list[int]) -> list[Sample]:
         """The sample of each piece; each distinct one is read once."""
-        distinct, place_of = np.unique(keys, return_inverse=True)
-        datasets = np.searchsorted(self._offsets, distinct, side="right") - 1
-        samples: list[Sample] = []
-        for number in np.unique(datasets).tolist():
-            wanted = distinct[datasets == number] - self._offsets[number]
-            read = self._fetch(number, wanted.tolist())
+        distinct = sorted(set(keys))
+        samples: dict[int, Sample] = {}
+        # The keys of a dataset follow each other.
+        bounds = [*np.searchsorted(distinct, self._offsets).tolist(), len(distinct)]
+        for number, (first, last) in enumerate(itertools.pairwise(bounds)):
+            if first == last:
+                continue
+            offset = int(self._offsets[number])
+            own = distinct[first:last]
+            wanted = [key - offset for key in own]
+            read = self._fetch(number, wanted)
             if self._plan.lengths is not None:
-                planned = self._plan.lengths[number][wanted]
-                actual = np.array([len(sample.tokens) for sample in read])
-                if (actual != planned).any():
-                    wrong = int((actual != planned).argmax())
-                    piece = int((place_of == len(samples) + wrong).argmax())
+                planned = self._plan.lengths[number][wanted].tolist()
+                actual = [len(sample.tokens) for sample in read]
+                if actual != planned:
+                    wrong = next(place for place, length in enumerate(actual) if length != planned[place])
+                    pack = _pack_of(packs, found, keys.index(own[wrong]))
                     raise PlanMismatchError(
                         f"sample {wanted[wrong]} of dataset {number} has {actual[wrong]} tokens, the plan was made "
-                        f"for {planned[wrong]} (pack {_pack_of(packs, found, piece)}): plan the samples as they are now"
+                        f"for {planned[wrong]} (pack {pack}): plan the samples as they are now"
                     )
-            samples += read
-        return [samples[place] for place in place_of.tolist()]
+            samples.update(zip(own, read, strict=True))
+        return [samples[key] for key in keys]
 
     def _fetch(self, number: int, wanted: list[int]) -> list[Sample]:
         dataset, read = self.datasets[number], self.samples.read
