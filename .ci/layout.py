@@ -26,7 +26,12 @@ STUB = "python/tundish/_native.pyi"
 PUBLIC = ("tundish.errors", "tundish.integrations.")
 
 # Modules with one importer, each with the reason why it is not part of that one.
-SINGLE_IMPORTER: dict[str, str] = {}
+SINGLE_IMPORTER: dict[str, str] = {
+    "tundish.packing.attention": "imports FlexAttention, which takes a second",
+    "tundish.packing.sources.json_lines": "a format of files",
+    "tundish.packing.sources.megatron": "a format of files",
+    "tundish.packing.stream_source": "how far a source is, apart from how its samples are packed",
+}
 
 # So many more of them, and internal modules with `__all__`, are left from before these rules.
 OLD_SINGLE_IMPORTER = 47
