@@ -151,22 +151,11 @@ class PackedCollator:
             [[0, 0, 0, 1]]
         """
         items = _with_tensors(items)
-        _check(items)
+        _check_items(items)
         # Small work runs in numpy: an operation of torch takes several times as long to start.
-        bounds = [np.zeros(1, dtype=np.int64)]
-        before = 0
-        for number, item in enumerate(items):
-            own = item["cu_seqlens"].numpy()
-            tokens = len(item["input_ids"])
-            if not len(own) or own[0] != 0 or own[-1] != tokens:
-                raise _misfit(own, tokens, number)
-            bounds.append(np.add(own[1:], before, dtype=np.int64))
-            before += tokens
-        joined = np.concatenate(bounds)
-        sizes = joined[1:] - joined[:-1]
-        # One check over all items: a check of each item would take as long as all others together.
-        if (sizes <= 0).any():
-            raise _first_misfit(items)
+        sizes = np.concatenate([np.diff(item["cu_seqlens"].numpy()) for item in items], dtype=np.int64)
+        joined = np.append(0, sizes.cumsum())
+        before = int(joined[-1])
         padding = self._padding(before, items)
         pieces = joined
         if padding:
@@ -331,7 +320,7 @@ def _joined_values(values: list[Any]) -> Any:
     return [entry for value in joined for entry in (value if isinstance(value, list) else [value])]
 
 
-def _check(items: Any) -> None:
+def _check_items(items: Any) -> None:
     if not isinstance(items, Sequence) or isinstance(items, str | bytes):
         raise InvalidTypeError(
             f"the batch is {format_type(items)}: give a list of items of a PackedDataset. PackedCollator is a "
@@ -347,7 +336,13 @@ def _check(items: Any) -> None:
         elif others := [key for key in _TENSOR_KEYS if not isinstance(item[key], torch.Tensor)]:
             wrong = f"has no tensor as its {', '.join(others)}"
         else:
-            _check_tensors(item, number, items[0])
+            _check_tensors(item, f"item {number} of the batch has")
+            rows, expected = (tuple(one["position_ids"].shape[:-1]) for one in (item, items[0]))
+            if rows != expected:
+                raise InvalidInputError(
+                    f"item {number} of the batch has position_ids of shape {tuple(item['position_ids'].shape)}, and "
+                    f"those of item 0 begin with {expected}: a batch has items whose positions have as many rows"
+                )
             continue
         raise InvalidTypeError(
             f"item {number} of the batch {wrong}: PackedCollator takes whole items of a PackedDataset. (The Trainer of "
@@ -355,49 +350,33 @@ def _check(items: Any) -> None:
         )
 
 
-def _check_tensors(item: Mapping[str, Any], number: int, first: Mapping[str, Any]) -> None:
+def _check_tensors(item: Mapping[str, Any], found: str) -> None:
     """Refuse tensors that do not fit together, because they were changed after the `PackedDataset`."""
     for key in _TENSOR_KEYS:
         tensor = item[key]
-        is_dense = tensor.layout is torch.strided
-        dimensions = (1, 2) if key == "position_ids" else (1,)
-        if tensor.dtype in _INTEGERS and tensor.ndim in dimensions and is_dense and tensor.is_cpu:
-            continue
         if tensor.dtype not in _INTEGERS:
             wrong = f"of dtype {str(tensor.dtype).removeprefix('torch.')}: they are integers"
-        elif tensor.ndim not in dimensions:
+        elif tensor.ndim not in ((1, 2) if key == "position_ids" else (1,)):
             wrong = f"of shape {tuple(tensor.shape)}: items are collated one by one, and have one dimension"
-        else:
-            where = tensor.device if is_dense else str(tensor.layout).removeprefix("torch.")
+        elif tensor.layout is not torch.strided or not tensor.is_cpu:
+            where = (
+                tensor.device if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+            )
             wrong = (
                 f"on {where}: batches are made of dense tensors on the CPU, and sent to a device afterwards"
             )
-        raise InvalidTypeError(f"item {number} of the batch has {key} {wrong}")
+        else:
+            continue
+        raise InvalidTypeError(f"{found} {key} {wrong}")
     tokens = len(item["input_ids"])
     for key in ("labels", "position_ids"):
         count = item[key].shape[-1]
         if count != tokens:
-            raise InvalidInputError(
-                f"item {number} of the batch has {tokens} input_ids but {count} {key}: they must be as many"
-            )
-    rows, expected = (tuple(one["position_ids"].shape[:-1]) for one in (item, first))
-    if rows != expected:
+            raise InvalidInputError(f"{found} {tokens} input_ids but {count} {key}: they must be as many")
+    bounds = item["cu_seqlens"].numpy()
+    if not len(bounds) or bounds[0] or bounds[-1] != tokens or (bounds[1:] <= bounds[:-1]).any():
+        few = bounds.tolist() if len(bounds) <= 8 else [*bounds[:4].tolist(), "…", int(bounds[-1])]
         raise InvalidInputError(
-            f"item {number} of the batch has position_ids of shape {(*rows, tokens)}, and those of item 0 begin with "
-            f"{expected}: batches are made of items whose positions have as many rows"
+            f"{found} the cu_seqlens [{', '.join(map(str, few))}], which are no bounds of pieces of {tokens} tokens: "
+            f"those rise from 0 to {tokens}"
         )
-
-
-def _first_misfit(items: Sequence[Mapping[str, Any]]) -> InvalidInputError:
-    """The error for the first item whose bounds do not rise."""
-    bounds = [item["cu_seqlens"].numpy() for item in items]
-    number = next(number for number, own in enumerate(bounds) if (own[1:] <= own[:-1]).any())
-    return _misfit(bounds[number], len(items[number]["input_ids"]), number)
-
-
-def _misfit(bounds: NDArray[Any], tokens: int, number: int) -> InvalidInputError:
-    few = bounds.tolist() if len(bounds) <= 8 else [*bounds[:4].tolist(), "…", int(bounds[-1])]
-    return InvalidInputError(
-        f"item {number} of the batch has the cu_seqlens [{', '.join(map(str, few))}], which are no bounds of pieces "
-        f"of {tokens} tokens: those rise from 0 to {tokens}"
-    )
