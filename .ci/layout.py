@@ -27,6 +27,7 @@ PUBLIC = ("tundish.errors", "tundish.integrations.")
 
 # Modules with one importer, each with the reason why it is not part of that one.
 SINGLE_IMPORTER: dict[str, str] = {
+    "tundish.integrations.datasets": "packs as a Dataset, apart from the Trainer; both are td.hf",
     "tundish.packing.attention": "imports FlexAttention, which takes a second",
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",

@@ -15,7 +15,7 @@ import pytest
 from support.packing.sources import assert_packs_alike, draw_rows
 
 import tundish as td
-from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError
+from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, TundishError
 from tundish.packing.sources import source as shared
 from tundish.packing.sources import tables
 
@@ -174,6 +174,32 @@ def test_files_of_one_source_have_the_same_columns_of_samples(tmp_path: Path) ->
         td.packing.open_samples(tmp_path)
     found = td.packing.open_samples(tmp_path, columns=[])
     assert [sample["input_ids"].tolist() for sample in found] == [row["input_ids"] for row in ROWS + ROWS]
+
+
+def test_a_damaged_file_that_asks_for_all_memory_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pa.table({"input_ids": [list(range(9999))]})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    write_file(table, path, options=options)
+    size, whole = struct.pack("<q", 9999 * 8), path.read_bytes()
+    assert whole.count(size) > 0
+    path.write_bytes(whole.replace(size, struct.pack("<q", 2**54)))
+    for ask in (td.packing.lengths, lambda source: td.packing.open_samples(source)[0]):
+        with pytest.raises(TundishError, match=r"a\.arrow: cannot be read as an Arrow IPC file"):
+            ask(path)
+
+
+def test_labels_that_are_all_null_in_one_file_are_none_there(tmp_path: Path) -> None:
+    """Such a column may have the type null in its file, and that of lists in others."""
+    first = pa.table({"input_ids": [[1, 2]], "labels": [[-100, 2]]})
+    second = pa.table({"input_ids": [[3]], "labels": pa.nulls(1)})
+    for number, table in enumerate((first, second)):
+        write_file(table, tmp_path / f"{number}.arrow")
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    for ending in ("arrow", "parquet"):
+        samples = td.packing.open_samples(tmp_path / f"*.{ending}")
+        packs = td.PackedDataset(samples, td.pack([2, 1], 3))
+        assert packs[0]["labels"].tolist() == [-100, 2, 3]
 
 
 def test_a_column_of_numbers_whatever_its_encoding(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def lengths(source: Any, column: str | None = None) -> IntegerArray:
         NotFoundError: There is no such file, or a glob matches none.
         StorageError: A file cannot be read.
         MissingExtraError: pyarrow is not installed, and the source needs it.
+        OutOfMemoryError: A table does not fit into memory, or its file is damaged.
 
     Example:
         >>> import tundish as td
@@ -137,6 +138,7 @@ def open_samples(
         NotFoundError: There is no such file, or a glob matches none.
         StorageError: A file cannot be read.
         MissingExtraError: pyarrow is not installed, and the source needs it.
+        OutOfMemoryError: A table does not fit into memory, or its file is damaged.
 
     Example:
         >>> import tundish as td

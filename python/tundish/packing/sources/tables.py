@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tundish.errors import InvalidInputError, InvalidTypeError, StorageError, format_type, missing_extra
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    OutOfMemoryError,
+    StorageError,
+    format_type,
+    missing_extra,
+)
 from tundish.packing.arguments import IntegerArray
 from tundish.packing.samples import MEANINGFUL_KEYS
 from tundish.packing.sources.source import (
@@ -371,8 +378,10 @@ def _errors_of(table: _Table) -> Iterator[None]:
             ) from error
         # pyarrow raises such errors for damaged files too.
         raise _damaged(table, error) from error
-    except pyarrow.ArrowMemoryError:
-        raise
+    except pyarrow.ArrowMemoryError as error:
+        raise OutOfMemoryError(
+            f"{table.where}: cannot be read as {table.kind}: {error}; it is damaged, or needs more memory than there is"
+        ) from error
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise _damaged(table, error) from error
 
