@@ -61,7 +61,7 @@ class Checkpointer(ReadonlyRoot):
         staging_limit_bytes: host memory of each rank for staging, the same on all ranks. A save waits until earlier
             saves leave enough of it; a save that is larger than the limit is refused. None sets no limit.
         checksum: "crc64" records CRC-64/NVME of every file. With None nobody can tell later whether a byte changed.
-        timeout: seconds that a step of a save waits for the other ranks.
+        timeout: seconds that a step of a save waits for the other ranks, and opening for a job that is ending.
         on_published: functions that are called with each published path, on this rank, in the background. One that
             raises fails the save's future and nothing else; so does `keep`.
         on_event: function that is called with "staged", "written", "voted" or "published", the kind and the step.
@@ -70,8 +70,8 @@ class Checkpointer(ReadonlyRoot):
         InvalidInputError: an argument cannot be used, or differs between ranks. Ranks may differ in `on_failure`,
             `on_published`, `on_event` and the results of `keep`.
         StorageError: the root is a file, is not writable, or is another folder on another rank.
-        RootInUseError: another job saves there, and still does after a minute; or another checkpointer of this process
-            has the root open.
+        RootInUseError: another job saves there, and still does after a minute, or after `timeout` if that is shorter;
+            or another checkpointer of this process has the root open.
 
     Example:
         >>> import torch

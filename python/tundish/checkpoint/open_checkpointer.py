@@ -12,11 +12,11 @@ import errno
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tundish import _native
 from tundish.checkpoint.buffers import StagingBudget
 from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.dcp.plan import SavePlanner
@@ -62,6 +62,7 @@ def open_checkpointer(
     with contextlib.ExitStack() as stack:
         voter = stack.enter_context(Voter(group, timeout=seconds))
         # The first rank waits for a writer that is ending, and the others for the first rank.
+        wait = min(WAIT_SECONDS, seconds)
         with voter.agreed("opening", same="opening", timeout=seconds + WAIT_SECONDS):
             path = path_of(root, "root")
             retention = make_retention()
@@ -72,7 +73,7 @@ def open_checkpointer(
             if checksum not in ("crc64", None):
                 raise InvalidInputError(f"checksum is {checksum!r}: give 'crc64' or None")
             if is_first:
-                writable = WritableRoot(path, retention)
+                writable = WritableRoot(path, retention, wait_seconds=wait)
                 stack.callback(writable.close)
                 writable.log_recovered()
         shared = {
@@ -86,7 +87,7 @@ def open_checkpointer(
             "checksum": checksum,
             "timeout": seconds,
         }
-        are_nodes_alike = _compare_ranks(path, voter, shared=shared)
+        are_nodes_alike = _compare_ranks(path, writable, voter, shared=shared)
         exchange_group = None
         if world_size > 1:
             exchange_group = ExchangeGroup(member.ranks, seconds)
@@ -125,7 +126,9 @@ def open_checkpointer(
         )
 
 
-def _compare_ranks(path: Path, voter: Voter, *, shared: Mapping[str, Any]) -> bool:
+def _compare_ranks(
+    path: Path, writable: WritableRoot | None, voter: Voter, *, shared: Mapping[str, Any]
+) -> bool:
     """Make sure that all ranks see the same writable folder and were given the same arguments.
 
     Returns whether all nodes have as many ranks.
@@ -138,24 +141,25 @@ def _compare_ranks(path: Path, voter: Voter, *, shared: Mapping[str, Any]) -> bo
     owner = ""
     try:
         _compare([arguments for _, arguments in given], voter.ranks)
-        owner = _nonce_of_owner(path)
+        owner = _owner_of(path, writable)
     except (InvalidInputError, StorageError) as caught:
         error = caught
     differ = len({size for size, _ in given}) > 1
     return not voter.vote(error, what=what, same=f"owner {owner}", flag=differ)
 
 
-def _nonce_of_owner(path: Path) -> str:
+def _owner_of(path: Path, writable: WritableRoot | None) -> str:
     """The random text in the writer lock that the first rank holds: another folder has another one."""
-    number = errno.EIO
+    if writable is not None:
+        return writable.owner
+    number = errno.EACCES
     try:
-        with tempfile.TemporaryFile(dir=path):
-            record = json.loads((path / ".owner").read_text(encoding="utf-8"))
-        return str(record["nonce"])
+        owner = _native.open_checkpoints_readonly(path).owner()
+        # A file to try it with would need room on the disk.
+        if owner is not None and os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+            return owner
     except OSError as caught:
         number = caught.errno or number
-    except (ValueError, KeyError, TypeError):
-        pass
     raise StorageError(
         number,
         "is not the same writable folder on this rank as on the first: give a root that all ranks share",

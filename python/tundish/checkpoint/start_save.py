@@ -20,6 +20,7 @@ from typing import Any
 from tundish.checkpoint.checkpointer_resources import CheckpointerResources
 from tundish.checkpoint.publish.finalizer import QueuedSave
 from tundish.checkpoint.publish.kinds_and_steps import Kind, check_step
+from tundish.checkpoint.publish.writable_root import Begun
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import Stager
 from tundish.distributed import same_arguments
@@ -107,6 +108,7 @@ def _queued_save(
         tag=request.tag,
         overwrite=request.overwrite,
         extra=copy.deepcopy(dict(request.extra or {})),
+        begun=attempt.begun,
         needs_room=attempt.needs_room,
         caller_raises=request.blocking,
         release=attempt.memory.close,
@@ -118,6 +120,7 @@ class _Attempt:
 
     Attributes:
         memory: gives back the part of the budget; closed when the save is over.
+        begun: the checkpoint that the first rank began; None on the others.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
 
@@ -126,7 +129,7 @@ class _Attempt:
         self._request = request
         self.memory = contextlib.ExitStack()
         self._stager: Stager | None = None
-        self._has_begun = False
+        self.begun: Begun | None = None
         self.needs_room = False
 
     def agree(self) -> Stager:
@@ -208,19 +211,21 @@ class _Attempt:
         self._abandon()
         if writable is not None:
             # Before it begins, since Ctrl-C may come. Abandoning a step that was not begun does nothing.
-            self._has_begun = True
-            self.needs_room = writable.begin(
-                request.kind,
-                request.step,
-                stager.checkpoint_bytes,
+            self.begun = Begun(
+                kind=request.kind,
+                step=request.step,
+                tag=request.tag,
+                size=stager.checkpoint_bytes,
+                # Each rank writes one, as a rule.
+                files=self._resources.world_size,
                 overwrite=request.overwrite,
-                wait_for_saves=self._wait_for_saves,
             )
+            self.needs_room = writable.begin(self.begun, wait_for_saves=self._wait_for_saves)
 
     def _abandon(self) -> None:
-        if self._has_begun and self._resources.writable is not None:
+        if self.begun is not None and self._resources.writable is not None:
             self._resources.writable.abandon(self._request.kind, self._request.step)
-        self._has_begun = False
+        self.begun = None
 
     def _wait_for_saves(self) -> None:
         """Wait until no save is under way: retention then makes room."""

@@ -29,13 +29,13 @@ def add_checkpoint_commands(commands: Any) -> None:
 
     listing = add_command(
         verbs,
-        "ls",
+        "list",
         summary="list what is published",
         description="List the published checkpoints of a root, folders with the name of a checkpoint that are none, "
         "and folders that rollbacks set aside.",
     )
     _add_root(listing)
-    listing.set_defaults(run=run_ls, needs="tundish.checkpoint.publish.readonly_root")
+    listing.set_defaults(run=run_list, needs="tundish.checkpoint.publish.readonly_root")
 
     verify = add_command(
         verbs,
@@ -76,16 +76,16 @@ def add_checkpoint_commands(commands: Any) -> None:
     repair = add_command(
         verbs,
         "repair",
-        summary="remove leftovers, repair registry and links",
-        description="Remove the leftovers of dead writers, and rebuild the registry and the links from the folders, as "
+        summary="remove leftovers, repair links",
+        description="Remove the leftovers of dead writers, and make the links lead to the newest checkpoints, as "
         "every start of a Checkpointer does. No other process may save into the root meanwhile.",
     )
     _add_root(repair)
     repair.set_defaults(run=run_repair, needs="tundish.checkpoint.publish.writable_root")
 
 
-def run_ls(options: argparse.Namespace) -> dict[str, Any]:
-    """`tundish checkpoint ls`."""
+def run_list(options: argparse.Namespace) -> dict[str, Any]:
+    """`tundish checkpoint list`."""
     whole, damaged = _survey(options.root)
     lines = [
         f"{checkpoint.path.name:<20}{readable('bytes', checkpoint.size):<32}{printable(checkpoint.tag or '')}".rstrip()

@@ -398,3 +398,20 @@ fn the_expected_bytes_differ_between_writers() {
     // The other tests tell writers apart by their bytes.
     assert_ne!(contents(1)[0].1, contents(2)[0].1);
 }
+
+#[test]
+fn a_hidden_folder_that_was_swapped_is_not_reported_as_published() {
+    let parent = tempfile::tempdir().unwrap();
+    let target = parent.path().join("plan");
+    let folder = AtomicFolder::create(&target).unwrap();
+    fill(&folder, 1).unwrap();
+    let hidden = folder.path().to_path_buf();
+    fs::rename(&hidden, parent.path().join("taken")).unwrap();
+    fs::create_dir(&hidden).unwrap();
+    fs::write(hidden.join("plan.json"), "of somebody else").unwrap();
+    let error = folder.publish().unwrap_err();
+    assert!(matches!(&error, CommitError::NotPublishable { path, .. } if *path == hidden), "{error}");
+    assert!(!target.exists());
+    // Nothing of theirs is removed either.
+    assert_eq!(entries(&hidden), ["plan.json"]);
+}

@@ -17,7 +17,7 @@ use std::process::Command;
 use common::Mount;
 use tundish_commit::root::Root;
 use tundish_commit::{CheckpointKind, CommitError};
-use watched_disk::{WatchedDisk, names, open, put, registered, save};
+use watched_disk::{WatchedDisk, names, open, put, save};
 
 /// Changes that people make to `hf-<step>`.
 type Change = (&'static str, fn(&Path));
@@ -93,12 +93,12 @@ fn check_changes(scratch: &dyn Fn() -> tempfile::TempDir) {
             let lower = root.begin(CheckpointKind::Hf, 4, false).unwrap_err();
             assert!(matches!(lower, CommitError::StepOrder { newest: 5, .. }), "{context}: {lower}");
             root.begin(CheckpointKind::Hf, 5, true).unwrap_or_else(|error| panic!("{context}: {error}"));
-            // Not recorded.
+            // Not listed after the next save.
             let (folder, root) = made();
             change(&folder.path().join("hf-3"));
             save(&root, CheckpointKind::Hf, 7, "new");
-            assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6, 7]), "{context}");
-            // Not removed, whatever lies there now; and no longer recorded.
+            assert_eq!(of_hf(names(&root)), hf(&[1, 2, 4, 5, 6, 7]), "{context}");
+            // Not removed, whatever lies there now; and no longer listed.
             let (folder, root) = made();
             let path = folder.path().join("hf-3");
             change(&path);
@@ -106,7 +106,7 @@ fn check_changes(scratch: &dyn Fn() -> tempfile::TempDir) {
             let error = root.remove(CheckpointKind::Hf, 3).unwrap_err();
             assert!(matches!(error, CommitError::NoSuchCheckpoint { .. }), "{context}: {error}");
             assert_eq!(fs::symlink_metadata(&path).is_ok(), before, "{context}");
-            assert_eq!(of_hf(registered(folder.path())), hf(&[1, 2, 4, 5, 6]), "{context}");
+            assert_eq!(of_hf(names(&root)), hf(&[1, 2, 4, 5, 6]), "{context}");
             // The newest checkpoint that remains stays.
             let (folder, root) = made();
             change(&folder.path().join("hf-6"));

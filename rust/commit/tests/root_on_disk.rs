@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::{Mount, entries};
-use tundish_commit::disk::{Disk, LockMode, LockOutcome, RealDisk};
+use tundish_commit::disk::{Disk, LockMode, LockOutcome, RealDisk, Room};
 use tundish_commit::root::{OpenOptions, ReadonlyRoot, Root, read_lock_at, verify_checkpoint};
 use tundish_commit::shards::{ShardWriter, WriterOptions};
 use tundish_commit::{CheckpointKind, CommitError};
@@ -163,7 +163,7 @@ fn a_full_disk_fails_the_save_and_costs_nothing() {
     assert_eq!(root.list().unwrap().len(), 1);
     fs::remove_file(&filler).unwrap();
     save(&root, CheckpointKind::Hf, 2).unwrap();
-    assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "hf-1", "hf-2", "hf-latest"]);
+    assert_eq!(entries(&mount.path), [".owner", "hf-1", "hf-2", "hf-latest"]);
 }
 
 /// Leaves no room in a file system.
@@ -179,7 +179,7 @@ fn on_a_full_disk_old_checkpoints_make_room() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     let root = open(&mount.path).unwrap();
     (1..=3).for_each(|step| drop(save(&root, CheckpointKind::Hf, step).unwrap()));
-    // Its publication was cut short by the full disk, before the registry and the link.
+    // Its publication was cut short by the full disk, before the link.
     write(&root.begin(CheckpointKind::Hf, 4, false).unwrap(), 4);
     drop(root);
     let sealed = tundish_commit::add_manifest_checksum(&manifest(CheckpointKind::Hf, 4)).unwrap();
@@ -188,40 +188,57 @@ fn on_a_full_disk_old_checkpoints_make_room() {
     let filler = fill(&mount);
 
     let root = open(&mount.path).unwrap();
-    assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
-    let registered = || fs::read_to_string(mount.path.join("checkpoints.json")).unwrap();
-    assert!(registered().contains("hf-1") && !registered().contains("hf-4"));
     root.remove(CheckpointKind::Hf, 1).unwrap();
-    assert!(!registered().contains("hf-1") && registered().contains("hf-4"), "{}", registered());
     root.remove(CheckpointKind::Hf, 2).unwrap();
     drop(root);
     let root = open(&mount.path).unwrap();
     assert!(root.recovered().failed.is_empty() && root.recovered().repaired.is_empty(), "{:?}", root.recovered());
-    assert_eq!(entries(&mount.path), [".owner", "checkpoints.json", "filler", "hf-3", "hf-4", "hf-latest"]);
+    assert_eq!(entries(&mount.path), [".owner", "filler", "hf-3", "hf-4", "hf-latest"]);
     assert_eq!(fs::read_link(mount.path.join("hf-latest")).unwrap(), Path::new("hf-4"));
     fs::remove_file(filler).unwrap();
     save(&root, CheckpointKind::Hf, 5).unwrap();
 }
 
 #[test]
-fn on_a_full_disk_the_next_start_completes_discard_after() {
+fn on_a_full_disk_checkpoints_are_set_aside() {
     let Some(mount) = Mount::new("tmpfs", "size=256k") else { return };
     let root = open(&mount.path).unwrap();
     (1..=4).for_each(|step| drop(save(&root, CheckpointKind::Hf, step).unwrap()));
     let filler = fill(&mount);
-    let error = root.discard_after(2).unwrap_err();
-    assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
-    drop(root);
-    let root = open(&mount.path).unwrap();
-    assert_eq!(root.recovered().set_aside.len(), 2, "{:?}", root.recovered());
-    assert!(root.recovered().failed[0].contains("checkpoints.json"), "{:?}", root.recovered());
-    // This makes the room that the registry needs.
+    assert_eq!(root.discard_after(2).unwrap().len(), 2);
     root.remove(CheckpointKind::Hf, 1).unwrap();
+    drop(root);
     fs::remove_file(filler).unwrap();
-    let left = [".owner", "checkpoints.json", "discarded-hf-3", "discarded-hf-4", "hf-2", "hf-latest"];
+    open(&mount.path).unwrap();
+    let left = [".owner", "discarded-hf-3", "discarded-hf-4", "hf-2", "hf-latest"];
     assert_eq!(entries(&mount.path), left);
     assert_eq!(fs::read_link(mount.path.join("hf-latest")).unwrap(), Path::new("hf-2"));
-    assert!(!fs::read_to_string(mount.path.join("checkpoints.json")).unwrap().contains("hf-4"));
+}
+
+#[test]
+fn without_inodes_checkpoints_are_published_and_removed() {
+    let Some(mount) = Mount::new("tmpfs", "size=1m,nr_inodes=40") else { return };
+    let root = open(&mount.path).unwrap();
+    (1..=3).for_each(|step| drop(save(&root, CheckpointKind::Hf, step).unwrap()));
+    let room = Room { bytes: 9, files: 4 };
+    assert!(root.reserve(CheckpointKind::Hf, 4, false, room).unwrap().files > 4);
+    write(&root.begin(CheckpointKind::Hf, 4, false).unwrap(), 4);
+    let fillers = (0..).map(|number| mount.path.join(format!("filler-{number}")));
+    let fillers: Vec<_> = fillers.take_while(|filler| fs::write(filler, "").is_ok()).collect();
+    let free = root.reserve(CheckpointKind::Dcp, 4, false, room).unwrap();
+    // The manifest of the other.
+    assert_eq!(free.files, 0);
+    let error = root.begin(CheckpointKind::Dcp, 4, false).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(ENOSPC), "{error}");
+    // Room for the manifest, and for no second link.
+    fs::remove_file(&fillers[0]).unwrap();
+    root.publish(CheckpointKind::Hf, 4, &manifest(CheckpointKind::Hf, 4), false).unwrap();
+    assert_eq!(fs::read_link(mount.path.join("hf-latest")).unwrap(), Path::new("hf-4"));
+    root.remove(CheckpointKind::Hf, 1).unwrap();
+    assert_eq!(root.reserve(CheckpointKind::Dcp, 4, false, room).unwrap().files, 4);
+    root.abandon(CheckpointKind::Dcp, 4).unwrap();
+    save(&root, CheckpointKind::Dcp, 4).unwrap();
+    assert_eq!(root.list().unwrap().len(), 4);
 }
 
 #[test]
@@ -230,7 +247,7 @@ fn on_a_full_disk_the_start_removes_leftovers_first() {
     save(&open(&mount.path).unwrap(), CheckpointKind::Hf, 1).unwrap();
     fs::create_dir(mount.path.join(".hf-2.incomplete")).unwrap();
     fs::write(mount.path.join(".hf-2.incomplete/model.safetensors"), [1; 9000]).unwrap();
-    fs::write(mount.path.join("checkpoints.json"), "{}").unwrap();
+    fs::remove_file(mount.path.join("hf-latest")).unwrap();
     fill(&mount);
     let root = open(&mount.path).unwrap();
     let recovered = root.recovered();
@@ -430,7 +447,7 @@ fn a_checkpoint_is_replaced_after_its_readers_end() {
     }
     drop(lock);
     assert_whole(&root.publish(CheckpointKind::Hf, 1, &manifest(CheckpointKind::Hf, 1), true).unwrap(), 2);
-    assert_eq!(entries(folder.path()), [".owner", "checkpoints.json", "hf-1", "hf-latest"]);
+    assert_eq!(entries(folder.path()), [".owner", "hf-1", "hf-latest"]);
 }
 
 #[test]
@@ -471,10 +488,7 @@ fn a_folder_named_like_a_discard_marker_is_ignored() {
     save(&root, CheckpointKind::Hf, 3).unwrap();
     fs::remove_dir(&intent).unwrap();
     assert_eq!(root.discard_after(1).unwrap().len(), 2);
-    assert_eq!(
-        entries(folder.path()),
-        [".owner", "checkpoints.json", "discarded-hf-2", "discarded-hf-3", "hf-1", "hf-latest"]
-    );
+    assert_eq!(entries(folder.path()), [".owner", "discarded-hf-2", "discarded-hf-3", "hf-1", "hf-latest"]);
 }
 
 #[test]

@@ -107,4 +107,4 @@ def test_a_process_that_writes_into_an_old_checkpoint_fails_no_save(tmp_path: Pa
             os.close(folder)
         assert [one.step for one in checkpointer.list()] == [2]
     Checkpointer(root).close()
-    assert sorted(os.listdir(root)) == [".owner", "checkpoints.json", "hf-2", "hf-latest"]
+    assert sorted(os.listdir(root)) == [".owner", "hf-2", "hf-latest"]

@@ -13,7 +13,7 @@ from tundish.errors import InvalidInputError
 
 
 def checkpoint(step: int, tag: str | None = None) -> Checkpoint:
-    return Checkpoint(kind="hf", step=step, path=Path(f"hf-{step}"), tag=tag, size=1)
+    return Checkpoint(kind="hf", step=step, path=Path(f"hf-{step}"), tag=tag, size=1, files=1)
 
 
 counts = st.none() | st.integers(1, 4)

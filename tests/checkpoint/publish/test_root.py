@@ -39,7 +39,7 @@ def test_a_published_checkpoint_is_listed_and_linked(root: Root) -> None:
     second = save(root, "hf", 20)
     assert first == root.path / "dcp-10"
     assert (first / "weights").read_text() == "dcp 10 "
-    assert names(root.path) == [".owner", "checkpoints.json", "dcp-10", "dcp-latest", "hf-20", "hf-latest"]
+    assert names(root.path) == [".owner", "dcp-10", "dcp-latest", "hf-20", "hf-latest"]
     assert os.readlink(root.path / "hf-latest") == "hf-20"
     assert root.list() == [
         {
@@ -48,6 +48,7 @@ def test_a_published_checkpoint_is_listed_and_linked(root: Root) -> None:
             "path": first,
             "tag": "snapshot",
             "bytes": 11,
+            "files": 2,
             "world_size": 4,
             "extra": extra,
         },
@@ -57,15 +58,10 @@ def test_a_published_checkpoint_is_listed_and_linked(root: Root) -> None:
             "path": second,
             "tag": None,
             "bytes": 10,
+            "files": 2,
             "world_size": 1,
             "extra": None,
         },
-    ]
-    registry = json.loads((root.path / "checkpoints.json").read_text())
-    assert registry["format_version"] == 1
-    assert [(entry["folder"], entry["extra"]) for entry in registry["checkpoints"]] == [
-        ("dcp-10", extra),
-        ("hf-20", None),
     ]
 
 
@@ -160,7 +156,7 @@ def test_a_step_is_overwritten_whole(root: Root) -> None:
     path = save(root, "hf", 1, mark="new", overwrite=True, extra={"save": 2})
     assert (path / "weights").read_text() == "hf 1 new"
     assert [entry["extra"] for entry in root.list()] == [{"save": 2}]
-    assert names(root.path) == [".owner", "checkpoints.json", "hf-1", "hf-latest"]
+    assert names(root.path) == [".owner", "hf-1", "hf-latest"]
 
 
 def test_the_newest_and_those_being_read_stay(root: Root) -> None:
@@ -179,7 +175,7 @@ def test_the_newest_and_those_being_read_stay(root: Root) -> None:
     lock.close()
     lock.close()
     root.remove("hf", 2)
-    assert names(root.path) == [".owner", "checkpoints.json", "hf-3", "hf-latest"]
+    assert names(root.path) == [".owner", "hf-3", "hf-latest"]
     with pytest.raises(NotFoundError, match=r"there is no checkpoint .*hf-2"):
         root.remove("hf", 2)
     with pytest.raises(NotFoundError):
@@ -260,16 +256,13 @@ def test_changes_by_people_are_handled(root: Root) -> None:
     (root.path / "hf-4").rename(root.path / "hf-4-good")
     (root.path / "hf-3").rename(root.path / "hf-33")
     (root.path / "hf-1" / "weights").unlink()
-    (root.path / "checkpoints.json").write_text('{"checkpoints": [')
     assert steps(root.list()) == [("hf", 1), ("hf", 2)]
     with pytest.raises(CheckpointInUseError):
         root.remove("hf", 2)
     root.close()
     again = Root(root.path, wait_seconds=0)
     recovered = again.recovered
-    assert sorted(recovered["repaired"]) == [
-        str(again.path / name) for name in ("checkpoints.json", "hf-latest")
-    ]
+    assert recovered["repaired"] == [str(again.path / "hf-latest")]
     assert {Path(path).name: why for path, why in recovered["ignored"].items()} == {
         "hf-1": "weights is missing",
         "hf-33": "tundish.json says that this is hf-3",
@@ -302,7 +295,7 @@ def test_leftovers_go_and_everything_else_stays(tmp_path: Path) -> None:
 
 
 def test_names_that_are_taken_by_something_else_are_refused_early(tmp_path: Path) -> None:
-    for name in ("checkpoints.json", "hf-latest", ".owner"):
+    for name in ("hf-latest", ".owner"):
         folder = tmp_path / name.strip(".") / "root"
         (folder / name).mkdir(parents=True)
         with pytest.raises(AlreadyExistsError, match="is in the way"):
@@ -334,7 +327,7 @@ def test_modes_are_those_the_umask_leaves(tmp_path: Path) -> None:
         path = save(root, "hf", 1)
     finally:
         os.umask(before)
-    files = (path / "tundish.json", root.path / "checkpoints.json", root.path / ".owner")
+    files = (path / "tundish.json", root.path / ".owner")
     assert {file.stat().st_mode & 0o777 for file in files} == {0o640}
     assert {folder.stat().st_mode & 0o777 for folder in (path, root.path)} == {0o750}
     root.close()

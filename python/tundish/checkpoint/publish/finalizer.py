@@ -19,7 +19,7 @@ from typing import Any
 
 from tundish import _native
 from tundish.checkpoint.publish.kinds_and_steps import Kind
-from tundish.checkpoint.publish.writable_root import WritableRoot
+from tundish.checkpoint.publish.writable_root import Begun, WritableRoot
 from tundish.checkpoint.save import Save
 from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.distributed import Voter
@@ -48,6 +48,7 @@ class QueuedSave:
         number: of the vote that took the save; the same on all ranks, and higher than that of any save before.
         folder: where the files lie until they are published.
         target: the published folder.
+        begun: the checkpoint as the first rank began it; None on the others.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
         caller_raises: whether the caller's thread raises the error of this save. Then the failure policy does not act.
         release: gives back the staging budget.
@@ -62,6 +63,7 @@ class QueuedSave:
     tag: str | None
     overwrite: bool
     extra: dict[str, Any]
+    begun: Begun | None
     needs_room: bool
     caller_raises: bool
     release: Callable[[], None]
@@ -193,16 +195,16 @@ class Finalizer:
             error = caught
         what = f"{queued.what}: staging"
         if self.voter.vote(error, what=what, flag=queued.needs_room):
-            self._make_room(f"{queued.what}: making room")
+            self._make_room(queued, f"{queued.what}: making room")
         return _staged_of(queued)
 
-    def _make_room(self, what: str) -> None:
+    def _make_room(self, queued: QueuedSave, what: str) -> None:
         """Remove old checkpoints, once the steps that any rank protects are known."""
         gathered = self.voter.gather(json.dumps(list(self.protected)), what=what)
         with self.voter.agreed(what):
-            if self.writable is not None:
+            if self.writable is not None and queued.begun is not None:
                 self.writable.protect(step for answer in gathered for step in json.loads(answer))
-                self.writable.make_room()
+                self.writable.make_room(queued.begun)
 
     def _write(self, queued: QueuedSave, staged: StagedSave) -> list[Any]:
         """Write this rank's files; returns what all ranks report, on the first rank."""

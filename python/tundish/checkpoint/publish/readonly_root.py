@@ -66,6 +66,7 @@ def checkpoints_of(entries: _native._Checkpoints, kind: Kind | None) -> Checkpoi
             path=entry["path"],
             tag=entry["tag"],
             size=entry["bytes"],
+            files=entry["files"],
             # Loading reports anything else as an error.
             extra=entry["extra"] if isinstance(entry["extra"], dict) else {},
         )

@@ -23,6 +23,7 @@ class Checkpoint:
         kind: "hf" or "dcp".
         tag: of its save; None without.
         size: bytes of all files.
+        files: the number of them.
         extra: of a DCP save (step, epoch, consumed tokens).
     """
 
@@ -31,6 +32,7 @@ class Checkpoint:
     path: Path
     tag: str | None
     size: int
+    files: int
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -8,20 +8,18 @@ Invariants:
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import math
-import os
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tundish import _native
-from tundish.checkpoint.publish.kinds_and_steps import KINDS, Kind
+from tundish.checkpoint.publish.kinds_and_steps import KINDS, Kind, check_kind
 from tundish.checkpoint.publish.readonly_root import Checkpoints, check_root, checkpoints_of, verify
-from tundish.checkpoint.publish.retention import Retention
+from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.errors import CallbackError, CheckpointInUseError, NotFoundError, StorageError
 
 __all__ = ["WritableRoot"]
@@ -32,7 +30,7 @@ _LOG_TEXTS = {
     "removed": "removed leftovers of dead writers",
     "live": "kept leftovers that a process still writes",
     "set_aside": "set aside, to complete a rollback",
-    "repaired": "rewritten from the folders",
+    "repaired": "made to lead to the newest checkpoints",
     "failed": "could not be removed or rewritten",
 }
 
@@ -41,6 +39,31 @@ _NOT_REMOVABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ENOTEMPTY)
 
 # How long a start waits for a writer that is ending.
 WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A checkpoint to begin.
+
+    Attributes:
+        size: bytes that it will take on the disk.
+        files: the number of its files.
+        overwrite: whether a published checkpoint of this step may be replaced.
+    """
+
+    kind: Kind
+    step: int
+    tag: str | None
+    size: int
+    files: int
+    overwrite: bool
+
+
+class _Short(NamedTuple):
+    """Too little room: the free bytes and files, and the error to raise."""
+
+    free: tuple[int, int]
+    error: StorageError
 
 
 class WritableRoot:
@@ -61,10 +84,13 @@ class WritableRoot:
         self._lock = threading.RLock()
         wait = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._root = _native.CheckpointRoot(path, wait_seconds=wait)
-        # Bytes of the saves that were begun, by kind and step, until they are published or abandoned.
-        self._promised: dict[tuple[Kind, int], int] = {}
         # Lock files of writers that were killed; they are empty.
         _native.sweep_writer_slots(path)
+
+    @property
+    def owner(self) -> str:
+        """A random text that all ranks find in the same root."""
+        return self._root.owner
 
     @property
     def recovered(self) -> dict[str, Any]:
@@ -81,85 +107,99 @@ class WritableRoot:
                 level = logging.WARNING if what == "failed" else logging.INFO
                 _logger.log(level, "opening %s: %s: %s", self.path, _LOG_TEXTS[what], "; ".join(paths))
 
-    def begin(
-        self,
-        kind: Kind,
-        step: int,
-        written_bytes: int,
-        *,
-        overwrite: bool,
-        wait_for_saves: Callable[[], object],
-    ) -> bool:
+    def begin(self, request: Begun, *, wait_for_saves: Callable[[], object]) -> bool:
         """Make the folder of a step; refuse a step that is published, below the newest, or too large for the disk.
 
         Args:
-            kind: "hf" or "dcp".
-            step: the step.
-            written_bytes: what the checkpoint will take on the disk.
-            overwrite: whether a published checkpoint of this step may be replaced.
+            request: the checkpoint to begin.
             wait_for_saves: blocks until the saves under way are over; called where the disk has too little room.
 
         Returns:
             Whether `make_room` has to be called before anything is written.
         """
-        if written_bytes > self._free_bytes():
-            wait_for_saves()
-        free = self._free_bytes()
-        needs_room = written_bytes > free
-        if needs_room and written_bytes > free + self._surplus_bytes():
-            raise StorageError(
-                errno.ENOSPC,
-                f"step {step} ({kind}) takes {written_bytes} bytes, and {free} are free: make room, or keep fewer",
-                str(self.path),
-            )
-        self._root.begin(kind, step, overwrite=overwrite)
-        self._promised[kind, step] = written_bytes
-        return needs_room
+        if self._begin(request) is None:
+            return False
+        wait_for_saves()
+        short = self._begin(request)
+        if short is None:
+            return False
+        removable = self._removable(request)
+        freed = sum(one.size for one in removable), sum(one.files + 2 for one in removable)
+        if request.size > short.free[0] + freed[0] or request.files > short.free[1] + freed[1]:
+            self.abandon(request.kind, request.step)
+            raise short.error
+        return True
 
-    def make_room(self) -> None:
-        """Remove the checkpoints that retention does not keep, also those of earlier runs.
+    def make_room(self, request: Begun) -> None:
+        """Remove checkpoints that retention will not keep, the oldest first, until the step can be begun.
 
         Raises `CorruptCheckpointError`, and removes nothing of a kind, where the newest checkpoint is damaged.
         """
-        for kind in KINDS:
-            kept = self.kept_from_prune(kind)
-            if kept:
-                verify(kept[-1].path, warns=False)
-                self.prune(kind)
+        verified: set[str] = set()
+        short = self._begin(request)
+        for checkpoint in self._removable(request):
+            if short is None:
+                return
+            if checkpoint.kind not in verified:
+                newest = checkpoints_of(self._root.list(), check_kind(checkpoint.kind))[-1]
+                verify(newest.path, warns=False)
+                verified.add(checkpoint.kind)
+            for error in self._remove([checkpoint]):
+                _logger.warning("a checkpoint that was to make room cannot be removed: %s", error)
+            short = self._begin(request)
+        if short is not None:
+            raise short.error
 
-    def _surplus_bytes(self) -> int:
-        """Bytes of the checkpoints that retention does not keep, as far as this rank knows the protected steps."""
+    def _begin(self, request: Begun) -> _Short | None:
+        """Make the folder of a step; where the disk has too little room, only reserve the step."""
+        kind, step = request.kind, request.step
+        # The folder and the manifest are files too.
+        files = request.files + 2
+        free = self._root.reserve(kind, step, overwrite=request.overwrite, size=request.size, files=files)
+        what = ("bytes", request.size, free[0]) if request.size > free[0] else ("files", files, free[1])
+        if what[1] <= what[2]:
+            try:
+                self._root.begin(kind, step, overwrite=request.overwrite)
+            except StorageError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                return _Short(free, error)
+            return None
+        message = f"step {step} ({kind}) takes {what[1]} {what[0]}, and {what[2]} are free: make room, or keep fewer"
+        return _Short(free, StorageError(errno.ENOSPC, message, str(self.path)))
+
+    def _removable(self, request: Begun) -> Checkpoints:
+        """The checkpoints that retention will not keep once the step is published, without the newest of each kind.
+
+        As far as this rank knows the protected steps.
+        """
+        pending = Checkpoint(
+            kind=request.kind, step=request.step, path=self.path, tag=request.tag, size=0, files=0
+        )
+        found: Checkpoints = []
         try:
             with self._lock:
-                return sum(checkpoint.size for kind in KINDS for checkpoint in self._split(kind)[1])
+                for kind in KINDS:
+                    published = checkpoints_of(self._root.list(), kind)
+                    expected = [
+                        one for one in published if one.step != request.step or one.kind != request.kind
+                    ]
+                    surplus = self._retention.surplus(
+                        [*expected, pending] if kind == request.kind else published
+                    )
+                    found += [one for one in published[:-1] if one.step in surplus]
         except CallbackError:
             _logger.exception("cannot tell which checkpoints retention would remove to make room")
-            return 0
-
-    def _free_bytes(self) -> float:
-        """The free bytes beside those that the saves under way have yet to write."""
-        status = os.statvfs(self.path)
-        # Some file systems report no blocks at all.
-        if status.f_blocks == 0:
-            return math.inf
-        free = status.f_bavail * status.f_frsize
-        # Files are preallocated when writing begins: until then the file system does not count them.
-        for (kind, step), size in list(self._promised.items()):
-            free -= max(0, size - _taken_by(self.path / f".{kind}-{step}.incomplete"))
-        return max(0, free)
+            return []
+        return found
 
     def publish(self, kind: Kind, step: int, manifest: str, *, overwrite: bool) -> Path:
         """Give a complete folder its name, durably, and record it."""
-        path = Path(self._root.publish(kind, step, manifest, overwrite=overwrite))
-        self._promised.pop((kind, step), None)
-        return path
+        return Path(self._root.publish(kind, step, manifest, overwrite=overwrite))
 
     def abandon(self, kind: Kind, step: int) -> None:
         """Remove the files of a save that failed."""
-        try:
-            self._root.abandon(kind, step)
-        finally:
-            self._promised.pop((kind, step), None)
+        self._root.abandon(kind, step)
 
     def prune(self, kind: Kind) -> None:
         """Remove the checkpoints that retention does not keep; log those that cannot be removed now."""
@@ -174,10 +214,13 @@ class WritableRoot:
 
         Returns the errors of those that cannot be removed now.
         """
-        refused = []
         with self._lock:
             surplus = self._split(kind)[1]
-        for checkpoint in surplus:
+        return self._remove(surplus)
+
+    def _remove(self, checkpoints: Checkpoints) -> list[StorageError]:
+        refused = []
+        for checkpoint in checkpoints:
             try:
                 self._root.remove(checkpoint.kind, checkpoint.step)
             except CheckpointInUseError:
@@ -224,13 +267,3 @@ class WritableRoot:
     def close(self) -> None:
         """Release the writer lock."""
         self._root.close()
-
-
-def _taken_by(folder: Path) -> int:
-    """Bytes that a folder takes on the disk, as far as it can be read."""
-    taken = 0
-    for above, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                taken += Path(above, name).lstat().st_blocks * 512
-    return taken

@@ -32,6 +32,8 @@ pub struct FileStat {
     pub inode: u64,
     /// Bytes, for a file.
     pub size: u64,
+    /// Bytes that it takes on the disk.
+    pub taken: u64,
     /// The id of the user that owns it.
     pub user: u32,
 }
@@ -41,6 +43,15 @@ impl FileStat {
     pub fn is_same(&self, other: &FileStat) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
+}
+
+/// Room on a disk. What a file system does not tell is [`u64::MAX`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes.
+    pub bytes: u64,
+    /// Files and folders: some file systems have a fixed number of inodes.
+    pub files: u64,
 }
 
 /// The kind of a directory entry.
@@ -122,8 +133,8 @@ pub trait Disk: Send + Sync {
     /// Reads from `offset` on into `buffer`. Returns the number of bytes, possibly fewer than available; 0 only at the
     /// end.
     fn read_at(&self, file: &Self::File, offset: u64, buffer: &mut [u8], path: &Path) -> Result<usize, CommitError>;
-    /// Bytes that this user may still write to the file system of a folder; `None` where that is unknown.
-    fn free_space(&self, folder: &Self::Folder, path: &Path) -> Result<Option<u64>, CommitError>;
+    /// What this user may still write to the file system of a folder.
+    fn free_room(&self, folder: &Self::Folder, path: &Path) -> Result<Room, CommitError>;
     /// The target of the symbolic link `name`.
     fn read_link(&self, folder: &Self::Folder, name: &OsStr, path: &Path) -> Result<OsString, CommitError>;
     /// Whether only processes under this kernel can use the file system of `folder`.

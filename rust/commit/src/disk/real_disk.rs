@@ -19,7 +19,7 @@ use rustix::fs::{
 };
 use rustix::io::{Errno, retry_on_intr};
 
-use super::{Disk, EntryKind, FileStat, LockMode, LockOutcome};
+use super::{Disk, EntryKind, FileStat, LockMode, LockOutcome, Room};
 use crate::error::CommitError;
 
 /// The disk of this machine.
@@ -174,9 +174,12 @@ impl Disk for RealDisk {
         query("read", path, || rustix::io::pread(file, &mut *buffer, offset))
     }
 
-    fn free_space(&self, folder: &OwnedFd, path: &Path) -> Result<Option<u64>, CommitError> {
+    fn free_room(&self, folder: &OwnedFd, path: &Path) -> Result<Room, CommitError> {
         let space = query("ask for the free space of", path, || rustix::fs::fstatvfs(folder))?;
-        Ok((space.f_blocks > 0).then(|| space.f_bavail.saturating_mul(space.f_frsize)))
+        // Some file systems report no blocks, or no inodes, at all.
+        let bytes = if space.f_blocks > 0 { space.f_bavail.saturating_mul(space.f_frsize) } else { u64::MAX };
+        let files = if space.f_files > 0 { space.f_favail } else { u64::MAX };
+        Ok(Room { bytes, files })
     }
 
     fn read_link(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<OsString, CommitError> {
@@ -333,7 +336,14 @@ fn file_stat_of(stat: &Stat) -> FileStat {
         FileType::Symlink => EntryKind::Link,
         _ => EntryKind::Other,
     };
-    FileStat { kind, device: stat.st_dev as u64, inode: stat.st_ino, size: stat.st_size as u64, user: stat.st_uid }
+    FileStat {
+        kind,
+        device: stat.st_dev as u64,
+        inode: stat.st_ino,
+        size: stat.st_size as u64,
+        taken: stat.st_blocks as u64 * 512,
+        user: stat.st_uid,
+    }
 }
 
 fn open_stat(descriptor: impl AsFd, path: &Path) -> Result<FileStat, CommitError> {

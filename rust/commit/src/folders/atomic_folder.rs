@@ -122,6 +122,7 @@ impl AtomicFolder {
     /// - [`CommitError::Unfinished`]: a file was not finished.
     /// - [`CommitError::Poisoned`]: a write or fsync failed earlier.
     /// - [`CommitError::TargetExists`]: another writer was first.
+    /// - [`CommitError::NotPublishable`]: somebody else put another folder in the place of the hidden one.
     /// - [`CommitError::ParentMissing`]: the parent was removed meanwhile.
     /// - [`CommitError::Io`]: the fsync of the folder or the rename failed.
     /// - [`CommitError::NotDurable`]: the fsync of the parent failed after the rename. The folder is whole, its
@@ -132,10 +133,13 @@ impl AtomicFolder {
         self.write_status.check_complete()?;
         RealDisk.open_to_readers(&self.unfinished.folder, &self.unfinished.path)?;
         RealDisk.fsync_folder(&self.unfinished.folder, &self.unfinished.path)?;
+        self.check_leads_to_ours(&self.unfinished.name)?;
         let moved = RealDisk.folder_stat(&self.unfinished.folder, &self.unfinished.path)?;
         let renamed =
             RealDisk.rename((&self.parent, &self.unfinished.name), (&self.parent, &self.target_name), &self.target);
         self.confirm(renamed, moved)?;
+        // Others who may write to the parent may have renamed it since the check.
+        self.check_leads_to_ours(&self.target_name)?;
         self.remover = None;
         RealDisk.unmark(&self.unfinished.folder);
         self.make_name_durable()
@@ -145,6 +149,20 @@ impl AtomicFolder {
         let target = (&self.parent, self.target_name.as_os_str());
         confirm_rename(&RealDisk, target, &self.target, Some(moved), renamed)
             .map_err(|error| self.explain_rename(error))
+    }
+
+    /// Refuses another folder under a name that should lead to this one.
+    fn check_leads_to_ours(&self, name: &OsStr) -> Result<(), CommitError> {
+        let UnfinishedFolder { folder, path, .. } = &self.unfinished;
+        let own = RealDisk.folder_stat(folder, path)?;
+        match RealDisk.look_at(&self.parent, name, path)? {
+            Some(named) if !named.is_same(&own) => {
+                let reason = "somebody put another folder in its place".to_owned();
+                Err(CommitError::NotPublishable { path: path.clone(), reason })
+            }
+            // A missing one cannot be renamed, which says more.
+            _ => Ok(()),
+        }
     }
 
     fn make_name_durable(&self) -> Result<(), CommitError> {
@@ -175,7 +193,8 @@ impl AtomicFolder {
 pub fn free_space(target: impl AsRef<Path>) -> Result<Option<u64>, CommitError> {
     let (parent_path, _) = hidden_names::split_target(target.as_ref())?;
     let parent = RealDisk.open_path(&parent_path)?;
-    RealDisk.free_space(&parent, &parent_path)
+    let free = RealDisk.free_room(&parent, &parent_path)?.bytes;
+    Ok((free < u64::MAX).then_some(free))
 }
 
 /// Replaces the file `target`, whose parent must exist, by `bytes` in one step. Readers find the whole new file or the

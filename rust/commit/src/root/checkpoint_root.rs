@@ -7,12 +7,14 @@ use std::sync::{Arc, Mutex};
 use super::contents::{CheckpointKey, Checkpoints, OpenFolder, newest, root_names};
 use super::recovery::RecoveryReport;
 use super::writer_lock::WriterLock;
-use crate::disk::Disk;
+use crate::disk::{Disk, Room};
+use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
 
 /// A root that this process owns, and alone may change. Its methods may be called from several threads.
 ///
 /// - [`open`](Root::open) takes the writer lock and recovers the root; [`close`](Root::close) releases it.
+/// - [`reserve`](Root::reserve) checks a step and the room on the disk.
 /// - [`begin`](Root::begin) makes the folder of a checkpoint. [`publish`](Root::publish) or [`abandon`](Root::abandon)
 ///   ends what it began.
 /// - [`list`](Root::list) returns the published checkpoints.
@@ -33,12 +35,14 @@ pub struct Root<D: Disk + Clone + 'static> {
 pub(super) struct State<D: Disk + Clone + 'static> {
     /// `None` once the root is closed.
     pub(super) writer_lock: Option<Arc<WriterLock<D>>>,
-    /// Whole, durable, and recorded as far as the disk allowed.
+    /// Whole and durable.
     pub(super) published: Checkpoints,
     /// Visible or not, durable or not: a rename is under way, or the rename or the fsync after it failed.
     pub(super) uncertain: BTreeSet<CheckpointKey>,
     /// Begun, and neither published nor abandoned yet.
     pub(super) in_progress: BTreeMap<CheckpointKey, InProgress<D>>,
+    /// The room that checkpoints will take which are neither published nor abandoned yet.
+    pub(super) reserved: BTreeMap<CheckpointKey, Room>,
     /// Steps whose checkpoints are not removed.
     pub(super) protected: BTreeSet<u64>,
     /// A `discard_after` began and did not end.
@@ -57,6 +61,15 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// The absolute path.
     pub fn path(&self) -> &Path {
         &self.root.path
+    }
+
+    /// The random text of this ownership, which [`ReadonlyRoot::owner`](super::ReadonlyRoot::owner) reads elsewhere.
+    ///
+    /// # Errors
+    /// [`CommitError::RootLost`] once it is closed, and in a child made by `fork`.
+    pub fn owner(&self) -> Result<String, CommitError> {
+        let writer_lock = self.state()?.writer_lock.clone();
+        writer_lock.map(|lock| lock.nonce().to_owned()).ok_or_else(|| self.lost("it was closed"))
     }
 
     /// The results of opening.

@@ -5,19 +5,19 @@
 //!
 //! Invariants:
 //!
-//! 1. The folders decide. A folder named `hf-100` that is whole is a published checkpoint. The registry and the links
-//!    are derived from the folders; every start writes them again where they differ.
-//! 2. Publication has an order: files and folders of the checkpoint, its name, the registry, the link, removal of what
-//!    it replaces. Each step is durable before the next. A removal first changes the link and the registry (the
-//!    registry last on a full disk), then takes the name away. The folder is emptied when that is durable. After a
+//! 1. The folders decide. A folder named `hf-100` that is whole is a published checkpoint. The links are
+//!    derived from the folders; every start writes them again where they differ.
+//! 2. Publication has an order: files and folders of the checkpoint, its name, the link, removal of what it replaces.
+//!    Each step is durable before the next. A removal first changes the link, then takes the name away. The folder is
+//!    emptied when that is durable. After a
 //!    crash between any two steps every visible checkpoint is whole, and the next start completes or undoes the rest.
 //! 3. These are never removed: the newest checkpoint of a kind, one that is being read, one that is protected.
 //! 4. Only the process that holds the writer lock changes a root, and only names that `root_names.rs` defines. Nothing
 //!    is reached through a symbolic link.
 //! 5. A failed fsync is final for what it was meant to make durable. A checkpoint whose name may not be durable is not
 //!    counted until the next start has looked at it.
-//! 6. Two changes of what is visible never interleave. A checkpoint counts as published once it is durable and
-//!    recorded. Queries, and the beginning of a checkpoint, wait for no fsync (`thread_locks.rs`).
+//! 6. Two changes of what is visible never interleave. A checkpoint counts as published once its name is
+//!    durable and the link is changed. Queries, and the beginning of a checkpoint, wait for no fsync (`thread_locks.rs`).
 //! 7. The next call that depends on a checkpoint notices that people removed, renamed or replaced it
 //!    (`external_changes.rs`).
 //!

@@ -51,6 +51,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
             is_discarding: false,
             uncertain: BTreeSet::new(),
             in_progress: BTreeMap::new(),
+            reserved: BTreeMap::new(),
             protected: BTreeSet::new(),
         };
         Ok(Self {

@@ -8,27 +8,56 @@ use rustix::io::Errno;
 
 use super::checkpoint_root::{InProgress, Root, State};
 use super::contents::whole_checkpoint::{PublishedCheckpoint, check_contents};
-use super::contents::{CheckpointInfo, CheckpointKey, OpenFolder, registry_and_links, root_names};
+use super::contents::{CheckpointInfo, CheckpointKey, OpenFolder, latest_links, root_names};
 use super::reading::{ReaderExclusion, exclude_readers};
-use crate::disk::{Disk, EntryKind, LockMode};
+use crate::disk::{Disk, EntryKind, LockMode, Room};
 use crate::error::CommitError;
 use crate::manifest::{self, CheckpointKind, Manifest, add_manifest_checksum};
 
 impl<D: Disk + Clone + 'static> Root<D> {
+    /// Checks that a step may be saved, and reserves the room that its checkpoint will take. Until it is published or
+    /// abandoned, no lower step may be saved. Changes nothing on the disk; a second call looks again.
+    ///
+    /// Returns the room on the disk beside that of all other checkpoints that are being written. It may be too little:
+    /// the caller makes room, or abandons the step.
+    ///
+    /// # Errors
+    /// As [`begin`](Root::begin).
+    pub fn reserve(&self, kind: CheckpointKind, step: u64, overwrite: bool, room: Room) -> Result<Room, CommitError> {
+        let key = (kind, step);
+        {
+            let _begin_lock = self.begin_lock()?;
+            self.check_owned()?;
+            self.check_may_begin(key, overwrite)?;
+            self.state()?.reserved.insert(key, room);
+        }
+        self.free_beside(key)
+    }
+
+    /// The room on the disk beside that of all checkpoints that are being written but this one. Files are preallocated
+    /// when writing begins: until then the file system does not count them.
+    fn free_beside(&self, key: CheckpointKey) -> Result<Room, CommitError> {
+        let reserved = self.state()?.reserved.clone();
+        let mut free = self.root.disk.free_room(&self.root.folder, &self.root.path)?;
+        for ((kind, step), room) in reserved.into_iter().filter(|(other, _)| *other != key) {
+            let folder = self.root.open_folder(&root_names::unfinished(kind, step));
+            // It was not begun, or is published by now.
+            let taken = folder.and_then(|folder| folder.taken()).unwrap_or(Room { bytes: 0, files: 0 });
+            free.bytes = free.bytes.saturating_sub(room.bytes.saturating_sub(taken.bytes));
+            free.files = free.files.saturating_sub(room.files.saturating_sub(taken.files));
+        }
+        Ok(free)
+    }
+
     /// Begins a checkpoint: makes the hidden folder for its files and returns its path.
     ///
     /// # Errors
     /// [`CommitError::StepExists`], [`CommitError::StepOrder`]; [`CommitError::InvalidName`] for a step beyond 2⁶³ − 1.
     /// Readers of what will be overwritten only matter in [`publish`](Root::publish).
     pub fn begin(&self, kind: CheckpointKind, step: u64, overwrite: bool) -> Result<PathBuf, CommitError> {
-        let path = self.checkpoint_path((kind, step));
-        if step > root_names::MAX_STEP {
-            return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
-        }
         let _begin_lock = self.begin_lock()?;
         self.check_owned()?;
-        self.check_step_is_new((kind, step))?;
-        self.has_target((kind, step), overwrite)?;
+        self.check_may_begin((kind, step), overwrite)?;
         self.hide_leftover((kind, step))?;
         let folder = self.root.create_private_folder(&root_names::unfinished(kind, step))?;
         // The lock shows other processes that a writer is alive, where such locks exist.
@@ -37,6 +66,15 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let unfinished = InProgress { folder: Arc::new(folder), failed: false };
         self.state()?.in_progress.insert((kind, step), unfinished);
         Ok(path)
+    }
+
+    fn check_may_begin(&self, (kind, step): CheckpointKey, overwrite: bool) -> Result<(), CommitError> {
+        if step > root_names::MAX_STEP {
+            let path = self.checkpoint_path((kind, step));
+            return Err(CommitError::InvalidName { path, reason: "steps end at 2^63 - 1" });
+        }
+        self.check_step_is_new((kind, step))?;
+        self.has_target((kind, step), overwrite).map(drop)
     }
 
     /// Refuses a step that is being written or may not be durable, and one below the newest.
@@ -123,7 +161,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
     /// [`CommitError::NotPublishable`], [`CommitError::Corrupt`], [`CommitError::StepExists`], [`CommitError::Io`]:
     /// nothing was published; [`abandon`](Root::abandon) it and begin again. If it is unknown whether the rename
     /// happened, open the root again first. [`CommitError::NotDurable`]: it is whole and visible, but its name may not
-    /// survive a power cut; it does not count. After an error of the registry or the link it is published.
+    /// survive a power cut; it does not count. After an error of the link it is published.
     pub fn publish(
         &self,
         kind: CheckpointKind,
@@ -146,18 +184,18 @@ impl<D: Disk + Clone + 'static> Root<D> {
                 return Err(error);
             }
         };
-        let recorded = self.record(key, &published);
-        // Even if recording failed: it is durable, and the next start writes the records again.
+        let linked = self.link(key, &published);
+        // Even if that failed: it is durable, and the next start writes the link again.
         self.state()?.published.insert(key, published);
         let hidden = match &replaced {
-            Some(_) if recorded.is_ok() => self.hide_unfinished(key).ok(),
+            Some(_) if linked.is_ok() => self.hide_unfinished(key).ok(),
             // The replaced checkpoint keeps the hidden name until the step is begun again, or until the next start.
             _ => None,
         };
         // Its hidden name is free again.
-        self.state()?.in_progress.remove(&key);
+        self.state()?.forget_unfinished(key);
         drop(publish_lock);
-        recorded?;
+        linked?;
         if let Some(hidden) = hidden {
             // The checkpoint is published. The next start removes what cannot be removed of the old one now.
             let _ = self.root.remove(&hidden);
@@ -189,7 +227,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let path = self.checkpoint_path(key);
         if let Err(error) = self.root.sync() {
             // It is visible, so there is nothing to abandon.
-            self.state()?.in_progress.remove(&key);
+            self.state()?.forget_unfinished(key);
             return Err(match error {
                 CommitError::Io { source, .. } => CommitError::NotDurable { path, source },
                 other => other,
@@ -210,12 +248,11 @@ impl<D: Disk + Clone + 'static> Root<D> {
         }
     }
 
-    /// Writes the registry and the link with a checkpoint that is durable now.
-    fn record(&self, key: CheckpointKey, published: &Arc<PublishedCheckpoint>) -> Result<(), CommitError> {
-        let mut recorded = self.published()?;
-        recorded.insert(key, Arc::clone(published));
-        registry_and_links::write_registry(&self.root, &recorded)?;
-        registry_and_links::update_latest_link(&self.root, &recorded, key.0).map(drop)
+    /// Makes the link lead to the newest checkpoint, with one that is durable now.
+    fn link(&self, key: CheckpointKey, published: &Arc<PublishedCheckpoint>) -> Result<(), CommitError> {
+        let mut all = self.published()?;
+        all.insert(key, Arc::clone(published));
+        latest_links::update_latest_link(&self.root, &all, key.0).map(drop)
     }
 
     fn check_publishable(&self, key: CheckpointKey, text: &str) -> Result<(InProgress<D>, Manifest), CommitError> {
@@ -266,7 +303,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let publish_lock = self.publish_lock()?;
         let begin_lock = self.begin_lock()?;
         self.check_owned()?;
-        let Some(unfinished) = self.state()?.in_progress.remove(&(kind, step)) else {
+        let Some(unfinished) = self.state()?.forget_unfinished((kind, step)) else {
             return Ok(());
         };
         if !self.root.has(&root_names::unfinished(kind, step), &unfinished.folder)? {
@@ -281,10 +318,17 @@ impl<D: Disk + Clone + 'static> Root<D> {
 }
 
 impl<D: Disk + Clone + 'static> State<D> {
+    fn forget_unfinished(&mut self, key: CheckpointKey) -> Option<InProgress<D>> {
+        self.reserved.remove(&key);
+        self.in_progress.remove(&key)
+    }
+
     /// Refuses a step below one that is published or being written.
     fn check_order(&self, kind: CheckpointKind, step: u64, root: &OpenFolder<D>) -> Result<(), CommitError> {
-        let writing = self.in_progress.range((kind, 0)..=(kind, u64::MAX)).next_back().map(|(&(_, step), _)| step);
-        match self.newest(kind).max(writing) {
+        let steps = (kind, 0)..=(kind, u64::MAX);
+        let writing = self.in_progress.range(steps.clone()).next_back().map(|(&(_, step), _)| step);
+        let reserved = self.reserved.range(steps).next_back().map(|(&(_, step), _)| step);
+        match self.newest(kind).max(writing).max(reserved) {
             Some(newest) if newest > step => {
                 Err(CommitError::StepOrder { path: root.path.clone(), kind, step, newest })
             }

@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use super::contents::root_names::RootEntry;
 use super::contents::whole_checkpoint::{ExamineFailure, examine};
-use super::contents::{Checkpoints, OpenFolder, registry_and_links, root_names};
+use super::contents::{Checkpoints, OpenFolder, latest_links, root_names};
 use super::set_aside;
 use crate::disk::Disk;
 use crate::error::CommitError;
@@ -26,11 +26,11 @@ pub struct RecoveryReport {
     pub live: Vec<String>,
     /// Checkpoints that an unfinished `discard_after` was to set aside, under their new names.
     pub set_aside: Vec<String>,
-    /// The registry and links that did not match the folders, written again.
+    /// The links that did not match the folders, written again.
     pub repaired: Vec<String>,
     /// Entries that are named like a checkpoint and are none, and why. They stay as they are.
     pub ignored: BTreeMap<String, String>,
-    /// Errors of removals, and of writes on a full disk.
+    /// Errors of removals.
     pub failed: Vec<String>,
 }
 
@@ -42,7 +42,7 @@ struct ScannedRoot {
 
 /// Recovers a root that this process owns.
 pub(crate) fn recover<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<(Checkpoints, RecoveryReport), CommitError> {
-    registry_and_links::check_names(root)?;
+    latest_links::check_names(root)?;
     // The last owner may have died between a rename and this fsync.
     root.sync()?;
     let mut recovery = RecoveryReport::default();
@@ -92,31 +92,16 @@ fn scan<D: Disk + Clone>(root: &OpenFolder<D>, recovery: &mut RecoveryReport) ->
     Ok(found)
 }
 
+/// Makes the links lead to the newest checkpoints.
 fn repair<D: Disk + Clone>(
     root: &OpenFolder<D>,
     published: &Checkpoints,
     recovery: &mut RecoveryReport,
 ) -> Result<(), CommitError> {
-    let registry = registry_and_links::repair_registry(root, published);
-    record_repair(root, OsStr::new(root_names::REGISTRY), registry, recovery)?;
     for kind in CheckpointKind::ALL {
-        let link = registry_and_links::update_latest_link(root, published, kind);
-        record_repair(root, &root_names::latest_link(kind), link, recovery)?;
-    }
-    Ok(())
-}
-
-/// Where the disk is full, the file stays as it was: a root must be open before it can be pruned.
-fn record_repair<D: Disk + Clone>(
-    root: &OpenFolder<D>,
-    name: &OsStr,
-    repaired: Result<bool, CommitError>,
-    recovery: &mut RecoveryReport,
-) -> Result<(), CommitError> {
-    match repaired {
-        Err(error) if error.is_out_of_space() => recovery.failed.push(error.to_string()),
-        Ok(true) => recovery.repaired.push(display_path(root, name)),
-        outcome => return outcome.map(drop),
+        if latest_links::update_latest_link(root, published, kind)? {
+            recovery.repaired.push(display_path(root, &root_names::latest_link(kind)));
+        }
     }
     Ok(())
 }

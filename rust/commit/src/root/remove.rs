@@ -1,8 +1,7 @@
 //! Removes a checkpoint that is no longer needed, and protects checkpoints from removal.
 //!
-//! Invariants: the link leads elsewhere before the checkpoint loses its name, and the folder is emptied only when that
-//! is durable. The registry omits the checkpoint before that, unless the disk has no room for a new registry. Then
-//! removing the checkpoint makes the room, and the registry is written last. Every start repairs such a registry.
+//! Invariant: the link leads elsewhere before the checkpoint loses its name, and the folder is emptied only when that
+//! is durable.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -11,21 +10,14 @@ use rustix::io::Errno;
 
 use super::checkpoint_root::Root;
 use super::contents::whole_checkpoint::PublishedCheckpoint;
-use super::contents::{CheckpointKey, registry_and_links, root_names};
+use super::contents::{CheckpointKey, latest_links, root_names};
 use super::reading::exclude_readers;
 use crate::disk::Disk;
 use crate::error::CommitError;
 use crate::manifest::CheckpointKind;
 
-/// A checkpoint under a hidden name.
-struct HiddenCheckpoint {
-    name: OsString,
-    /// The registry still lists it.
-    is_registered: bool,
-}
-
 impl<D: Disk + Clone + 'static> Root<D> {
-    /// Removes a checkpoint: from the registry, then its name, then its bytes once that is durable.
+    /// Removes a checkpoint: its name, then its bytes once that is durable.
     ///
     /// # Errors
     /// [`CommitError::CheckpointInUse`] for the newest of its kind, for one that is being read and for one that is
@@ -41,8 +33,6 @@ impl<D: Disk + Clone + 'static> Root<D> {
             return Err(CommitError::CheckpointInUse { path, reason: "it is the newest of its kind" });
         }
         if !self.is_present(key)? {
-            // A person may have removed it since the registry was written.
-            registry_and_links::repair_registry(&self.root, &self.published()?)?;
             return Err(CommitError::NoSuchCheckpoint { path });
         }
         let no_readers =
@@ -50,7 +40,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
                 error if error.is(Errno::NOENT) => CommitError::NoSuchCheckpoint { path },
                 error => error,
             })?;
-        registry_and_links::move_latest_link_away(&self.root, &self.published()?, key)?;
+        latest_links::move_latest_link_away(&self.root, &self.published()?, key)?;
         let published = self.unlist(key)?;
         let hidden = match self.hide(key) {
             Ok(hidden) => hidden,
@@ -63,14 +53,8 @@ impl<D: Disk + Clone + 'static> Root<D> {
         self.root.sync()?;
         // Emptying it takes time, and needs no lock.
         drop(publish_lock);
-        self.root.remove(&hidden.name)?;
+        self.root.remove(&hidden)?;
         drop(no_readers);
-        if hidden.is_registered {
-            let _publish_lock = self.publish_lock()?;
-            self.check_owned()?;
-            self.forget_missing()?;
-            registry_and_links::write_registry(&self.root, &self.published()?)?;
-        }
         Ok(())
     }
 
@@ -93,14 +77,10 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(state.published.remove(&key))
     }
 
-    /// Writes the registry without the checkpoint, where there is room for that, and hides the folder.
-    fn hide(&self, (kind, step): CheckpointKey) -> Result<HiddenCheckpoint, CommitError> {
+    /// Renames the folder of a checkpoint to a name for removal and returns that.
+    fn hide(&self, (kind, step): CheckpointKey) -> Result<OsString, CommitError> {
         let name = self.root.free_name(|number| root_names::removed(kind, step, number))?;
-        let is_registered = match registry_and_links::write_registry(&self.root, &self.published()?) {
-            Err(error) if error.is_out_of_space() => true,
-            outcome => outcome.map(|()| false)?,
-        };
         self.root.rename_new(&root_names::checkpoint(kind, step), &name)?;
-        Ok(HiddenCheckpoint { name, is_registered })
+        Ok(name)
     }
 }

@@ -5,9 +5,7 @@
 //!
 //! Invariants: without the marker nothing has changed. With it, the next start completes the operation. So after a
 //! crash all of the checkpoints are set aside, or none. An owner that failed on the way changes nothing more, because
-//! the next start would set aside what it saved since. That start skips what a full disk has no room for, since a root
-//! must be open before it can be pruned: it removes a link that it cannot change, and leaves a registry that it cannot
-//! write.
+//! the next start would set aside what it saved since.
 //!
 //! All other calls wait until it is over.
 
@@ -17,7 +15,7 @@ use std::path::PathBuf;
 
 use super::checkpoint_root::Root;
 use super::contents::root_names::RootEntry;
-use super::contents::{CheckpointKey, Checkpoints, OpenFolder, registry_and_links, root_names};
+use super::contents::{CheckpointKey, Checkpoints, OpenFolder, latest_links, root_names};
 use super::reading::exclude_readers;
 use crate::disk::{Disk, EntryKind, absent_is_fine};
 use crate::error::CommitError;
@@ -54,13 +52,13 @@ impl<D: Disk + Clone + 'static> Root<D> {
             no_readers.push(exclude_readers(&self.root, &root_names::checkpoint(kind, step))?);
         }
         state.is_discarding = true;
-        // Writing the registry makes its name durable, before the first checkpoint loses its own.
         self.root.disk.create_file(&self.root.folder, &marker, &self.root.path.join(&marker))?;
+        // Its name is durable before the first checkpoint loses its own.
+        self.root.sync()?;
         state.published.retain(|(_, newer), _| *newer <= step);
         for kind in CheckpointKind::ALL {
-            registry_and_links::update_latest_link(&self.root, &state.published, kind)?;
+            latest_links::update_latest_link(&self.root, &state.published, kind)?;
         }
-        registry_and_links::write_registry(&self.root, &state.published)?;
         let set_aside = set_aside(&self.root, step)?;
         state.uncertain.retain(|(_, uncertain)| *uncertain <= step);
         state.is_discarding = false;
@@ -98,11 +96,7 @@ pub(crate) fn complete<D: Disk + Clone>(
 ) -> Result<Vec<PathBuf>, CommitError> {
     published.retain(|(_, newer), _| *newer <= step);
     for kind in CheckpointKind::ALL {
-        registry_and_links::update_or_remove_latest_link(root, published, kind)?;
-    }
-    match registry_and_links::write_registry(root, published) {
-        Err(error) if error.is_out_of_space() => {}
-        outcome => outcome?,
+        latest_links::update_latest_link(root, published, kind)?;
     }
     set_aside(root, step)
 }

@@ -4,16 +4,15 @@
 //! this order:
 //!
 //! 1. `publish_lock`: publish, remove, abandon, discard and close hold it from the first look to the last fsync. So
-//!    the registry and the links are written in the order of what they record. Only its holder makes the root durable,
+//!    the links are changed in the order of the publications. Only its holder makes the root durable,
 //!    because a failed fsync is reported once and must reach the change it belongs to.
 //! 2. `begin_lock`: beginning a checkpoint takes it alone and waits for no publication. It changes hidden names only.
 //!    Abandoning a checkpoint and closing the root hold both.
 //! 3. `state`: what is known, held during no disk call. Callers copy it, look at the disk without the lock, and then
 //!    change only the entry that they looked at.
 //!
-//! So the state lists a checkpoint as published when it is durable and recorded. A checkpoint that is being replaced is
-//! not listed from the exchange until the new one is. One that is being removed is not listed from before it leaves the
-//! registry, and can no longer be protected. A checkpoint that is being published stays in progress until its hidden
+//! So the state lists a checkpoint as published when it is durable and its link is changed. A checkpoint that is being replaced is
+//! not listed from the exchange until the new one is. One that is being removed is not listed from before it loses its name, and can no longer be protected. A checkpoint that is being published stays in progress until its hidden
 //! name is free again; nobody begins the same or a lower step meanwhile.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,7 +45,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         Ok(lock.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn lost(&self, reason: &str) -> CommitError {
+    pub(super) fn lost(&self, reason: &str) -> CommitError {
         CommitError::RootLost { path: self.root.path.clone(), reason: reason.to_owned() }
     }
 
@@ -77,6 +76,7 @@ impl<D: Disk + Clone + 'static> Root<D> {
         let writer_lock = state.writer_lock.take();
         // This drops the locks on their folders, which the next owner would take for those of live writers.
         state.in_progress.clear();
+        state.reserved.clear();
         drop(state);
         drop(begin_lock);
         drop(publish_lock);

@@ -234,8 +234,8 @@ fn preallocate<D: Disk>(
 
 /// Where no room can be reserved, it must at least be free now.
 fn check_free_space<D: Disk>(disk: &D, tree: &FolderTree<D>, needed: u64) -> Result<(), CommitError> {
-    match disk.free_space(tree.top(), tree.path())? {
-        Some(free) if free < needed => Err(CommitError::io("find room for all files of", tree.path(), Errno::NOSPC)),
-        _ => Ok(()),
+    if disk.free_room(tree.top(), tree.path())?.bytes < needed {
+        return Err(CommitError::io("find room for all files of", tree.path(), Errno::NOSPC));
     }
+    Ok(())
 }

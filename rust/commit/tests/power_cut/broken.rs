@@ -60,8 +60,11 @@ fn every_sync_is_missed() {
 
 /// The names of what is set aside and that of the intent are durable for the next save; here there is none. Where
 /// the killed owner had come so far that nothing was left to set aside, nothing is to be made durable. And whatever the
-/// writer does for the folders, who publishes does it again: writers on other machines cannot do it for him.
-const NOT_MISSED: [&str; 4] = [
+/// writer does for the folders, who publishes does it again: writers on other machines cannot do it for him. A new name
+/// and the intent are made durable again with the link that changes next; a full disk may have no room for a link.
+const NOT_MISSED: [&str; 6] = [
+    "discard: +.discard-after-, sync root",
+    "publish: -.KIND-.incomplete +KIND-, sync root",
     "recover: -.discard-after-, sync root",
     "recover: sync root, sync root",
     "write: sync file, sync folder",
@@ -118,22 +121,16 @@ fn every_step_out_of_turn_is_found() {
     let world = run.disk.world().clone();
     let number = |what: &str| run.calls.iter().position(|call| call.what == what).unwrap();
     let name = "-.KIND-.incomplete +KIND-";
-    let registry = "-.checkpoints.json.incomplete +checkpoints.json";
     let pointer = "-.KIND-latest.incomplete +KIND-latest";
     // The moved folder, and the one that it replaces.
     for (what, change, to) in [
         ("publish hf-1", name, "+tundish.json"),
         ("publish hf-1", name, "sync folder"),
-        ("publish hf-1", name, registry),
         ("publish hf-1", name, pointer),
-        ("publish hf-1", registry, pointer),
-        ("remove hf-1", "-KIND- +.KIND-.removed-", registry),
         ("remove hf-1", "-config.json", "-KIND- +.KIND-.removed-"),
         ("make room by hf-3", "-config.json", "-KIND- +.KIND-.removed-"),
         ("discard after 1", "-KIND- +discarded-KIND-", "+.discard-after-"),
-        ("discard after 1", "-KIND- +discarded-KIND-", registry),
         ("discard after 1", "-.discard-after-", "-KIND- +discarded-KIND-"),
-        ("discard after 1", "-KIND-latest", registry),
     ] {
         let calls = &run.calls[number(what)..];
         let (from, to_place) = (position(&world, &calls[0], change), position(&world, &calls[0], to));

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rustix::io::Errno;
 use tundish_commit::CommitError;
-use tundish_commit::disk::{Disk, EntryKind, FileStat, LockMode, LockOutcome};
+use tundish_commit::disk::{Disk, EntryKind, FileStat, LockMode, LockOutcome, Room};
 
 pub const ROOT: &str = "/model/root";
 
@@ -131,7 +131,7 @@ impl World {
             Node::Folder(_) => (EntryKind::Folder, 0),
             Node::Link(target) => (EntryKind::Link, target.len() as u64),
         };
-        FileStat { kind, device: 1, inode: number as u64, size, user: 0 }
+        FileStat { kind, device: 1, inode: number as u64, size, taken: size, user: 0 }
     }
 }
 
@@ -279,8 +279,8 @@ impl Disk for ModelDisk {
         })
     }
 
-    fn free_space(&self, _folder: &Number, _path: &Path) -> Result<Option<u64>, CommitError> {
-        Ok(None)
+    fn free_room(&self, _folder: &Number, _path: &Path) -> Result<Room, CommitError> {
+        Ok(Room { bytes: u64::MAX, files: u64::MAX })
     }
 
     fn read_link(&self, folder: &Number, name: &OsStr, path: &Path) -> Result<OsString, CommitError> {

@@ -88,7 +88,6 @@ pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> 
     check_visible(nodes, allowed)?;
     let names = folder(nodes, 0).unwrap();
     let is_whole = |name: &str| is_whole(nodes, allowed, name);
-    let registered = registered(nodes)?;
     for kind in CheckpointKind::ALL {
         let target = match names.get(&OsString::from(format!("{kind}-latest"))).map(|&number| &*nodes[number]) {
             None => None,
@@ -99,26 +98,9 @@ pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> 
             return Err(format!("{kind}-latest leads to {target:?}"));
         }
         if let Some(target) = target
-            && !(is_whole(&target) && registered.contains_key(&target))
+            && !is_whole(&target)
         {
-            return Err(format!("{kind}-latest leads to {target}, which is not whole or not in the registry"));
-        }
-    }
-    if !allowed.iter().any(|state| registry_of(state) == registered) {
-        return Err(format!("the registry lists neither what was there nor what is: {registered:?}"));
-    }
-    for (listed, &version) in &registered {
-        let number = names.get(&OsString::from(listed));
-        let (kind, step) = kind_and_step(listed).ok_or("the registry lists what is no checkpoint")?;
-        // The folders may be newer than the registry, but never older.
-        let is_there = |version| number.is_some_and(|&number| is_exactly(nodes, number, kind, step, version));
-        let made_room = allowed.iter().any(|state| state.made_room == Some((kind, step)));
-        if made_room && number.is_none() {
-            continue;
-        }
-        let mut versions = allowed.iter().filter_map(|state| state.published.get(&(kind, step)).copied());
-        if !versions.any(|found| found >= version && is_there(found)) {
-            return Err(format!("the registry lists {listed}, save {version}, which is not what is there"));
+            return Err(format!("{kind}-latest leads to {target}, which is not whole"));
         }
     }
     if allowed.iter().all(|state| !state.published.is_empty())
@@ -127,27 +109,6 @@ pub fn check_untouched(nodes: &Nodes, allowed: &[&State]) -> Result<(), String> 
         return Err("there was a checkpoint, and there is none".into());
     }
     Ok(())
-}
-
-/// The entries of the registry of a state.
-fn registry_of(state: &State) -> BTreeMap<String, Version> {
-    state.published.iter().map(|(&(kind, step), &version)| (format!("{kind}-{step}"), version)).collect()
-}
-
-/// The entries of the registry with the number of their save; empty without a registry.
-fn registered(nodes: &Nodes) -> Result<BTreeMap<String, Version>, String> {
-    let Some(&number) = folder(nodes, 0).unwrap().get(&OsString::from("checkpoints.json")) else {
-        return Ok(BTreeMap::new());
-    };
-    let Node::File(bytes) = &*nodes[number] else { return Err("the registry is no file".into()) };
-    let registry: serde_json::Value =
-        serde_json::from_slice(bytes).map_err(|error| format!("the registry is broken: {error}"))?;
-    let listed = registry["checkpoints"].as_array().ok_or("the registry lists nothing")?;
-    let entry = |entry: &serde_json::Value| {
-        let version = Version::try_from(entry["extra"]["version"].as_u64()?).ok()?;
-        Some((entry["folder"].as_str()?.to_owned(), version))
-    };
-    listed.iter().map(entry).collect::<Option<_>>().ok_or("the registry lists what is no checkpoint".to_owned())
 }
 
 /// Opens the root on a disk and checks what it makes of it; returns which of the allowed states that is.
@@ -212,13 +173,7 @@ fn differs(nodes: &Nodes, held: &BTreeMap<String, usize>, state: &State) -> Opti
         }
         expected.extend(right.map(|_| pointer));
     }
-    match registered(nodes) {
-        Ok(listed) if listed == registry_of(state) => {}
-        other => return Some(format!("the registry says {other:?}")),
-    }
-    let optional = [".owner", "checkpoints.json"];
-    let unexpected: Vec<_> =
-        held.keys().filter(|name| !expected.contains(*name) && !optional.contains(&name.as_str())).collect();
+    let unexpected: Vec<_> = held.keys().filter(|name| !expected.contains(*name) && *name != ".owner").collect();
     (!unexpected.is_empty()).then(|| format!("there are also {unexpected:?}"))
 }
 

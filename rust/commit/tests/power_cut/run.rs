@@ -25,8 +25,6 @@ pub struct State {
     pub published: BTreeMap<(CheckpointKind, u64), Version>,
     /// Under the names they were given.
     pub set_aside: BTreeMap<String, (CheckpointKind, u64, Version)>,
-    /// Checkpoints removed to make room on a full disk. The registry may still list them.
-    pub made_room: Option<(CheckpointKind, u64)>,
 }
 
 /// A call, and the changes it made: the first, and one past the last.
@@ -237,11 +235,10 @@ impl Run {
         self.call(format!("remove {kind}-{step}"), after, |root, _| root.remove(kind, step).unwrap());
     }
 
-    /// Removes a checkpoint from a disk that has no room for a new registry before.
+    /// Removes a checkpoint from a full disk.
     pub fn make_room(&mut self, kind: CheckpointKind, step: u64) {
         let mut after = self.state.clone();
         after.published.remove(&(kind, step)).unwrap();
-        after.made_room = Some((kind, step));
         self.call(format!("make room by {kind}-{step}"), after, |root, disk| {
             disk.world().is_full = true;
             root.remove(kind, step).unwrap();

@@ -6,7 +6,7 @@ use std::time::Duration;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use tundish_commit::CommitError;
-use tundish_commit::disk::RealDisk;
+use tundish_commit::disk::{RealDisk, Room};
 use tundish_commit::root::{OpenOptions, RecoveryReport, Root};
 use tundish_packing::Progress;
 
@@ -40,6 +40,12 @@ impl CheckpointRoot {
         self.root.path().to_path_buf()
     }
 
+    /// The random text of this ownership.
+    #[getter]
+    fn owner(&self) -> Result<String, BindingError> {
+        Ok(self.root.owner()?)
+    }
+
     /// The results of opening.
     #[getter]
     fn recovered<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -52,6 +58,23 @@ impl CheckpointRoot {
         }
         report.set_item("ignored", ignored)?;
         Ok(report)
+    }
+
+    /// Check that a step may be saved, and reserve `size` bytes and `files` for it. Returns the free bytes and files beside
+    /// those of the checkpoints that are being written.
+    #[pyo3(signature = (kind, step, *, overwrite, size, files))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        step: u64,
+        overwrite: bool,
+        size: u64,
+        files: u64,
+    ) -> PyResult<(u64, u64)> {
+        let kind = parse_kind(kind)?;
+        let free = enter(py, None, |_| Ok(self.root.reserve(kind, step, overwrite, Room { bytes: size, files })?))?;
+        Ok((free.bytes, free.files))
     }
 
     /// Begin a checkpoint: make its hidden folder and return the path.

@@ -34,6 +34,7 @@ pub(crate) fn checkpoint_dict<'py>(py: Python<'py>, checkpoint: &CheckpointInfo)
     entry.set_item("path", &checkpoint.path)?;
     entry.set_item("tag", &checkpoint.tag)?;
     entry.set_item("bytes", checkpoint.bytes)?;
+    entry.set_item("files", checkpoint.files)?;
     entry.set_item("world_size", checkpoint.world_size)?;
     entry.set_item("extra", checkpoint.extra.as_ref().map(|extra| parse_json(py, extra.get())).transpose()?)?;
     Ok(entry)

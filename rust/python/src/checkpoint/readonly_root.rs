@@ -25,6 +25,11 @@ impl ReadonlyCheckpointRoot {
         self.root.path().to_path_buf()
     }
 
+    /// The random text that the owner of this root wrote there; None where nobody ever owned it.
+    fn owner(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        enter(py, None, |_| Ok(self.root.owner()?))
+    }
+
     /// The whole checkpoints: by kind, steps ascending.
     fn list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         checkpoint_dicts(py, &enter(py, None, |_| Ok(self.root.list()?))?)

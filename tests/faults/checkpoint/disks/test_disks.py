@@ -187,7 +187,6 @@ def test_too_little_room_is_refused_before_anything_is_staged(disk: Path, kind: 
         assert staging_stats()["in_use"] == before
         assert sorted(os.listdir(disk / "root")) == [
             ".owner",
-            "checkpoints.json",
             f"{kind}-1",
             f"{kind}-latest",
         ]
@@ -205,7 +204,7 @@ def test_a_root_on_a_full_disk_is_opened_and_loaded_from(disk: Path) -> None:
         assert torch.equal(state["w"], torch.ones(9))
         with pytest.raises(StorageError, match=r"takes \d+ bytes, and 0 are free"):
             checkpointer.save_dcp(2, {"w": torch.ones(9)})
-    assert sorted(os.listdir(root)) == [".owner", "checkpoints.json", "dcp-1", "dcp-latest"]
+    assert sorted(os.listdir(root)) == [".owner", "dcp-1", "dcp-latest"]
 
 
 def test_a_leftover_that_nobody_may_look_into_fails_no_save(tmp_path: Path) -> None:
@@ -275,6 +274,40 @@ def test_room_for_a_save_under_way_is_not_free(disk: Path) -> None:
             checkpointer.save_dcp(1, large)
         export.result(60)
         assert [one.path.name for one in checkpointer.list()] == ["hf-1"]
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_a_disk_for_two_checkpoints_keeps_two(disk: Path, kind: str) -> None:
+    # The third has room only once the first is gone.
+    large = {"w": torch.ones(DISK_BYTES * 2 // 5 // 4)}
+    with Checkpointer(disk / "root", on_failure="raise", keep_last=2) as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        for step in range(1, 6):
+            begin(step, large, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [4, 5]
+        # The newest is never removed for another.
+        checkpointer.protect(4)
+        with pytest.raises(StorageError, match=r"takes \d+ bytes, and \d+ are free"):
+            begin(6, large)
+        assert [one.step for one in checkpointer.list()] == [4, 5]
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_checkpoints_give_back_their_inodes(disk: Path, kind: str) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=60", disk], check=True)
+    with Checkpointer(disk / "root", on_failure="raise") as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        for step in (1, 2, 3):
+            begin(step, {"w": torch.ones(9)}, blocking=True)
+    used = os.statvfs(disk).f_files - os.statvfs(disk).f_favail
+    subprocess.run(["mount", "-o", f"remount,nr_inodes={used}", disk], check=True)
+    with Checkpointer(disk / "root", on_failure="raise", keep_last=2) as checkpointer:
+        begin = checkpointer.save_hf if kind == "hf" else checkpointer.save_dcp
+        for step in (4, 5):
+            begin(step, {"w": torch.ones(9)}, blocking=True)
+        assert [one.step for one in checkpointer.list()] == [4, 5]
+        checkpointer.verify(checkpointer.list()[-1].path)
+        assert (disk / "root" / f"{kind}-latest").resolve().name == f"{kind}-5"
 
 
 @pytest.mark.parametrize("kind", ["hf", "dcp"])

@@ -50,7 +50,6 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_root_is_opened_with_all_that_is_there_or_not_at_all(root: Path) -> None:
-    registry = (root / "checkpoints.json").read_bytes()
     opened = []
     for free in range(40):
         with (
@@ -60,7 +59,6 @@ def test_a_root_is_opened_with_all_that_is_there_or_not_at_all(root: Path) -> No
         ):
             opened.append(checkpointer.latest("dcp"))
         assert os.readlink(root / "dcp-latest") == "dcp-2"
-        assert (root / "checkpoints.json").read_bytes() == registry
     assert opened
     assert set(opened) == {root / "dcp-2"}
 

@@ -135,7 +135,7 @@ def save(job: Job, failing: int, kind: str, step: int, staging: str, trouble: st
 def assert_nothing_left(job: Job, root: Path, expected: list[str]) -> None:
     assert each(job, "left") == [[], []]
     names = {path.name for path in root.iterdir()}
-    assert names - {".owner", "checkpoints.json", "hf-latest", "dcp-latest"} == set(expected)
+    assert names - {".owner", "hf-latest", "dcp-latest"} == set(expected)
     status = root.stat()
     for slot in Path("/dev/shm").glob(f"tundish-writer-*-{status.st_dev:x}-{status.st_ino:x}-*"):
         with slot.open("r+") as file:

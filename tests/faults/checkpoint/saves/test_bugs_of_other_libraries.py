@@ -157,7 +157,6 @@ def test_saving_a_step_again_never_mixes_two_saves(
         assert [one.step for one in checkpointer.list()] == [1]
         assert sorted(os.listdir(tmp_path / "root")) == [
             ".owner",
-            "checkpoints.json",
             f"{kind}-1",
             f"{kind}-latest",
         ]

@@ -1,7 +1,7 @@
-//! The contents of a root on disk: names, folders, checkpoints, the registry. Nothing here knows of locks or owners.
+//! The contents of a root on disk: names, folders, checkpoints, links. Nothing here knows of locks or owners.
 
+pub(crate) mod latest_links;
 pub(crate) mod open_folder;
-pub(crate) mod registry_and_links;
 pub(crate) mod root_names;
 pub(crate) mod whole_checkpoint;
 

@@ -10,7 +10,9 @@ use rustix::io::Errno;
 
 use super::root_names;
 use crate::disk::remove_contents::remove_contents;
-use crate::disk::{self, Disk, EntryKind, FileStat, LockMode, LockOutcome, absent_is_fine, confirm_rename, leads_to};
+use crate::disk::{
+    self, Disk, EntryKind, FileStat, LockMode, LockOutcome, Room, absent_is_fine, confirm_rename, leads_to,
+};
 use crate::error::CommitError;
 
 /// The largest single write.
@@ -69,6 +71,21 @@ impl<D: Disk + Clone> OpenFolder<D> {
         Ok(self.look_at(name)?.is_some_and(|stat| stat.kind == EntryKind::Folder))
     }
 
+    /// The room that its contents take, and itself.
+    pub(crate) fn taken(&self) -> Result<Room, CommitError> {
+        let mut taken = Room { bytes: 0, files: 1 };
+        for name in self.list()? {
+            let Some(stat) = self.look_at(&name)? else { continue };
+            let inner = match stat.kind {
+                EntryKind::Folder => self.open_folder(&name)?.taken()?,
+                _ => Room { bytes: stat.taken, files: 1 },
+            };
+            taken.bytes += inner.bytes;
+            taken.files += inner.files;
+        }
+        Ok(taken)
+    }
+
     /// Whether a process holds the lock that writers take on the folder `name`.
     pub(crate) fn has_live_writer(&self, name: &OsStr) -> Result<bool, CommitError> {
         if !self.has_folder(name)? {
@@ -121,11 +138,6 @@ impl<D: Disk + Clone> OpenFolder<D> {
         disk::write_all(&self.disk, &file, 0, bytes, &path, LARGEST_WRITE, |_| Ok(()))?;
         self.disk.fsync(&file, &path)?;
         self.disk.file_stat(&file, &path)
-    }
-
-    /// Replaces a file, or creates it, durably.
-    pub(crate) fn replace_file(&self, name: &OsStr, bytes: &[u8]) -> Result<(), CommitError> {
-        self.replace(name, |temporary| self.create_file(temporary, bytes).map(drop))
     }
 
     /// Replaces a symbolic link or file by a link to `target`, durably.

@@ -4,12 +4,11 @@
 //! |---|---|
 //! | `hf-100`, `dcp-100` | a published checkpoint: whole and durable |
 //! | `hf-latest`, `dcp-latest` | a relative symbolic link to the newest |
-//! | `checkpoints.json` | the registry of published checkpoints, for people and tools |
 //! | `discarded-hf-100`, `discarded-hf-100-2` | set aside by [`discard_after`](crate::root::Root::discard_after); no longer counted |
 //! | `.hf-100.incomplete` | a checkpoint that is being written, or one that was overwritten |
 //! | `.hf-100.removed-0` | a checkpoint that is being removed |
 //! | `.discard-after-100` | marker of a `discard_after` under way; the next start completes it |
-//! | `.checkpoints.json.incomplete`, `.hf-latest.incomplete` | the registry or a link before it has its name |
+//! | `.hf-latest.incomplete` | a link before it has its name |
 //! | `.owner` | the writer lock and the owner's heartbeat |
 //!
 //! Invariants: the owner may remove every hidden name here except the lock and the marker. All other names belong to
@@ -21,7 +20,6 @@ use crate::manifest::CheckpointKind;
 
 /// The largest step, so that steps fit into signed integers everywhere.
 pub(crate) const MAX_STEP: u64 = i64::MAX as u64;
-pub(crate) const REGISTRY: &str = "checkpoints.json";
 pub(crate) const WRITER_LOCK: &str = ".owner";
 
 /// The meaning of a name in a root.
@@ -63,7 +61,7 @@ pub(crate) fn latest_link(kind: CheckpointKind) -> OsString {
     format!("{kind}-latest").into()
 }
 
-/// The name of a file or link before it takes the place of `name`.
+/// The name of a link before it takes the place of `name`.
 pub(crate) fn temporary(name: &OsStr) -> OsString {
     let mut temporary = OsString::from(".");
     temporary.push(name);
@@ -90,7 +88,7 @@ fn is_leftover(text: &str) -> bool {
     };
     if let Some(name) = hidden.strip_suffix(".incomplete") {
         let is_pointer = CheckpointKind::ALL.into_iter().any(|kind| latest_link(kind) == name);
-        return name == REGISTRY || is_pointer || kind_and_step(name).is_some();
+        return is_pointer || kind_and_step(name).is_some();
     }
     hidden
         .rsplit_once(".removed-")
@@ -130,7 +128,6 @@ mod tests {
             }
             assert_eq!(classify(&discard_marker(step)), RootEntry::DiscardMarker(step));
         }
-        assert_eq!(classified(".checkpoints.json.incomplete"), RootEntry::Leftover);
         assert_eq!(set_aside(CheckpointKind::Hf, 5, 1), "discarded-hf-5-2");
     }
 

@@ -49,6 +49,8 @@ pub struct CheckpointInfo {
     pub tag: Option<String>,
     /// Bytes of all files but the manifest.
     pub bytes: u64,
+    /// The number of these files.
+    pub files: u64,
     /// The number of ranks that wrote it.
     pub world_size: Option<u64>,
     /// The `extra` of its save.
@@ -62,6 +64,7 @@ impl CheckpointInfo {
             step: manifest.step,
             path,
             bytes: manifest.bytes(),
+            files: manifest.files.len() as u64,
             tag: manifest.tag,
             world_size: manifest.world_size,
             extra: manifest.extra,

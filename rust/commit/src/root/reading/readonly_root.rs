@@ -11,6 +11,7 @@ use crate::hidden_names::absolute;
 use crate::manifest::CheckpointKind;
 use crate::root::contents::whole_checkpoint::{self, ExamineFailure, PublishedCheckpoint};
 use crate::root::contents::{CheckpointInfo, CheckpointKey, OpenFolder, root_names};
+use crate::root::writer_lock::nonce_of;
 
 /// How long to look again for the successor of checkpoints that disappeared. A network file system may list removed
 /// ones for longer; then its readers do not see new ones either.
@@ -33,6 +34,15 @@ impl<D: Disk + Clone> ReadonlyRoot<D> {
     /// The absolute path.
     pub fn path(&self) -> &Path {
         &self.root.path
+    }
+
+    /// The random text that the owner of this root wrote there: another folder has another one. `None` where nobody
+    /// ever owned it.
+    ///
+    /// # Errors
+    /// [`CommitError::Io`].
+    pub fn owner(&self) -> Result<Option<String>, CommitError> {
+        nonce_of(&self.root)
     }
 
     /// The whole checkpoints: by kind, steps ascending.

@@ -68,6 +68,11 @@ impl<D: Disk + Clone + 'static> WriterLock<D> {
         }
     }
 
+    /// The random text of this ownership.
+    pub(crate) fn nonce(&self) -> &str {
+        &self.lock_file.own.nonce
+    }
+
     /// Checks that this process still owns the root, before a change.
     pub(crate) fn check(&self, root: &OpenFolder<D>) -> Result<(), CommitError> {
         let lost = |reason: String| Err(CommitError::RootLost { path: root.path.clone(), reason });
@@ -95,6 +100,16 @@ impl<D: Disk + Clone + 'static> Drop for WriterLock<D> {
         self.heartbeat = None;
         self.lock_file.release();
     }
+}
+
+/// The random text in the writer lock of `root`; `None` where nobody ever owned it.
+pub(crate) fn nonce_of<D: Disk + Clone>(root: &OpenFolder<D>) -> Result<Option<String>, CommitError> {
+    let name = OsStr::new(root_names::WRITER_LOCK);
+    if root.look_at(name)?.is_none_or(|stat| stat.kind != EntryKind::File) {
+        return Ok(None);
+    }
+    let bytes = lock_record::read(&root.disk, &root.open_file(name)?, &root.path.join(name))?;
+    Ok(LockRecord::parse(&bytes).map(|record| record.nonce))
 }
 
 /// The result of one attempt to take the lock.

@@ -24,6 +24,6 @@ mod lock_record;
 mod process_identity;
 
 pub use acquire::WaitCallback;
-pub(crate) use acquire::WriterLock;
+pub(crate) use acquire::{WriterLock, nonce_of};
 pub use lock_file::HeartbeatTiming;
 pub use process_identity::ProcessIdentity;

@@ -15,7 +15,7 @@ macro_rules! forwarded {
             fn file_stat(file: &File, path: &Path) -> Outcome<FileStat>;
             fn read(file: &File, path: &Path) -> Outcome<Vec<u8>>;
             fn read_at(file: &File, offset: u64, buffer: &mut [u8], path: &Path) -> Outcome<usize>;
-            fn free_space(folder: &Folder, path: &Path) -> Outcome<Option<u64>>;
+            fn free_room(folder: &Folder, path: &Path) -> Outcome<tundish_commit::disk::Room>;
             fn read_link(folder: &Folder, name: &OsStr, path: &Path) -> Outcome<OsString>;
             fn create_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;
             fn create_private_folder(parent: &Folder, name: &OsStr, path: &Path) -> Outcome<()>;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tundish_commit::disk::{Disk, FileStat, LockMode, LockOutcome, RealDisk};
-use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, Root};
+use tundish_commit::root::{HeartbeatTiming, OpenOptions, ProcessIdentity, ReadonlyRoot, Root};
 use tundish_commit::{CheckpointKind, CommitError};
 
 type Folder = <RealDisk as Disk>::Folder;
@@ -141,10 +141,8 @@ pub fn names(root: &Root<WatchedDisk>) -> Vec<String> {
     listed(root).into_iter().map(|(name, _)| name).collect()
 }
 
-/// The folder names in the registry.
-pub fn registered(path: &Path) -> Vec<String> {
-    let bytes = fs::read(path.join("checkpoints.json")).unwrap();
-    let registry: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
-    let folders = registry["checkpoints"].as_array().unwrap().iter();
-    folders.map(|entry| entry["folder"].as_str().unwrap().to_owned()).collect()
+/// The folder names of the checkpoints that a reader finds.
+pub fn visible(path: &Path) -> Vec<String> {
+    let found = ReadonlyRoot::open(RealDisk, path).unwrap().list().unwrap();
+    found.into_iter().map(|found| format!("{}-{}", found.kind, found.step)).collect()
 }
