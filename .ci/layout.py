@@ -32,6 +32,8 @@ SINGLE_IMPORTER: dict[str, str] = {
     "tundish.packing.sources.json_lines": "a format of files",
     "tundish.packing.sources.megatron": "a format of files",
     "tundish.packing.stream_source": "how far a source is, apart from how its samples are packed",
+    "tundish.scatter.loader_state": "what a resume needs, without any channel or thread",
+    "tundish.scatter.prefetch": "the thread of a loader, its queue and its end",
 }
 
 # So many more of them, and internal modules with `__all__`, are left from before these rules.

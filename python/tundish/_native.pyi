@@ -454,7 +454,7 @@ class ReceivedBuffer:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-# ---- tree, tensor_inspector ----
+# ---- dlpack, tensor_inspector ----
 
 @final
 class TensorExchange:

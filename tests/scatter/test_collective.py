@@ -144,58 +144,6 @@ def test_a_mesh_with_ranks_in_another_order_is_refused_on_all(tmp_path: Path) ->
         job.expect_end()
 
 
-def keep_every_batch(rank: int, line: Line) -> None:
-    on_nodes(rank, line.hear())
-    kept: list[Any] = []
-    for number in range(120):
-        size = 1000 * (number % 7)
-        given = [{"x": torch.full((size,), float(number + other)), "n": number} for other in range(2)]
-        mine = td.scatter_batch(given if rank == 0 else None)
-        if number % 3 == 0:
-            # The receiver may write to its batch.
-            mine["x"] += 0.5
-        kept.append(mine)
-        if number % 2:
-            del kept[number // 4]
-            kept.insert(number // 4, None)
-    for number, batch in enumerate(kept):
-        if batch is not None:
-            expected = number + rank + 0.5 * (number % 3 == 0)
-            assert (batch["n"], batch["x"].unique().tolist()) in ((number, []), (number, [expected]))
-
-
-@pytest.mark.parametrize("node", [2, 1])
-def test_batches_that_are_kept_do_not_change(node: int, tmp_path: Path) -> None:
-    with Job(keep_every_batch, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
-        job.expect_end()
-
-
-def keep_every_shared_batch(rank: int, line: Line) -> None:
-    kept: list[Any] = []
-    for number in range(300):
-        size = 5000 * (number % 7)
-        # All ranks get the same object.
-        given = [{"x": torch.full((size,), float(number)), "n": number}] * 3 if rank == 0 else None
-        mine = td.scatter_batch(given)
-        if (number + rank) % 3 == 0:
-            # Other ranks have their own copies.
-            mine["x"] += rank + 0.5
-        kept.append(mine)
-    dist.barrier()
-    for number, batch in enumerate(kept):
-        expected = number + (rank + 0.5) * ((number + rank) % 3 == 0)
-        assert (batch["n"], batch["x"].unique().tolist()) in ((number, []), (number, [expected]))
-    [found] = td.scatter.stats()
-    assert "gloo" not in found["transports"]
-
-
-def test_shared_batches_that_are_kept_do_not_change(tmp_path: Path) -> None:
-    with Job(keep_every_shared_batch, 3, tmp_path) as job:
-        job.expect_end()
-
-
 def tensors_apart(rank: int, line: Line) -> None:
     given = [{"x": torch.zeros(300), "y": torch.ones(300)}] * 2
     mine = td.scatter_batch(given if rank == 0 else None)
@@ -212,76 +160,6 @@ def tensors_apart(rank: int, line: Line) -> None:
 def test_tensors_of_a_batch_are_independent(tmp_path: Path) -> None:
     with Job(tensors_apart, 2, tmp_path) as job:
         job.expect_end()
-
-
-def warm_memory(rank: int, line: Line) -> None:
-    for _ in range(30):
-        td.scatter_batch([{"x": torch.zeros(1 << 18)}] * 2 if rank == 0 else None)
-        dist.barrier()
-    [found] = td.scatter.stats()
-    assert found["steps"] == 30 and found["batches"] == (30)
-    if rank == 0:
-        assert found["sent_bytes"] >= 30 << 20
-        # One batch is on its way, and the receiver has another.
-        assert 0 < sum(found["memory"].values()) <= 4 * (1 << 20) + (1 << 18)
-
-
-def test_memory_is_used_again(tmp_path: Path) -> None:
-    with Job(warm_memory, 2, tmp_path) as job:
-        job.expect_end()
-
-
-def schemas_of_all_sizes(rank: int, line: Line) -> None:
-    on_nodes(rank, line.hear())
-
-    def make(number: int) -> Any:
-        # Many shapes, which come again in another order.
-        return {"x": torch.full((number % 90,), number), "at": f"step {number}"}
-
-    for number in range(300):
-        mine = td.scatter_batch([make(number)] * 2 if rank == 0 else None)
-        assert same(mine, make(number))
-    # Longer than a message of the queue.
-    long = {"text": "x" * 100_000, "x": torch.ones(3)}
-    assert same(td.scatter_batch([long] * 2 if rank == 0 else None), long)
-    words = {"text": "x" * 100_000}
-    assert same(td.scatter_batch([words] * 2 if rank == 0 else None), words)
-
-
-@pytest.mark.parametrize("node", [2, 1])
-def test_schemas_of_all_sizes_and_numbers(node: int, tmp_path: Path) -> None:
-    with Job(schemas_of_all_sizes, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
-        job.expect_end()
-
-
-def structures_that_alternate(rank: int, line: Line) -> None:
-    on_nodes(rank, line.hear())
-
-    def make(number: int, parts: int) -> Any:
-        tensors = {f"part {part}": torch.full((3,), 1000 * number + part) for part in range(parts)}
-        return {"tensors": tensors, "at": number // 2, "said": [], "mean": np.full(2, number)}
-
-    kept = []
-    # Another structure between two equal ones, no batch, few tensors, empty tensors, and a source that fails.
-    for number, parts in enumerate(
-        [100] * 5 + [101] + [100] * 4 + [None] + [100] * 3 + [4, 4, 4, 100, 0, 0, 100, -1, 100]
-    ):
-        given = None if parts is None else [make(number, abs(parts))] * 2
-        if parts == -1:
-            with pytest.raises(ValueError if rank == 0 else td.errors.PeerFailedError, match="no more"):
-                td.scatter_batch(raising(ValueError("no more")) if rank == 0 else None)
-            continue
-        mine = td.scatter_batch(given if rank == 0 else None)
-        if parts is None:
-            assert mine is None
-            continue
-        assert same(mine, make(number, parts))
-        mine["said"].append(number)
-        kept.append((number, parts, mine))
-    for number, parts, mine in kept:
-        assert mine["said"].pop() == number and same(mine, make(number, parts))
 
 
 def batches_of_tens_of_megabytes(rank: int, line: Line) -> None:
@@ -301,14 +179,6 @@ def test_large_batches_of_several_ranks_arrive_whole(tmp_path: Path) -> None:
 def raising(error: Exception) -> Iterator[Any]:
     raise error
     yield
-
-
-@pytest.mark.parametrize("node", [2, 1])
-def test_structures_that_alternate_arrive_unchanged(node: int, tmp_path: Path) -> None:
-    with Job(structures_that_alternate, 2, tmp_path) as job:
-        job.tell(0, node)
-        job.tell(1, node)
-        job.expect_end()
 
 
 def endless() -> Iterator[int]:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 import tundish as td
-from tundish.scatter.participants import Participants, replicated_participants
+from tundish.scatter.participants import replicated_participants
 
 
 class FakeVoter:
-    """A voter that broadcasts given groups and positions."""
+    """A voter that combines given groups and positions."""
 
     def __init__(self, groups: list[Any]) -> None:
         self.ranks = tuple(range(0, 8000, 2))
         self._text = json.dumps(groups)
 
-    def gather(self, *_: Any, **__: Any) -> list[str]:
-        return []
-
-    def broadcast(self, *_: Any, **__: Any) -> str:
+    def combine(self, *_: Any, **__: Any) -> str:
         return self._text
 
 
@@ -41,12 +37,3 @@ def test_a_message_names_some_of_thousands_of_ranks(groups: list[Any], shown: st
         replicated_participants(voter, None, 0, what="a test", timeout=timedelta(seconds=1))
     assert shown in str(raised.value) and "and 3992 more" in str(raised.value)
     assert len(str(raised.value)) < 500
-
-
-def test_the_batch_of_a_rank_is_found_without_a_search() -> None:
-    # The source looks up every rank in every step.
-    ranks = tuple(range(0, 60_000, 3))
-    participants = Participants(ranks=ranks, batch_numbers=tuple(range(len(ranks))), rank=3, source=0)
-    started = time.monotonic()
-    assert [participants.batch_number(rank) for rank in ranks] == list(participants.batch_numbers)
-    assert time.monotonic() - started < 0.5

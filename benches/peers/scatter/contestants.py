@@ -7,17 +7,12 @@ batch, which the caller may write to.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tundish.distributed import Voter
-from tundish.scatter.incoming_batch import IncomingBatch
-from tundish.scatter.participants import participants_of
-from tundish.scatter.receiver import ScatterReceiver
-from tundish.scatter.source import ScatterSource
+import tundish as td
 
 __all__ = ["CONTESTANTS", "Scatter", "isend", "rebuild", "take_apart"]
 
@@ -26,18 +21,7 @@ Scatter = Callable[[list[Any] | None], Any]
 
 def ours() -> Scatter:
     """A tundish scatter from rank 0."""
-    with Voter() as voter:
-        kind = ScatterReceiver if voter.rank else ScatterSource
-        scatter_rank = kind(voter, participants_of(None, 0), timeout=timedelta(minutes=1))
-
-    def scatter(batches: list[Any] | None) -> Any:
-        if isinstance(scatter_rank, ScatterSource):
-            return scatter_rank.send(batches)()
-        received = scatter_rank.receive()
-        assert isinstance(received, IncomingBatch)
-        return received.build(None)
-
-    return scatter
+    return td.scatter_batch
 
 
 def take_apart(batch: Any, tensors: list[torch.Tensor]) -> Any:

@@ -66,28 +66,17 @@ def main() -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    reply: dict[str, dict[str, dict[str, float]]] = {}
-    structures = 0
+    reply: dict[str, dict[str, float]] = {}
     for kind, rounds in request["rounds"].items():
-        seconds: dict[str, dict[str, list[float]]] = {
-            state: {name: [] for name in CONTESTANTS} for state in ("known", "new")
-        }
+        seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         batch = KINDS[kind](0)
         for _ in range(rounds):
             for name in CONTESTANTS:
                 gc.collect()
                 # The first one only warms up.
-                for number in range(request["repeats"] + 1):
-                    structures += 1
-                    new = {f"structure {structures}": batch, "more": torch.ones(structures)}
-                    for state, one in (("known", batch), ("new", new)):
-                        spent = timed(name, one)
-                        if number:
-                            seconds[state][name].append(spent)
-        reply[kind] = {
-            state: {name: min(times) for name, times in contestants.items()}
-            for state, contestants in seconds.items()
-        }
+                timed(name, batch)
+                seconds[name] += [timed(name, batch) for _ in range(request["repeats"])]
+        reply[kind] = {name: min(times) for name, times in seconds.items()}
     print(json.dumps(reply), flush=True)
 
 

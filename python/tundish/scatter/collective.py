@@ -15,20 +15,15 @@ from typing import Any
 
 from tundish.distributed import group_info, torch_distributed
 from tundish.errors import InvalidInputError
-from tundish.scatter.incoming_batch import IncomingBatch
+from tundish.scatter.batch_bytes import IncomingBatch, resolve_device
 from tundish.scatter.participants import (
     agree_on_participants,
     participants_of,
     process_group,
     source_index,
 )
-from tundish.scatter.receiver import ScatterReceiver
-from tundish.scatter.scatter_rank import ScatterStats
-from tundish.scatter.source import ScatterSource
-from tundish.scatter.target_device import resolve_device
+from tundish.scatter.steps import ScatterReceiver, ScatterSource, ScatterStats
 from tundish.scatter.transport.device import device_backend
-
-__all__ = ["scatter_batch", "stats"]
 
 _Scatter = ScatterSource | ScatterReceiver
 # The source's rank in the group, and the name of the group of ranks that get the same batch.

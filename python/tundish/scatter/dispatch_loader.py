@@ -27,23 +27,14 @@ from tundish.errors import (
     TimedOutError,
 )
 from tundish.progress import ProgressLine
-from tundish.scatter.loader.batch_reader import Tail, step_count
-from tundish.scatter.loader.early_exit import EarlyExits
-from tundish.scatter.loader.epoch import Epoch, LoaderStep
-from tundish.scatter.loader.epoch_iterator import FORKED, EpochIterator
-from tundish.scatter.loader.epoch_receiver import EpochReceiver
-from tundish.scatter.loader.epoch_source import EpochSource
-from tundish.scatter.loader.loader_state import LoaderState, as_count
-from tundish.scatter.loader.prefetch import InlineSteps, PrefetchedSteps
-from tundish.scatter.loader.wrapped_loader import length_of, refuse_sharded, set_epoch
+from tundish.scatter.batch_bytes import resolve_device
+from tundish.scatter.batch_reader import Tail, length_of, refuse_sharded, set_epoch, step_count
+from tundish.scatter.iteration import EarlyExits, Epoch, EpochReceiver, EpochSource, LoaderStep
+from tundish.scatter.loader_state import LoaderState, as_count
 from tundish.scatter.participants import agree_on_participants, process_group
-from tundish.scatter.receiver import ScatterReceiver
+from tundish.scatter.prefetch import FORKED, EpochIterator, InlineSteps, PrefetchedSteps
 from tundish.scatter.rendezvous import memory_limit
-from tundish.scatter.scatter_rank import ScatterStats
-from tundish.scatter.source import ScatterSource
-from tundish.scatter.target_device import resolve_device
-
-__all__ = ["DispatchLoader", "LoaderStats"]
+from tundish.scatter.steps import ScatterReceiver, ScatterSource, ScatterStats
 
 T_co = TypeVar("T_co", covariant=True)
 

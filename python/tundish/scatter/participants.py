@@ -18,15 +18,6 @@ from typing import Any
 from tundish.distributed import DEFAULT_TIMEOUT, Voter, group_info, torch_distributed, voter_of
 from tundish.errors import InvalidInputError, InvalidTypeError, format_list, format_rank_list, format_ranks
 
-__all__ = [
-    "Participants",
-    "agree_on_participants",
-    "participants_of",
-    "process_group",
-    "replicated_participants",
-    "source_index",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Participants:
@@ -145,9 +136,7 @@ def replicated_participants(
         mine = json.dumps((own.ranks, own.batch_number(own.rank)))
     except (InvalidInputError, InvalidTypeError) as caught:
         error = caught
-    gathered = voter.gather(mine, error, what=what, timeout=timeout)
-    text = json.dumps([json.loads(answer) for answer in gathered]) if gathered else None
-    all_groups = json.loads(voter.broadcast(text, what=what, timeout=timeout))
+    all_groups = json.loads(voter.combine(mine, _as_list, error, what=what, timeout=timeout))
     groups, positions = zip(*all_groups, strict=True)
     ranks = tuple(rank for group in groups for rank in group)
     if len(set(ranks)) != len(ranks) or any(len(group) != len(own.ranks) for group in groups):
@@ -167,6 +156,10 @@ def replicated_participants(
         rank=own.rank,
         source=ranks[own.ranks.index(own.source)],
     )
+
+
+def _as_list(answers: list[str]) -> str:
+    return f"[{', '.join(answers)}]"
 
 
 def _timeout_of(group: Any) -> timedelta:

@@ -1,13 +1,19 @@
-"""How the ranks of a scatter connect to each other, once, before the first step.
+"""How the ranks of a scatter connect to each other, once, before the first step: `connect` returns their `Channels`.
 
 Ranks of the source's node get their batches through shared memory. On another node, of the ranks that get the same
 batch, the first receives it over gloo and passes it on.
+
+gloo does not always say that a peer is gone: a rank in the middle of a message may wait for a dead one without end. So
+the source and ranks of other nodes keep TCP connections, on which nothing travels after the handshake. Where none can
+be made, because of a firewall for example, only timeouts tell of a lost rank.
 
 Invariants:
 - Ranks wait for each other in votes only, so all name a rank that fails or dies.
 - After a failure all sockets are closed.
 - Every user of the machine can find a socket in the abstract namespace. Both ends check that the other process belongs
   to the same user. A listener takes connections from the moment it has a name, so that strangers cannot fill its queue.
+- A connection between nodes is kept only where both ends showed the secrets that the source sent through the job's
+  store.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from typing import Any
 import torch
 
 from tundish import _native
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed import (
     PeerWatch,
     Voter,
@@ -33,30 +40,88 @@ from tundish.distributed import (
     group_info,
     new_subgroup,
     nodes_of,
+    store_address,
     torch_distributed,
     unique_name,
 )
 from tundish.errors import PeerFailedError
+from tundish.own_address import OUTSIDE, address_towards
 from tundish.scatter.participants import Participants
-from tundish.scatter.transport.channels import Channels
 from tundish.scatter.transport.device import DeviceChannel
 from tundish.scatter.transport.gloo import GlooReceiver, GlooSender
-from tundish.scatter.transport.liveness_sockets import LivenessListener, connect_to_source, is_source
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
-__all__ = ["connect", "memory_limit"]
-
+_WHAT = "connecting the ranks of a scatter"
 _BACKLOG = 4096
-# Between two looks of the accepting thread whether it is to end.
+
+# On a node: between two looks of the accepting thread whether it is to end.
 _ACCEPT_SECONDS = 0.005
 # The rank, before the address of its watch.
 _HELLO = struct.Struct("<q")
 _ADDRESS_BYTES = 108
 # Process, user and group on the other end of a unix socket.
 _CREDENTIALS = struct.Struct("iII")
-_WHAT = "connecting the ranks of a scatter"
 
+# Between nodes: how long a connection may take, and the secret and rank that a receiver shows.
+_CONNECT_SECONDS = 2.0
+_SECRET_BYTES = 16
+_SECRET_HELLO = struct.Struct(f"<{_SECRET_BYTES}sq")
+# A machine that vanished is asked after 10 s of silence, three times, every 5 s.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
+# Name of the listener, address of the watch, process.
 _Address = tuple[str, str, int]
+# Hosts, port, the secret that a receiver shows, the secret that the source shows.
+_Invitation = tuple[list[str], int, str, str]
+
+
+class Channels:
+    """The channels that `rendezvous.connect` made; `close` them.
+
+    Attributes:
+        watch: notices when a rank on the other end of a channel is gone.
+        sender_rank: the rank that sends this one its batches: the source, or a rank of this node.
+        to_node: on the source, to ranks of its node; else to ranks of this node that get the same batch as this one.
+        to_other_nodes: on the source, to ranks of other nodes.
+        receiver: on all ranks but the source, for the batches that come.
+        device: between devices of different nodes, where the group has a backend for that.
+        arena: memory for batches that come from other nodes or go there.
+        thread: waits in gloo.
+    """
+
+    def __init__(self, watch: PeerWatch, sender_rank: int) -> None:
+        self.watch = watch
+        self.sender_rank = sender_rank
+        self.to_node: list[SharedMemorySender] = []
+        self.to_other_nodes: list[GlooSender] = []
+        self.receiver: SharedMemoryReceiver | GlooReceiver | None = None
+        self.device: DeviceChannel | None = None
+        self.arena: Any = None
+        self.arena_limit = 0
+        self.thread = DaemonThread("tundish-scatter")
+        self.gloo_group: Any = None
+
+    @property
+    def senders(self) -> list[SharedMemorySender | GlooSender]:
+        """To all ranks that get their batches from this one."""
+        return [*self.to_node, *self.to_other_nodes]
+
+    def close(self) -> None:
+        """Close sockets and free memory; not collective. The other ranks see this one leave."""
+        self.watch.close()
+        for sender in self.to_node:
+            sender.close()
+        if self.receiver is not None:
+            self.receiver.close()
+        self.thread.close()
+        self.to_node, self.to_other_nodes, self.receiver = [], [], None
+        group, self.gloo_group = self.gloo_group, None
+        if group is not None:
+            # The default group takes all others along when it is destroyed.
+            with contextlib.suppress(Exception):
+                distributed = torch_distributed()
+                if distributed.is_initialized() and group in distributed.distributed_c10d._world.pg_map:
+                    distributed.destroy_process_group(group)
 
 
 def memory_limit(ranks: int) -> int:
@@ -137,7 +202,7 @@ class _Rendezvous:
         self._is_source = participants.rank == participants.source
         # Of this rank, for ranks of its node and of other nodes.
         self._listener: _SameUserListener | None = None
-        self._liveness_listener: LivenessListener | None = None
+        self._liveness_listener: _LivenessListener | None = None
         # Addresses of the listener and the watch, and the process id, of this rank and of its sender.
         self._own_address: _Address | None = None
         self._sender_address: _Address | None = None
@@ -165,7 +230,7 @@ class _Rendezvous:
             # Without it, because there are no descriptors left for example, timeouts have to do.
             with contextlib.suppress(OSError):
                 self._liveness_listener = self._temporary.enter_context(
-                    contextlib.closing(LivenessListener(group_info(None).store))
+                    contextlib.closing(_LivenessListener(group_info(None).store))
                 )
         invitation = None if self._liveness_listener is None else self._liveness_listener.invitation
         text = self._voter.broadcast(
@@ -190,7 +255,7 @@ class _Rendezvous:
             connection.sendall(_HELLO.pack(rank) + channels.watch.address.encode())
             channels.watch.connect({channels.sender_rank: watch_address})
         elif rank in self._gloo_receivers and self._invitation is not None:
-            self._to_source = connect_to_source(self._invitation, rank)
+            self._to_source = _connect_to_source(self._invitation, rank)
 
     def accept_receivers(self, channels: Channels) -> None:
         """Accept the ranks that get their batches from this one."""
@@ -227,7 +292,7 @@ class _Rendezvous:
         participants, gloo_receivers = self._participants, self._gloo_receivers
         if isinstance(channels.receiver, SharedMemoryReceiver):
             channels.receiver.receive_queue()
-        if self._to_source is not None and is_source(self._to_source, self._invitation):
+        if self._to_source is not None and _is_source(self._to_source, self._invitation):
             channels.watch.add_connection(participants.source, self._to_source)
         if not gloo_receivers or not (self._is_source or participants.rank in gloo_receivers):
             return
@@ -313,3 +378,95 @@ def _is_same_user(connection: socket.socket) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
+
+
+class _LivenessListener:
+    """The source's end of the connections between nodes. `store`: the job's store."""
+
+    def __init__(self, store: Any) -> None:
+        self._secrets = secrets.token_bytes(_SECRET_BYTES), secrets.token_bytes(_SECRET_BYTES)
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        self._listener = socket.create_server(
+            ("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual
+        )
+        port: int = self._listener.getsockname()[1]
+        receivers_secret, own_secret = (one.hex() for one in self._secrets)
+        self.invitation: _Invitation = _own_addresses(store), port, receivers_secret, own_secret
+
+    def accept(self) -> dict[int, socket.socket]:
+        """The connections that ranks have made by now."""
+        found: dict[int, socket.socket] = {}
+        self._listener.settimeout(0)
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                rank = self._rank_of(connection)
+                if rank is None:
+                    connection.close()
+                else:
+                    found[rank] = connection
+        return found
+
+    def close(self) -> None:
+        """Take no more connections."""
+        self._listener.close()
+
+    def _rank_of(self, connection: socket.socket) -> int | None:
+        receivers_secret, own_secret = self._secrets
+        # A receiver of this job has sent its hello before the vote that led here.
+        connection.settimeout(0)
+        with contextlib.suppress(OSError):
+            hello = connection.recv(_SECRET_HELLO.size)
+            if len(hello) == _SECRET_HELLO.size:
+                secret, rank = _SECRET_HELLO.unpack(hello)
+                if secrets.compare_digest(secret, receivers_secret):
+                    connection.sendall(own_secret)
+                    _keep_alive(connection)
+                    return int(rank)
+        return None
+
+
+def _connect_to_source(invitation: _Invitation, rank: int) -> socket.socket | None:
+    """A connection to the source, on which this rank has sent its number; None if the source cannot be reached."""
+    hosts, port, receivers_secret, _ = invitation
+    for host in hosts:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+            try:
+                connection.sendall(_SECRET_HELLO.pack(bytes.fromhex(receivers_secret), rank))
+            except OSError:
+                connection.close()
+                raise
+            return connection
+    return None
+
+
+def _is_source(connection: socket.socket, invitation: _Invitation) -> bool:
+    """Whether the other end shows the source's secret; else the connection is closed."""
+    with contextlib.suppress(OSError):
+        connection.settimeout(_CONNECT_SECONDS)
+        secret = connection.recv(_SECRET_BYTES, socket.MSG_WAITALL)
+        if secrets.compare_digest(secret, bytes.fromhex(invitation[3])):
+            _keep_alive(connection)
+            return True
+    connection.close()
+    return False
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _own_addresses(store: Any) -> list[str]:
+    """Addresses at which other nodes may reach this machine, the most likely first."""
+    store_host = store_address(store)
+    to_store = None if store_host is None else address_towards(store_host)
+    to_others = address_towards(OUTSIDE)
+    if to_store is not None and to_store.startswith("127."):
+        # This machine serves the store, and may know its own name for a loopback address.
+        to_store, to_others = to_others, to_store
+    return list(dict.fromkeys(address for address in (to_store, to_others) if address is not None))

@@ -7,13 +7,13 @@
 
 mod atomic_folder;
 mod checkpoint;
+mod dlpack;
 mod error;
 mod long_work;
 mod packing;
 mod shm;
 mod store;
 mod tensor_inspector;
-mod tree;
 mod with_gil;
 
 use pyo3::prelude::*;
@@ -59,6 +59,8 @@ mod _native {
     #[pymodule_export]
     use super::checkpoint::verify_checkpoint::verify_checkpoint;
     #[pymodule_export]
+    use super::dlpack::{TensorBuilder, TensorExchange};
+    #[pymodule_export]
     use super::packing::{
         PackLookup, StreamWindow, balanced_parts, integers_of_list, micro_batches, mix_packs, open_plan, pack,
         pack_to_folder, plan_fingerprint, plan_sample_index, save_plan, shuffled_indices, verify_plan,
@@ -90,8 +92,4 @@ mod _native {
     use super::store::shard_view::{ShardView, tensors_over};
     #[pymodule_export]
     use super::tensor_inspector::TensorInspector;
-    #[pymodule_export]
-    use super::tree::dlpack_exchange::TensorExchange;
-    #[pymodule_export]
-    use super::tree::tensor_builder::TensorBuilder;
 }

@@ -14,8 +14,7 @@ use pyo3::types::{PyBool, PySequence, PyType};
 
 use tundish_commit::Checksum;
 
-use crate::tree::dlpack::{COMPLEX, CPU, CUDA, Dtype, INT, Read, Tensor, UINT};
-use crate::tree::dlpack_exchange::{functions_of, method_of};
+use crate::dlpack::{COMPLEX, CPU, CUDA, Dtype, INT, Read, Tensor, UINT, functions_of, method_of};
 
 /// Inspects tensors of torch's own types.
 #[pyclass(frozen)]

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from tundish.distributed import new_subgroup, torch_distributed, unique_name
-from tundish.scatter.outgoing_batch import OutgoingBatch
-
-__all__ = ["DeviceChannel", "device_backend"]
+from tundish.scatter.batch_bytes import OutgoingBatch
 
 # Backends between devices. Only the caller's thread may use their collectives.
 _BACKENDS = ("nccl", "hccl", "xccl")

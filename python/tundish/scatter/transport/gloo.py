@@ -26,17 +26,15 @@ from torch import Tensor
 
 from tundish import _native
 from tundish.daemon_thread import DaemonThread, is_done
-from tundish.scatter.incoming_batch import IncomingBatch, bytes_of, decode_schema
-from tundish.scatter.outgoing_batch import OutgoingBatch
-from tundish.scatter.transport.message_header import DEVICE, HEADER_BYTES, MessageHeader, MessageKind
-from tundish.scatter.transport.shared_memory import MAX_LEASES, IncomingMessage
-
-__all__ = [
-    "GlooReceiver",
-    "GlooSender",
-    "OutgoingMessages",
-    "copy_to_arena",
-]
+from tundish.scatter.batch_bytes import IncomingBatch, OutgoingBatch, bytes_of, decode_schema
+from tundish.scatter.transport.message import (
+    DEVICE,
+    HEADER_BYTES,
+    MAX_LEASES,
+    IncomingMessage,
+    MessageHeader,
+    MessageKind,
+)
 
 _FOREVER = timedelta(days=365)
 # The first message: the header, and the text if it fits. gloo takes hardly longer for it than for one byte.

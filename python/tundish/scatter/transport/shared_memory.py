@@ -16,8 +16,7 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,29 +24,21 @@ from numpy.typing import NDArray
 from tundish import _native
 from tundish._native import SentBuffer
 from tundish.errors import StorageError, TimedOutError
-from tundish.scatter.incoming_batch import IncomingBatch, bytes_of, decode_schema
-from tundish.scatter.outgoing_batch import OutgoingBatch
-from tundish.scatter.transport.message_header import (
+from tundish.scatter.batch_bytes import IncomingBatch, OutgoingBatch, bytes_of, decode_schema
+from tundish.scatter.transport.message import (
     HEADER_BYTES,
+    MAX_LEASES,
     NEW_MEMORY,
     SHARED,
+    IncomingMessage,
     MessageHeader,
     MessageKind,
+    Waiter,
 )
 
 if TYPE_CHECKING:
     from tundish._native import ArenaStats
 
-__all__ = [
-    "MAX_LEASES",
-    "IncomingMessage",
-    "SharedMemoryReceiver",
-    "SharedMemorySender",
-    "Waiter",
-]
-
-# Batches in leased memory. Each takes a descriptor, so a receiver that keeps more gets copies.
-MAX_LEASES: Final = 128
 # How many segments a sender remembers whose descriptors it has sent.
 _MAX_KNOWN_SEGMENTS = 128
 # Messages that a sender may be ahead, and how many more may carry errors.
@@ -57,24 +48,6 @@ _ERROR_MESSAGES = 2
 _MESSAGE_BYTES = 32 * 1024
 # Goes along with a descriptor, because a stream carries none without a byte.
 _MARK = b"d"
-
-# Waits for an event. The argument is a function that waits for so many seconds, and returns whether the event came.
-# Raises when the event cannot come any more.
-Waiter = Callable[[Callable[[float], bool]], None]
-
-
-class IncomingMessage(NamedTuple):
-    """A message with its batch or its text.
-
-    Attributes:
-        header: the header.
-        content: the batch, or the text of a message without one.
-        buffer: the shared memory of the batch, if this rank passes it on to others.
-    """
-
-    header: MessageHeader
-    content: IncomingBatch | str
-    buffer: _native.SendBuffer | None = None
 
 
 class SharedMemorySender:

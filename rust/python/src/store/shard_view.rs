@@ -11,9 +11,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyList, PyMemoryView};
 use tundish_store::{Dtype, FetchedTensor};
 
+use crate::dlpack::{Geometry, TensorExchange};
 use crate::shm::drop_without_gil::DropWithoutGil;
-use crate::tree::dlpack_exchange::TensorExchange;
-use crate::tree::tensor_builder::Geometry;
 
 /// Views of fewer bytes are dropped with the GIL held.
 const LARGE: u64 = 1 << 20;

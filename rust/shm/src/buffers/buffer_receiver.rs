@@ -7,7 +7,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::OFlags;
@@ -31,9 +31,21 @@ struct MappedSegment {
     file: OwnedFd,
     identity: u64,
     sender: u32,
-    /// Whether a buffer in it was opened. Until then it is kept, however large: its sender may have ended, and no
-    /// other process has it.
-    is_opened: AtomicBool,
+    /// The last generation that was opened here; 0 before the first. Until then it is kept, however large: its sender
+    /// may have ended, and no other process has it.
+    opened: AtomicU64,
+}
+
+impl MappedSegment {
+    fn is_opened(&self) -> bool {
+        self.opened.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether its sender has dropped it, and no buffer in it is still to be opened here. What other receivers of the
+    /// same buffer have opened does not count.
+    fn is_over(&self) -> bool {
+        header::is_retired(&self.map) && self.opened.load(Ordering::Relaxed) >= header::generation(&self.map)
+    }
 }
 
 /// The segments in which a process receives buffers, the one that was used last at the end.
@@ -112,7 +124,7 @@ impl BufferReceiver {
             return Err(refuse("its sender has taken it back"));
         }
         header::acknowledge(&known.map, reference.address.generation);
-        if !known.is_opened.swap(true, Ordering::Relaxed) {
+        if known.opened.fetch_max(reference.address.generation, Ordering::Relaxed) == 0 {
             let released = self.surplus_of(&mut self.lock());
             drop(released);
         }
@@ -158,9 +170,8 @@ impl BufferReceiver {
         let known = Arc::new(known);
         let mut kept = self.lock();
         let before = std::mem::take(&mut *kept);
-        // No more buffers come in a segment that its sender has dropped.
         let (released, mut still): (Vec<_>, Vec<_>) =
-            before.into_iter().partition(|other| header::is_retired(&other.map) || other.identity == known.identity);
+            before.into_iter().partition(|other| other.is_over() || other.identity == known.identity);
         still.push(Arc::clone(&known));
         let surplus = self.surplus_of(&mut still);
         *kept = still;
@@ -174,7 +185,7 @@ impl BufferReceiver {
         let mut bytes: usize = kept.iter().map(|known| known.map.len()).sum();
         let mut number = kept.len();
         let (surplus, still) = std::mem::take(kept).into_iter().partition(|oldest| {
-            let is_surplus = number > MAX_KEPT || (bytes > self.limit && oldest.is_opened.load(Ordering::Relaxed));
+            let is_surplus = number > MAX_KEPT || (bytes > self.limit && oldest.is_opened());
             if is_surplus {
                 bytes -= oldest.map.len();
                 number -= 1;
@@ -200,7 +211,7 @@ impl MappedSegment {
         let header = SegmentHeader::read(file.as_fd(), size, &name)?;
         let map = Mapping::new(&file, size.next_multiple_of(rustix::param::page_size()), Access::Write)?;
         map.populate(0, map.len());
-        Ok(MappedSegment { map, file, identity: header.identity, sender, is_opened: AtomicBool::new(false) })
+        Ok(MappedSegment { map, file, identity: header.identity, sender, opened: AtomicU64::new(0) })
     }
 }
 
@@ -283,6 +294,29 @@ mod tests {
             assert_eq!(read(&buffers.open(reference).unwrap()), bytes_of(mark, 5000));
         }
         assert_eq!(buffers.lock().len(), 0);
+    }
+
+    #[test]
+    fn a_buffer_that_only_another_receiver_has_opened_is_kept_though_its_sender_is_gone() {
+        let adopt = |receiver: &BufferReceiver, descriptor: i32| {
+            let file = memory_file::open_of(process::id(), descriptor, OFlags::RDWR).unwrap();
+            receiver.adopt(file, process::id()).unwrap();
+        };
+        let arena = Arc::new(Arena::new(ArenaPurpose::Messages, 1 << 20));
+        let (early, late) = (BufferReceiver::default(), BufferReceiver::default());
+        let (first, reference) = sent(&arena, &bytes_of(1, 5000));
+        for receiver in [&early, &late] {
+            adopt(receiver, first.descriptor());
+            receiver.open(&reference).unwrap();
+        }
+        drop(first);
+        let (second, reference) = sent(&arena, &bytes_of(2, 5000));
+        early.open(&reference).unwrap();
+        drop((second, arena));
+        let others = Arc::new(Arena::new(ArenaPurpose::Messages, 1 << 20));
+        let (other, _) = sent(&others, &bytes_of(3, 5000));
+        adopt(&late, other.descriptor());
+        assert_eq!(read(&late.open(&reference).unwrap()), bytes_of(2, 5000));
     }
 
     proptest! {

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.wrapped_loader import refuse_sharded
+from tundish.scatter.batch_reader import refuse_sharded
 
 ROWS: Any = torch.arange(8.0).view(8, 1)
 

@@ -1,4 +1,4 @@
-"""An incoming batch: from the bytes of its tensors to the object.
+"""The bytes of a batch: tensors into one buffer where it is sent, and out of it where it is received.
 
 Invariants:
 - Each tensor has a storage of its own, and the storage keeps the memory alive. Saving one tensor saves no other.
@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import pickle
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,18 +17,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tundish import _native
-from tundish.errors import NotPicklableError
-from tundish.scatter.target_device import copy_to_device, pinned_copy
+from tundish.errors import InvalidInputError, InvalidTypeError, NotPicklableError
+from tundish.tensor_bytes import INTEGER_DTYPES
 from tundish.tree import (
     DLPACK_DTYPES,
     DLPACK_EXCHANGE,
     NUMPY_DTYPES,
     BufferLayout,
     Schema,
+    flatten_with_addresses,
     unflatten_unchecked,
 )
 
-__all__ = ["IncomingBatch", "bytes_of", "decode_schema"]
+# More threads do not make a copy faster.
+_MAX_THREADS = 4
 
 # DLPack's code and bits of the dtypes that the compiled module makes tensors of.
 _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
@@ -39,6 +41,48 @@ _DLPACK_TYPES: dict[torch.dtype, tuple[int, int]] = {
 
 # For each tensor of a layout: shape, numpy's dtype or None, offset in bytes, dtype, number of values.
 _Places = list[tuple[torch.Size, "type[np.generic] | None", int, torch.dtype, int]]
+
+
+class OutgoingBatch:
+    """A batch to send, flattened.
+
+    Attributes:
+        schema: the batch without its tensors.
+        tensors: the tensors that travel.
+        size: bytes of the tensors in one buffer, as the schema's layout places them.
+        is_contiguous: whether all tensors are contiguous and in host memory.
+    """
+
+    def __init__(self, batch: Any, rank: int, threads: int) -> None:
+        self.tensors, self.schema, self._addresses = flatten_with_addresses(batch, f"rank {rank}'s batch")
+        self.size = self.schema.layout.total
+        self.is_contiguous = bool(self._addresses) or not self.tensors
+        self._threads = threads
+
+    @cached_property
+    def encoded_schema(self) -> bytes:
+        """The schema in bytes."""
+        return pickle.dumps(self.schema, 5)
+
+    def write(self, buffer: _native.SendBuffer) -> None:
+        """Write the tensors to the first `size` bytes of a buffer in shared memory."""
+        layout = self.schema.layout
+        if self.is_contiguous:
+            buffer.fill(self._addresses, layout.size_bytes, layout.offset_bytes, self._threads)
+            return
+        places = layout.tensors_in(torch.frombuffer(buffer, dtype=torch.uint8, count=self.size))
+        for place, tensor in zip(places, self.tensors, strict=True):
+            # As integers, since torch cannot copy tensors of every dtype.
+            integer = INTEGER_DTYPES.get(tensor.itemsize)
+            if integer is None:
+                place.copy_(tensor)
+            else:
+                place.view(integer).copy_(tensor.view(integer))
+
+
+def copy_threads(receivers: int) -> int:
+    """How many threads copy a batch on a node with so many receivers."""
+    return max(1, min(_MAX_THREADS, _native.available_processors() // max(1, receivers)))
 
 
 class IncomingBatch(NamedTuple):
@@ -142,3 +186,61 @@ def _places_and_builder(layout: BufferLayout) -> tuple[_Places, _native.TensorBu
             [(*_DLPACK_TYPES[dtype], list(shape), offset) for shape, _, offset, dtype, _ in places]
         )
     return places, builder
+
+
+def resolve_device(device: Any) -> torch.device | None:
+    """The device that the caller named; None for host memory.
+
+    Raises:
+        InvalidTypeError: `device` is neither a device nor the name of one.
+        InvalidInputError: the device does not exist, or this process cannot use it.
+    """
+    if device is None:
+        return None
+    try:
+        if isinstance(device, bool):
+            raise TypeError
+        found = torch.device(device)
+    except TypeError:
+        raise InvalidTypeError(f"device is {device!r}: give a torch.device, or the name of one") from None
+    except RuntimeError as error:
+        raise InvalidInputError(
+            f"device is {device!r}: give a device of torch, such as 'cpu' or 'cuda:0' ({_first_line(error)})"
+        ) from None
+    if found.type == "cpu":
+        return None
+    try:
+        torch.empty(0, device=found)
+    except Exception as error:
+        raise InvalidInputError(
+            f"device is {device!r}, which cannot be used here: {_first_line(error)}"
+        ) from error
+    return found
+
+
+def unflatten_to_device(schema: Schema, tensors: list[Tensor], device: torch.device) -> Any:
+    """The object of `schema`, with its tensors copied to `device`; arrays of numpy stay in host memory."""
+    on_host = schema.layout.host_only_tensors
+    moved = [
+        tensor if number in on_host else copy_to_device(tensor, device)
+        for number, tensor in enumerate(tensors)
+    ]
+    return unflatten_unchecked(schema, moved)
+
+
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. The copy goes on while the caller does."""
+    is_pinned = tensor.is_pinned()
+    if device.type == "cuda" and tensor.is_cpu and not is_pinned:
+        # A copy from pageable memory would wait for all earlier work on the caller's stream.
+        tensor, is_pinned = pinned_copy(tensor), True
+    return tensor.to(device, non_blocking=is_pinned)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, which torch keeps for the next copy."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -15,8 +15,8 @@ from support.distributed.programs import run
 import tundish as td
 from tundish import _native
 from tundish.errors import InvalidInputError
-from tundish.scatter import incoming_batch
-from tundish.scatter.incoming_batch import IncomingBatch, bytes_of
+from tundish.scatter import batch_bytes
+from tundish.scatter.batch_bytes import IncomingBatch, bytes_of
 from tundish.tree import DLPACK_EXCHANGE
 
 DTYPES = sorted(
@@ -66,8 +66,8 @@ def test_every_dtype(
     assert DLPACK_EXCHANGE is not None
     if not has_exchange:
         # As in torch before 2.10.
-        monkeypatch.setattr(incoming_batch, "DLPACK_EXCHANGE", None)
-    incoming_batch._places_and_builder.cache_clear()
+        monkeypatch.setattr(batch_bytes, "DLPACK_EXCHANGE", None)
+    batch_bytes._places_and_builder.cache_clear()
     raw = torch.arange(1, 49, dtype=torch.uint8)
     if dtype is torch.bool:
         raw %= 2

@@ -13,8 +13,6 @@ from typing import Any
 
 from tundish.errors import InvalidInputError, InvalidTypeError, StateMismatchError, format_type
 
-__all__ = ["LoaderState", "as_count"]
-
 _KIND, _VERSION = "DispatchLoader", 1
 _COUNTED = ("epoch", "batches")
 

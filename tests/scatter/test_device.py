@@ -16,10 +16,9 @@ from support.distributed.nccl_ranks import nccl_group
 from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 
 import tundish as td
-from tundish.scatter.incoming_batch import IncomingBatch
+from tundish.scatter.batch_bytes import IncomingBatch
 from tundish.scatter.participants import participants_of
-from tundish.scatter.receiver import ScatterReceiver
-from tundish.scatter.source import ScatterSource
+from tundish.scatter.steps import ScatterReceiver, ScatterSource
 from tundish.scatter.transport import device as device_transport
 from tundish.scatter.transport.device import DeviceChannel
 from tundish.scatter.transport.gloo import OutgoingMessages

@@ -1,23 +1,109 @@
 //! Reads and makes torch's tensors through DLPack's exchange API, which torch has from 2.10 on.
 //!
+//! [`TensorExchange`] reads dtypes, shapes and addresses of many tensors at once. [`TensorBuilder`] and [`over`] make
+//! tensors over memory that torch does not own. The structures are those of DLPack, version 1.
+//!
 //! Invariants:
 //!
 //! 1. The functions of the API and of the type's attributes are called with the GIL, and with objects of exactly the
 //!    type that they were found at.
 //! 2. Memory behind a pointer that they return is read before any other call.
+//! 3. A tensor that is made lies within the memory that its keeper keeps, and its storage holds the keeper until it is
+//!    freed.
+//! 4. torch may free a storage in any thread, with the GIL or without.
 #![allow(unsafe_code)]
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
 
+use pyo3::buffer::PyBuffer;
 use pyo3::ffi::{self, PyTypeObject};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyCapsule, PyList, PyType};
 
-use super::dlpack::{ATTRIBUTE, CAPSULE, CPU, Dtype, Functions, MAJOR_VERSION, Make, Read, Tensor};
-use super::tensor_builder::{self, Geometry, TensorBuilder};
+use crate::error::BindingError;
+use crate::with_gil::with_gil;
+
+/// The attribute of a tensor type that holds the exchange API, and the name of its capsule.
+pub(crate) const ATTRIBUTE: &str = "__dlpack_c_exchange_api__";
+pub(crate) const CAPSULE: &CStr = c"dlpack_exchange_api";
+
+/// A library with another version may have other structures.
+pub(crate) const MAJOR_VERSION: u32 = 1;
+
+// `DLDataTypeCode`.
+pub(crate) const INT: u8 = 0;
+pub(crate) const UINT: u8 = 1;
+pub(crate) const COMPLEX: u8 = 5;
+
+/// Host memory, and memory of a CUDA device.
+pub(crate) const CPU: i32 = 1;
+pub(crate) const CUDA: i32 = 2;
+
+/// `DLPackVersion`.
+#[repr(C)]
+pub(crate) struct Version {
+    pub(crate) major: u32,
+    pub(crate) minor: u32,
+}
+
+/// `DLDevice`.
+#[repr(C)]
+pub(crate) struct Device {
+    pub(crate) kind: i32,
+    pub(crate) number: i32,
+}
+
+/// `DLDataType`.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Dtype {
+    pub(crate) code: u8,
+    pub(crate) bits: u8,
+    pub(crate) lanes: u16,
+}
+
+/// `DLTensor`.
+#[repr(C)]
+pub(crate) struct Tensor {
+    pub(crate) data: *mut c_void,
+    pub(crate) device: Device,
+    pub(crate) dimensions: i32,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: *const i64,
+    pub(crate) strides: *const i64,
+    pub(crate) byte_offset: u64,
+}
+
+/// `DLManagedTensorVersioned`.
+#[repr(C)]
+pub(crate) struct Managed {
+    pub(crate) version: Version,
+    pub(crate) context: *mut c_void,
+    pub(crate) delete: Option<unsafe extern "C" fn(*mut Managed)>,
+    pub(crate) flags: u64,
+    pub(crate) tensor: Tensor,
+}
+
+/// Fills in a tensor that is valid until the object changes; returns 0 unless it raised.
+pub(crate) type Read = unsafe extern "C" fn(object: *mut c_void, out: *mut Tensor) -> c_int;
+
+/// Makes an object of a tensor, which it takes over; returns 0 unless it raised.
+pub(crate) type Make = unsafe extern "C" fn(tensor: *mut Managed, out: *mut *mut c_void) -> c_int;
+
+/// `DLPackExchangeAPI`. Functions that are not called here are plain pointers.
+#[repr(C)]
+pub(crate) struct Functions {
+    pub(crate) version: Version,
+    _previous: *const c_void,
+    _allocate: *const c_void,
+    _export: *const c_void,
+    pub(crate) make: Option<Make>,
+    pub(crate) read: Option<Read>,
+    _current_stream: *const c_void,
+}
 
 /// The functions of the type `torch.Tensor`.
 #[pyclass(frozen)]
@@ -95,7 +181,7 @@ impl TensorExchange {
     /// A tensor over the memory that begins at `data`, which `keeper` keeps.
     ///
     /// # Safety
-    /// As of [`tensor_builder::over`].
+    /// As of [`over`].
     pub(crate) unsafe fn over<'py, K: Send + 'static>(
         &self,
         py: Python<'py>,
@@ -104,7 +190,7 @@ impl TensorExchange {
         keeper: K,
     ) -> PyResult<Bound<'py, PyAny>> {
         // SAFETY: the caller's promise.
-        unsafe { tensor_builder::over(py, self.make, data, geometry, keeper) }
+        unsafe { over(py, self.make, data, geometry, keeper) }
     }
 
     /// Whether it has a gradient or is negated lazily, which the exchange API does not tell.
@@ -247,4 +333,151 @@ impl LayoutWords {
         self.words.extend(shape);
         true
     }
+}
+
+/// Builds the tensors of a batch over its memory, each at its own offset.
+#[pyclass(frozen)]
+pub(crate) struct TensorBuilder {
+    make: Make,
+    /// The geometry of each tensor, and the offset of its first byte.
+    places: Vec<(Arc<Geometry>, usize)>,
+    /// The size that the memory has at least, in bytes.
+    end: usize,
+}
+
+impl TensorBuilder {
+    fn new(make: Make, places: Vec<(u8, u8, Vec<i64>, usize)>) -> PyResult<Self> {
+        let mut end = 0;
+        let places = (places.into_iter().enumerate())
+            .map(|(number, (code, bits, shape, start))| {
+                let geometry = Geometry::dense(code, bits, &shape);
+                let stop = geometry.size().and_then(|size| start.checked_add(size)).ok_or_else(|| {
+                    BindingError::Value(format!("tensor {number}, of shape {shape:?}, has no bytes, or too many"))
+                })?;
+                end = end.max(stop);
+                Ok((Arc::new(geometry), start))
+            })
+            .collect::<Result<Vec<_>, BindingError>>()?;
+        Ok(TensorBuilder { make, places, end })
+    }
+}
+
+#[pymethods]
+impl TensorBuilder {
+    /// The tensors over `memory`, a writable buffer of bytes. Nothing is copied.
+    fn build<'py>(&self, memory: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let py = memory.py();
+        let export = PyBuffer::<u8>::get(memory)?;
+        if export.readonly() || !export.is_c_contiguous() || export.len_bytes() < self.end {
+            let message = format!("the tensors need a writable, contiguous buffer of {} bytes", self.end);
+            return Err(BindingError::Value(message).into());
+        }
+        let data = export.buf_ptr().cast::<u8>();
+        let keeper = Arc::new(HeldBuffer(Some(export)));
+        let tensors = PyList::empty(py);
+        for (geometry, start) in &self.places {
+            let (geometry, keeper) = (Arc::clone(geometry), Arc::clone(&keeper));
+            // SAFETY: the export keeps the memory, which is long enough; the caller gives each place to one tensor.
+            tensors.append(unsafe { over(py, self.make, data.wrapping_add(*start), geometry, keeper)? })?;
+        }
+        Ok(tensors)
+    }
+}
+
+/// An exported buffer, which is released with the GIL; never, if the interpreter has ended.
+struct HeldBuffer(Option<PyBuffer<u8>>);
+
+impl Drop for HeldBuffer {
+    fn drop(&mut self) {
+        let export = self.0.take();
+        if let Err(without_gil) = with_gil(move |_| drop(export)) {
+            std::mem::forget(without_gil);
+        }
+    }
+}
+
+/// Dtype and shape of a dense tensor.
+pub(crate) struct Geometry {
+    dtype: Dtype,
+    /// The shape, then the strides.
+    lengths: Box<[i64]>,
+}
+
+impl Geometry {
+    /// `code` and `bits` are those of DLPack's dtypes.
+    pub(crate) fn dense(code: u8, bits: u8, shape: &[i64]) -> Self {
+        let mut step = 1_i64;
+        let mut strides = vec![0; shape.len()];
+        for (stride, &length) in strides.iter_mut().zip(shape).rev() {
+            *stride = step;
+            step = step.saturating_mul(length);
+        }
+        Geometry { dtype: Dtype { code, bits, lanes: 1 }, lengths: [shape, &strides].concat().into() }
+    }
+
+    fn dimensions(&self) -> usize {
+        self.lengths.len() / 2
+    }
+
+    /// The size in bytes; None for no bytes, or for more than there can be.
+    fn size(&self) -> Option<usize> {
+        let (width, shape) = (usize::from(self.dtype.bits / 8), &self.lengths[..self.dimensions()]);
+        let size = shape.iter().try_fold(width, |size, &length| size.checked_mul(length.try_into().ok()?))?;
+        (size > 0).then_some(size)
+    }
+}
+
+/// The structure that torch gets, followed by all that the tensor keeps alive.
+#[repr(C)]
+struct Owned<K> {
+    managed: Managed,
+    _keeper: K,
+    _geometry: Arc<Geometry>,
+}
+
+/// A tensor over the memory that begins at `data`, which `keeper` keeps.
+///
+/// # Safety
+/// As long as the keeper lives the memory is there, as large as the tensor, and only users of the tensor use it.
+unsafe fn over<K: Send + 'static>(
+    py: Python<'_>,
+    make: Make,
+    data: *mut u8,
+    geometry: impl Into<Arc<Geometry>>,
+    keeper: K,
+) -> PyResult<Bound<'_, PyAny>> {
+    let geometry = geometry.into();
+    let dimensions = geometry.dimensions();
+    let tensor = Tensor {
+        data: data.cast(),
+        device: Device { kind: CPU, number: 0 },
+        dimensions: dimensions as i32,
+        dtype: geometry.dtype,
+        shape: geometry.lengths.as_ptr(),
+        strides: geometry.lengths[dimensions..].as_ptr(),
+        byte_offset: 0,
+    };
+    let managed = Managed {
+        version: Version { major: MAJOR_VERSION, minor: 0 },
+        context: ptr::null_mut(),
+        delete: Some(free::<K>),
+        flags: 0,
+        tensor,
+    };
+    let owned = Box::into_raw(Box::new(Owned { managed, _keeper: keeper, _geometry: geometry }));
+    let mut object = ptr::null_mut();
+    // SAFETY: the structure is complete, and torch's from here on: it calls `delete` when it frees the storage. If
+    // torch fails, how much of it is used is unknown, and it is never freed.
+    if unsafe { make(owned.cast(), &raw mut object) } != 0 {
+        return Err(PyErr::fetch(py));
+    }
+    // SAFETY: torch returned a new reference.
+    unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) }
+}
+
+/// # Safety
+/// Called by torch alone, once for each structure that `over` made with this `K`.
+unsafe extern "C" fn free<K>(managed: *mut Managed) {
+    // SAFETY: it is the beginning of what `over` boxed, and nothing uses it any more.
+    drop(unsafe { Box::from_raw(managed.cast::<Owned<K>>()) });
 }

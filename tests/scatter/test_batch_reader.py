@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.batch_reader import BatchReader, StepBatches, Tail
+from tundish.scatter.batch_reader import BatchReader, StepBatches, Tail
 
 
 class Squares(Dataset[int]):

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from tundish.errors import OutOfMemoryError, StorageError, TundishError
-from tundish.scatter.incoming_batch import IncomingBatch
-from tundish.scatter.outgoing_batch import OutgoingBatch
+from tundish.scatter.batch_bytes import IncomingBatch, OutgoingBatch
 from tundish.scatter.transport import shared_memory
-from tundish.scatter.transport.message_header import MessageKind
+from tundish.scatter.transport.message import MessageKind
 from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
 
 Channel = tuple[SharedMemorySender, SharedMemoryReceiver]

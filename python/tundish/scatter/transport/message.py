@@ -1,25 +1,28 @@
-"""The fixed-size header of every message from a source to a receiver.
+"""The messages between a source and its receivers, and what all transports of batches have in common.
 
-The text after a header is a schema, an error or a control message. Every header has the number of its step: a receiver
-that left a step early skips the messages of that step.
+A message is a header of a fixed size and a text: a schema, an error or a control message. Every header has the number
+of its step: a receiver that left a step early skips the messages of that step.
+
+`shared_memory` carries messages and batches between ranks of one node, `gloo` between nodes. `device` carries the
+tensors alone, whose messages go over gloo.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-__all__ = [
-    "DEVICE",
-    "HEADER_BYTES",
-    "NEW_MEMORY",
-    "NO_MEMORY",
-    "SHARED",
-    "MemoryReference",
-    "MessageHeader",
-    "MessageKind",
-]
+from tundish import _native
+from tundish.scatter.batch_bytes import IncomingBatch
+
+# Batches in memory that is used again. On a node each takes a descriptor. A receiver that keeps more gets copies.
+MAX_LEASES: Final = 128
+
+# Waits for an event. The argument is a function that waits for so many seconds, and returns whether the event came.
+# Raises when the event cannot come any more.
+Waiter = Callable[[Callable[[float], bool]], None]
 
 
 class MessageKind(IntEnum):
@@ -80,3 +83,35 @@ class MessageHeader(NamedTuple):
         """The header at the beginning of `message`."""
         step, kind, flags, text_bytes, size, *memory = _HEADER.unpack_from(message)
         return cls(step, MessageKind(kind), flags, text_bytes, size, tuple(memory))
+
+
+class IncomingMessage(NamedTuple):
+    """A message with its batch or its text.
+
+    Attributes:
+        header: the header.
+        content: the batch, or the text of a message without one.
+        buffer: the shared memory of the batch, if this rank passes it on to others.
+    """
+
+    header: MessageHeader
+    content: IncomingBatch | str
+    buffer: _native.SendBuffer | None = None
+
+
+class Receiver(Protocol):
+    """The end of a channel at which messages come, one after the other."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether a message came within so many seconds, or an error that `read` raises."""
+
+    def read(self) -> IncomingMessage:
+        """The message that `wait` found. One that cannot be read is gone.
+
+        Raises:
+            OutOfMemoryError, StorageError: this process has no memory or no descriptor for it.
+            RuntimeError: the sender is gone.
+        """
+
+    def close(self) -> None:
+        """Take no more messages. Batches stay."""

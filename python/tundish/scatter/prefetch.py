@@ -1,5 +1,7 @@
 """The steps of an iteration for its caller: prefetched by a thread, or made when they are asked for.
 
+`EpochIterator` is what a loop has. It takes steps from `PrefetchedSteps`, which a thread makes, or from `InlineSteps`.
+
 Invariants:
 - The thread keeps neither the loader nor its iterator alive, so both are freed when nobody uses them.
 - The thread ends when everything that was sent in the iteration is read, also where its caller left.
@@ -8,18 +10,22 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Self, TypeVar
 
 from tundish.callers_device import on_this_device
 from tundish.daemon_thread import is_done
-from tundish.errors import TimedOutError
-from tundish.scatter.loader.epoch import Epoch, LoaderStep
+from tundish.errors import InvalidInputError, TimedOutError
+from tundish.scatter.iteration import Epoch, LoaderStep
 
-__all__ = ["InlineSteps", "PrefetchedSteps"]
+FORKED = "this DispatchLoader was made before a fork: make one in the process that uses it"
+
+T_co = TypeVar("T_co", covariant=True)
 
 # How often a thread that is far enough ahead looks for ranks that are gone, and a caller for its deadline.
 _POLL_SECONDS = 0.1
@@ -203,3 +209,66 @@ class PrefetchedSteps(InlineSteps):
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
+
+
+class EpochIterator(Iterator[T_co]):
+    """Iterates over this rank's batches of one epoch. Deleting it leaves the loop.
+
+    Args:
+        steps: the steps of the iteration.
+        hand_out: returns the batch of a step; called with None at the end. Its second argument is how many seconds the
+            loop waited for the step.
+    """
+
+    def __init__(self, steps: InlineSteps, hand_out: Callable[[LoaderStep | None, float], T_co]) -> None:
+        self._steps = steps
+        self._hand_out = hand_out
+        self._process = os.getpid()
+        self._is_over = False
+        self._left_because: str | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T_co:
+        self._raise_if_left()
+        if self._is_over:
+            raise StopIteration
+        if os.getpid() != self._process:
+            raise InvalidInputError(FORKED)
+        begin = time.monotonic()
+        try:
+            try:
+                step = self._steps.next_step()
+            except Exception:
+                self._raise_if_left()
+                raise
+            # A signal's handler may have left the loop meanwhile.
+            self._raise_if_left()
+            batch = self._hand_out(step, time.monotonic() - begin)
+        except BaseException:
+            self.close()
+            raise
+        if step is None:
+            self._is_over = True
+            raise StopIteration
+        return batch
+
+    def close(self, why: str | None = None) -> None:
+        """Leave the loop, where it is not over. `why`: where it is not the caller that leaves it."""
+        if not self._is_over and os.getpid() == self._process:
+            self._left_because = why
+            self._is_over = True
+            self._steps.leave()
+
+    def _raise_if_left(self) -> None:
+        if self._left_because is not None:
+            # The end of the iteration would look like the end of the data.
+            raise InvalidInputError(f"this iterator has no more steps: {self._left_because}")
+
+    def __del__(self) -> None:
+        # At the end of the interpreter, modules may be gone.
+        try:  # noqa: SIM105
+            self.close()
+        except Exception:  # noqa: BLE001, S110
+            pass

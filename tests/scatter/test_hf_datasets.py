@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import tundish as td
 from tundish.errors import InvalidInputError
-from tundish.scatter.loader.wrapped_loader import refuse_sharded
+from tundish.scatter.batch_reader import refuse_sharded
 
 BATCHES = 6
 
