@@ -49,7 +49,8 @@ from tundish.own_address import OUTSIDE, address_towards
 from tundish.scatter.participants import Participants
 from tundish.scatter.transport.device import DeviceChannel
 from tundish.scatter.transport.gloo import GlooReceiver, GlooSender
-from tundish.scatter.transport.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from tundish.scatter.transport.message import Receiver, Sender
+from tundish.scatter.transport.shared_memory import NodeSender, SharedMemoryReceiver, SharedMemorySender
 
 _WHAT = "connecting the ranks of a scatter"
 _BACKLOG = 4096
@@ -76,45 +77,46 @@ _Invitation = tuple[list[str], int, str, str]
 
 
 class Channels:
-    """The channels that `rendezvous.connect` made; `close` them.
+    """The channels of one rank in a scatter; `close` them.
 
     Attributes:
         watch: notices when a rank on the other end of a channel is gone.
         sender_rank: the rank that sends this one its batches: the source, or a rank of this node.
-        to_node: on the source, to ranks of its node; else to ranks of this node that get the same batch as this one.
-        to_other_nodes: on the source, to ranks of other nodes.
         receiver: on all ranks but the source, for the batches that come.
+        to_node: on the source, to ranks of its node; else to ranks of this node that get the same batch as this one.
+        to_other_nodes: on the source, to ranks of other nodes, if there are any.
         device: between devices of different nodes, where the group has a backend for that.
-        arena: memory for batches that come from other nodes or go there.
         thread: waits in gloo.
     """
 
     def __init__(self, watch: PeerWatch, sender_rank: int) -> None:
         self.watch = watch
         self.sender_rank = sender_rank
-        self.to_node: list[SharedMemorySender] = []
-        self.to_other_nodes: list[GlooSender] = []
-        self.receiver: SharedMemoryReceiver | GlooReceiver | None = None
+        self.receiver: Receiver | None = None
+        self.to_node = NodeSender()
+        self.to_other_nodes: GlooSender | None = None
         self.device: DeviceChannel | None = None
-        self.arena: Any = None
-        self.arena_limit = 0
         self.thread = DaemonThread("tundish-scatter")
         self.gloo_group: Any = None
 
     @property
-    def senders(self) -> list[SharedMemorySender | GlooSender]:
+    def senders(self) -> list[Sender]:
         """To all ranks that get their batches from this one."""
-        return [*self.to_node, *self.to_other_nodes]
+        return [self.to_node] if self.to_other_nodes is None else [self.to_node, self.to_other_nodes]
+
+    @property
+    def receivers(self) -> list[int]:
+        """All ranks that get their batches from this one."""
+        return [rank for sender in self.senders for rank in sender.ranks]
 
     def close(self) -> None:
         """Close sockets and free memory; not collective. The other ranks see this one leave."""
         self.watch.close()
-        for sender in self.to_node:
-            sender.close()
+        self.to_node.close()
         if self.receiver is not None:
             self.receiver.close()
         self.thread.close()
-        self.to_node, self.to_other_nodes, self.receiver = [], [], None
+        self.to_other_nodes, self.receiver = None, None
         group, self.gloo_group = self.gloo_group, None
         if group is not None:
             # The default group takes all others along when it is destroyed.
@@ -177,7 +179,7 @@ def connect(
         # A connection and its first message wait in the backlog of the listener.
         with voter.agreed(_WHAT, timeout=timeout):
             own_node = next((node for node in nodes if participants.rank in node), None)
-            channels.arena_limit = memory_limit(
+            rendezvous.memory_limit = memory_limit(
                 len(own_node) if own_node else env_integer("LOCAL_WORLD_SIZE", 1) or 1
             )
             rendezvous.connect_to_sender(channels)
@@ -200,6 +202,7 @@ class _Rendezvous:
         self._timeout = timeout
         self._temporary = temporary
         self._is_source = participants.rank == participants.source
+        self.memory_limit = 0
         # Of this rank, for ranks of its node and of other nodes.
         self._listener: _SameUserListener | None = None
         self._liveness_listener: _LivenessListener | None = None
@@ -275,9 +278,9 @@ class _Rendezvous:
                     min(missing),
                 )
             for rank in receivers:
-                sender = SharedMemorySender(rank, connections[rank], channels.arena_limit)
+                sender = SharedMemorySender(rank, connections[rank], self.memory_limit)
                 del connections[rank]
-                channels.to_node.append(sender)
+                channels.to_node.add(sender)
                 sender.send_queue()
         finally:
             for connection in connections.values():
@@ -304,15 +307,11 @@ class _Rendezvous:
         channels.gloo_group = new_subgroup(torch_distributed(), members, name, self._timeout, "gloo")
         # torch's dispatcher would show these messages to the caller's dispatch modes.
         gloo = channels.gloo_group._get_backend(torch.device("cpu"))
-        channels.arena = _native.SegmentArena(channels.arena_limit)
+        arena, thread = _native.SegmentArena(self.memory_limit), channels.thread
         if self._is_source:
-            channels.to_other_nodes = [
-                GlooSender(rank, gloo, position) for position, rank in enumerate(members) if position
-            ]
+            channels.to_other_nodes = GlooSender(gloo, gloo_receivers, thread, arena, self.memory_limit)
         else:
-            channels.receiver = GlooReceiver(
-                gloo, channels.thread, channels.arena, passes_on=bool(channels.to_node)
-            )
+            channels.receiver = GlooReceiver(gloo, thread, arena, passes_on=bool(channels.to_node.ranks))
 
 
 class _SameUserListener:

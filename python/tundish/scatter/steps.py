@@ -16,17 +16,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple, NoReturn, TypedDict, cast
+from typing import Any, Final, NamedTuple, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
 
-from tundish._native import SentBuffer
-from tundish.daemon_thread import is_done
 from tundish.distributed import Voter
 from tundish.errors import (
     InvalidInputError,
@@ -41,13 +38,20 @@ from tundish.errors import (
 from tundish.scatter.batch_bytes import IncomingBatch, OutgoingBatch, copy_threads, unflatten_to_device
 from tundish.scatter.participants import Participants
 from tundish.scatter.rendezvous import Channels, connect
-from tundish.scatter.transport.gloo import GlooReceiver, GlooSender, OutgoingMessages, copy_to_arena
-from tundish.scatter.transport.message import DEVICE, IncomingMessage, MessageHeader, MessageKind, Waiter
-from tundish.scatter.transport.shared_memory import SharedMemorySender
+from tundish.scatter.transport.device import DeviceSender
+from tundish.scatter.transport.gloo import GlooReceiver, GlooSender
+from tundish.scatter.transport.message import (
+    DEVICE,
+    GONE,
+    ChannelBrokenError,
+    Content,
+    IncomingMessage,
+    MessageKind,
+    Sender,
+    Text,
+)
 from tundish.tree import flatten_with_addresses
 
-# Of a rank whose connection was closed, in messages.
-GONE: Final = "was killed, has ended, or has left the scatter"
 # The advice of errors once a scatter is closed.
 MAKE_NEW: Final = "make a new group, or a new DispatchLoader, on all ranks"
 
@@ -62,10 +66,6 @@ _AFTER_LEAVING_SECONDS = 5.0
 # How long a source that was interrupted or timed out waits until ranks of other nodes have the reason.
 _REPORT_SECONDS = 0.5
 _LONGEST_TEXT = 16_000
-
-# Content of a message: a batch, or the kind and the text of a message without one.
-_Content = OutgoingBatch | tuple[MessageKind, str]
-_Senders = dict[int, SharedMemorySender | GlooSender]
 
 
 class ScatterStats(TypedDict):
@@ -120,7 +120,7 @@ class ScatterRank:
         self._step = 0
         self._end_error: PeerFailedError | None = None
         self._is_closed = False
-        self._batches = self._sent_bytes = 0
+        self._batches = 0
         self._waited = 0.0
         self._channels: Channels | None = None
         if len(participants.ranks) > 1:
@@ -164,22 +164,20 @@ class ScatterRank:
         memory: Counter[str] = Counter()
         channels = self._channels
         if channels is not None:
-            device = channels.device
-            network = "gloo" if device is None else f"{device.backend}, from device to device"
-            ends = [(sender.rank, isinstance(sender, GlooSender)) for sender in channels.senders]
+            ends = [(sender.name, rank) for sender in channels.senders for rank in sender.ranks]
             if channels.receiver is not None:
-                ends.insert(0, (channels.sender_rank, isinstance(channels.receiver, GlooReceiver)))
-            for rank, is_remote in ends:
-                transports.setdefault(network if is_remote else "shared memory", []).append(rank)
-            for sender in channels.to_node:
-                memory.update(cast(Mapping[str, int], sender.stats()))
+                ends.insert(0, (channels.receiver.name, channels.sender_rank))
+            for name, rank in ends:
+                shown = name if channels.device is None or name != GlooSender.name else channels.device.name
+                transports.setdefault(shown, []).append(rank)
+            memory = channels.to_node.memory()
         return ScatterStats(
             source=self.participants.source,
             ranks=list(self.participants.ranks),
             transports=transports,
             steps=self._step,
             batches=self._batches,
-            sent_bytes=self._sent_bytes,
+            sent_bytes=0 if channels is None else sum(sender.sent_bytes for sender in channels.senders),
             waiting_seconds=self._waited,
             memory={name: memory[name] for name in ("in_use", "cached", "escaped")},
         )
@@ -214,8 +212,13 @@ class ScatterRank:
         because_of = None if self._channels is None else self._channels.watch.close_causes().get(rank)
         return self._end_because_of(rank if because_of is None else because_of, GONE)
 
-    def _waiter(self, rank: int, seconds: float | None = None) -> Waiter:
-        return lambda is_ready: self._wait(is_ready, rank, seconds=seconds)
+    @contextlib.contextmanager
+    def _ended_by_broken_channels(self) -> Iterator[None]:
+        """A block that sends: where a channel breaks, the scatter ends."""
+        try:
+            yield
+        except ChannelBrokenError as error:
+            raise self._end_because_of(error.rank, error.how) from error.__cause__
 
     def _wait(
         self,
@@ -274,8 +277,6 @@ class ScatterSource(ScatterRank):
     """
 
     largest_batch = 0
-    # The messages to other nodes that were posted last, and the wait for them.
-    _outgoing: tuple[OutgoingMessages, Future[None]] | None = None
 
     def send(self, batches: Iterable[Any] | None, device: torch.device | None = None) -> Callable[[], Any]:
         """The next step: send every rank its batch. Returns a function that brings this rank's batch to `device`.
@@ -291,7 +292,7 @@ class ScatterSource(ScatterRank):
                 # Refused before any rank has been sent anything.
                 tensors, schema, _ = flatten_with_addresses(own, f"rank {self.participants.rank}'s batch")
                 make = partial(unflatten_to_device, schema, tensors, device)
-            contents = self._flatten_all(batch_list, waiting)
+            contents = self._flatten_all(batch_list)
             self.largest_batch = max(
                 (content.size for content in contents.values() if isinstance(content, OutgoingBatch)),
                 default=0,
@@ -302,7 +303,7 @@ class ScatterSource(ScatterRank):
     def send_control(self, text: str) -> None:
         """The next step: send all receivers a text."""
         with self._reported_step() as waiting:
-            self._send(dict.fromkeys(waiting, (MessageKind.CONTROL, text)), waiting)
+            self._send(dict.fromkeys(waiting, Text(MessageKind.CONTROL, text)), waiting)
 
     def check_peers(self) -> None:
         """Between steps: if a rank was lost, tell the others and raise `PeerFailedError`."""
@@ -319,11 +320,11 @@ class ScatterSource(ScatterRank):
             del error
 
     @contextlib.contextmanager
-    def _reported_step(self) -> Iterator[_Senders]:
+    def _reported_step(self) -> Iterator[set[int]]:
         """A step whose error is reported to the ranks that still wait for their batch; yields those."""
         self._begin_step()
         channels = self._channels
-        waiting: _Senders = {} if channels is None else {sender.rank: sender for sender in channels.senders}
+        waiting = set() if channels is None else set(channels.receivers)
         try:
             self._raise_if_ended()
             yield waiting
@@ -357,13 +358,15 @@ class ScatterSource(ScatterRank):
             )
         return batch_list
 
-    def _flatten_all(self, batch_list: list[Any], receivers: Iterable[int]) -> dict[int, _Content]:
-        """The contents by rank. A batch for several ranks is flattened once."""
+    def _flatten_all(self, batch_list: list[Any]) -> dict[int, Content]:
+        """The contents by receiver. A batch for several ranks is flattened once."""
         channels = self._channels
-        threads = copy_threads(0 if channels is None else len(channels.to_node))
-        made: dict[int, _Content] = {id(None): (MessageKind.NOTHING, "")}
+        if channels is None:
+            return {}
+        threads = copy_threads(len(channels.to_node.ranks))
+        made: dict[int, Content] = {id(None): Text(MessageKind.NOTHING)}
         contents = {}
-        for rank in receivers:
+        for rank in channels.receivers:
             batch = batch_list[self.participants.batch_number(rank)]
             if id(batch) not in made:
                 made[id(batch)] = OutgoingBatch(batch, rank, threads)
@@ -371,107 +374,31 @@ class ScatterSource(ScatterRank):
         return contents
 
     def _send(
-        self, contents: dict[int, _Content], waiting: _Senders, device: torch.device | None = None
+        self, contents: Mapping[int, Content], waiting: set[int], device: torch.device | None = None
     ) -> None:
         channels = self._channels
         if channels is None:
             return
-        direct = channels.device
-        if direct is None or device is None or device.type != direct.kind:
-            direct = None
-        # Before anything is sent, because it may fail.
-        on_device = {
-            sender.rank: direct.load(content, device)
-            for sender in channels.to_other_nodes
-            if direct is not None
-            and device is not None
-            and isinstance(content := contents[sender.rank], OutgoingBatch)
-        }
+        senders: list[Sender] = [channels.to_node]
+        if channels.to_other_nodes is not None:
+            # First, because it takes longer.
+            senders.insert(0, channels.to_other_nodes)
+            if channels.device is not None and device is not None and device.type == channels.device.kind:
+                senders[0] = DeviceSender(channels.device, channels.to_other_nodes, device)
         try:
-            if channels.to_other_nodes:
-                self._post(channels, contents, waiting, is_on_device=direct is not None)
-            self._send_on_node(channels.to_node, contents, waiting)
-            if channels.to_other_nodes:
-                self._wait_until_sent()
-            if direct is not None and device is not None:
-                direct.send(on_device, device)
+            with self._ended_by_broken_channels():
+                for sender in senders:
+                    sender.send(self._step, contents, waiting, self._wait)
+                for sender in senders:
+                    sender.finish(self._wait)
         except BaseException:
-            if direct is not None and any(sender.rank not in waiting for sender in channels.to_other_nodes):
+            if isinstance(senders[0], DeviceSender) and not waiting.issuperset(senders[0].ranks):
                 # They would take the tensors of the next step for those of this one.
                 self.end("could not send an earlier batch")
             raise
         self._batches += sum(isinstance(content, OutgoingBatch) for content in contents.values())
 
-    def _send_on_node(
-        self, senders: list[SharedMemorySender], contents: dict[int, _Content], waiting: _Senders
-    ) -> None:
-        readers = Counter(id(contents[sender.rank]) for sender in senders)
-        leases: dict[int, SentBuffer] = {}
-        for sender in senders:
-            content, wait = contents[sender.rank], self._waiter(sender.rank)
-            if isinstance(content, tuple):
-                sender.send_text(self._step, *content, wait)
-            else:
-                is_shared = readers[id(content)] > 1
-                lease = leases.get(id(content))
-                if lease is None:
-                    lease = sender.write(content, wait)
-                    self._sent_bytes += content.size
-                if is_shared:
-                    leases[id(content)] = lease
-                schema_bytes = len(content.encoded_schema)
-                try:
-                    sender.send(self._step, content.size, schema_bytes, lease, wait, is_shared=is_shared)
-                except ConnectionError as error:
-                    raise self._end_because_of(sender.rank, GONE) from error
-            del waiting[sender.rank]
-
-    def _post(
-        self, channels: Channels, contents: dict[int, _Content], waiting: _Senders, *, is_on_device: bool
-    ) -> None:
-        """Begin to send messages to ranks of other nodes, at once at most as many bytes as the memory limit."""
-        payloads: dict[int, Tensor | None] = {}
-        copied_bytes = 0
-        outgoing, flags = OutgoingMessages(), DEVICE * is_on_device
-        try:
-            for sender in channels.to_other_nodes:
-                content = contents[sender.rank]
-                if isinstance(content, tuple):
-                    kind, text = content
-                    header, encoded = MessageHeader(self._step, kind, flags), text.encode(errors="replace")
-                else:
-                    if id(content) not in payloads and not is_on_device:
-                        if copied_bytes and copied_bytes + content.size > channels.arena_limit:
-                            self._finish_in_thread(channels, outgoing)
-                            outgoing, payloads, copied_bytes = OutgoingMessages(), {}, 0
-                            self._wait_until_sent()
-                        copied_bytes += content.size
-                        payloads[id(content)] = copy_to_arena(content, channels.arena)
-                    header = MessageHeader(self._step, MessageKind.BATCH, flags, size=content.size)
-                    encoded = content.encoded_schema
-                # Before they are posted: a rank that may have them hears of an error in the next step.
-                del waiting[sender.rank]
-                outgoing.post(sender, header, encoded, payloads.get(id(content)))
-        finally:
-            self._finish_in_thread(channels, outgoing)
-
-    def _finish_in_thread(self, channels: Channels, outgoing: OutgoingMessages) -> Future[None]:
-        """Have a thread wait until messages to other nodes are sent."""
-        # A thread that waits for a late rank, perhaps for ever, is left behind.
-        self._outgoing = outgoing, channels.thread.submit(outgoing.wait, waits=False)
-        return self._outgoing[1]
-
-    def _wait_until_sent(self) -> None:
-        """Wait until the messages that were posted last are sent. Raises if one could not be sent."""
-        if self._outgoing is None:
-            return
-        outgoing, future = self._outgoing
-        self._wait(lambda seconds: is_done(future, seconds), lambda: outgoing.waiting_for)
-        self._sent_bytes += outgoing.sent_bytes
-        for rank, error in outgoing.errors.items():
-            raise self._end_because_of(rank, f"could not be sent its batch ({error})") from error
-
-    def _report_error(self, error: BaseException, waiting: _Senders) -> None:
+    def _report_error(self, error: BaseException, waiting: set[int]) -> None:
         """Tell the ranks that wait for this step why it fails, and all ranks where no step follows."""
         channels = self._channels
         is_interrupt = not isinstance(error, Exception)
@@ -487,28 +414,21 @@ class ScatterSource(ScatterRank):
             kind, text = MessageKind.CLOSED, f"{self._end_error.rank}\n{self._end_error}"
         else:
             kind, text = MessageKind.FAILED, f"{self.participants.source}\n{_format_error(error)}"
-        seconds = _REPORT_SECONDS if is_interrupt else None
-        to_all = is_lost or self._in_loop
-        outgoing, tells_other_nodes = OutgoingMessages(), False
+        message = Text(kind, text)
+        wait = partial(self._wait, seconds=_REPORT_SECONDS if is_interrupt else None)
+        # A rank that has not made the step yet will not read this sooner.
+        is_short = is_lost or isinstance(error, TimedOutError)
         gone = channels.watch.vanished()
         for sender in channels.senders:
-            if not (to_all or sender.rank in waiting) or sender.rank in gone:
-                continue
             # A rank that has its batch of this step hears of it in the next.
-            step = self._step + (sender.rank not in waiting)
-            if isinstance(sender, GlooSender):
-                outgoing.post(sender, MessageHeader(step, kind), text.encode(errors="replace"))
-                tells_other_nodes = True
-                continue
-            try:
-                sender.send_text(step, kind, text, self._waiter(sender.rank, seconds))
-            except Exception as another:  # noqa: BLE001 (the first one is raised)
-                error.add_note(f"rank {sender.rank} could not be told of it: {another}")
-        if tells_other_nodes:
-            told = self._finish_in_thread(channels, outgoing)
-            # A rank that has not made the step yet will not read this sooner.
-            is_short = is_lost or isinstance(error, TimedOutError)
-            is_done(told, _REPORT_SECONDS if is_short else self._timeout)
+            steps = {
+                rank: self._step + (rank not in waiting)
+                for rank in sender.ranks
+                if (is_lost or self._in_loop or rank in waiting) and rank not in gone
+            }
+            if steps:
+                untold = sender.tell(steps, message, wait, _REPORT_SECONDS if is_short else self._timeout)
+                _note_untold(error, untold)
         if is_interrupt:
             channels.watch.close()
 
@@ -597,8 +517,10 @@ class ScatterReceiver(ScatterRank):
             raise self._end_because_of(channels.sender_rank, f"is gone ({error})") from error
         if message.header.flags & DEVICE:
             message = self._from_device(channels, message, device)
-        if channels.to_node:
-            self._pass_on(channels, message)
+        if channels.to_node.ranks:
+            self._raise_if_ended()
+            with self._ended_by_broken_channels():
+                channels.to_node.pass_on(message, self._wait)
         if message.header.kind == MessageKind.CLOSED:
             rank, _, text = str(message.content).partition("\n")
             self._end_error = PeerFailedError(text, int(rank))
@@ -622,35 +544,22 @@ class ScatterReceiver(ScatterRank):
             self.end("could not take an earlier batch")
             raise
 
-    def _pass_on(self, channels: Channels, message: IncomingMessage) -> None:
-        """Send the message to the ranks of this node that get the same batch."""
-        self._raise_if_ended()
-        header, lease = message.header, None if message.buffer is None else SentBuffer(message.buffer)
-        for sender in channels.to_node:
-            wait = self._waiter(sender.rank)
-            try:
-                if lease is None:
-                    sender.send_text(header.step, header.kind, str(message.content), wait)
-                else:
-                    sender.send(header.step, header.size, header.text_bytes, lease, wait, is_shared=True)
-            except ConnectionError as error:
-                raise self._end_because_of(sender.rank, GONE) from error
-
     def _report_to_own_receivers(self, error: PeerFailedError) -> None:
         """Tell the ranks that get their batches from this one which rank was lost, and leave."""
         channels = self._channels
-        if channels is None or not channels.to_node:
+        if channels is None or not channels.to_node.ranks:
             return
         gone = channels.watch.vanished()
-        for sender in channels.to_node:
-            if sender.rank not in gone:
-                try:
-                    text = f"{error.rank}\n{error}"
-                    sender.send_text(self._step, MessageKind.CLOSED, text, self._waiter(sender.rank))
-                except Exception as another:  # noqa: BLE001 (the first one is raised)
-                    error.add_note(f"rank {sender.rank} could not be told of it: {another}")
+        steps = {rank: self._step for rank in channels.to_node.ranks if rank not in gone}
+        message = Text(MessageKind.CLOSED, f"{error.rank}\n{error}")
+        _note_untold(error, channels.to_node.tell(steps, message, self._wait, self._timeout))
         # The source has no connection to these ranks. It sees this one leave, with the number of the lost rank.
         channels.watch.close(because_of=error.rank)
+
+
+def _note_untold(error: BaseException, untold: Mapping[int, Exception]) -> None:
+    for rank, another in untold.items():
+        error.add_note(f"rank {rank} could not be told of it: {another}")
 
 
 def _format_error(error: BaseException) -> str:

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tundish.distributed import new_subgroup, torch_distributed, unique_name
 from tundish.scatter.batch_bytes import OutgoingBatch
+from tundish.scatter.transport.gloo import GlooSender
+from tundish.scatter.transport.message import Content, Text, Wait
 
 # Backends between devices. Only the caller's thread may use their collectives.
 _BACKENDS = ("nccl", "hccl", "xccl")
@@ -55,6 +57,11 @@ class DeviceChannel:
         self._device: torch.device | None = None
         # The device may still read the buffers that were sent last.
         self._last_sent: list[Tensor] = []
+
+    @property
+    def name(self) -> str:
+        """The transport, in counts."""
+        return f"{self.backend}, from device to device"
 
     def device_for(self, wanted: torch.device | None) -> torch.device:
         """This rank's device of the channel: the first that was `wanted` of its kind, else the current one."""
@@ -110,3 +117,46 @@ class DeviceChannel:
         if wanted:
             for work in distributed.batch_isend_irecv(wanted):
                 work.wait()
+
+
+class DeviceSender:
+    """Sends headers and schemas over gloo, then the tensors from device to device: the `Sender` of one step.
+
+    Args:
+        channel: the channel between the devices.
+        gloo: sends to the same ranks.
+        device: where the tensors are, or go first.
+    """
+
+    def __init__(self, channel: DeviceChannel, gloo: GlooSender, device: torch.device) -> None:
+        self.sent_bytes = 0
+        self._channel = channel
+        self._gloo = gloo
+        self._device = device
+        self._loaded: dict[int, Tensor] = {}
+
+    @property
+    def name(self) -> str:
+        return self._channel.name
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self._gloo.ranks
+
+    def send(self, step: int, contents: Mapping[int, Content], waiting: set[int], wait: Wait) -> None:
+        # Before anything is sent, because it may fail.
+        self._loaded = {
+            rank: self._channel.load(content, self._device)
+            for rank in self.ranks
+            if isinstance(content := contents[rank], OutgoingBatch)
+        }
+        self._gloo.send(step, contents, waiting, wait, is_on_device=True)
+
+    def finish(self, wait: Wait) -> None:
+        self._gloo.finish(wait)
+        self._channel.send(self._loaded, self._device)
+
+    def tell(
+        self, steps: Mapping[int, int], message: Text, wait: Wait, seconds: float
+    ) -> dict[int, Exception]:
+        return self._gloo.tell(steps, message, wait, seconds)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -31,9 +31,13 @@ from tundish.scatter.transport.message import (
     DEVICE,
     HEADER_BYTES,
     MAX_LEASES,
+    ChannelBrokenError,
+    Content,
     IncomingMessage,
     MessageHeader,
     MessageKind,
+    Text,
+    Wait,
 )
 
 _FOREVER = timedelta(days=365)
@@ -42,36 +46,119 @@ _FIRST_BYTES = 4096
 _TAG = 0
 
 
-def copy_to_arena(batch: OutgoingBatch, arena: _native.SegmentArena) -> Tensor | None:
-    """The bytes of a batch in memory that is used again once gloo has sent it; None for a batch without tensors."""
-    if not batch.size:
-        return None
-    buffer = arena.take(batch.size)
-    try:
-        batch.write(buffer)
-        return torch.from_numpy(bytes_of(buffer)[: batch.size])
-    finally:
-        # The buffer lives as long as the tensor over it.
-        buffer.release()
-
-
-@dataclass(frozen=True)
 class GlooSender:
-    """The connection to one receiver.
+    """Sends to ranks of other nodes, from the first rank of a gloo group: a `Sender`.
 
-    Attributes:
-        rank: the receiver's global rank.
-        group: the backend of a gloo group whose first rank is this one.
-        position: the receiver's rank in that group.
+    Args:
+        group: the backend of the group, whose other ranks are `ranks`.
+        ranks: their global ranks.
+        thread: waits for messages.
+        arena: memory for batches that is used again.
+        limit: bytes of batches that may be on their way.
     """
 
-    rank: int
-    group: Any
-    position: int
+    name: Final = "gloo"
+
+    def __init__(
+        self,
+        group: Any,
+        ranks: Sequence[int],
+        thread: DaemonThread,
+        arena: _native.SegmentArena,
+        limit: int,
+    ) -> None:
+        self.ranks = ranks
+        self.sent_bytes = 0
+        self._group = group
+        self._thread = thread
+        self._arena = arena
+        self._limit = limit
+        # The messages that were posted last, and the wait for them.
+        self._posted: tuple[OutgoingMessages, Future[None]] | None = None
+
+    def send(
+        self,
+        step: int,
+        contents: Mapping[int, Content],
+        waiting: set[int],
+        wait: Wait,
+        *,
+        is_on_device: bool = False,
+    ) -> None:
+        """Begin to send, at once at most as many bytes as the limit; with `is_on_device` without the tensors."""
+        payloads: dict[int, Tensor | None] = {}
+        copied_bytes = 0
+        outgoing, flags = OutgoingMessages(self._group), DEVICE * is_on_device
+        try:
+            for position, rank in enumerate(self.ranks, 1):
+                content = contents[rank]
+                if isinstance(content, Text):
+                    header, text = MessageHeader(step, content.kind, flags), _encode(content)
+                else:
+                    if id(content) not in payloads and not is_on_device:
+                        if copied_bytes and copied_bytes + content.size > self._limit:
+                            self._finish_in_thread(outgoing)
+                            outgoing, payloads, copied_bytes = OutgoingMessages(self._group), {}, 0
+                            self.finish(wait)
+                        copied_bytes += content.size
+                        payloads[id(content)] = self._copy(content)
+                    header = MessageHeader(step, MessageKind.BATCH, flags, size=content.size)
+                    text = content.encoded_schema
+                # Before they are posted: a rank that may have them hears of an error in the next step.
+                waiting.discard(rank)
+                outgoing.post(rank, position, header, text, payloads.get(id(content)))
+        finally:
+            self._finish_in_thread(outgoing)
+
+    def finish(self, wait: Wait) -> None:
+        if self._posted is None:
+            return
+        outgoing, future = self._posted
+        wait(lambda seconds: is_done(future, seconds), lambda: outgoing.waiting_for)
+        self.sent_bytes += outgoing.sent_bytes
+        for rank, error in outgoing.errors.items():
+            raise ChannelBrokenError(rank, f"could not be sent its batch ({error})") from error
+
+    def tell(
+        self,
+        steps: Mapping[int, int],
+        message: Text,
+        wait: Wait,  # noqa: ARG002 (as each `Sender`)
+        seconds: float,
+    ) -> dict[int, Exception]:
+        outgoing, text = OutgoingMessages(self._group), _encode(message)
+        for position, rank in enumerate(self.ranks, 1):
+            if rank in steps:
+                outgoing.post(rank, position, MessageHeader(steps[rank], message.kind), text)
+        # Uninterrupted: a rank that has not made the step yet reads it later.
+        is_done(self._finish_in_thread(outgoing), seconds)
+        return {}
+
+    def _copy(self, batch: OutgoingBatch) -> Tensor | None:
+        """The bytes of a batch in memory that is used again once gloo has sent it; None if it has no tensors."""
+        if not batch.size:
+            return None
+        buffer = self._arena.take(batch.size)
+        try:
+            batch.write(buffer)
+            return torch.from_numpy(bytes_of(buffer)[: batch.size])
+        finally:
+            # The buffer lives as long as the tensor over it.
+            buffer.release()
+
+    def _finish_in_thread(self, outgoing: OutgoingMessages) -> Future[None]:
+        """Have a thread wait until messages are sent."""
+        # A thread that waits for a late rank, perhaps for ever, is left behind.
+        future = self._thread.submit(outgoing.wait, waits=False)
+        self._posted = outgoing, future
+        return future
 
 
 class OutgoingMessages:
     """Messages that gloo is sending. `post` all of them, then have a `DaemonThread` `wait` for them.
+
+    Args:
+        group: the backend of the group.
 
     Attributes:
         waiting_for: the rank whose messages `wait` is waiting for.
@@ -79,16 +166,17 @@ class OutgoingMessages:
         sent_bytes: bytes of batches that are sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any) -> None:
+        self._group = group
         self.waiting_for: int | None = None
         self.errors: dict[int, Exception] = {}
         self.sent_bytes = 0
         self._posted: deque[tuple[int, list[Any], list[Tensor]]] = deque()
 
     def post(
-        self, sender: GlooSender, header: MessageHeader, text: bytes, payload: Tensor | None = None
+        self, rank: int, position: int, header: MessageHeader, text: bytes, payload: Tensor | None = None
     ) -> None:
-        """Begin to send one receiver a text, or a batch with its schema as the text.
+        """Begin to send a rank, at this position in the group, a text, or a batch with its schema as the text.
 
         `payload`: the bytes of the batch, shape (size,), uint8; None where they travel from device to device.
         """
@@ -101,10 +189,10 @@ class OutgoingMessages:
             messages.append(payload)
         try:
             # The messages have to live until the works are done.
-            works = [sender.group.send([message], sender.position, _TAG) for message in messages]
-            self._posted.append((sender.rank, works, messages))
+            works = [self._group.send([message], position, _TAG) for message in messages]
+            self._posted.append((rank, works, messages))
         except Exception as error:  # noqa: BLE001 (the other receivers get theirs)
-            self.errors[sender.rank] = error
+            self.errors[rank] = error
 
     def wait(self) -> None:
         """Wait until all messages are sent, and drop them."""
@@ -119,7 +207,7 @@ class OutgoingMessages:
 
 
 class GlooReceiver:
-    """Receives from the source, the first rank of a gloo group.
+    """Receives from the source, the first rank of a gloo group: a `Receiver`.
 
     Args:
         group: the backend of the group.
@@ -127,6 +215,8 @@ class GlooReceiver:
         arena: memory for batches that is used again.
         passes_on: whether other ranks of this node get their batches from this rank.
     """
+
+    name: Final = "gloo"
 
     def __init__(
         self, group: Any, thread: DaemonThread, arena: _native.SegmentArena, *, passes_on: bool
@@ -193,3 +283,7 @@ class GlooReceiver:
     def _receive_into(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         self._group.recv([torch.from_numpy(memory)], 0, _TAG).wait(_FOREVER)
         return memory
+
+
+def _encode(message: Text) -> bytes:
+    return message.text.encode(errors="replace")

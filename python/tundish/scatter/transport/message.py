@@ -10,19 +10,24 @@ tensors alone, whose messages go over gloo.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple, Protocol
 
 from tundish import _native
-from tundish.scatter.batch_bytes import IncomingBatch
+from tundish.scatter.batch_bytes import IncomingBatch, OutgoingBatch
 
 # Batches in memory that is used again. On a node each takes a descriptor. A receiver that keeps more gets copies.
 MAX_LEASES: Final = 128
 
+# Of a rank whose connection was closed, in messages.
+GONE: Final = "was killed, has ended, or has left the scatter"
+
 # Waits for an event. The argument is a function that waits for so many seconds, and returns whether the event came.
 # Raises when the event cannot come any more.
 Waiter = Callable[[Callable[[float], bool]], None]
+# The same, for an event that comes from a rank; or from that which a function returns, once it is known.
+Wait = Callable[[Callable[[float], bool], "int | Callable[[], int | None]"], None]
 
 
 class MessageKind(IntEnum):
@@ -85,6 +90,16 @@ class MessageHeader(NamedTuple):
         return cls(step, MessageKind(kind), flags, text_bytes, size, tuple(memory))
 
 
+class Text(NamedTuple):
+    """The content of a message without a batch."""
+
+    kind: MessageKind
+    text: str = ""
+
+
+Content = OutgoingBatch | Text
+
+
 class IncomingMessage(NamedTuple):
     """A message with its batch or its text.
 
@@ -102,6 +117,10 @@ class IncomingMessage(NamedTuple):
 class Receiver(Protocol):
     """The end of a channel at which messages come, one after the other."""
 
+    @property
+    def name(self) -> str:
+        """The transport, in counts."""
+
     def wait(self, seconds: float) -> bool:
         """Whether a message came within so many seconds, or an error that `read` raises."""
 
@@ -115,3 +134,44 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Take no more messages. Batches stay."""
+
+
+class ChannelBrokenError(Exception):
+    """Nothing can be sent to a rank any more. `how` follows the rank in messages."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__(f"rank {rank} {how}")
+        self.rank = rank
+        self.how = how
+
+
+class Sender(Protocol):
+    """The end of all channels of one transport at which messages are sent.
+
+    Attributes:
+        sent_bytes: bytes of the batches that were sent.
+    """
+
+    sent_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The transport, in counts."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks on the other ends."""
+
+    def send(self, step: int, contents: Mapping[int, Content], waiting: set[int], wait: Wait) -> None:
+        """Begin to send each of the ranks its content of a step, and remove those from `waiting` that may have it.
+
+        Raises `ChannelBrokenError`, the errors of `wait`, and those of writing a batch.
+        """
+
+    def finish(self, wait: Wait) -> None:
+        """Wait until all that was begun is sent. Raises as `send`."""
+
+    def tell(
+        self, steps: Mapping[int, int], message: Text, wait: Wait, seconds: float
+    ) -> dict[int, Exception]:
+        """Tell some of the ranks of an error, each in its step, within `seconds`. Returns why others are not told."""

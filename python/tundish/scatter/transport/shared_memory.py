@@ -16,7 +16,9 @@ import contextlib
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,13 +28,18 @@ from tundish._native import SentBuffer
 from tundish.errors import StorageError, TimedOutError
 from tundish.scatter.batch_bytes import IncomingBatch, OutgoingBatch, bytes_of, decode_schema
 from tundish.scatter.transport.message import (
+    GONE,
     HEADER_BYTES,
     MAX_LEASES,
     NEW_MEMORY,
     SHARED,
+    ChannelBrokenError,
+    Content,
     IncomingMessage,
     MessageHeader,
     MessageKind,
+    Text,
+    Wait,
     Waiter,
 )
 
@@ -48,6 +55,86 @@ _ERROR_MESSAGES = 2
 _MESSAGE_BYTES = 32 * 1024
 # Goes along with a descriptor, because a stream carries none without a byte.
 _MARK = b"d"
+
+
+class NodeSender:
+    """Sends to the ranks of this node that get their batches from this one: the `Sender` of shared memory."""
+
+    name: Final = "shared memory"
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self._channels: dict[int, SharedMemorySender] = {}
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return tuple(self._channels)
+
+    def add(self, channel: SharedMemorySender) -> None:
+        """Send to one more rank. Closes the channel in the end."""
+        self._channels[channel.rank] = channel
+
+    def send(self, step: int, contents: Mapping[int, Content], waiting: set[int], wait: Wait) -> None:
+        readers = Counter(id(contents[rank]) for rank in self._channels)
+        leases: dict[int, SentBuffer] = {}
+        for rank, channel in self._channels.items():
+            content, wait_for_rank = contents[rank], _waiter(wait, rank)
+            if isinstance(content, Text):
+                channel.send_text(step, content.kind, content.text, wait_for_rank)
+            else:
+                is_shared = readers[id(content)] > 1
+                lease = leases.get(id(content))
+                if lease is None:
+                    lease = channel.write(content, wait_for_rank)
+                    self.sent_bytes += content.size
+                if is_shared:
+                    leases[id(content)] = lease
+                schema_bytes = len(content.encoded_schema)
+                channel.send(step, content.size, schema_bytes, lease, wait_for_rank, is_shared=is_shared)
+            waiting.discard(rank)
+
+    def finish(self, wait: Wait) -> None:
+        """Do nothing: a message is there once it is sent."""
+
+    def tell(
+        self,
+        steps: Mapping[int, int],
+        message: Text,
+        wait: Wait,
+        seconds: float,  # noqa: ARG002 (as each `Sender`)
+    ) -> dict[int, Exception]:
+        errors: dict[int, Exception] = {}
+        for rank, step in steps.items():
+            try:
+                self._channels[rank].send_text(step, message.kind, message.text, _waiter(wait, rank))
+            except Exception as error:  # noqa: BLE001 (the caller says so)
+                errors[rank] = error
+        return errors
+
+    def pass_on(self, message: IncomingMessage, wait: Wait) -> None:
+        """Send all of them a message that came from another node."""
+        header, lease = message.header, None if message.buffer is None else SentBuffer(message.buffer)
+        for rank, channel in self._channels.items():
+            wait_for_rank = _waiter(wait, rank)
+            if lease is None:
+                channel.send_text(header.step, header.kind, str(message.content), wait_for_rank)
+            else:
+                channel.send(
+                    header.step, header.size, header.text_bytes, lease, wait_for_rank, is_shared=True
+                )
+
+    def memory(self) -> Counter[str]:
+        """Bytes of the shared memory for all of them, as `ArenaStats` names them."""
+        total: Counter[str] = Counter()
+        for channel in self._channels.values():
+            total.update(cast(Mapping[str, int], channel.stats()))
+        return total
+
+    def close(self) -> None:
+        """Close the channels. The receivers can still read the messages that were sent."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
 
 
 class SharedMemorySender:
@@ -92,7 +179,7 @@ class SharedMemorySender:
     ) -> None:
         """Send a batch that lies in shared memory: `size` bytes of tensors, then the schema.
 
-        Raises `ConnectionError` where the receiver has closed its socket.
+        Raises `ChannelBrokenError` where the receiver has closed its socket.
         """
         self._wait_for_room(wait, size=size)
         header = MessageHeader(
@@ -102,7 +189,10 @@ class SharedMemorySender:
         if identity not in self._known_segments:
             if len(self._known_segments) >= _MAX_KNOWN_SEGMENTS:
                 del self._known_segments[next(iter(self._known_segments))]
-            socket.send_fds(self._connection, [_MARK], [lease.buffer.descriptor])
+            try:
+                socket.send_fds(self._connection, [_MARK], [lease.buffer.descriptor])
+            except ConnectionError as error:
+                raise ChannelBrokenError(self.rank, GONE) from error
             self._known_segments[identity] = None
             header = header._replace(flags=header.flags | NEW_MEMORY)
         self._put(header.pack(), size, lease)
@@ -147,13 +237,14 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Receives from one sender of this node.
+    """Receives from one sender of this node: a `Receiver`.
 
     Args:
         connection: a unix socket to the sender. The receiver closes it.
         sender_process: the sender's process id.
     """
 
+    name: Final = "shared memory"
     _queue: _native.TaskQueue
 
     def __init__(self, connection: socket.socket, sender_process: int) -> None:
@@ -223,3 +314,7 @@ class SharedMemoryReceiver:
                 errno.EMFILE, f"shared memory cannot be opened: {why}; look at `ulimit -n` of this process"
             )
         return descriptors[0]
+
+
+def _waiter(wait: Wait, rank: int) -> Waiter:
+    return lambda is_ready: wait(is_ready, rank)
