@@ -41,11 +41,9 @@ __all__ = [
     "balanced_parts",
     "checksum_file",
     "default_arena_limit",
-    "dump_handles",
     "exit_with_parent",
     "integers_of_list",
     "is_plain",
-    "load_handles",
     "micro_batches",
     "mix_packs",
     "open_checkpoints_readonly",
@@ -476,9 +474,6 @@ class TensorBuilder:
 
 # ---- store ----
 
-def dump_handles(value: object) -> bytes: ...
-def load_handles(data: bytes) -> Any: ...
-
 # Every type that a tensor has, without torch.
 _Tensor = Any
 
@@ -506,6 +501,17 @@ class RTensor:
     def ndim(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def fields(self) -> tuple[str, str, str, list[int], tuple[int, int] | None]: ...
+    @staticmethod
+    def from_fields(
+        shard_id: str,
+        owner: str,
+        dtype: str,
+        shape: list[int],
+        rows: tuple[int, int] | None = None,
+        *,
+        like: RTensor | None = None,
+    ) -> RTensor: ...
     def with_ref(self, reference: object) -> RTensor: ...
     def drop_ref(self) -> None: ...
     def __len__(self) -> int: ...
@@ -534,6 +540,8 @@ class ShardStore:
     def handle_of(shard_id: str, owner: str) -> RTensor: ...
     @staticmethod
     def fetch(handles: list[RTensor], timeout: float, shared_memory: bool) -> list[ShardView]: ...
+    @staticmethod
+    def numbers() -> dict[str, int | float]: ...
     @staticmethod
     def absent(shard_ids: Iterable[str]) -> list[str]: ...
     @staticmethod

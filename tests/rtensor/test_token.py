@@ -59,7 +59,7 @@ def test_a_drain_shows_the_token_to_no_host_that_a_handle_names(tmp_path: Path) 
 
 
 def remove_what_others_own(handles: list[rtensor.RTensor]) -> None:
-    from tundish.rtensor.steps.group_drain import remove_claimed
+    from tundish.rtensor.steps import remove_claimed
 
     remove_claimed(rtensor.collect_shards(handles))
 

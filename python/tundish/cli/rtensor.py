@@ -12,8 +12,6 @@ from tundish.cli.arguments import add_command, path_of
 from tundish.cli.output import printable
 from tundish.errors import InvalidInputError, NotAuthorizedError, TransferError
 
-__all__ = ["add_rtensor_commands"]
-
 _HEADINGS = (
     "address",
     "shards",
@@ -57,7 +55,7 @@ def add_rtensor_commands(commands: Any) -> None:
         metavar="FILE",
         help="PEM file of the certificates to trust, if they serve over TLS",
     )
-    stats.set_defaults(run=run_stats, needs="tundish.rtensor.workers.remote_stats")
+    stats.set_defaults(run=run_stats, needs="tundish.rtensor.monitoring")
 
 
 def run_stats(options: argparse.Namespace) -> dict[str, Any]:

@@ -28,13 +28,8 @@ from __future__ import annotations
 from tundish.lazy import TYPE_CHECKING, lazily
 
 if TYPE_CHECKING:
-    from tundish.rtensor.backends.backend import Backend
-    from tundish.rtensor.backends.current_backend import set_backend
-    from tundish.rtensor.backends.http import HttpBackend
-    from tundish.rtensor.backends.local import LocalBackend
-    from tundish.rtensor.backends.ray import RayBackend
-    from tundish.rtensor.controller.controller import Controller
-    from tundish.rtensor.controller.drained import Drained
+    from tundish.rtensor.backends import Backend, HttpBackend, LocalBackend, RayBackend, set_backend
+    from tundish.rtensor.controller import Controller, Drained
     from tundish.rtensor.handles import (
         RTensor,
         TensorShardInfo,
@@ -43,25 +38,34 @@ if TYPE_CHECKING:
         flatten_shard_ids,
         loads,
     )
+    from tundish.rtensor.monitoring import fetch_buffer_stats, process_stats, stats, storage_stats
     from tundish.rtensor.server import Server, serve, trust
-    from tundish.rtensor.steps.group_drain import drain
-    from tundish.rtensor.steps.step import Step, keep, step
-    from tundish.rtensor.storage import clear_node, fetch, remove, storage_stats, store
-    from tundish.rtensor.transfer.localize import clear_fetch_buffer, fetch_buffer_stats, localize
-    from tundish.rtensor.transfer.remotize import remotize
-    from tundish.rtensor.workers.remote_stats import process_stats
-    from tundish.rtensor.workers.worker import Worker
+    from tundish.rtensor.steps import Step, drain, keep, step
+    from tundish.rtensor.transfer import (
+        clear_fetch_buffer,
+        clear_node,
+        fetch,
+        localize,
+        remotize,
+        remove,
+        store,
+    )
+    from tundish.rtensor.workers import Worker
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "tundish.rtensor.backends.backend": ("Backend",),
-            "tundish.rtensor.backends.current_backend": ("set_backend",),
-            "tundish.rtensor.backends.http": ("HttpBackend",),
-            "tundish.rtensor.backends.local": ("LocalBackend",),
-            "tundish.rtensor.backends.ray": ("RayBackend",),
-            "tundish.rtensor.controller.controller": ("Controller",),
-            "tundish.rtensor.controller.drained": ("Drained",),
+            "tundish.rtensor.backends": (
+                "Backend",
+                "HttpBackend",
+                "LocalBackend",
+                "RayBackend",
+                "set_backend",
+            ),
+            "tundish.rtensor.controller": (
+                "Controller",
+                "Drained",
+            ),
             "tundish.rtensor.handles": (
                 "RTensor",
                 "TensorShardInfo",
@@ -70,14 +74,33 @@ else:
                 "flatten_shard_ids",
                 "loads",
             ),
-            "tundish.rtensor.server": ("Server", "serve", "trust"),
-            "tundish.rtensor.steps.group_drain": ("drain",),
-            "tundish.rtensor.steps.step": ("Step", "keep", "step"),
-            "tundish.rtensor.storage": ("clear_node", "fetch", "remove", "storage_stats", "store"),
-            "tundish.rtensor.transfer.localize": ("clear_fetch_buffer", "fetch_buffer_stats", "localize"),
-            "tundish.rtensor.transfer.remotize": ("remotize",),
-            "tundish.rtensor.workers.remote_stats": ("process_stats",),
-            "tundish.rtensor.workers.worker": ("Worker",),
+            "tundish.rtensor.monitoring": (
+                "fetch_buffer_stats",
+                "process_stats",
+                "stats",
+                "storage_stats",
+            ),
+            "tundish.rtensor.server": (
+                "Server",
+                "serve",
+                "trust",
+            ),
+            "tundish.rtensor.steps": (
+                "Step",
+                "drain",
+                "keep",
+                "step",
+            ),
+            "tundish.rtensor.transfer": (
+                "clear_fetch_buffer",
+                "clear_node",
+                "fetch",
+                "localize",
+                "remotize",
+                "remove",
+                "store",
+            ),
+            "tundish.rtensor.workers": ("Worker",),
         },
     )
 
@@ -109,6 +132,7 @@ __all__ = [
     "remove",
     "serve",
     "set_backend",
+    "stats",
     "step",
     "storage_stats",
     "store",

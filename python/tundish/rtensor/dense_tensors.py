@@ -16,8 +16,6 @@ from tundish.errors import InvalidInputError, InvalidTypeError, format_type
 from tundish.tensor_bytes import extent
 from tundish.tree import DLPACK_EXCHANGE, NUMPY_DTYPES, Refusal
 
-__all__ = ["STORED_DTYPES", "dense", "is_whole", "tensors_over"]
-
 STORED_DTYPES: Final = frozenset(_native.stored_dtypes())
 
 

@@ -1,8 +1,9 @@
-"""`Server`: serves what this process stores, and lets a controller drain what it holds.
+"""`Server`: serves what this process stores, and lets a controller drain what it holds. Does not import torch.
 
 Invariants:
     A process has one server.
     A token is sent only to addresses that this process was told of, never to any address that a handle names.
+    A child made by `fork` starts with a new state: it serves nothing, is in no step, and has no tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import ipaddress
 import logging
 import operator
 import os
+import secrets
 import stat
+import threading
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -20,16 +25,75 @@ from tundish import _native
 from tundish.errors import InvalidInputError, InvalidTypeError
 from tundish.own_address import OUTSIDE, address_towards
 from tundish.regular_files import read_regular_file
-from tundish.rtensor.arguments import check_token, split_address
-from tundish.rtensor.process_state import Trust, state
-
-__all__ = ["Server", "serve", "server_address", "trust", "trust_workers"]
 
 _log = logging.getLogger("tundish.rtensor")
 
 _LOOPBACK = "127.0.0.1"
 # Far more than any chain of certificates has.
 _PEM_BYTES = 1 << 20
+
+# Seconds, of calls that store or fetch.
+DEFAULT_TIMEOUT: Final = 60.0
+
+
+class Trust(NamedTuple):
+    """How this process speaks to a server.
+
+    Attributes:
+        token: the token to send, or None.
+        certificates: the certificates to trust (PEM); None speaks no TLS.
+    """
+
+    token: str | None = None
+    certificates: bytes | None = None
+
+
+@dataclass
+class ProcessState:
+    """The state of one process.
+
+    Attributes:
+        backend: the `Backend` of this process, if one was set or used.
+        server: its `Server`, if it serves.
+        claimant: identifies the claims of this process's own steps.
+        last_step: the number of the last step that began here or on a controller here.
+        in_step: whether a step of this process alone is under way.
+        kept: ids of other processes' shards that this process keeps beyond the end of a step.
+        trusted: the token to send and the certificates to trust, by address.
+        step_check_due: when to check whether any step ever began (`time.monotonic`); None before the first fetch.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    claimant: int = field(default_factory=lambda: secrets.randbits(63))
+    # Their modules import this one.
+    backend: Any = None
+    server: Any = None
+    last_step: int = 0
+    in_step: bool = False
+    kept: set[str] = field(default_factory=set)
+    trusted: dict[str, Trust] = field(default_factory=dict)
+    step_check_due: float | None = None
+
+
+_state = ProcessState()
+
+
+def state() -> ProcessState:
+    """The state of this process."""
+    global _state
+    if _state.pid != os.getpid():
+        _state = ProcessState()
+    return _state
+
+
+def next_step_number() -> int:
+    """The number of a new step: the time in microseconds, so that steps of several controllers differ and grow."""
+    mine = state()
+    with mine.lock:
+        mine.last_step = max(mine.last_step + 1, time.time_ns() // 1000)
+        return mine.last_step
+
 
 # The default of `token` in `trust`. No string, since callers may pass any.
 _NOT_GIVEN: Final[Any] = object()
@@ -285,3 +349,27 @@ def _reachable_host(host: str) -> str:
     if numbers.is_unspecified:
         return address_towards(OUTSIDE) or _LOOPBACK
     return f"[{numbers}]" if numbers.version == 6 else str(numbers)
+
+
+def split_address(addr: str) -> tuple[str, int]:
+    """Split `host:port`. Raise `InvalidInputError`."""
+    host, colon, port = addr.rpartition(":") if isinstance(addr, str) else ("", "", "")
+    is_name = host.isprintable() and " " not in host and "/" not in host
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 2**16
+    if not host or not colon or not is_name or not is_port:
+        raise InvalidInputError(f'{addr!r} is not the address of a process: give "host:port"')
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def check_token(token: Any) -> None:
+    """Raise `InvalidInputError` for anything but a token or None."""
+    if token is None:
+        return
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+        raise InvalidInputError(
+            "token is not a string of printable ASCII characters: give one, for example of `openssl rand -hex 32`"
+        )
+    if not token or " " in token or len(token) > 1024:
+        raise InvalidInputError(
+            "token is empty, has spaces or is too long: give 1 to 1024 characters without spaces"
+        )

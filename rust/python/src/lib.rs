@@ -83,7 +83,6 @@ mod _native {
     #[pymodule_export]
     use super::store::handle::RTensor;
     #[pymodule_export]
-    use super::store::handle_bytes::{dump_handles, load_handles};
     #[pymodule_export]
     use super::store::http::{ShardServer, WorkerClient, trust_owner};
     #[pymodule_export]

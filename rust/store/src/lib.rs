@@ -19,7 +19,6 @@ mod checksum;
 mod entries;
 mod error;
 mod fetch;
-pub mod handles;
 pub mod http;
 mod memory;
 mod process_store;
@@ -31,12 +30,14 @@ mod time_limit;
 pub use checksum::RunningChecksum;
 pub use error::{MissingShard, StoreError};
 pub use fetch::{FetchReceiver, Transport, Wanted};
-pub use memory::borrowed_tensors::{OutgoingShard, TensorToStore};
+pub use memory::attached_segments::SegmentRange;
 pub use memory::fetched_tensor::FetchedTensor;
-pub use memory::segment_range::SegmentRange;
+pub use memory::tensor::{OutgoingShard, TensorToStore};
 pub use process_store::ProcessStore;
 pub use shard_id::{InvalidShardId, Rows, ShardId, ShardRows};
-pub use stats::{BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Removed, Stats, StepStats, StorageStats};
+pub use stats::{
+    BufferStats, Claimed, KeptCounts, Limits, MemoryStats, Number, Removed, Stats, StepStats, StorageStats, Value,
+};
 pub use tensor_meta::{Dtype, Shape, TensorMeta};
 pub use time_limit::{CheckCancelled, TimeLimit};
 

@@ -4,7 +4,6 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Duration;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 use tundish_copying as copying;
@@ -14,11 +13,10 @@ use crate::entries::fetch_buffer::FetchBuffer;
 use crate::entries::storage::Storage;
 use crate::error::StoreError;
 use crate::memory::attached_segments::AttachedSegments;
-use crate::memory::borrowed_tensors::{OutgoingShard, TensorToStore};
-use crate::memory::drop_thread::DropThread;
 use crate::memory::slab::allocate;
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};
+use crate::memory::tensor::{OutgoingShard, TensorToStore};
 use crate::shard_id::{ShardId, ShardRows};
 use crate::stats::{BufferStats, Claimed, KeptCounts, Limits, Removed, Stats, StepStats, StorageStats};
 use crate::time_limit::TimeLimit;
@@ -33,7 +31,6 @@ pub struct ProcessStore {
     pub(crate) attached_segments: AttachedSegments,
     /// Addresses of this process. Another process may have served at one of them before, or may do so by now.
     pub(crate) own_addresses: Mutex<HashSet<Arc<str>>>,
-    drop_thread: DropThread,
 }
 
 /// Copies of at least so many bytes go past the caches: another process reads them, from a cache of its own.
@@ -41,9 +38,6 @@ const UNCACHED_COPY_BYTES: usize = 128 << 10;
 
 /// Threads of one such copy: more do not make memory faster.
 const MAX_THREADS: usize = 4;
-
-/// How long `clear_all` waits for memory that is freed in the background.
-const DROP_WAIT: Duration = Duration::from_secs(5);
 
 static OF_PROCESS: PerProcess<Arc<ProcessStore>> = PerProcess::new(|| ProcessStore::new(Limits::default()));
 
@@ -61,7 +55,6 @@ impl ProcessStore {
         Arc::new(ProcessStore {
             storage: Arc::new(Storage::new(u64::from_ne_bytes(nonce))),
             buffer: FetchBuffer::new(),
-            drop_thread: DropThread::new(&[&storage_pool, &buffer_pool]),
             storage_pool,
             buffer_pool,
             attached_segments: AttachedSegments::default(),
@@ -171,13 +164,11 @@ impl ProcessStore {
     /// the counts of the storage.
     pub fn clear_all(&self) -> Removed {
         let (removed, stored) = self.storage.flush();
-        self.drop_thread.drop_later(stored, removed.num_tensors);
+        drop(stored);
         self.clear_buffer(None);
         // Nothing will be used again soon.
-        if self.drop_thread.wait_for_drops(DROP_WAIT) {
-            self.storage_pool.free_idle();
-            self.buffer_pool.free_idle();
-        }
+        self.storage_pool.free_idle();
+        self.buffer_pool.free_idle();
         removed
     }
 
@@ -189,8 +180,8 @@ impl ProcessStore {
     /// The counts of a step; `None` if it never began here, or ended too long ago.
     pub fn step_stats(&self, step: Step) -> Option<StepStats> {
         let mut step_stats = StepStats { step, ..StepStats::default() };
-        let stored = self.storage.state.lock().by_step.step_status(step);
-        let fetched = self.buffer.state.lock().by_step.step_status(step);
+        let stored = self.storage.lock().by_step.step_status(step);
+        let fetched = self.buffer.lock().by_step.step_status(step);
         step_stats.stored_bytes = stored.as_ref().map_or(0, |step_status| step_status.step_counts.added_bytes);
         step_stats.fetched_bytes = fetched.as_ref().map_or(0, |step_status| step_status.step_counts.added_bytes);
         if stored.is_none() && fetched.is_none() {
@@ -207,15 +198,16 @@ impl ProcessStore {
         Some(step_stats)
     }
 
-    /// Waits until dropped memory is freed; `false` if that takes longer than `longest`.
-    pub fn wait_for_drops(&self, longest: Duration) -> bool {
-        self.drop_thread.wait_for_drops(longest)
+    /// Returns memory to the system that was idle ever since the last call.
+    pub fn trim(&self) {
+        self.storage_pool.trim();
+        self.buffer_pool.trim();
     }
 
     fn storage_stats(&self) -> StorageStats {
         let memory = self.storage_pool.memory_stats();
         let oldest_unclaimed_seconds = self.storage.oldest_unclaimed_seconds();
-        let mut state = self.storage.state.lock();
+        let mut state = self.storage.lock();
         let (total_bytes, num_entries) = state.by_step.held();
         let unclaimed = state.by_step.unclaimed().step_counts;
         StorageStats {
@@ -232,7 +224,7 @@ impl ProcessStore {
     /// The counts of the fetch buffer.
     pub fn buffer_stats(&self) -> BufferStats {
         let memory = self.buffer_pool.memory_stats();
-        let mut state = self.buffer.state.lock();
+        let mut state = self.buffer.lock();
         let (total_bytes, num_entries) = state.by_step.held();
         let kept = state.by_step.unclaimed().step_counts;
         let current = state.current_entries().step_counts;
@@ -319,7 +311,7 @@ impl ProcessStore {
     /// count.
     pub fn remove(&self, ids: &[ShardId]) -> Removed {
         let (removed, stored) = self.storage.remove(ids);
-        self.drop_thread.drop_later(stored, removed.num_tensors);
+        drop(stored);
         self.clear_buffer(Some(ids));
         removed
     }
@@ -329,15 +321,11 @@ impl ProcessStore {
         match ids {
             Some(ids) => {
                 let fetched = self.buffer.remove(ids);
-                let entries = fetched.iter().flatten().map(|of_shard| of_shard.len() as u64).sum();
-                self.drop_thread.drop_later(fetched, entries);
-                entries
+                fetched.iter().flatten().map(|of_shard| of_shard.len() as u64).sum()
             }
             None => {
                 let fetched = self.buffer.flush();
-                let entries = fetched.iter().map(|step_entries| step_entries.step_counts.num_entries).sum();
-                self.drop_thread.drop_later(fetched, entries);
-                entries
+                fetched.iter().map(|step_entries| step_entries.step_counts.num_entries).sum()
             }
         }
     }
@@ -360,20 +348,16 @@ impl ProcessStore {
 
     /// Ends a step: drops its claimed shards and its fetched entries. A second call only returns the counts.
     pub fn end_step(&self, step: Step) -> StepStats {
-        let stored = self.storage.end(step);
-        let fetched = self.buffer.end(step);
-        let claims = stored.as_ref().map_or(0, |step_entries| step_entries.step_counts.num_entries);
-        let fetches = fetched.as_ref().map_or(0, |step_entries| step_entries.step_counts.num_entries);
-        self.drop_thread.drop_later(stored, claims);
-        self.drop_thread.drop_later(fetched, fetches);
+        drop(self.storage.end(step));
+        drop(self.buffer.end(step));
         self.step_stats(step).unwrap_or(StepStats { step, has_ended: true, ..StepStats::default() })
     }
 
     /// Unclaims the shards of a claimant, and drops the entries that were fetched in its steps.
     pub fn release_claimant(&self, claimant: Claimant) {
-        let claiming = self.storage.state.lock().by_step.of_claimant(claimant);
+        let claiming = self.storage.lock().by_step.of_claimant(claimant);
         claiming.iter().for_each(|step| self.storage.unclaim_all(*step));
-        let fetching = self.buffer.state.lock().by_step.of_claimant(claimant);
+        let fetching = self.buffer.lock().by_step.of_claimant(claimant);
         for step in claiming.into_iter().chain(fetching) {
             self.end_step(step);
         }
@@ -381,8 +365,8 @@ impl ProcessStore {
 
     /// All counts, and those of each step.
     pub fn stats(&self) -> Stats {
-        let (mut ended, mut open) = self.storage.state.lock().by_step.steps();
-        let fetching = self.buffer.state.lock().by_step.steps();
+        let (mut ended, mut open) = self.storage.lock().by_step.steps();
+        let fetching = self.buffer.lock().by_step.steps();
         ended.extend(fetching.0);
         open.extend(fetching.1);
         let mut seen = HashSet::new();
@@ -401,31 +385,5 @@ impl Default for Limits {
     fn default() -> Self {
         let quarter = 4 * arena::default_limit() as u64;
         Limits { storage_bytes: quarter, buffer_bytes: quarter }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::thread::sleep;
-    use std::time::Instant;
-
-    use super::*;
-
-    #[test]
-    fn memory_of_either_side_that_nobody_uses_for_a_while_goes_back_to_the_system() {
-        let mut store = ProcessStore::new(Limits { storage_bytes: 64 << 20, buffer_bytes: 64 << 20 });
-        Arc::get_mut(&mut store).unwrap().drop_thread.quiet = Duration::from_millis(20);
-        let pools = [&store.storage_pool, &store.buffer_pool];
-        for pool in pools {
-            let mut reserved = pool.reserve(SlabPool::size_for(1 << 20), None).unwrap();
-            pool.give_back(reserved.take(1 << 20, None).unwrap());
-            assert!(pool.memory_stats().idle_bytes > 1 << 20);
-        }
-        store.drop_thread.drop_later((), 0);
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while pools.iter().any(|pool| pool.memory_stats().idle_bytes > 0) {
-            assert!(Instant::now() < deadline, "it stays");
-            sleep(Duration::from_millis(1));
-        }
     }
 }

@@ -149,3 +149,100 @@ pub struct Stats {
     /// Every step that has begun or claimed and has not ended, and the last that have, newest last.
     pub steps: Vec<StepStats>,
 }
+
+/// One number of a process, as its `/metrics` shows it. The name says the unit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Number {
+    /// Its name.
+    pub name: &'static str,
+    /// Its meaning.
+    pub help: &'static str,
+    /// Its value.
+    pub value: Value,
+}
+
+/// The value of a [`Number`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Value {
+    /// A count that rises and falls.
+    Gauge(u64),
+    /// A count that only rises.
+    Counter(u64),
+    /// A time.
+    Seconds(f64),
+}
+
+impl Stats {
+    /// All counts of the process in one flat list.
+    pub fn numbers(&self) -> Vec<Number> {
+        use Value::{Counter, Gauge, Seconds};
+
+        let Stats { storage, buffer, steps, .. } = self;
+        let open = || steps.iter().filter(|step_stats| !step_stats.has_ended);
+        let (held, escaped) = (
+            open().map(|step_stats| step_stats.held_bytes).sum(),
+            steps.iter().map(|step_stats| step_stats.escaped_bytes).sum(),
+        );
+        let number = |(name, help, value)| Number { name, help, value };
+        [
+            ("stored_tensors", "Tensors stored", Gauge(storage.num_entries)),
+            ("stored_bytes", "Bytes of tensors stored", Gauge(storage.total_bytes)),
+            ("stored_high_water_bytes", "The most bytes of tensors ever stored", Gauge(storage.high_water_bytes)),
+            ("unclaimed_tensors", "Stored tensors that no step has claimed", Gauge(storage.unclaimed_entries)),
+            ("unclaimed_bytes", "Bytes of stored tensors that no step has claimed", Gauge(storage.unclaimed_bytes)),
+            (
+                "oldest_unclaimed_seconds",
+                "Age of the oldest tensor that no step has claimed",
+                Seconds(storage.oldest_unclaimed_seconds),
+            ),
+            ("storage_limit_bytes", "The most memory for stored tensors", Gauge(storage.memory.limit_bytes)),
+            ("storage_used_bytes", "Memory in use for stored tensors", Gauge(storage.memory.used_bytes)),
+            (
+                "storage_escaped_bytes",
+                "Memory of stored tensors that was released while a tensor over it lived",
+                Gauge(storage.memory.escaped_bytes),
+            ),
+            ("storage_idle_bytes", "Memory kept for the next stored tensors", Gauge(storage.memory.idle_bytes)),
+            (
+                "storage_high_water_bytes",
+                "The most memory ever in use for stored tensors",
+                Gauge(storage.memory.high_water_bytes),
+            ),
+            ("fetched_tensors", "Tensors in the fetch buffer", Gauge(buffer.num_entries)),
+            ("fetched_bytes", "Bytes of tensors in the fetch buffer", Gauge(buffer.total_bytes)),
+            (
+                "fetched_high_water_bytes",
+                "The most bytes of tensors ever in the fetch buffer",
+                Gauge(buffer.high_water_bytes),
+            ),
+            ("kept_tensors", "Fetched tensors that outlive their step", Gauge(buffer.kept_entries)),
+            ("kept_bytes", "Bytes of fetched tensors that outlive their step", Gauge(buffer.kept_bytes)),
+            ("fetching_tensors", "Tensors being fetched", Gauge(buffer.in_flight)),
+            ("buffer_limit_bytes", "The most memory for fetched tensors", Gauge(buffer.memory.limit_bytes)),
+            ("buffer_used_bytes", "Memory in use for fetched tensors", Gauge(buffer.memory.used_bytes)),
+            (
+                "buffer_escaped_bytes",
+                "Memory of fetched tensors that was released while a tensor over it lived",
+                Gauge(buffer.memory.escaped_bytes),
+            ),
+            ("buffer_idle_bytes", "Memory kept for the next fetched tensors", Gauge(buffer.memory.idle_bytes)),
+            (
+                "buffer_high_water_bytes",
+                "The most memory ever in use for fetched tensors",
+                Gauge(buffer.memory.high_water_bytes),
+            ),
+            ("buffer_hits", "Tensors that the fetch buffer had", Counter(buffer.hits)),
+            ("buffer_misses", "Tensors that had to be fetched", Counter(buffer.misses)),
+            (
+                "late_tensors_refused",
+                "Tensors that came after their step had ended",
+                Counter(buffer.late_inserts_refused),
+            ),
+            ("open_steps", "Steps that have begun and not ended", Gauge(open().count() as u64)),
+            ("open_steps_held_bytes", "Bytes that open steps hold", Gauge(held)),
+            ("ended_steps_escaped_bytes", "Bytes of tensors that outlived their step", Gauge(escaped)),
+        ]
+        .map(number)
+        .to_vec()
+    }
+}

@@ -22,7 +22,7 @@ from tundish.errors import (
     NotAuthorizedError,
 )
 from tundish.rtensor import Controller, RTensor, TensorShardInfo, Worker, trust
-from tundish.rtensor.workers.connections import WorkerConnections
+from tundish.rtensor.workers import WorkerConnections
 
 pytestmark = pytest.mark.usefixtures("emptied")
 

@@ -15,8 +15,7 @@ from support.rtensor.peers import Peer
 from tundish import rtensor
 from tundish._native import ShardStore
 from tundish.errors import DrainError, InvalidInputError, ShardGoneError, TransferError
-from tundish.rtensor import Controller
-from tundish.rtensor.steps import step as step_module
+from tundish.rtensor import Controller, steps
 
 pytestmark = pytest.mark.usefixtures("emptied")
 
@@ -166,7 +165,7 @@ def interrupted_at(method: str, handles: Any) -> tuple[int, int]:
         own = rtensor.remotize(rtensor.localize(handles))
         with contextlib.suppress(KeyboardInterrupt), rtensor.step(claim=own):
             rtensor.localize(handles)
-            patch.setattr(step_module, "ShardStore", Interrupted(method))
+            patch.setattr(steps, "ShardStore", Interrupted(method))
     with rtensor.step():
         pass
     return rtensor.storage_stats()["unclaimed_entries"], rtensor.fetch_buffer_stats()["num_entries"]
@@ -181,7 +180,7 @@ def test_the_next_step_drains_what_an_interrupted_end_left(owners: list[Peer], c
 def interrupted_as_it_begins(handles: Any) -> int:
     own = rtensor.remotize(rtensor.localize(handles))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_module, "ShardStore", Interrupted("begin_step"))
+        patch.setattr(steps, "ShardStore", Interrupted("begin_step"))
         with pytest.raises(KeyboardInterrupt), rtensor.step(claim=own):
             pytest.fail("it began")
     unclaimed = int(rtensor.storage_stats()["unclaimed_entries"])

@@ -8,9 +8,8 @@ import pytest
 
 from tundish.errors import DrainError, TransferError
 from tundish.rtensor import Worker
-from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
-from tundish.rtensor.controller.serverless_drains import ServerlessDrains
-from tundish.rtensor.workers.connections import HttpRequest, NoAnswerError
+from tundish.rtensor.controller import PendingRequests, ServerlessDrains, WorkerRequest
+from tundish.rtensor.workers import HttpRequest, NoAnswerError
 
 
 class FakeConnections:

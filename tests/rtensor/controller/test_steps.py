@@ -53,7 +53,7 @@ def test_batches_are_cleared_from_every_rank_of_every_role(
 def test_long_lists_of_ids_go_in_parts(
     owners: list[Peer], consumers: list[Peer], controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tundish.rtensor.workers.connections._MOST_IDS", 2)
+    monkeypatch.setattr("tundish.rtensor.workers._MOST_IDS", 2)
     handles = owners[0].call(peer_functions.make, 5, 10)
     fetch_everywhere(handles, consumers)
     drained = controller.clear_batches(handles)

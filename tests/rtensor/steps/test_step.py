@@ -12,8 +12,7 @@ from support.rtensor.peers import Peer
 
 from tundish import rtensor
 from tundish.errors import ShardGoneError
-from tundish.rtensor import Controller, Worker
-from tundish.rtensor.steps import no_step_began_warning
+from tundish.rtensor import Controller, Worker, monitoring
 
 
 def test_a_claim_that_fails_drains_nothing() -> None:
@@ -85,7 +84,7 @@ def fetch_for_long(handles: list[rtensor.RTensor]) -> list[list[str]]:
     logging.getLogger("tundish.rtensor").addHandler(note)
     clock = [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(no_step_began_warning, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+        patch.setattr(monitoring, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         for handle, now in zip(handles, (0.0, 59.0, 61.0, 62.0, 130.0), strict=True):
             clock[0] = now
             said.append([])

@@ -23,8 +23,7 @@ from tundish.errors import (
     TimedOutError,
     TransferError,
 )
-from tundish.rtensor import Controller, Worker
-from tundish.rtensor.backends import ray as ray_backend
+from tundish.rtensor import Controller, Worker, backends
 
 
 def begin(folder: str) -> None:
@@ -210,7 +209,7 @@ def who_waits_without_end_says_so() -> None:
 
 def each_store_looks_at_its_own_shards_alone() -> None:
     others = rtensor.remotize([torch.full((1,), number) for number in range(40)])
-    store, asked = ray_backend.ShardStore, []
+    store, asked = backends.ShardStore, []
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -222,9 +221,9 @@ def each_store_looks_at_its_own_shards_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         # The thread that looks through all of them rests.
-        patch.setattr(ray_backend, "_RELEASE_SECONDS", 60.0)
+        patch.setattr(backends, "_RELEASE_SECONDS", 60.0)
         time.sleep(0.3)
-        patch.setattr(ray_backend, "ShardStore", Counting())
+        patch.setattr(backends, "ShardStore", Counting())
         for number in range(20):
             handle = rtensor.store(f"of.{number}", torch.ones(1))
             assert rtensor.fetch(handle.shard_id).item() == 1
@@ -236,12 +235,12 @@ def each_store_looks_at_its_own_shards_alone() -> None:
 def names_that_were_drained_and_are_given_anew_take_no_more_room() -> None:
     with pytest.MonkeyPatch.context() as patch:
         # The thread that lets go of what was drained rests.
-        patch.setattr(ray_backend, "_RELEASE_SECONDS", 60.0)
+        patch.setattr(backends, "_RELEASE_SECONDS", 60.0)
         time.sleep(0.3)
         for _ in range(3):
             rtensor.store("anew", torch.ones(1000))
             # As a drain that comes from elsewhere does.
-            ray_backend.ShardStore.remove(["anew"])
+            backends.ShardStore.remove(["anew"])
         rtensor.store("anew", torch.ones(1000))
     assert rtensor.storage_stats()["memory"]["used_bytes"] < 2 * 4000
     rtensor.remove(["anew"])

@@ -9,9 +9,8 @@ use pyo3::basic::CompareOp;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyDict, PySlice, PyString, PyTuple, PyType};
-use tundish_store::handles::{HandleWriter, ShardHandle, SharedFields, check_owner};
-use tundish_store::{ShardId, StoreError, TensorMeta, Wanted};
+use pyo3::types::{PyDict, PySlice, PyString, PyTuple, PyType};
+use tundish_store::{Dtype, Rows, ShardId, StoreError, TensorMeta, Wanted};
 
 use super::dtypes::{meta_of, object_of};
 use crate::error::BindingError;
@@ -19,8 +18,48 @@ use crate::error::BindingError;
 static SHARD: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 static SIZE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
 
+/// An owner's address is no longer than this: a name of a host and a port.
+const LONGEST_OWNER: usize = 300;
+
+/// Shard id, owner, name of the dtype, shape of the whole shard, and the chosen rows.
+type Fields = (String, String, &'static str, Vec<u64>, Option<(u64, u64)>);
+
 /// The function that restores a handle, and its arguments.
-type Reduced<'py> = (Bound<'py, PyAny>, (Bound<'py, PyBytes>, Option<Py<PyAny>>));
+type Reduced<'py> = (Bound<'py, PyAny>, (Fields, Option<Py<PyAny>>));
+
+/// Names a shard, or some of its rows. Takes 40 bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ShardHandle {
+    pub(super) id: ShardId,
+    pub(super) shared: Arc<SharedFields>,
+    /// The rows; all if `None`.
+    pub(super) rows: Option<Box<Rows>>,
+}
+
+/// The fields that many handles share.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct SharedFields {
+    /// The address that the owner of the shard serves at.
+    pub(super) owner: Arc<str>,
+    /// Element type and shape of the whole shard.
+    pub(super) meta: Arc<TensorMeta>,
+}
+
+/// Checks the address of an owner.
+fn check_owner(address: &str) -> Result<(), BindingError> {
+    let refuse = |why: String| {
+        let rule =
+            format!("an address of an owner is host:port, up to {LONGEST_OWNER} ASCII characters without spaces");
+        Err(BindingError::Value(format!("{rule}; {why}")))
+    };
+    if let Some((place, _)) = address.char_indices().find(|(_, character)| !character.is_ascii_graphic()) {
+        return refuse(format!("character {place} of {address:?} is none of these"));
+    }
+    if address.len() > LONGEST_OWNER {
+        return refuse(format!("this one has {}", address.len()));
+    }
+    Ok(())
+}
 
 /// A handle of a tensor, or of some of its rows, that its owner serves.
 ///
@@ -166,7 +205,7 @@ impl RTensor {
     ///
     /// Raises as `localize`.
     fn to_local<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        slf.py().import("tundish.rtensor.transfer.localize")?.call_method1("localize", (slf,))
+        slf.py().import("tundish.rtensor.transfer")?.call_method1("localize", (slf,))
     }
 
     /// The shape of the tensor, as a `torch.Size`.
@@ -248,13 +287,46 @@ impl RTensor {
         format!("RTensor(shape={shape:?}, dtype=torch.{dtype}, shard {id} of {owner}{chosen})")
     }
 
-    /// Pickles the bytes of `dumps`, and the reference of the backend.
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> Result<Reduced<'py>, BindingError> {
-        let py = slf.py();
-        let mut writer = HandleWriter::new();
-        writer.handle(&slf.get().handle)?;
-        let restore = py.import("tundish.rtensor.handles")?.getattr("restore")?;
-        Ok((restore, (PyBytes::new(py, &writer.finish()), slf.get().reference_of(py))))
+    /// The plain values that `from_fields` makes it of again: shard id, owner, name of the dtype, shape of the whole
+    /// shard, and the chosen rows or None. Raises `InvalidInputError` where the owner has no address that travels.
+    fn fields(&self) -> Result<Fields, BindingError> {
+        let ShardHandle { id, shared, rows } = &self.handle;
+        let SharedFields { owner, meta } = &**shared;
+        check_owner(owner)?;
+        let rows = rows.as_ref().map(|rows| (rows.start, rows.end));
+        Ok((id.to_string(), owner.to_string(), meta.dtype().name(), meta.shape().to_vec(), rows))
+    }
+
+    /// A handle of these `fields`, which anybody may have made. It shares memory with `like` where they are equal.
+    ///
+    /// Raises `InvalidInputError` for fields of no handle.
+    #[staticmethod]
+    #[pyo3(signature = (shard_id, owner, dtype, shape, rows=None, *, like=None))]
+    fn from_fields(
+        shard_id: &str,
+        owner: &str,
+        dtype: &str,
+        shape: Vec<u64>,
+        rows: Option<(u64, u64)>,
+        like: Option<&Bound<'_, RTensor>>,
+    ) -> Result<Self, BindingError> {
+        check_owner(owner)?;
+        let id = shard_id.parse::<ShardId>().map_err(StoreError::from)?;
+        let meta = TensorMeta::new(Dtype::from_name(dtype)?, shape)?;
+        let rows = rows.map(|(start, end)| Box::new(Rows { start, end }));
+        meta.select_rows(rows.as_deref())?;
+        let before = like.map(|like| &like.get().handle.shared);
+        let shared = match before.filter(|shared| &*shared.owner == owner && *shared.meta == meta) {
+            Some(shared) => Arc::clone(shared),
+            None => Arc::new(SharedFields { owner: owner.into(), meta: Arc::new(meta) }),
+        };
+        Ok(RTensor::new(ShardHandle { id, shared, rows }))
+    }
+
+    /// Pickles its fields, and the reference of the backend.
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Reduced<'py>> {
+        let restore = slf.py().import("tundish.rtensor.handles")?.getattr("restore")?;
+        Ok((restore, (slf.get().fields()?, slf.get().reference_of(slf.py()))))
     }
 
     /// A handle of the same shard with this `ref`, or without one.

@@ -2,7 +2,6 @@
 
 pub(crate) mod dtypes;
 pub(crate) mod handle;
-pub(crate) mod handle_bytes;
 pub(crate) mod http;
 pub(crate) mod shard_store;
 pub(crate) mod shard_view;

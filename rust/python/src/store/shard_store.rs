@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyString};
+use pyo3::types::{PyDict, PyList, PyString};
 use tundish_packing::Progress;
-use tundish_store::handles::{ShardHandle, SharedFields};
 use tundish_store::{
-    Limits, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorMeta, TensorToStore, TimeLimit, Wanted,
+    Limits, Number, ProcessStore, Removed, ShardId, ShardRows, StoreError, TensorMeta, TensorToStore, TimeLimit, Value,
+    Wanted,
 };
 
 use super::dtypes::meta_of;
-use super::handle::{RTensor, name_of};
+use super::handle::{RTensor, ShardHandle, SharedFields, name_of};
 use super::http::transport;
 use super::shard_view::ShardView;
 use crate::error::BindingError;
@@ -214,6 +214,19 @@ impl ShardStore {
         let ids = ids_of(shard_ids)?;
         let kept = py.detach(|| ProcessStore::of_process().keep(&ids));
         Ok(kept.shards + kept.entries)
+    }
+
+    /// All counts by name, flat, with their units in the names.
+    #[staticmethod]
+    fn numbers(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+        let numbers = PyDict::new(py);
+        for Number { name, value, .. } in py.detach(|| ProcessStore::of_process().stats()).numbers() {
+            match value {
+                Value::Gauge(value) | Value::Counter(value) => numbers.set_item(name, value)?,
+                Value::Seconds(value) => numbers.set_item(name, value)?,
+            }
+        }
+        Ok(numbers)
     }
 
     /// All counts, in JSON.

@@ -9,15 +9,17 @@
 //! 3. A failure is not remembered: a later request fetches again.
 //! 4. A shard that is fetched between two steps belongs to the next one: everything ends with a step, unless somebody
 //!    keeps it.
+//! 5. A fetch is settled once, and every waiting thread learns the outcome.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use crate::entries::by_step::{EntriesByStep, StepEntries, UNCLAIMED, Viewed};
-use crate::entries::fair_lock::FairLock;
-use crate::entries::in_flight::{InFlight, Outcome, covers};
+use crate::entries::locked::{forget, in_chunks, lock};
+use crate::entries::sync::{Condvar, Mutex, MutexGuard};
 use crate::error::StoreError;
 use crate::shard_id::{Rows, ShardId};
 use crate::{Claimant, Step};
@@ -84,7 +86,7 @@ pub(crate) struct State<P> {
 
 /// The buffer of one process.
 pub(crate) struct FetchBuffer<P> {
-    pub(crate) state: FairLock<State<P>>,
+    state: Mutex<State<P>>,
 }
 
 impl<P: Clone> FetchBuffer<P> {
@@ -95,30 +97,34 @@ impl<P: Clone> FetchBuffer<P> {
             current: None,
             counts: FetchCounts::default(),
         };
-        FetchBuffer { state: FairLock::new(state) }
+        FetchBuffer { state: Mutex::new(state) }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State<P>> {
+        lock(&self.state)
     }
 
     /// Begins a step: later calls belong to it.
     pub(crate) fn begin(&self, step: Step, claimant: Claimant) -> Result<(), StoreError> {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         state.by_step.begin(step, claimant)?;
         state.current = Some(step);
         Ok(())
     }
 
     pub(crate) fn current(&self) -> Option<Step> {
-        self.state.lock().current
+        self.lock().current
     }
 
     /// The step of a call that begins now.
     pub(crate) fn call_step(&self) -> CallStep {
-        let state = self.state.lock();
+        let state = self.lock();
         let step = state.current;
         let step_entries = state.current_entries();
         CallStep { step, token: step_entries.token, viewed: Arc::clone(&step_entries.viewed) }
     }
 
-    /// Looks up at most [`CHUNK_LEN`](crate::entries::fair_lock::CHUNK_LEN) shards. `is_first` if the caller looks them
+    /// Looks up at most [`CHUNK_LEN`](crate::entries::locked::CHUNK_LEN) shards. `is_first` if the caller looks them
     /// up for the first time.
     ///
     /// # Errors
@@ -129,7 +135,7 @@ impl<P: Clone> FetchBuffer<P> {
         wanted: &[ShardKey],
         is_first: bool,
     ) -> Result<Vec<BufferLookup<P>>, StoreError> {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let token = state.entries_for(call_step)?.token;
         Ok(wanted.iter().map(|key| state.look_up(call_step.step, token, key, is_first)).collect())
     }
@@ -139,7 +145,7 @@ impl<P: Clone> FetchBuffer<P> {
     /// # Errors
     /// [`StoreError::StepEnded`] and [`StoreError::Drained`] where it came too late.
     pub(crate) fn insert(&self, in_flight: &Arc<InFlight<P>>, payload: P, bytes: u64) -> Result<(), StoreError> {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let is_wanted = state.forget_in_flight(in_flight);
         let Some(step_entries) = state.by_step.with_token_mut(in_flight.token).filter(|_| is_wanted) else {
             return Err(state.refuse_late(in_flight));
@@ -156,13 +162,13 @@ impl<P: Clone> FetchBuffer<P> {
 
     /// A fetch has failed.
     pub(crate) fn fail(&self, in_flight: &Arc<InFlight<P>>, outcome: Outcome<P>) {
-        self.state.lock().forget_in_flight(in_flight);
+        self.lock().forget_in_flight(in_flight);
         in_flight.finish(outcome);
     }
 
     /// Ends a step, and returns its entries to be dropped.
     pub(crate) fn end(&self, step: Step) -> Option<StepEntries<ShardEntries<P>>> {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let step_entries = state.by_step.end(step);
         if state.current == Some(step) {
             state.current = state.newest();
@@ -172,7 +178,7 @@ impl<P: Clone> FetchBuffer<P> {
 
     /// Takes all entries out, to be dropped. Fetches under way will not be kept.
     pub(crate) fn flush(&self) -> Vec<StepEntries<ShardEntries<P>>> {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let (flushed, cancelled) = (state.by_step.flush(), std::mem::take(&mut state.in_flight));
         drop(state);
         cancelled.into_values().flatten().for_each(|in_flight| in_flight.cancel());
@@ -182,7 +188,7 @@ impl<P: Clone> FetchBuffer<P> {
     /// Takes the entries of these shards out, to be dropped. Fetches of them that are under way will not be kept.
     pub(crate) fn remove(&self, ids: &[ShardId]) -> Vec<Vec<ShardEntries<P>>> {
         // A list for each chunk: one long list would be moved as it grows, with the lock held.
-        let chunks = self.state.in_chunks(ids, |state, chunk| {
+        let chunks = in_chunks(&self.state, ids, |state, chunk| {
             let mut removed = Vec::with_capacity(chunk.len());
             for id in chunk {
                 state.by_step.iter_mut().for_each(|(_, step_entries)| removed.extend(take(step_entries, id)));
@@ -197,12 +203,12 @@ impl<P: Clone> FetchBuffer<P> {
 
     /// Drops the parent's entries in a child made by `fork`.
     pub(crate) fn forget(&self) {
-        self.state.forget(|state| drop(state.by_step.flush()));
+        forget(&self.state, |state| drop(state.by_step.flush()));
     }
 
     /// Keeps the entries of these shards beyond their step. Returns their number.
     pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
-        let counts = self.state.in_chunks(ids, |state, chunk| chunk.iter().map(|id| state.keep(id)).sum::<u64>());
+        let counts = in_chunks(&self.state, ids, |state, chunk| chunk.iter().map(|id| state.keep(id)).sum::<u64>());
         counts.into_iter().sum()
     }
 }
@@ -308,4 +314,66 @@ fn take<P>(step_entries: &mut StepEntries<ShardEntries<P>>, id: &ShardId) -> Opt
     let entries = step_entries.entries.remove(id)?;
     entries.iter().for_each(|fetched| step_entries.step_counts.remove(fetched.bytes));
     Some(entries)
+}
+
+/// The outcome of a fetch for the threads that wait for it.
+#[derive(Clone, Debug)]
+pub(crate) enum Outcome<P> {
+    /// It arrived, with these rows.
+    Arrived(P, Option<Rows>),
+    /// It failed, and would fail for all.
+    Failed(StoreError),
+    /// It failed for a reason that may be the fetcher's own: the others ask again.
+    Again,
+}
+
+/// A fetch of a shard, or of some of its rows, by the first thread that asked for it.
+#[derive(Debug)]
+pub(crate) struct InFlight<P> {
+    pub(crate) id: ShardId,
+    pub(crate) owner: Arc<str>,
+    pub(crate) rows: Option<Rows>,
+    /// The step under which it began, and the token of that step's entries.
+    pub(crate) step: Option<Step>,
+    pub(crate) token: u64,
+    outcome: Mutex<Option<Outcome<P>>>,
+    finished: Condvar,
+}
+
+impl<P: Clone> InFlight<P> {
+    pub(crate) fn new(id: ShardId, owner: Arc<str>, rows: Option<Rows>, step: Option<Step>, token: u64) -> Self {
+        InFlight { id, owner, rows, step, token, outcome: Mutex::new(None), finished: Condvar::new() }
+    }
+
+    /// Sets the outcome, unless it is set, and wakes all waiting threads.
+    pub(crate) fn finish(&self, outcome: Outcome<P>) {
+        let mut current = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.is_none() {
+            *current = Some(outcome);
+            self.finished.notify_all();
+        }
+    }
+
+    /// Fails it, since it was drained.
+    pub(crate) fn cancel(&self) {
+        self.finish(Outcome::Failed(StoreError::Drained { id: self.id.clone() }));
+    }
+
+    /// The outcome; `None` if there is none after `longest`.
+    pub(crate) fn wait(&self, longest: Duration) -> Option<Outcome<P>> {
+        let mut current = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.is_none() {
+            current = self.finished.wait_timeout(current, longest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        current.clone()
+    }
+}
+
+/// Whether rows `wanted` lie within rows `had`, where none means all.
+pub(crate) fn covers(had: Option<&Rows>, wanted: Option<&Rows>) -> bool {
+    match (had, wanted) {
+        (None, _) => true,
+        (Some(_), None) => false,
+        (Some(had), Some(wanted)) => had.start <= wanted.start && wanted.end <= had.end,
+    }
 }

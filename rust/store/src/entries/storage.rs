@@ -8,7 +8,8 @@
 use std::time::Instant;
 
 use crate::entries::by_step::{EntriesByStep, StepEntries};
-use crate::entries::fair_lock::FairLock;
+use crate::entries::locked::{forget, in_chunks, lock};
+use crate::entries::sync::{Mutex, MutexGuard};
 use crate::error::{MissingShard, StoreError};
 use crate::shard_id::ShardId;
 use crate::stats::{Claimed, Removed};
@@ -31,14 +32,18 @@ pub(crate) struct State<P> {
 
 /// The storage of one process.
 pub(crate) struct Storage<P> {
-    pub(crate) state: FairLock<State<P>>,
+    state: Mutex<State<P>>,
     nonce: u64,
 }
 
 impl<P: Clone> Storage<P> {
     /// A storage whose shard ids begin with `nonce`.
     pub(crate) fn new(nonce: u64) -> Self {
-        Storage { state: FairLock::new(State { by_step: EntriesByStep::new(), next_counter: 0 }), nonce }
+        Storage { state: Mutex::new(State { by_step: EntriesByStep::new(), next_counter: 0 }), nonce }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State<P>> {
+        lock(&self.state)
     }
 
     pub(crate) fn nonce(&self) -> u64 {
@@ -48,7 +53,7 @@ impl<P: Clone> Storage<P> {
     /// Stores payloads, unclaimed, under new ids.
     pub(crate) fn put(&self, payloads: Vec<(P, u64)>) -> Vec<ShardId> {
         let since = Instant::now();
-        let ids = self.state.in_chunks(&payloads, |state, chunk| {
+        let ids = in_chunks(&self.state, &payloads, |state, chunk| {
             let mut ids = Vec::with_capacity(chunk.len());
             for (payload, bytes) in chunk {
                 let id = ShardId::numbered(self.nonce, state.next_counter);
@@ -68,7 +73,7 @@ impl<P: Clone> Storage<P> {
     /// [`StoreError::Exists`] if the id is taken, [`StoreError::Invalid`] if it has the form of ids that this storage
     /// gives itself.
     pub(crate) fn insert(&self, id: &ShardId, payload: P, bytes: u64) -> Result<(), StoreError> {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         if id.as_numbered().is_some_and(|(nonce, _)| nonce == self.nonce) {
             return Err(StoreError::Invalid(format!(
                 "shard {id} cannot have this name: names that begin like it are given by the library"
@@ -84,14 +89,14 @@ impl<P: Clone> Storage<P> {
 
     /// Drops the parent's shards in a child made by `fork`.
     pub(crate) fn forget(&self) {
-        self.state.forget(|state| drop(state.by_step.flush()));
+        forget(&self.state, |state| drop(state.by_step.flush()));
     }
 
     /// The shards of these names, in order, or the missing ones.
     pub(crate) fn get(&self, ids: &[ShardId]) -> Result<Vec<P>, Vec<MissingShard>> {
         let mut missing = Vec::new();
         let mut found = Vec::with_capacity(ids.len());
-        self.state.in_chunks(ids, |state, chunk| {
+        in_chunks(&self.state, ids, |state, chunk| {
             for id in chunk {
                 match state.find(id) {
                     Some(stored) => found.push(stored.payload.clone()),
@@ -104,7 +109,7 @@ impl<P: Clone> Storage<P> {
 
     /// Whether something is stored under this name.
     pub(crate) fn has(&self, id: &ShardId) -> bool {
-        self.state.lock().find(id).is_some()
+        self.lock().find(id).is_some()
     }
 
     /// Whether this storage gave this id.
@@ -115,7 +120,7 @@ impl<P: Clone> Storage<P> {
     /// Removes shards, and returns them to be dropped.
     pub(crate) fn remove(&self, ids: &[ShardId]) -> (Removed, Vec<Vec<StoredShard<P>>>) {
         // A list for each chunk: one long list would be moved as it grows, with the lock held.
-        let taken = self.state.in_chunks(ids, |state, chunk| {
+        let taken = in_chunks(&self.state, ids, |state, chunk| {
             let mut taken = Vec::with_capacity(chunk.len());
             taken.extend(chunk.iter().filter_map(|id| state.remove(id)));
             taken
@@ -127,7 +132,7 @@ impl<P: Clone> Storage<P> {
 
     /// Takes all shards out.
     pub(crate) fn flush(&self) -> (Removed, Vec<StepEntries<StoredShard<P>>>) {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let (total_bytes, num_tensors) = state.by_step.held();
         let flushed = state.by_step.flush();
         (Removed { cleared_count: num_tensors, num_tensors, total_bytes }, flushed)
@@ -139,8 +144,8 @@ impl<P: Clone> Storage<P> {
     /// [`StoreError::StepEnded`] if it has ended; [`StoreError::StepTaken`] if it is another claimant's.
     pub(crate) fn claim(&self, step: Step, claimant: Claimant, ids: &[ShardId]) -> Result<Claimed, StoreError> {
         let mut claimed = Claimed::default();
-        self.state.lock().by_step.begin(step, claimant)?;
-        let outcomes = self.state.in_chunks(ids, |state, chunk| {
+        self.lock().by_step.begin(step, claimant)?;
+        let outcomes = in_chunks(&self.state, ids, |state, chunk| {
             if state.by_step.get(Some(step)).is_none() {
                 return Err(StoreError::StepEnded { step });
             }
@@ -153,12 +158,12 @@ impl<P: Clone> Storage<P> {
 
     /// Ends a step, and returns its shards to be dropped.
     pub(crate) fn end(&self, step: Step) -> Option<StepEntries<StoredShard<P>>> {
-        self.state.lock().by_step.end(step)
+        self.lock().by_step.end(step)
     }
 
     /// Unclaims all shards of a step. The step goes on.
     pub(crate) fn unclaim_all(&self, step: Step) {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let Some(step_entries) = state.by_step.get_mut(Some(step)) else { return };
         let claimed = std::mem::take(&mut step_entries.entries);
         claimed.values().for_each(|stored| step_entries.step_counts.remove(stored.bytes));
@@ -167,13 +172,13 @@ impl<P: Clone> Storage<P> {
 
     /// Unclaims these shards. Returns the number of those that were claimed.
     pub(crate) fn keep(&self, ids: &[ShardId]) -> u64 {
-        let counts = self.state.in_chunks(ids, |state, chunk| chunk.iter().filter(|id| state.keep(id)).count());
+        let counts = in_chunks(&self.state, ids, |state, chunk| chunk.iter().filter(|id| state.keep(id)).count());
         counts.into_iter().sum::<usize>() as u64
     }
 
     /// Seconds since the oldest unclaimed shard was stored.
     pub(crate) fn oldest_unclaimed_seconds(&self) -> f64 {
-        let mut state = self.state.lock();
+        let mut state = self.lock();
         let oldest = state.by_step.unclaimed().entries.values().map(|stored| stored.since).min();
         oldest.map_or(0.0, |since| since.elapsed().as_secs_f64())
     }

@@ -1,5 +1,4 @@
 //! Synchronization primitives. The model checker of `tests/races` replaces them.
 
-pub(crate) use std::sync::atomic::{AtomicUsize, Ordering};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) use std::thread::yield_now;

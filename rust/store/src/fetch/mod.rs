@@ -1,8 +1,6 @@
 //! Fetching: from the buffer, from the fetches of other threads, and the rest in one request an owner, all at once.
 
 mod receiver;
-mod transport;
-mod wanted;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,16 +9,14 @@ use std::time::Duration;
 
 pub use self::receiver::FetchReceiver;
 use self::receiver::RequestedShard;
-pub use self::transport::Transport;
-pub use self::wanted::Wanted;
-use crate::entries::fair_lock::CHUNK_LEN;
-use crate::entries::fetch_buffer::{BufferLookup, CallStep, Found, ShardKey};
-use crate::entries::in_flight::{InFlight, Outcome};
+use crate::entries::fetch_buffer::{BufferLookup, CallStep, Found, InFlight, Outcome, ShardKey};
+use crate::entries::locked::CHUNK_LEN;
 use crate::error::StoreError;
 use crate::memory::fetched_tensor::{FetchedTensor, views_of};
 use crate::memory::tensor::Tensor;
 use crate::process_store::ProcessStore;
-use crate::shard_id::{Rows, ShardId};
+use crate::shard_id::{Rows, ShardId, ShardRows};
+use crate::tensor_meta::TensorMeta;
 use crate::time_limit::TimeLimit;
 
 /// The most owners that are asked at the same time.
@@ -28,6 +24,43 @@ const MAX_OWNERS_AT_ONCE: usize = 64;
 
 /// How often the calling thread checks for cancellation while other threads work.
 const CHECK_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A shard, or rows of one, as a handle names it.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// The address of its owner.
+    pub owner: Arc<str>,
+    /// The shard.
+    pub id: ShardId,
+    /// The rows; all if `None`.
+    pub rows: Option<Rows>,
+    /// The declared type and shape, of the rows if rows are chosen.
+    pub meta: TensorMeta,
+}
+
+impl Wanted {
+    pub(crate) fn selection(&self) -> ShardRows {
+        ShardRows { id: self.id.clone(), rows: self.rows.clone() }
+    }
+}
+
+/// Fetches from owners. Called by several threads at once, for one owner each.
+pub trait Transport: Sync {
+    /// Fetches these shards from `owner` in one request, into `receiver`.
+    ///
+    /// Calls [`FetchReceiver::space`] or [`FetchReceiver::attach`] for each entry of `wanted`, by its index. A space
+    /// counts after [`FetchReceiver::complete`]. A retry may call them again for all but complete entries.
+    ///
+    /// # Errors
+    /// The receiver's, [`StoreError::Missing`] with `owner`, and those of connections.
+    fn fetch(
+        &self,
+        owner: &Arc<str>,
+        wanted: &[ShardRows],
+        receiver: &mut FetchReceiver<'_>,
+        time_limit: &mut TimeLimit<'_>,
+    ) -> Result<(), StoreError>;
+}
 
 impl ProcessStore {
     /// The wanted shards, in order, in memory that the caller may write to and nobody else sees.

@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use super::wanted::Wanted;
+use super::Wanted;
 use crate::entries::fetch_buffer::FetchBuffer;
-use crate::entries::in_flight::{InFlight, Outcome};
+use crate::entries::fetch_buffer::{InFlight, Outcome};
 use crate::error::{MissingShard, StoreError};
 use crate::memory::attached_segments::AttachedSegments;
-use crate::memory::segment_range::SegmentRange;
+use crate::memory::attached_segments::SegmentRange;
 use crate::memory::slab::{Allocation, allocate};
 use crate::memory::slab_pool::SlabPool;
 use crate::memory::tensor::{Location, Tensor};

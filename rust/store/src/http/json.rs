@@ -12,7 +12,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::de::{Error, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::refusal::Refusal;
+use super::route::Refusal;
 use crate::Step;
 use crate::shard_id::{Rows, ShardId, ShardRows};
 use crate::stats::{Claimed, Removed, StorageStats};

@@ -27,9 +27,7 @@ use std::sync::LazyLock;
 mod client;
 mod fork_safe_sockets;
 mod json;
-mod media_type;
 mod peer_user;
-mod refusal;
 mod route;
 mod server;
 mod shard_header;
@@ -39,12 +37,10 @@ mod token;
 pub use client::{Client, Trust, WorkerClient};
 pub use hyper::Method;
 pub use json::{read_batch, read_ids};
-pub use media_type::MediaType;
-pub use refusal::Refusal;
-pub use route::Route;
-pub use server::{Server, ServerOptions, ServerTls, Timeouts};
+pub use route::{MediaType, Refusal, Route};
+pub use server::{Server, ServerOptions, Timeouts};
 pub use shard_header::{Payload, ShardHeader};
-pub use tls::ClientTls;
+pub use tls::{ClientTls, ServerTls};
 pub use token::Token;
 
 /// The header of a request that names the node of the client, if it can attach memory of that node.

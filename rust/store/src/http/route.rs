@@ -1,9 +1,9 @@
-//! `Route`: the method and the path of a request.
+//! The vocabulary of requests: routes, media types of bodies, and refusals.
 
 use hyper::Method;
 
-use super::refusal::Refusal;
 use crate::Step;
+use crate::error::StoreError;
 use crate::shard_id::{InvalidShardId, ShardId};
 
 /// The largest number of a step: every reader of JSON represents it exactly.
@@ -72,6 +72,61 @@ fn step_number(number: &str) -> Result<Step, Refusal> {
     let digits = number.bytes().all(|byte| byte.is_ascii_digit()).then_some(number);
     let step = digits.and_then(|digits| digits.parse().ok()).filter(|step| *step <= LAST_STEP);
     step.ok_or_else(|| Refusal::new(400, format!("a step has a number, from 0 to {LAST_STEP}")))
+}
+
+/// The media type of a body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MediaType {
+    /// Shards: for each a header and its bytes.
+    Shards,
+    /// JSON, with bytes in base64.
+    Json,
+}
+
+impl MediaType {
+    /// Its name in `Content-Type` and `Accept`.
+    pub fn name(self) -> &'static str {
+        match self {
+            MediaType::Shards => "application/x-tundish-shards",
+            MediaType::Json => "application/json",
+        }
+    }
+
+    /// Whether a header names it, with or without parameters.
+    pub(super) fn matches(self, text: &str) -> bool {
+        let name = text.split(';').next().unwrap_or_default().trim();
+        name.eq_ignore_ascii_case(self.name())
+    }
+}
+
+/// The status and the message of a request that is refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The status.
+    pub status: u16,
+    /// The message: the error and its remedy.
+    pub reason: String,
+}
+
+impl Refusal {
+    /// A refusal with this status.
+    pub fn new(status: u16, reason: impl Into<String>) -> Self {
+        Refusal { status, reason: reason.into() }
+    }
+}
+
+impl From<StoreError> for Refusal {
+    fn from(error: StoreError) -> Self {
+        let status = match &error {
+            StoreError::Invalid(_) => 400,
+            StoreError::Missing { .. } => 404,
+            StoreError::Exists { .. } | StoreError::StepEnded { .. } | StoreError::StepTaken { .. } => 409,
+            StoreError::TooLarge { .. } => 413,
+            StoreError::Full { .. } => 507,
+            _ => 500,
+        };
+        Refusal::new(status, error.to_string())
+    }
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@
 use tundish_shm::SegmentAddress;
 
 use crate::error::StoreError;
-use crate::memory::segment_range::SegmentRange;
+use crate::memory::attached_segments::SegmentRange;
 use crate::tensor_meta::{Dtype, Shape, TensorMeta};
 
 const MAGIC: [u8; 4] = *b"TSHD";

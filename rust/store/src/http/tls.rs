@@ -1,4 +1,4 @@
-//! TLS by rustls: the certificates that a client trusts.
+//! TLS by rustls: the certificates that a client trusts, and the certificate and private key of a server.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,30 +6,31 @@ use std::sync::Arc;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use rustls::{
-    ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme, client::VerifierBuilderError,
+    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, ServerConfig, SignatureScheme,
+    client::VerifierBuilderError,
 };
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio_rustls::{Connect, TlsConnector};
+use tokio_rustls::{Connect, TlsAcceptor, TlsConnector};
 
 use crate::error::StoreError;
 
 /// The cryptography of servers and clients: that of ring.
-pub(super) fn provider() -> Arc<CryptoProvider> {
+fn provider() -> Arc<CryptoProvider> {
     Arc::new(ring::default_provider())
 }
 
 /// The certificates in a PEM file: at least one.
-pub(super) fn certificates_in(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
+fn certificates_in(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
     let found: Vec<_> =
         CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
     if found.is_empty() { Err(format!("the file {}", what_is_in(pem))) } else { Ok(found) }
 }
 
 /// What a PEM file without the wanted part has instead.
-pub(super) fn what_is_in(pem: &[u8]) -> String {
+fn what_is_in(pem: &[u8]) -> String {
     let text = String::from_utf8_lossy(pem);
     let labels: Vec<_> =
         text.lines().filter_map(|line| line.trim().strip_prefix("-----BEGIN ")?.strip_suffix("-----")).collect();
@@ -81,14 +82,14 @@ impl fmt::Debug for ClientTls {
 
 /// Trusts certificates that are pinned, whatever name they are for, and those that an authority among them signed.
 #[derive(Debug)]
-pub(super) struct Verifier {
+struct Verifier {
     pinned: Vec<CertificateDer<'static>>,
-    pub(super) authorities: Arc<WebPkiServerVerifier>,
+    authorities: Arc<WebPkiServerVerifier>,
     provider: Arc<CryptoProvider>,
 }
 
 impl Verifier {
-    pub(super) fn new(pinned: Vec<CertificateDer<'static>>) -> Result<Self, VerifierBuilderError> {
+    fn new(pinned: Vec<CertificateDer<'static>>) -> Result<Self, VerifierBuilderError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(pinned.iter().cloned());
         let provider = provider();
@@ -132,5 +133,72 @@ impl ServerCertVerifier for Verifier {
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
         self.provider.signature_verification_algorithms.supported_schemes()
+    }
+}
+
+/// The certificate of a server, and its private key.
+#[derive(Clone)]
+pub struct ServerTls {
+    acceptor: TlsAcceptor,
+    chain: Vec<CertificateDer<'static>>,
+}
+
+impl ServerTls {
+    /// From PEM: a certificate, with those that lead to its authority behind it, and its private key.
+    ///
+    /// # Errors
+    /// [`StoreError::Invalid`] if they are none, or do not belong together.
+    pub fn from_pem(certificates: &[u8], private_key: &[u8]) -> Result<Self, StoreError> {
+        let invalid = |what: &str, error: &dyn fmt::Display| StoreError::Invalid(format!("tls: {what}: {error}"));
+        let chain = certificates_in(certificates).map_err(|error| invalid("the certificate cannot be read", &error))?;
+        let key = private_key_in(private_key).map_err(|error| invalid("the private key cannot be read", &error))?;
+        let builder = ServerConfig::builder_with_provider(provider()).with_safe_default_protocol_versions();
+        let builder = builder.map_err(|error| invalid("no protocol", &error))?;
+        let config = builder.with_no_client_auth().with_single_cert(chain.clone(), key);
+        let mut config = config.map_err(|error| invalid("the certificate does not fit its key", &error))?;
+        // A client closes a connection on which something comes between two requests.
+        config.send_tls13_tickets = 0;
+        Ok(ServerTls { acceptor: TlsAcceptor::from(Arc::new(config)), chain })
+    }
+
+    /// The problem if the certificate has expired, or is not valid yet. Clients that trust its authority refuse it then.
+    pub fn validity_problem(&self) -> Option<String> {
+        let (first, others) = self.chain.split_first()?;
+        let verifier = Verifier::new(self.chain.clone()).ok()?;
+        let name = ServerName::try_from("localhost").ok()?;
+        // The dates are looked at first: any other error is about trust, which is the client's concern.
+        let verified = verifier.authorities.verify_server_cert(first, others, &name, &[], UnixTime::now());
+        let Err(Error::InvalidCertificate(error)) = verified else { return None };
+        let is_of_dates = matches!(
+            error,
+            CertificateError::Expired
+                | CertificateError::ExpiredContext { .. }
+                | CertificateError::NotValidYet
+                | CertificateError::NotValidYetContext { .. }
+        );
+        is_of_dates.then(|| error.to_string())
+    }
+
+    pub(super) fn acceptor(&self) -> &TlsAcceptor {
+        &self.acceptor
+    }
+}
+
+fn private_key_in(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
+    // Keys of PKCS#8, and those of older forms, whose second line says it.
+    let is_encrypted = |line: &[u8]| line.starts_with(b"-----BEGIN ENCRYPTED") || line == b"Proc-Type: 4,ENCRYPTED";
+    if pem.split(|byte| *byte == b'\n').any(|line| is_encrypted(line.trim_ascii())) {
+        return Err("it is encrypted: decrypt it with `openssl pkey -in KEY -out DECRYPTED`".to_owned());
+    }
+    // The error says nothing of the key.
+    PrivateKeyDer::from_pem_slice(pem).map_err(|error| match error {
+        pem::Error::NoItemsFound => format!("the file {}", what_is_in(pem)),
+        other => other.to_string(),
+    })
+}
+
+impl fmt::Debug for ServerTls {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("ServerTls(…)")
     }
 }

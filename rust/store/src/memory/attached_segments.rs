@@ -10,10 +10,20 @@ use tundish_shm::attachment::{Attachment, attach_unregistered};
 use tundish_shm::{SegmentAddress, ShmError};
 
 use crate::error::StoreError;
-use crate::memory::segment_range::SegmentRange;
 
 /// From so many entries on, dead ones are removed before one is added.
 const CROWDED: usize = 64;
+
+/// A part of a segment, for processes of the same node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SegmentRange {
+    /// The segment.
+    pub address: SegmentAddress,
+    /// The offset of the part in its data.
+    pub offset: u64,
+    /// Bytes of the part.
+    pub len: u64,
+}
 
 /// The position of a tensor in another process's segment.
 #[derive(Clone, Debug)]
@@ -75,7 +85,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::memory::borrowed_tensors::TensorToStore;
+    use crate::memory::tensor::TensorToStore;
     use crate::process_store::ProcessStore;
     use crate::shard_id::ShardRows;
     use crate::stats::Limits;

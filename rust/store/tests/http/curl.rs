@@ -51,5 +51,5 @@ fn curl_speaks_it() {
         head.starts_with("HTTP/1.1 200 OK\r\n") && head.to_lowercase().contains("content-length: 34\r\n"),
         "{head}"
     );
-    assert!(String::from_utf8(curl(&[&url("/metrics")])).unwrap().contains("tundish_rtensor_entries"));
+    assert!(String::from_utf8(curl(&[&url("/metrics")])).unwrap().contains("tundish_rtensor_stored_tensors"));
 }

@@ -1,12 +1,14 @@
 //! Answers of a server to valid and to invalid requests.
 
+use std::time::Duration;
+
 use base64::Engine;
 use serde_json::json;
-use tundish_store::http::Client;
+use tundish_store::http::{Client, Timeouts};
 use tundish_store::{Dtype, TensorMeta};
 
 use crate::common::{pattern, within};
-use crate::raw_http::{Owner, TAKES_SHARDS, meta, shard};
+use crate::raw_http::{Owner, TAKES_SHARDS, meta, shard, until};
 
 #[test]
 fn every_type_comes_back_as_it_was_stored_bit_for_bit() {
@@ -154,8 +156,8 @@ fn stats_and_metrics_agree_with_the_store() {
         let line = page.lines().find(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(' ')));
         line.unwrap_or_else(|| panic!("{name} in {page}")).rsplit(' ').next().unwrap().parse::<f64>().unwrap()
     };
-    assert_eq!(value("tundish_rtensor_entries{side=\"storage\"}"), 1.0);
-    assert_eq!(value("tundish_rtensor_bytes{side=\"storage\"}"), 128.0);
+    assert_eq!(value("tundish_rtensor_stored_tensors"), 1.0);
+    assert_eq!(value("tundish_rtensor_stored_bytes"), 128.0);
     assert_eq!(value("tundish_rtensor_answers_total{status=\"200\"}"), 2.0);
     assert!(value("tundish_rtensor_received_bytes_total") > 132.0);
     // Each measure is told of once, with its type before its values.
@@ -201,41 +203,41 @@ fn metrics_equal_the_stats() {
         let stats = owner.store.stats();
         let sides = [
             (
-                "storage",
+                ("stored", "storage"),
                 stats.storage.num_entries,
                 stats.storage.total_bytes,
                 stats.storage.high_water_bytes,
                 stats.storage.memory,
             ),
             (
-                "buffer",
+                ("fetched", "buffer"),
                 stats.buffer.num_entries,
                 stats.buffer.total_bytes,
                 stats.buffer.high_water_bytes,
                 stats.buffer.memory,
             ),
         ];
-        for (side, entries, bytes, high_water, memory) in sides {
+        for ((tensors, side), entries, bytes, high_water, memory) in sides {
             for (name, expected) in [
-                ("entries", entries),
-                ("bytes", bytes),
-                ("high_water_bytes", high_water),
-                ("memory_limit_bytes", memory.limit_bytes),
-                ("memory_used_bytes", memory.used_bytes),
-                ("memory_escaped_bytes", memory.escaped_bytes),
-                ("memory_idle_bytes", memory.idle_bytes),
-                ("memory_high_water_bytes", memory.high_water_bytes),
+                (format!("{tensors}_tensors"), entries),
+                (format!("{tensors}_bytes"), bytes),
+                (format!("{tensors}_high_water_bytes"), high_water),
+                (format!("{side}_limit_bytes"), memory.limit_bytes),
+                (format!("{side}_used_bytes"), memory.used_bytes),
+                (format!("{side}_escaped_bytes"), memory.escaped_bytes),
+                (format!("{side}_idle_bytes"), memory.idle_bytes),
+                (format!("{side}_high_water_bytes"), memory.high_water_bytes),
             ] {
-                assert_eq!(value(&format!("{name}{{side=\"{side}\"}}")), expected as f64, "{name} {side}");
+                assert_eq!(value(&name), expected as f64, "{name}");
             }
         }
         for (name, expected) in [
-            ("unclaimed_entries", 2),
+            ("unclaimed_tensors", 2),
             ("unclaimed_bytes", 2048),
-            ("hits_total", 1),
-            ("misses_total", 2),
-            ("late_inserts_refused_total", 0),
-            ("in_flight", 0),
+            ("buffer_hits_total", 1),
+            ("buffer_misses_total", 2),
+            ("late_tensors_refused_total", 0),
+            ("fetching_tensors", 0),
             ("open_steps", 2),
             // A shard that is claimed and one that was fetched.
             ("open_steps_held_bytes", 1024 + 5056),
@@ -245,5 +247,21 @@ fn metrics_equal_the_stats() {
         }
         assert!(value("oldest_unclaimed_seconds") >= 0.0);
         drop(view);
+    });
+}
+
+#[test]
+fn memory_that_nobody_needs_for_a_while_goes_back_to_the_system() {
+    let timeouts = Timeouts { memory: Duration::from_millis(20), ..Timeouts::default() };
+    let (owner, other) = (Owner::with(None, timeouts), Owner::new());
+    other.store("d", &[7; 1 << 20]);
+    owner.store("a", &[7; 1 << 20]);
+    within(20.0, |time_limit| {
+        owner.store.fetch(&[other.wanted("d", 1 << 20)], &Client::of_sockets(), time_limit).map(drop).unwrap();
+    });
+    owner.store.remove(&["a".parse().unwrap(), "d".parse().unwrap()]);
+    until("its idle memory is freed", || {
+        let stats = owner.store.stats();
+        stats.storage.memory.idle_bytes + stats.buffer.memory.idle_bytes == 0
     });
 }

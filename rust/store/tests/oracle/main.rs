@@ -7,7 +7,6 @@ mod model;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Duration;
 
 use common::{LIMITS, LocalTransport, OWNER, SendAs, bytes_meta, fetch, pattern, put, rows, whole, within};
 use model::{FetchedRows, Model, NEXT, StepCounts};
@@ -344,7 +343,6 @@ proptest! {
         world.owner.clear_all();
         world.consumer.clear_buffer(None);
         for store in [&world.owner, &world.consumer] {
-            prop_assert!(store.wait_for_drops(Duration::from_secs(10)));
             let stats = store.stats();
             for memory in [stats.storage.memory, stats.buffer.memory] {
                 prop_assert_eq!((memory.used_bytes, memory.escaped_bytes), (0, 0));

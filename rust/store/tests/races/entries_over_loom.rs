@@ -2,17 +2,14 @@
 
 #[path = "../../src/entries/by_step.rs"]
 pub(crate) mod by_step;
-#[path = "../../src/entries/fair_lock.rs"]
-pub(crate) mod fair_lock;
 #[path = "../../src/entries/fetch_buffer.rs"]
 pub(crate) mod fetch_buffer;
-#[path = "../../src/entries/in_flight.rs"]
-pub(crate) mod in_flight;
+#[path = "../../src/entries/locked.rs"]
+pub(crate) mod locked;
 #[path = "../../src/entries/storage.rs"]
 pub(crate) mod storage;
 
 pub(crate) mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicUsize, Ordering};
     pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
     pub(crate) use loom::thread::yield_now;
 }

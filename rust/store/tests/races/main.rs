@@ -23,8 +23,7 @@ use std::time::Duration;
 
 use loom::thread;
 
-use entries::fetch_buffer::{BufferLookup, CallStep, FetchBuffer, ShardKey};
-use entries::in_flight::{InFlight, Outcome};
+use entries::fetch_buffer::{BufferLookup, CallStep, FetchBuffer, InFlight, Outcome, ShardKey};
 use entries::storage::Storage;
 use error::StoreError;
 use shard_id::ShardId;
@@ -89,7 +88,7 @@ fn get(buffer: &FetchBuffer<Payload>, call_step: &CallStep, payload: Payload) ->
 
 /// Bytes and entries, fetches under way, and those that came late.
 fn counts_of(buffer: &FetchBuffer<Payload>) -> ((u64, u64), u64, u64) {
-    let state = buffer.state.lock();
+    let state = buffer.lock();
     for (_, step_entries) in state.by_step.iter() {
         assert_eq!(
             step_entries.step_counts.added_bytes,
@@ -254,14 +253,14 @@ fn a_repeated_question_is_not_counted_again() {
         assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Pending(_)]));
         buffer.insert(&in_flight, 5, BYTES).unwrap();
         assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Hit(5, None)]));
-        let counts = buffer.state.lock().counts;
+        let counts = buffer.lock().counts;
         assert_eq!((counts.hits, counts.misses), (0, 1));
         assert!(matches!(ask(&buffer, &call_step), Ok(BufferLookup::Hit(..))));
-        assert_eq!(buffer.state.lock().counts.hits, 1);
+        assert_eq!(buffer.lock().counts.hits, 1);
         // But what has to be fetched is.
         drop(buffer.flush());
         assert!(matches!(buffer.look_up(&call_step, &[key()], false).unwrap()[..], [BufferLookup::Miss(_)]));
-        assert_eq!(buffer.state.lock().counts.misses, 2);
+        assert_eq!(buffer.lock().counts.misses, 2);
     });
 }
 
@@ -332,7 +331,7 @@ fn one_of_two_stores_under_one_name_succeeds() {
         let others = other.join().unwrap();
         assert!(mine != others, "{mine} {others}");
         assert_eq!(storage.get(&["name".parse().unwrap()]).unwrap(), [if mine { 2 } else { 1 }]);
-        assert_eq!(storage.state.lock().by_step.held(), (BYTES, 1));
+        assert_eq!(storage.lock().by_step.held(), (BYTES, 1));
     });
 }
 
@@ -348,14 +347,14 @@ fn a_shard_that_is_claimed_while_its_step_ends_is_freed_or_left_unclaimed() {
         });
         let claimed = storage.claim(3, 0, &ids[1..]);
         let ended = ending.join().unwrap();
-        let left = storage.state.lock().by_step.held().1;
+        let left = storage.lock().by_step.held().1;
         match claimed {
             Ok(claimed) => assert_eq!((claimed.claimed_count, ended, left), (1, 2, 0)),
             Err(StoreError::StepEnded { step: 3 }) => assert_eq!((ended, left), (1, 1)),
             Err(other) => panic!("{other}"),
         }
         assert!(storage.get(&ids[..1]).unwrap_err()[0].was_removed);
-        assert_eq!(storage.state.lock().by_step.ended_step(3).unwrap().step_counts.held_bytes, 0);
+        assert_eq!(storage.lock().by_step.ended_step(3).unwrap().step_counts.held_bytes, 0);
     });
 }
 
@@ -373,7 +372,7 @@ fn a_shard_that_is_looked_up_while_it_is_claimed_and_given_up_is_always_there() 
         });
         assert_eq!(storage.get(&ids).unwrap(), [1]);
         claiming.join().unwrap();
-        assert_eq!(storage.state.lock().by_step.unclaimed().step_counts.held_bytes, BYTES);
+        assert_eq!(storage.lock().by_step.unclaimed().step_counts.held_bytes, BYTES);
     });
 }
 

@@ -10,19 +10,22 @@ use std::pin::{Pin, pin};
 use std::task::{Context, Poll, Waker};
 
 use http_body_util::Full;
+use hyper::Request;
 use hyper::body::{Body, Bytes};
 use hyper::client::conn::http1::{Builder, SendRequest};
+use hyper::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST};
 use hyper_util::rt::TokioIo;
 use rustix::process::geteuid;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use super::Trust;
 use super::incoming_response::IncomingResponse;
-use super::request::HttpRequest;
 use super::socket::ClientSocket;
 use crate::error::StoreError;
 use crate::http::peer_user;
+use crate::http::route::MediaType;
 use crate::http::tls::ClientTls;
+use crate::http::token::Token;
 use crate::time_limit::TimeLimit;
 
 /// Bytes of the longest head of a response.
@@ -61,6 +64,29 @@ pub(super) fn with_causes(error: &(dyn Error + 'static)) -> String {
         cause = error.source();
     }
     text
+}
+
+/// A request to an owner.
+pub(super) type HttpRequest = Request<Full<Bytes>>;
+
+/// A request whose answer is JSON. `body` is sent as JSON, where it is not empty.
+pub(super) fn json_request(
+    owner: &str,
+    token: Option<&Token>,
+    method: &str,
+    path: &str,
+    body: Vec<u8>,
+) -> Result<HttpRequest, StoreError> {
+    let json = MediaType::Json.name();
+    let mut builder = Request::builder().method(method).uri(path).header(HOST, owner).header(ACCEPT, json);
+    if !body.is_empty() {
+        builder = builder.header(CONTENT_TYPE, json);
+    }
+    if let Some(token) = token {
+        builder = builder.header(AUTHORIZATION, token.header());
+    }
+    let invalid = |error| StoreError::Invalid(format!("{method:?} {path:?} is no request to {owner}: {error}"));
+    builder.body(Full::from(body)).map_err(invalid)
 }
 
 /// A connection to an owner.

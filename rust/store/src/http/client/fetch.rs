@@ -12,13 +12,13 @@ use hyper::header::{ACCEPT, HeaderValue};
 use tundish_shm::ShmError;
 
 use super::Client;
+use super::connection::json_request;
 use super::connection::{Connection, ConnectionFailure};
 use super::incoming_response::IncomingResponse;
-use super::request::json_request;
 use crate::error::{MissingShard, StoreError};
 use crate::fetch::{FetchReceiver, Transport};
 use crate::http::json::{self, ErrorAnswer};
-use crate::http::media_type::MediaType;
+use crate::http::route::MediaType;
 use crate::http::shard_header::Payload;
 use crate::http::{NODE_FIELD, this_node};
 use crate::shard_id::ShardRows;

@@ -9,7 +9,6 @@ mod connection;
 mod fetch;
 mod idle_connections;
 mod incoming_response;
-mod request;
 mod socket;
 mod worker_client;
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use super::connection::{Connection, ConnectionFailure};
-use super::request::{HttpRequest, json_request};
+use super::connection::{HttpRequest, json_request};
 use super::{Trust, resolve};
 use crate::error::StoreError;
 use crate::http::tls::ClientTls;

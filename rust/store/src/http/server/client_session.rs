@@ -14,7 +14,7 @@ use super::connections::{Admitted, WaitsFor};
 use super::handlers::{Handler, header_text};
 use super::response::{Answer, ResponseBody};
 use crate::Claimant;
-use crate::http::refusal::Refusal;
+use crate::http::route::Refusal;
 use crate::http::route::Route;
 
 /// One connection of a client. Its claims are given up when it ends.

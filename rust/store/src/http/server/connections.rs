@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use super::timeouts::Timeouts;
+use super::Timeouts;
 use crate::http::fork_safe_sockets::Socket;
 
 /// Connections of a server, and no more than a quarter of the descriptors that the process may open.

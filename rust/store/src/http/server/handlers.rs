@@ -17,11 +17,11 @@ use crate::checksum::RunningChecksum;
 use crate::error::StoreError;
 use crate::http::NODE_FIELD;
 use crate::http::json::{self, ClaimAnswer, ClearedAnswer, KeepAnswer, OkAnswer, RemovedAnswer};
-use crate::http::media_type::MediaType;
-use crate::http::refusal::Refusal;
+use crate::http::route::MediaType;
+use crate::http::route::Refusal;
 use crate::http::route::Route;
 use crate::http::shard_header::{Payload, ShardHeader};
-use crate::memory::borrowed_tensors::OutgoingShard;
+use crate::memory::tensor::OutgoingShard;
 use crate::process_store::ProcessStore;
 use crate::shard_id::{ShardId, ShardRows};
 

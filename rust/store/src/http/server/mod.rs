@@ -12,13 +12,11 @@ mod handlers;
 mod metrics;
 mod response;
 mod stream;
-mod timeouts;
-mod tls;
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::panic::catch_unwind;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread;
 use std::time::Duration;
 
@@ -40,11 +38,10 @@ use self::client_session::Session;
 use self::connections::{Admitted, Connections};
 use self::metrics::Metrics;
 use self::stream::ClientStream;
-pub use self::timeouts::Timeouts;
-pub use self::tls::ServerTls;
 use crate::error::StoreError;
 use crate::http::fork_safe_sockets::Socket;
 use crate::http::peer_user;
+use crate::http::tls::ServerTls;
 use crate::http::token::Token;
 use crate::process_store::ProcessStore;
 
@@ -69,6 +66,31 @@ const ENDING: Duration = Duration::from_secs(1);
 
 /// How long the server reads from a connection that it closes, so that the client gets the last response.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// How long a server waits for its clients.
+#[derive(Clone, Copy, Debug)]
+pub struct Timeouts {
+    /// For the next 64 KiB of a request or its end, for a TLS handshake, and for the client to take as much of a
+    /// response.
+    pub silence: Duration,
+    /// For the next request on a connection that holds no claims.
+    pub idle: Duration,
+    /// The same as `silence`, while all connections that a server may have are open and others wait to connect.
+    pub crowded: Duration,
+    /// For the store to need its idle memory again, which goes back to the system afterwards.
+    pub memory: Duration,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Timeouts {
+            silence: Duration::from_secs(30),
+            idle: Duration::from_secs(600),
+            crowded: Duration::from_millis(500),
+            memory: Duration::from_secs(60),
+        }
+    }
+}
 
 /// The options of a server.
 #[derive(Debug, Default)]
@@ -139,6 +161,7 @@ impl Server {
         let listener = listener.into_form(tokio::net::TcpListener::from_std);
         drop(entered);
         let listener = listener.map_err(|error| failed("listen on", &error))?;
+        runtime.spawn(trim_regularly(Arc::downgrade(&server.store), timeouts.memory));
         runtime.spawn(accept_all(listener, Arc::new(server)));
         Ok(Server { address, runtime: Some(runtime), process: std::process::id() })
     }
@@ -181,6 +204,15 @@ fn listen(addresses: &[SocketAddr]) -> io::Result<Socket<TcpListener>> {
     rustix::net::listen(&*listener, BACKLOG)?;
     listener.set_nonblocking(true)?;
     Ok(listener)
+}
+
+/// Returns memory to the system that the store does not need any more.
+async fn trim_regularly(store: Weak<ProcessStore>, interval: Duration) {
+    loop {
+        sleep(interval).await;
+        let Some(store) = store.upgrade() else { break };
+        store.trim();
+    }
 }
 
 async fn accept_all(listener: Socket<tokio::net::TcpListener>, server: Arc<ServerState>) {

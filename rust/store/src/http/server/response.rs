@@ -15,9 +15,9 @@ use serde::Serialize;
 use super::connections::Connection;
 use crate::error::StoreError;
 use crate::http::json::{self, Base64, ErrorAnswer};
-use crate::http::media_type::MediaType;
-use crate::http::refusal::Refusal;
-use crate::memory::borrowed_tensors::OutgoingShard;
+use crate::http::route::MediaType;
+use crate::http::route::Refusal;
+use crate::memory::tensor::OutgoingShard;
 
 /// Pieces smaller than this are sent together.
 const SMALL: usize = 8 << 10;

@@ -11,9 +11,9 @@ use rustix::net::{Shutdown, shutdown};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Instant, Sleep, sleep_until};
 
+use super::Timeouts;
 use super::connections::Connection;
 use super::metrics::Metrics;
-use super::timeouts::Timeouts;
 
 pub(super) struct ClientStream {
     connection: Arc<Connection>,

@@ -1,7 +1,8 @@
 """`Controller`: begins and ends steps on all workers, and drains them.
 
 Invariants:
-    A drain goes to every worker of every role and rank, consumers before owners.
+    A drain goes to every worker of every role and rank, consumers before owners. Failed requests are repeated in the
+    order in which their batches were sent, one batch after the other.
     A controller whose drain or step was interrupted is closed: the answers on its connections fit no request.
     Nothing that a worker says about leftovers stops training.
 """
@@ -9,43 +10,80 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping, Set
+from concurrent.futures import Future, wait
+from typing import Any, NamedTuple, Self
 
 from tundish._native import ShardStore, shard_ids
+from tundish.daemon_thread import DaemonThread
 from tundish.distributed import voter_of
-from tundish.errors import InvalidInputError, InvalidTypeError, format_type
-from tundish.rtensor.arguments import check_owners
-from tundish.rtensor.controller.drained import Drained
-from tundish.rtensor.controller.open_step import OpenStep
-from tundish.rtensor.controller.request_retries import PendingRequests, WorkerRequest
-from tundish.rtensor.controller.responses import (
-    check_claim_answers,
-    failures_of,
-    names_in,
-    raise_failures,
-    total,
+from tundish.errors import (
+    DrainError,
+    InvalidInputError,
+    InvalidTypeError,
+    ShardGoneError,
+    TransferError,
+    format_count,
+    format_list,
+    format_type,
 )
-from tundish.rtensor.controller.serverless_drains import ServerlessDrains
 from tundish.rtensor.handles import RTensor, by_owner, handles_of, required_handles
-from tundish.rtensor.process_state import next_step_number, state
-from tundish.rtensor.server import server_address, trust_workers
-from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
-from tundish.rtensor.steps.step import Step
-from tundish.rtensor.workers.connections import HttpRequest, WorkerConnections
-from tundish.rtensor.workers.worker import Worker, as_worker
+from tundish.rtensor.monitoring import entries_left, integer_in, warn_of_escaped
+from tundish.rtensor.server import next_step_number, server_address, split_address, state, trust_workers
+from tundish.rtensor.steps import Step
+from tundish.rtensor.workers import HttpRequest, NoAnswerError, Worker, WorkerConnections, as_worker
 from tundish.timeouts import check_seconds
 
-__all__ = ["Controller"]
-
+_log = logging.getLogger("tundish.rtensor")
 # Owners notice the end of a connection, and with it of the claims made on it, within this time.
 _NOTICE_SECONDS = 1.0
 _RETRY_SECONDS = 0.02
+_SHOWN_FAILURES = 4
+
+
+class Drained(NamedTuple):
+    """The result of a drain by ids.
+
+    Attributes:
+        entries: entries that consumers had fetched and have dropped.
+        shards: shards that owners have removed.
+        bytes: bytes of these shards.
+        failures: the failure of each worker that could not be drained; it is tried again.
+        left: entries still in the fetch buffer of each worker that has any. Kept entries do not count.
+    """
+
+    entries: int
+    shards: int
+    bytes: int
+    failures: dict[Worker, Exception]
+    left: dict[Worker, int]
+
+
+class OpenStep(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        number: its number.
+        handles: the handles that it claims.
+        owners: the ids of their shards, by owner.
+        kept: shards that `keep` carries over, by owner and id.
+        kept_by_some: ids that some workers keep though they may end with the step.
+        connections: the number of the connection to each worker.
+    """
+
+    number: int
+    handles: list[RTensor]
+    owners: dict[str, list[str]]
+    kept: set[tuple[str, str]]
+    kept_by_some: set[str]
+    connections: dict[str, int | None]
 
 
 class Controller:
@@ -126,10 +164,7 @@ class Controller:
             own = json.dumps([server_address(), role])
         except BaseException as caught:  # noqa: BLE001 (the vote raises it again)
             error = caught
-        what = "collect the addresses of the ranks"
-        gathered = voter.gather(own, error, what=what)
-        together = json.dumps([json.loads(answer) for answer in gathered]) if gathered else None
-        collected = json.loads(voter.broadcast(together, what=what))
+        collected = json.loads(voter.combine(own, _joined, error, what="collect the addresses of the ranks"))
         workers = [
             Worker(addr, role, rank) for rank, (addr, role) in zip(voter.ranks, collected, strict=True)
         ]
@@ -477,7 +512,7 @@ class Controller:
     def _owners_of(self, handles: Iterable[RTensor]) -> dict[str, list[str]]:
         """Shard ids by owner. Raises `InvalidInputError` for owners that no request reaches."""
         owners = by_owner(handles)
-        check_owners(owners.keys() - self._workers.keys())
+        _check_owners(owners.keys() - self._workers.keys())
         return owners
 
     def _removals(self, owners: dict[str, list[str]]) -> Iterator[WorkerRequest]:
@@ -485,3 +520,170 @@ class Controller:
             worker = self._worker_at(owner)
             if ids and worker.drain is None:
                 yield WorkerRequest(worker, HttpRequest("DELETE", "/data/clear", ids), ids)
+
+
+class WorkerRequest(NamedTuple):
+    """A request to one worker; one without a server has its drain function called with `shard_ids` instead."""
+
+    worker: Worker
+    request: HttpRequest
+    shard_ids: list[str]
+
+
+class PendingRequests:
+    """Requests of one controller to its workers.
+
+    Invariants:
+        Failed requests are repeated in the order in which their batches were sent, one batch after the other: so
+        consumers are drained before owners.
+    """
+
+    def __init__(self, connections: WorkerConnections, serverless_drains: ServerlessDrains) -> None:
+        self._connections = connections
+        self._serverless_drains = serverless_drains
+        self._failed: list[list[WorkerRequest]] = []
+
+    def send(self, requests: Iterable[tuple[Worker, HttpRequest]]) -> dict[Worker, Any]:
+        """Send requests to all workers at once; return the answer or the failure of each."""
+        asked = list(requests)
+        return dict(zip([worker for worker, _ in asked], self._connections.send_all(asked), strict=True))
+
+    def send_until_done(
+        self, requests: Iterable[WorkerRequest], *, after: Mapping[Worker, Any] | None = None
+    ) -> dict[Worker, Any]:
+        """Send as `send` does, and call drain functions. A failure is logged, and repeated by `repeat_failed`.
+
+        Args:
+            requests: the requests.
+            after: answers of the same drain. Workers that gave none are not waited for again, and have failed.
+        """
+        batch = list(requests)
+        answers: dict[Worker, Any] = {
+            request.worker: TransferError(f"{request.worker} was not asked: it gave no answer before")
+            for request in batch
+            if isinstance((after or {}).get(request.worker), NoAnswerError)
+        }
+        asked = [request for request in batch if request.worker not in answers]
+        answers |= self.send(
+            (request.worker, request.request) for request in asked if request.worker.drain is None
+        )
+        answers |= self._serverless_drains.call(
+            (request.worker, request.shard_ids) for request in asked if request.worker.drain is not None
+        )
+        failures = failures_of(answers)
+        for failure in failures.values():
+            _log.warning("a worker could not be drained, which is tried again: %s", failure)
+        failed = [request for request in batch if request.worker in failures]
+        if failed:
+            self._failed.append(failed)
+        return answers
+
+    def repeat_failed(self) -> None:
+        """Repeat all requests that failed.
+
+        Raises:
+            DrainError: some failed again. They stay pending.
+        """
+        failed, self._failed = self._failed, []
+        answers: dict[Worker, Any] = {}
+        for batch in failed:
+            answers |= failures_of(self.send_until_done(batch, after=answers))
+        raise_failures(
+            "could not be drained, now and before (leave out with update() those that are gone)", answers
+        )
+
+    def keep_only(self, addresses: Set[str]) -> None:
+        """Drop pending requests to other addresses."""
+        kept = [[request for request in batch if request.worker.addr in addresses] for batch in self._failed]
+        self._failed = [batch for batch in kept if batch]
+
+
+class ServerlessDrains:
+    """Calls drain functions, each on a daemon thread of its own.
+
+    A function that exceeds the timeout has failed, though its thread goes on; it is not called again before it ends.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._running: dict[Worker, Future[object]] = {}
+
+    def call(self, calls: Iterable[tuple[Worker, list[str]]]) -> dict[Worker, dict[str, Any] | Exception]:
+        """Call all functions at once; return `{}` or the failure of each."""
+        answers: dict[Worker, dict[str, Any] | Exception] = {}
+        begun: dict[Worker, Future[object]] = {}
+        ids_of = dict(calls)
+        wait([self._running[worker] for worker in ids_of if worker in self._running], self._timeout)
+        for worker, ids in ids_of.items():
+            if worker in self._running and not self._running[worker].done():
+                answers[worker] = TransferError(f"{worker} fails: an earlier call of its drain still runs")
+            elif worker.drain is not None:
+                thread = DaemonThread("tundish-rtensor-drain")
+                begun[worker] = self._running[worker] = thread.submit(functools.partial(worker.drain, ids))
+        wait(begun.values(), self._timeout)
+        for worker, future in begun.items():
+            answers[worker] = self._answer(worker, future)
+        return answers
+
+    def _answer(self, worker: Worker, future: Future[object]) -> dict[str, Any] | Exception:
+        if not future.done():
+            return TransferError(
+                f"{worker} fails: its drain function has not ended within {self._timeout:g} s"
+            )
+        error = future.exception()
+        if error is None:
+            return {}
+        failure = TransferError(f"{worker} fails: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
+
+
+def _joined(values: list[str]) -> str:
+    return f"[{','.join(values)}]"
+
+
+def raise_failures(what: str, answers: Mapping[Worker, Any]) -> None:
+    """Raise `DrainError` with all failures among `answers`, if there are any."""
+    failed = failures_of(answers)
+    if not failed:
+        return
+    shown = "; ".join(str(error) for error in list(failed.values())[:_SHOWN_FAILURES])
+    more = f"; and {len(failed) - _SHOWN_FAILURES} more" if len(failed) > _SHOWN_FAILURES else ""
+    message = f"{format_count(len(failed), 'worker')} {what}: {shown}{more}"
+    raise DrainError(message, tuple(failed)) from next(iter(failed.values()))
+
+
+def failures_of(answers: Mapping[Worker, Any]) -> dict[Worker, Exception]:
+    return {worker: answer for worker, answer in answers.items() if isinstance(answer, Exception)}
+
+
+def check_claim_answers(answers: Mapping[Worker, Any]) -> None:
+    """Raise `ShardGoneError` if a worker could not claim all shards."""
+    for worker, answer in answers.items():
+        for key, what in (
+            ("missing_shard_ids", "does not store, or has drained or removed,"),
+            ("taken_shard_ids", "has claims of another step on"),
+        ):
+            names = names_in(answer, key)
+            if names:
+                raise ShardGoneError(f"{worker} {what} these shards: {format_list(names)}")
+
+
+def names_in(answer: dict[str, Any], key: str) -> list[str]:
+    found = answer.get(key)
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
+def total(answers: Mapping[Worker, Any], key: str) -> int:
+    return sum(integer_in(answer, key) for answer in answers.values() if isinstance(answer, dict))
+
+
+def _check_owners(addresses: Iterable[str]) -> None:
+    """Raise `InvalidInputError` for owners that no controller reaches."""
+    for addr in addresses:
+        if addr == "local":
+            raise InvalidInputError(
+                "LocalBackend made one of these handles: only its own process can drain the shard, with "
+                "rtensor.step() or rtensor.drain()"
+            )
+        split_address(addr)

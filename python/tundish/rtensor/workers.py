@@ -1,4 +1,4 @@
-"""Requests of a controller to its workers, over one connection each.
+"""Workers of a controller, and the requests to them, over one connection each. Does not import torch.
 
 Invariants:
     A connection stays open as long as its `WorkerConnections`: a worker gives up what was claimed on it when it ends.
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from tundish._native import WorkerClient
-from tundish.errors import InvalidInputError, NotAuthorizedError, TimedOutError, TransferError
-from tundish.rtensor.process_state import Trust, state
-from tundish.rtensor.workers.worker import Worker
-
-__all__ = ["HttpRequest", "NoAnswerError", "WorkerConnections"]
+from tundish.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NotAuthorizedError,
+    TimedOutError,
+    TransferError,
+    format_type,
+)
+from tundish.rtensor.server import Trust, split_address, state
 
 # Ids in one request, the most that a worker takes.
 _MOST_IDS = 1 << 16
@@ -32,6 +36,59 @@ _UNAUTHORIZED = 401
 _FORBIDDEN = 403
 _LONGEST_REASON = 1000
 _LONGEST_SHOWN = 100
+
+
+class Worker(NamedTuple):
+    """A process that a controller drains.
+
+    Attributes:
+        addr: the address of its server, `"host:port"`; any name, where `drain` is given.
+        role: its role, for messages: actor, critic, ref.
+        rank: its rank within the role.
+        drain: for a process without a server, such as an inference server's. The controller calls it with the ids of
+            the shards to drop; at the end of a step these are the ids that the step claimed. It runs on a thread of
+            its own. The controller waits for it no longer than its `timeout`.
+
+    Example:
+        >>> import tundish as td
+        >>> print(td.rtensor.Worker("10.0.0.2:7000", "actor", 3))
+        actor 3 at 10.0.0.2:7000
+    """
+
+    addr: str
+    role: str = "worker"
+    rank: int = 0
+    drain: Callable[[list[str]], object] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank} at {self.addr}"
+
+
+def as_worker(given: Any) -> Worker:
+    """Return a `Worker`, or make one of a tuple or list.
+
+    Raises:
+        InvalidTypeError: a field has the wrong type.
+        InvalidInputError: the address is not `host:port`.
+    """
+    if isinstance(given, Worker):
+        worker = given
+    elif isinstance(given, (tuple, list)) and 1 <= len(given) <= len(Worker._fields):
+        worker = Worker(*given)
+    else:
+        raise InvalidTypeError(f"{given!r} is not a worker: give Worker(addr, role, rank)")
+    if isinstance(worker.rank, bool) or not isinstance(worker.rank, int):
+        raise InvalidTypeError(f"rank of {worker} is {format_type(worker.rank)}: give an integer")
+    if worker.drain is None:
+        split_address(worker.addr)
+        return worker
+    if not callable(worker.drain):
+        raise InvalidTypeError(f"drain of {worker} is {format_type(worker.drain)}: give a function")
+    try:
+        hash(worker)
+    except TypeError as error:
+        raise InvalidTypeError(f"{worker} is not hashable ({error}): give a function as its drain") from None
+    return worker
 
 
 class NoAnswerError(TransferError):

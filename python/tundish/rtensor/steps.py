@@ -1,7 +1,8 @@
-"""`step` and `keep`: steps of this process alone.
+"""Steps without a controller: `step` and `keep` of this process alone, and `drain` of all ranks.
 
 Invariants:
     When a step ends, however it ends, all that was fetched in it is dropped.
+    An owner removes claimed shards only when every rank has dropped what it fetched of them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tundish._native import ShardStore, shard_ids
+from tundish.distributed import Voter, voter_of
 from tundish.errors import InvalidInputError, ShardGoneError, format_list
 from tundish.rtensor.handles import by_owner, required_handles
-from tundish.rtensor.process_state import ProcessState, next_step_number, state
-from tundish.rtensor.steps.leak_warnings import entries_left, warn_of_escaped
-
-__all__ = ["Step", "drop_fetched", "keep", "step"]
+from tundish.rtensor.monitoring import entries_left, warn_of_escaped
+from tundish.rtensor.server import ProcessState, next_step_number, state
+from tundish.rtensor.workers import HttpRequest, Worker, WorkerConnections
 
 _HERE = "this process"
+# Within which an owner answers a drain.
+_TIMEOUT_SECONDS = 30.0
 
 
 class Step(NamedTuple):
@@ -143,3 +146,96 @@ def _end(number: int, mine: ProcessState) -> None:
     if not left["kept_entries"]:
         mine.kept.clear()
     entries_left(_HERE, left, is_step_over=True)
+
+
+def drain(group: Any = None, *, claim: Any = None) -> None:
+    """Collective: all ranks end their step, drop what they fetched in it, and begin the next one.
+
+    For jobs without a controller: call it once a step on every rank. Fetches before the first call belong to the
+    first step. Shards that nobody claims stay.
+
+    Args:
+        group: the process group; None is all ranks.
+        claim: nested containers of handles, of any owner. The owners remove these shards when every rank has dropped
+            what it fetched or kept of them.
+
+    Raises:
+        PeerFailedError: another rank failed; raised on all ranks.
+        InvalidInputError: this rank is in a `step` of its own, or `claim` has tensors and no handles.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> with td.rtensor.serve():
+        ...     batch = td.rtensor.remotize({"rewards": torch.ones(8)})
+        ...     rewards = td.rtensor.localize(batch)["rewards"]
+        ...     td.rtensor.drain(claim=batch)
+        ...     td.rtensor.storage_stats()["num_tensors"], rewards.sum()
+        (0, tensor(8.))
+    """
+    voter = voter_of(group)
+    mine = state()
+    problem: BaseException | None = None
+    claims: dict[str, list[str]] = {}
+    try:
+        if mine.in_step:
+            raise InvalidInputError(
+                "drain ends the step of all ranks, and this one is in a step() of its own"
+            )
+        claims = by_owner(required_handles(claim, "claim"))
+        drop_fetched([shard_id for ids in claims.values() for shard_id in ids])
+    except Exception as error:  # noqa: BLE001 (all ranks raise it)
+        problem = error
+    here = {"local", mine.server.addr if mine.server is not None else "local"}
+    mine_of_all = json.dumps([sorted(mine.kept), bool(claims.keys() - here)])
+    kept, removes_elsewhere = json.loads(
+        voter.combine(mine_of_all, _kept_and_flag, problem, what="drop what was fetched")
+    )
+    if kept:
+        _drop_kept(voter, mine, set(kept), {shard_id for ids in claims.values() for shard_id in ids})
+    try:
+        remove_claimed(claims)
+    except Exception as error:  # noqa: BLE001 (all ranks raise it)
+        problem = error
+    # A rank that removes shards of its own only cannot fail, and nobody has to wait for it.
+    if removes_elsewhere:
+        voter.vote(problem, what="remove what was claimed")
+
+
+def _kept_and_flag(values: list[str]) -> str:
+    """The ids that any rank keeps, and whether any rank removes shards of other processes."""
+    kept, flags = zip(*map(json.loads, values), strict=True)
+    return json.dumps([sorted(set().union(*kept)), any(flags)])
+
+
+def _drop_kept(voter: Voter, mine: ProcessState, kept: set[str], claims: set[str]) -> None:
+    """Collective: drops what was kept of shards that any rank claims."""
+    # Claims may be many, and few of them are of kept shards: only these are exchanged.
+    ending = set(
+        json.loads(
+            voter.combine(json.dumps(sorted(kept & claims)), _union, what="exchange what is kept no longer")
+        )
+    )
+    ShardStore.clear_buffer(list(ending & mine.kept))
+    mine.kept -= ending
+    voter.vote(what="drop what was kept")
+
+
+def _union(values: list[str]) -> str:
+    return json.dumps(sorted(set().union(*map(json.loads, values))))
+
+
+def remove_claimed(claims: dict[str, list[str]]) -> None:
+    """Remove shards here and at their owners, given by owner. Raise the first failure."""
+    server = state().server
+    here = claims.pop(server.addr, []) if server is not None else []
+    ShardStore.remove([*here, *claims.pop("local", [])])
+    if not claims:
+        return
+    requests = [
+        (Worker(owner, "owner"), HttpRequest("DELETE", "/data/clear", ids)) for owner, ids in claims.items()
+    ]
+    with contextlib.closing(WorkerConnections(_TIMEOUT_SECONDS)) as connections:
+        for answer in connections.send_all(requests):
+            if isinstance(answer, Exception):
+                raise answer

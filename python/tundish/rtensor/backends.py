@@ -1,9 +1,10 @@
-"""`RayBackend`: tensors in Ray's object store.
+"""Backends: where tensors are stored, and how they are fetched.
 
 An empty shard in this process's `ShardStore` represents each tensor in Ray's store: claims, removals and drains of that
 shard release the reference. Ray frees an object when its last reference is gone: the owner's and those in handles.
 
 Invariants:
+    The `ShardStore` knows every shard, so that claims and drains reach it.
     Ray is not called after this process has left its cluster: it would start another one.
 """
 
@@ -14,8 +15,9 @@ import json
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 import torch
@@ -33,12 +35,185 @@ from tundish.errors import (
     format_type,
     missing_extra,
 )
-from tundish.rtensor.backends.backend import Backend, Removed
+from tundish.rtensor.dense_tensors import tensors_over
 from tundish.rtensor.handles import TensorShardInfo
-from tundish.rtensor.server import server_address
+from tundish.rtensor.server import server_address, state
 from tundish.tensor_bytes import raw_bytes
 
-__all__ = ["RayBackend"]
+
+class Removed(TypedDict):
+    """The counts of a removal: shards that were removed, their tensors (one each) and bytes."""
+
+    cleared_count: int
+    num_tensors: int
+    total_bytes: int
+
+
+class Backend(ABC):
+    """The base class of backends: stores tensors in this process and fetches those of others.
+
+    A subclass defines `address`, and may override any other method. Several threads may call each method at once.
+
+    Attributes:
+        shared_memory: whether shards of owners on this node are read from the owner's shared memory.
+
+    Example:
+        >>> import tundish as td
+        >>> class ForwardedBackend(td.rtensor.HttpBackend):
+        ...     def address(self):
+        ...         return "gateway:7000"  # forwards to the server of this process
+        >>> td.rtensor.set_backend(ForwardedBackend())
+        >>> td.rtensor.set_backend(None)
+    """
+
+    shared_memory = True
+
+    @abstractmethod
+    def address(self) -> str:
+        """Return the owner's address in handles of this process's shards.
+
+        Returns:
+            The address, `"host:port"`.
+        """
+
+    def store(self, tensors: Sequence[Tensor], timeout: float) -> list[RTensor]:
+        """Store copies of tensors, all of them or none.
+
+        Args:
+            tensors: dense CPU tensors.
+            timeout: seconds to wait for memory.
+
+        Returns:
+            The handle of each tensor.
+        """
+        return ShardStore.put(list(tensors), self.address(), timeout)
+
+    def store_as(self, shard_id: str, tensor: Tensor, timeout: float) -> RTensor:
+        """Store a copy of one tensor under a name.
+
+        Args:
+            shard_id: the name.
+            tensor: a dense CPU tensor.
+            timeout: seconds to wait for memory.
+
+        Returns:
+            The handle.
+        """
+        return ShardStore.put_as(shard_id, tensor, self.address(), timeout)
+
+    def handle_of(self, shard_id: str) -> RTensor:
+        """Return the handle of a shard that this process stores.
+
+        Args:
+            shard_id: the name of the shard.
+
+        Returns:
+            The handle.
+        """
+        return ShardStore.handle_of(shard_id, self.address())
+
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
+        """Fetch the tensors of handles.
+
+        Args:
+            handles: the handles; no two are equal.
+            timeout: seconds until everything has arrived.
+
+        Returns:
+            CPU tensors in the order of the handles, which the caller may write to.
+        """
+        return tensors_over(ShardStore.fetch(list(handles), timeout, self.shared_memory), handles)
+
+    def remove(self, shard_ids: Iterable[str]) -> Removed:
+        """Remove shards that this process stores, and their fetched copies.
+
+        Args:
+            shard_ids: the names of the shards.
+
+        Returns:
+            The counts of what was removed.
+        """
+        return _removed(ShardStore.remove(shard_ids))
+
+    def clear(self) -> Removed:
+        """Remove all stored and fetched shards of this process.
+
+        Returns:
+            The counts of what was removed.
+        """
+        return _removed(ShardStore.clear())
+
+    def stats(self) -> dict[str, Any]:
+        """Count what this process stores and has fetched.
+
+        Returns:
+            `storage`, `buffer` and `steps`.
+        """
+        found: dict[str, Any] = json.loads(ShardStore.stats())
+        return found
+
+    def numbers(self) -> dict[str, int | float]:
+        """Count the same in one flat dict.
+
+        Returns:
+            Numbers by name; see `stats`.
+        """
+        return ShardStore.numbers()
+
+
+def _removed(counts: tuple[int, int, int]) -> Removed:
+    cleared, tensors, total = counts
+    return {"cleared_count": cleared, "num_tensors": tensors, "total_bytes": total}
+
+
+class HttpBackend(Backend):
+    """Tensors stay in the process that made them, which serves them over HTTP; on its node, through shared memory.
+
+    Args:
+        shared_memory: whether tensors of owners on the same node are read from their memory, not over a socket.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.HttpBackend(shared_memory=False))
+        >>> td.rtensor.set_backend(None)
+    """
+
+    def __init__(self, *, shared_memory: bool = True) -> None:
+        self.shared_memory = shared_memory
+
+    def address(self) -> str:
+        return server_address()
+
+
+_ADDRESS = "local"
+
+
+class LocalBackend(Backend):
+    """Tensors stay in this process, and no other process can fetch them. For jobs of one process, and for tests.
+
+    Example:
+        >>> import torch
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> td.rtensor.remotize(torch.ones(2)).node_addr
+        'local'
+        >>> td.rtensor.set_backend(None)
+    """
+
+    def __init__(self) -> None:
+        ShardStore.add_own_address(_ADDRESS)
+
+    def address(self) -> str:
+        return _ADDRESS
+
+    def fetch(self, handles: Sequence[RTensor], timeout: float) -> list[Tensor]:
+        for handle in handles:
+            if handle.node_addr != _ADDRESS:
+                raise InvalidInputError(
+                    f"{handle} is served over the network, and LocalBackend reads this process only: use HttpBackend"
+                )
+        return super().fetch(handles, timeout)
+
 
 # How soon a reference is released after its shard.
 _RELEASE_SECONDS: Final = 0.2
@@ -130,6 +305,14 @@ class RayBackend(Backend):
         with self._lock:
             found["storage"]["total_bytes"] += sum(handle.nbytes for handle in self._stored.values())
             found["storage"]["memory"]["used_bytes"] += self._used
+        return found
+
+    def numbers(self) -> dict[str, int | float]:
+        self._release()
+        found = super().numbers()
+        with self._lock:
+            found["stored_bytes"] += sum(handle.nbytes for handle in self._stored.values())
+            found["storage_used_bytes"] += self._used
         return found
 
     def _release(self, shard_ids: Iterable[str] | None = None) -> int:
@@ -278,3 +461,33 @@ def _release_regularly(backend: weakref.ref[RayBackend]) -> None:
         one._release()
         del one
         time.sleep(_RELEASE_SECONDS)
+
+
+def set_backend(backend: Backend | None) -> None:
+    """Set the backend of this process. Shards that are stored stay where they are.
+
+    Args:
+        backend: `HttpBackend()`, `LocalBackend()` or `RayBackend()`. None is the default, `HttpBackend()`.
+
+    Raises:
+        InvalidTypeError: it is no backend, or a class instead of an instance.
+
+    Example:
+        >>> import tundish as td
+        >>> td.rtensor.set_backend(td.rtensor.LocalBackend())
+        >>> td.rtensor.set_backend(None)
+    """
+    given: Any = backend
+    if given is not None and not isinstance(given, Backend):
+        shown = f"the class {given.__qualname__}" if isinstance(given, type) else format_type(given)
+        raise InvalidTypeError(f"backend is {shown}: give an instance, such as HttpBackend()")
+    state().backend = backend
+
+
+def current_backend() -> Backend:
+    """The backend that was set, or an `HttpBackend`."""
+    mine = state()
+    if mine.backend is None:
+        mine.backend = HttpBackend()
+    backend: Backend = mine.backend
+    return backend

@@ -1,1 +1,0 @@
-"""Backends: where tensors are stored, and how they are fetched."""

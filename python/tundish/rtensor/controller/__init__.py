@@ -1,1 +1,0 @@
-"""The controller: begins and ends steps on all workers."""

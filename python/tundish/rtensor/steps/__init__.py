@@ -1,1 +1,0 @@
-"""Steps of one process and of a process group, without a controller."""

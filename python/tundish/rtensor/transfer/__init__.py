@@ -1,1 +1,0 @@
-"""From tensors to handles and back."""

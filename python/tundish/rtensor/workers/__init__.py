@@ -1,1 +1,0 @@
-"""The processes that a controller drains, and the requests to them."""
