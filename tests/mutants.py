@@ -56,7 +56,7 @@ MUTANTS = [
         "a missing lock",
         "rust/store/src/entries/storage.rs",
         "        state.insert(id, StoredShard { payload, bytes, since:",
-        "        drop(state);\n        let mut state = self.state.lock();\n"
+        "        drop(state);\n        let mut state = self.lock();\n"
         "        state.insert(id, StoredShard { payload, bytes, since:",
     ),
     Mutant(
@@ -87,22 +87,22 @@ MUTANTS = [
     ),
     Mutant(
         "no retry of a drain",
-        "python/tundish/rtensor/controller/request_retries.py",
+        "python/tundish/rtensor/controller.py",
         "            self._failed.append(failed)",
         "            failed.clear()",
         ("tests/rtensor/controller/test_failing_workers.py",),
     ),
     Mutant(
         "a drain that skips one rank",
-        "python/tundish/rtensor/controller/controller.py",
+        "python/tundish/rtensor/controller.py",
         "for worker in self._workers.values() if worker.addr not in ending]",
         "for worker in self.workers[:-1] if worker.addr not in ending]",
         ("tests/rtensor/controller/test_steps.py",),
     ),
     Mutant(
         "a step that leaves the shards of an owner that lost its connection",
-        "python/tundish/rtensor/controller/controller.py",
-        "            or self._was_lost(step, one.worker)\n",
+        "python/tundish/rtensor/controller.py",
+        "            or self._was_lost(step, removal.worker)\n",
         "",
         ("tests/rtensor/controller/test_claims.py",),
     ),

@@ -280,14 +280,14 @@ class _Decoder:
         if value.code not in (_HANDLE, _TENSOR):
             raise ValueError(f"extension type {value.code} is none of theirs")
         # The fields of one handle or tensor nest once, and are few.
-        fields = msgpack.unpackb(value.data, max_array_len=_MOST_FIELDS, max_map_len=0)
+        fields = msgpack.unpackb(value.data, use_list=False, max_array_len=_MOST_FIELDS, max_map_len=0)
         if value.code == _TENSOR:
             return _decoded_tensor(*fields)
         self._latest = RTensor.from_fields(*fields, like=self._latest)
         return self._latest
 
 
-def _decoded_tensor(name: str, shape: list[int], values: bytes) -> Tensor:
+def _decoded_tensor(name: str, shape: tuple[int, ...], values: bytes) -> Tensor:
     dtype = _DTYPES.get(name)
     if dtype is None or not isinstance(values, bytes):
         raise ValueError(f"no tensor has the dtype {name!r}")
