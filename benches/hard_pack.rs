@@ -2,7 +2,7 @@
 
 use criterion::{BatchSize, BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::{Integers, Mode, NoProgress, PackRequest, Packer};
+use tundish_packing::{Integers, NoProgress, PackRequest, Packer};
 
 mod distributions;
 use distributions::{Lengths, permutation};
@@ -17,16 +17,11 @@ fn hard_pack(criterion: &mut Criterion) {
         let order = permutation(samples);
         for distribution in [Lengths::Text, Lengths::Chat] {
             let lengths = distribution.draw(samples);
-            for threads in [1usize, 2] {
+            for threads in [1u64, 2] {
                 let request = || PackRequest {
-                    lengths: vec![Integers::from(&lengths[..])],
                     order: SampleOrder::Given(Integers::from(&order[..])),
-                    max_length: MAX_LENGTH,
-                    mode: Mode::Hard { drop_last: true }.into(),
-                    costs: None,
-                    multiple: None,
-                    global_pack: false,
-                    threads,
+                    threads: Some(threads),
+                    ..PackRequest::new(vec![Integers::from(&lengths[..])], MAX_LENGTH)
                 };
                 let name = format!("{distribution:?}/{threads} threads");
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
@@ -48,14 +43,9 @@ fn published(criterion: &mut Criterion) {
     group.throughput(Throughput::Elements(samples as u64));
     let (lengths, order) = (Lengths::Text.draw(samples), permutation(samples));
     let request = || PackRequest {
-        lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Given(Integers::from(&order[..])),
-        max_length: MAX_LENGTH,
-        mode: Mode::Hard { drop_last: true }.into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads: 1,
+        threads: Some(1),
+        ..PackRequest::new(vec![Integers::from(&lengths[..])], MAX_LENGTH)
     };
     group.bench_function(BenchmarkId::new("Text/1 thread", samples), |bencher| {
         bencher.iter_batched(

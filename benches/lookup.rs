@@ -3,7 +3,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use tundish_packing::inputs::{RandomState, SampleOrder};
 use tundish_packing::plan::lookup;
-use tundish_packing::{Integers, Mode, NoProgress, PackRequest, Packer};
+use tundish_packing::{Integers, NoProgress, PackRequest, Packer};
 
 #[allow(dead_code)]
 mod distributions;
@@ -12,18 +12,13 @@ use distributions::Lengths;
 fn look_up(criterion: &mut Criterion) {
     let lengths = Lengths::Text.draw(1_000_000);
     let request = PackRequest {
-        lengths: vec![Integers::from(&lengths[..])],
         order: SampleOrder::Seed(0),
-        max_length: 4096,
-        mode: Mode::Hard { drop_last: true }.into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads: 1,
+        threads: Some(1),
+        ..PackRequest::new(vec![Integers::from(&lengths[..])], 4096)
     };
     let plan = Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).expect("a plan");
     let packs = RandomState::new(3)
-        .shuffled::<i64>(plan.metadata.packs as usize, &mut NoProgress)
+        .shuffled::<i64>(plan.metadata.counts.packs as usize, &mut NoProgress)
         .expect("memory for an order");
     let mut batches = packs.chunks_exact(1024).cycle();
     let mut group = criterion.benchmark_group("lookup");

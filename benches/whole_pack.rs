@@ -2,7 +2,7 @@
 
 use criterion::{BenchmarkId, Criterion, SamplingMode, Throughput, criterion_group, criterion_main};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::{Integers, Mode, NoProgress, Overlong, PackRequest, Packer, Placement, Plan, WholeOptions};
+use tundish_packing::{Integers, Mode, NoProgress, PackRequest, Packer, Plan};
 
 mod distributions;
 use distributions::{Lengths, permutation};
@@ -13,17 +13,12 @@ fn lengths(distribution: Lengths, samples: usize) -> Vec<i64> {
     distribution.draw(samples).into_iter().map(|length| length.min(MAX_LENGTH as i64)).collect()
 }
 
-fn pack(lengths: &[i64], order: SampleOrder<'_>, placement: Placement, threads: usize) -> Plan {
-    let options = WholeOptions { placement, overlong: Overlong::Error, max_samples: None, align: 1 };
+fn pack(lengths: &[i64], order: SampleOrder<'_>, mode: Mode, threads: u64) -> Plan {
     let request = PackRequest {
-        lengths: vec![Integers::from(lengths)],
+        mode,
         order,
-        max_length: MAX_LENGTH,
-        mode: Mode::Whole(options).into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads,
+        threads: Some(threads),
+        ..PackRequest::new(vec![Integers::from(lengths)], MAX_LENGTH)
     };
     Packer::new(request, &mut NoProgress).and_then(|packer| packer.pack(&mut NoProgress)).expect("a plan")
 }
@@ -36,10 +31,10 @@ fn best_fit(criterion: &mut Criterion) {
         group.throughput(Throughput::Elements(samples as u64));
         for distribution in [Lengths::Text, Lengths::Chat] {
             let lengths = lengths(distribution, samples);
-            for threads in [1usize, 2] {
+            for threads in [1u64, 2] {
                 let name = format!("{distribution:?}/{threads} threads");
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
-                    bencher.iter(|| pack(&lengths, SampleOrder::Seed(0), Placement::BestFit, threads));
+                    bencher.iter(|| pack(&lengths, SampleOrder::Seed(0), Mode::BestFit, threads));
                 });
             }
         }
@@ -56,14 +51,14 @@ fn ordered(criterion: &mut Criterion) {
         let order = permutation(samples);
         for distribution in [Lengths::Text, Lengths::Chat] {
             let lengths = lengths(distribution, samples);
-            for placement in [Placement::Ordered { window: 64 }, Placement::Sequential] {
+            for mode in [Mode::Ordered, Mode::Sequential] {
                 let order = SampleOrder::Given(Integers::from(&order[..]));
-                let plan = pack(&lengths, order, placement, 1);
-                let fill = plan.metadata.tokens as f64 / (plan.metadata.packs * MAX_LENGTH) as f64;
-                println!("{distribution:?}, {placement:?}, {samples} samples: {:.2} % full", 100.0 * fill);
-                let name = format!("{}/{distribution:?}", plan.metadata.mode);
+                let plan = pack(&lengths, order, mode, 1);
+                let fill = plan.metadata.counts.tokens as f64 / (plan.metadata.counts.packs * MAX_LENGTH) as f64;
+                println!("{distribution:?}, {mode:?}, {samples} samples: {:.2} % full", 100.0 * fill);
+                let name = format!("{}/{distribution:?}", mode.name());
                 group.bench_function(BenchmarkId::new(name, samples), |bencher| {
-                    bencher.iter(|| pack(&lengths, order, placement, 1));
+                    bencher.iter(|| pack(&lengths, order, mode, 1));
                 });
             }
         }

@@ -18,6 +18,7 @@ __all__ = [
     "FileImage",
     "FileMetadata",
     "PackLookup",
+    "PlanChecks",
     "RTensor",
     "ReadonlyCheckpointRoot",
     "ReceivedBuffer",
@@ -49,11 +50,10 @@ __all__ = [
     "open_checkpoints_readonly",
     "open_plan",
     "pack",
+    "pack_options",
     "pack_to_folder",
     "plan_fingerprint",
-    "plan_sample_index",
     "replace_file",
-    "save_plan",
     "set_shared_cache_limit",
     "shard_ids",
     "shared_stats",
@@ -66,7 +66,6 @@ __all__ = [
     "trim_staging",
     "trust_owner",
     "verify_checkpoint",
-    "verify_plan",
     "write_small_file",
 ]
 
@@ -74,55 +73,20 @@ HAS_FAILPOINTS: Final[bool]
 
 # ---- packing, atomic_folder ----
 
-@type_check_only
-class PackRequest(TypedDict):
-    lengths: Sequence[NDArray[Any]]
-    order: NDArray[Any] | None
-    seed: int | None
-    max_length: int
-    modes: Sequence[str]
-    drop_last: bool
-    overlong: str
-    window: int
-    max_samples: int | None
-    align: int
-    costs: Sequence[NDArray[Any]] | None
-    max_cost: int
-    multiple_of: int | None
-    remainder: str
-    global_pack: bool
-    threads: int | None
-
 _Progress = Callable[[str, int, int], object]
 _Path = str | PathLike[str]
 
 def pack(
-    request: PackRequest, progress: _Progress | None = None, expected: str | None = None
+    request: dict[str, Any], progress: _Progress | None = None, expected: str | None = None
 ) -> tuple[str, tuple[NDArray[Any], ...]]: ...
 def pack_to_folder(
-    request: PackRequest, target: _Path, progress: _Progress | None = None, expected: str | None = None
+    request: dict[str, Any], target: _Path, progress: _Progress | None = None, expected: str | None = None
 ) -> str: ...
-def plan_fingerprint(request: PackRequest, progress: _Progress | None = None) -> str: ...
-def save_plan(
-    columns: Sequence[NDArray[Any]], metadata: str, target: _Path, progress: _Progress | None = None
-) -> None: ...
-def open_plan(path: _Path, progress: _Progress | None = None) -> tuple[str, tuple[NDArray[Any], ...]]: ...
-def verify_plan(
-    columns: Sequence[NDArray[Any]],
-    metadata: str,
-    lengths: Sequence[NDArray[Any]],
-    order: NDArray[Any] | None = None,
-    costs: Sequence[NDArray[Any]] | None = None,
-    threads: int | None = None,
-    progress: _Progress | None = None,
-) -> None: ...
-def plan_sample_index(
-    columns: Sequence[NDArray[Any]],
-    metadata: str,
-    lengths: Sequence[NDArray[Any]] | None = None,
-    order: NDArray[Any] | None = None,
-    progress: _Progress | None = None,
-) -> NDArray[Any]: ...
+def plan_fingerprint(request: dict[str, Any], progress: _Progress | None = None) -> str: ...
+def pack_options(request: dict[str, Any]) -> str: ...
+def open_plan(
+    path: _Path, progress: _Progress | None = None
+) -> tuple[str, tuple[NDArray[Any], ...], PlanChecks]: ...
 def replace_file(target: _Path, contents: bytes) -> None: ...
 
 @final
@@ -166,16 +130,33 @@ def shuffled_indices(
 ) -> NDArray[Any]: ...
 
 @final
+class PlanChecks: ...
+
+@final
 class PackLookup:
     def __new__(
-        cls, columns: Sequence[NDArray[Any]], lengths: Sequence[NDArray[Any]] | None, global_pack: bool
+        cls,
+        columns: Sequence[NDArray[Any]],
+        lengths: Sequence[NDArray[Any]] | None,
+        global_pack: bool,
+        checks: PlanChecks | None = None,
     ) -> PackLookup: ...
-    def pack(self, number: int) -> tuple[int, list[tuple[int, int, int | None]]]: ...
     def lookup(
         self, packs: NDArray[Any]
     ) -> tuple[
         NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]
     ]: ...
+    def check(self, progress: _Progress | None = None) -> None: ...
+    def save(self, metadata: str, target: _Path, progress: _Progress | None = None) -> None: ...
+    def verify(
+        self,
+        metadata: str,
+        lengths: Sequence[NDArray[Any]],
+        order: NDArray[Any] | None = None,
+        costs: Sequence[NDArray[Any]] | None = None,
+        threads: int | None = None,
+        progress: _Progress | None = None,
+    ) -> None: ...
 
 # ---- checkpoint ----
 

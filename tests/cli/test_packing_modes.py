@@ -92,18 +92,6 @@ def test_compare_prints_a_row_for_each_mode(lengths: Path, capsys: pytest.Captur
     assert "longer than max_length" in refused
 
 
-def test_each_source_has_a_mode(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    modes = ("--mode", "hard", "--mode", "best_fit")
-    words = ("pack", lengths, lengths, "--max-length", 1024, *modes, "--out", tmp_path / "plan")
-    facts = answer(*words, capsys=capsys)
-    array = np.load(lengths)
-    expected = td.pack_datasets([array, array], 1024, mode=["hard", "best_fit"])
-    assert (facts["mode"], facts["fingerprint"]) == ("mixed", expected.fingerprint)
-    assert answer("plan", "verify", tmp_path / "plan", lengths, lengths, capsys=capsys)["verified"] is True
-    refused = answer(*words, "--mode", "hard", code=2, capsys=capsys)["error"]["message"]
-    assert "3 modes were given for 2 SOURCEs" in refused
-
-
 def test_costs_come_from_files(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = np.load(lengths) % 4
     np.save(tmp_path / "costs.npy", costs)

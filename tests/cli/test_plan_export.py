@@ -45,7 +45,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
             "xtuner-preset",
             ["--lengths", "SOURCE", "--column", "tokens", "--paths", "a.jsonl", "--pack-order", "ORDER"],
         ),
-        ("megatron", ["--prefix", "ab-", "--pack-order", "ORDER"]),
+        (
+            "megatron",
+            ["--lengths", "SOURCE", "--column", "tokens", "--prefix", "ab-", "--pack-order", "ORDER"],
+        ),
         ("trl", ["--samples", "SOURCE", "--column", "tokens"]),
         ("nemo-parquet", ["--samples", "SOURCE", "--column", "tokens"]),
     ],

@@ -51,7 +51,7 @@ What is timed beside it:
 
 - The numpy forms give int64 arrays, which are compared in full.
 - megatron-core's helper is called in its compiled form, with one epoch, the partial last sequence dropped and one \
-extra token. It gives the starting pairs alone, which are compared with `plan.sample_index()`.
+extra token. It gives the starting pairs alone, which are compared with `plan.sample_index(order)`.
 - The least that any plan in a given order does is a compiled loop (numba), on one thread, and on two, each with its \
 part of the order. The lengths are copied to two bytes each, of which caches hold more. Each is read in that order; \
 where caches do not hold them all, the memory is asked for it 128 samples before. Each entry of the six arrays is \
@@ -163,7 +163,7 @@ def _hard_plan_rows(scale: Scale, samples: int, distribution: Distribution) -> l
     assert_all_equal(f"{case}, two threads", pack(2).arrays(), expected)
     assert_all_equal(f"{case}, {LOOP}", numpy_forms.chunked(lengths, order, MAX_LENGTH), expected)
     pairs = sample_index(lengths, narrow_order, MAX_LENGTH, num_tokens)
-    assert_equal(f"{case}, pairs", plan.sample_index(), pairs)
+    assert_equal(f"{case}, pairs", plan.sample_index(order), pairs)
 
     judged = samples == JUDGED_SAMPLES and distribution is TEXT
     targets = {

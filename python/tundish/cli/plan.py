@@ -35,7 +35,7 @@ columns:
 _MEANINGS = {
     "samples": "in a pack",
     "samples_cut": "in more than one pack, or without their end",
-    "samples_empty": "of length 0, in no pack",
+    "samples_empty": "of length 0",
     "samples_overlong": "longer than max_length",
     "tokens": "of all samples in the order",
     "tokens_dropped": "in no pack",
@@ -74,9 +74,8 @@ def _add_pack(commands: Any) -> None:
     pack.add_argument(
         "--mode",
         choices=_MODES,
-        action="append",
-        help="cut samples where a pack is full (hard, the default), or pack whole samples; give it once, or once for "
-        "each SOURCE",
+        default="hard",
+        help="cut samples where a pack is full (hard, the default), or pack whole samples",
     )
     _add_whole_options(pack, "error", "; not with --mode hard")
     add_path(
@@ -93,7 +92,8 @@ def _add_pack(commands: Any) -> None:
     pack.add_argument(
         "--remainder",
         choices=["drop", "repeat"],
-        help="with --multiple-of: leave out the emptiest packs (drop, the default), or repeat the first",
+        help="with --multiple-of: leave out the last packs of the largest SOURCE (drop, the default), or repeat "
+        "the first",
     )
     order = pack.add_mutually_exclusive_group()
     add_number(order, "--seed", "S", "shuffle the samples as numpy's RandomState(S) does")
@@ -105,7 +105,7 @@ def _add_pack(commands: Any) -> None:
     )
     pack.add_argument("--global-pack", action="store_true", help="let packs span datasets")
     _add_threads(pack)
-    pack.set_defaults(run=run_pack, needs="tundish.packing.build.pack")
+    pack.set_defaults(run=run_pack, needs="tundish.packing.planning")
 
 
 def _add_compare(verbs: Any) -> None:
@@ -174,7 +174,13 @@ def _add_export(verbs: Any) -> None:
     add_path(
         export, "--samples", "SOURCE", f"{packed}, with their tokens; for trl and nemo-parquet", nargs="+"
     )
-    add_path(export, "--lengths", "SOURCE", f"{packed}, to count their tokens; for xtuner-preset", nargs="+")
+    add_path(
+        export,
+        "--lengths",
+        "SOURCE",
+        f"{packed}, to count their tokens; for xtuner-preset and megatron",
+        nargs="+",
+    )
     _add_column(export)
     export.add_argument(
         "--paths",
@@ -243,24 +249,27 @@ def run_pack(options: argparse.Namespace) -> dict[str, Any]:
     several = len(options.lengths) > 1 or options.global_pack
     if options.order is not None and several:
         raise InvalidInputError("--order is for one dataset: give one SOURCE, and no --global-pack")
-    modes = options.mode or ["hard"]
-    if options.keep_last and "hard" not in modes:
+    if options.keep_last and options.mode != "hard":
         raise InvalidInputError(
-            f"--mode {modes[0]} packs whole samples, and has no tail: leave out --keep-last, or use --mode hard"
-        )
-    if len(modes) > 1 and len(modes) != len(options.lengths):
-        raise InvalidInputError(
-            f"{len(modes)} modes were given for {format_count(len(options.lengths), 'SOURCE')}: give --mode once, or "
-            "once for each"
+            f"--mode {options.mode} packs whole samples, and has no tail: leave out --keep-last, or use --mode hard"
         )
     from tundish.packing import lengths as read_lengths
     from tundish.packing import pack, pack_datasets
 
     lengths = [read_lengths(path, options.column) for path in options.lengths]
-    names = ("seed", "overlong", "window", "max_samples", "align", "max_cost", "multiple_of", "remainder")
+    names = (
+        "mode",
+        "seed",
+        "overlong",
+        "window",
+        "max_samples",
+        "align",
+        "max_cost",
+        "multiple_of",
+        "remainder",
+    )
     shared: dict[str, Any] = {name: getattr(options, name) for name in (*names, "threads", "out")}
     shared |= {
-        "mode": modes[0] if len(modes) == 1 else modes,
         "drop_last": False if options.keep_last else None,
         "costs": None if options.costs is None else list(map(read_lengths, options.costs)),
         "progress": progress_of(options),
@@ -367,9 +376,8 @@ def run_export(options: argparse.Namespace) -> dict[str, Any]:
 
 def describe(plan: PackPlan, path: Path) -> dict[str, Any]:
     """Describe a plan in plain values for JSON; `bytes` is the size of its columns in memory or on disk."""
-    options: tuple[str, ...] = ("drop_last",) if "hard" in plan.modes else ()
-    if plan.mode != "hard":
-        options += ("overlong", "window", "max_samples", "align", "max_cost")
+    whole = ("overlong", "window", "max_samples", "align", "max_cost")
+    options: tuple[str, ...] = ("drop_last",) if plan.mode == "hard" else whole
     return {
         "plan": str(path),
         "mode": plan.mode,

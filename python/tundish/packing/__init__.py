@@ -11,7 +11,6 @@ from tundish.lazy import TYPE_CHECKING, lazily
 if TYPE_CHECKING:
     from tundish.packing.arguments import as_integer_array
     from tundish.packing.balancing import balance, micro_batches, shuffled_indices
-    from tundish.packing.build.pack import pack, pack_datasets
     from tundish.packing.collator import PackedCollator
     from tundish.packing.comparing import compare
     from tundish.packing.context_parallelism import context_parallel, undo_context_parallel
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from tundish.packing.loss_weights import num_items_in_batch, weighted_loss
     from tundish.packing.mixing import MixedPack, PackMix, mix
     from tundish.packing.plan import FIELDS, Pack, PackBatch, PackPlan, Piece
+    from tundish.packing.planning import pack, pack_datasets
     from tundish.packing.sampler import PackedBatchSampler
     from tundish.packing.sources.lengths import lengths, open_samples
     from tundish.packing.stream import PackedStream
@@ -31,7 +31,7 @@ else:
             "tundish.packing.balancing": ("balance", "micro_batches", "shuffled_indices"),
             "tundish.packing.context_parallelism": ("context_parallel", "undo_context_parallel"),
             "tundish.packing.loss_weights": ("num_items_in_batch", "weighted_loss"),
-            "tundish.packing.build.pack": ("pack", "pack_datasets"),
+            "tundish.packing.planning": ("pack", "pack_datasets"),
             "tundish.packing.collator": ("PackedCollator",),
             "tundish.packing.dataset": ("PackedDataset",),
             "tundish.packing.exporting": ("export",),

@@ -197,13 +197,6 @@ def as_length_arrays(lengths: Any, *, single: bool, name: str = "lengths") -> li
     return [as_integer_array(column, f"{name}[{number}]") for number, column in enumerate(lengths)]
 
 
-def as_cost_arrays(costs: Any, *, single: bool) -> list[IntegerArray]:
-    """The costs of one dataset, or of a list of datasets, in which None stands for no costs."""
-    if isinstance(costs, list | tuple):
-        costs = [np.empty(0, np.int64) if column is None else column for column in costs]
-    return as_length_arrays(costs, single=single, name="costs")
-
-
 def _is_one_dimensional(value: Any) -> bool:
     try:
         return np.ndim(value) == 1

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 from tundish.packing.arguments import as_integer_array
-from tundish.packing.build.pack import pack
-from tundish.packing.build.pack_arguments import MODES
+from tundish.packing.planning import pack
 from tundish.packing.plot import (
     BLUE,
     INK,
@@ -25,6 +24,7 @@ from tundish.packing.plot import (
 
 __all__ = ["compare"]
 
+MODES = ("hard", "best_fit", "ordered", "sequential")
 # The statistics of a plan that a comparison shows.
 SHOWN = ("packs", "fill", "samples_cut", "samples_overlong", "tokens_dropped", "padding")
 

@@ -278,8 +278,6 @@ class _PackReader:
         self.samples = samples
         self._plan = plan
         self._builder = builder
-        # Pieces that were cut where a pack was full have no room for padding.
-        self._aligns = np.array([1 if mode == "hard" else plan.align for mode in plan.modes])
         for number, dataset in enumerate(self.datasets):
             keys = _column_names(dataset)
             if plan.num_samples[number] and keys is not None:
@@ -300,8 +298,7 @@ class _PackReader:
         starts, ends = found.start.tolist(), stops.tolist()
         parts = itertools.starmap(slice, itertools.pairwise(found.piece_cu.tolist()))
         return [
-            self._builder.build(samples[part], starts[part], ends[part], align)
-            for part, align in zip(parts, self._aligns[found.dataset_id].tolist(), strict=True)
+            self._builder.build(samples[part], starts[part], ends[part], self._plan.align) for part in parts
         ]
 
     def _keys(self, packs: list[int], found: PackBatch) -> NDArray[np.int64]:
@@ -387,7 +384,7 @@ class _PackReader:
     ) -> None:
         """Refuse pieces that do not lie in their samples."""
         # Where every piece is a whole sample, it stops at the sample's end.
-        are_whole = self._plan.overlong in ("error", "drop") and self._plan.mode != "mixed"
+        are_whole = self._plan.overlong in ("error", "drop")
         wrong = (stops < found.start) | (stops != tokens if are_whole else stops > tokens)
         if wrong.any():
             piece = int(wrong.argmax())
@@ -401,7 +398,7 @@ class _PackReader:
     def _check_totals(self, packs: list[int], found: PackBatch, sizes: NDArray[np.int64]) -> None:
         """Compare the tokens of each pack with what a plan without lengths says about it."""
         cu = found.piece_cu
-        align = self._aligns[found.dataset_id].repeat(np.diff(cu))
+        align = self._plan.align
         totals = np.add.reduceat(-(-sizes // align) * align, cu[:-1])
         longest = np.maximum.reduceat(sizes, cu[:-1])
         planned = self._plan.longest[packs]

@@ -84,7 +84,7 @@ def export(
     The folder appears whole and durable, or not at all. Memory is bounded, but for 8 bytes a pack.
 
     Args:
-        plan: The plan. For "xtuner-preset" it needs the lengths.
+        plan: The plan. For "xtuner-preset" and "megatron" it needs the lengths.
         path: The folder to make; its parent must exist.
         format: A format of the table.
         samples: For "trl" and "nemo-parquet", which need them: the samples, as `PackedDataset` takes them.

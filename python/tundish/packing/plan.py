@@ -35,7 +35,6 @@ from tundish.errors import (
 from tundish.packing.arguments import (
     IntegerArray,
     as_absolute,
-    as_cost_arrays,
     as_integer_array,
     as_length_arrays,
     as_new_folder,
@@ -43,8 +42,7 @@ from tundish.packing.arguments import (
     is_memory_map,
     truncated_file,
 )
-from tundish.packing.plan_stats import plan_ledger, plan_parts, plan_stats
-from tundish.packing.shared_block import columns_in
+from tundish.packing.plan_stats import plan_ledger, plan_stats
 from tundish.progress import ProgressLine
 
 FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
@@ -54,7 +52,7 @@ PIECE_FIELDS = ("piece_start", "piece_stop")
 def fields_of(overlong: str | None) -> tuple[str, ...]:
     """The columns of a plan by its `overlong`, which is None in hard packing.
 
-    Only parts of overlong samples can be partial pieces in the middle of a pack.
+    Only split or truncated samples need a start and a stop for each piece.
     """
     return FIELDS + PIECE_FIELDS if overlong in ("split", "truncate") else FIELDS
 
@@ -154,12 +152,11 @@ class PackPlan:
         piece_start, piece_stop: First token taken of each piece's sample, and one past the last, (pieces,). None unless
             `overlong` is "split" or "truncate".
         max_length: The most tokens of a pack; in mode "hard" all packs but the last are full.
-        mode: "hard", "best_fit", "ordered" or "sequential"; "mixed" if datasets have different modes.
-        modes: The mode of each dataset.
+        mode: "hard", "best_fit", "ordered" or "sequential".
         seed: The seed that the order was drawn from, or None.
-        drop_last: Whether tails shorter than a pack were left out; None unless a mode is "hard".
-        overlong: What happened to samples longer than `max_length`; None if all modes are "hard".
-        window: Packs that were open at a time; None in modes "hard" and "best_fit".
+        drop_last: Whether tails shorter than a pack were left out; None unless the mode is "hard".
+        overlong: What happened to samples longer than `max_length`; None in mode "hard".
+        window: Packs that were open at a time; None unless the mode is "ordered".
         max_samples: The most pieces of a pack, or None.
         align: Each piece takes a multiple of so many tokens of its pack; 1 for no padding.
         max_cost: The most that the samples of a pack cost together, or None.
@@ -195,7 +192,7 @@ class PackPlan:
         *,
         lengths: Sequence[IntegerArray] | None = None,
         path: Path | None = None,
-        block: NDArray[np.uint8] | None = None,
+        checks: _native.PlanChecks | None = None,
     ) -> None:
         """Make a plan of columns that were checked; `pack`, `pack_datasets` and `load` call it.
 
@@ -204,44 +201,38 @@ class PackPlan:
             metadata: The content of `plan.json`.
             lengths: The lengths to attach, one array a dataset.
             path: The folder that the columns are mapped from.
-            block: The shared memory that the columns lie in; a pickled plan refers to it.
+            checks: The checksums of mapped columns, which are compared before a pack is read.
         """
         self._metadata_json = metadata
         self._metadata: dict[str, Any] = json.loads(metadata)
-        parts = plan_parts(self._metadata)
-        # Options are the same for all datasets whose mode has them.
-        hard: dict[str, Any] = next((part["hard"] for part in parts if part.get("hard")), {})
-        whole: dict[str, Any] = next((part["whole"] for part in parts if part.get("whole")), {})
         self._columns = tuple(columns)
-        self._fields = fields_of(whole.get("overlong"))
+        self._fields = fields_of(self._metadata["overlong"])
         for name, column in zip(self._fields, self._columns, strict=True):
             column.flags.writeable = False
             setattr(self, name, column)
         self._lengths = None if lengths is None else list(lengths)
         if self._lengths is not None:
             self._check_sample_counts(self._lengths)
-        self._reader = _native.PackLookup(self._columns, self._lengths, self._metadata["global_pack"])
+        self._checks = checks
+        self._reader = _native.PackLookup(
+            self._columns, self._lengths, self._metadata["global_pack"], self._checks
+        )
         self.path = path
-        self._block = block
         self.max_length: int = self._metadata["max_length"]
         self.mode: str = self._metadata["mode"]
-        mixed = [part["mode"] for part in self._metadata.get("parts", [])]
-        self.modes: tuple[str, ...] = tuple(mixed or [self.mode] * len(self._metadata["samples"]))
         self.seed: int | None = self._metadata["seed"]
-        self.drop_last: bool | None = hard.get("drop_last")
-        self.overlong: str | None = whole.get("overlong")
-        windows = [part["whole"]["window"] for part in parts if part["mode"] == "ordered"]
-        self.window: int | None = windows[0] if windows else whole.get("window")
-        self.max_samples: int | None = whole.get("max_samples")
-        self.align: int = whole.get("align", 1)
-        self.max_cost: int | None = whole.get("max_cost")
-        multiple = self._metadata.get("multiple") or {}
-        self.multiple_of: int | None = multiple.get("of")
-        self.remainder: str | None = multiple.get("remainder")
-        self.packs_repeated: int = multiple.get("packs", 0) if self.remainder == "repeat" else 0
+        self.drop_last: bool | None = self._metadata["drop_last"]
+        self.overlong: str | None = self._metadata["overlong"]
+        self.window: int | None = self._metadata["window"]
+        self.max_samples: int | None = self._metadata["max_samples"]
+        self.align: int = self._metadata["align"]
+        self.max_cost: int | None = self._metadata["max_cost"]
+        self.multiple_of: int | None = self._metadata["multiple_of"]
+        self.remainder: str | None = self._metadata["remainder"]
         self.global_pack: bool = self._metadata["global_pack"]
         self.num_samples: tuple[int, ...] = tuple(self._metadata["samples"])
-        self.num_tokens: int = self._metadata["tokens"]
+        self.packs_repeated: int = self._metadata["counts"]["packs_repeated"]
+        self.num_tokens: int = self._metadata["counts"]["tokens"]
         self.fingerprint: str = self._metadata["fingerprint"]
 
     def _check_sample_counts(self, lengths: Sequence[IntegerArray]) -> None:
@@ -286,8 +277,7 @@ class PackPlan:
         number = pack_numbers(index, len(self))
         if isinstance(number, range):
             return list(self.lookup(np.arange(number.start, number.stop, number.step, dtype=np.int64)))
-        dataset_id, pieces = self._reader.pack(number)
-        return Pack(dataset_id, [Piece._make(piece) for piece in pieces])
+        return next(iter(self.lookup(np.array([number], dtype=np.int64))))
 
     def __iter__(self) -> Iterator[Pack]:
         for start in range(0, len(self), _ITERATED):
@@ -305,7 +295,8 @@ class PackPlan:
 
         Raises:
             NoSuchPackError: A number is out of range.
-            PlanMismatchError: The columns are damaged, or name a sample that the attached lengths lack.
+            PlanFormatError: A file that the packs are read from is damaged; the message names it.
+            PlanMismatchError: The columns name a sample that the attached lengths lack, or contradict each other.
 
         Example:
             >>> from tundish import pack
@@ -339,7 +330,7 @@ class PackPlan:
         """
         arrays = as_length_arrays(lengths, single=len(self.num_samples) == 1)
         return type(self)(
-            self._columns, self._metadata_json, lengths=arrays, path=self.path, block=self._block
+            self._columns, self._metadata_json, lengths=arrays, path=self.path, checks=self._checks
         )
 
     def __repr__(self) -> str:
@@ -358,6 +349,7 @@ class PackPlan:
             them.
 
         Raises:
+            PlanFormatError: A file that the columns are mapped from is damaged; the message names it.
             OutOfMemoryError: There is no room for them; the columns themselves are attributes of the plan.
 
         Example:
@@ -365,6 +357,7 @@ class PackPlan:
             >>> pack([5, 3, 9], 8).arrays()["indices"].tolist()
             [0, 1, 2]
         """
+        self._reader.check()
         try:
             pairs = zip(self._fields, self._columns, strict=True)
             return {name: column.astype(np.int64) for name, column in pairs}
@@ -381,7 +374,7 @@ class PackPlan:
             packs, pieces: Their numbers.
             samples: Samples that the plan takes tokens of (or that lie in a pack without any).
             samples_cut: Samples that are in more than one pack, or lose their end.
-            samples_empty: Samples of length 0 that are left out; in mode "hard", those on a boundary of packs.
+            samples_empty: Samples of length 0. They are left out; in mode "hard", those on a boundary of packs are.
             samples_overlong: Samples that `overlong` split, truncated or dropped; 0 in mode "hard".
             tokens, tokens_packed, tokens_dropped: Tokens of the ordered samples.
             packs_dropped, packs_repeated, tokens_repeated: What `multiple_of` leaves out or repeats. Tokens of packs
@@ -398,7 +391,7 @@ class PackPlan:
             >>> stats["packs"], stats["samples_cut"], stats["tokens_dropped"]
             (4, 2, 1)
         """
-        return plan_stats(self)
+        return plan_stats(self._metadata)
 
     def ledger(self) -> dict[str, int]:
         """Account for every token, in bounded memory. The plan needs the lengths.
@@ -426,7 +419,7 @@ class PackPlan:
         return plan_ledger(self)
 
     def sample_index(self, order: Any = None, *, progress: bool | None = None) -> IntegerArray:
-        """Convert the plan to Megatron-LM's `sample_index`.
+        """Convert the plan to Megatron-LM's `sample_index`. The plan needs the lengths.
 
         Row *i* says where token `i * max_length` of the stream is. It holds the position of the token's sample in the
         order (Megatron's index into `document_index`), and the token's offset in that sample. The rows equal those of
@@ -435,35 +428,44 @@ class PackPlan:
         points at the first token. The dropped tail has a row too.
 
         Args:
-            order: The order that was given to `pack`, if any. It is needed, and so are the lengths, if empty samples
-                lie on pack boundaries, since the plan does not hold those. It is checked: all of it if the lengths are
-                attached, else up to the dropped tail.
+            order: The order that was given to `pack`, if any. It is needed for a plan that was made with one.
             progress: Show progress; by default on a terminal.
 
         Returns:
-            Shape (rows, 2), int32 where all values fit, else int64. Memory beyond it is constant; if empty samples lie
-            on boundaries, an order from a seed takes one index a sample.
+            Shape (rows, 2), int32 where all values fit, else int64. Memory beyond it is two integers a sample.
 
         Raises:
-            InvalidInputError: The plan is not of mode "hard" or is of several datasets, or the order or the lengths are
-                needed and missing.
-            PlanMismatchError: The plan was made with another order or other lengths, or its columns are damaged.
+            InvalidInputError: The plan is not of mode "hard", is of several datasets or repeats packs, or the order or
+                the lengths are missing.
+            PlanMismatchError: The plan was made with another order or other lengths.
 
         Example:
             >>> from tundish import pack
             >>> pack([5, 3, 9], 8).sample_index().tolist()
             [[0, 0], [2, 0], [2, 8]]
         """
-        if self.mode != "hard":
+        if self.mode != "hard" or (len(self.num_samples) != 1 and not self.global_pack):
             raise InvalidInputError(
-                f"this plan is of mode {self.mode!r}, and Megatron's sample_index can only say where one stream of "
-                "tokens is cut. Read the packs with plan.lookup, or pack with mode='hard'"
+                f"this plan is of mode {self.mode!r} and of {format_count(len(self.num_samples), 'dataset')}, and "
+                "Megatron's sample_index can only say where one stream of tokens is cut. Read the packs with "
+                "plan.lookup, or pack with mode='hard', several datasets with global_pack=True"
             )
-        given = None if order is None else as_integer_array(order, "order")
-        with ProgressLine("plan", progress) as line:
-            return _native.plan_sample_index(
-                self._columns, self._metadata_json, self._lengths, given, line.callback
+        if self.packs_repeated:
+            raise InvalidInputError(
+                "this plan repeats packs, which Megatron's sample_index cannot say: pack without remainder='repeat'"
             )
+        # The fingerprint tells whether these are the lengths and the order of the plan.
+        self.verify(order=order, progress=progress)
+        lengths = np.concatenate([np.asarray(column) for column in self._lengths or []])
+        if order is not None:
+            lengths = lengths[as_integer_array(order, "order")]
+        elif self.seed is not None:
+            lengths = lengths[_native.shuffled_indices(len(lengths), self.seed)]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        tokens = np.arange(0, self.num_tokens, self.max_length, dtype=np.int64)
+        places = np.searchsorted(ends, tokens, side="right")
+        rows = np.stack([places, tokens - (ends[places] - lengths[places])], axis=1)
+        return rows.astype(np.int32) if rows.max(initial=0) <= np.iinfo(np.int32).max else rows
 
     def save(self, path: str | os.PathLike[str], *, progress: bool | None = None) -> None:
         """Publish the plan as the folder `path`: whole and durable, or not at all.
@@ -479,6 +481,7 @@ class PackPlan:
             NotFoundError: The parent folder does not exist.
             StorageError: The file system refused (read-only, full). Too little room is refused before anything is
                 written.
+            PlanFormatError: A file that the plan is mapped from is damaged; the message names it.
 
         Example:
             >>> import tempfile, tundish as td
@@ -490,14 +493,14 @@ class PackPlan:
         folder = as_new_folder(path, "path")
         try:
             with ProgressLine("plan", progress) as line:
-                _native.save_plan(self._columns, self._metadata_json, folder, line.callback)
+                self._reader.save(self._metadata_json, folder, line.callback)
         except AlreadyExistsError:
             if not self._lies_at(folder):
                 raise
 
     def _lies_at(self, folder: Path) -> bool:
         try:
-            metadata, _ = _native.open_plan(folder)
+            metadata, _, _ = _native.open_plan(folder)
         except (TundishError, OSError):
             return False
         return bool(json.loads(metadata) == self._metadata)
@@ -506,8 +509,10 @@ class PackPlan:
     def load(cls, path: str | os.PathLike[str], lengths: Any = None, *, progress: bool | None = None) -> Self:
         """Map a plan from its folder, in constant memory.
 
-        Each file is opened once, checked and mapped: replacing or removing files later changes nothing.
-        Overwriting a file in place changes the plan, and truncating it ends a process that reads it (SIGBUS).
+        Each file is opened once, checked and mapped: replacing or removing files later changes nothing. `plan.json` and
+        the offsets are compared with their checksums here. The other columns are compared block by block, when a pack
+        of a block is first read: so no damaged pack is trained on. Truncating a file later ends a process that reads
+        it (SIGBUS).
 
         Args:
             path: A folder made by `save`, `out=` or `cache_dir=`.
@@ -520,8 +525,8 @@ class PackPlan:
 
         Raises:
             NotFoundError: The folder or one of its files is missing.
-            PlanFormatError: A file is damaged, truncated, of another version, dtype or shape, or the offset table does
-                not add up; the message names the file.
+            PlanFormatError: A file is damaged, truncated, of another version, dtype or shape, or no regular file; the
+                message names the file.
             PlanMismatchError: The lengths are of another number of samples.
             StorageError: The file system refused.
 
@@ -534,10 +539,10 @@ class PackPlan:
         """
         folder = as_absolute(path, "path")
         with ProgressLine("plan", progress) as line:
-            metadata, columns = _native.open_plan(folder, line.callback)
+            metadata, columns, checks = _native.open_plan(folder, line.callback)
         single = len(json.loads(metadata)["samples"]) == 1
         attached = None if lengths is None else as_length_arrays(lengths, single=single)
-        return cls(columns, metadata, lengths=attached, path=folder)
+        return cls(columns, metadata, lengths=attached, path=folder, checks=checks)
 
     def verify(
         self,
@@ -548,16 +553,12 @@ class PackPlan:
         threads: int | None = None,
         progress: bool | None = None,
     ) -> None:
-        """Check the whole plan against the samples' lengths, with other code than the code that made the packs.
+        """Check the whole plan against the samples' lengths, in one pass.
 
-        It checks every entry of the columns, their dtypes, and every value of `plan.json`. The fingerprint of lengths,
-        order and parameters must be the plan's. The shuffle and the hash are the code that made the plan.
-
-        In mode "hard", each piece must be of the next sample, or go on where the pack before stopped. Each pack must
-        be full. The tail, the empty samples on boundaries and all tokens are counted. In the other modes, each sample
-        must be packed once, or be accounted for as empty or overlong. No pack may hold more than its limits. The
-        packs must be those of a simple packer that places one sample after the other; for "best_fit" without costs, as
-        many.
+        Every token of the ordered samples must be in one piece, or be counted as left out: in a tail, truncated or
+        dropped. No pack may hold more than its limits, and all counts of `plan.json` must be right. The fingerprint
+        of lengths, order and parameters must be the plan's. It is not checked which samples are put together:
+        `plan.metadata["algorithm_version"]` says which version of the algorithm chose them.
 
         It does not check that the lengths are those of your samples; `PackedDataset` does as it reads them.
 
@@ -573,6 +574,7 @@ class PackPlan:
             PlanMismatchError: The plan does not belong to the lengths, the order and the costs, or was made without an
                 order or costs that are given. The message names the first pack or the value at fault.
             InvalidInputError: Lengths, an order or costs are missing, or `pack` would refuse them.
+            PlanFormatError: A file that the plan is mapped from is damaged; the message names it.
 
         Example:
             >>> from tundish import pack
@@ -587,17 +589,11 @@ class PackPlan:
         arrays = as_length_arrays(lengths, single=single)
         self._check_sample_counts(arrays)
         given = None if order is None else as_integer_array(order, "order")
-        costed = None if costs is None else as_cost_arrays(costs, single=single)
+        costed = None if costs is None else as_length_arrays(costs, single=single, name="costs")
         try:
             with ProgressLine("plan", progress) as line:
-                _native.verify_plan(
-                    self._columns,
-                    self._metadata_json,
-                    arrays,
-                    given,
-                    costed,
-                    as_threads(threads),
-                    line.callback,
+                self._reader.verify(
+                    self._metadata_json, arrays, given, costed, as_threads(threads), line.callback
                 )
         except PlanMismatchError as error:
             if "an order was given" in str(error) or "costs were given" in str(error):
@@ -627,12 +623,6 @@ class PackPlan:
         plot_plan(self, path)
 
     @classmethod
-    def in_block(cls, block: NDArray[np.uint8], lengths: list[IntegerArray] | None) -> Self:
-        """Make the plan that lies in a block of shared memory."""
-        metadata, columns = columns_in(block)
-        return cls(columns, metadata, lengths=lengths, block=block)
-
-    @classmethod
     def _in_folder(cls, path: Path, fingerprint: str, lengths: list[IntegerArray] | None) -> Self:
         """Map the plan that was pickled as its folder."""
         plan = cls.load(path, lengths, progress=False)
@@ -644,8 +634,6 @@ class PackPlan:
         lengths = None if self._lengths is None else list(map(as_picklable, self._lengths))
         if self.path is not None:
             return self._in_folder, (self.path, self.fingerprint, lengths)
-        if self._block is not None:
-            return self.in_block, (self._block, lengths)
         return partial(type(self), lengths=lengths), (self._columns, self._metadata_json)
 
 

@@ -19,7 +19,6 @@ from tundish.packing.arguments import IntegerArray
 class PlanReader(Protocol):
     """What statistics, plots and exports read of a `PackPlan`, which documents it."""
 
-    dataset_id: IntegerArray
     indices: IntegerArray
     indices_cu_len: IntegerArray
     start_offset: IntegerArray
@@ -27,7 +26,6 @@ class PlanReader(Protocol):
     piece_stop: IntegerArray | None
     max_length: int
     mode: str
-    modes: tuple[str, ...]
     seed: int | None
     overlong: str | None
     packs_repeated: int
@@ -46,127 +44,31 @@ class PlanReader(Protocol):
     def lookup(self, pack_ids: Any) -> Any: ...
 
 
-# What `plan.json` counts of packs that are left out or repeated.
-_MULTIPLE = ("packs", "tokens", "padding_align", "samples", "samples_overlong")
-
-
-def plan_stats(plan: PlanReader) -> dict[str, int | float]:
-    """Compute the statistics that `PackPlan.stats` documents."""
-    metadata = plan.metadata
-    packs, pieces, packed = len(plan), len(plan.indices), metadata["tokens_packed"]
-    room = packs * plan.max_length
-    multiple = metadata.get("multiple") or dict.fromkeys(_MULTIPLE, 0)
-    repeats = plan.packs_repeated > 0
-    repeated = multiple["tokens"] if repeats else 0
-    counted = _count_samples(plan, metadata, multiple)
-    padding_align = sum(part["whole"]["padding_align"] for part in plan_parts(metadata) if part.get("whole"))
-    padding_align += multiple["padding_align"] if repeats else -multiple["padding_align"]
+def plan_stats(metadata: Mapping[str, Any]) -> dict[str, int | float]:
+    """The statistics that `PackPlan.stats` documents, of the content of `plan.json`."""
+    counts = metadata["counts"]
+    packs, room = counts["packs"], counts["packs"] * metadata["max_length"]
+    held = counts["tokens_packed"] + counts["tokens_repeated"]
+    names = (
+        "packs",
+        "pieces",
+        "samples",
+        "samples_cut",
+        "samples_empty",
+        "samples_overlong",
+        "tokens",
+        "tokens_packed",
+    )
     return {
-        "packs": packs,
-        "pieces": pieces,
-        **counted,
-        "tokens": plan.num_tokens,
-        "tokens_packed": packed,
-        "tokens_dropped": plan.num_tokens - packed,
-        "packs_dropped": 0 if repeats else multiple["packs"],
-        "packs_repeated": plan.packs_repeated,
-        "tokens_repeated": repeated,
-        "padding": room - packed - repeated,
-        "padding_align": padding_align,
-        "fill": (packed + repeated) / room if packs else 1.0,
-        "pieces_per_pack": pieces / packs if packs else 0.0,
-        **_largest(plan),
+        **{name: counts[name] for name in names},
+        "tokens_dropped": counts["tokens"] - counts["tokens_packed"],
+        **{name: counts[name] for name in ("packs_dropped", "packs_repeated", "tokens_repeated")},
+        "padding": room - held,
+        "padding_align": counts["padding_align"],
+        "fill": held / room if packs else 1.0,
+        "pieces_per_pack": counts["pieces"] / packs if packs else 0.0,
+        **{name: counts[name] for name in ("max_pieces_per_pack", "longest")},
     }
-
-
-def _largest(plan: PlanReader) -> dict[str, int]:
-    most = 0
-    longest = 0
-    before = 0
-    for start, stop in pack_slices(plan, 0, len(plan)):
-        cu = plan.indices_cu_len[start:stop].astype(np.int64)
-        most = max(most, int(np.diff(cu, prepend=before).max(initial=0)))
-        longest = max(longest, int(plan.longest[start:stop].max(initial=0)))
-        before = int(cu[-1])
-    return {"max_pieces_per_pack": most, "longest": longest}
-
-
-def _count_samples(
-    plan: PlanReader, metadata: Mapping[str, Any], multiple: Mapping[str, Any]
-) -> dict[str, int]:
-    """Count the samples of all modes."""
-    # Packs that come again hold no more samples.
-    packs = len(plan) - plan.packs_repeated
-    parts = plan_parts(metadata)
-    bounds = [0, packs]
-    if len(parts) > 1:
-        # In the column's own dtype: numpy would convert the whole column for any other.
-        numbers = np.arange(len(parts) + 1).astype(plan.dataset_id.dtype)
-        bounds = np.searchsorted(plan.dataset_id[:packs], numbers).tolist()
-    is_cut = plan.overlong in ("split", "truncate")
-    found = {
-        "samples": -multiple["samples"],
-        "samples_cut": -multiple["samples_overlong"] if is_cut else 0,
-        "samples_empty": 0,
-        "samples_overlong": 0,
-    }
-    for part, (first, stop) in zip(parts, pairwise(bounds), strict=True):
-        if part.get("hard"):
-            counted = _count_hard(plan, first, stop, part)
-        else:
-            whole = part["whole"]
-            counted = {
-                "samples": whole["samples_packed"],
-                "samples_cut": whole["samples_overlong"] if is_cut else 0,
-                "samples_empty": whole["samples_empty"],
-                "samples_overlong": whole["samples_overlong"],
-            }
-        for name, count in counted.items():
-            found[name] += count
-    return found
-
-
-def _count_hard(plan: PlanReader, first: int, end: int, part: Mapping[str, Any]) -> dict[str, int]:
-    """Count the samples of packs `first` … `end` - 1, which hard packing made."""
-    continued = 0
-    cut = 0
-    piece_first = piece_before = int(plan.indices_cu_len[first - 1]) if first else 0
-    was_inside = False
-    for start, stop in pack_slices(plan, first, end):
-        cu = plan.indices_cu_len[start:stop].astype(np.int64)
-        counts = np.diff(cu, prepend=piece_before)
-        continues = plan.start_offset[start:stop] > 0
-        # A pack that lies inside one sample passes the same sample on; only its first continuation counts.
-        inside = continues & (counts == 1)
-        passed_on = np.concatenate(([was_inside], inside[:-1]))
-        continued += int(continues.sum())
-        cut += int((continues & ~passed_on).sum())
-        piece_before = int(cu[-1])
-        was_inside = bool(inside[-1])
-    hard = part["hard"]
-    if hard["drop_last"]:
-        cut += _cut_by_tails(plan, first, end, hard["tail_start"])
-    return {
-        "samples": piece_before - piece_first - continued,
-        "samples_cut": cut,
-        "samples_empty": hard["empty_on_boundary"],
-        "samples_overlong": 0,
-    }
-
-
-def _cut_by_tails(plan: PlanReader, first: int, end: int, tail_starts: list[int]) -> int:
-    """Count the samples whose end is dropped, except those already counted as cut."""
-    dataset_id = plan.dataset_id[first:end]
-    # The column's own dtype: numpy would convert the whole column for any other.
-    streams = np.flatnonzero(tail_starts).astype(dataset_id.dtype)
-    if first < end:
-        # Of a mixed plan, there is one stream.
-        streams += dataset_id[0] if len(tail_starts) == 1 else 0
-    # The last pack of each stream ends inside the sample; it was counted if that pack began inside it too.
-    last = first + np.searchsorted(dataset_id, streams, side="right") - 1
-    before = np.where(last > 0, plan.indices_cu_len[last - 1], 0)
-    alone = plan.indices_cu_len[last] - before == 1
-    return int((~(alone & (plan.start_offset[last] > 0))).sum())
 
 
 def plan_ledger(plan: PlanReader) -> dict[str, int]:
@@ -183,37 +85,26 @@ def plan_ledger(plan: PlanReader) -> dict[str, int]:
     first = len(plan) - plan.packs_repeated
     packed, cut = _count_pieces(plan, plan.lengths, 0, first)
     repeated, _ = _count_pieces(plan, plan.lengths, first, len(plan))
-    metadata = plan.metadata
-    truncated = _overlong_cut(metadata) if plan.overlong == "truncate" else 0
+    counts = plan.metadata["counts"]
     capacity = len(plan) * plan.max_length
     ledger = {
         "tokens": plan.num_tokens,
         "packed": packed,
         "cut": cut,
-        "truncated": truncated,
-        "dropped": plan.num_tokens - packed - truncated,
+        "truncated": counts["tokens_truncated"],
+        "dropped": plan.num_tokens - packed - counts["tokens_truncated"],
         "repeated": repeated,
         "capacity": capacity,
         "padding": capacity - packed - repeated,
-        "padding_align": int(plan_stats(plan)["padding_align"]),
+        "padding_align": counts["padding_align"],
     }
-    _check(plan, plan.lengths, ledger)
-    return ledger
-
-
-def _check(plan: PlanReader, lengths: Sequence[NDArray[Any]], ledger: dict[str, int]) -> None:
-    metadata = plan.metadata
-    sums = [("tokens_packed", ledger["packed"], metadata["tokens_packed"])]
-    multiple = metadata.get("multiple") or {"tokens": 0}
-    repeated = multiple["tokens"] if plan.packs_repeated else 0
-    left_out = multiple["tokens"] - repeated
-    sums.append(("tokens_repeated", ledger["repeated"], repeated))
-    if metadata["order"] != "given":
-        sums.append(("tokens", sum(int(column.sum(dtype=np.int64)) for column in lengths), plan.num_tokens))
-    # Tails of mode "hard", and overlong samples.
-    tails = sum(part["tokens"] - part["tokens_packed"] for part in plan_parts(metadata) if part.get("hard"))
-    overlong = _overlong_cut(metadata) if plan.overlong == "drop" else 0
-    sums.append(("tokens_dropped", ledger["dropped"], tails + overlong + left_out))
+    sums = [
+        ("tokens_packed", packed, counts["tokens_packed"]),
+        ("tokens_repeated", repeated, counts["tokens_repeated"]),
+    ]
+    if plan.metadata["order"] != "given":
+        total = sum(int(column.sum(dtype=np.int64)) for column in plan.lengths)
+        sums.append(("tokens", total, plan.num_tokens))
     for name, found, said in sums:
         if found != said:
             raise PlanMismatchError(
@@ -222,11 +113,7 @@ def _check(plan: PlanReader, lengths: Sequence[NDArray[Any]], ledger: dict[str, 
             )
     if min(ledger.values()) < 0 or ledger["padding_align"] > ledger["padding"]:
         raise PlanMismatchError(f"the plan is damaged: its tokens are {ledger}. plan.verify() says where")
-
-
-def _overlong_cut(metadata: Mapping[str, Any]) -> int:
-    """Tokens of overlong samples that were left out."""
-    return sum(part["whole"]["tokens_overlong_cut"] for part in plan_parts(metadata) if part.get("whole"))
+    return ledger
 
 
 def _count_pieces(plan: PlanReader, lengths: Sequence[NDArray[Any]], first: int, end: int) -> tuple[int, int]:
@@ -311,17 +198,3 @@ def piece_slices(plan: PlanReader, first: int, end: int) -> Iterator[PieceSlice]
             sample = sample - offsets[dataset]
         counts = np.bincount(numbers, minlength=len(batch))
         yield PieceSlice(counts, dataset, sample, batch.start[has_tokens], batch.stop[has_tokens])
-
-
-def plan_parts(metadata: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What `plan.json` says of the packs of each mode: tokens and counts before packs are left out or repeated.
-
-    A mixed plan has a part for each dataset, and any other plan one for all.
-    """
-    if metadata.get("parts"):
-        return [dict(part) for part in metadata["parts"]]
-    part = {name: metadata.get(name) for name in ("mode", "tokens", "tokens_packed", "hard", "whole")}
-    multiple = metadata.get("multiple")
-    if multiple and multiple["remainder"] == "drop":
-        part["tokens_packed"] = metadata["tokens_packed"] + multiple["tokens"]
-    return [part]

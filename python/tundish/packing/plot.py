@@ -145,7 +145,7 @@ def _has_sizes(plan: PlanReader) -> bool:
 
 def _draw(figure: Any, plan: PlanReader, counts: PlotCounts) -> None:
     grid = figure.add_gridspec(2, 2, left=0.07, right=0.97, top=0.83, bottom=0.09, hspace=0.42, wspace=0.2)
-    stats = plan_stats(plan)
+    stats = plan_stats(plan.metadata)
     figure.text(
         0.07,
         0.945,
@@ -170,7 +170,7 @@ def _draw(figure: Any, plan: PlanReader, counts: PlotCounts) -> None:
 def _draw_lengths(axes: Any, plan: PlanReader, counts: PlotCounts) -> None:
     title, counted = "Longest piece of each pack", "packs"
     if _has_sizes(plan):
-        counted = "samples" if plan.piece_stop is None and plan.mode != "mixed" else "pieces"
+        counted = "samples" if plan.piece_stop is None else "pieces"
         title = f"Length of {counted}"
     frame(axes, title, "tokens", counted)
     filled = np.flatnonzero(counts.lengths[1:])
@@ -212,11 +212,10 @@ def _draw_pieces(axes: Any, stats: dict[str, Any], counts: PlotCounts) -> None:
 
 def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
     frame(axes, "Samples", "", "samples")
-    overlong = stats["samples_overlong"] if plan.overlong in ("split", "truncate") else 0
     bars = [("whole", stats["samples"] - stats["samples_cut"], BLUE)]
     note = "no sample is longer than a pack"
-    if "hard" in plan.modes:
-        bars.append(("cut", max(0, stats["samples_cut"] - overlong), ORANGE if plan.mode == "hard" else PALE))
+    if plan.mode == "hard":
+        bars.append(("cut", stats["samples_cut"], ORANGE))
         note = f"{percent(stats['samples_cut'] / max(1, stats['samples']))} of the samples are cut"
     if plan.overlong not in (None, "error"):
         done = {"split": "split", "truncate": "truncated"}.get(plan.overlong, "dropped")
@@ -224,7 +223,7 @@ def _draw_samples(axes: Any, plan: PlanReader, stats: dict[str, Any]) -> None:
         note = (
             f"{stats['samples_overlong']:,} are {done}, and {short(stats['tokens_dropped'])} tokens left out"
         )
-    bars.append(("empty, left out", stats["samples_empty"], PALE))
+    bars.append(("empty", stats["samples_empty"], PALE))
     names, heights, colors = zip(*bars, strict=True)
     total = sum(heights)
     if not total:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tundish import _native
 from tundish.errors import InvalidInputError, StateMismatchError, format_type
 from tundish.packing.arguments import as_integer
-from tundish.packing.build.pack_arguments import PackArguments
 from tundish.packing.item import ItemBuilder, Positions
 from tundish.packing.samples import Extras, Padding, Sample, SampleReader, dtype_of, name_sample
 from tundish.packing.stream_source import (
@@ -483,10 +483,15 @@ class _Options:
                 "mode 'best_fit' sorts all samples by length, and a stream gives one after the other: choose "
                 "mode='ordered', or plan the samples with td.pack"
             )
-        arguments = PackArguments(lengths=[], is_single=True, max_length=max_length, mode=mode, **options)
-        request: Mapping[str, Any] = arguments.checked()
-        names = [field.name for field in dataclasses.fields(cls) if field.name != "mode"]
-        made = cls(mode=request["modes"][0], **{name: request[name] for name in names})
+        complete: dict[str, Any] = json.loads(
+            _native.pack_options({"max_length": max_length, "mode": mode, **options})
+        )
+        # Options that the mode does not have are null.
+        defaults: dict[str, Any] = {"window": 1, "overlong": "error", "drop_last": False}
+        names = [field.name for field in dataclasses.fields(cls)]
+        made = cls(
+            **{name: defaults.get(name) if complete[name] is None else complete[name] for name in names}
+        )
         # Refused here, and not when samples come.
         made.new_window()
         return made

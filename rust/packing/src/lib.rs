@@ -1,25 +1,14 @@
 //! Plans of fixed-length token sequences, computed over slices of sample lengths.
 //!
-//! `inputs` reads lengths and orders, `packer` computes a plan with `hard` or `whole`, `plan` holds a plan and looks packs
-//! up, `folder` keeps a plan on disk, `verify` checks a plan, `megatron_sample_index` converts it for Megatron-LM.
-//! `mix` orders the packs of several plans by weight. `balance` splits the samples of one training step over ranks and into
+//! `request` checks the arguments, `inputs` reads lengths and orders, `scan` hashes them, `packer` computes a plan, `plan`
+//! holds a plan and looks packs up, `folder` keeps a plan on disk, `verify` checks a plan. `mix` orders the packs of several plans by weight. `balance` splits the samples of one training step over ranks and into
 //! micro-batches. The crate knows neither Python nor torch.
 //!
 //! ```
-//! use tundish_packing::inputs::SampleOrder;
-//! use tundish_packing::{Field, Mode, NoProgress, PackRequest, Packer};
+//! use tundish_packing::{Field, NoProgress, PackRequest, Packer};
 //!
 //! let lengths: [i32; 3] = [3, 5, 2];
-//! let request = PackRequest {
-//!     lengths: vec![lengths[..].into()],
-//!     order: SampleOrder::Natural,
-//!     max_length: 5,
-//!     mode: Mode::Hard { drop_last: false }.into(),
-//!     costs: None,
-//!     multiple: None,
-//!     global_pack: false,
-//!     threads: 1,
-//! };
+//! let request = PackRequest { drop_last: Some(false), ..PackRequest::new(vec![lengths[..].into()], 5) };
 //! let plan = Packer::new(request, &mut NoProgress)?.pack(&mut NoProgress)?;
 //! // Sample 1 is cut after its second token.
 //! assert_eq!(plan.column(Field::Indices).to_i64(), [0, 1, 1, 2]);
@@ -40,24 +29,26 @@
 const _: () = assert!(cfg!(target_endian = "little"), "plan files and fingerprints are little-endian");
 
 pub mod balance;
+mod checksums;
 pub mod error;
 pub mod fingerprint;
 pub mod folder;
 pub mod inputs;
-pub mod megatron_sample_index;
 mod memory;
 pub mod mix;
 mod packer;
 pub mod plan;
 pub mod progress;
 pub mod request;
+mod scan;
 mod simd;
 mod threads;
 pub mod verify;
 
+pub use checksums::ColumnChecks;
 pub use error::PackError;
 pub use inputs::Integers;
 pub use packer::{Packer, StreamWindow, plan_fingerprint};
 pub use plan::{Field, Plan};
 pub use progress::{NoProgress, Progress};
-pub use request::{Mode, Modes, Overlong, PackMultiple, PackRequest, Placement, Remainder, SampleCosts, WholeOptions};
+pub use request::{Mode, Overlong, PackRequest, Remainder};

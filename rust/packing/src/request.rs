@@ -1,4 +1,4 @@
-//! The arguments of a plan.
+//! The arguments of a plan, and the one check of them.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,290 +6,140 @@ use crate::error::PackError;
 use crate::inputs::{Integers, SampleOrder};
 
 /// The largest `max_length` of the modes that keep samples whole: they count samples by length.
-pub const LARGEST_WHOLE_LENGTH: u64 = 1 << 28;
+const LARGEST_WHOLE_LENGTH: u64 = 1 << 28;
+/// The window of "ordered" where none is given.
+const DEFAULT_WINDOW: u64 = 64;
 /// The largest `window`: each sample is compared with that many packs.
-pub const LARGEST_WINDOW: u64 = 1 << 16;
+const LARGEST_WINDOW: u64 = 1 << 16;
 /// `window`, rounded up to a power of two, times `max_length` is below this: a pack's room and its place in the window
 /// are compared as one number of 31 bits.
-pub const LARGEST_WINDOW_TOKENS: u64 = 1 << 31;
+pub(crate) const LARGEST_WINDOW_TOKENS: u64 = 1 << 31;
+/// The largest `multiple_of`: so many packs are remembered.
+const LARGEST_MULTIPLE: u64 = 1 << 20;
+/// A larger number of threads is a typing error: no machine has as many processors.
+const MOST_THREADS: u64 = 512;
 
-/// The largest `PackMultiple::of`: so many packs are remembered.
-pub const LARGEST_MULTIPLE: u64 = 1 << 20;
+/// An enum of the words that an option may be.
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum $name {
+            $($(#[$variant_doc])* #[serde(rename = $word)] $variant,)*
+        }
 
-/// What to pack, and how.
-#[derive(Clone)]
+        impl $name {
+            /// All words.
+            pub const WORDS: &[&str] = &[$($word),*];
+
+            /// The word, as in `plan.json`.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $word,)*
+                }
+            }
+
+            /// The choice of this word.
+            #[must_use]
+            pub fn from_name(name: &str) -> Option<Self> {
+                match name {
+                    $($word => Some(Self::$variant),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+words! {
+    /// The algorithm of a plan.
+    Mode {
+        /// The samples are one stream of tokens, cut every `max_length` tokens.
+        Hard = "hard",
+        /// Whole samples: best-fit decreasing over all samples of a dataset.
+        BestFit = "best_fit",
+        /// Whole samples, in order, each into the fullest pack that has room, of those that were opened last.
+        Ordered = "ordered",
+        /// Whole samples, in order; a pack is closed when the next sample does not fit.
+        Sequential = "sequential",
+    }
+}
+
+words! {
+    /// What happens to samples longer than `max_length`.
+    Overlong {
+        /// They are refused.
+        Error = "error",
+        /// They are cut into parts of `max_length` and a rest, which are packed like samples.
+        Split = "split",
+        /// Their first `max_length` tokens are packed.
+        Truncate = "truncate",
+        /// They are left out.
+        Drop = "drop",
+    }
+}
+
+words! {
+    /// How the number of packs becomes a multiple.
+    Remainder {
+        /// The last packs of the largest dataset are left out.
+        Drop = "drop",
+        /// The first packs come again at the end.
+        Repeat = "repeat",
+    }
+}
+
+/// What to pack, and how. An option that is `None` was not given.
+#[derive(Clone, Debug)]
 pub struct PackRequest<'a> {
     /// The lengths of each dataset, in tokens.
     pub lengths: Vec<Integers<'a>>,
-    /// The order of the samples.
-    pub order: SampleOrder<'a>,
     /// Tokens a pack.
     pub max_length: u64,
-    /// The algorithm of all datasets, or of each.
-    pub mode: Modes,
-    /// A second limit of packs.
-    pub costs: Option<SampleCosts<'a>>,
-    /// Make the number of packs a multiple.
-    pub multiple: Option<PackMultiple>,
+    /// The algorithm.
+    pub mode: Mode,
+    /// The order of the samples.
+    pub order: SampleOrder<'a>,
+    /// Of "hard": leave out the tail that is shorter than a pack, instead of making it a shorter last pack.
+    pub drop_last: Option<bool>,
+    /// Of whole samples: what happens to those longer than `max_length`.
+    pub overlong: Option<Overlong>,
+    /// Of "ordered": packs that are open at once.
+    pub window: Option<u64>,
+    /// Of whole samples: pieces a pack at most.
+    pub max_samples: Option<u64>,
+    /// Of whole samples: each piece takes a multiple of so many tokens of its pack.
+    pub align: u64,
+    /// Of whole samples: the cost of each sample, one column a dataset.
+    pub costs: Option<Vec<Integers<'a>>>,
+    /// What the samples of a pack cost together at most.
+    pub max_cost: Option<u64>,
+    /// A number that divides the number of packs.
+    pub multiple_of: Option<u64>,
+    /// How the packs become a multiple of it.
+    pub remainder: Option<Remainder>,
     /// Pack all datasets as one: sample indices count through, and packs span datasets.
     pub global_pack: bool,
-    /// Threads to compute on at most.
-    pub threads: usize,
+    /// Threads to compute on at most; as many as there are processors where it is not given.
+    pub threads: Option<u64>,
 }
 
-/// What samples cost beside their tokens, and what a pack may cost.
-#[derive(Clone)]
-pub struct SampleCosts<'a> {
-    /// The cost of each sample, one column a dataset; an empty one for a dataset of mode `hard` among others.
-    pub columns: Vec<Integers<'a>>,
-    /// What the samples of a pack cost together at most.
-    pub max_cost: u64,
-}
-
-/// A number that divides the number of packs of a plan.
+/// The options of a mode, checked and complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PackMultiple {
-    /// The number.
-    pub of: u64,
-    /// How the packs become a multiple of it.
-    pub remainder: Remainder,
-}
-
-/// How the number of packs becomes a multiple.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Remainder {
-    /// The emptiest packs are left out.
-    Drop,
-    /// The first packs come again at the end.
-    Repeat,
-}
-
-/// An algorithm with its options.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
-    /// The samples are one stream of tokens, cut every `max_length` tokens.
-    Hard {
-        /// Leave out the tail that is shorter than a pack, instead of making it a shorter last pack.
-        drop_last: bool,
-    },
-    /// Samples are kept whole.
+pub(crate) enum Packing {
+    Hard { drop_last: bool },
     Whole(WholeOptions),
 }
 
-/// The algorithm of all datasets, or of each.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Modes {
-    /// All datasets have one mode.
-    All(Mode),
-    /// Each dataset has its own; packs do not span datasets, and each is packed as it would be alone.
-    Each(Vec<Mode>),
-}
-
-/// How samples that are kept whole are placed in packs.
+/// The options of the modes that keep samples whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Placement {
-    /// Best-fit decreasing over all samples of a dataset.
-    BestFit,
-    /// In order, each into the fullest pack that has room, of those that were opened last.
-    Ordered {
-        /// Packs that are open at once.
-        window: u64,
-    },
-    /// In order; a pack is closed when the next sample does not fit.
-    Sequential,
-}
-
-/// What happens to samples longer than `max_length`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Overlong {
-    /// They are refused.
-    Error,
-    /// They are cut into parts of `max_length` and a rest, which are packed like samples.
-    Split,
-    /// Their first `max_length` tokens are packed.
-    Truncate,
-    /// They are left out.
-    Drop,
-}
-
-/// Options of the modes that keep samples whole.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WholeOptions {
-    /// How samples are placed.
-    pub placement: Placement,
-    /// What happens to samples longer than `max_length`.
-    pub overlong: Overlong,
-    /// Pieces a pack at most.
-    pub max_samples: Option<u64>,
-    /// Each piece takes a multiple of so many tokens of its pack.
-    pub align: u64,
-}
-
-impl Overlong {
-    /// The name, as in `plan.json`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Error => "error",
-            Self::Split => "split",
-            Self::Truncate => "truncate",
-            Self::Drop => "drop",
-        }
-    }
-
-    /// The choice of this name.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Error, Self::Split, Self::Truncate, Self::Drop].into_iter().find(|choice| choice.name() == name)
-    }
-}
-
-impl SampleCosts<'_> {
-    /// Check the limit and the numbers of costs; an error is a clause that says what is wrong.
-    fn check(&self, modes: &Modes, lengths: &[Integers<'_>]) -> Result<(), String> {
-        let is_split = |mode: &Mode| matches!(mode, Mode::Whole(WholeOptions { overlong: Overlong::Split, .. }));
-        if modes.all().iter().any(is_split) {
-            return Err("costs are of whole samples, and overlong=\"split\" cuts samples: pass \
-                        overlong=\"truncate\" or overlong=\"drop\", or leave costs out"
-                .into());
-        }
-        if modes.all().iter().all(|mode| matches!(mode, Mode::Hard { .. })) {
-            return Err("mode \"hard\" takes no costs".into());
-        }
-        if self.max_cost > i64::MAX as u64 {
-            return Err(format!("max_cost is {}; it must be below 2^63", self.max_cost));
-        }
-        if self.columns.len() != lengths.len() {
-            return Err(format!("costs are of {} datasets, and lengths of {}", self.columns.len(), lengths.len()));
-        }
-        for (dataset, (costs, lengths)) in self.columns.iter().zip(lengths).enumerate() {
-            let expected = if matches!(modes.of(dataset), Mode::Hard { .. }) { 0 } else { lengths.len() };
-            if costs.len() != expected {
-                return Err(format!(
-                    "dataset {dataset} has {} costs, not {expected}; give one a sample, and none in mode \"hard\"",
-                    costs.len()
-                ));
-            }
-        }
-        Ok(())
-    }
-}
-
-impl From<Mode> for Modes {
-    fn from(mode: Mode) -> Self {
-        Self::All(mode)
-    }
-}
-
-impl Modes {
-    /// The mode of a dataset, which exists.
-    #[must_use]
-    pub fn of(&self, dataset: usize) -> Mode {
-        match self {
-            Self::All(mode) => *mode,
-            Self::Each(modes) => modes[dataset],
-        }
-    }
-
-    /// All modes, the same one once or more.
-    pub(crate) fn all(&self) -> &[Mode] {
-        match self {
-            Self::All(mode) => std::slice::from_ref(mode),
-            Self::Each(modes) => modes,
-        }
-    }
-
-    /// Whether plans of these modes have `piece_start` and `piece_stop`.
-    pub(crate) fn have_piece_ranges(&self) -> bool {
-        self.all().iter().any(|mode| mode.has_piece_ranges())
-    }
-}
-
-impl Remainder {
-    /// The name, as in `plan.json`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Drop => "drop",
-            Self::Repeat => "repeat",
-        }
-    }
-
-    /// The choice of this name.
-    #[must_use]
-    pub fn from_name(name: &str) -> Option<Self> {
-        [Self::Drop, Self::Repeat].into_iter().find(|choice| choice.name() == name)
-    }
-}
-
-impl PackMultiple {
-    /// Check the number for a plan of these modes; an error is a clause that says what is wrong.
-    pub(crate) fn check(self, modes: &Modes) -> Result<(), String> {
-        if self.of == 0 || self.of > LARGEST_MULTIPLE {
-            return Err(format!("multiple_of is {}; it must be 1 to {LARGEST_MULTIPLE} packs", self.of));
-        }
-        if self.remainder == Remainder::Drop && modes.all().contains(&Mode::Hard { drop_last: false }) {
-            return Err("drop_last=False keeps the tails, and remainder=\"drop\" would leave them out again: pass \
-                        remainder=\"repeat\", or leave drop_last out"
-                .into());
-        }
-        Ok(())
-    }
-}
-
-impl Mode {
-    /// The name, as in `plan.json`.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Hard { .. } => "hard",
-            Self::Whole(WholeOptions { placement: Placement::BestFit, .. }) => "best_fit",
-            Self::Whole(WholeOptions { placement: Placement::Ordered { .. }, .. }) => "ordered",
-            Self::Whole(WholeOptions { placement: Placement::Sequential, .. }) => "sequential",
-        }
-    }
-
-    /// Whether plans of this mode have `piece_start` and `piece_stop`.
-    #[must_use]
-    pub fn has_piece_ranges(self) -> bool {
-        matches!(self, Self::Whole(options) if matches!(options.overlong, Overlong::Split | Overlong::Truncate))
-    }
-
-    /// Check the options against each other and `max_length`; an error is a clause that says what is wrong.
-    pub(crate) fn check(self, max_length: u64) -> Result<(), String> {
-        if max_length == 0 || max_length > i64::MAX as u64 {
-            return Err(format!("max_length is {max_length}; it must be at least 1 token and below 2^63"));
-        }
-        match self {
-            Self::Hard { .. } => Ok(()),
-            Self::Whole(options) => options.check(max_length),
-        }
-    }
-}
-
-impl Placement {
+pub(crate) struct WholeOptions {
     /// Packs that are open at once; none where all of them are.
-    #[must_use]
-    pub fn window(self) -> Option<u64> {
-        match self {
-            Self::BestFit => None,
-            Self::Ordered { window } => Some(window),
-            Self::Sequential => Some(1),
-        }
-    }
-
-    /// The placement of the mode of this name.
-    #[must_use]
-    pub fn from_name(name: &str, window: u64) -> Option<Self> {
-        match name {
-            "best_fit" => Some(Self::BestFit),
-            "ordered" => Some(Self::Ordered { window }),
-            "sequential" => Some(Self::Sequential),
-            _ => None,
-        }
-    }
+    pub(crate) window: Option<u64>,
+    pub(crate) overlong: Overlong,
+    pub(crate) max_samples: Option<u64>,
+    pub(crate) align: u64,
 }
 
 impl WholeOptions {
@@ -303,65 +153,198 @@ impl WholeOptions {
     pub(crate) fn aligned(&self, tokens: u64) -> u64 {
         if self.align == 1 { tokens } else { tokens.next_multiple_of(self.align) }
     }
+}
 
-    fn check(&self, max_length: u64) -> Result<(), String> {
+impl<'a> PackRequest<'a> {
+    /// Hard packing of these lengths, with no option given.
+    #[must_use]
+    pub fn new(lengths: Vec<Integers<'a>>, max_length: u64) -> Self {
+        Self {
+            lengths,
+            max_length,
+            mode: Mode::Hard,
+            order: SampleOrder::Natural,
+            drop_last: None,
+            overlong: None,
+            window: None,
+            max_samples: None,
+            align: 1,
+            costs: None,
+            max_cost: None,
+            multiple_of: None,
+            remainder: None,
+            global_pack: false,
+            threads: None,
+        }
+    }
+
+    /// Check all arguments against their ranges and each other, before any length is read. An option that the mode does
+    /// not use is refused, never ignored.
+    ///
+    /// # Errors
+    /// `Invalid` with what is wrong, and what to do.
+    pub(crate) fn check(&self) -> Result<Packing, PackError> {
+        self.checked().map_err(PackError::Invalid)
+    }
+
+    fn checked(&self) -> Result<Packing, String> {
+        in_range("max_length", Some(self.max_length), 1, i64::MAX as u64)?;
+        in_range("align", Some(self.align), 1, LARGEST_WHOLE_LENGTH)?;
+        in_range("window", self.window, 1, LARGEST_WINDOW)?;
+        in_range("max_samples", self.max_samples, 1, i64::MAX as u64)?;
+        in_range("max_cost", self.max_cost, 0, i64::MAX as u64)?;
+        in_range("multiple_of", self.multiple_of, 1, LARGEST_MULTIPLE)?;
+        in_range("threads", self.threads, 1, MOST_THREADS)?;
+        let packing = if self.mode == Mode::Hard { self.checked_hard()? } else { self.checked_whole()? };
+        self.check_remainder()?;
+        self.check_order()?;
+        Ok(packing)
+    }
+
+    fn checked_hard(&self) -> Result<Packing, String> {
+        let given = [
+            ("overlong", self.overlong.is_some()),
+            ("max_samples", self.max_samples.is_some()),
+            ("align", self.align != 1),
+            ("costs", self.costs.is_some()),
+        ];
+        if let Some((name, _)) = given.iter().find(|(_, is_given)| *is_given) {
+            return Err(format!(
+                "mode 'hard' takes no {name}: it cuts samples of any length where a pack is full. Leave {name} out, or \
+                 choose mode='best_fit', 'ordered' or 'sequential', which pack whole samples"
+            ));
+        }
+        self.check_window()?;
+        self.check_costs()?;
+        Ok(Packing::Hard { drop_last: self.drop_last.unwrap_or(true) })
+    }
+
+    fn checked_whole(&self) -> Result<Packing, String> {
+        let (mode, max_length, align) = (self.mode.name(), self.max_length, self.align);
+        if self.drop_last.is_some() {
+            return Err(format!(
+                "mode '{mode}' takes no drop_last: it packs whole samples, and no tail is left over. Leave drop_last \
+                 out, or choose mode='hard'"
+            ));
+        }
+        self.check_window()?;
         if max_length > LARGEST_WHOLE_LENGTH {
             return Err(format!(
-                "max_length is {max_length}; the modes of whole samples count them by length, up to 2^28 \
-                 ({LARGEST_WHOLE_LENGTH}) tokens: pass at most that, or mode=\"hard\""
+                "max_length is {max_length}; in mode '{mode}' it must be in 1 … {LARGEST_WHOLE_LENGTH} (2**28), because \
+                 the samples of each length are counted. Choose a smaller one, or mode='hard'"
             ));
         }
-        if self.align == 0 || !max_length.is_multiple_of(self.align) {
+        if !max_length.is_multiple_of(align) {
+            let below = max_length / align * align;
+            let fitting: Vec<String> = [below, below + align]
+                .iter()
+                .filter(|&&length| length > 0 && length <= LARGEST_WHOLE_LENGTH)
+                .map(u64::to_string)
+                .collect();
             return Err(format!(
-                "align is {} and max_length is {max_length}; max_length must be a multiple of align",
-                self.align
+                "max_length is {max_length}, which is no multiple of align={align}: choose {}, or another align",
+                fitting.join(" or ")
             ));
         }
-        if self.max_samples == Some(0) {
-            return Err("max_samples is 0; a pack holds at least 1 sample".into());
-        }
-        match self.placement.window() {
-            Some(window) if window == 0 || window > LARGEST_WINDOW => {
-                Err(format!("window is {window}; it must be 1 to {LARGEST_WINDOW} packs"))
-            }
-            Some(window) if window.next_power_of_two() * max_length >= LARGEST_WINDOW_TOKENS => Err(format!(
+        let window = match self.mode {
+            Mode::Ordered => Some(self.window.unwrap_or(DEFAULT_WINDOW)),
+            Mode::Sequential => Some(1),
+            _ => None,
+        };
+        if let Some(window) = window.filter(|window| window.next_power_of_two() * max_length >= LARGEST_WINDOW_TOKENS) {
+            return Err(format!(
                 "window is {window} and max_length is {max_length}; the window, rounded up to a power of two, times \
                  max_length must be below 2^31 ({LARGEST_WINDOW_TOKENS}): take a smaller window"
+            ));
+        }
+        self.check_costs()?;
+        let overlong = self.overlong.unwrap_or(Overlong::Error);
+        Ok(Packing::Whole(WholeOptions { window, overlong, max_samples: self.max_samples, align }))
+    }
+
+    fn check_window(&self) -> Result<(), String> {
+        if self.window.is_some() && self.mode != Mode::Ordered {
+            return Err(format!(
+                "mode '{}' takes no window: only mode='ordered' keeps a window of open packs. Leave window out, or \
+                 choose mode='ordered'",
+                self.mode.name()
+            ));
+        }
+        Ok(())
+    }
+
+    fn check_costs(&self) -> Result<(), String> {
+        let costs = match (&self.costs, self.max_cost) {
+            (None, None) => return Ok(()),
+            (Some(costs), Some(_)) => costs,
+            (given, _) => {
+                let (given, missing) = if given.is_some() { ("costs", "max_cost") } else { ("max_cost", "costs") };
+                return Err(format!(
+                    "{given} is given, and {missing} is not: a pack is limited by the costs of its samples and by what \
+                     they may cost together"
+                ));
+            }
+        };
+        if self.overlong == Some(Overlong::Split) {
+            return Err("costs are of whole samples, and overlong='split' cuts samples into parts whose costs are \
+                        unknown: choose overlong='truncate' or 'drop', or leave costs and max_cost out"
+                .into());
+        }
+        if costs.len() != self.lengths.len() {
+            return Err(format!("costs are of {} datasets, and lengths of {}", costs.len(), self.lengths.len()));
+        }
+        for (dataset, (costs, lengths)) in costs.iter().zip(&self.lengths).enumerate() {
+            if costs.len() != lengths.len() {
+                return Err(format!(
+                    "dataset {dataset} has {} costs for {} samples: give one cost for each",
+                    costs.len(),
+                    lengths.len()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_remainder(&self) -> Result<(), String> {
+        match (self.multiple_of, self.remainder) {
+            (None, Some(remainder)) => Err(format!(
+                "remainder is '{}', and there is no multiple_of: give both, or leave remainder out",
+                remainder.name()
+            )),
+            (Some(of), None | Some(Remainder::Drop)) if self.drop_last == Some(false) => Err(format!(
+                "drop_last=False keeps the tails, and multiple_of={of} would leave them out again: choose \
+                 remainder='repeat', or leave drop_last out"
             )),
             _ => Ok(()),
         }
     }
-}
 
-impl PackRequest<'_> {
-    /// Refuse arguments that contradict each other, before any length is read.
-    pub(crate) fn check(&self) -> Result<(), PackError> {
-        match &self.mode {
-            Modes::Each(modes) if modes.len() != self.lengths.len() || self.global_pack => {
-                return Err(PackError::Invalid("there is one mode for each dataset, and no global_pack=True".into()));
-            }
-            _ => {}
-        }
-        let check = |mode: &Mode| mode.check(self.max_length);
-        self.mode.all().iter().try_for_each(check).map_err(PackError::Invalid)?;
-        if let Some(costs) = &self.costs {
-            costs.check(&self.mode, &self.lengths).map_err(PackError::Invalid)?;
-        }
-        if let Some(multiple) = self.multiple {
-            multiple.check(&self.mode).map_err(PackError::Invalid)?;
-        }
-        if let SampleOrder::Given(order) = self.order {
-            let [lengths] = self.lengths[..] else {
-                return Err(PackError::Invalid("order can be given for a single dataset only".into()));
-            };
-            if order.len() > lengths.len() {
-                return Err(PackError::Invalid(format!(
-                    "order has {} entries for {} samples; each sample may be used at most once",
-                    order.len(),
-                    lengths.len()
-                )));
-            }
+    fn check_order(&self) -> Result<(), String> {
+        let SampleOrder::Given(order) = self.order else { return Ok(()) };
+        let [lengths] = self.lengths[..] else {
+            return Err("order can be given for a single dataset only".into());
+        };
+        if order.len() > lengths.len() {
+            return Err(format!(
+                "order has {} entries for {} samples; each sample may be used at most once",
+                order.len(),
+                lengths.len()
+            ));
         }
         Ok(())
+    }
+
+    /// How the packs become a multiple, if they do.
+    pub(crate) fn multiple(&self) -> Option<(u64, Remainder)> {
+        self.multiple_of.map(|of| (of, self.remainder.unwrap_or(Remainder::Drop)))
+    }
+}
+
+fn in_range(name: &str, value: Option<u64>, smallest: u64, largest: u64) -> Result<(), String> {
+    match value {
+        Some(value) if value < smallest || value > largest => {
+            Err(format!("{name} is {value}; it must be in {smallest} … {largest}"))
+        }
+        _ => Ok(()),
     }
 }

@@ -29,6 +29,14 @@ impl Threads {
         Self { pool: builder.build().ok() }
     }
 
+    /// How many threads a request asks for: by default, as many as this process has processors.
+    pub(crate) fn asked(threads: Option<u64>) -> usize {
+        match threads {
+            Some(threads) => usize::try_from(threads).unwrap_or(usize::MAX),
+            None => thread::available_parallelism().map_or(1, usize::from),
+        }
+    }
+
     /// How many threads work.
     pub(crate) fn count(&self) -> usize {
         self.pool.as_ref().map_or(1, ThreadPool::current_num_threads)

@@ -3,7 +3,7 @@
 
 use tundish_packing::inputs::SampleOrder;
 use tundish_packing::plan::{Column, Plan};
-use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, plan_fingerprint};
+use tundish_packing::{Field, Integers, NoProgress, PackError, PackRequest, Packer, plan_fingerprint};
 
 const SAMPLES: usize = 300_000;
 
@@ -20,16 +20,8 @@ fn request<'a, T>(lengths: &'a [T], order: SampleOrder<'a>, threads: usize) -> P
 where
     Integers<'a>: From<&'a [T]>,
 {
-    PackRequest {
-        lengths: vec![Integers::from(lengths)],
-        order,
-        max_length: 64,
-        mode: Mode::Hard { drop_last: true }.into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads,
-    }
+    let lengths = vec![Integers::from(lengths)];
+    PackRequest { order, threads: Some(threads as u64), ..PackRequest::new(lengths, 64) }
 }
 
 #[test]
@@ -100,7 +92,7 @@ fn a_large_order_is_cut_and_checked_like_any_other() {
         PackRequest { max_length: 1 << 20, ..request(&lengths, SampleOrder::Given(Integers::from(&order[..])), 2) };
     let target = good.path().join("plan");
     let written = Packer::new(request_of_few, &mut NoProgress).unwrap().write(&target, &mut NoProgress).unwrap();
-    assert_eq!(written.packs, expected.metadata.tokens >> 20);
+    assert_eq!(written.counts.packs, expected.metadata.counts.tokens >> 20);
     let parent = tempfile::tempdir().unwrap();
     let (wrong, before) = (samples - 70_000, samples / 2);
     order[wrong] = order[before];

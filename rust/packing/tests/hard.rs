@@ -1,10 +1,9 @@
 //! Hard packing against its definition, by brute force: nothing here uses the crate's algorithms.
 
 use proptest::prelude::*;
-use tundish_packing::inputs::{RandomState, SampleOrder};
-use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
-use tundish_packing::plan::{self, AttachedLengths, Column, HardMetadata, TO_THE_END};
-use tundish_packing::{Field, Integers, Mode, NoProgress, PackError, PackRequest, Packer, Plan, verify};
+use tundish_packing::inputs::SampleOrder;
+use tundish_packing::plan::{self, AttachedLengths, Column, TO_THE_END};
+use tundish_packing::{Field, Integers, NoProgress, PackError, PackRequest, Packer, Plan, verify};
 
 /// The six columns, by the definition over cumulative lengths.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -36,10 +35,6 @@ fn oracle(lengths: &[u64], order: &[usize], max_length: u64, drop_last: bool, da
     }
 }
 
-fn hard(plan: &Plan) -> &HardMetadata {
-    plan.metadata.hard.as_ref().expect("a hard plan")
-}
-
 fn columns(plan: &Plan) -> Expected {
     Expected { columns: Field::REQUIRED.map(|field| plan.column(field).to_i64()) }
 }
@@ -52,36 +47,39 @@ fn pack(
     threads: usize,
 ) -> Result<Plan, PackError> {
     let request = PackRequest {
-        lengths: lengths.iter().map(|&column| Integers::from(column)).collect(),
+        drop_last: Some(drop_last),
         order,
-        max_length,
-        mode: Mode::Hard { drop_last }.into(),
-        costs: None,
-        multiple: None,
         global_pack,
-        threads,
+        threads: Some(threads as u64),
+        ..PackRequest::new(lengths.iter().map(|&column| Integers::from(column)).collect(), max_length)
     };
     Packer::new(request, &mut NoProgress)?.pack(&mut NoProgress)
 }
 
-/// Empty samples on a boundary, and where the tail or the last, short pack starts in its first sample.
-fn leftovers(lengths: &[u64], order: &[usize], max_length: u64) -> (u64, u64) {
-    let (mut before, mut empty, mut start) = (0u64, 0u64, 0u64);
-    let boundary = order.iter().map(|&sample| lengths[sample]).sum::<u64>() / max_length * max_length;
-    for &sample in order {
-        empty += u64::from(lengths[sample] == 0 && before.is_multiple_of(max_length));
-        if before < boundary && boundary < before + lengths[sample] {
-            start = boundary - before;
+/// The counts of a plan, by a walk over its pieces: samples in packs, and those of them that are cut.
+fn samples_and_cut(plan: &Plan, lengths: &[u64]) -> (u64, u64) {
+    let [_, indices, ends, starts, stops, _] = columns(plan).columns;
+    let mut tokens = std::collections::BTreeMap::new();
+    let mut first = 0;
+    for (pack, &end) in ends.iter().enumerate() {
+        for piece in first..end {
+            let sample = indices[piece as usize];
+            let start = if piece == first { starts[pack] } else { 0 };
+            let stop = if piece + 1 == end { stops[pack] } else { lengths[sample as usize] as i64 };
+            let (pieces, packed) = tokens.entry(sample).or_insert((0, 0));
+            (*pieces, *packed) = (*pieces + 1, *packed + stop - start);
         }
-        before += lengths[sample];
+        first = end;
     }
-    (empty, start)
+    let is_cut =
+        |&(&sample, &(pieces, packed)): &(&i64, &(u64, i64))| pieces > 1 || packed < lengths[sample as usize] as i64;
+    (tokens.len() as u64, tokens.iter().filter(is_cut).count() as u64)
 }
 
 /// Verify a plan of which nothing was changed.
 fn check(plan: &Plan, lengths: &[&[u64]], order: Option<Integers<'_>>) {
     let lengths: Vec<Integers<'_>> = lengths.iter().map(|&column| Integers::from(column)).collect();
-    verify::verify(&plan.view(), &plan.metadata, &lengths, order, None, 1, &mut NoProgress).unwrap();
+    verify::verify(&plan.view(), &plan.metadata, &lengths, order, None, Some(1), &mut NoProgress).unwrap();
 }
 
 /// Lengths with many zeros, ones and exact multiples, where boundaries fall on samples.
@@ -113,13 +111,13 @@ proptest! {
         let plan = pack(&[&lengths], source, max_length, (drop_last, false), 1).unwrap();
         prop_assert_eq!(&columns(&plan), &expected);
         let total: u64 = order.iter().map(|&sample| lengths[sample]).sum();
-        prop_assert_eq!(plan.metadata.tokens, total);
+        let counts = &plan.metadata.counts;
+        prop_assert_eq!(counts.tokens, total);
         let full = total / max_length * max_length;
-        prop_assert_eq!(plan.metadata.tokens_packed, if drop_last { full } else { total });
-        prop_assert_eq!(
-            (hard(&plan).empty_on_boundary, hard(&plan).tail_start[0]),
-            leftovers(&lengths, &order, max_length)
-        );
+        prop_assert_eq!(counts.tokens_packed, if drop_last { full } else { total });
+        prop_assert_eq!(counts.samples_empty, order.iter().filter(|&&sample| lengths[sample] == 0).count() as u64);
+        prop_assert_eq!((counts.samples, counts.samples_cut), samples_and_cut(&plan, &lengths));
+        prop_assert_eq!(counts.longest as i64, expected.columns[5].iter().copied().max().unwrap_or(0));
         check(&plan, &[&lengths], given.then(|| Integers::from(&wide[..])));
     }
 
@@ -149,60 +147,13 @@ proptest! {
     }
 
     #[test]
-    fn sample_index_says_where_packs_begin(
-        datasets in prop::collection::vec(prop::collection::vec(length(), 0..30), 1..4),
-        max_length in prop_oneof![1u64..50, Just(16u64)],
-        drop_last in any::<bool>(),
-        seed in prop::option::of(any::<u32>()),
-        reversed in any::<bool>(),
-    ) {
-        let views: Vec<&[u64]> = datasets.iter().map(|column| &column[..]).collect();
-        let all = datasets.concat();
-        let backwards: Vec<u64> = (0..all.len() as u64).rev().collect();
-        let given = Integers::from(&backwards[..]);
-        let (views, source) = match seed {
-            _ if reversed => (vec![&all[..]], SampleOrder::Given(given)),
-            Some(seed) => (views, SampleOrder::Seed(seed)),
-            None => (views, SampleOrder::Natural),
-        };
-        let plan = pack(&views, source, max_length, (drop_last, !reversed), 1).unwrap();
-        let order: Vec<u64> = match (reversed, seed) {
-            (true, _) => backwards.clone(),
-            (false, Some(seed)) => RandomState::new(seed).shuffled(all.len(), &mut NoProgress).unwrap(),
-            (false, None) => (0..all.len() as u64).collect(),
-        };
-        let mut expected = Vec::new();
-        let mut token = 0u64;
-        for (position, &sample) in order.iter().enumerate() {
-            for offset in 0..all[sample as usize] {
-                if token.is_multiple_of(max_length) {
-                    expected.extend([position as i32, offset as i32]);
-                }
-                token += 1;
-            }
-        }
-        let lengths: Vec<Integers<'_>> = views.iter().map(|&column| Integers::from(column)).collect();
-        let found = |lengths, order| {
-            sample_index(&plan.view(), &plan.metadata, &PlanInputs { lengths, order, threads: 1 }, &mut NoProgress)
-        };
-        let order = reversed.then_some(given);
-        prop_assert_eq!(found(Some(&lengths[..]), order).unwrap(), Column::I32(expected.clone()));
-        if hard(&plan).empty_on_boundary == 0 {
-            prop_assert_eq!(found(None, None).unwrap(), Column::I32(expected.clone()));
-            prop_assert_eq!(found(None, order).unwrap(), Column::I32(expected));
-        } else if !expected.is_empty() {
-            prop_assert!(matches!(found(None, None), Err(PackError::Invalid(_))));
-        }
-    }
-
-    #[test]
     fn lookup_gives_the_pieces(
         lengths in prop::collection::vec(length(), 1..60),
         max_length in 1u64..50,
         drop_last in any::<bool>(),
     ) {
         let plan = pack(&[&lengths], SampleOrder::Seed(3), max_length, (drop_last, false), 1).unwrap();
-        let all: Vec<u64> = (0..plan.metadata.packs).collect();
+        let all: Vec<u64> = (0..plan.metadata.counts.packs).collect();
         let attached = AttachedLengths::new(vec![Integers::from(&lengths[..])], false);
         let with = plan::lookup(&plan.view(), &Integers::from(&all[..]), Some(&attached), &mut NoProgress).unwrap();
         let without = plan::lookup::<Integers<'_>>(&plan.view(), &Integers::from(&all[..]), None, &mut NoProgress).unwrap();
@@ -279,27 +230,12 @@ fn wide_values_are_kept() {
 }
 
 #[test]
-fn sample_index_is_wide_where_it_has_to_be() {
-    let index = |lengths: &[u64], max_length| {
-        let plan = pack(&[lengths], SampleOrder::Natural, max_length, (true, false), 1).unwrap();
-        sample_index(&plan.view(), &plan.metadata, &PlanInputs::default(), &mut NoProgress).unwrap()
-    };
-    let beyond = 1u64 << 31;
-    // Offsets in a pack, then of the tail alone.
-    assert_eq!(index(&[2 * beyond + 7], beyond), Column::I64(vec![0, 0, 0, 1 << 31, 0, 1 << 32]));
-    assert_eq!(index(&[beyond + 1], beyond), Column::I64(vec![0, 0, 0, 1 << 31]));
-    assert_eq!(index(&[beyond, 3], beyond), Column::I32(vec![0, 0, 1, 0]));
-    assert_eq!(index(&[beyond], beyond), Column::I32(vec![0, 0]));
-    assert_eq!(index(&[], beyond), Column::I32(vec![]));
-}
-
-#[test]
 fn a_sample_of_very_many_packs() {
     let lengths = [3u64, 1_000_003, 5, 0, 2_000_000];
     for max_length in [1u64, 2, 7] {
         let plan = pack(&[&lengths], SampleOrder::Natural, max_length, (false, false), 1).unwrap();
         let total: u64 = lengths.iter().sum();
-        assert_eq!(plan.metadata.packs, total.div_ceil(max_length));
+        assert_eq!(plan.metadata.counts.packs, total.div_ceil(max_length));
         check(&plan, &[&lengths], None);
     }
 }
@@ -322,16 +258,7 @@ fn bad_orders_and_lengths_are_refused() {
         }
     }
     let negative = [4i64, 7, -2];
-    let request = |lengths| PackRequest {
-        lengths: vec![lengths],
-        order: SampleOrder::Natural,
-        max_length: 4,
-        mode: Mode::Hard { drop_last: true }.into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads: 1,
-    };
+    let request = |lengths| PackRequest { threads: Some(1), ..PackRequest::new(vec![lengths], 4) };
     assert!(matches!(
         Packer::new(request(Integers::from(&negative[..])), &mut NoProgress),
         Err(PackError::NegativeLength { sample: 2, value: -2, .. })
@@ -351,16 +278,7 @@ fn bad_orders_and_lengths_are_refused() {
 fn a_plan_that_no_disk_has_room_for_is_refused_before_it_is_made() {
     let folder = tempfile::tempdir().unwrap();
     let lengths = [1i64 << 60];
-    let request = PackRequest {
-        lengths: vec![Integers::from(&lengths[..])],
-        order: SampleOrder::Natural,
-        max_length: 1,
-        mode: Mode::Hard { drop_last: true }.into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads: 1,
-    };
+    let request = PackRequest { threads: Some(1), ..PackRequest::new(vec![Integers::from(&lengths[..])], 1) };
     let target = folder.path().join("plan");
     match Packer::new(request, &mut NoProgress).unwrap().write(&target, &mut NoProgress) {
         Err(PackError::NoRoom { path, needed, packs, pieces, .. }) => {

@@ -4,12 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::megatron_sample_index::{PlanInputs, sample_index};
 use tundish_packing::plan::{AttachedLengths, lookup};
-use tundish_packing::{
-    Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Packer, Placement, Plan, Progress, WholeOptions,
-    verify,
-};
+use tundish_packing::{Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Packer, Plan, Progress, verify};
 
 /// Interrupts at the tick number `stop_at`, which counts from 0.
 struct Stop {
@@ -39,16 +35,7 @@ fn ends_at_any_tick(at_least: u64, work: impl Fn(&mut dyn Progress) -> Result<()
 }
 
 fn request(lengths: &[i64], max_length: u64) -> PackRequest<'_> {
-    PackRequest {
-        lengths: vec![Integers::from(lengths)],
-        order: SampleOrder::Natural,
-        max_length,
-        mode: Mode::Hard { drop_last: true }.into(),
-        costs: None,
-        multiple: None,
-        global_pack: false,
-        threads: 1,
-    }
+    PackRequest { threads: Some(1), ..PackRequest::new(vec![Integers::from(lengths)], max_length) }
 }
 
 fn plan(lengths: &[i64], max_length: u64) -> Plan {
@@ -60,7 +47,7 @@ fn packing_samples_of_many_packs() {
     // Each sample makes thousands of packs, or one makes them all.
     for lengths in [vec![5_000i64; 2200], vec![11_000_000]] {
         for threads in [1, 2] {
-            let request = PackRequest { threads, ..request(&lengths, 1) };
+            let request = PackRequest { threads: Some(threads), ..request(&lengths, 1) };
             let prepared = Packer::new(request, &mut NoProgress).unwrap();
             ends_at_any_tick(11_000_000 / (1 << 20), |progress| prepared.pack(progress).map(drop));
         }
@@ -71,11 +58,12 @@ fn packing_samples_of_many_packs() {
 fn packing_and_verifying_whole_samples() {
     let lengths: Vec<i64> = (0..1 << 18).map(|sample| sample % 1000).collect();
     let order: Vec<u32> = (0..1 << 18).rev().collect();
-    for placement in [Placement::BestFit, Placement::Ordered { window: 8 }, Placement::Sequential] {
-        let options = WholeOptions { placement, overlong: Overlong::Split, max_samples: None, align: 1 };
+    for (mode, window) in [(Mode::BestFit, None), (Mode::Ordered, Some(8)), (Mode::Sequential, None)] {
         let request = PackRequest {
             order: SampleOrder::Given(Integers::from(&order[..])),
-            mode: Mode::Whole(options).into(),
+            mode,
+            window,
+            overlong: Some(Overlong::Split),
             ..request(&lengths, 700)
         };
         let prepared = Packer::new(request, &mut NoProgress).unwrap();
@@ -83,16 +71,14 @@ fn packing_and_verifying_whole_samples() {
         let plan = prepared.pack(&mut NoProgress).unwrap();
         let (columns, order) = ([Integers::from(&lengths[..])], Some(Integers::from(&order[..])));
         ends_at_any_tick((1 << 18) / 1024, |progress| {
-            verify::verify(&plan.view(), &plan.metadata, &columns, order, None, 1, progress)
+            verify::verify(&plan.view(), &plan.metadata, &columns, order, None, Some(1), progress)
         });
     }
 }
 
 #[test]
 fn packing_one_sample_of_many_parts() {
-    let options =
-        WholeOptions { placement: Placement::Sequential, overlong: Overlong::Split, max_samples: None, align: 1 };
-    let request = PackRequest { mode: Mode::Whole(options).into(), ..request(&[5_000_000], 1) };
+    let request = PackRequest { mode: Mode::Sequential, overlong: Some(Overlong::Split), ..request(&[5_000_000], 1) };
     let prepared = Packer::new(request, &mut NoProgress).unwrap();
     ends_at_any_tick(5_000_000 / (1 << 20), |progress| prepared.pack(progress).map(drop));
 }
@@ -122,7 +108,8 @@ fn writing_files_is_looked_after_one_by_one() {
     let parent = tempfile::tempdir().unwrap();
     let target = parent.path().join("plan");
     for (lengths, threads) in [(vec![1i64; 4_000_000], 1), (vec![1i64; 4_000_000], 2), (vec![4_000_000], 1)] {
-        let prepared = Packer::new(PackRequest { threads, ..request(&lengths, 1) }, &mut NoProgress).unwrap();
+        let prepared =
+            Packer::new(PackRequest { threads: Some(threads), ..request(&lengths, 1) }, &mut NoProgress).unwrap();
         let mut progress = Weigh { parent: parent.path(), before: 0, most: 0 };
         prepared.write(&target, &mut progress).unwrap();
         assert!(progress.before > 6 * 4 * 3_900_000, "{} bytes", progress.before);
@@ -145,10 +132,10 @@ fn writing_files_is_looked_after_one_by_one() {
 fn looking_up_many_packs() {
     let lengths = vec![3i64; 40_000];
     let plan = plan(&lengths, 2);
-    let packs: Vec<u64> = (0..plan.metadata.packs).collect();
+    let packs: Vec<u64> = (0..plan.metadata.counts.packs).collect();
     let attached = AttachedLengths::new(vec![Integers::from(&lengths[..])], true);
     // Once to find the packs, once to read them.
-    ends_at_any_tick(2 * plan.metadata.packs / 1024, |progress| {
+    ends_at_any_tick(2 * plan.metadata.counts.packs / 1024, |progress| {
         lookup(&plan.view(), &Integers::from(&packs[..]), Some(&attached), progress).map(drop)
     });
 }
@@ -169,9 +156,9 @@ fn verifying_what_no_pack_holds() {
     for length in [1i64, 0] {
         let lengths = vec![length; 300_000];
         let plan = plan(&lengths, 1_000_000);
-        assert_eq!(plan.metadata.packs, 0);
+        assert_eq!(plan.metadata.counts.packs, 0);
         ends_at_any_tick(300_000 / 1024, |progress| {
-            verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, None, 1, progress)
+            verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, None, Some(1), progress)
         });
     }
 }
@@ -181,45 +168,6 @@ fn verifying_one_sample_of_many_packs() {
     let lengths = [300_000i64];
     let plan = plan(&lengths, 1);
     ends_at_any_tick(300_000 / 1024, |progress| {
-        verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, None, 1, progress)
+        verify::verify(&plan.view(), &plan.metadata, &[Integers::from(&lengths[..])], None, None, Some(1), progress)
     });
-}
-
-#[test]
-fn indexing_many_packs() {
-    let lengths = vec![3i64; 100_000];
-    let plan = plan(&lengths, 1);
-    ends_at_any_tick(300_000 / 1024, |progress| {
-        sample_index(&plan.view(), &plan.metadata, &PlanInputs::default(), progress).map(drop)
-    });
-}
-
-#[test]
-fn indexing_many_samples_of_few_packs() {
-    // An empty sample on a boundary, so that the lengths are gone through; the tail has the second row.
-    let mut lengths = vec![1i64; 300_000];
-    lengths[0] = 0;
-    let plan = plan(&lengths, 299_990);
-    let columns = [Integers::from(&lengths[..])];
-    let inputs = PlanInputs { lengths: Some(&columns), ..PlanInputs::default() };
-    ends_at_any_tick(300_000 / 1024, |progress| {
-        sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop)
-    });
-}
-
-#[test]
-fn checking_the_order_of_an_index() {
-    let lengths = vec![1i64; 300_000];
-    let order: Vec<u32> = (0..300_000).rev().collect();
-    let order = Integers::from(&order[..]);
-    let with_order = PackRequest { order: SampleOrder::Given(order), ..request(&lengths, 300_000) };
-    let plan = Packer::new(with_order, &mut NoProgress).unwrap().pack(&mut NoProgress).unwrap();
-    let inputs = PlanInputs { order: Some(order), ..PlanInputs::default() };
-    ends_at_any_tick(300_000 / 1024, |progress| {
-        sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop)
-    });
-    let columns = [Integers::from(&lengths[..])];
-    let inputs = PlanInputs { lengths: Some(&columns), ..inputs };
-    // Lengths and order are hashed.
-    ends_at_any_tick(3, |progress| sample_index(&plan.view(), &plan.metadata, &inputs, progress).map(drop));
 }

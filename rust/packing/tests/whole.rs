@@ -4,12 +4,11 @@ use proptest::prelude::*;
 use tundish_packing::inputs::{RandomState, SampleOrder};
 use tundish_packing::plan::{AttachedLengths, Column, TO_THE_END, lookup};
 use tundish_packing::{
-    Field, Integers, Mode, NoProgress, Overlong, PackError, PackRequest, Packer, Placement, Plan, WholeOptions, folder,
-    plan_fingerprint, verify,
+    Field, Integers, NoProgress, Overlong, PackError, PackRequest, Packer, Plan, folder, plan_fingerprint, verify,
 };
 
 mod naive;
-use naive::{Piece, naive_packs};
+use naive::{Piece, Placement, WholeOptions, naive_packs};
 
 /// One set of arguments.
 #[derive(Clone, Debug)]
@@ -26,18 +25,14 @@ struct Case {
 impl Case {
     fn request(&self) -> PackRequest<'_> {
         PackRequest {
-            lengths: self.lengths(),
             order: match (&self.order, self.seed) {
                 (Some(order), _) => SampleOrder::Given(Integers::from(&order[..])),
                 (None, Some(seed)) => SampleOrder::Seed(seed),
                 (None, None) => SampleOrder::Natural,
             },
-            max_length: self.max_length,
-            mode: Mode::Whole(self.options).into(),
-            costs: None,
-            multiple: None,
             global_pack: self.global_pack,
-            threads: self.threads,
+            threads: Some(self.threads as u64),
+            ..self.options.request(self.lengths(), self.max_length)
         }
     }
 
@@ -82,7 +77,7 @@ impl Case {
 
     fn verify(&self, plan: &Plan) -> Result<(), PackError> {
         let order = self.order.as_ref().map(|order| Integers::from(&order[..]));
-        verify::verify(&plan.view(), &plan.metadata, &self.lengths(), order, None, 1, &mut NoProgress)
+        verify::verify(&plan.view(), &plan.metadata, &self.lengths(), order, None, Some(1), &mut NoProgress)
     }
 }
 
@@ -184,7 +179,7 @@ proptest! {
     #[test]
     fn lookup_gives_the_pieces(case in case()) {
         let plan = case.pack().unwrap();
-        let packs: Vec<u64> = (0..plan.metadata.packs).rev().collect();
+        let packs: Vec<u64> = (0..plan.metadata.counts.packs).rev().collect();
         let attached = AttachedLengths::new(case.lengths(), case.global_pack);
         let numbers = Integers::from(&packs[..]);
         let with = lookup(&plan.view(), &numbers, Some(&attached), &mut NoProgress).unwrap();
@@ -213,7 +208,7 @@ proptest! {
         let written = packer.write(&target, &mut NoProgress).unwrap();
         let plan = packer.pack(&mut NoProgress).unwrap();
         prop_assert_eq!(&written, &plan.metadata);
-        let (metadata, columns) = folder::open(&target, &mut NoProgress).unwrap();
+        let folder::OpenPlan { metadata, columns, .. } = folder::open(&target, &mut NoProgress).unwrap();
         prop_assert_eq!(&metadata, &plan.metadata);
         prop_assert_eq!(columns.len(), plan.columns.len());
         for (mapped, column) in columns.iter().zip(&plan.columns) {
@@ -237,13 +232,18 @@ fn check_counts(case: &Case, plan: &Plan, streams: &[Vec<u64>]) {
     let overlong = used.iter().filter(|&&length| length > case.max_length).count();
     let empty = used.iter().filter(|&&length| length == 0).count();
     let dropped = if case.options.overlong == Overlong::Drop { overlong } else { 0 };
-    let whole = plan.metadata.whole.as_ref().unwrap();
-    assert_eq!(plan.metadata.tokens, used.iter().sum::<u64>());
-    assert_eq!((plan.metadata.tokens_packed, whole.padding_align), (tokens, padding));
-    assert_eq!(whole.tokens_overlong_cut, plan.metadata.tokens - tokens);
-    assert_eq!((whole.samples_overlong, whole.samples_empty), (overlong as u64, empty as u64));
-    assert_eq!(whole.samples_packed, (used.len() - empty - dropped) as u64);
-    assert_eq!((plan.metadata.hard.as_ref(), plan.metadata.mode.as_str()), (None, Mode::Whole(case.options).name()));
+    let counts = &plan.metadata.counts;
+    assert_eq!(counts.tokens, used.iter().sum::<u64>());
+    assert_eq!((counts.tokens_packed, counts.padding_align), (tokens, padding));
+    let truncated = if case.options.overlong == Overlong::Truncate { counts.tokens - tokens } else { 0 };
+    assert_eq!(counts.tokens_truncated, truncated);
+    assert_eq!((counts.samples_overlong, counts.samples_empty), (overlong as u64, empty as u64));
+    assert_eq!(counts.samples, (used.len() - empty - dropped) as u64);
+    assert_eq!(counts.samples_cut, (overlong - dropped) as u64);
+    let packs = packs_of(plan, streams).concat();
+    let longest = pieces.iter().map(|(_, start, stop)| stop - start).max().unwrap_or(0);
+    let most = packs.iter().map(Vec::len).max().unwrap_or(0);
+    assert_eq!((counts.longest, counts.max_pieces_per_pack), (longest, most as u64));
 }
 
 fn options_of(placement: Placement, overlong: Overlong) -> WholeOptions {
@@ -315,16 +315,9 @@ fn neither_length_nor_position_follows_the_order_of_best_fit_packs() {
 fn samples_that_are_too_long_are_refused_before_any_work() {
     let lengths: [&[u16]; 3] = [&[3, 9], &[], &[4, 12, 8, 12]];
     for global_pack in [false, true] {
-        let request = PackRequest {
-            lengths: lengths.iter().map(|&column| Integers::from(column)).collect(),
-            order: SampleOrder::Natural,
-            max_length: 8,
-            mode: Mode::Whole(options_of(Placement::BestFit, Overlong::Error)).into(),
-            costs: None,
-            multiple: None,
-            global_pack,
-            threads: 1,
-        };
+        let lengths = lengths.iter().map(|&column| Integers::from(column)).collect();
+        let options = options_of(Placement::BestFit, Overlong::Error);
+        let request = PackRequest { global_pack, ..options.request(lengths, 8) };
         match Packer::new(request, &mut NoProgress).map(|_| ()) {
             Err(error @ PackError::Overlong { count: 3, dataset: 2, sample: 1, length: 12, max_length: 8 }) => {
                 let text = error.to_string();
@@ -338,23 +331,14 @@ fn samples_that_are_too_long_are_refused_before_any_work() {
 #[test]
 fn options_that_no_plan_can_have_are_refused() {
     let lengths = [1u8];
-    let refused = |max_length, options| {
-        let request = PackRequest {
-            lengths: vec![Integers::from(&lengths[..])],
-            order: SampleOrder::Natural,
-            max_length,
-            mode: Mode::Whole(options).into(),
-            costs: None,
-            multiple: None,
-            global_pack: false,
-            threads: 1,
-        };
+    let refused = |max_length, options: WholeOptions| {
+        let request = options.request(vec![Integers::from(&lengths[..])], max_length);
         Packer::new(request, &mut NoProgress).map(|_| ()).unwrap_err().to_string()
     };
     let good = options_of(Placement::BestFit, Overlong::Error);
-    assert!(refused((1 << 28) + 1, good).contains("2^28"));
+    assert!(refused((1 << 28) + 1, good).contains("2**28"));
     assert!(refused(0, good).contains("max_length is 0"));
-    assert!(refused(8, WholeOptions { align: 3, ..good }).contains("multiple of align"));
+    assert!(refused(8, WholeOptions { align: 3, ..good }).contains("multiple of align=3"));
     assert!(refused(8, WholeOptions { align: 0, ..good }).contains("align is 0"));
     assert!(refused(8, WholeOptions { max_samples: Some(0), ..good }).contains("max_samples is 0"));
     for window in [0, 1 << 20] {
@@ -396,7 +380,7 @@ fn offsets_beyond_32_bits_are_kept() {
         let mut expected = case.expected();
         expected[0].sort();
         assert_eq!(found, expected);
-        assert!(plan.metadata.packs > 2048);
+        assert!(plan.metadata.counts.packs > 2048);
         assert!(matches!(plan.column(Field::PieceStop), Column::I64(_)));
         assert!(matches!(plan.column(Field::Longest), Column::I32(_)));
         case.verify(&plan).unwrap();

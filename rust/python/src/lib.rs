@@ -62,8 +62,8 @@ mod _native {
     use super::dlpack::{TensorBuilder, TensorExchange};
     #[pymodule_export]
     use super::packing::{
-        PackLookup, StreamWindow, balanced_parts, integers_of_list, micro_batches, mix_packs, open_plan, pack,
-        pack_to_folder, plan_fingerprint, plan_sample_index, save_plan, shuffled_indices, verify_plan,
+        PackLookup, PlanChecks, StreamWindow, balanced_parts, integers_of_list, micro_batches, mix_packs, open_plan,
+        pack, pack_options, pack_to_folder, plan_fingerprint, shuffled_indices,
     };
     #[pymodule_export]
     use super::shm::buffers::{

@@ -139,38 +139,6 @@ def test_ctrl_c_ends_a_look_up_and_a_check_within_100_ms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "inputs_bytes"),
-    [
-        ({"lengths": "np.ones(6_000_000, np.int8)"}, 0),
-        ({"lengths": "with_empty"}, 0),
-        # One index a sample, in 32 bits.
-        ({"lengths": "with_empty", "seed": 1}, 4 * 6_000_000),
-        ({"lengths": "np.ones(6_000_000, np.int8)", "order": "order"}, 0),
-    ],
-    ids=["from the columns", "from the lengths", "from a seed", "with an order"],
-)
-def test_sample_index_takes_bounded_memory(options: dict[str, object], inputs_bytes: int) -> None:
-    """Beyond its rows, of 8 bytes a pack, it gets no more than 16 MiB; in a process of its own with a limit."""
-    code = f"""
-import re, resource, numpy as np, tundish as td
-with_empty = np.ones(6_000_000, np.int8)
-with_empty[0] = 0
-order = np.arange(6_000_000)[::-1]
-plan = td.pack(max_length=1, threads=1, **dict({", ".join(f"{k}={v}" for k, v in options.items())}))
-order = {options.get("order")}
-size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
-room = 8 * len(plan) + {inputs_bytes} + (16 << 20)
-resource.setrlimit(resource.RLIMIT_AS, (size + room, resource.RLIM_INFINITY))
-rows = plan.sample_index(order)
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert rows.dtype == np.int32 and rows.shape == (len(plan), 2)
-assert (np.diff(rows[:, 0]) == 1).all() or {options.get("seed")}
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-
-
-@pytest.mark.parametrize(
     ("disk_options", "options"),
     [
         # Of an order that leaves out half of the samples nobody knows before that it names the longest.
@@ -435,7 +403,6 @@ except OutOfMemoryError as error:
         # Each has an index a sample.
         ("td.pack(ones, 4096, threads=1, seed=0, out=sys.argv[2] + '/plan')", None),
         ("td.pack(ones, 4096, threads=1, seed=0)", "out= or cache_dir="),
-        ("plan.sample_index()", None),
         ("plan.arrays()", "attributes"),
     ],
 )

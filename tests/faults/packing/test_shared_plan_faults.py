@@ -18,8 +18,7 @@ from support.distributed.rank_processes import Job, Line, on_nodes, outcome
 import tundish as td
 from tundish import _native
 from tundish.distributed import voter as voter_module
-from tundish.packing import shared_block
-from tundish.packing.build import shared as building
+from tundish.packing import planning
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 20_000)
 
@@ -84,10 +83,8 @@ def test_all_ranks_map_one_plan_or_raise_one_error(tmp_path: Path) -> None:
 
 
 def removed_before_it_is_mapped(rank: int, line: Line) -> None:
-    from tundish.packing.build import plan_folders
-
     folder = Path(line.hear())
-    mapping, mapped = plan_folders.map_existing_plan, folder / "mapped"
+    mapping, mapped = planning.map_existing_plan, folder / "mapped"
     calls: list[Path] = []
 
     def map_existing_plan(target: Path) -> td.PackPlan:
@@ -102,7 +99,7 @@ def removed_before_it_is_mapped(rank: int, line: Line) -> None:
             mapped.touch()
         return plan
 
-    plan_folders.map_existing_plan = map_existing_plan
+    planning.map_existing_plan = map_existing_plan
     line.say(*outcome(lambda: share(folder).verify()))
 
 
@@ -150,16 +147,14 @@ def slow_build(rank: int, line: Line) -> None:
     folder = Path(line.hear())
     if rank == 0:
         # A builder that takes longer than the default group's timeout, and can be killed on the way.
-        from tundish.packing.build import plan_folders as build
-
-        publish = build.publish_plan
+        publish = planning.publish_plan
 
         def slowly(*arguments: object) -> str:
             line.say("building")
             time.sleep(3)
             return publish(*arguments)  # type: ignore[arg-type]
 
-        build.publish_plan = slowly
+        planning.publish_plan = slowly
     kind, text, *rest = outcome(lambda: share(folder).fingerprint)
     line.say(kind, text, *rest, time.monotonic())
 
@@ -226,22 +221,7 @@ def long_build(rank: int, line: Line) -> None:
     share_in(line, destination)
 
 
-def long_copy(rank: int, line: Line) -> None:
-    size, destination = line.hear()
-    on_node(rank, size)
-    as_block = building.as_block
-
-    def copy(*arguments: Any) -> Any:
-        line.say("building")
-        return as_block(*arguments)
-
-    if rank == 0:
-        # As it is for a plan that is so much larger: a byte at a time.
-        building.as_block, shared_block.CHUNK_BYTES = copy, 1
-    share_in(line, destination)
-
-
-@pytest.mark.parametrize("where", ["in files", "in memory", "as it is copied"])
+@pytest.mark.parametrize("where", ["in files", "in memory"])
 @pytest.mark.parametrize(
     ("nodes", "size", "end", "told"),
     [
@@ -256,7 +236,7 @@ def test_a_builder_ends_soon_after_another_rank_of_its_node(
     tmp_path: Path, nodes: int, size: int, end: signal.Signals, told: str, where: str
 ) -> None:
     (tmp_path / "plans").mkdir()
-    with Job(long_copy if where == "as it is copied" else long_build, nodes * size, tmp_path) as job:
+    with Job(long_build, nodes * size, tmp_path) as job:
         for rank in range(nodes * size):
             destination = {"out": tmp_path / "plans" / f"plan-{rank // size}"} if where == "in files" else {}
             job.tell(rank, (size, destination))
@@ -321,7 +301,7 @@ def interrupted_between_votes(rank: int, line: Line) -> None:
         def interrupted(*arguments: object) -> None:
             raise KeyboardInterrupt
 
-        building._build_in_memory = interrupted  # type: ignore[assignment]
+        planning._build_in_memory = interrupted  # type: ignore[assignment]
     line.say(*outcome(lambda: td.pack(LENGTHS, 256, share=True, progress=False)), time.monotonic())
 
 
@@ -337,12 +317,13 @@ def test_a_rank_that_is_interrupted_between_two_votes_of_a_plan_in_memory_is_not
 
 
 def slow_build_in_memory(rank: int, line: Line) -> None:
-    def build(*arguments: object) -> None:
+    def build(*arguments: object) -> Any:
         line.say("building")
         time.sleep(30)
 
     if rank == 0:
-        building.as_block = build  # type: ignore[assignment]
+        # In this process alone.
+        _native.pack = build
     line.say(*outcome(lambda: td.pack(LENGTHS, 256, share=True, progress=False)), time.monotonic())
 
 

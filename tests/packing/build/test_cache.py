@@ -17,7 +17,7 @@ import pytest
 import tundish as td
 from tundish import _native
 from tundish.errors import AlreadyExistsError, InvalidInputError, NotFoundError, PlanFormatError, StorageError
-from tundish.packing.build import plan_folders
+from tundish.packing import planning
 
 LENGTHS = np.random.default_rng(0).integers(0, 300, 2000)
 
@@ -39,7 +39,7 @@ def before_mapping(
 ) -> list[Path]:
     """Let something happen to a plan between being found and being mapped, the first so many times."""
     met: list[Path] = []
-    mapping = plan_folders.map_existing_plan
+    mapping = planning.map_existing_plan
 
     def map_existing_plan(target: Path) -> td.PackPlan:
         if len(met) < times:
@@ -47,7 +47,7 @@ def before_mapping(
             happens(target)
         return mapping(target)
 
-    monkeypatch.setattr(plan_folders, "map_existing_plan", map_existing_plan)
+    monkeypatch.setattr(planning, "map_existing_plan", map_existing_plan)
     return met
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.packing.multiple import select
 from support.packing.plans import assert_written_alike, changed
@@ -50,21 +50,21 @@ def cases(draw: Any) -> Case:
     if len(datasets) == 1 and draw(st.booleans()):
         order = draw(st.permutations(range(len(datasets[0]))))[: draw(st.integers(0, 20))]
         arguments["order"] = order
-        return Case(
-            datasets,
-            td.pack(datasets[0], max_length, **arguments),
-            td.pack(datasets[0], max_length, **arguments, **more),
-            order,
-        )
+        full = td.pack(datasets[0], max_length, **arguments)
+        assume(more["remainder"] == "repeat" or may_drop([len(full)], more["multiple_of"]))
+        return Case(datasets, full, td.pack(datasets[0], max_length, **arguments, **more), order)
     arguments["seed"] = draw(st.none() | st.integers(0, 9))
     arguments["global_pack"] = draw(st.booleans())
     streams = [list(chain.from_iterable(datasets))] if arguments["global_pack"] else datasets
-    return Case(
-        streams,
-        td.pack_datasets(datasets, max_length, **arguments),
-        td.pack_datasets(datasets, max_length, **arguments, **more),
-        None,
-    )
+    full = td.pack_datasets(datasets, max_length, **arguments)
+    packs = np.bincount(full.dataset_id, minlength=1).tolist()
+    assume(more["remainder"] == "repeat" or may_drop(packs, more["multiple_of"]))
+    return Case(streams, full, td.pack_datasets(datasets, max_length, **arguments, **more), None)
+
+
+def may_drop(packs: list[int], multiple_of: int) -> bool:
+    """Whether every dataset that has packs keeps one."""
+    return sum(packs) % multiple_of <= sum(max(0, count - 1) for count in packs)
 
 
 def tokens_of(pack: td.packing.Pack, align: int = 1) -> int:
@@ -78,9 +78,7 @@ def tokens_of(pack: td.packing.Pack, align: int = 1) -> int:
 def test_packs_are_left_out_or_repeated(case: Case) -> None:
     _, full, plan, order = case
     assert plan.multiple_of and len(plan) % plan.multiple_of == 0
-    kept, left_out, repeated = select(
-        list(full), plan.multiple_of, plan.remainder, lambda pack: tokens_of(pack, full.align)
-    )
+    kept, left_out, repeated = select(list(full), plan.multiple_of, plan.remainder)
     assert list(plan) == kept + repeated
     plan.verify(order=order)
     stats, before, ledger = plan.stats(), full.stats(), plan.ledger()
@@ -155,16 +153,21 @@ def test_a_dataset_reads_the_packs_without_lengths(mode: str, remainder: str) ->
         assert dataset[number]["input_ids"].tolist() == expected
 
 
-def test_a_small_dataset_keeps_its_packs() -> None:
-    plan = td.pack_datasets([[8] * 100, [8] * 5], 8, multiple_of=16)
-    assert np.bincount(plan.dataset_id).tolist() == [91, 5]
+def test_packs_of_the_largest_dataset_are_left_out_and_never_all_of_one() -> None:
+    plan = td.pack_datasets([[8] * 5, [8] * 100], 8, multiple_of=16)
+    assert np.bincount(plan.dataset_id).tolist() == [5, 91]
+    assert plan.indices[5:].tolist() == list(range(91))
+    plan = td.pack_datasets([[8] * 3, [8] * 4], 8, multiple_of=6)
+    assert np.bincount(plan.dataset_id).tolist() == [3, 3]
+    for lengths in ([[8], [8, 8]], [[8, 8]]):
+        with pytest.raises(InvalidInputError, match=r"all packs of a dataset.*remainder='repeat'"):
+            td.pack_datasets(lengths, 8, multiple_of=5)
+    assert len(td.pack([], 8, multiple_of=5)) == 0
 
 
 def test_sample_index_takes_the_packs_that_are_left_out_as_the_tail() -> None:
     plan = td.pack([5, 3, 9, 7], 8, multiple_of=2)
     assert plan.sample_index().tolist() == [[0, 0], [2, 0], [2, 8]]
-    with pytest.raises(InvalidInputError, match="repeats packs"):
-        td.pack([5, 3, 9, 7], 8, multiple_of=2, remainder="repeat").sample_index()
 
 
 @pytest.mark.parametrize("remainder", ["drop", "repeat"])
@@ -173,26 +176,18 @@ def test_verify_finds_changed_facts(mode: str, remainder: str) -> None:
     more: dict[str, Any] = {} if mode == "hard" else {"overlong": "truncate", "align": 2}
     lengths = LENGTHS[:60] // 8
     plan = td.pack(lengths, 16, mode=mode, multiple_of=7, remainder=remainder, **more)
-    facts = plan.metadata["multiple"]
-    assert facts["packs"] > 0
-    for name, value in facts.items():
-        other = {"drop": "repeat", "repeat": "drop"}[remainder] if name == "remainder" else value + 1
+    counts = plan.metadata["counts"]
+    assert counts["packs_dropped"] + counts["packs_repeated"] > 0
+    for change in (
+        {"counts": {"packs_dropped": 7}},
+        {"counts": {"packs_repeated": counts["packs_repeated"] + 1}},
+        {"counts": {"tokens_repeated": counts["tokens_repeated"] + 1}},
+        {"multiple_of": 5},
+        {"multiple_of": None, "remainder": None},
+        {"remainder": {"drop": "repeat", "repeat": "drop"}[remainder]},
+    ):
         with pytest.raises(PlanMismatchError):
-            changed(plan, multiple={**facts, name: other}).verify(lengths)
-    with pytest.raises(PlanMismatchError):
-        changed(plan, multiple=None).verify(lengths)
-
-
-def test_verify_finds_another_pack_left_out_than_the_emptiest() -> None:
-    lengths = [8, 1, 8, 7, 8]
-    made = td.pack(lengths, 8, mode="sequential", multiple_of=2)
-    assert made.indices.tolist() == [0, 2, 3, 4]
-    # The pack of sample 1 instead of that of sample 3.
-    values = [[0, 0, 0, 0], [0, 1, 2, 4], [1, 2, 3, 4], [0, 0, 0, 0], [8, 1, 8, 8], [8, 1, 8, 8]]
-    columns = [np.array(column, np.int32) for column in values]
-    multiple = {**made.metadata["multiple"], "tokens": 7}
-    with pytest.raises(PlanMismatchError, match="leaves out the emptiest"):
-        changed(made, columns, tokens_packed=25, multiple=multiple).verify(lengths)
+            changed(plan, **change).verify(lengths)
 
 
 @pytest.mark.parametrize(

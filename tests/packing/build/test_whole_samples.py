@@ -127,11 +127,10 @@ def check_stats(case: Case, parts: list[Part]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_attributes_say_how_it_was_packed(mode: str) -> None:
     plan = td.pack([5, 3, 20], 8, mode=mode, overlong="truncate", max_samples=3, align=4)
-    windows = {"best_fit": None, "ordered": 64, "sequential": 1}
+    windows = {"best_fit": None, "ordered": 64, "sequential": None}
     assert (plan.mode, plan.window, plan.overlong) == (mode, windows[mode], "truncate")
     assert (plan.max_samples, plan.align, plan.drop_last) == (3, 4, None)
     assert plan.piece_start is not None and plan.piece_stop is not None
-    assert "hard" not in plan.metadata
     hard = td.pack([5, 3, 20], 8)
     assert (hard.overlong, hard.window, hard.max_samples, hard.align, hard.drop_last) == (
         None,

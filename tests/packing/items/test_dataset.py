@@ -327,15 +327,13 @@ def test_without_lengths_a_short_last_pack_is_checked(one: bool) -> None:
         (True, "indices", 2**31 - 1),
     ],
 )
-def test_a_damaged_plan_is_refused_and_ends_no_loop(
-    global_pack: bool, field: str, value: int, tmp_path: Path
-) -> None:
+def test_a_damaged_plan_is_refused_and_ends_no_loop(global_pack: bool, field: str, value: int) -> None:
     lengths = [[4, 4], [4, 4]]
-    td.pack_datasets(lengths, 4, global_pack=global_pack, out=tmp_path / "plan")
-    column = np.load(tmp_path / "plan" / f"{field}.npy")
-    column[2] = value
-    np.save(tmp_path / "plan" / f"{field}.npy", column)
-    dataset = td.PackedDataset([make_samples(part) for part in lengths], td.PackPlan.load(tmp_path / "plan"))
+    plan = td.pack_datasets(lengths, 4, global_pack=global_pack)
+    columns = {name: getattr(plan, name).copy() for name in plan.arrays()}
+    columns[field][2] = value
+    damaged = changed(plan, list(columns.values()))
+    dataset = td.PackedDataset([make_samples(part) for part in lengths], damaged)
     said = r"pack 2 takes sample \d+ of dataset \d+, and the datasets have \[2, 2\] samples: .* damaged"
     with pytest.raises(PlanMismatchError, match=said):
         list(dataset)

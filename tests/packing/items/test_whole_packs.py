@@ -171,16 +171,3 @@ def test_a_pack_that_would_be_too_long_with_its_padding_is_refused() -> None:
     plan = changed(td.pack([5, 1, 2], 16, mode="sequential", align=4))
     with pytest.raises(PlanMismatchError, match="pack 0 of dataset 0 holds 20 tokens"):
         td.PackedDataset([[1] * 5, [1] * 5, [1] * 2], plan)[0]
-
-
-@pytest.mark.parametrize("attached", [True, False])
-def test_datasets_of_mode_hard_get_no_padding_beside_aligned_ones(attached: bool) -> None:
-    lengths = [[3, 4], [5, 5, 2], [1, 6]]
-    samples = make_samples([length for part in lengths for length in part])
-    datasets = [samples[:2], samples[2:5], samples[5:]]
-    modes = ["sequential", "hard", "sequential"]
-    plan = td.pack_datasets(lengths, 12, mode=modes, align=4)
-    dataset = td.PackedDataset(datasets, plan if attached else changed(plan), pad_token_id=PADDING)
-    for pack, item in zip(plan, dataset, strict=True):
-        pieces = [datasets[pack.dataset_id][piece.sample][piece.start : piece.stop] for piece in pack.pieces]
-        check_item(item, pieces, 1 if modes[pack.dataset_id] == "hard" else 4)

@@ -89,12 +89,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "costs": {"mode": "best_fit", "costs": [IMAGES, IMAGES[:3000]], "max_cost": 5},
     "leaving packs out": {"mode": "ordered", "multiple_of": 64},
     "repeating packs": {"mode": "hard", "multiple_of": 64, "remainder": "repeat"},
-    "mixed modes": {
-        "mode": ["hard", "best_fit"],
-        "costs": [None, IMAGES[:3000]],
-        "max_cost": 5,
-        "multiple_of": 64,
-    },
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,37 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.packing.plans import assert_changed_entries_are_found
+from support.packing.plans import assert_changed_entries_are_found, changed
 
 import tundish as td
 from tundish.errors import InvalidInputError, InvalidTypeError, PlanMismatchError
 
-FIELDS = ("dataset_id", "indices", "indices_cu_len", "start_offset", "end_offset", "longest")
 # Empty samples, on boundaries too, for every order used here.
 LENGTHS = np.random.default_rng(11).integers(0, 9, 400) // 3 * 4
 ORDER = np.random.default_rng(3).permutation(400)[:350]
 
 
-def edit(folder: Path, **changes: Any) -> td.PackPlan:
-    """Load a saved plan whose plan.json was changed by hand."""
-    file = folder / "plan.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-    return td.PackPlan.load(folder)
-
-
 def test_any_changed_value_is_found() -> None:
     lengths = LENGTHS[:30]
     assert_changed_entries_are_found(td.pack(lengths, 16, seed=5), lengths)
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_column_of_another_dtype_is_found(name: str, tmp_path: Path) -> None:
-    td.pack(LENGTHS, 16, out=tmp_path / "plan")
-    file = tmp_path / "plan" / f"{name}.npy"
-    np.save(file, np.load(file).astype(np.int64))
-    widened = td.PackPlan.load(tmp_path / "plan", LENGTHS)
-    with pytest.raises(PlanMismatchError, match=f"{name} is int64"):
-        widened.verify()
 
 
 def test_columns_that_need_int64_are_fine(tmp_path: Path) -> None:
@@ -50,44 +31,41 @@ def test_columns_that_need_int64_are_fine(tmp_path: Path) -> None:
         plan.verify()
 
 
-@pytest.mark.parametrize("fact", ["tokens", "empty_on_boundary", "tail_start", "fingerprint", "seed"])
-def test_any_changed_fact_is_found(fact: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"counts": {"tokens": 1}},
+        {"counts": {"samples_empty": 1}},
+        {"counts": {"samples_cut": -1}},
+        {"fingerprint": "0" * 32},
+        {"seed": 6},
+        {"max_length": 17},
+    ],
+)
+def test_any_changed_fact_is_found(change: dict[str, Any]) -> None:
     plan = td.pack(LENGTHS, 16, seed=5)
-    hard = plan.metadata["hard"]
-    assert hard["empty_on_boundary"] > 0
-    changed = {
-        "tokens": {"tokens": plan.num_tokens + 1},
-        "empty_on_boundary": {"hard": {**hard, "empty_on_boundary": hard["empty_on_boundary"] - 1}},
-        "tail_start": {"hard": {**hard, "tail_start": [hard["tail_start"][0] + 1]}},
-        "fingerprint": {"fingerprint": "0" * 32},
-        "seed": {"seed": 6},
-    }
-    plan.save(tmp_path / "plan")
-    broken = edit(tmp_path / "plan", **changed[fact])
-    with pytest.raises(PlanMismatchError, match="order has sample" if fact == "seed" else fact.split("_")[0]):
-        broken.verify(LENGTHS)
+    counts = plan.metadata["counts"]
+    changes = {name: counts[name] + more for name, more in change.get("counts", {}).items()}
+    with pytest.raises(PlanMismatchError):
+        changed(plan, **{**change, "counts": changes}).verify(LENGTHS)
 
 
-def test_a_plan_cannot_talk_itself_out_of_the_check_of_its_order(tmp_path: Path) -> None:
-    td.pack(LENGTHS, 16, out=tmp_path / "natural")
-    td.pack(LENGTHS, 16, seed=5, out=tmp_path / "seeded")
-    td.pack(LENGTHS, 16, order=ORDER, out=tmp_path / "given")
-    orders = {
-        "natural": np.arange(len(LENGTHS)),
-        "seeded": td.packing.shuffled_indices(len(LENGTHS), 5),
-        "given": ORDER,
+def test_a_plan_cannot_talk_itself_out_of_the_check_of_its_order() -> None:
+    plans = {
+        "natural": (td.pack(LENGTHS, 16), np.arange(len(LENGTHS))),
+        "seeded": (td.pack(LENGTHS, 16, seed=5), td.packing.shuffled_indices(len(LENGTHS), 5)),
     }
-    for name in ("natural", "seeded"):
-        broken = edit(tmp_path / name, order="given", seed=None)
+    for plan, order in plans.values():
+        broken = changed(plan, order="given", seed=None)
         with pytest.raises(InvalidInputError, match="order="):
             broken.verify(LENGTHS)
         # The order is right, and yet it is not the plan that was made.
         with pytest.raises(PlanMismatchError, match="fingerprint"):
-            broken.verify(LENGTHS, order=orders[name])
-        with pytest.raises(PlanMismatchError, match="order has sample"):
+            broken.verify(LENGTHS, order=order)
+        with pytest.raises(PlanMismatchError):
             broken.verify(LENGTHS, order=ORDER)
-    broken = edit(tmp_path / "given", order="natural")
-    with pytest.raises(PlanMismatchError, match="order has sample"):
+    broken = changed(td.pack(LENGTHS, 16, order=ORDER), order="natural")
+    with pytest.raises(PlanMismatchError):
         broken.verify(LENGTHS)
     with pytest.raises(PlanMismatchError, match=r"plan\.json says"):
         broken.verify(LENGTHS, order=ORDER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 __all__ = ["Selected", "select"]
@@ -16,15 +15,17 @@ class Selected(NamedTuple):
     repeated: list[Any]
 
 
-def select(packs: list[Any], of: int, remainder: str | None, taken: Callable[[Any], int]) -> Selected:
-    """Select of `packs`, each with a `dataset_id`; `taken` says how many of its tokens are taken."""
+def select(packs: list[Any], of: int, remainder: str | None) -> Selected:
+    """Select of `packs`, each with a `dataset_id`, those of the first dataset first."""
     if remainder == "repeat":
         return Selected(packs, [], [packs[number % len(packs)] for number in range(-len(packs) % of)])
     ids = [pack.dataset_id for pack in packs]
-
-    def goes_first(number: int) -> tuple[int, int, int, int]:
-        return taken(packs[number]), -ids.count(ids[number]), -ids[number], -number
-
-    left_out = set(sorted(range(len(packs)), key=goes_first)[: len(packs) % of])
+    lacking, left_out = len(packs) % of, set()
+    for dataset in sorted(set(ids), key=lambda dataset: (-ids.count(dataset), dataset)):
+        # The last ones, and never all of a dataset.
+        own = [number for number, owner in enumerate(ids) if owner == dataset][1:]
+        chosen = own[len(own) - min(lacking, len(own)) :]
+        left_out.update(chosen)
+        lacking -= len(chosen)
     kept = [pack for number, pack in enumerate(packs) if number not in left_out]
     return Selected(kept, [packs[number] for number in sorted(left_out)], [])

@@ -23,13 +23,22 @@ def columns_of(plan: td.PackPlan) -> dict[str, list[int]]:
 def changed(plan: td.PackPlan, columns: Sequence[np.ndarray] | None = None, **facts: Any) -> td.PackPlan:
     """The plan as a load from disk without `lengths=` gives it, but for these columns and facts of `plan.json`."""
     copies = [column.copy() for column in columns or [getattr(plan, name) for name in plan.arrays()]]
-    return td.PackPlan(copies, json.dumps({**plan.metadata, **facts}))
+    counts = {**plan.metadata["counts"], **facts.pop("counts", {})}
+    return td.PackPlan(copies, json.dumps({**plan.metadata, **facts, "counts": counts}))
 
 
 def assert_changed_entries_are_found(plan: td.PackPlan, lengths: Any, **given: Any) -> None:
-    """`verify` finds each entry of a column that is one more than it should be."""
+    """`verify` finds each offset that is one more than it should be, and each sample that takes another's place."""
     changed(plan).verify(lengths, **given)
-    for name in plan.arrays():
+    columns = {field: getattr(plan, field).copy() for field in plan.arrays()}
+    taken = columns["indices"]
+    for position in range(len(taken)):
+        taken[position], kept = taken[position - 1], taken[position]
+        if taken[position] != kept:
+            with pytest.raises(PlanMismatchError):
+                changed(plan, list(columns.values())).verify(lengths, **given)
+        taken[position] = kept
+    for name in columns.keys() - {"indices"}:
         for position in range(len(getattr(plan, name))):
             columns = {field: getattr(plan, field).copy() for field in plan.arrays()}
             columns[name][position] += 1

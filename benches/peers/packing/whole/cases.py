@@ -19,7 +19,6 @@ from packing.distributions import (
     CHAT,
     DISTRIBUTIONS,
     RANDOM_SEED,
-    TEXT,
     Distribution,
     draw_lengths,
     draw_order,
@@ -46,8 +45,7 @@ figure is hard packing's time over this one's, so that 0.4× is 2.5 times its ti
 COSTS_NOTE = f"""\
 `td.pack(lengths, {MAX_LENGTH}, mode=…, costs=images, max_cost={MOST_IMAGES}, threads=1)` against the same call \
 without costs: chat lengths, 0 … 4 images a sample. With costs, best fit places sample by sample, else by counts of \
-lengths. One plan of two modes is `td.pack_datasets([text, chat], {MAX_LENGTH}, mode=["hard", "best_fit"])` on one \
-thread, against packing each with `td.pack`. Nanoseconds are per sample."""
+lengths. Nanoseconds are per sample."""
 
 
 def best_fit(scale: Scale) -> Section:
@@ -138,11 +136,11 @@ def _ordered_rows(
 
 
 def costs(scale: Scale) -> Section:
-    """Packs with a second limit, and packs of two modes in one plan, beside the plainer calls."""
+    """Packs with a second limit, beside the plainer calls."""
     samples = min(BEST_FIT_SAMPLES, scale.samples[-1])
-    text, chat = (_whole_lengths(samples, distribution) for distribution in (TEXT, CHAT))
+    chat = _whole_lengths(samples, CHAT)
     images = np.random.default_rng(RANDOM_SEED).integers(0, 5, samples)
-    section = Section(title="Costs and mixed modes", note=COSTS_NOTE)
+    section = Section(title="Costs", note=COSTS_NOTE)
 
     def add_row(
         case: str, ours: Callable[[], int], peer: str, theirs: Callable[[], int], packed: int
@@ -158,16 +156,4 @@ def costs(scale: Scale) -> Section:
             lambda mode=mode: len(_pack(chat, mode)),
             samples,
         )
-
-    def pack_together() -> int:
-        modes = ["hard", "best_fit"]
-        return len(td.pack_datasets([text, chat], MAX_LENGTH, mode=modes, threads=1, progress=False))
-
-    def pack_apart() -> int:
-        return len(_pack(text, "hard")) + len(_pack(chat, "best_fit"))
-
-    if pack_together() != pack_apart():
-        raise OutputsDiffer("one plan of two modes has other packs than two plans")
-    case = f"text hard and chat best_fit, {count(samples)} each, one plan"
-    add_row(case, pack_together, "two plans", pack_apart, 2 * samples)
     return section

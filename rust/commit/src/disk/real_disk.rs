@@ -240,7 +240,7 @@ impl Disk for RealDisk {
     }
 
     fn create_file(&self, folder: &OwnedFd, name: &OsStr, path: &Path) -> Result<File, CommitError> {
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(folder, name, flags, Mode::from_raw_mode(0o666));
         change("create file", path, || retry_on_intr(open)).map(File::from)
     }

@@ -1,7 +1,8 @@
 //! Opens a plan folder: checks its files, and maps its columns.
 //!
 //! Invariants: every file is opened once, and what was checked is what is mapped. Nothing that a file says is believed
-//! before it is checked.
+//! before it is checked. `plan.json` and the offsets are compared with their checksums here; blocks of the other columns are
+//! compared when a value of them is first read.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -15,26 +16,64 @@ use serde::Deserialize;
 
 use super::mapped_column::MappedColumn;
 use super::npy::{self, HEADER_BYTES, NpyHeader};
-use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, file_name};
+use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, file_name, split_checksum};
+use crate::checksums::ColumnChecks;
 use crate::error::PackError;
-use crate::plan::{FORMAT_VERSION, Field, PlanMetadata};
+use crate::inputs::Integers;
+use crate::plan::{FORMAT_VERSION, Field, PlanMetadata, PlanView};
 use crate::progress::Progress;
 
-/// Check a plan folder and map its columns, six or eight, in the order of `Field::ALL`.
+/// A plan folder that was opened and checked.
+pub struct OpenPlan {
+    /// The content of `plan.json`, without the checksums.
+    pub metadata: PlanMetadata,
+    /// Six columns, or eight, in the order of `Field::ALL`.
+    pub columns: Vec<MappedColumn>,
+    /// The checksums of each column.
+    pub checks: Vec<ColumnChecks>,
+}
+
+impl OpenPlan {
+    /// The plan, whose columns are compared with their checksums before they are read.
+    ///
+    /// # Errors
+    /// As `PlanView::new`.
+    pub fn view(&self) -> Result<PlanView<'_>, PackError> {
+        let columns: Vec<Integers<'_>> = self.columns.iter().map(MappedColumn::view).collect();
+        Ok(PlanView::new(&columns)?.with_checks(&self.checks))
+    }
+}
+
+/// Check a plan folder and map its columns.
 ///
-/// Checked are the version, the parameters, each file's header and size, and that the offset
-/// table rises strictly to the number of pieces. Time is linear in the packs, memory constant.
+/// Checked are the checksum of `plan.json`, the version, the parameters, each file's header and size, and that the offset
+/// table agrees with its checksums and rises strictly to the number of pieces. Time is linear in the packs.
 ///
 /// # Errors
 /// `Missing` or `Format` with the file at fault.
-pub fn open(folder: &Path, progress: &mut dyn Progress) -> Result<(PlanMetadata, Vec<MappedColumn>), PackError> {
+pub fn open(folder: &Path, progress: &mut dyn Progress) -> Result<OpenPlan, PackError> {
     let folder = PlanFolder::open(folder)?;
-    let metadata = folder.metadata()?;
+    let mut metadata = folder.metadata()?;
+    let checksums = std::mem::take(&mut metadata.checksums);
     let fields = Field::of_plan(metadata.has_piece_ranges());
     let files: Vec<ColumnFile> =
         fields.iter().map(|&field| folder.column(field, &metadata)).collect::<Result<_, _>>()?;
-    files[Field::IndicesCuLen as usize].check_offsets(&metadata, progress)?;
-    Ok((metadata, files.into_iter().map(ColumnFile::map).collect::<Result<_, _>>()?))
+    let checks_of = |file: &ColumnFile, field: Field| {
+        let text = checksums.get(field.name()).map_or("", String::as_str);
+        ColumnChecks::new(file.path.clone(), text, file.header.file_bytes() - HEADER_BYTES as u128).map_err(|reason| {
+            PackError::Format {
+                path: folder.path.join(METADATA_FILE),
+                reason: format!("{reason}; make the plan again"),
+            }
+        })
+    };
+    let checks: Vec<ColumnChecks> =
+        files.iter().zip(fields).map(|(file, &field)| checks_of(file, field)).collect::<Result<_, _>>()?;
+    let columns = files.iter().map(ColumnFile::map).collect::<Result<Vec<_>, _>>()?;
+    let open = OpenPlan { metadata, columns, checks };
+    let offsets = &files[Field::IndicesCuLen as usize];
+    offsets.check_offsets(&open, progress)?;
+    Ok(open)
 }
 
 /// A folder, opened once: files of a folder that takes its place meanwhile are not mixed with its own.
@@ -90,13 +129,14 @@ impl PlanFolder {
         if text.len() as u64 > LARGEST_METADATA {
             return Err(wrong(format!("is larger than {LARGEST_METADATA} bytes; it is no plan's")));
         }
-        // The version first: a later version may have other fields.
+        let (json, is_intact) = split_checksum(&text);
+        // The version first: another version may have other fields, and no checksum.
         #[derive(Deserialize)]
         struct Version {
             format_version: Option<u64>,
         }
         let version: Version =
-            serde_json::from_str(&text).map_err(|error| wrong(format!("is not valid JSON: {error}")))?;
+            serde_json::from_str(&json).map_err(|error| wrong(format!("is not valid JSON: {error}")))?;
         match version.format_version {
             Some(version) if version == u64::from(FORMAT_VERSION) => {}
             Some(version) => {
@@ -106,9 +146,12 @@ impl PlanFolder {
             }
             None => return Err(wrong("has no format_version; it is no plan's".into())),
         }
+        if !is_intact {
+            return Err(wrong("is damaged: it differs from the checksum at its end; make the plan again".into()));
+        }
         let metadata: PlanMetadata =
-            serde_json::from_str(&text).map_err(|error| wrong(format!("does not describe a plan: {error}")))?;
-        metadata.check().map_err(|reason| wrong(format!("contradicts itself: {reason}; make the plan again")))?;
+            serde_json::from_str(&json).map_err(|error| wrong(format!("does not describe a plan: {error}")))?;
+        metadata.packing().map_err(|error| wrong(format!("contradicts itself: {error}; make the plan again")))?;
         Ok(metadata)
     }
 
@@ -116,7 +159,7 @@ impl PlanFolder {
         let (path, mut file) = self.file(&file_name(field))?;
         let wrong = |reason: String| PackError::Format { path: path.clone(), reason };
         let header = npy::read_header(&mut file, &path)?;
-        let expected = if field.is_per_piece() { metadata.pieces } else { metadata.packs };
+        let expected = if field.is_per_piece() { metadata.counts.pieces } else { metadata.counts.packs };
         if header.len != expected {
             return Err(wrong(format!(
                 "has the shape ({},), but {METADATA_FILE} says ({expected},); make the plan again",
@@ -141,13 +184,14 @@ struct ColumnFile {
 }
 
 impl ColumnFile {
-    fn map(self) -> Result<MappedColumn, PackError> {
-        MappedColumn::new(&self.file, self.header).map_err(|source| PackError::Io { path: self.path, source })
+    fn map(&self) -> Result<MappedColumn, PackError> {
+        MappedColumn::new(&self.file, self.header).map_err(|source| PackError::Io { path: self.path.clone(), source })
     }
 
     /// Check the cumulative piece counts. They are read, not mapped: a file that is truncated meanwhile is then an error.
-    fn check_offsets(&self, metadata: &PlanMetadata, progress: &mut dyn Progress) -> Result<(), PackError> {
+    fn check_offsets(&self, open: &OpenPlan, progress: &mut dyn Progress) -> Result<(), PackError> {
         let wrong = |reason: String| PackError::Format { path: self.path.clone(), reason };
+        let pieces = open.metadata.counts.pieces;
         let NpyHeader { len, .. } = self.header;
         let width = self.header.width();
         let mut buffer = vec![0u8; BUFFER_BYTES];
@@ -160,6 +204,7 @@ impl ColumnFile {
             self.file
                 .read_exact_at(bytes, HEADER_BYTES as u64 + done * width as u64)
                 .map_err(|source| PackError::Io { path: self.path.clone(), source })?;
+            open.checks[Field::IndicesCuLen as usize].check_bytes(bytes, done as usize * width)?;
             for (pack, entry) in bytes.chunks_exact(width).enumerate() {
                 let value = match *entry {
                     [a, b, c, d] => i64::from(i32::from_le_bytes([a, b, c, d])),
@@ -177,10 +222,9 @@ impl ColumnFile {
             }
             done += count as u64;
         }
-        if before as u64 != metadata.pieces {
+        if before as u64 != pieces {
             return Err(wrong(format!(
-                "does not add up: it ends at {before}, but the plan has {} pieces; make the plan again",
-                metadata.pieces
+                "does not add up: it ends at {before}, but the plan has {pieces} pieces; make the plan again"
             )));
         }
         Ok(())

@@ -3,13 +3,15 @@
 //! Invariants: the folder appears under its name whole, or not at all (`tundish-commit`).
 
 use std::fs::File;
-use std::path::Path;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
 use std::thread;
 
 use tundish_commit::{AtomicFolder, FolderFile};
 
 use super::npy::{HEADER_BYTES, NpyHeader};
-use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, disk_space, file_name};
+use super::{BUFFER_BYTES, LARGEST_METADATA, METADATA_FILE, file_name, with_checksum};
+use crate::checksums::{BLOCK, checksum, to_text};
 use crate::error::PackError;
 use crate::inputs::IntegerKind;
 use crate::plan::{Field, PlanInteger, PlanMetadata, PlanView, WideColumns};
@@ -49,12 +51,26 @@ impl ColumnWriter {
         Ok(())
     }
 
-    /// Make the column durable; the file stays open.
-    fn finish(mut self) -> Result<File, PackError> {
+    /// Make the column durable; the file stays open. Its checksums, as text.
+    fn finish(mut self, path: &Path, progress: &mut dyn Progress) -> Result<(File, String), PackError> {
         self.flush()?;
-        let header = self.header().bytes();
-        self.file.write_at(0, &header)?;
-        Ok(self.file.finish_open()?)
+        let header = self.header();
+        self.file.write_at(0, &header.bytes())?;
+        let file = self.file.finish_open()?;
+        // Read again, because pieces may have been removed from what was written.
+        let bytes = header.file_bytes() as u64 - HEADER_BYTES as u64;
+        let mut checksums = Vec::new();
+        let mut block = vec![0u8; BLOCK];
+        for start in (0..bytes).step_by(BLOCK) {
+            if start.is_multiple_of(BUFFER_BYTES as u64) {
+                progress.tick("publishing", start, bytes)?;
+            }
+            let block = &mut block[..(bytes - start).min(BLOCK as u64) as usize];
+            file.read_exact_at(block, HEADER_BYTES as u64 + start)
+                .map_err(|source| PackError::Io { path: path.to_path_buf(), source })?;
+            checksums.push(checksum(block));
+        }
+        Ok((file, to_text(&checksums)))
     }
 
     fn header(&self) -> NpyHeader {
@@ -64,6 +80,7 @@ impl ColumnWriter {
 
 /// Writes columns to the files of a new folder.
 pub(crate) struct FolderWriter {
+    target: PathBuf,
     folder: AtomicFolder,
     columns: Vec<ColumnWriter>,
 }
@@ -79,7 +96,7 @@ impl FolderWriter {
             file.append(&[0; HEADER_BYTES])?;
             columns.push(ColumnWriter { file, wide: wide[field as usize], len: 0, buffer: Vec::new() });
         }
-        Ok(Self { folder, columns })
+        Ok(Self { target: target.to_owned(), folder, columns })
     }
 
     /// Append values, all of which fit the column.
@@ -113,19 +130,28 @@ impl FolderWriter {
     /// # Errors
     /// `PackError::Commit` when the folder cannot be written or its name is taken; an interrupt.
     pub(crate) fn publish(self, metadata: &PlanMetadata, progress: &mut dyn Progress) -> Result<(), PackError> {
-        let Self { folder, columns } = self;
-        let total = columns.len() as u64;
-        let mut columns = columns.into_iter();
+        let Self { target, folder, columns } = self;
+        let mut columns = Field::ALL.into_iter().zip(columns);
         let mut finished = Vec::new();
-        while let Some(column) = columns.next() {
-            if let Err(interrupt) = progress.tick("publishing", finished.len() as u64, total) {
-                remove(folder, (finished, column, columns));
-                return Err(interrupt);
+        let mut metadata = metadata.clone();
+        while let Some((field, column)) = columns.next() {
+            let outcome = progress
+                .tick("publishing", 0, 0)
+                .and_then(|()| column.finish(&target.join(file_name(field)), progress));
+            match outcome {
+                Ok((file, checksums)) => {
+                    finished.push(file);
+                    metadata.checksums.insert(field.name().into(), checksums);
+                }
+                Err(error) => {
+                    let left: Vec<ColumnWriter> = columns.map(|(_, column)| column).collect();
+                    remove(folder, (finished, left));
+                    return Err(error);
+                }
             }
-            finished.push(column.finish()?);
         }
         let mut file = folder.create_file(METADATA_FILE)?;
-        file.append(metadata_text(metadata)?.as_bytes())?;
+        file.append(metadata_text(&metadata)?.as_bytes())?;
         file.finish()?;
         folder.publish()?;
         Ok(())
@@ -150,8 +176,7 @@ fn remove(folder: AtomicFolder, files: impl Send + 'static) {
 
 /// The content of `METADATA_FILE`, no larger than what is read.
 fn metadata_text(metadata: &PlanMetadata) -> Result<String, PackError> {
-    let mut text = metadata.to_json()?;
-    text.push('\n');
+    let text = with_checksum(&metadata.to_json()?);
     if text.len() as u64 > LARGEST_METADATA {
         return Err(PackError::Invalid(format!(
             "{} datasets make {METADATA_FILE} larger than {LARGEST_METADATA} bytes; join some of them",
@@ -161,26 +186,57 @@ fn metadata_text(metadata: &PlanMetadata) -> Result<String, PackError> {
     Ok(text)
 }
 
+/// Bytes of the files of the columns; `wide` tells which columns have 8 bytes a value.
+fn bytes_of_columns(packs: u64, pieces: u64, fields: &[Field], wide: WideColumns) -> u128 {
+    let len = |field: Field| if field.is_per_piece() { pieces } else { packs };
+    let bytes = |&field: &Field| NpyHeader { wide: wide[field as usize], len: len(field) }.file_bytes();
+    fields.iter().map(bytes).sum()
+}
+
+/// Refuse a plan of `needed` bytes that is to appear as `target` where fewer bytes are free.
+///
+/// # Errors
+/// `NoRoom`; as `tundish_commit::free_space`.
+fn check_room(target: &Path, needed: u128, packs: u64, pieces: u64) -> Result<(), PackError> {
+    let has_room =
+        || Ok::<_, PackError>(tundish_commit::free_space(target)?.is_none_or(|free| u128::from(free) >= needed));
+    // What lies at the target already takes no more room, and creating the folder reports it.
+    if has_room()? || target.symlink_metadata().is_ok() {
+        return Ok(());
+    }
+    // Creating the folder removes what dead writers left, and that may make room enough.
+    let parent = target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    drop(tundish_commit::sweep(parent));
+    match tundish_commit::free_space(target)? {
+        Some(free) if u128::from(free) < needed => {
+            Err(PackError::NoRoom { path: target.to_owned(), needed, packs, pieces, free })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Refuse a plan of at least `packs` packs and `pieces` pieces that the file system has no room for.
 ///
 /// # Errors
 /// `NoRoom`; `PackError::Commit` when the file system cannot be asked.
 pub(crate) fn check_disk_space(target: &Path, packs: u64, pieces: u64, fields: &[Field]) -> Result<(), PackError> {
-    let bytes = disk_space::bytes_of_columns(packs, pieces, fields, WideColumns::default());
-    disk_space::check(target, bytes, packs, pieces)
+    let bytes = bytes_of_columns(packs, pieces, fields, WideColumns::default());
+    check_room(target, bytes, packs, pieces)
 }
 
 /// Write a plan to a folder that is published when it is complete and durable.
 ///
 /// # Errors
-/// `NoRoom`, before anything is written; `PackError::Commit` when the folder cannot be written or `target` is taken;
-/// an interrupt.
+/// `NoRoom`, before anything is written; `Format` where the plan is mapped from damaged files; `PackError::Commit` when the
+/// folder cannot be written or `target` is taken; an interrupt.
 pub fn save(
     plan: &PlanView<'_>,
     metadata: &PlanMetadata,
     target: &Path,
     progress: &mut dyn Progress,
 ) -> Result<(), PackError> {
+    // No damage is written anew with checksums that fit.
+    plan.check_all(progress)?;
     let wide = Field::ALL.map(|field| plan.column(field).kind() == IntegerKind::I64);
     let fields = plan.fields();
     if plan.has_piece_ranges() != metadata.has_piece_ranges() {
@@ -190,8 +246,14 @@ pub fn save(
         )));
     }
     let (packs, pieces) = (plan.packs() as u64, plan.column(Field::Indices).len() as u64);
-    let needed = disk_space::bytes_of_columns(packs, pieces, fields, wide) + metadata_text(metadata)?.len() as u128;
-    disk_space::check(target, needed, packs, pieces)?;
+    let mut sized = metadata.clone();
+    for &field in fields {
+        let column = plan.column(field);
+        let blocks = (column.len() * if wide[field as usize] { 8 } else { 4 }).div_ceil(BLOCK);
+        sized.checksums.insert(field.name().into(), to_text(&vec![0; blocks]));
+    }
+    let needed = bytes_of_columns(packs, pieces, fields, wide) + metadata_text(&sized)?.len() as u128;
+    check_room(target, needed, packs, pieces)?;
     let mut writer = FolderWriter::create(target, fields, wide)?;
     match append_all(&mut writer, plan, progress) {
         Ok(()) => writer.publish(metadata, progress),
@@ -219,28 +281,14 @@ fn append_all(writer: &mut FolderWriter, plan: &PlanView<'_>, progress: &mut dyn
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{FORMAT_VERSION, HardMetadata, OrderKind};
+    use crate::inputs::Integers;
+    use crate::plan::PlanCounts;
+    use crate::request::{PackRequest, Packing};
 
     #[test]
     fn metadata_that_could_not_be_read_is_not_written() {
-        let few = PlanMetadata {
-            format_version: FORMAT_VERSION,
-            mode: "hard".into(),
-            max_length: 1,
-            global_pack: true,
-            order: OrderKind::Natural,
-            seed: None,
-            samples: vec![0; 1_000_000],
-            tokens: 0,
-            tokens_packed: 0,
-            packs: 0,
-            pieces: 0,
-            hard: Some(HardMetadata { drop_last: true, empty_on_boundary: 0, tail_start: vec![0] }),
-            whole: None,
-            parts: Vec::new(),
-            multiple: None,
-            fingerprint: "0".repeat(32),
-        };
+        let request = PackRequest::new(vec![Integers::from(&[] as &[i32]); 1_000_000], 1);
+        let few = PlanMetadata::new(&request, Packing::Hard { drop_last: true }, PlanCounts::default(), "0".repeat(32));
         let text = metadata_text(&few).expect("a million datasets");
         assert!(text.len() as u64 <= LARGEST_METADATA && text.ends_with("}\n"));
         let many = PlanMetadata { samples: vec![u64::from(u32::MAX); 5_000_000], ..few };

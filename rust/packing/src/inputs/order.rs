@@ -7,7 +7,7 @@ use crate::memory;
 use crate::progress::Progress;
 
 /// Where the order of the samples comes from.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub enum SampleOrder<'a> {
     /// The samples keep their order.
     Natural,

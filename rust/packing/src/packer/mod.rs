@@ -1,80 +1,86 @@
 //! What all modes share: checks and hashes the lengths, bounds the plan, and computes it in memory or in a folder.
 //!
 //! A first pass checks, sums and hashes the lengths (`scan`). Then the mode reads the ordered samples a chunk at a time
-//! (`samples`) and appends packs to the plan (`output`). `multiple` stands between the two where packs are left out or
-//! repeated.
+//! (`samples`) and appends packs to the plan (`output`), which counts them and makes their number a multiple.
 
-mod closed_packs;
-mod costs;
+mod best_fit;
+mod cost_fit;
 mod hard;
-mod mixed;
-mod multiple;
+mod ordered;
 mod output;
-mod plan_fingerprint;
-mod refusals;
-mod repeated_samples;
 mod samples;
-mod scan;
 mod whole;
 
-use std::ops::Range;
 use std::path::Path;
 
 use crate::error::PackError;
-use crate::fingerprint::LEAF;
+use crate::fingerprint::{Fingerprint, LEAF, ParameterHash};
 use crate::folder::{FolderWriter, check_disk_space};
-use crate::inputs::{SampleLengths, SampleOrder};
+use crate::inputs::{OrderedSamples, SampleLengths, SampleOrder, check_order};
 use crate::memory;
-use crate::plan::{
-    FORMAT_VERSION, Field, HardMetadata, MIXED, OrderKind, PartMetadata, Plan, PlanInteger, PlanMetadata,
-    WholeMetadata, WideColumns,
-};
+use crate::plan::{ALGORITHM_VERSION, FORMAT_VERSION, Field, Plan, PlanCounts, PlanInteger, PlanMetadata, WideColumns};
 use crate::progress::Progress;
-use crate::request::{Mode, Modes, PackMultiple, PackRequest, Remainder, WholeOptions};
+use crate::request::{Overlong, PackRequest, Packing, Remainder, WholeOptions};
+use crate::scan::{self, CheckedCosts, ScanResult};
 use crate::threads::Threads;
 
-pub(crate) use closed_packs::{ClosedPack, PackMeter, PackRows, PackSplitter};
-pub(crate) use costs::{CheckedCosts, StreamCosts};
-use output::{MemoryOutput, WidthProbe};
-pub(crate) use output::{PackColumns, PlanOutput};
-pub use plan_fingerprint::plan_fingerprint;
-pub(crate) use plan_fingerprint::unchecked_fingerprint;
-pub(crate) use repeated_samples::SeenSamples;
-pub(crate) use samples::{
-    CHUNK, CHUNKS_A_THREAD, FEW_SAMPLES, IndexSource, ReadFailure, SampleReader, Samples, bad_order,
-};
-pub(crate) use scan::ScanResult;
-pub use whole::StreamWindow;
+pub use ordered::StreamWindow;
+use output::{CountedOutput, MemoryOutput, PackNumbers, PlanOutput, packs_to_keep};
+use samples::FEW_SAMPLES;
 
 /// Packs a request whose lengths were checked and hashed.
 pub struct Packer<'a> {
-    pub(crate) request: PackRequest<'a>,
-    pub(crate) streams: Vec<SampleLengths<'a>>,
+    request: PackRequest<'a>,
+    packing: Packing,
+    streams: Vec<SampleLengths<'a>>,
     /// One for each stream.
-    pub(crate) scans: Vec<ScanResult>,
-    pub(crate) costs: Option<CheckedCosts<'a>>,
-    pub(crate) threads: Threads,
+    scans: Vec<ScanResult>,
+    costs: Option<CheckedCosts<'a>>,
+    threads: Threads,
     expected_fingerprint: Option<String>,
 }
 
-/// What a mode reports of the plan that it appended to an output.
-pub(crate) struct Packed {
-    pub(crate) tokens: u64,
-    pub(crate) tokens_packed: u64,
-    pub(crate) packs: u64,
-    pub(crate) pieces: u64,
-    pub(crate) hard: Option<HardMetadata>,
-    pub(crate) whole: Option<WholeMetadata>,
+/// What a mode reports of the plan that it appended to an output: all counts but those of packs and pieces, before packs
+/// are left out or come again.
+struct Packed {
+    counts: PlanCounts,
+    /// Of hard packing: where the tail starts in its first sample, for each stream.
+    tail_start: Vec<u64>,
     /// Hash of an order that was given.
-    pub(crate) order_digest: u128,
+    order_digest: u128,
+}
+
+/// Samples that no pack can take.
+struct Refused {
+    count: u64,
+    dataset: usize,
+    /// The worst one, or the first of several.
+    sample: usize,
+    value: u64,
+}
+
+/// The fingerprint of the plan that a request asks for.
+///
+/// # Errors
+/// As `Packer::new`. The order is only hashed, not checked, except where it may name samples that are refused.
+pub fn plan_fingerprint(request: PackRequest<'_>, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
+    Packer::new(request, progress)?.with_order_hashed(progress)
+}
+
+/// As `plan_fingerprint`, but samples that are too long or cost too much are not refused.
+pub(crate) fn unchecked_fingerprint(
+    request: PackRequest<'_>,
+    progress: &mut dyn Progress,
+) -> Result<Fingerprint, PackError> {
+    Packer::scanned(request, progress)?.with_order_hashed(progress)
 }
 
 impl<'a> Packer<'a> {
-    /// Check and hash the lengths.
+    /// Check the request, and check and hash the lengths.
     ///
     /// # Errors
-    /// Lengths that are negative or add up to 2⁶³ tokens, or longer than a pack where that is refused; costs that are
-    /// negative or more than a pack may cost; options that contradict each other; an order with several datasets; an interrupt.
+    /// Arguments out of range or that contradict each other; lengths that are negative or add up to 2⁶³ tokens, or longer
+    /// than a pack where that is refused; costs that are negative or more than a pack may cost; an interrupt.
     pub fn new(request: PackRequest<'a>, progress: &mut dyn Progress) -> Result<Self, PackError> {
         let packer = Self::scanned(request, progress)?;
         packer.refuse_overlong(progress)?;
@@ -83,11 +89,12 @@ impl<'a> Packer<'a> {
     }
 
     fn scanned(request: PackRequest<'a>, progress: &mut dyn Progress) -> Result<Self, PackError> {
-        request.check()?;
+        let packing = request.check()?;
         let streams = SampleLengths::streams(&request.lengths, request.global_pack);
         let samples = request.lengths.iter().fold(0usize, |sum, lengths| sum.saturating_add(lengths.len()));
         // More threads than leaves would find nothing to do.
-        let threads = if samples > FEW_SAMPLES { request.threads.min(samples.div_ceil(LEAF)) } else { 1 };
+        let threads =
+            if samples > FEW_SAMPLES { Threads::asked(request.threads).min(samples.div_ceil(LEAF)) } else { 1 };
         let threads = Threads::new(threads);
         let scans: Vec<ScanResult> =
             streams.iter().map(|stream| scan::scan(stream, &threads, progress)).collect::<Result<_, _>>()?;
@@ -100,7 +107,7 @@ impl<'a> Packer<'a> {
                 .ok_or(PackError::TotalTooLarge { dataset, sample: streams[dataset].len().saturating_sub(1) })?;
         }
         let costs = CheckedCosts::new(&request, &threads, progress)?;
-        Ok(Self { request, streams, scans, costs, threads, expected_fingerprint: None })
+        Ok(Self { request, packing, streams, scans, costs, threads, expected_fingerprint: None })
     }
 
     /// Compute no other plan than the one with this fingerprint, which the same inputs gave before.
@@ -123,16 +130,122 @@ impl<'a> Packer<'a> {
         if is_other { Err(PackError::InputChanged) } else { Ok(()) }
     }
 
-    /// The options of a stream of whole samples.
-    fn whole_options(&self, stream: usize) -> Option<WholeOptions> {
-        match self.request.mode.of(stream) {
-            Mode::Whole(options) => Some(options),
-            Mode::Hard { .. } => None,
+    fn with_order_hashed(&self, progress: &mut dyn Progress) -> Result<Fingerprint, PackError> {
+        let order_digest = match self.request.order {
+            SampleOrder::Given(order) => scan::hash_column(&order, &self.threads, progress)?,
+            _ => 0,
+        };
+        Ok(self.fingerprint(order_digest))
+    }
+
+    /// The fingerprint of the plan: a hash of all arguments and inputs that determine it. `order_digest` is the hash of an
+    /// order that was given.
+    fn fingerprint(&self, order_digest: u128) -> Fingerprint {
+        let request = &self.request;
+        let mut hash = ParameterHash::new("tundish plan");
+        hash.push("format_version", &FORMAT_VERSION.to_le_bytes());
+        hash.push("algorithm_version", &ALGORITHM_VERSION.to_le_bytes());
+        hash.push("mode", request.mode.name().as_bytes());
+        hash.push("max_length", &request.max_length.to_le_bytes());
+        match self.packing {
+            Packing::Hard { drop_last } => hash.push("drop_last", &[u8::from(drop_last)]),
+            Packing::Whole(WholeOptions { window, overlong, max_samples, align }) => {
+                hash.push("overlong", overlong.name().as_bytes());
+                hash.push("align", &align.to_le_bytes());
+                for (name, value) in [("window", window), ("max_samples", max_samples)] {
+                    if let Some(value) = value {
+                        hash.push(name, &value.to_le_bytes());
+                    }
+                }
+            }
+        }
+        if let Some(costs) = &self.costs {
+            costs.push_to(&mut hash);
+        }
+        if let Some((of, remainder)) = request.multiple() {
+            hash.push("multiple_of", &of.to_le_bytes());
+            hash.push("remainder", remainder.name().as_bytes());
+        }
+        hash.push("global_pack", &[u8::from(request.global_pack)]);
+        match request.order {
+            SampleOrder::Natural => hash.push("order", b"natural"),
+            SampleOrder::Seed(seed) => hash.push("seed", &seed.to_le_bytes()),
+            SampleOrder::Given(_) => hash.push("order", &order_digest.to_le_bytes()),
+        }
+        for scan in &self.scans {
+            for (samples, digest) in &scan.parts {
+                hash.push("samples", &samples.to_le_bytes());
+                hash.push("lengths", &digest.to_le_bytes());
+            }
+        }
+        hash.finish()
+    }
+
+    /// Refuse samples of the order that are longer than a pack.
+    fn refuse_overlong(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
+        let max_length = self.request.max_length;
+        let Packing::Whole(WholeOptions { overlong: Overlong::Error, .. }) = self.packing else { return Ok(()) };
+        let may_be = |stream: usize| self.scans[stream].longest > max_length;
+        match self.find(may_be, |_, _, length| Some(length).filter(|&length| length > max_length), progress)? {
+            Some(Refused { count, dataset, sample, value: length }) => {
+                Err(PackError::Overlong { count, dataset, sample, length, max_length })
+            }
+            None => Ok(()),
         }
     }
 
+    /// Refuse samples of the order that cost more than a pack may.
+    fn refuse_too_costly(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
+        let (Some(costs), Packing::Whole(options)) = (&self.costs, self.packing) else { return Ok(()) };
+        let (max_cost, max_length) = (costs.max_cost(), self.request.max_length);
+        let cost_of = |stream: usize, sample: u64, length: u64| {
+            let is_left_out = length == 0 || (length > max_length && options.overlong == Overlong::Drop);
+            let cost = costs.of_stream(stream).of(sample as i64);
+            Some(cost).filter(|&cost| cost > max_cost && !is_left_out)
+        };
+        match self.find(|_| true, cost_of, progress)? {
+            Some(Refused { count, dataset, sample, value: cost }) => {
+                Err(PackError::TooCostly { count, dataset, sample, cost, max_cost })
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Go through the samples of the order, of the streams that `may_be` at fault. `fault` takes the stream, the sample and
+    /// its length.
+    fn find(
+        &self,
+        may_be: impl Fn(usize) -> bool,
+        fault: impl Fn(usize, u64, u64) -> Option<u64>,
+        progress: &mut dyn Progress,
+    ) -> Result<Option<Refused>, PackError> {
+        let mut count = 0u64;
+        let mut worst: Option<(u64, &SampleLengths<'_>, u64)> = None;
+        for (number, stream) in self.streams.iter().enumerate().filter(|&(number, _)| may_be(number)) {
+            let order = match self.request.order {
+                SampleOrder::Given(order) => {
+                    check_order(&order, stream.len(), progress)?;
+                    Some(order)
+                }
+                _ => None,
+            };
+            let mut samples = OrderedSamples::new("checking lengths", stream, order);
+            while let Some((sample, length)) = samples.next(progress)? {
+                let Some(value) = fault(number, sample, length) else { continue };
+                count += 1;
+                if worst.is_none_or(|(most, ..)| value > most) {
+                    worst = Some((value, stream, sample));
+                }
+            }
+        }
+        Ok(worst.map(|(value, stream, sample)| {
+            let (dataset, sample) = stream.locate(sample as usize);
+            Refused { count, dataset, sample, value }
+        }))
+    }
+
     /// How many samples of a stream are packed, and how many an order leaves out.
-    pub(crate) fn ordered_samples(&self, stream: &SampleLengths<'_>) -> (u64, u64) {
+    fn ordered_samples(&self, stream: &SampleLengths<'_>) -> (u64, u64) {
         match self.request.order {
             SampleOrder::Given(order) => (order.len() as u64, (stream.len() - order.len()) as u64),
             _ => (stream.len() as u64, 0),
@@ -140,30 +253,30 @@ impl<'a> Packer<'a> {
     }
 
     /// The sum of what `bound` says of the packs and pieces of each stream.
-    fn bounds(&self, bound: impl Fn(Mode, &SampleLengths<'a>, &ScanResult) -> (u64, u64)) -> (u64, u64) {
-        self.streams.iter().zip(&self.scans).enumerate().fold((0, 0), |(packs, pieces), (number, (stream, scan))| {
-            let (more_packs, more_pieces) = bound(self.request.mode.of(number), stream, scan);
+    fn bounds(&self, bound: impl Fn(&SampleLengths<'a>, &ScanResult) -> (u64, u64)) -> (u64, u64) {
+        self.streams.iter().zip(&self.scans).fold((0, 0), |(packs, pieces), (stream, scan)| {
+            let (more_packs, more_pieces) = bound(stream, scan);
             (packs.saturating_add(more_packs), pieces.saturating_add(more_pieces))
         })
     }
 
     /// The most packs and pieces that the plan can have, before packs are repeated.
     fn most(&self) -> (u64, u64) {
-        self.bounds(|mode, stream, scan| match mode {
-            Mode::Hard { drop_last } => hard::most(self, drop_last, stream, scan),
-            Mode::Whole(options) => whole::most(self, &options, stream, scan),
+        self.bounds(|stream, scan| match self.packing {
+            Packing::Hard { drop_last } => hard::most(self, drop_last, stream, scan),
+            Packing::Whole(options) => whole::most(self, &options, stream, scan),
         })
     }
 
     /// The least packs and pieces that the plan can have, whatever the order is.
     fn least(&self) -> (u64, u64) {
-        let (packs, pieces) = self.bounds(|mode, stream, scan| match mode {
-            Mode::Hard { drop_last } => hard::least(self, drop_last, stream, scan),
-            Mode::Whole(options) => whole::least(self, &options, stream, scan),
+        let (packs, pieces) = self.bounds(|stream, scan| match self.packing {
+            Packing::Hard { drop_last } => hard::least(self, drop_last, stream, scan),
+            Packing::Whole(options) => whole::least(self, &options, stream, scan),
         });
-        match self.request.multiple {
+        match self.request.multiple() {
             // Of the pieces that are left, nothing is known but that a pack has one.
-            Some(PackMultiple { of, remainder: Remainder::Drop }) => {
+            Some((of, Remainder::Drop)) => {
                 let packs = packs.saturating_sub(of - 1);
                 (packs, packs)
             }
@@ -173,37 +286,57 @@ impl<'a> Packer<'a> {
 
     /// The most packs and pieces that are repeated.
     fn most_repeated(&self) -> (u64, u64) {
-        let Some(PackMultiple { of, remainder: Remainder::Repeat }) = self.request.multiple else { return (0, 0) };
+        let Some((of, Remainder::Repeat)) = self.request.multiple() else { return (0, 0) };
         // Of fewer packs than `of`, each may come many times.
         let times = if self.least().0 < of { of } else { 1 };
         (of - 1, self.most().1.saturating_mul(times))
     }
 
-    pub(crate) fn has_piece_ranges(&self) -> bool {
-        self.request.mode.have_piece_ranges()
+    fn has_piece_ranges(&self) -> bool {
+        let Packing::Whole(options) = self.packing else { return false };
+        matches!(options.overlong, Overlong::Split | Overlong::Truncate)
     }
 
     fn fields(&self) -> &'static [Field] {
         Field::of_plan(self.has_piece_ranges())
     }
 
-    /// Whether the plan is computed in 32 bits: all sums that the modes make fit.
-    fn is_narrow(&self) -> bool {
-        let largest = i32::MAX as u64;
+    /// The packs and pieces that the plan can have, with those that are repeated.
+    fn most_in_all(&self) -> (u64, u64) {
         let ((packs, pieces), (more_packs, more_pieces)) = (self.most(), self.most_repeated());
-        let (packs, pieces) = (packs.saturating_add(more_packs), pieces.saturating_add(more_pieces));
-        let longest = self.scans.iter().map(|scan| scan.longest).max().unwrap_or(0);
-        packs <= largest
-            && pieces <= largest
-            && self.request.max_length.saturating_add(longest) <= largest
-            && self.streams.iter().all(|stream| stream.len() as u64 <= largest)
+        (packs.saturating_add(more_packs), pieces.saturating_add(more_pieces))
     }
 
-    /// Which columns have 8 bytes a value, if the plan is not narrow: a pass over all samples that keeps nothing.
-    fn wide_columns(&self, progress: &mut dyn Progress) -> Result<WideColumns, PackError> {
-        let mut probe = WidthProbe::default();
-        self.run::<i64>(&mut probe, progress)?;
-        Ok(probe.wide_columns())
+    /// Tokens of the longest sample.
+    fn longest_sample(&self) -> u64 {
+        self.scans.iter().map(|scan| scan.longest).max().unwrap_or(0)
+    }
+
+    /// Samples of the largest stream.
+    fn most_samples(&self) -> u64 {
+        self.streams.iter().map(|stream| stream.len() as u64).max().unwrap_or(0)
+    }
+
+    /// Whether the plan is computed in 32 bits: all sums that the modes make fit.
+    fn is_narrow(&self) -> bool {
+        let (packs, pieces) = self.most_in_all();
+        let sums = [packs, pieces, self.request.max_length.saturating_add(self.longest_sample()), self.most_samples()];
+        sums.iter().all(|&sum| sum <= i32::MAX as u64)
+    }
+
+    /// Which columns have 8 bytes a value: those whose values are not bounded by 32 bits.
+    fn wide_columns(&self) -> WideColumns {
+        let longest = self.longest_sample();
+        Field::ALL.map(|field| {
+            let most = match field {
+                Field::DatasetId => self.streams.len() as u64,
+                Field::Indices => self.most_samples(),
+                Field::IndicesCuLen => self.most_in_all().1,
+                Field::Longest => longest.min(self.request.max_length),
+                Field::StartOffset | Field::EndOffset | Field::PieceStart | Field::PieceStop => longest,
+            };
+            most > i32::MAX as u64
+        })
     }
 
     /// Compute the plan in memory.
@@ -212,33 +345,29 @@ impl<'a> Packer<'a> {
     /// A bad order; a plan larger than the machine's memory; an interrupt.
     pub fn pack(&self, progress: &mut dyn Progress) -> Result<Plan, PackError> {
         let (packs, pieces) = self.most();
-        let fields = self.fields();
-        let is_narrow = self.is_narrow();
-        let of_pieces = fields.iter().filter(|field| field.is_per_piece()).count();
-        let values = u128::from(packs) * (fields.len() - of_pieces) as u128 + u128::from(pieces) * of_pieces as u128;
-        let bytes = values * if is_narrow { 4 } else { 8 };
+        let (fields, wide) = (self.fields(), self.wide_columns());
+        let bytes: u128 = fields
+            .iter()
+            .map(|&field| {
+                let values = if field.is_per_piece() { pieces } else { packs };
+                u128::from(values) * if wide[field as usize] { 8 } else { 4 }
+            })
+            .sum();
         let available = memory::physical_bytes();
         if bytes > u128::from(available) {
             return Err(PackError::TooLarge { bytes, packs, pieces, available });
         }
-        let wide = if is_narrow { WideColumns::default() } else { self.wide_columns(progress)? };
-        let computed = MemoryOutput::new(packs, pieces, fields, wide).and_then(|output| match is_narrow {
-            true => self.pack_into::<i32>(output, progress),
-            false => self.pack_into::<i64>(output, progress),
+        let computed = MemoryOutput::new(packs, pieces, fields, wide).and_then(|mut output| {
+            let metadata = match self.is_narrow() {
+                true => self.run::<i32>(&mut output, progress),
+                false => self.run::<i64>(&mut output, progress),
+            }?;
+            Ok(Plan { columns: output.into_columns(), metadata })
         });
         computed.map_err(|error| match error {
             PackError::OutOfMemory { bytes, .. } => PackError::OutOfMemory { bytes, plan_in_memory: true },
             other => other,
         })
-    }
-
-    fn pack_into<P: PlanInteger>(
-        &self,
-        mut output: MemoryOutput,
-        progress: &mut dyn Progress,
-    ) -> Result<Plan, PackError> {
-        let metadata = self.run::<P>(&mut output, progress)?;
-        Ok(Plan { columns: output.into_columns(), metadata })
     }
 
     /// Compute the plan straight into a folder that is published when it is complete and durable.
@@ -248,21 +377,12 @@ impl<'a> Packer<'a> {
     pub fn write(&self, target: &Path, progress: &mut dyn Progress) -> Result<PlanMetadata, PackError> {
         let (packs, pieces) = self.least();
         check_disk_space(target, packs, pieces, self.fields())?;
-        if self.is_narrow() {
-            self.write_columns::<i32>(target, WideColumns::default(), progress)
-        } else {
-            self.write_columns::<i64>(target, self.wide_columns(progress)?, progress)
-        }
-    }
-
-    fn write_columns<P: PlanInteger>(
-        &self,
-        target: &Path,
-        wide: WideColumns,
-        progress: &mut dyn Progress,
-    ) -> Result<PlanMetadata, PackError> {
-        let mut writer = FolderWriter::create(target, self.fields(), wide)?;
-        match self.run::<P>(&mut writer, progress) {
+        let mut writer = FolderWriter::create(target, self.fields(), self.wide_columns())?;
+        let computed = match self.is_narrow() {
+            true => self.run::<i32>(&mut writer, progress),
+            false => self.run::<i64>(&mut writer, progress),
+        };
+        match computed {
             Ok(metadata) => writer.publish(&metadata, progress).map(|()| metadata),
             Err(error) => {
                 writer.abandon();
@@ -271,28 +391,15 @@ impl<'a> Packer<'a> {
         }
     }
 
-    /// Append all packs of the streams in `streams`, which have one mode, as a plan of their own.
+    /// Append all packs that the mode makes.
     fn run_mode<P: PlanInteger>(
         &self,
-        streams: Range<usize>,
         output: &mut dyn PlanOutput<P>,
         progress: &mut dyn Progress,
     ) -> Result<Packed, PackError> {
-        match self.request.mode.of(streams.start) {
-            Mode::Hard { drop_last } => hard::run(self, drop_last, streams, output, progress),
-            Mode::Whole(options) => whole::run(self, &options, streams, output, progress),
-        }
-    }
-
-    /// Append all packs, before any are left out or repeated.
-    fn run_modes<P: PlanInteger>(
-        &self,
-        output: &mut dyn PlanOutput<P>,
-        progress: &mut dyn Progress,
-    ) -> Result<Vec<Packed>, PackError> {
-        match &self.request.mode {
-            Modes::All(_) => Ok(vec![self.run_mode(0..self.streams.len(), output, progress)?]),
-            Modes::Each(_) => mixed::run(self, output, progress),
+        match self.packing {
+            Packing::Hard { drop_last } => hard::run(self, drop_last, output, progress),
+            Packing::Whole(options) => whole::run(self, &options, output, progress),
         }
     }
 
@@ -301,61 +408,24 @@ impl<'a> Packer<'a> {
         output: &mut dyn PlanOutput<P>,
         progress: &mut dyn Progress,
     ) -> Result<PlanMetadata, PackError> {
-        let request = &self.request;
-        let (packed, multiple) = match request.multiple {
-            Some(asked) => {
-                let (packed, multiple) = multiple::run(self, asked, output, progress)?;
-                (packed, Some(multiple))
+        let keep = match self.request.multiple() {
+            Some((of, Remainder::Drop)) => {
+                let mut numbers = PackNumbers(vec![0; self.streams.len()]);
+                self.run_mode::<P>(&mut numbers, progress)?;
+                Some(packs_to_keep(numbers.0, of)?)
             }
-            None => (self.run_modes(output, progress)?, None),
+            _ => None,
         };
-        let sum = |value: fn(&Packed) -> u64| -> u64 { packed.iter().map(value).sum() };
-        let (tokens, tokens_packed) = (sum(|part| part.tokens), sum(|part| part.tokens_packed));
-        let (packs, pieces) = (sum(|part| part.packs), sum(|part| part.pieces));
-        let order_digest = packed.first().map_or(0, |part| part.order_digest);
-        let (order, seed) = match request.order {
-            SampleOrder::Natural => (OrderKind::Natural, None),
-            SampleOrder::Given(_) => (OrderKind::Given, None),
-            SampleOrder::Seed(seed) => (OrderKind::Seed, Some(seed)),
-        };
-        let fingerprint = self.fingerprint(order_digest).to_string();
-        self.check_fingerprint(&fingerprint)?;
-        let mut metadata = PlanMetadata {
-            format_version: FORMAT_VERSION,
-            mode: MIXED.into(),
-            max_length: request.max_length,
-            global_pack: request.global_pack,
-            order,
-            seed,
-            samples: request.lengths.iter().map(|lengths| lengths.len() as u64).collect(),
-            tokens,
-            tokens_packed,
-            packs,
-            pieces,
-            hard: None,
-            whole: None,
-            parts: Vec::new(),
-            multiple: None,
-            fingerprint,
-        };
-        let mut parts: Vec<PartMetadata> =
-            packed.into_iter().zip(request.mode.all()).map(|(part, mode)| part.into_metadata(*mode)).collect();
-        match &request.mode {
-            Modes::Each(_) => metadata.parts = parts,
-            Modes::All(_) => {
-                if let Some(PartMetadata { mode, hard, whole, .. }) = parts.pop() {
-                    (metadata.mode, metadata.hard, metadata.whole) = (mode, hard, whole);
-                }
-            }
+        let mut counted = CountedOutput::new(self, output, keep);
+        let packed = self.run_mode::<P>(&mut counted, progress)?;
+        counted.repeat(progress)?;
+        let counts = counted.finish(&packed);
+        if self.request.multiple_of.is_some_and(|of| !counts.packs.is_multiple_of(of)) {
+            return Err(PackError::InputChanged);
         }
-        Ok(metadata.with_multiple(multiple))
-    }
-}
-
-impl Packed {
-    fn into_metadata(self, mode: Mode) -> PartMetadata {
-        let Self { tokens, tokens_packed, packs, pieces, hard, whole, .. } = self;
-        PartMetadata { mode: mode.name().into(), tokens, tokens_packed, packs, pieces, hard, whole }
+        let fingerprint = self.fingerprint(packed.order_digest).to_string();
+        self.check_fingerprint(&fingerprint)?;
+        Ok(PlanMetadata::new(&self.request, self.packing, counts, fingerprint))
     }
 }
 

@@ -5,20 +5,22 @@ use proptest::prelude::*;
 use super::*;
 use crate::inputs::Integers;
 use crate::progress::NoProgress;
-use crate::request::{Overlong, Placement};
+use crate::request::{Mode, Overlong};
 
-fn mode() -> impl Strategy<Value = (Mode, u64)> {
-    let placement = prop_oneof![
-        Just(Placement::BestFit),
-        Just(Placement::Sequential),
-        (1u64..5).prop_map(|window| Placement::Ordered { window })
+/// A request without lengths, and what `max_length` is a multiple of.
+fn options() -> impl Strategy<Value = PackRequest<'static>> {
+    let mode = prop_oneof![
+        Just((Mode::BestFit, None)),
+        Just((Mode::Sequential, None)),
+        (1u64..5).prop_map(|window| (Mode::Ordered, Some(window)))
     ];
     let overlong = prop_oneof![Just(Overlong::Split), Just(Overlong::Truncate), Just(Overlong::Drop)];
-    let whole = (placement, overlong, prop::option::of(1u64..5), 1u64..5);
+    let whole = (mode, overlong, prop::option::of(1u64..5), 1u64..5);
+    let request = || PackRequest { threads: Some(1), ..PackRequest::new(Vec::new(), 1) };
     prop_oneof![
-        any::<bool>().prop_map(|drop_last| (Mode::Hard { drop_last }, 1)),
-        whole.prop_map(|(placement, overlong, max_samples, align)| {
-            (Mode::Whole(WholeOptions { placement, overlong, max_samples, align }), align)
+        any::<bool>().prop_map(move |drop_last| PackRequest { drop_last: Some(drop_last), ..request() }),
+        whole.prop_map(move |((mode, window), overlong, max_samples, align)| {
+            PackRequest { mode, window, overlong: Some(overlong), max_samples, align, ..request() }
         })
     ]
 }
@@ -31,14 +33,15 @@ proptest! {
         used in 0usize..=60,
         units in 1u64..40,
         is_shifted in any::<bool>(),
-        (mode, align) in mode(),
+        options in options(),
         multiple in prop::option::of((1u64..9, prop_oneof![Just(Remainder::Drop), Just(Remainder::Repeat)])),
         global_pack in any::<bool>(),
     ) {
-        let multiple = multiple.map(|(of, remainder)| PackMultiple { of, remainder });
-        let multiple = multiple.filter(|multiple| multiple.check(&mode.into()).is_ok());
+        let multiple = multiple.filter(|(_, remainder)| {
+            *remainder == Remainder::Repeat || options.drop_last != Some(false)
+        });
         // Modes of whole samples have packs of 2^28 tokens at most.
-        let shift = if is_shifted && matches!(mode, Mode::Hard { .. }) { 32 } else { 0 };
+        let shift = if is_shifted && options.mode == Mode::Hard { 32 } else { 0 };
         let lengths: Vec<u64> = lengths.iter().map(|length| length << shift).collect();
         let order: Vec<i64> = (0..lengths.len() as i64).rev().take(used).collect();
         let (one, two) = (vec![&lengths[..]], vec![&lengths[..], &more[..]]);
@@ -47,15 +50,19 @@ proptest! {
             let request = PackRequest {
                 lengths: datasets.iter().map(|&lengths| Integers::from(lengths)).collect(),
                 order,
-                max_length: (units * align) << shift,
-                mode: mode.into(),
-                costs: None,
-                multiple,
+                max_length: (units * options.align) << shift,
+                multiple_of: multiple.map(|(of, _)| of),
+                remainder: multiple.map(|(_, remainder)| remainder),
                 global_pack,
-                threads: 1,
+                ..options.clone()
             };
             let packer = Packer::new(request, &mut NoProgress).unwrap();
-            let PlanMetadata { packs, pieces, .. } = packer.pack(&mut NoProgress).unwrap().metadata;
+            let PlanCounts { packs, pieces, .. } = match packer.pack(&mut NoProgress) {
+                Ok(plan) => plan.metadata.counts,
+                // All packs of a dataset would be left out.
+                Err(PackError::Invalid(_)) if multiple.is_some() => continue,
+                Err(error) => panic!("{error}"),
+            };
             let (least, most, repeated) = (packer.least(), packer.most(), packer.most_repeated());
             prop_assert!(least.0 <= packs && packs <= most.0 + repeated.0);
             prop_assert!(least.1 <= pieces && pieces <= most.1 + repeated.1);

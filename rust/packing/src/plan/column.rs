@@ -105,17 +105,6 @@ impl Column {
         })
     }
 
-    /// The same values in 32 bits, where all of them fit.
-    #[must_use]
-    pub(crate) fn narrowed(self) -> Self {
-        match self {
-            Self::I64(values) if values.iter().all(|&value| i32::try_from(value).is_ok()) => {
-                Self::I32(values.into_iter().map(|value| value as i32).collect())
-            }
-            other => other,
-        }
-    }
-
     /// Append values, all of which fit the column.
     pub(crate) fn append<P: PlanInteger>(&mut self, values: &[P]) {
         match self {

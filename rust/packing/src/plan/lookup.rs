@@ -172,19 +172,47 @@ impl LocatedPacks {
         self.piece_cu.last().map_or(0, |&pieces| pieces as usize)
     }
 
+    /// The fields of packs, and those of pieces that the plan has, whose values the packs are read from.
+    fn ranges<'s>(&'s self, plan: &'s PlanView<'_>) -> impl Iterator<Item = (Field, Range<usize>)> + 's {
+        let packs = self.numbers.iter().zip(&self.begins).zip(self.piece_cu.windows(2));
+        packs.flat_map(move |((&number, &begin), cu)| {
+            let (number, begin) = (number as usize, begin as usize);
+            let pieces = begin..begin + (cu[1] - cu[0]) as usize;
+            plan.fields()
+                .iter()
+                .map(move |&field| (field, if field.is_per_piece() { pieces.clone() } else { number..number + 1 }))
+        })
+    }
+
+    /// Whether all that is to be read was compared with its checksums before.
+    #[must_use]
+    pub fn is_checked(&self, plan: &PlanView<'_>) -> bool {
+        self.ranges(plan).all(|(field, range)| plan.is_checked(field, range))
+    }
+
+    /// Compare what is to be read with its checksums.
+    fn check(&self, plan: &PlanView<'_>) -> Result<(), PackError> {
+        if plan.are_checks_done() {
+            return Ok(());
+        }
+        self.ranges(plan).try_for_each(|(field, range)| plan.check(field, range))
+    }
+
     /// Read the packs.
     ///
     /// Columns are read one after the other, for up to `WINDOW` packs or pieces at a time, so that their cache misses
     /// overlap.
     ///
     /// # Errors
-    /// `Mismatch` where the columns contradict the lengths or hold negative values; an interrupt.
+    /// `Format` where a file is damaged; `Mismatch` where the columns contradict the lengths or hold negative values; an
+    /// interrupt.
     pub fn read<C: AsIntegers>(
         self,
         plan: &PlanView<'_>,
         lengths: Option<&AttachedLengths<C>>,
         progress: &mut dyn Progress,
     ) -> Result<PackBatch, PackError> {
+        self.check(plan)?;
         let packs = self.numbers.len();
         let mut dataset_id = memory::zeroed::<i64>(packs)?;
         let mut pieces = PieceReader::new(plan, &self, lengths)?;

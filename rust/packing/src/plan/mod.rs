@@ -1,25 +1,27 @@
 //! A plan: six columns, or eight where inner pieces may be parts of samples, and the metadata that says how they were
 //! made.
 //!
-//! Invariants: a column is 32 bits wide where every value of it fits, 64 bits otherwise; no value is negative;
+//! Invariants: a column is 32 bits wide where the inputs bound its values so, 64 bits otherwise; no value is negative;
 //! `indices_cu_len` rises strictly and ends at the number of pieces.
 
 mod column;
 mod lookup;
 mod metadata;
-mod multiple;
-mod parts;
 
+use std::ops::Range;
+
+use crate::checksums::ColumnChecks;
 use crate::error::PackError;
 use crate::inputs::Integers;
+use crate::progress::Progress;
 
 pub use column::{Column, Field};
 pub(crate) use column::{PlanInteger, WideColumns};
 pub use lookup::{AsIntegers, AttachedLengths, LocatedPacks, PackBatch, TO_THE_END, locate, lookup};
-pub use metadata::{FORMAT_VERSION, HardMetadata, OrderKind, PlanMetadata, WholeMetadata};
-pub use multiple::MultipleMetadata;
-pub(crate) use parts::MIXED;
-pub use parts::PartMetadata;
+pub use metadata::{ALGORITHM_VERSION, FORMAT_VERSION, OrderKind, PlanCounts, PlanMetadata};
+
+/// Values that are compared with their checksums between two ticks.
+const VALUES_A_TICK: usize = 1 << 18;
 
 /// A plan in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,7 +47,7 @@ impl Plan {
     pub fn view(&self) -> PlanView<'_> {
         let mut columns = [Integers::from(&[] as &[i32]); 8];
         columns.iter_mut().zip(&self.columns).for_each(|(slot, column)| *slot = column.view());
-        PlanView { columns, has_piece_ranges: self.columns.len() == Field::ALL.len() }
+        PlanView { columns, has_piece_ranges: self.columns.len() == Field::ALL.len(), checks: &[] }
     }
 }
 
@@ -55,6 +57,8 @@ pub struct PlanView<'a> {
     /// In the order of `Field::ALL`; those that the plan lacks are empty.
     columns: [Integers<'a>; 8],
     has_piece_ranges: bool,
+    /// The checksums of columns that are mapped from files; none for a plan in memory.
+    checks: &'a [ColumnChecks],
 }
 
 impl<'a> PlanView<'a> {
@@ -81,17 +85,50 @@ impl<'a> PlanView<'a> {
             }
             all[field as usize] = column;
         }
-        Ok(Self { columns: all, has_piece_ranges })
+        Ok(Self { columns: all, has_piece_ranges, checks: &[] })
     }
 
-    /// The first `packs` packs, which have `pieces` pieces; all of them where there are fewer.
-    pub(crate) fn first(&self, packs: u64, pieces: u64) -> Self {
-        let mut first = *self;
-        for (column, field) in first.columns.iter_mut().zip(Field::ALL) {
-            let len = if field.is_per_piece() { pieces } else { packs };
-            *column = column.first(usize::try_from(len).unwrap_or(usize::MAX));
+    /// The same columns, which are compared with their checksums before they are read.
+    #[must_use]
+    pub fn with_checks(self, checks: &'a [ColumnChecks]) -> Self {
+        Self { checks, ..self }
+    }
+
+    /// Compare the blocks that hold the values `range` of a column with their checksums, unless they were compared before.
+    ///
+    /// # Errors
+    /// `Format` with the file at fault.
+    #[inline]
+    pub(crate) fn check(&self, field: Field, range: Range<usize>) -> Result<(), PackError> {
+        match self.checks.get(field as usize) {
+            Some(checks) if !checks.are_done() => checks.check(&self.column(field), range),
+            _ => Ok(()),
         }
-        first
+    }
+
+    /// Whether all columns were compared with their checksums, or have none.
+    pub(crate) fn are_checks_done(&self) -> bool {
+        self.checks.iter().all(ColumnChecks::are_done)
+    }
+
+    /// Whether `check` of this range would read nothing.
+    pub(crate) fn is_checked(&self, field: Field, range: Range<usize>) -> bool {
+        self.checks.get(field as usize).is_none_or(|checks| checks.is_checked(&self.column(field), range))
+    }
+
+    /// Compare all columns with their checksums.
+    ///
+    /// # Errors
+    /// As `check`; an interrupt.
+    pub fn check_all(&self, progress: &mut dyn Progress) -> Result<(), PackError> {
+        for &field in self.fields() {
+            let len = self.column(field).len();
+            for start in (0..len).step_by(VALUES_A_TICK) {
+                progress.tick("checking the plan", start as u64, len as u64)?;
+                self.check(field, start..len.min(start + VALUES_A_TICK))?;
+            }
+        }
+        Ok(())
     }
 
     /// The fields that the plan has, in order.

@@ -2,7 +2,44 @@
 
 use std::collections::VecDeque;
 
-use tundish_packing::{Overlong, Placement, WholeOptions};
+use tundish_packing::{Integers, Mode, Overlong, PackRequest};
+
+/// How samples are placed in packs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    BestFit,
+    Ordered { window: u64 },
+    Sequential,
+}
+
+/// The options of whole samples.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WholeOptions {
+    pub placement: Placement,
+    pub overlong: Overlong,
+    pub max_samples: Option<u64>,
+    pub align: u64,
+}
+
+impl WholeOptions {
+    /// A request with these options.
+    pub fn request<'a>(&self, lengths: Vec<Integers<'a>>, max_length: u64) -> PackRequest<'a> {
+        let (mode, window) = match self.placement {
+            Placement::BestFit => (Mode::BestFit, None),
+            Placement::Ordered { window } => (Mode::Ordered, Some(window)),
+            Placement::Sequential => (Mode::Sequential, None),
+        };
+        PackRequest {
+            mode,
+            window,
+            overlong: Some(self.overlong),
+            max_samples: self.max_samples,
+            align: self.align,
+            threads: Some(1),
+            ..PackRequest::new(lengths, max_length)
+        }
+    }
+}
 
 /// Sample, first token, one past the last token.
 pub type Piece = (u64, u64, u64);

@@ -1,28 +1,22 @@
 //! Binds `tundish-packing`.
 
 mod balance;
-mod folder;
 mod integer_array;
 mod integer_list;
 mod mapped_array;
 mod mix;
-mod pack_lookup;
 mod packer;
-mod plan_conversions;
+mod plan;
 mod shuffle;
 mod stream_window;
 
 pub(crate) use balance::{balanced_parts, micro_batches};
-pub(crate) use folder::{open_plan, save_plan};
 pub(crate) use integer_list::integers_of_list;
 pub(crate) use mix::mix_packs;
-pub(crate) use pack_lookup::PackLookup;
-pub(crate) use packer::{pack, pack_to_folder, plan_fingerprint};
-pub(crate) use plan_conversions::{plan_sample_index, verify_plan};
+pub(crate) use packer::{pack, pack_options, pack_to_folder, plan_fingerprint};
+pub(crate) use plan::{PackLookup, PlanChecks, open_plan};
 pub(crate) use shuffle::shuffled_indices;
 pub(crate) use stream_window::StreamWindow;
-
-use std::thread;
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -44,9 +38,4 @@ fn to_json(metadata: &PlanMetadata) -> PyResult<String> {
 
 fn from_json(text: &str) -> Result<PlanMetadata, BindingError> {
     PlanMetadata::from_json(text).map_err(BindingError::Pack)
-}
-
-/// How many threads this process may run on at once.
-fn available_threads() -> usize {
-    thread::available_parallelism().map_or(1, usize::from)
 }

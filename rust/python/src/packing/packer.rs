@@ -1,117 +1,192 @@
 //! Computes plans.
+//!
+//! Arguments come as a dict of what the caller passed. Here they get their types; the core checks their ranges and
+//! whether they go together.
 
 use std::path::PathBuf;
 
 use numpy::PyUntypedArray;
+use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
 use tundish_packing::inputs::SampleOrder;
-use tundish_packing::{
-    Mode, Modes, Overlong, PackError, PackMultiple, PackRequest, Packer, Placement, Remainder, SampleCosts,
-    WholeOptions,
-};
+use tundish_packing::plan::PlanMetadata;
+use tundish_packing::{Mode, Overlong, PackError, PackRequest, Packer, Remainder};
 
 use super::integer_array::IntegerArray;
-use super::{as_numpy, available_threads, to_json};
+use super::{as_numpy, to_json};
 use crate::error::BindingError;
 use crate::long_work::{SignalCheck, enter};
 
-/// The arguments of a plan, as a dict.
-#[derive(FromPyObject)]
-#[pyo3(from_item_all)]
-pub(crate) struct RequestDict<'py> {
-    lengths: Vec<Bound<'py, PyUntypedArray>>,
-    order: Option<Bound<'py, PyUntypedArray>>,
-    seed: Option<u32>,
-    max_length: u64,
-    modes: Vec<String>,
-    drop_last: bool,
-    overlong: String,
-    window: u64,
-    max_samples: Option<u64>,
-    align: u64,
-    costs: Option<Vec<Bound<'py, PyUntypedArray>>>,
-    max_cost: u64,
-    multiple_of: Option<u64>,
-    remainder: String,
-    global_pack: bool,
-    threads: Option<usize>,
+/// The keys of a request: the arrays, then the options.
+const KEYS: [&str; 16] = [
+    "lengths",
+    "order",
+    "costs",
+    "max_length",
+    "mode",
+    "seed",
+    "drop_last",
+    "overlong",
+    "window",
+    "max_samples",
+    "align",
+    "max_cost",
+    "multiple_of",
+    "remainder",
+    "global_pack",
+    "threads",
+];
+
+/// A request with its arrays.
+struct Request {
+    lengths: Vec<IntegerArray>,
+    order: Option<IntegerArray>,
+    costs: Option<Vec<IntegerArray>>,
+    /// Without arrays.
+    options: PackRequest<'static>,
 }
 
-fn unknown(name: &str, value: &str, choices: &str) -> BindingError {
-    BindingError::Value(format!("{name} is '{value}'; it is one of {choices}"))
+/// An argument that is given, and is not None.
+fn given<'py>(arguments: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(arguments.get_item(name)?.filter(|value| !value.is_none()))
 }
 
-impl RequestDict<'_> {
-    fn modes(&self) -> Result<Modes, BindingError> {
-        match &self.modes[..] {
-            [mode] => self.mode(mode).map(Modes::All),
-            modes => modes.iter().map(|mode| self.mode(mode)).collect::<Result<_, _>>().map(Modes::Each),
+/// A value as messages show it.
+fn shown(value: &Bound<'_, PyAny>) -> String {
+    let text = value.repr().map_or_else(|_| value.get_type().to_string(), |text| text.to_string());
+    text.chars().take(100).collect()
+}
+
+fn integer(arguments: &Bound<'_, PyDict>, name: &str) -> Result<Option<u64>, BindingError> {
+    let Some(value) = given(arguments, name)? else { return Ok(None) };
+    let py = value.py();
+    if value.is_instance_of::<PyBool>() {
+        return Err(BindingError::Type(format!("{name} must be an integer, not {}", shown(&value))));
+    }
+    match value.extract::<u64>() {
+        Ok(number) => Ok(Some(number)),
+        Err(error) if error.is_instance_of::<PyOverflowError>(py) => {
+            let number = py.import("tundish.errors")?.call_method1("format_integer", (&value,))?;
+            Err(BindingError::Value(format!("{name} is {number}; it must be in 0 … 2**64 - 1")))
+        }
+        Err(_) => Err(BindingError::Type(format!("{name} must be an integer, not {}", shown(&value)))),
+    }
+}
+
+fn flag(arguments: &Bound<'_, PyDict>, name: &str) -> Result<Option<bool>, BindingError> {
+    let Some(value) = given(arguments, name)? else { return Ok(None) };
+    match value.cast::<PyBool>() {
+        Ok(flag) => Ok(Some(flag.is_true())),
+        Err(_) => Err(BindingError::Type(format!("{name} must be True or False, not {}", shown(&value)))),
+    }
+}
+
+fn word<T>(
+    arguments: &Bound<'_, PyDict>,
+    name: &str,
+    words: &[&str],
+    from_name: fn(&str) -> Option<T>,
+) -> Result<Option<T>, BindingError> {
+    let Some(value) = given(arguments, name)? else { return Ok(None) };
+    let listed = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(", ");
+    let Ok(text) = value.cast::<PyString>() else {
+        return Err(BindingError::Type(format!("{name} must be one of {listed}, not {}", shown(&value))));
+    };
+    match text.to_str().ok().and_then(from_name) {
+        Some(found) => Ok(Some(found)),
+        None => Err(BindingError::Value(format!("{name} is {}; it must be one of {listed}", shown(&value)))),
+    }
+}
+
+impl Request {
+    fn new(arguments: &Bound<'_, PyDict>) -> Result<Self, BindingError> {
+        for name in arguments.keys() {
+            let name = name.to_string();
+            if !KEYS.contains(&&*name) {
+                return Err(BindingError::Type(format!(
+                    "there is no argument {name:.100}; the options are {}",
+                    KEYS[3..].join(", ")
+                )));
+            }
+        }
+        // None stands for an option that was not given, where that is a choice.
+        for name in ["mode", "align", "global_pack"] {
+            if arguments.get_item(name)?.is_some_and(|value| value.is_none()) {
+                return Err(BindingError::Type(match name {
+                    "mode" => format!("mode must be one of {}, not None", Mode::WORDS.join(", ")),
+                    "align" => "align must be an integer, not None".into(),
+                    _ => "global_pack must be True or False, not None".into(),
+                }));
+            }
+        }
+        let arrays = |name| -> Result<Option<Vec<IntegerArray>>, BindingError> {
+            let Some(given) = given(arguments, name)? else { return Ok(None) };
+            let arrays: Vec<Bound<'_, PyUntypedArray>> = given.extract()?;
+            Ok(Some(IntegerArray::all(&arrays)?))
+        };
+        let order = match given(arguments, "order")? {
+            Some(order) => Some(IntegerArray::new(&order.cast_into::<PyUntypedArray>().map_err(PyErr::from)?)?),
+            None => None,
+        };
+        let seed = integer(arguments, "seed")?;
+        let order_kind = match seed.map(u32::try_from) {
+            None => SampleOrder::Natural,
+            Some(Ok(seed)) => SampleOrder::Seed(seed),
+            Some(Err(_)) => {
+                return Err(BindingError::Value(format!(
+                    "seed is {}; it must be in 0 … {}",
+                    seed.unwrap_or_default(),
+                    u32::MAX
+                )));
+            }
+        };
+        let max_length = integer(arguments, "max_length")?
+            .ok_or_else(|| BindingError::Type("max_length must be an integer, not None".into()))?;
+        let options = PackRequest {
+            mode: word(arguments, "mode", Mode::WORDS, Mode::from_name)?.unwrap_or(Mode::Hard),
+            order: order_kind,
+            drop_last: flag(arguments, "drop_last")?,
+            overlong: word(arguments, "overlong", Overlong::WORDS, Overlong::from_name)?,
+            window: integer(arguments, "window")?,
+            max_samples: integer(arguments, "max_samples")?,
+            align: integer(arguments, "align")?.unwrap_or(1),
+            max_cost: integer(arguments, "max_cost")?,
+            multiple_of: integer(arguments, "multiple_of")?,
+            remainder: word(arguments, "remainder", Remainder::WORDS, Remainder::from_name)?,
+            global_pack: flag(arguments, "global_pack")?.unwrap_or(false),
+            threads: integer(arguments, "threads")?,
+            ..PackRequest::new(Vec::new(), max_length)
+        };
+        Ok(Self { lengths: arrays("lengths")?.unwrap_or_default(), order, costs: arrays("costs")?, options })
+    }
+
+    fn view(&self) -> PackRequest<'_> {
+        let options = self.options.clone();
+        PackRequest {
+            lengths: self.lengths.iter().map(IntegerArray::view).collect(),
+            order: self.order.as_ref().map_or(options.order, |order| SampleOrder::Given(order.view())),
+            costs: self.costs.as_ref().map(|columns| columns.iter().map(IntegerArray::view).collect()),
+            ..options
         }
     }
 
-    fn mode(&self, name: &str) -> Result<Mode, BindingError> {
-        if name == "hard" {
-            return Ok(Mode::Hard { drop_last: self.drop_last });
-        }
-        let placement = Placement::from_name(name, self.window)
-            .ok_or_else(|| unknown("mode", name, "'hard', 'best_fit', 'ordered', 'sequential'"))?;
-        let overlong = Overlong::from_name(&self.overlong)
-            .ok_or_else(|| unknown("overlong", &self.overlong, "'error', 'split', 'truncate', 'drop'"))?;
-        Ok(Mode::Whole(WholeOptions { placement, overlong, max_samples: self.max_samples, align: self.align }))
-    }
-
-    fn multiple(&self) -> Result<Option<PackMultiple>, BindingError> {
-        let remainder = Remainder::from_name(&self.remainder)
-            .ok_or_else(|| unknown("remainder", &self.remainder, "'drop', 'repeat'"))?;
-        Ok(self.multiple_of.map(|of| PackMultiple { of, remainder }))
-    }
-
-    /// Call `work` with the request, without the GIL.
+    /// Call `work` with a packer for the plan with the fingerprint `expected`, or for any, without the GIL.
     fn run<T: Send>(
-        &self,
+        self,
         py: Python<'_>,
         progress: Option<Py<PyAny>>,
-        work: impl FnOnce(PackRequest<'_>, &mut SignalCheck) -> Result<T, PackError> + Send,
+        expected: Option<&str>,
+        work: impl FnOnce(Packer<'_>, &mut SignalCheck) -> Result<T, PackError> + Send,
     ) -> PyResult<T> {
-        let lengths = IntegerArray::all(&self.lengths)?;
-        let order = self.order.as_ref().map(IntegerArray::new).transpose()?;
-        let (seed, max_length, mode, global_pack) = (self.seed, self.max_length, self.modes()?, self.global_pack);
-        let (costs, max_cost) = (self.costs.as_deref().map(IntegerArray::all).transpose()?, self.max_cost);
-        let multiple = self.multiple()?;
-        let threads = self.threads.unwrap_or_else(available_threads);
         enter(py, progress, move |signals| {
-            let request = PackRequest {
-                lengths: lengths.iter().map(IntegerArray::view).collect(),
-                order: match (&order, seed) {
-                    (Some(order), _) => SampleOrder::Given(order.view()),
-                    (None, Some(seed)) => SampleOrder::Seed(seed),
-                    (None, None) => SampleOrder::Natural,
-                },
-                max_length,
-                mode,
-                costs: costs
-                    .as_ref()
-                    .map(|columns| SampleCosts { columns: columns.iter().map(IntegerArray::view).collect(), max_cost }),
-                multiple,
-                global_pack,
-                threads,
+            let packer = Packer::new(self.view(), signals)?;
+            let packer = match expected {
+                Some(fingerprint) => packer.expect_fingerprint(fingerprint)?,
+                None => packer,
             };
-            Ok(work(request, signals)?)
+            Ok(work(packer, signals)?)
         })
-    }
-}
-
-/// A packer for the plan with the fingerprint `expected`, or for any.
-fn packer<'r>(
-    request: PackRequest<'r>,
-    expected: Option<&str>,
-    signals: &mut SignalCheck,
-) -> Result<Packer<'r>, PackError> {
-    let packer = Packer::new(request, signals)?;
-    match expected {
-        Some(fingerprint) => packer.expect_fingerprint(fingerprint),
-        None => Ok(packer),
     }
 }
 
@@ -120,12 +195,12 @@ fn packer<'r>(
 #[pyo3(signature = (request, progress=None, expected=None))]
 pub(crate) fn pack<'py>(
     py: Python<'py>,
-    request: RequestDict<'py>,
+    request: &Bound<'py, PyDict>,
     progress: Option<Py<PyAny>>,
     expected: Option<String>,
 ) -> PyResult<(String, Bound<'py, PyTuple>)> {
-    let plan =
-        request.run(py, progress, |request, signals| packer(request, expected.as_deref(), signals)?.pack(signals))?;
+    let request = Request::new(request)?;
+    let plan = request.run(py, progress, expected.as_deref(), |packer, signals| packer.pack(signals))?;
     let columns: Vec<_> = plan.columns.into_iter().map(|column| as_numpy(py, column)).collect();
     Ok((to_json(&plan.metadata)?, PyTuple::new(py, columns)?))
 }
@@ -135,15 +210,13 @@ pub(crate) fn pack<'py>(
 #[pyo3(signature = (request, target, progress=None, expected=None))]
 pub(crate) fn pack_to_folder(
     py: Python<'_>,
-    request: RequestDict<'_>,
+    request: &Bound<'_, PyDict>,
     target: PathBuf,
     progress: Option<Py<PyAny>>,
     expected: Option<String>,
 ) -> PyResult<String> {
-    let work = |request: PackRequest<'_>, signals: &mut SignalCheck| {
-        packer(request, expected.as_deref(), signals)?.write(&target, signals)
-    };
-    to_json(&request.run(py, progress, work)?)
+    let request = Request::new(request)?;
+    to_json(&request.run(py, progress, expected.as_deref(), |packer, signals| packer.write(&target, signals))?)
 }
 
 /// The fingerprint of the plan that `pack` would compute.
@@ -151,8 +224,16 @@ pub(crate) fn pack_to_folder(
 #[pyo3(signature = (request, progress=None))]
 pub(crate) fn plan_fingerprint(
     py: Python<'_>,
-    request: RequestDict<'_>,
+    request: &Bound<'_, PyDict>,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<String> {
-    request.run(py, progress, |request, signals| Ok(tundish_packing::plan_fingerprint(request, signals)?.to_string()))
+    let request = Request::new(request)?;
+    enter(py, progress, move |signals| Ok(tundish_packing::plan_fingerprint(request.view(), signals)?.to_string()))
+}
+
+/// The options of a request without arrays, checked and complete: the metadata of an empty plan, as JSON.
+#[pyfunction]
+pub(crate) fn pack_options(request: &Bound<'_, PyDict>) -> PyResult<String> {
+    let request = Request::new(request)?;
+    to_json(&PlanMetadata::of_request(&request.view()).map_err(BindingError::Pack)?)
 }

@@ -1,9 +1,11 @@
-//! The first pass over the lengths: checks, sums and hashes them, in the order they lie in memory.
+//! The first pass over the lengths and costs: checks, sums and hashes them, in the order they lie in memory.
 
 use crate::error::PackError;
-use crate::fingerprint::{self, ColumnHash, LEAF};
+use crate::fingerprint::{self, ColumnHash, LEAF, ParameterHash};
 use crate::inputs::{Integers, SampleLengths};
+use crate::plan::PlanInteger;
 use crate::progress::Progress;
+use crate::request::PackRequest;
 use crate::simd::vectorized;
 use crate::threads::Threads;
 
@@ -79,7 +81,7 @@ pub(crate) fn hash_column(
 ///
 /// # Errors
 /// `BadCost` with the first sample at fault; an interrupt.
-pub(crate) fn hash_costs(
+fn hash_costs(
     column: &Integers<'_>,
     dataset: usize,
     threads: &Threads,
@@ -159,4 +161,66 @@ fn first_bad_length(part: &Integers<'_>, dataset: usize, start: usize, mut token
         }
     }
     PackError::InputChanged
+}
+
+/// The costs of a request.
+pub(crate) struct CheckedCosts<'a> {
+    /// Laid out as the lengths are.
+    streams: Vec<SampleLengths<'a>>,
+    max_cost: u64,
+    /// Hash of each dataset's costs.
+    digests: Vec<u128>,
+}
+
+/// The costs of the samples of one stream.
+#[derive(Clone, Copy)]
+pub(crate) struct StreamCosts<'r> {
+    samples: &'r SampleLengths<'r>,
+    /// What the samples of a pack cost together at most.
+    pub(crate) max_cost: u64,
+}
+
+impl<'a> CheckedCosts<'a> {
+    /// Check and hash the costs of a request, if it has any.
+    ///
+    /// # Errors
+    /// `BadCost`; an interrupt.
+    pub(crate) fn new(
+        request: &PackRequest<'a>,
+        threads: &Threads,
+        progress: &mut dyn Progress,
+    ) -> Result<Option<Self>, PackError> {
+        let (Some(columns), Some(max_cost)) = (&request.costs, request.max_cost) else { return Ok(None) };
+        let digests = columns
+            .iter()
+            .enumerate()
+            .map(|(dataset, column)| hash_costs(column, dataset, threads, progress))
+            .collect::<Result<_, _>>()?;
+        let streams = SampleLengths::streams(columns, request.global_pack);
+        Ok(Some(Self { streams, max_cost, digests }))
+    }
+
+    /// Add all that determines the plan.
+    pub(crate) fn push_to(&self, hash: &mut ParameterHash) {
+        hash.push("max_cost", &self.max_cost.to_le_bytes());
+        for digest in &self.digests {
+            hash.push("costs", &digest.to_le_bytes());
+        }
+    }
+
+    pub(crate) fn max_cost(&self) -> u64 {
+        self.max_cost
+    }
+
+    /// The costs of stream `stream`, which exists.
+    pub(crate) fn of_stream(&self, stream: usize) -> StreamCosts<'_> {
+        StreamCosts { samples: &self.streams[stream], max_cost: self.max_cost }
+    }
+}
+
+impl StreamCosts<'_> {
+    /// The cost of one sample, which exists.
+    pub(crate) fn of<P: PlanInteger>(self, sample: P) -> u64 {
+        self.samples.get(sample.widen() as usize)
+    }
 }

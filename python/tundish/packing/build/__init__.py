@@ -1,1 +1,0 @@
-"""Builds plans: in this process, in a cache, or once a node for all ranks."""
