@@ -489,9 +489,10 @@ class _Options:
         # Options that the mode does not have are null.
         defaults: dict[str, Any] = {"window": 1, "overlong": "error", "drop_last": False}
         names = [field.name for field in dataclasses.fields(cls)]
-        made = cls(
-            **{name: defaults.get(name) if complete[name] is None else complete[name] for name in names}
-        )
+        found: dict[str, Any] = {
+            name: defaults.get(name) if complete[name] is None else complete[name] for name in names
+        }
+        made = cls(**found)
         # Refused here, and not when samples come.
         made.new_window()
         return made
