@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
+import types
+from collections import OrderedDict, UserDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as some
-
-from support.tree.containers import KEYS, containers
 
 
 class Pair(NamedTuple):
@@ -108,6 +107,27 @@ VALUES = (
     | some.sampled_from([1j, torch.float16, 2**80])
     | some.lists(some.integers(0, 9), min_size=16, max_size=20)
 )
+KEYS = some.text(max_size=3) | some.integers(0, 3) | some.tuples(some.integers(0, 2))
+
+
+def containers(
+    inner: some.SearchStrategy[Any], *, rows: type[list[Any]], keys: some.SearchStrategy[Any], most: int
+) -> some.SearchStrategy[Any]:
+    """Of up to `most` of `inner`: lists, also as `rows`, dicts, namespaces, and the same thing twice."""
+    return (
+        some.lists(inner, max_size=most).flatmap(
+            lambda items: some.sampled_from([list, tuple, rows, deque]).map(lambda kind: kind(items))
+        )
+        | some.dictionaries(keys, inner, max_size=most).flatmap(
+            lambda items: some.sampled_from(
+                [dict, OrderedDict, lambda one: defaultdict(list, one), UserDict]
+            ).map(lambda kind: kind(items))
+        )
+        | some.builds(lambda one, other: types.SimpleNamespace(a=one, b=other), inner, inner)
+        | inner.map(lambda one: [one, {"again": one}])
+    )
+
+
 STRUCTURES: some.SearchStrategy[Any] = some.recursive(
     PARTS | VALUES,
     lambda inner: (
@@ -148,26 +168,3 @@ def with_tensors(structure: Any) -> Any:
 
     find(structure, set())
     return copy.deepcopy(structure, memo)
-
-
-SEVERAL = some.integers(3, 20)
-PLAIN_VALUES = (
-    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=3) | some.binary()
-)
-BUILTIN_STRUCTURES: some.SearchStrategy[Any] = some.recursive(
-    PARTS | PLAIN_VALUES | some.complex_numbers(),
-    lambda inner: (
-        some.lists(inner, max_size=6)
-        | some.lists(inner, max_size=6).map(tuple)
-        | some.dictionaries(some.text(max_size=3) | some.integers(), inner, max_size=6)
-        | some.builds(Pair, inner, inner)
-        | some.lists(PLAIN_VALUES, min_size=14, max_size=20).flatmap(
-            lambda items: some.sampled_from([items, tuple(items)])
-        )
-        # Rows, and the same container twice.
-        | some.builds(lambda inner, count: [inner] * count, PARTS, SEVERAL)
-        | some.builds(lambda inner, count: dict.fromkeys(range(count), inner), PARTS, SEVERAL)
-        | inner.map(lambda one: [one, {"again": one}, (one,)])
-    ),
-    max_leaves=30,
-)
