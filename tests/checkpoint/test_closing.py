@@ -18,8 +18,8 @@ from support.distributed.programs import PIPE, Program, run
 from torch import distributed
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.hf.export import HfStager
 from tundish.checkpoint.save import Save
+from tundish.checkpoint.staging import Staged
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError, NotFoundError
 
 TENSORS = {"w": torch.ones(1000)}
@@ -438,15 +438,14 @@ def test_a_save_whose_checkpointer_is_closed_meanwhile_fails(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(root, on_failure="raise")
-    stage = HfStager.stage
+    copy = Staged.copy
 
-    def stage_and_close(plan: HfStager) -> Any:
-        staged = stage(plan)
+    def copy_and_close(staged: Staged) -> None:
+        copy(staged)
         checkpointer.close()
-        return staged
 
     with monkeypatch.context() as patch:
-        patch.setattr(HfStager, "stage", stage_and_close)
+        patch.setattr(Staged, "copy", copy_and_close)
         with pytest.raises(InvalidInputError, match="closed while the save was taken"):
             checkpointer.save_hf(1, TENSORS)
     # The root was let go of before the save was given up, so the next owner removes what it left.

@@ -14,12 +14,12 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tundish._native import FileImage, trim_staging
+from tundish.checkpoint.write_plan import Place
 from tundish.errors import InvalidInputError
 
 _logger = logging.getLogger("tundish.checkpoint")
@@ -33,15 +33,6 @@ _registered: dict[int, FileImage] = {}
 # The pinned memory that no buffer uses.
 _pinned: list[FileImage] = []
 _pinned_lock = threading.Lock()
-
-
-class Place(NamedTuple):
-    """Where a tensor lies in a buffer: bytes `start` to `stop` - 1."""
-
-    start: int
-    stop: int
-    dtype: torch.dtype
-    shape: Sequence[int]
 
 
 class Buffer:

@@ -20,16 +20,16 @@ from typing import Any, Self
 
 from tundish.checkpoint.checkpointer_resources import open_checkpointers
 from tundish.checkpoint.dcp.load import load_from_root
-from tundish.checkpoint.dcp.save import DcpStager
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.dcp.save import DcpSave
+from tundish.checkpoint.hf.export import HfExport
 from tundish.checkpoint.open_checkpointer import open_checkpointer
 from tundish.checkpoint.publish.failure_policy import OnFailure
 from tundish.checkpoint.publish.kinds_and_steps import check_step, plain_step
 from tundish.checkpoint.publish.readonly_root import ReadonlyRoot
 from tundish.checkpoint.publish.retention import Checkpoint, Retention
 from tundish.checkpoint.save import Save, check_wait
-from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, Staging
 from tundish.checkpoint.start_save import SaveRequest, start_save
+from tundish.checkpoint.write_plan import DEFAULT_SHARD_BYTES, Staging
 from tundish.errors import InvalidInputError, TimedOutError
 
 __all__ = ["Checkpointer"]
@@ -200,8 +200,8 @@ class Checkpointer(ReadonlyRoot):
                 tag=tag,
                 overwrite=overwrite,
                 blocking=blocking,
-                make_stager=functools.partial(
-                    HfStager,
+                make_plan=functools.partial(
+                    HfExport,
                     model_or_tensors,
                     config=config,
                     tokenizer=tokenizer,
@@ -271,8 +271,8 @@ class Checkpointer(ReadonlyRoot):
                 tag=tag,
                 overwrite=overwrite,
                 blocking=blocking,
-                make_stager=functools.partial(
-                    DcpStager,
+                make_plan=functools.partial(
+                    DcpSave,
                     resources.planner,
                     state_dict,
                     extra=extra,

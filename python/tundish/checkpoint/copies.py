@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from tundish._native import TensorCopy
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.tensors import INSPECTOR, any_on_cuda, check_memories, check_memory, locals_of
+from tundish.checkpoint.write_plan import Place
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError, format_type
 from tundish.tensor_bytes import INTEGER_DTYPES
 

@@ -10,7 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from tundish.checkpoint.stager import StagedSave
+from tundish.checkpoint.staging import Staged
 from tundish.errors import InvalidInputError, InvalidTypeError, TimedOutError
 
 __all__ = ["Save", "check_wait", "waits_for_itself"]
@@ -47,7 +47,7 @@ class Save(Future[Path]):
         self._total = file_bytes
         self._written: Callable[[], int] = lambda: 0
         # Set by the checkpointer: None before staging began and once the save is over; whether all is in host memory.
-        self._staged_save: StagedSave | None = None
+        self._staged_save: Staged | None = None
         self._was_staged = False
 
     def result(self, timeout: float | None = None) -> Path:

@@ -22,7 +22,8 @@ from tundish.checkpoint.publish.finalizer import QueuedSave
 from tundish.checkpoint.publish.kinds_and_steps import Kind, check_step
 from tundish.checkpoint.publish.writable_root import Begun
 from tundish.checkpoint.save import Save
-from tundish.checkpoint.stager import Stager
+from tundish.checkpoint.staging import Staged
+from tundish.checkpoint.write_plan import SavePlan
 from tundish.distributed import same_arguments
 from tundish.errors import CallbackError, InvalidInputError, InvalidTypeError
 
@@ -33,14 +34,14 @@ _logger = logging.getLogger("tundish.checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """The arguments of a save. `make_stager` looks at the tensors and refuses what cannot be saved."""
+    """The arguments of a save. `make_plan` looks at the tensors and refuses what cannot be saved."""
 
     kind: Kind
     step: int
     tag: str | None
     overwrite: bool
     blocking: bool
-    make_stager: Callable[[], Stager]
+    make_plan: Callable[[], SavePlan]
     extra: Mapping[str, Any] | None = None
 
     @property
@@ -58,19 +59,19 @@ def start_save(resources: CheckpointerResources, request: SaveRequest) -> Save:
     queue.wait_for_turn()
     attempt = _Attempt(resources, request)
     try:
-        stager = attempt.agree()
-        queued = _queued_save(resources, request, stager, attempt)
+        staged = attempt.agree()
+        queued = _queued_save(resources, request, staged, attempt)
     except BaseException:
         attempt.release()
         raise
     try:
         try:
-            queued.staged = stager.stage()
-            queued.save._staged_save = queued.staged
+            staged.copy()
+            queued.staged = queued.save._staged_save = staged
         except BaseException as caught:
             # The finalizer's next vote tells the other ranks.
             queued.staged, queued.caller_raises = caught, True
-            stager.release()
+            attempt.give_back()
             # The frames hold views of staged tensors.
             traceback.clear_frames(caught.__traceback__)
             raise
@@ -96,12 +97,12 @@ def _act_on_unraised(resources: CheckpointerResources, queued: QueuedSave, raise
 
 
 def _queued_save(
-    resources: CheckpointerResources, request: SaveRequest, stager: Stager, attempt: _Attempt
+    resources: CheckpointerResources, request: SaveRequest, staged: Staged, attempt: _Attempt
 ) -> QueuedSave:
     name = f"{request.kind}-{request.step}"
     is_queue_thread = resources.queues[request.kind].is_own_thread
     return QueuedSave(
-        save=Save(request.kind, request.step, stager.file_bytes, is_queue_thread=is_queue_thread),
+        save=Save(request.kind, request.step, staged.file_bytes, is_queue_thread=is_queue_thread),
         number=resources.voter.last_vote.number,
         folder=resources.path / f".{name}.incomplete",
         target=resources.path / name,
@@ -111,15 +112,14 @@ def _queued_save(
         begun=attempt.begun,
         needs_room=attempt.needs_room,
         caller_raises=request.blocking,
-        release=attempt.memory.close,
+        release=attempt.give_back,
     )
 
 
 class _Attempt:
-    """A save until it is taken, with its stager, its part of the staging budget and its folder in the root.
+    """A save until it is taken, with its plan, its memory and its folder in the root.
 
     Attributes:
-        memory: gives back the part of the budget; closed when the save is over.
         begun: the checkpoint that the first rank began; None on the others.
         needs_room: whether old checkpoints have to go before anything is written; known to the first rank.
     """
@@ -127,30 +127,32 @@ class _Attempt:
     def __init__(self, resources: CheckpointerResources, request: SaveRequest) -> None:
         self._resources = resources
         self._request = request
-        self.memory = contextlib.ExitStack()
-        self._stager: Stager | None = None
+        # The part of the staging budget, and the memory.
+        self._memory = contextlib.ExitStack()
+        self._plan: SavePlan | None = None
         self.begun: Begun | None = None
         self.needs_room = False
 
-    def agree(self) -> Stager:
+    def agree(self) -> Staged:
         """Collective: refuse the save if it can be refused, else reserve its resources."""
         resources, request = self._resources, self._request
         same, flag = same_arguments(call=request.what), False
         replicas: Mapping[str, str] = {}
         error: BaseException | None = None
+        staged: Staged | None = None
         try:
-            stager = self._make_stager()
+            plan = self._make_plan()
             same = same_arguments(
                 call=request.what,
                 tag=repr(request.tag),
                 overwrite=request.overwrite,
-                content=stager.fingerprint,
+                content=plan.fingerprint,
             )
-            flag = stager.needs_preparation
+            flag = plan.needs_ranks
             if resources.world_size > 1:
-                replicas = stager.replicas
+                replicas = plan.replicas
             if not flag:
-                self._reserve(stager)
+                staged = self._reserve(plan)
         except Exception as caught:  # noqa: BLE001 (the vote raises it again)
             # The frames hold memory that was being reserved.
             traceback.clear_frames(caught.__traceback__)
@@ -158,29 +160,34 @@ class _Attempt:
         given = json.dumps([flag, dict(replicas)])
         found = resources.voter.combine(given, _compared, error, what=request.what, same=same)
         any_needs, do_replicas_differ = json.loads(found)
+        vote = resources.voter.last_vote
         if not any_needs and not do_replicas_differ:
-            stager.prepare(resources.voter.last_vote, any_needs=False, do_replicas_differ=False)
-            return stager
-        try:
-            has_changed = stager.prepare(
-                resources.voter.last_vote, any_needs=any_needs, do_replicas_differ=do_replicas_differ
-            )
-            if has_changed or flag:
-                self._reserve(stager)
-        except Exception as caught:  # noqa: BLE001 (the vote raises it again)
-            traceback.clear_frames(caught.__traceback__)
-            error = caught
-        resources.voter.vote(error, what=f"{request.what}: reserving")
-        return stager
+            plan.agree(vote, any_needs=False, do_replicas_differ=False)
+        else:
+            try:
+                has_changed = plan.agree(vote, any_needs=any_needs, do_replicas_differ=do_replicas_differ)
+                if has_changed or staged is None:
+                    staged = self._reserve(plan)
+            except Exception as caught:  # noqa: BLE001 (the vote raises it again)
+                traceback.clear_frames(caught.__traceback__)
+                error = caught
+            resources.voter.vote(error, what=f"{request.what}: reserving")
+        if staged is None:
+            raise RuntimeError(f"{request.what} was taken without its memory")
+        return staged
 
     def release(self) -> None:
         """Give everything back."""
-        self.memory.close()
-        if self._stager is not None:
-            self._stager.release()
+        self.give_back()
         self._abandon()
 
-    def _make_stager(self) -> Stager:
+    def give_back(self) -> None:
+        """Give back everything but the folder."""
+        self._memory.close()
+        if self._plan is not None:
+            self._plan.release()
+
+    def _make_plan(self) -> SavePlan:
         resources, request = self._resources, self._request
         resources.failure.raise_pending()
         check_step(request.step)
@@ -193,19 +200,22 @@ class _Attempt:
         if request.step in queue.steps_under_way():
             raise InvalidInputError(f"{request.what}: a save of this step is under way already")
         queue.start()
-        self._stager = request.make_stager()
-        return self._stager
+        self._plan = request.make_plan()
+        return self._plan
 
-    def _reserve(self, stager: Stager) -> None:
-        self.memory.close()
+    def _reserve(self, plan: SavePlan) -> Staged:
+        self._memory.close()
+        write_plan = plan.write_plan()
         # First, since a refused save must not wait for memory.
-        self._begin(stager)
-        size = stager.staged_bytes
+        self._begin(write_plan.checkpoint_bytes)
+        size = write_plan.staged_bytes
         self._resources.budget.take(size, self._request.what)
-        self.memory.callback(self._resources.budget.give_back, size)
-        stager.reserve()
+        self._memory.callback(self._resources.budget.give_back, size)
+        staged = Staged(write_plan)
+        self._memory.callback(staged.release)
+        return staged
 
-    def _begin(self, stager: Stager) -> None:
+    def _begin(self, checkpoint_bytes: int) -> None:
         """On the first rank: make the folder of the step, or refuse the step."""
         writable, request = self._resources.writable, self._request
         self._abandon()
@@ -215,7 +225,7 @@ class _Attempt:
                 kind=request.kind,
                 step=request.step,
                 tag=request.tag,
-                size=stager.checkpoint_bytes,
+                size=checkpoint_bytes,
                 # Each rank writes one, as a rule.
                 files=self._resources.world_size,
                 overwrite=request.overwrite,

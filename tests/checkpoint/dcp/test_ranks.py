@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint.dcp import plan as dcp_plan
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.dcp.save import DcpSave
 from tundish.checkpoint.hf import gather
 
 
@@ -95,16 +95,16 @@ def fail_on_one_rank(rank: int, line: Line) -> None:
     (root,) = line.hear()
     state = {"w": torch.full((1000,), 1.0), "mine": {str(rank): torch.zeros(3)}}
     said = []
-    reserve = DcpStager.reserve
+    write_plan = DcpSave.write_plan
     with Checkpointer(root, on_failure="raise", timeout=30) as checkpointer:
         for step, failing in enumerate((1, 0, None)):
             # Another form each time, so that there is something to plan.
             state[f"more{step}"] = torch.ones(2)
 
-            def fail(self: DcpStager) -> None:
+            def fail(self: DcpSave) -> Any:
                 raise OSError(f"rank {rank} cannot reserve")
 
-            DcpStager.reserve = fail if rank == failing else reserve  # type: ignore[method-assign]
+            DcpSave.write_plan = fail if rank == failing else write_plan  # type: ignore[method-assign]
             said.append(outcome(lambda: checkpointer.save_dcp(step, state, blocking=True)))  # noqa: B023
         assert checkpointer.stats()["staging"]["in_use"] == 0
         loaded = {"w": torch.zeros(1000)}

@@ -15,7 +15,7 @@ from torch import distributed
 
 from tundish._native import staging_stats
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.dcp.save import DcpSave
 from tundish.distributed import VoteId
 
 
@@ -31,11 +31,11 @@ def refused_tensors(rank: int, line: Line) -> None:
     )
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     planner = new_planner()
-    said = [outcome(lambda tensor=tensor: DcpStager(planner, {"w": tensor})) for tensor in (partial, crooked)]
+    said = [outcome(lambda tensor=tensor: DcpSave(planner, {"w": tensor})) for tensor in (partial, crooked)]
     if rank == 0:
-        alone_stager = DcpStager(new_planner(alone), {"w": outsider})
+        alone_stager = DcpSave(new_planner(alone), {"w": outsider})
         vote = VoteId("unused", 0)
-        said.append(outcome(lambda: alone_stager.prepare(vote, any_needs=True, do_replicas_differ=False)))
+        said.append(outcome(lambda: alone_stager.agree(vote, any_needs=True, do_replicas_differ=False)))
     line.say([one[:2] for one in said])
 
 
@@ -77,11 +77,11 @@ def test_unsupported_values_are_refused_before_staging(
 ) -> None:
     before = staging_stats()["in_use"]
     with pytest.raises((ValueError, TypeError)) as refusal:
-        DcpStager(planner, state)
+        DcpSave(planner, state)
     assert type(refusal.value).__name__ == kind
     assert said in str(refusal.value)
     assert staging_stats()["in_use"] == before
-    DcpStager(planner, {"w": torch.ones(1)})
+    DcpSave(planner, {"w": torch.ones(1)})
 
 
 ENDLESS: list[Any] = []
@@ -106,5 +106,5 @@ ENDLESS.append(ENDLESS)
 )
 def test_invalid_arguments_are_refused(planner: SavePlanner, arguments: Any, said: str) -> None:
     with pytest.raises((ValueError, TypeError)) as refusal:
-        DcpStager(planner, {"w": torch.ones(1)}, **arguments)
+        DcpSave(planner, {"w": torch.ones(1)}, **arguments)
     assert said in str(refusal.value)

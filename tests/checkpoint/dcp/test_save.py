@@ -14,8 +14,8 @@ from support.checkpoint.dcp_states import (
     bits,
     gathered,
     new_planner,
-    prepare,
     read,
+    reserve,
     run,
     save,
     whole,
@@ -27,7 +27,7 @@ from torch.distributed import checkpoint as dcp
 
 from tundish._native import staging_stats, verify_checkpoint
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.dcp.save import DcpSave
 
 LAYOUTS = [
     *((1, "ddp"), (1, "fsdp")),
@@ -44,9 +44,9 @@ def train_and_save(rank: int, line: Line) -> None:
         world.train(number + 1)
         state = world.state() | {"step": 255 + number, "run": {"name": "n" * (number % 2), "seen": [number]}}
         expected = whole(state)
-        plan = DcpStager(planner, state)
-        prepare(plan)
-        staged = plan.stage()
+        plan = DcpSave(planner, state)
+        staged = reserve(plan)
+        staged.copy()
         # From here on the training goes on, and what was given to the save changes in every way it can.
         state["run"]["seen"].append(7)
         world.train()
@@ -76,11 +76,11 @@ def save_replicas(rank: int, line: Line) -> None:
     state = {f"w{number}": torch.full((1000,), float(number)) for number in range(8)}
     used = []
     for number in range(2):
-        plan = DcpStager(planner, state)
+        plan = DcpSave(planner, state)
         before = staging_stats()["in_use"]
-        prepare(plan)
-        staged = plan.stage()
-        used.append((plan.staged_bytes, staging_stats()["in_use"] - before))
+        staged = reserve(plan)
+        staged.copy()
+        used.append((plan.write_plan().staged_bytes, staging_stats()["in_use"] - before))
         facts = write(staged, folder / str(number))
         assert staging_stats()["in_use"] == before
     line.say(used, sum(fact.size for fact in facts if fact.name.endswith(".distcp")))
@@ -136,10 +136,9 @@ def test_ranks_may_hold_different_things(tmp_path: Path) -> None:
 def hold_different_things_under_one_name(rank: int, line: Line) -> None:
     (folder,) = line.hear()
     planner = new_planner()
-    plan = DcpStager(planner, {"w": torch.zeros(2 + rank % 2)})
+    plan = DcpSave(planner, {"w": torch.zeros(2 + rank % 2)})
     try:
-        prepare(plan)
-        plan.stage()
+        reserve(plan)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
     finally:
@@ -258,9 +257,9 @@ def test_objects_come_back_unchanged(planner: SavePlanner, tmp_path: Path) -> No
         },
     }
     expected = whole(state)
-    plan = DcpStager(planner, state)
-    prepare(plan)
-    staged = plan.stage()
+    plan = DcpSave(planner, state)
+    staged = reserve(plan)
+    staged.copy()
     state["nested"]["list"].append(4)
     state["nested"]["tuple"][0].fill_(8)
     write(staged, tmp_path / "saved")

@@ -7,32 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import assert_same, prepare, read, save
+from support.checkpoint.dcp_states import assert_same, read, reserve, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tundish._native import staging_stats
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.dcp.save import DcpSave
 from tundish.checkpoint.dcp.state import flatten_state
 
 
 def test_fingerprints_differ_with_extra_and_staging(planner: SavePlanner) -> None:
     state = {"w": torch.ones(1)}
     same = [
-        DcpStager(planner, state, extra={"a": 1, "b": 2}),
-        DcpStager(planner, state, extra={"b": 2, "a": 1}, rank_extra=3),
+        DcpSave(planner, state, extra={"a": 1, "b": 2}),
+        DcpSave(planner, state, extra={"b": 2, "a": 1}, rank_extra=3),
     ]
     assert same[0].fingerprint == same[1].fingerprint
-    assert DcpStager(planner, state, extra={"a": 2, "b": 2}).fingerprint != same[0].fingerprint
-    assert DcpStager(planner, state).fingerprint != same[0].fingerprint
+    assert DcpSave(planner, state, extra={"a": 2, "b": 2}).fingerprint != same[0].fingerprint
+    assert DcpSave(planner, state).fingerprint != same[0].fingerprint
 
 
 def test_an_unstaged_plan_releases_its_memory(planner: SavePlanner) -> None:
     before = staging_stats()["in_use"]
-    plan = DcpStager(planner, {"w": torch.ones(1 << 20)})
-    prepare(plan)
+    plan = DcpSave(planner, {"w": torch.ones(1 << 20)})
+    staged = reserve(plan)
     assert staging_stats()["in_use"] >= before + (1 << 22)
-    plan.release()
+    staged.release()
     assert staging_stats()["in_use"] == before
 
 

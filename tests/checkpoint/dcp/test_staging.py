@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoint.dcp_states import Net, assert_same, prepare, read, save, whole, write
+from support.checkpoint.dcp_states import Net, assert_same, read, reserve, save, whole, write
 
 from tundish.checkpoint.copies import EagerCopy
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.dcp.save import DcpStager
+from tundish.checkpoint.dcp.save import DcpSave
 
 
 def test_a_lazy_save_has_the_values_before_the_optimizer_step(planner: SavePlanner, tmp_path: Path) -> None:
@@ -29,9 +29,9 @@ def test_a_lazy_save_has_the_values_before_the_optimizer_step(planner: SavePlann
     for number in range(3):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         expected = whole(state)
-        plan = DcpStager(planner, state, staging="lazy", optimizer=optimizer)
-        prepare(plan)
-        staged = plan.stage()
+        plan = DcpSave(planner, state, staging="lazy", optimizer=optimizer)
+        staged = reserve(plan)
+        staged.copy()
         with torch.no_grad():
             model.average.fill_(number + 1)
         train()

@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.export import HfExport
 from tundish.errors import CorruptCheckpointError, InvalidInputError, InvalidTypeError
 
 take_any_peft()
@@ -201,12 +201,12 @@ def test_a_transformers_model_saves_its_active_adapter(base: Path, tmp_path: Pat
         assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
     model.set_adapter(["first", "second"])
     with pytest.raises(InvalidInputError, match=r"first, second are active, and LlamaForCausalLM saves one"):
-        HfStager(model)
+        HfExport(model)
     model.set_adapter([])
     with pytest.raises(
         InvalidInputError, match=r"no adapter is active, and LlamaForCausalLM saves the active"
     ):
-        HfStager(model)
+        HfExport(model)
     # Without its adapters it is a model as any.
     model.delete_adapter(["first", "second"])
     export(tmp_path / "whole", model)
@@ -318,14 +318,14 @@ def test_parameters_sharded_by_deepspeed_are_refused(kind: str, base: Path) -> N
         if parameter.requires_grad:
             partitioned(parameter)
     with pytest.raises(InvalidInputError, match=r"is sharded by DeepSpeed \(ZeRO-3\) and has no values here"):
-        HfStager(model)
+        HfExport(model)
     whole = LlamaForCausalLM.from_pretrained(base)
     partitioned(whole.lm_head.weight)
     empty = nn.Parameter(torch.empty(0))
     for one in (whole, {"some": empty, "lm_head.weight": whole.lm_head.weight}):
         with pytest.raises(InvalidInputError, match=r"^'lm_head\.weight' is sharded by DeepSpeed"):
-            HfStager(one)
-    HfStager({"some": empty}).release()
+            HfExport(one)
+    HfExport({"some": empty}).release()
 
 
 def wrapped_inside(model: Any) -> Any:
@@ -380,16 +380,16 @@ def test_adapters_that_cannot_be_saved_are_refused(base: Path) -> None:
     with pytest.raises(
         InvalidTypeError, match=r"PeftMixedModel\) mixes kinds of adapters, which peft cannot"
     ):
-        HfStager(mixed)
+        HfExport(mixed)
     for one in (model, mixed, added(base)):
         with pytest.raises(InvalidTypeError, match=r"under 'part\.' holds adapters"):
-            HfStager({"part": one})
+            HfExport({"part": one})
     with pytest.raises(InvalidInputError, match=r"to_hf is given for the adapters of a PeftModel"):
-        HfStager(model, to_hf=lambda name, tensor: [(name, tensor)])
+        HfExport(model, to_hf=lambda name, tensor: [(name, tensor)])
     with pytest.raises(InvalidInputError, match=r"config is given for a model that holds adapters"):
-        HfStager(model, config=model.config)
+        HfExport(model, config=model.config)
     named = peft.get_peft_model(LlamaForCausalLM.from_pretrained(base), KINDS["lora"](), adapter_name="a/b")
     with pytest.raises(InvalidInputError, match=r"an adapter is called 'a/b', which cannot name its folder"):
-        HfStager(named)
+        HfExport(named)
     # Once they are merged it is a model as any.
-    HfStager(model.merge_and_unload()).release()
+    HfExport(model.merge_and_unload()).release()

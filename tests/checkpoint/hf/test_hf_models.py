@@ -37,7 +37,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.export import HfExport
+from tundish.checkpoint.staging import Staged
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -158,9 +159,9 @@ def test_a_save_during_training(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     step()
-    plan = HfStager(model, shard_bytes=20_000)
-    plan.reserve()
-    save = plan.stage()
+    plan = HfExport(model, shard_bytes=20_000)
+    save = Staged(plan.write_plan())
+    save.copy()
     expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     step()
     model.config.rope_theta = 1.0
@@ -213,7 +214,7 @@ def test_undeclared_ties_are_refused() -> None:
     model = MODELS["llama"]()
     model.model.layers[1].mlp = model.model.layers[0].mlp
     with pytest.raises(InvalidInputError, match=r"layers\.0\.mlp\.\w+\.weight, .* does not declare"):
-        HfStager(model)
+        HfExport(model)
 
 
 class Pair(PreTrainedModel):
@@ -239,12 +240,12 @@ def test_one_of_the_declared_tied_weights_is_kept(tmp_path: Path) -> None:
 
 def test_configs_that_cannot_be_saved_are_refused_at_once(tmp_path: Path) -> None:
     model = MODELS["llama"]()
-    HfStager(model)
+    HfExport(model)
     # transformers generates with this and refuses to save it.
     model.generation_config.num_beams = 1
     model.generation_config.num_return_sequences = 4
     with pytest.raises(ValueError, match="num_return_sequences"):
-        HfStager(model)
+        HfExport(model)
 
 
 def test_a_quantization_that_cannot_be_saved_is_refused() -> None:
@@ -255,11 +256,11 @@ def test_a_quantization_that_cannot_be_saved_is_refused() -> None:
     quantizer.quantization_config = transformers.QuantoConfig(weights="int8")
     model.hf_quantizer = quantizer
     with pytest.raises(InvalidTypeError, match=r"quantized \(quanto\)"):
-        HfStager(model)
+        HfExport(model)
 
 
 def test_weights_without_values_are_refused() -> None:
     with torch.device("meta"):
         model = MODELS["llama"]()
     with pytest.raises(InvalidInputError, match=r"'model\.embed_tokens\.weight' is on the meta device"):
-        HfStager(model)
+        HfExport(model)

@@ -64,7 +64,7 @@ def saving(rank: int, line: Line) -> None:
     from support.checkpoint.sharded_models import spread, whole
 
     from tundish import _native
-    from tundish.checkpoint.hf.export import HfStager
+    from tundish.checkpoint.hf.export import HfExport
 
     exchange_group = connected_exchange_group()
     alone = distributed.new_group([rank], use_local_synchronization=True)
@@ -72,7 +72,7 @@ def saving(rank: int, line: Line) -> None:
         layout, kind, folder = order
         model = spread(layout)
         arguments = arguments_of(kind, model) | {"shard_bytes": SHARD_BYTES}
-        plan = HfStager(model, exchange_group=exchange_group, **arguments)
+        plan = HfExport(model, exchange_group=exchange_group, **arguments)
         if rank == 0:
             folder.mkdir()
         distributed.barrier()
@@ -180,7 +180,7 @@ def gathering_much(rank: int, line: Line) -> None:
     from torch.distributed.tensor import Shard, full
 
     from tundish import _native
-    from tundish.checkpoint.hf.export import HfStager
+    from tundish.checkpoint.hf.export import HfExport
 
     exchange_group = connected_exchange_group()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
@@ -203,10 +203,10 @@ def gathering_much(rank: int, line: Line) -> None:
         distributed.barrier()
         _native.trim_staging()
         before = reset_peak()
-        plan = HfStager(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=exchange_group, **arguments)
+        plan = HfExport(tensors, shard_bytes=128 * MEBIBYTE, exchange_group=exchange_group, **arguments)
         with staged(plan) as save:
             write(save, folder, is_first=rank == 0)
-        line.say(peak() - before, plan.staged_bytes, plan.file_bytes)
+        line.say(peak() - before, plan.write_plan().staged_bytes, plan.write_plan().file_bytes)
         assert _native.staging_stats()["in_use"] == 0
         distributed.barrier()
         if rank == 0:
@@ -245,7 +245,7 @@ def failing(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf import gather as schedule
-    from tundish.checkpoint.hf.export import HfStager
+    from tundish.checkpoint.hf.export import HfExport
 
     # A round for each tensor, so that one fails in the middle.
     schedule.ROUND_BYTES = 1
@@ -259,7 +259,7 @@ def failing(rank: int, line: Line) -> None:
         return [(name, tensor + 0)]
 
     def save(to_hf: Any) -> None:
-        plan = HfStager(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=exchange_group)
+        plan = HfExport(model, to_hf=to_hf, shard_bytes=SHARD_BYTES, exchange_group=exchange_group)
         with staged(plan) as staging:
             write(staging, folder, is_first=rank == 0)
 
@@ -278,9 +278,9 @@ def failing(rank: int, line: Line) -> None:
         DTensor.from_local(whole, mesh, [Partial()]),
         DTensor.from_local(uneven, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()),
     ):
-        line.say(*outcome(lambda tensor=tensor: HfStager({"layer.w": tensor}, exchange_group=exchange_group)))
+        line.say(*outcome(lambda tensor=tensor: HfExport({"layer.w": tensor}, exchange_group=exchange_group)))
     given = {"a": whole, "b": distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])}
-    line.say(*outcome(lambda: HfStager(given, shard_bytes=whole.nbytes, exchange_group=exchange_group)))
+    line.say(*outcome(lambda: HfExport(given, shard_bytes=whole.nbytes, exchange_group=exchange_group)))
 
 
 def test_an_error_of_one_rank_is_raised_there(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from support.checkpoint.exports import export, header_and_data, options, staged,
 from torch import nn
 
 from tundish import _native
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.export import HfExport
+from tundish.checkpoint.staging import Staged
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 MEBIBYTE = 1 << 20
@@ -79,35 +80,36 @@ def test_the_file_equals_that_of_safetensors(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_the_written_bytes(tmp_path: Path) -> None:
-    plan = HfStager(tensors(), shard_bytes=100)
+    plan = HfExport(tensors(), shard_bytes=100)
     with staged(plan) as save:
         in_use = _native.staging_stats()["in_use"]
         write(save, tmp_path / "hf")
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "hf").iterdir()}
-    assert sum(sizes.values()) == plan.checkpoint_bytes
+    assert sum(sizes.values()) == plan.write_plan().checkpoint_bytes
     files = [size for name, size in sizes.items() if name.endswith(".safetensors")]
-    assert plan.staged_bytes == plan.file_bytes == sum(files)
-    assert plan.staged_bytes <= in_use <= plan.staged_bytes + 4096 * len(files)
+    planned = plan.write_plan()
+    assert planned.staged_bytes == planned.file_bytes == sum(files)
+    assert planned.staged_bytes <= in_use <= planned.staged_bytes + 4096 * len(files)
 
 
 def test_fingerprints() -> None:
     given = tensors()
-    same = HfStager(given).fingerprint
-    assert HfStager({name: torch.ones_like(tensor) for name, tensor in given.items()}).fingerprint == same
+    same = HfExport(given).fingerprint
+    assert HfExport({name: torch.ones_like(tensor) for name, tensor in given.items()}).fingerprint == same
     others = [
-        HfStager(given, shard_bytes=100),
-        HfStager(given, dtype=torch.float16),
-        HfStager(given, to_hf=lambda name, tensor: [(name, tensor + 0)]),
-        HfStager({**given, "half": torch.zeros(8, dtype=torch.bfloat16)}),
-        HfStager({**given, "one more": torch.zeros(1)}),
-        HfStager(given, staging="lazy", optimizer=torch.optim.SGD([given["parameter"]])),
+        HfExport(given, shard_bytes=100),
+        HfExport(given, dtype=torch.float16),
+        HfExport(given, to_hf=lambda name, tensor: [(name, tensor + 0)]),
+        HfExport({**given, "half": torch.zeros(8, dtype=torch.bfloat16)}),
+        HfExport({**given, "one more": torch.zeros(1)}),
+        HfExport(given, staging="lazy", optimizer=torch.optim.SGD([given["parameter"]])),
     ]
     assert len({same, *(plan.fingerprint for plan in others)}) == len(others) + 1
 
 
 def test_ranks_that_convert_other_tensors_do_not_agree() -> None:
     plans = [
-        HfStager({name: torch.zeros(3)}, to_hf=lambda name, tensor: [("x", tensor + 0)])
+        HfExport({name: torch.zeros(3)}, to_hf=lambda name, tensor: [("x", tensor + 0)])
         for name in ("a", "b")
     ]
     assert plans[0].fingerprint != plans[1].fingerprint
@@ -116,7 +118,7 @@ def test_ranks_that_convert_other_tensors_do_not_agree() -> None:
 def test_changes_after_staging_change_nothing(tmp_path: Path) -> None:
     given = tensors()
     expected = {name: tensor.detach().resolve_conj().clone() for name, tensor in given.items()}
-    with staged(HfStager(given)) as save:
+    with staged(HfExport(given)) as save:
         for tensor in given.values():
             (tensor if tensor._base is None else tensor._base).detach().zero_()
         given.clear()
@@ -208,22 +210,22 @@ def test_memory_of_conversions_is_freed(tmp_path: Path) -> None:
             most = max(most, int(status[1]) * 4096)
         return [(name, tensor * 2)]
 
-    plan = HfStager(given, to_hf=doubled)
-    plan.reserve()
+    plan = HfExport(given, to_hf=doubled)
+    save = Staged(plan.write_plan())
     before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    save = plan.stage()
+    save.copy()
     save.release()
-    assert most - before < plan.checkpoint_bytes + 6 * 4 * MEBIBYTE
+    assert most - before < plan.write_plan().checkpoint_bytes + 6 * 4 * MEBIBYTE
 
 
 def test_progress_is_reported(tmp_path: Path) -> None:
     told: list[Callable[[], int]] = []
-    plan = HfStager({"w": torch.randn(1024, 1024)})
+    plan = HfExport({"w": torch.randn(1024, 1024)})
     with staged(plan) as save:
         save.wait_staged(10)
-        save.write_other_files(tmp_path, [])
+        save.write_late_files(tmp_path, [])
         save.write(tmp_path, options(told.append))
-    assert told[-1]() == plan.file_bytes
+    assert told[-1]() == plan.write_plan().file_bytes
     assert not [thread for thread in threading.enumerate() if "tundish-hf" in thread.name]
 
 
@@ -259,7 +261,7 @@ class Dispatching(torch.Tensor):
 )
 def test_bad_tensors_are_refused(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=rf"'layer\.w' .*({message})"):
-        HfStager({"fine": torch.ones(2), "layer.w": make()})
+        HfExport({"fine": torch.ones(2), "layer.w": make()})
 
 
 @pytest.mark.parametrize(
@@ -285,38 +287,39 @@ def test_bad_tensors_are_refused(make: Any, kind: type[Exception], message: str)
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"(?i){'|'.join(arguments)}"):
-        HfStager({"w": torch.ones(2)}, **arguments)
+        HfExport({"w": torch.ones(2)}, **arguments)
 
 
 def test_planning_changes_nothing() -> None:
     in_use = _native.staging_stats()["in_use"]
-    plan = HfStager(tensors())
+    plan = HfExport(tensors())
     assert _native.staging_stats()["in_use"] == in_use
-    plan.reserve()
+    save = Staged(plan.write_plan())
     assert _native.staging_stats()["in_use"] > in_use
+    save.release()
     plan.release()
     plan.release()
     assert _native.staging_stats()["in_use"] == in_use
 
 
 def test_memory_is_given_back_by_release() -> None:
-    plan = HfStager(tensors())
-    plan.reserve()
-    save = plan.stage()
+    plan = HfExport(tensors())
+    save = Staged(plan.write_plan())
+    save.copy()
     save.release()
     assert _native.staging_stats()["in_use"] == 0
     save.release()
 
 
 def test_a_save_without_memory_fails() -> None:
-    plan = HfStager({"w": torch.zeros(1).expand(1 << 50)})
+    plan = HfExport({"w": torch.zeros(1).expand(1 << 50)})
     with pytest.raises(MemoryError):
-        plan.reserve()
+        Staged(plan.write_plan())
     plan.release()
 
 
 def test_wait_staged_returns_at_once_on_the_host() -> None:
-    with staged(HfStager(tensors())) as save:
+    with staged(HfExport(tensors())) as save:
         started = time.monotonic()
         save.wait_staged(0)
         save.wait_staged(None)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.export import HfExport
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError
 
 WEIGHTS = {"w": torch.ones(2)}
@@ -94,8 +94,8 @@ COPIED = {
 
 def test_a_source_folder_is_copied_without_its_weights(source: Path, tmp_path: Path) -> None:
     facts = export(tmp_path / "hf", WEIGHTS, source_dir=source)
-    plan = HfStager(WEIGHTS, source_dir=source)
-    assert plan.checkpoint_bytes == sum(fact.size for fact in facts)
+    plan = HfExport(WEIGHTS, source_dir=source)
+    assert plan.write_plan().checkpoint_bytes == sum(fact.size for fact in facts)
     plan.release()
     assert files(tmp_path / "hf") == COPIED
     assert sorted(fact.name for fact in facts) == sorted([*COPIED, "model.safetensors"])
@@ -153,7 +153,7 @@ def test_a_given_config_replaces_the_models_own(tmp_path: Path) -> None:
 
 def test_configs_are_saved_as_they_were_at_the_call(tmp_path: Path) -> None:
     config = LlamaConfig(**SMALL)
-    with staged(HfStager(WEIGHTS, config=config)) as save:
+    with staged(HfExport(WEIGHTS, config=config)) as save:
         config.rms_norm_eps = 0.125
         write(save, tmp_path / "hf")
     assert json.loads(files(tmp_path / "hf")["config.json"])["rms_norm_eps"] != 0.125
@@ -171,7 +171,7 @@ class OwnConfig:
 
 def test_any_object_with_save_pretrained_is_a_config(tmp_path: Path) -> None:
     config = OwnConfig()
-    with staged(HfStager(WEIGHTS, config=config)) as save:
+    with staged(HfExport(WEIGHTS, config=config)) as save:
         config.value = 2
         write(save, tmp_path / "hf")
     assert files(tmp_path / "hf") == {"own.txt": b"1"}
@@ -190,9 +190,9 @@ def test_the_same_save_gives_the_same_bytes(source: Path, tmp_path: Path) -> Non
 
 
 def test_files_of_other_ranks_are_not_reported(tmp_path: Path) -> None:
-    with staged(HfStager(WEIGHTS, tokenizer=OwnConfig())) as save:
+    with staged(HfExport(WEIGHTS, tokenizer=OwnConfig())) as save:
         (tmp_path / "model-00002-of-00002.safetensors").write_text("x")
-        assert [fact.name for fact in save.write_other_files(tmp_path, [])] == ["own.txt"]
+        assert [fact.name for fact in save.write_late_files(tmp_path, [])] == ["own.txt"]
 
 
 def test_a_circle_of_links_is_refused(source: Path) -> None:
@@ -200,13 +200,13 @@ def test_a_circle_of_links_is_refused(source: Path) -> None:
     with pytest.raises(
         InvalidInputError, match="assets/again is a link to a folder that source_dir has already"
     ):
-        HfStager(WEIGHTS, source_dir=source)
+        HfExport(WEIGHTS, source_dir=source)
 
 
 def test_a_source_has_to_be_a_folder(source: Path) -> None:
     for path in (source / "config.json", source / "missing"):
         with pytest.raises(NotFoundError) as caught:
-            HfStager(WEIGHTS, source_dir=path)
+            HfExport(WEIGHTS, source_dir=path)
         assert caught.value.filename == str(path)
 
 
@@ -214,7 +214,7 @@ def test_a_source_has_to_be_a_folder(source: Path) -> None:
 def test_objects_without_save_pretrained_are_refused(name: str) -> None:
     arguments: dict[str, Any] = {name: object()}
     with pytest.raises(InvalidTypeError, match=f"{name} is an object, which has no save_pretrained: give"):
-        HfStager(WEIGHTS, **arguments)
+        HfExport(WEIGHTS, **arguments)
 
 
 def test_an_error_of_a_config_is_raised_at_once() -> None:
@@ -223,7 +223,7 @@ def test_an_error_of_a_config_is_raised_at_once() -> None:
             raise KeyError("half a config")
 
     with pytest.raises(KeyError, match="half a config"):
-        HfStager(WEIGHTS, config=Failing())
+        HfExport(WEIGHTS, config=Failing())
 
 
 def test_broken_links_are_left_out(source: Path, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_broken_links_are_left_out(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_removed_after_the_call_is_copied(source: Path, tmp_path: Path) -> None:
-    with staged(HfStager(WEIGHTS, source_dir=source)) as save:
+    with staged(HfExport(WEIGHTS, source_dir=source)) as save:
         (source / "config.json").unlink()
         (source / "assets" / "deep").rename(tmp_path / "elsewhere")
         (source / "new").write_text("too late")
@@ -246,13 +246,13 @@ def test_a_source_that_is_removed_after_the_call_is_copied(source: Path, tmp_pat
 def test_source_names_that_are_not_utf8_are_refused(source: Path) -> None:
     Path(os.fsdecode(os.fsencode(source / "assets") + b"/caf\xe9.txt")).write_text("x")
     with pytest.raises(InvalidInputError, match=r"assets/caf.*is no UTF-8"):
-        HfStager(WEIGHTS, source_dir=source)
+        HfExport(WEIGHTS, source_dir=source)
 
 
 @pytest.mark.parametrize("given", [5, ["folder"]])
 def test_a_source_of_another_type_is_refused(given: Any) -> None:
     with pytest.raises(InvalidTypeError, match="source_dir is"):
-        HfStager(WEIGHTS, source_dir=given)
+        HfExport(WEIGHTS, source_dir=given)
 
 
 def test_source_files_are_closed(source: Path, tmp_path: Path) -> None:
@@ -262,14 +262,14 @@ def test_source_files_are_closed(source: Path, tmp_path: Path) -> None:
             os.readlink(link) for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)
         ]
 
-    plan = HfStager(WEIGHTS, source_dir=source)
+    plan = HfExport(WEIGHTS, source_dir=source)
     assert opened()
     plan.release()
     assert not opened()
-    with staged(HfStager(WEIGHTS, source_dir=source)):
+    with staged(HfExport(WEIGHTS, source_dir=source)):
         assert opened()
     assert not opened()
     (source / "again").symlink_to(source)
     with pytest.raises(InvalidInputError):
-        HfStager(WEIGHTS, source_dir=source)
+        HfExport(WEIGHTS, source_dir=source)
     assert not opened()

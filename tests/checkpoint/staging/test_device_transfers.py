@@ -10,8 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.copies import BufferCopy, copy_from_device, transfers
+from tundish.checkpoint.write_plan import Place
 
 _HOST = torch.device("cpu")
 

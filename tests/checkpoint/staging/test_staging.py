@@ -22,9 +22,11 @@ from torch import nn
 from tundish import _native
 from tundish.checkpoint import Checkpointer
 from tundish.checkpoint import copies as staging
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.copies import BufferCopy, Copies, LazyCopy, optimizers_of
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.export import HfExport
+from tundish.checkpoint.staging import Staged
+from tundish.checkpoint.write_plan import Place
 from tundish.errors import InvalidInputError, InvalidTypeError
 
 
@@ -88,7 +90,7 @@ def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_
     for turn in range(3):
         gate.clear()
         expected = state(model)
-        with staged(HfStager(model, staging="lazy", optimizer=steps)) as save:
+        with staged(HfExport(model, staging="lazy", optimizer=steps)) as save:
             with pytest.raises(TimeoutError):
                 save.wait_staged(0.01)
             # The buffer changes in the forward, and what no optimizer has may change at any time.
@@ -109,7 +111,7 @@ def test_the_step_waits_for_the_copy(optimizer: Any, gate: threading.Event, tmp_
 def test_the_call_does_not_wait_for_the_copy(gate: threading.Event, tmp_path: Path) -> None:
     parameters = {f"w{number}": nn.Parameter(torch.zeros(1 << 20)) for number in range(8)}
     optimizer = torch.optim.SGD(parameters.values(), lr=1)
-    with staged(HfStager(parameters, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(parameters, staging="lazy", optimizer=optimizer)) as save:
         with pytest.raises(TimeoutError):
             save.wait_staged(0)
         gate.set()
@@ -160,7 +162,7 @@ def test_several_optimizers(gate: threading.Event, tmp_path: Path) -> None:
         torch.optim.Adam(model.head.parameters(), lr=1),
     ]
     expected = state(model)
-    with staged(HfStager(model, staging="lazy", optimizer=optimizers)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizers)) as save:
         model(torch.randn(4, 64)).backward()
         opener = threading.Timer(0.2, gate.set)
         opener.start()
@@ -186,7 +188,7 @@ def test_other_changes_fail_a_lazy_save(change: Any, gate: threading.Event, tmp_
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     model(torch.randn(4, 64)).backward()
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
         change(model)
         gate.set()
         with pytest.raises(InvalidInputError, match=r"(layer\.weight|and more) changed while a lazy"):
@@ -199,7 +201,7 @@ def test_changes_after_the_copy_are_allowed(tmp_path: Path) -> None:
     model = Net()
     expected = state(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
         save.allow_changes()
         model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
@@ -212,7 +214,7 @@ def test_cleared_gradients_and_replaced_memory_are_allowed(gate: threading.Event
     model(torch.randn(4, 64)).backward()
     expected = state(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
         model.zero_grad()
         optimizer.zero_grad(set_to_none=False)
         # As moving a model to another device or dtype does.
@@ -225,16 +227,15 @@ def test_cleared_gradients_and_replaced_memory_are_allowed(gate: threading.Event
 @pytest.mark.usefixtures("two_threads")
 def test_copying_begins_before_the_vote() -> None:
     values = torch.randint(256, (64 << 20,), dtype=torch.uint8)
-    plan = HfStager({"w": values})
-    plan.reserve()
+    save = Staged(HfExport({"w": values}).write_plan())
     try:
-        (image,) = plan._buffers
+        (image,) = save._buffers
         deadline = time.monotonic() + 60
         while not image.bytes[-values.numel() :].equal(values):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
-        plan.release()
+        save.release()
 
 
 def test_tensors_without_an_optimizer_are_copied_at_once(gate: threading.Event) -> None:
@@ -270,7 +271,7 @@ def test_lazy_conversions_run_in_the_background(gate: threading.Event, tmp_path:
             threads.append(threading.current_thread().name)
         return [(f"{name}.t", tensor.t().contiguous() if tensor.ndim == 2 else tensor.clone())]
 
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer, to_hf=turned)) as save:
         model(torch.randn(4, 64)).backward()
         assert threads == []
         gate.set()
@@ -285,7 +286,7 @@ def test_lazy_conversions_run_in_the_background(gate: threading.Event, tmp_path:
 def test_an_abandoned_save_holds_up_no_step() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
     model(torch.randn(4, 64)).backward()
     optimizer.step()
@@ -293,9 +294,10 @@ def test_an_abandoned_save_holds_up_no_step() -> None:
 
 def test_memory_is_released_after_the_copy_ends(gate: threading.Event) -> None:
     model = Net()
-    plan = HfStager(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
-    plan.reserve()
-    giving = threading.Thread(target=plan.stage().release)
+    plan = HfExport(model, staging="lazy", optimizer=torch.optim.SGD(model.parameters(), lr=1))
+    save = Staged(plan.write_plan())
+    save.copy()
+    giving = threading.Thread(target=save.release)
     giving.start()
     giving.join(0.2)
     assert giving.is_alive()
@@ -307,7 +309,7 @@ def test_memory_is_released_after_the_copy_ends(gate: threading.Event) -> None:
 def test_optimizers_are_not_kept_alive() -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
         save.wait_staged(60)
     remains = weakref.ref(optimizer)
     del optimizer, save
@@ -326,7 +328,7 @@ def test_an_error_of_the_copy_is_raised_by_the_save(monkeypatch: pytest.MonkeyPa
         run(self)
 
     monkeypatch.setattr(staging.EagerCopy, "run", fail)
-    with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+    with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
         model(torch.randn(4, 64)).backward()
         optimizer.step()
         with pytest.raises(MemoryError, match="device"):
@@ -354,7 +356,7 @@ def test_an_optimizer_gets_one_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1)
     for _ in range(3):
-        with staged(HfStager(model, staging="lazy", optimizer=optimizer)) as save:
+        with staged(HfExport(model, staging="lazy", optimizer=optimizer)) as save:
             save.wait_staged(60)
     assert len(optimizer._optimizer_step_pre_hooks) == 1
     fenced: list[Any] = []

@@ -25,8 +25,8 @@ from support.checkpoint.checkpoint_roots import add_manifest_checksum
 from support.distributed.rank_processes import Job
 from tundish._native import FileMetadata
 from tundish.checkpoint.dcp.plan import SavePlanner
-from tundish.checkpoint.dcp.save import DcpStager
-from tundish.checkpoint.stager import WriteOptions
+from tundish.checkpoint.dcp.save import DcpSave
+from tundish.checkpoint.staging import Staged, WriteOptions
 from tundish.distributed import VoteId, voter_of
 
 OPTIONS = WriteOptions(checksum=True, writers_per_node=1, set_progress=lambda ask: None)
@@ -132,7 +132,7 @@ def write(staged: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> 
         staged.wait_staged(60)
         facts: list[FileMetadata] = staged.write(folder, OPTIONS)
         notes = gathered(staged.note)
-        others = staged.write_other_files(folder, notes) if is_first else []
+        others = staged.write_late_files(folder, notes) if is_first else []
     finally:
         staged.release()
     everyone = gathered([(fact.name, fact.size, fact.checksum) for fact in facts + others])
@@ -155,21 +155,21 @@ def new_planner(group: Any = None) -> SavePlanner:
     return SavePlanner(voter_of(group))
 
 
-def prepare(stager: DcpStager) -> None:
+def reserve(plan: DcpSave) -> Staged:
     """Find what is saved, and take the memory for it. Collective."""
     vote = VoteId("unused", 0)
-    any_needs = any(gathered(stager.needs_preparation))
-    stager.prepare(vote, any_needs=any_needs, do_replicas_differ=False)
-    stager.reserve()
+    any_needs = any(gathered(plan.needs_ranks))
+    plan.agree(vote, any_needs=any_needs, do_replicas_differ=False)
+    return Staged(plan.write_plan())
 
 
 def save(
     planner: SavePlanner, state: Mapping[str, Any], folder: Path, **arguments: Any
 ) -> list[FileMetadata]:
     """Save and wait. Collective."""
-    stager = DcpStager(planner, state, **arguments)
-    prepare(stager)
-    return write(stager.stage(), folder, arguments.get("extra"))
+    staged = reserve(DcpSave(planner, state, **arguments))
+    staged.copy()
+    return write(staged, folder, arguments.get("extra"))
 
 
 def gathered(value: Any) -> list[Any]:

@@ -11,9 +11,9 @@ from typing import Any
 from torch import distributed
 
 from tundish._native import FileMetadata
-from tundish.checkpoint.hf.export import HfStager
+from tundish.checkpoint.hf.export import HfExport
 from tundish.checkpoint.hf.gather import ExchangeGroup
-from tundish.checkpoint.stager import StagedSave, WriteOptions
+from tundish.checkpoint.staging import Staged, WriteOptions
 
 PAGE = 4096
 
@@ -30,30 +30,26 @@ def connected_exchange_group() -> ExchangeGroup:
 
 
 @contextlib.contextmanager
-def staged(stager: HfStager) -> Iterator[StagedSave]:
+def staged(export: HfExport) -> Iterator[Staged]:
     """The staged save, released after the block."""
-    try:
-        stager.reserve()
-        save = stager.stage()
-    except BaseException:
-        stager.release()
-        raise
-    try:
+    with contextlib.ExitStack() as resources:
+        resources.callback(export.release)
+        save = Staged(export.write_plan())
+        resources.callback(save.release)
+        save.copy()
         yield save
-    finally:
-        save.release()
 
 
-def write(save: StagedSave, folder: Path, *, is_first: bool = True) -> list[FileMetadata]:
+def write(save: Staged, folder: Path, *, is_first: bool = True) -> list[FileMetadata]:
     """Write a staged save into `folder`, which is created if it is missing."""
     folder.mkdir(exist_ok=True)
     save.wait_staged(60)
     facts = save.write(folder, options())
-    return facts + (save.write_other_files(folder, []) if is_first else [])
+    return facts + (save.write_late_files(folder, []) if is_first else [])
 
 
 def export(folder: Path, model_or_tensors: Any, **arguments: Any) -> list[FileMetadata]:
-    with staged(HfStager(model_or_tensors, **arguments)) as save:
+    with staged(HfExport(model_or_tensors, **arguments)) as save:
         return write(save, folder)
 
 

@@ -22,7 +22,7 @@ from typing import IO, cast
 import torch
 from torch.serialization import skip_data
 
-from tundish.checkpoint.buffers import Buffer, Place
+from tundish.checkpoint.write_plan import Place
 
 # Items begin at multiples of this. torch aligns the data in an archive so.
 ALIGNMENT = 64
@@ -128,13 +128,11 @@ class FileLayout:
             yield start, length
             start += length
 
-    def fill(self, buffer: Buffer, objects: Sequence[bytes]) -> None:
-        """Write everything except the tensors into `buffer`, which holds the whole file."""
-        memory = memoryview(buffer.image)
-        stop = 0
+    def frames(self, objects: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Start and contents of everything except the tensors, which lie between them."""
+        stop, tail = 0, b""
         for frame, place in zip(self._frames, self.tensor_places, strict=True):
-            start = place.start - len(frame.head)
-            memory[stop : place.start] = bytes(start - stop) + frame.head
-            stop = place.stop + len(frame.tail)
-            memory[place.stop : stop] = frame.tail
-        memory[self._objects_start :] = b"".join(objects)
+            gap = place.start - len(frame.head) - stop - len(tail)
+            yield stop, tail + bytes(gap) + frame.head
+            stop, tail = place.stop, frame.tail
+        yield stop, tail + b"".join(objects)

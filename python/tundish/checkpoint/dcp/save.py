@@ -1,7 +1,7 @@
-"""`DcpStager`, one DCP save of one rank: checked early, planned with the other ranks, staged and written.
+"""`DcpSave`, one DCP save of one rank: from the arguments of `save_dcp` to a `WritePlan`.
 
 Invariants:
-    - After an eager `stage` returns, the caller may change the tensors: the save does not change.
+    - Making one is local, and raises everything that is refused early.
     - Each rank stages only the tensors that it writes, each with one copy into the image of its file.
 """
 
@@ -13,24 +13,19 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from tundish._native import FileMetadata, write_small_file
-from tundish.checkpoint.buffers import Buffer
-from tundish.checkpoint.copies import BufferCopy, Copies, optimizers_of
+from tundish.checkpoint.copies import optimizers_of
 from tundish.checkpoint.dcp.format import METADATA, FileLayout, rank_extra_name, shard_name
 from tundish.checkpoint.dcp.plan import RankShare, SavePlanner, local_values_of, make_metadata
 from tundish.checkpoint.dcp.rank_extra import to_json
 from tundish.checkpoint.dcp.state import flatten_state
 from tundish.checkpoint.dcp.unpickling import unread_types
-from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.replicas import digest_of
-from tundish.checkpoint.stager import StagedSave, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, check_memories, local_of
+from tundish.checkpoint.write_plan import PlannedFile, SmallFile, WritePlan
 from tundish.distributed import VoteId
 from tundish.errors import InvalidTypeError, format_type
 
@@ -39,8 +34,8 @@ _logger = logging.getLogger("tundish.checkpoint")
 _SIMPLE = (int, float, str, bytes, type(None))
 
 
-class DcpStager:
-    """A `tundish.checkpoint.stager.Stager`. Its constructor is local and raises everything that is refused early.
+class DcpSave:
+    """A `SavePlan` of a state dict.
 
     Args:
         planner: of the ranks that save together.
@@ -72,9 +67,6 @@ class DcpStager:
         self._state = flatten_state(state_dict, planner.known_structure)
         self._planner = planner
         self._pickles: dict[int, bytes] = {}
-        # The image of this rank's file, unless that is empty.
-        self._buffers: list[Buffer] = []
-        self._copies = Copies()
         self._sources: list[torch.Tensor] = []
         # None where the structure of the state dict is new, until the ranks have planned it.
         self._part = planner.known_part(self._state)
@@ -91,23 +83,7 @@ class DcpStager:
         )
 
     @property
-    def staged_bytes(self) -> int:
-        """Bytes of the image of this rank's file, once the structure is planned."""
-        return self._file_layout().size
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of this rank's file, once the structure is planned."""
-        return self._file_layout().size
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """About the bytes of all ranks' files, on the first rank, once the structure is planned."""
-        files = None if self._part is None else self._part.files
-        return 0 if files is None else files.total_bytes
-
-    @property
-    def needs_preparation(self) -> bool:
+    def needs_ranks(self) -> bool:
         """Whether the structure of the state dict is new to this rank."""
         return self._part is None
 
@@ -120,53 +96,45 @@ class DcpStager:
             for name, numbers in shared.items()
         }
 
-    def prepare(self, vote: VoteId, *, any_needs: bool, do_replicas_differ: bool) -> bool:  # noqa: ARG002 (the planner votes by itself)
+    def agree(
+        self,
+        vote: VoteId,  # noqa: ARG002 (the planner votes by itself)
+        *,
+        any_needs: bool,
+        do_replicas_differ: bool,
+    ) -> bool:
         """Collective where a rank needs it, or replicas differ: plan what each rank saves. Returns whether it did."""
         if any_needs or do_replicas_differ:
-            self.release()
             self._part, self._layout = self._planner.plan(self._state, self._rank_values), None
             return True
         return False
 
-    def reserve(self) -> None:
-        """Allocate the image of this rank's file."""
-        size = self._file_layout().size
-        if size > 0:
-            self._buffers.append(Buffer(size, is_pinned=any_on_cuda(self._sources)))
-
-    def stage(self) -> StagedState:
-        """Copy this rank's part; after `prepare`."""
-        layout, part = self._file_layout(), self._planned_part()
-        blocks = [
-            BufferCopy(
-                buffer=buffer,
-                places=layout.tensor_places,
-                sources=self._sources,
-                names=self._names(part.tensors),
-                # The bytes around tensors are filled in when the file is written.
-                are_gaps_free=True,
-            )
-            for buffer in self._buffers
-        ]
-        self._copies.begin(blocks, self._optimizers)
-        self._copies.run()
-        return StagedState(
-            index=self._planner.index,
-            part=part,
-            layout=layout,
-            buffers=self._buffers,
-            copies=self._copies,
+    def write_plan(self) -> WritePlan:
+        """This rank's part of the state, as its file; after `agree` where the structure is new."""
+        layout, part, index = self._file_layout(), self._planned_part(), self._planner.index
+        objects = [self._pickles[number] for number in part.objects]
+        file = PlannedFile(
+            name=shard_name(index),
+            size=layout.size,
+            places=layout.tensor_places,
+            sources=self._sources,
+            names=self._names(part.tensors),
+            frames=functools.partial(layout.frames, objects),
+        )
+        rank_extra = SmallFile(rank_extra_name(index), self._rank_extra)
+        return WritePlan(
+            files=[file] if layout.size else [],
+            small_files=[rank_extra] if self._rank_extra else [],
+            late_files=None if part.files is None else functools.partial(_late_files, part),
+            # The lengths of the objects, for `.metadata`.
             note=json.dumps(layout.object_lengths),
-            objects=[self._pickles[number] for number in part.objects],
-            rank_extra=self._rank_extra,
+            optimizers=self._optimizers,
+            is_pinned=any_on_cuda(self._sources),
+            checkpoint_bytes=0 if part.files is None else part.files.total_bytes,
         )
 
     def release(self) -> None:
-        """Release the memory."""
-        self._copies.release()
-        for buffer in self._buffers:
-            buffer.release()
-        self._buffers = []
+        """Nothing is open."""
 
     def _planned_part(self) -> RankShare:
         if self._part is None:
@@ -270,41 +238,10 @@ def _warn_of_unread(name: str, kind: str) -> None:
     )
 
 
-@dataclass(kw_only=True, eq=False)
-class StagedState(StagedSave):
-    """A rank's part of a DCP save. Its note: the lengths of `objects` as JSON, for `.metadata`.
-
-    Attributes:
-        index: of this rank in the group.
-        part: what this rank saves.
-        layout: of its file, which is the only buffer; there is none if the file is empty.
-        objects: pickles of the values that are no tensors, in order.
-        rank_extra: the contents of the file for it; empty if there is none.
-    """
-
-    index: int
-    part: RankShare
-    layout: FileLayout
-    objects: Sequence[bytes]
-    rank_extra: bytes
-
-    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
-        """Write this rank's files."""
-        for buffer in self.buffers:
-            self.layout.fill(buffer, self.objects)
-        name, size = shard_name(self.index), self.layout.size
-        # Without a name: a later error would keep the image alive.
-        files = write_files(folder, [(name, size, buffer.image) for buffer in self.buffers], options)
-        if self.rank_extra:
-            files.append(write_small_file(folder, rank_extra_name(self.index), self.rank_extra))
-        self.copies.confirm()
-        return files
-
-    def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:
-        """On the first rank: write `.metadata`."""
-        part = self.part
-        if part.files is None:
-            raise RuntimeError("only the first rank knows what all ranks save")
-        if part.metadata is None or part.metadata[0] != notes:
-            part.metadata = notes, make_metadata(part.files, [json.loads(note) for note in notes])
-        return [write_small_file(folder, METADATA, part.metadata[1])]
+def _late_files(part: RankShare, notes: Sequence[str]) -> list[SmallFile]:
+    """On the first rank: `.metadata`."""
+    if part.files is None:
+        raise RuntimeError("only the first rank knows what all ranks save")
+    if part.metadata is None or part.metadata[0] != notes:
+        part.metadata = notes, make_metadata(part.files, [json.loads(note) for note in notes])
+    return [SmallFile(METADATA, part.metadata[1])]

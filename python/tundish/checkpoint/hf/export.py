@@ -1,9 +1,8 @@
-"""Stages a Hugging Face export and writes it: reserves memory, gathers sharded tensors, and copies all others.
+"""`HfExport`, one Hugging Face export of one rank: from the arguments of `save_hf` to a `WritePlan`.
 
 Invariants:
-    - Making a stager is not collective.
-    - Staging goes through the same exchanges on all ranks, and ends on all of them, even if it fails on one.
-    - A lazy save gathers before it opens a file, so that a rank that writes never holds up one that gathers.
+    - Making one is not collective.
+    - Its exchange goes through the same rounds on all ranks, and ends on all of them, even if it fails on one.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tundish._native import FileMetadata
-from tundish.checkpoint.buffers import Buffer, Place
-from tundish.checkpoint.copies import BufferCopy, Copies, optimizers_of
+from tundish.checkpoint.buffers import Buffer
+from tundish.checkpoint.copies import Copies, optimizers_of
 from tundish.checkpoint.hf.conversion import ToHf
 from tundish.checkpoint.hf.gather import (
     ExchangeGroup,
@@ -37,12 +34,19 @@ from tundish.checkpoint.hf.gather import (
     snapshots,
 )
 from tundish.checkpoint.hf.plan import make_export_plan
-from tundish.checkpoint.hf.safetensors import ShardBuffer
+from tundish.checkpoint.hf.safetensors import ShardFile
 from tundish.checkpoint.hf.sidecars import Sidecars, collect_sidecars
-from tundish.checkpoint.publish.shard_writing import write_files
 from tundish.checkpoint.replicas import compare, digest_of
-from tundish.checkpoint.stager import DEFAULT_SHARD_BYTES, StagedSave, Staging, WriteOptions
 from tundish.checkpoint.tensors import any_on_cuda, locals_of
+from tundish.checkpoint.write_plan import (
+    DEFAULT_SHARD_BYTES,
+    Place,
+    PlannedBuffer,
+    PlannedFile,
+    SmallFile,
+    Staging,
+    WritePlan,
+)
 from tundish.distributed import VoteId, Voter, group_info
 from tundish.errors import format_count
 
@@ -50,8 +54,8 @@ from tundish.errors import format_count
 _ALIGNMENT = 64
 
 
-class HfStager:
-    """A `tundish.checkpoint.stager.Stager` of an export. Its constructor is not collective and has no side effects.
+class HfExport:
+    """A `SavePlan` of an export. Its constructor is not collective and has no side effects.
 
     Args:
         model_or_tensors, config, tokenizer, dtype, shard_bytes, source_dir, to_hf, staging, optimizer: as
@@ -62,7 +66,7 @@ class HfStager:
         exchange_group: of the same ranks, for parts that travel through host memory; None for a single rank.
         voter: of the caller's thread; None for a single rank.
         of_first_rank: names of buffers that differ between ranks, of which the first rank's are saved. The same on all
-            ranks; `prepare` adds to it.
+            ranks; `agree` adds to it.
         are_nodes_alike: whether all nodes have as many ranks as this one; the same on all ranks.
 
     Raises:
@@ -108,9 +112,6 @@ class HfStager:
             are_nodes_alike=are_nodes_alike,
         )
         self._ranks = info.ranks
-        self._buffers: list[ShardBuffer] = []
-        self._snapshot_buffers: list[Buffer] = []
-        self._copies = Copies()
         self._number = 0
         # The connection in which other ranks wait for this one, if they do.
         self._awaited_in: HostConnection | None = None
@@ -128,7 +129,6 @@ class HfStager:
                 dtype=dtype,
                 index=self._plan.layout.index,
             )
-            self.checkpoint_bytes += self._sidecars.size
 
     def _plan_files(self) -> None:
         self._plan = plan = self._make_plan(of_first_rank=self._of_first_rank)
@@ -149,15 +149,10 @@ class HfStager:
         self._snapshot_sources = list(kept)
         self._snapshot_places, self._snapshot_bytes = _places_of(list(kept.values()))
         self._files = plan.files_of(self._rank)
-        self.file_bytes = sum(file.size for file in self._files)
-        self.staged_bytes = (
-            self.file_bytes + self._snapshot_bytes + exchange_bytes(plan, self._rounds, self._rank)
-        )
-        self.checkpoint_bytes = sum(file.size for file in plan.layout.files)
         self.fingerprint = self._fingerprint()
 
     @property
-    def needs_preparation(self) -> bool:
+    def needs_ranks(self) -> bool:
         """Whether tensors travel through host memory, and this rank has no connection."""
         group = self._exchange_group
         return group is not None and self._uses_host and not group.is_connected
@@ -171,7 +166,7 @@ class HfStager:
         """A hash of the tensors that all ranks hold."""
         return {"all": digest_of([tensor for _, tensor in self._replicas()])}
 
-    def prepare(self, vote: VoteId, *, any_needs: bool, do_replicas_differ: bool) -> bool:
+    def agree(self, vote: VoteId, *, any_needs: bool, do_replicas_differ: bool) -> bool:
         """Collective if a rank needs it: find the tensors that differ, and connect the ranks."""
         self._number = vote.number
         if do_replicas_differ:
@@ -181,7 +176,6 @@ class HfStager:
             self._of_first_rank.update(
                 compare(self._voter, [name for name, _ in named], [one for _, one in named])
             )
-            self._give_back()
             self._plan_files()
         group = self._exchange_group
         if group is not None:
@@ -202,85 +196,80 @@ class HfStager:
             if not is_sharded and name not in self._of_first_rank
         ]
 
-    def reserve(self) -> None:
-        """Take the memory of this rank's files and snapshots, and begin to copy."""
-        is_pinned = any_on_cuda(self._local)
-        for file in self._files:
-            self._buffers.append(ShardBuffer(file, is_pinned=is_pinned))
+    def write_plan(self) -> WritePlan:
+        """The files of this rank."""
+        plan = self._plan
+        snapshots = []
         if self._snapshot_bytes:
-            self._snapshot_buffers.append(Buffer(self._snapshot_bytes, is_pinned=is_pinned))
-        blocks = [self._direct_block(buffer) for buffer in self._buffers]
-        blocks += [
-            self._block(buffer, self._snapshot_places, self._snapshot_sources)
-            for buffer in self._snapshot_buffers
-        ]
-        self._copies.begin(blocks, self._optimizers)
-
-    def stage(self) -> StagedExport:
-        """Copy tensors into the files' buffers; collective if tensors are sharded.
-
-        An error of this rank is raised after all exchanges, so that the other ranks are not held up.
-        """
-        gather = None
-        if self._rounds:
-            gather = Gather(
-                self._plan,
-                rounds=self._rounds,
-                local=self._sources(),
-                rank=self._rank,
-                transport=self._transport(),
-                sink=FileSink(self._buffers, self._copies),
+            snapshots.append(
+                PlannedBuffer(
+                    size=self._snapshot_bytes,
+                    places=self._snapshot_places,
+                    sources=[self._local[source] for source in self._snapshot_sources],
+                    names=self._names(self._snapshot_sources),
+                )
             )
-            if not self._optimizers:
-                # First, since the other ranks take part.
-                gather.run()
-                gather = self._awaited_in = None
-        self._copies.run()
-        return StagedExport(
-            copies=self._copies,
-            buffers=[*self._buffers, *self._snapshot_buffers],
-            files=self._buffers,
-            gather=gather,
-            sidecars=self._sidecars,
+        return WritePlan(
+            files=[self._planned_file(file) for file in self._files],
+            snapshots=snapshots,
+            late_files=None if self._sidecars is None else self._late_files,
+            optimizers=self._optimizers,
+            is_pinned=any_on_cuda(self._local),
+            exchange=self._make_gather if self._rounds else None,
+            exchange_bytes=exchange_bytes(plan, self._rounds, self._rank),
+            checkpoint_bytes=sum(file.size for file in plan.layout.files)
+            + (0 if self._sidecars is None else self._sidecars.size),
         )
 
     def release(self) -> None:
-        """Give back all that was reserved; ranks that wait for this one in an exchange through host memory fail."""
+        """Close the files beside the weights; ranks that wait for this one in an exchange through host memory fail."""
         if self._awaited_in is not None:
             self._awaited_in.close()
-        self._give_back()
+        self._awaited_in = None
         if self._sidecars is not None:
             self._sidecars.release()
 
-    def _give_back(self) -> None:
-        self._copies.release()
-        for buffer in (*self._buffers, *self._snapshot_buffers):
-            buffer.release()
-        self._buffers, self._snapshot_buffers, self._copies = [], [], Copies()
-
-    def _sources(self) -> Sequence[torch.Tensor]:
-        """This rank's part of each source: a snapshot, if it is gathered later."""
-        given = list(self._local)
-        for buffer in self._snapshot_buffers:
-            for source, place in zip(self._snapshot_sources, self._snapshot_places, strict=True):
-                given[source] = buffer.view(place)
-        return given
-
-    def _direct_block(self, buffer: ShardBuffer) -> BufferCopy:
-        """The tensors of a file that need neither other ranks nor a conversion."""
-        units = [self._plan.conversion.unit_of[product] for product in buffer.file.products]
-        block = self._block(buffer, buffer.file.places, [unit.sources[0] for unit in units])
-        if not self._rounds:
-            return block
-        return block.chosen([number for number, unit in enumerate(units) if self._plan.is_direct(unit)])
-
-    def _block(self, buffer: Buffer, places: Sequence[Place], sources: Sequence[int]) -> BufferCopy:
-        return BufferCopy(
-            buffer=buffer,
+    def _planned_file(self, file: ShardFile) -> PlannedFile:
+        """A file, with those of its tensors that need neither other ranks nor a conversion."""
+        units = [self._plan.conversion.unit_of[product] for product in file.products]
+        places: Sequence[Place] = file.places
+        if self._rounds:
+            direct = [number for number, unit in enumerate(units) if self._plan.is_direct(unit)]
+            units, places = [units[number] for number in direct], [places[number] for number in direct]
+        sources = [unit.sources[0] for unit in units]
+        return PlannedFile(
+            name=file.name,
+            size=file.size,
             places=places,
             sources=[self._local[source] for source in sources],
-            names=[self._plan.conversion.sources[source][0] for source in sources],
+            names=self._names(sources),
+            frames=lambda: [(0, file.header)],
         )
+
+    def _names(self, sources: Sequence[int]) -> list[str]:
+        return [self._plan.conversion.sources[source][0] for source in sources]
+
+    def _late_files(self, notes: Sequence[str]) -> Iterable[SmallFile]:  # noqa: ARG002 (the first rank knows all)
+        return [] if self._sidecars is None else self._sidecars.contents()
+
+    def _make_gather(self, buffers: Sequence[Buffer], copies: Copies) -> Gather:
+        """The exchange of this save. It takes snapshots in place of the tensors that it sends later."""
+        given = list(self._local)
+        count = len(self._files)
+        for buffer in buffers[count:]:
+            for source, place in zip(self._snapshot_sources, self._snapshot_places, strict=True):
+                given[source] = buffer.view(place)
+        gather = Gather(
+            self._plan,
+            rounds=self._rounds,
+            local=given,
+            rank=self._rank,
+            transport=self._transport(),
+            sink=FileSink(self._files, buffers[:count], copies),
+        )
+        # From here on it closes the connection itself where it fails.
+        self._awaited_in = None
+        return gather
 
     def _transport(self) -> TensorTransport:
         """Between devices on the caller's thread, else through host memory."""
@@ -325,50 +314,3 @@ def _places_of(tensors: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
         places.append(Place(at, at + size, dtype, shape))
         at += -(-size // _ALIGNMENT) * _ALIGNMENT
     return places, at
-
-
-@dataclass(kw_only=True, eq=False)
-class StagedExport(StagedSave):
-    """A Hugging Face export. The first rank knows everything about the other files, so that it has no notes.
-
-    Attributes:
-        files: the buffers of this rank's files, among all buffers.
-        gather: fills the rest of `files` in the background, from snapshots; None if nothing is missing.
-        sidecars: the files beside the weights, on the rank that writes them.
-    """
-
-    files: Sequence[ShardBuffer]
-    gather: Gather | None
-    sidecars: Sidecars | None
-
-    def write_other_files(self, folder: Path, notes: Sequence[str]) -> list[FileMetadata]:  # noqa: ARG002 (it has none)
-        """Write everything but the weights."""
-        return [] if self.sidecars is None else self.sidecars.write(folder)
-
-    def write(self, folder: Path, options: WriteOptions) -> list[FileMetadata]:
-        """Write this rank's files and block until they are durable."""
-        if self.gather is not None:
-            try:
-                self.gather.run()
-            finally:
-                # A conversion may make its products on a device.
-                self.gather.wait()
-            self.gather = None
-        # Without a name: a later error would keep the images alive.
-        written = write_files(
-            folder, [(buffer.file.name, buffer.file.size, buffer.image) for buffer in self.files], options
-        )
-        self.copies.confirm()
-        return written
-
-    def abort(self) -> None:
-        """Called instead of `write`: ranks that wait for this one fail at once."""
-        if self.gather is not None:
-            self.gather.abort()
-
-    def release(self) -> None:
-        """Stop the copies, give the host memory back and close the files beside the weights."""
-        self.gather = None
-        super().release()
-        if self.sidecars is not None:
-            self.sidecars.release()

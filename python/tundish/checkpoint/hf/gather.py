@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from tundish.checkpoint.buffers import Buffer
 from tundish.checkpoint.copies import BufferCopy, Copies, EagerCopy
 from tundish.checkpoint.hf.conversion import ConversionUnit
 from tundish.checkpoint.hf.plan import ExportPlan
-from tundish.checkpoint.hf.safetensors import ShardBuffer
+from tundish.checkpoint.hf.safetensors import ShardFile
 from tundish.checkpoint.placements import RankPart, rank_parts_of, rectangles
 from tundish.checkpoint.tensors import check_memory
 from tundish.distributed import second_client, store_load_factor, temporary_group, torch_distributed
@@ -503,15 +504,16 @@ class FileSink:
     """Copies products to their places in files.
 
     Args:
-        buffers: of this rank's files.
+        files: this rank's.
+        buffers: of the files, in order.
         copies: gets the copies from devices.
     """
 
-    def __init__(self, buffers: Sequence[ShardBuffer], copies: Copies) -> None:
+    def __init__(self, files: Sequence[ShardFile], buffers: Sequence[Buffer], copies: Copies) -> None:
         self._places = {
             product: (buffer, place)
-            for buffer in buffers
-            for product, place in zip(buffer.file.products, buffer.file.places, strict=True)
+            for file, buffer in zip(files, buffers, strict=True)
+            for product, place in zip(file.products, file.places, strict=True)
         }
         self._copies = copies
         # The copies that may still run, and the bytes of each.

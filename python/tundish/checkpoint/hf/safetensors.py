@@ -15,8 +15,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tundish.checkpoint.buffers import PAGE, Buffer, Place
+from tundish.checkpoint.buffers import PAGE
 from tundish.checkpoint.tensors import DTYPES, TensorSpec
+from tundish.checkpoint.write_plan import Place
 from tundish.errors import InvalidInputError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -43,15 +44,6 @@ class ShardFile:
     header: bytes
     products: tuple[int, ...]
     places: tuple[Place, ...]
-
-
-class ShardBuffer(Buffer):
-    """Host memory for a whole file, with its header."""
-
-    def __init__(self, file: ShardFile, *, is_pinned: bool = False) -> None:
-        super().__init__(file.size, is_pinned=is_pinned)
-        self.file = file
-        memoryview(self.image)[: len(file.header)] = file.header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

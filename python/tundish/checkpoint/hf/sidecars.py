@@ -11,20 +11,18 @@ import contextlib
 import copy
 import errno
 import os
-import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import torch
 
-from tundish._native import FileMetadata, checksum_file
 from tundish.checkpoint.hf.adapters import Adapters
 from tundish.checkpoint.hf.safetensors import INDEX_NAME
 from tundish.checkpoint.hf.transformers import save_settings, set_dtype
+from tundish.checkpoint.write_plan import SmallFile
 from tundish.errors import InvalidInputError, InvalidTypeError, NotFoundError, StorageError, format_type
 
 __all__ = ["Sidecars", "collect_sidecars"]
@@ -56,46 +54,27 @@ class Sidecars:
     """The files beside the weights.
 
     Attributes:
-        files: open files to copy, by their names in the checkpoint.
+        files: contents, or open files to copy, by their names in the checkpoint.
         tokenizer: the caller's tokenizer or processor, or None.
         size: bytes of `files`.
     """
 
-    files: dict[str, BinaryIO]
+    files: dict[str, bytes | BinaryIO]
     tokenizer: Any
     size: int
 
-    def write(self, folder: Path) -> list[FileMetadata]:
-        """Write all files into `folder`, which contains the weights already, and make them durable."""
-        others = {path for path in folder.rglob("*") if path.is_file()}
-        try:
-            for name, file in self.files.items():
-                target = folder / name
-                if target.parent != folder:
-                    # Never the folder itself: if somebody removed it, the save fails.
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                # The contents alone: the file modes of a download cache do not fit a checkpoint.
-                with target.open("wb") as copied:
-                    shutil.copyfileobj(file, copied)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(str(folder))
-        except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO,
-                f"cannot write the files beside the weights ({error.strerror or error})",
-                error.filename or str(folder),
-            ) from error
-        facts = []
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path not in others:
-                known = checksum_file(path)
-                facts.append(FileMetadata(path.relative_to(folder).as_posix(), known.size, known.checksum))
-        return facts
+    def contents(self) -> list[SmallFile]:
+        """All files, with those of the tokenizer, which take precedence."""
+        found: dict[str, bytes | BinaryIO] = dict(self.files)
+        if self.tokenizer is not None:
+            found |= _saved(lambda scratch: self.tokenizer.save_pretrained(scratch))
+        return [SmallFile(name, contents) for name, contents in found.items()]
 
     def release(self) -> None:
         """Close the files. Never raises."""
         for file in self.files.values():
-            file.close()
+            if not isinstance(file, bytes):
+                file.close()
 
 
 def collect_sidecars(
@@ -145,8 +124,9 @@ def collect_sidecars(
     replaced = settings.keys() if adapters is None else {_CONFIG, *settings}
     files = {} if source_dir is None else _open_source_files(source_dir, root, replaced)
     size = sum(os.fstat(file.fileno()).st_size for file in files.values())
-    files.update((name, BytesIO(contents)) for name, contents in settings.items())
-    return Sidecars(files=files, tokenizer=tokenizer, size=size + sum(map(len, settings.values())))
+    return Sidecars(
+        files={**files, **settings}, tokenizer=tokenizer, size=size + sum(map(len, settings.values()))
+    )
 
 
 def _settings(
@@ -155,7 +135,8 @@ def _settings(
     """The files of configs and code, by name."""
     if model is None and adapters is None and config is None:
         return {}
-    with TemporaryDirectory() as scratch:
+
+    def save(scratch: str) -> None:
         if adapters is not None:
             adapters.save_settings(scratch)
         elif model is not None:
@@ -164,6 +145,14 @@ def _settings(
             own = copy.deepcopy(config)
             set_dtype(own, dtype)
             own.save_pretrained(scratch)
+
+    return _saved(save)
+
+
+def _saved(save: Callable[[str], Any]) -> dict[str, bytes]:
+    """The files that `save` writes into the folder that it gets, by name."""
+    with TemporaryDirectory() as scratch:
+        save(scratch)
         folder = Path(scratch)
         return {
             path.relative_to(folder).as_posix(): path.read_bytes()

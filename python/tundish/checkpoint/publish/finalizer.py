@@ -21,7 +21,7 @@ from tundish import _native
 from tundish.checkpoint.publish.kinds_and_steps import Kind
 from tundish.checkpoint.publish.writable_root import Begun, WritableRoot
 from tundish.checkpoint.save import Save
-from tundish.checkpoint.stager import StagedSave, WriteOptions
+from tundish.checkpoint.staging import Staged, WriteOptions
 from tundish.distributed import Voter
 from tundish.errors import CallbackError, CheckpointInUseError, JobStoreLostError, VoteTimeoutError
 
@@ -67,7 +67,7 @@ class QueuedSave:
     needs_room: bool
     caller_raises: bool
     release: Callable[[], None]
-    staged: StagedSave | BaseException | None = None
+    staged: Staged | BaseException | None = None
     is_published: bool = False
 
     @property
@@ -184,7 +184,7 @@ class Finalizer:
             else:
                 return
 
-    def _stage(self, queued: QueuedSave) -> StagedSave:
+    def _stage(self, queued: QueuedSave) -> Staged:
         """Wait for the tensors, and make room on the disk where that is needed."""
         error: BaseException | None = None
         try:
@@ -206,7 +206,7 @@ class Finalizer:
                 self.writable.protect(step for answer in gathered for step in json.loads(answer))
                 self.writable.make_room(queued.begun)
 
-    def _write(self, queued: QueuedSave, staged: StagedSave) -> list[Any]:
+    def _write(self, queued: QueuedSave, staged: Staged) -> list[Any]:
         """Write this rank's files; returns what all ranks report, on the first rank."""
         error: BaseException | None = None
         own: list[_native.FileMetadata] = []
@@ -231,10 +231,10 @@ class Finalizer:
         self.notify("voted", self.kind, queued.save.step)
         return [json.loads(text) for text in gathered]
 
-    def _manifest(self, queued: QueuedSave, staged: StagedSave, reports: list[Any]) -> str:
+    def _manifest(self, queued: QueuedSave, staged: Staged, reports: list[Any]) -> str:
         """On the first rank: write the other files; returns the manifest of all of them."""
         files = [tuple(file) for report in reports for file in report["files"]]
-        others = staged.write_other_files(queued.folder, [report["note"] for report in reports])
+        others = staged.write_late_files(queued.folder, [report["note"] for report in reports])
         files += [(file.name, file.size, file.checksum) for file in others]
         manifest = {
             "format_version": FORMAT_VERSION,
@@ -251,7 +251,7 @@ class Finalizer:
         return json.dumps(manifest, indent=2, allow_nan=False) + "\n"
 
 
-def _staged_of(queued: QueuedSave) -> StagedSave:
+def _staged_of(queued: QueuedSave) -> Staged:
     """The staged save; raises what staging failed with on this rank."""
     if isinstance(queued.staged, BaseException):
         raise queued.staged

@@ -20,7 +20,7 @@ def gathering(rank: int, line: Line) -> None:
 
     from tundish import _native
     from tundish.checkpoint.hf import gather as schedule
-    from tundish.checkpoint.hf.export import HfStager
+    from tundish.checkpoint.hf.export import HfExport
 
     # A round for each tensor, so that there are rounds to come.
     schedule.ROUND_BYTES = 1
@@ -38,7 +38,7 @@ def gathering(rank: int, line: Line) -> None:
     arguments: dict[str, Any] = {}
     if kind == "lazy":
         arguments = {"staging": "lazy", "optimizer": torch.optim.SGD(model.parameters())}
-    plan = HfStager(model, to_hf=stop, shard_bytes=300, exchange_group=exchange_group, **arguments)
+    plan = HfExport(model, to_hf=stop, shard_bytes=300, exchange_group=exchange_group, **arguments)
 
     def save() -> None:
         with staged(plan) as staging:

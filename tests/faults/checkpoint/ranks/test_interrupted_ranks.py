@@ -20,20 +20,21 @@ def calling(rank: int, line: Line) -> None:
     import torch
 
     from tundish.checkpoint import Checkpointer
-    from tundish.checkpoint.dcp.save import DcpStager
-    from tundish.checkpoint.hf.export import HfStager
+    from tundish.checkpoint.dcp.save import DcpSave
+    from tundish.checkpoint.hf.export import HfExport
+    from tundish.checkpoint.staging import Staged
     from tundish.distributed import Voter
 
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     places: dict[str, tuple[Any, str]] = {
-        "planning": (HfStager, "reserve"),
-        "planning dcp": (DcpStager, "reserve"),
+        "planning": (HfExport, "write_plan"),
+        "planning dcp": (DcpSave, "write_plan"),
         "voting": (Voter, "combine"),
         "voting on a load": (Voter, "vote"),
-        "staging": (HfStager, "stage"),
-        "staging dcp": (DcpStager, "stage"),
+        "staging": (Staged, "copy"),
+        "staging dcp": (Staged, "copy"),
     }
     root = line.hear()
     failures: list[BaseException] = []

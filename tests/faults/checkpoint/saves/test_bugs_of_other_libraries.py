@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from support.soak import IS_SOAK
 
 from tundish._native import ShardWriter, staging_stats
-from tundish.checkpoint import Checkpointer, open_readonly
-from tundish.checkpoint.publish import shard_writing
+from tundish.checkpoint import Checkpointer, open_readonly, staging
 
 MIB = 1 << 20
 KINDS = ["hf", "dcp"]
@@ -78,7 +77,7 @@ def test_a_failing_writer_thread_fails_the_save(
         limit_files(4096)
         return writer
 
-    monkeypatch.setattr(shard_writing, "ShardWriter", open_and_fail)
+    monkeypatch.setattr(staging, "ShardWriter", open_and_fail)
     before = staging_stats()["in_use"]
     failed: list[BaseException] = []
     with Checkpointer(tmp_path / "root", on_failure=failed.append) as checkpointer:
